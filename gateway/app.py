@@ -1,4 +1,4 @@
-"""create_app(config): routes, what surrounds every request, and how errors are told."""
+"""create_app(config): the Flask application with its routes, request hooks and error handlers."""
 
 from __future__ import annotations
 
@@ -49,28 +49,29 @@ MODELS = "/v1/models"
 ANTHROPIC_REQUEST_ID_HEADER = "request-id"
 LEAVE_BODY = (408, 413)
 NOT_READ = (400, 401, 403, 404, 405, 415, 429, 503)
-"""What may be answered before the body has been read. One of more than so many bytes is left."""
+"""Statuses that may be sent before the body was read."""
 UNREAD_BODY_BYTES = 1 << 16
+"""A longer unread body is not read: the connection is closed after the response."""
 QUIET = frozenset(
     {"admin.livez", "admin.startupz", "admin.readyz", "admin.health", "admin.metrics"}
 )
-"""Asked every few seconds by machines: counted, not logged."""
+"""Health checks and scrapes, which come every few seconds: counted, not logged."""
 
 
 def config_from_environment() -> GatewayConfig:
-    """The config as `tidegate serve` hands it on, as JSON; the defaults without it."""
+    """Return the config that `tidegate serve` passes as JSON, or the defaults without it."""
     return msgspec.json.decode(os.environ.get(CONFIG_VARIABLE, "{}"), type=GatewayConfig)
 
 
 def create_app(config: GatewayConfig | None = None) -> Flask:
-    """The WSGI application, with its `Service` among its extensions. It connects to its engine with
-    the first request, or when `gunicorn_conf` starts its service; making it has no effect on the
-    world.
+    """Return the WSGI application, with its `Service` among its extensions.
 
-    Raises AppImportError, which gunicorn tells in one line, where an option is wrong.
+    Creating it has no side effects. It connects to the engine on the first request, or when
+    `gunicorn_conf` starts the service. Raises AppImportError, which gunicorn prints in one line, if
+    an option is invalid.
     """
     app = Flask(__name__, static_folder=None)
-    app.url_map.merge_slashes = False  # one spelling of a path is served: see access/target.py
+    app.url_map.merge_slashes = False  # only the canonical path is served: see auth/target.py
     try:
         service = Service(config if config is not None else config_from_environment())
     except ValueError as error:
@@ -88,7 +89,7 @@ def create_app(config: GatewayConfig | None = None) -> Flask:
     except ValueError as error:
         raise AppImportError(f"{CANNOT_START}{error}") from None
     _frame_requests(app, service, gate)
-    _tell_errors(app)
+    _handle_errors(app)
     return app
 
 
@@ -105,7 +106,7 @@ def _frame_requests(app: Flask, service: Service, gate: Gate) -> None:
             route=visit.rule or "other",
             request_id=request_id_from(request.headers.get(REQUEST_ID_HEADER)),
             is_probe=request.endpoint in QUIET,
-            hear=_listeners(service),
+            on_close=_listeners(service),
         )
         if gate.answers_preflight(visit):
             gate.check_target(visit)
@@ -129,13 +130,13 @@ def _frame_requests(app: Flask, service: Service, gate: Gate) -> None:
 
 
 def _listeners(service: Service) -> list[Callable[[RequestRecord], None]]:
-    """Who hears of the request at hand when it is over."""
+    """Return the functions that get the record of the current request."""
     logs = service.config.log_requests and request.endpoint not in QUIET
-    hear: list[Callable[[RequestRecord], None]] = [access_log.log_request] if logs else []
+    listeners: list[Callable[[RequestRecord], None]] = [access_log.log_request] if logs else []
     if service.tracing is not None:
         carrier = {name: request.headers[name] for name in HEADERS if name in request.headers}
-        hear.append(partial(service.tracing.tell, carrier))
-    return hear
+        listeners.append(partial(service.tracing.export, carrier))
+    return listeners
 
 
 def _visit() -> Visit:
@@ -149,7 +150,7 @@ def _visit() -> Visit:
     )
 
 
-def _tell_errors(app: Flask) -> None:
+def _handle_errors(app: Flask) -> None:
     near_routes = NearRoutes(app.url_map.iter_rules())
 
     @app.errorhandler(ServingError)
@@ -181,8 +182,10 @@ def _tell_errors(app: Flask) -> None:
 
 
 def _is_anthropic() -> bool:
-    """Return whether the client is Anthropic's: by the path, even if no route has it, or by the
-    header on a path that two APIs share."""
+    """Return whether the client uses Anthropic's API.
+
+    The path decides, even if no route matches; on a path that two APIs share, the header does.
+    """
     if _is_below(MODELS):
         return VERSION_HEADER in request.headers
     return _is_below(ANTHROPIC)
@@ -211,11 +214,10 @@ def _has_long_body() -> bool:
 
 
 class LastResponse(flask.Response):
-    """The last one on its connection: what is still on its way is taken for a moment, for nobody to
-    read."""
+    """The last response on its connection. An unread body is discarded before closing."""
 
     def __call__(self, environ: Any, start_response: Any) -> Iterable[bytes]:
-        server = getattr(start_response, "__self__", None)  # gunicorn ignores what a header says
+        server = getattr(start_response, "__self__", None)  # gunicorn ignores a Connection header
         if server is not None and hasattr(server, "force_close"):
             server.force_close()
             if (sock := client_socket(environ)) is not None:

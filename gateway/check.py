@@ -1,7 +1,7 @@
 """Checks whether a gateway could start with its options: `python -P -m gateway.check`.
 
-The config comes as JSON in TIDEGATE_GATEWAY. Exit code 2, and one line on stderr, if an option is
-wrong. No port is opened, and no engine is contacted.
+The config comes as JSON in TIDEGATE_GATEWAY. If an option is invalid, the exit code is 2 and stderr
+has one line. No port is opened, and no engine is contacted.
 """
 
 from __future__ import annotations

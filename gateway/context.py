@@ -1,4 +1,4 @@
-"""One HTTP request and its response: its journal, its id, and whoever is told when it is over."""
+"""The context of one HTTP request: its id, timeline and listeners."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
 def request_id_from(header: str | None) -> str:
-    """The client's own id, where it is one we can repeat in headers and logs; else a new one."""
+    """Return the client's own id if it is safe in headers and logs; otherwise a new one."""
     return header if header and _REQUEST_ID.fullmatch(header) else uuid.uuid4().hex
 
 
 class RequestContext:
-    """From the first look at a request to its end. Of several calls of `close` the first counts.
+    """The state of a request, from its headers to its end. Later calls of `close` have no effect.
 
-    route   the rule that matched ("/v1/models/<name>"), so that label values are few
-    is_probe   see Record
-    hear    are told of it when it is over, beside the metrics
+    route     the rule that matched ("/v1/models/<name>"), so that label values are few
+    is_probe  see RequestRecord
+    on_close  called with the record after the end, as are the metrics
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class RequestContext:
         route: str,
         request_id: str,
         is_probe: bool = False,
-        hear: Sequence[Callable[[RequestRecord], None]] = (),
+        on_close: Sequence[Callable[[RequestRecord], None]] = (),
     ) -> None:
         self.request_id = request_id
         self.journal = Timeline()
@@ -47,11 +47,11 @@ class RequestContext:
         self._metrics = metrics
         self._method, self._path, self._route = method, path, route
         self._is_probe = is_probe
-        self._hear = hear
+        self._on_close = on_close
         self._is_closed = False
 
-    def begin(self, answer: ChoiceGroup) -> None:
-        """An inference request: `answer` holds its numbers."""
+    def start(self, answer: ChoiceGroup) -> None:
+        """Note that this is an inference request with these choices."""
         self.answer = answer
         self._metrics.open_answers.inc()
 
@@ -74,5 +74,5 @@ class RequestContext:
             is_probe=self._is_probe,
         )
         self._metrics.count(record)
-        for tell in self._hear:
-            tell(record)
+        for listener in self._on_close:
+            listener(record)

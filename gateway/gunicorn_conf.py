@@ -2,7 +2,7 @@
 
     gunicorn -c gateway/gunicorn_conf.py 'gateway.app:create_app()'
 
-Everything that owns a socket or a thread is made in the workers, after the fork.
+Every owner of a socket or a thread is created in the workers, after the fork.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ workers = _config.gateways
 
 
 class GatewayWorker(GeventWorker):  # type: ignore[misc]
-    """gunicorn's gevent worker, with a hook for new connections and an end that clients see.
+    """gunicorn's gevent worker, with a hook for new connections and a clean end of open responses.
 
-    gunicorn's own worker cuts its open responses off when it is asked to quit, and when its master
-    is gone. This one sends each client an error first.
+    gunicorn's own worker closes open responses without a word when it must quit or its master is
+    gone. This one sends each client an error first.
     """
 
     def handle(self, listener: Any, client: Any, addr: Any) -> None:
@@ -48,14 +48,14 @@ class GatewayWorker(GeventWorker):  # type: ignore[misc]
         super().handle(listener, client, addr)
 
     def handle_request(self, listener_name: Any, req: Any, sock: Any, addr: Any) -> Any:
-        """Refuse a body that is compressed in transfer. gunicorn would pass it on as it is."""
+        """Refuse transfer codings other than chunked. gunicorn would pass on the coded body."""
         from gateway.http import unparsed
 
         unparsed.check_transfer_coding(req.headers)
         return super().handle_request(listener_name, req, sock, addr)
 
     def load_wsgi(self) -> None:
-        """Make the application; what is wrong with its options is the cause of the server's end."""
+        """Create the application. An invalid option is reported as the cause of the exit."""
         try:
             super().load_wsgi()
         except AppImportError as error:
@@ -63,7 +63,7 @@ class GatewayWorker(GeventWorker):  # type: ignore[misc]
             raise
 
     def handle_error(self, _req: Any, client: Any, _addr: Any, exc: BaseException) -> None:
-        """gunicorn's own writes what it could not parse into its log, and HTML to the client."""
+        """Answer with JSON. gunicorn itself would log the unparsed request and send HTML."""
         from gateway.http import unparsed
 
         unparsed.answer(_service(self), client, exc)
@@ -71,7 +71,7 @@ class GatewayWorker(GeventWorker):  # type: ignore[misc]
     def handle_quit(self, sig: int, frame: Any) -> None:
         """End open answers with an error now, then leave as after SIGTERM."""
         self.alive = False
-        if getattr(self, "wsgi", None) is not None:  # it may still start
+        if getattr(self, "wsgi", None) is not None:  # not set while it starts
             _service(self).ends_at_once = True
 
     def notify(self) -> None:
@@ -96,41 +96,41 @@ logger_class = GatewayLogger
 worker_connections = 10_000
 backlog = 2048
 preload_app = False
-# Longer than common clients keep an idle connection (5 s), so that it is theirs to close first.
+# Longer than common clients keep an idle connection (5 s), so that clients close it first.
 keepalive = 15
-# Nobody in front of us may change a request's path or scheme after it has been checked.
+# No proxy header may change a request's path or scheme, because these are checked.
 forwarded_allow_ips = ""
 forwarder_headers = ""
-# Our own end of a drain comes first: clients get a last event rather than a reset.
+# The service ends a drain earlier than gunicorn does: clients get a last event, not a reset.
 graceful_timeout = math.ceil(_config.drain_s) + 2
 timeout = 60
 control_socket_disable = True
-accesslog = None  # streams are written past gunicorn, so we log for ourselves
+accesslog = None  # streams bypass gunicorn, so the gateway has its own access log
 errorlog = "-"
-loglevel = "warning"  # its other lines repeat ours
+loglevel = "warning"  # lower levels repeat our own log lines
 proc_name = "tidegate-gateway"
 worker_tmp_dir = "/dev/shm" if os.path.isdir("/dev/shm") else None
 
 _exit_code = mmap.mmap(-1, 1)
-"""Shared by the master and its workers: the master's exit code, unless 0. gunicorn's own code for a
-worker that gives up is one of ours for something else."""
+"""The master's exit code unless 0, in memory shared with its workers. gunicorn's own code for a
+worker that gives up means something else in ExitCode."""
 
 _metrics_directory = ""
 if workers > 1:  # before prometheus_client is imported: see gateway/observe/metrics.py
     _metrics_directory = _config.metrics_directory or tempfile.mkdtemp(prefix="tidegate-metrics-")
-    shutil.rmtree(_metrics_directory, ignore_errors=True)  # a master that was killed left it
+    shutil.rmtree(_metrics_directory, ignore_errors=True)  # left over from a killed master
     os.mkdir(_metrics_directory, mode=0o700)
     os.environ["PROMETHEUS_MULTIPROC_DIR"] = _metrics_directory
 
 
 def post_fork(_server: Any, _worker: Any) -> None:
-    """In the worker, first of all. `Worker.notify` looks for its master only once a second, and
-    only when it serves."""
+    """Called first in the worker. `Worker.notify` checks for the master only once a second, and
+    only while the worker serves."""
     die_with_parent(signal.SIGQUIT)
 
 
 def post_worker_init(worker: Any) -> None:
-    """In the worker, after the application was made."""
+    """Called in the worker after the application was created."""
     service = _service(worker)
     service.is_draining = lambda: not worker.alive
     service.give_up = _give_up
@@ -138,14 +138,16 @@ def post_worker_init(worker: Any) -> None:
 
 
 def _give_up(why: str, code: ExitCode | None) -> None:
-    """As for an option that is wrong whatever the model: the master ends, and starts no other."""
+    """End the master without another worker, as for an option that is invalid for any model."""
     import gevent
     from gunicorn.arbiter import Arbiter
 
     logging.getLogger("gateway").error("the gateway cannot start: %s", why)
     _parent.send_cause(f"the gateway cannot start: {why}")
     _exit_code[0] = code or 0
-    gevent.spawn(sys.exit, Arbiter.APP_LOAD_ERROR)  # from a greenlet of its own: it ends the worker
+    gevent.spawn(
+        sys.exit, Arbiter.APP_LOAD_ERROR
+    )  # in its own greenlet, so that it ends the worker
 
 
 def pre_request(worker: Any, req: Any) -> None:
@@ -157,18 +159,18 @@ def post_request(worker: Any, req: Any, environ: Any, _resp: Any) -> None:
 
 
 def worker_exit(_server: Any, worker: Any) -> None:
-    """In the worker, at its end: the engine hears that our requests are over, not from silence."""
+    """Called in the worker at its end. Closing tells the engine to abort open requests at once."""
     if getattr(worker, "wsgi", None) is not None:  # it may have failed to start
         _service(worker).close()
 
 
 def _service(worker: Any) -> Any:
-    """Nothing of ours but the log is imported by the master: a worker's modules are its own."""
+    """Return the worker's `Service`. The master imports no gateway module except logging."""
     return worker.wsgi.extensions["tidegate"]
 
 
 def child_exit(_server: Any, worker: Any) -> None:
-    """In the master: the gauges of a process that is gone no longer count."""
+    """Called in the master: remove the gauges of a worker that has ended."""
     if _metrics_directory:
         from prometheus_client import multiprocess
 

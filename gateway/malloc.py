@@ -1,7 +1,7 @@
-"""The C library's heap, which keeps what it was given back.
+"""Returns free memory of the C library's heap to the system.
 
-Reading a vocabulary of 150,000 tokens takes 80 MB for a moment. They are free again at once, but
-lie between what stays, and the process would hold them to its end.
+Reading a vocabulary of 150,000 tokens needs 80 MB temporarily. That memory is freed but lies
+between blocks that are still in use, so the process would keep it until it ends.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import ctypes
 
 
 def give_back() -> None:
-    """Free pages go back to the system, where the C library can do that (glibc's can)."""
+    """Return free pages to the system, if the C library supports it (glibc does)."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -1,9 +1,9 @@
 """Checks whether a gateway could serve a model: `python -P -m gateway.model_check`.
 
 The config comes as JSON in TIDEGATE_GATEWAY, the model's card as JSON on stdin. The process may be
-started before there is a card: it gets ready while the model's files are read. If the model cannot
-be served, one line on stdout says why and what to do, and the exit code is one of ExitCode. No port
-is opened, and no engine is contacted.
+started before the card exists, so that its start overlaps with reading the model's files. If the
+model cannot be served, stdout has one line with the reason and a remedy, and the exit code is one
+of ExitCode. No port is opened, and no engine is contacted.
 """
 
 from __future__ import annotations

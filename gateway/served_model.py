@@ -1,6 +1,6 @@
-"""A model made usable: what the engine's card and the operator's options come to.
+"""The served model: the engine's model card combined with the operator's options.
 
-Made once per model, shared by all requests, never changed.
+It is built once per model, shared by all requests, and immutable.
 """
 
 from __future__ import annotations
@@ -38,10 +38,9 @@ def version() -> str:
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """What the operator says of the model, whichever it is; checked as far as it can be without
-    one.
+    """The operator's options for any model, checked as far as possible without a model.
 
-    chat_template  source; None: the model's own
+    chat_template  source text; None: the model's own template
     """
 
     served_names: Sequence[str]
@@ -53,7 +52,7 @@ class ModelOptions:
 
     @classmethod
     def of(cls, config: GatewayConfig, templates: TemplateLoader) -> ModelOptions:
-        """Raises ValueError, saying which option is wrong."""
+        """Raises ValueError, naming the invalid option."""
         check_names(config.tool_format, config.reasoning_format)
         return cls(
             served_names=config.served_name,
@@ -88,22 +87,19 @@ def _template_kwargs(text: str) -> Mapping[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model card made usable: once per model, shared by all requests.
-
-    names           what the API calls it; the first is its name, the others are aliases
-    reading         how its answers are read
-    defaults        sampling parameters of requests that do not set them: --default-sampling's, else
-                    the model's own
-    default_kwargs  what its template is told where a request says nothing
-    """
+    """A model that is ready to serve."""
 
     card: ModelCard
     limits: Limits
+    #: Names in the API; the first is its name, the others are aliases.
     names: Sequence[str]
     tokenizer: Tokenizer
     renderer: ChatRenderer
+    #: How its output is parsed.
     output_format: ModelOutputFormat
+    #: Sampling parameters that a request does not set: --default-sampling's, else the model's own.
     defaults: SamplingDefaults
+    #: Default chat-template kwargs.
     default_kwargs: Mapping[str, Any]
     fingerprint: str
     since: int = field(default_factory=lambda: int(time.time()))
@@ -112,7 +108,7 @@ class ServedModel:
     def of(
         cls, card: ModelCard, limits: Limits, options: ModelOptions, templates: TemplateLoader
     ) -> ServedModel:
-        """Raises ValueError where the card's tokenizer, or an option, cannot be used with it."""
+        """Raises ValueError if the tokenizer, or an option with this model, cannot be used."""
         if options.chat_template is not None:
             card = msgspec.structs.replace(
                 card, chat_template=options.chat_template, tool_use_template=None
@@ -139,7 +135,7 @@ class ServedModel:
 
 
 def usable_defaults(defaults: SamplingDefaults) -> SamplingDefaults:
-    """A model's defaults without those that no request could ask for either."""
+    """Return a model's defaults without values that are invalid in a request."""
     return SamplingDefaults(
         **{
             name: value
@@ -153,6 +149,6 @@ def _is_valid(name: str, value: float) -> bool:
     try:
         msgspec.convert({name: value}, SamplingParams)
     except msgspec.ValidationError as error:
-        log.warning("the model's default %s=%r is left out: %s", name, value, error)
+        log.warning("ignoring the model's default %s=%r: %s", name, value, error)
         return False
     return True

@@ -1,7 +1,7 @@
-"""What all routes share: the engine, the served model, the metrics, and whether we are ready.
+"""The state that all routes share: engine client, served model, metrics and readiness.
 
-One `Service` per process, made by `app.create_app` and handed to every blueprint; there is no other
-place where state lives.
+`app.create_app` creates one `Service` per process and passes it to every blueprint. There is no
+other shared state.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ from protocol.sockets import engine_address
 log = logging.getLogger(__name__)
 
 WATCH_S = 0.1
-KEYS_LOOK_S = 1.0
+KEYS_POLL_S = 1.0
 FRESH_S = 1.9
-"""A heartbeat is older than this: not ready, though the lease may still hold. They come about every
-PING_EVERY_S."""
+"""With an older heartbeat the gateway is not ready, although the engine's lease may still be valid.
+Heartbeats arrive about every PING_EVERY_S."""
 
 
 def offload(work: Callable[[], list[int]]) -> list[int]:
-    """Run in gevent's thread pool; other greenlets go on meanwhile."""
+    """Run `work` in gevent's thread pool; other greenlets continue."""
     return result_of(get_hub().threadpool, work)
 
 
@@ -81,12 +81,14 @@ def _engine_of(config: GatewayConfig, metrics: Metrics) -> EngineClient:
 
 
 class Service:
-    """is_draining   whether this process is on its way out; set by whoever runs it
-    ends_at_once  answers end now, with an error, instead of going on for `drain_s`; set likewise
-    give_up       called with the reason, and the exit code if it has one of its own, if the first
-                  model cannot be served, or not with an option; set by whoever runs it
+    """See the module. The server that runs it sets these attributes:
 
-    Raises ValueError where an option of `config` is wrong.
+    is_draining   returns whether this process is shutting down
+    ends_at_once  open answers end now, with an error, instead of continuing for `drain_s`
+    give_up       called if the first model cannot be served, with the reason and an exit code, or
+                  None for gunicorn's
+
+    The constructor raises ValueError if an option of `config` is invalid.
     """
 
     def __init__(self, config: GatewayConfig) -> None:
@@ -114,7 +116,7 @@ class Service:
         self._unservable: tuple[ModelCard, ValueError] | None = None
 
     def start(self) -> None:
-        """Begin to live, once: in the process that serves, after any fork."""
+        """Start processes, connections and the watch. Call this after the fork."""
         if self._watch is None:
             self.templates.start()
             if not self.config.tried_tokenizer:
@@ -123,8 +125,11 @@ class Service:
             self._watch = gevent.spawn(self._keep_watch)
 
     def close(self) -> None:
-        """The server has waited for all connections; generations that have none are waited for
-        here, as long as a drain may take."""
+        """Wait for detached generations, then close everything.
+
+        The server has waited for all connections before. Outside a drain, detached generations are
+        ended at once.
+        """
         if self.persistence is not None:
             while self.persistence.is_busy and self._watch is not None:
                 if not self.is_draining():
@@ -141,15 +146,14 @@ class Service:
             self.tracing.close()
 
     def _keep_watch(self) -> None:
-        """Prepare a model as soon as the engine tells of it, not when the first request comes; see
-        a drain to its end; notice new keys."""
+        """Prepare a new model before the first request, reload keys, and end a drain in time."""
         draining_since: float | None = None
-        looked_at = time.monotonic()
+        polled_at = time.monotonic()
         while True:
             gevent.sleep(WATCH_S)
             self.trouble()
-            if time.monotonic() - looked_at >= KEYS_LOOK_S:
-                looked_at = time.monotonic()
+            if time.monotonic() - polled_at >= KEYS_POLL_S:
+                polled_at = time.monotonic()
                 self.keys.poll()
             if not self.is_draining():
                 continue
@@ -160,10 +164,10 @@ class Service:
 
     def _end_answers(self) -> None:
         for answer in list(self._answers):
-            answer.fail(self._last_words())
+            answer.fail(self._shutdown_error())
 
-    def _last_words(self) -> ServingError:
-        """Return the error that ends an open answer when this process leaves."""
+    def _shutdown_error(self) -> ServingError:
+        """Return the error that ends an open answer when this process shuts down."""
         if not self.ends_at_once:
             return Draining("this server was shut down before the answer was complete")
         for line in self.engine.lines:
@@ -173,21 +177,24 @@ class Service:
         return Draining("the server stops after a failure, before the answer was complete")
 
     def model(self, name: str | None = None) -> ServedModel:
-        """Raises EngineNotReady, EngineLost or Draining where nothing can be served now, and
-        UnknownModel where we serve none of that name. No name means the one that is served."""
+        """Return the served model; `name` may be any of its names.
+
+        Raises EngineNotReady, EngineLost or Draining if nothing can be served now, and UnknownModel
+        for another name.
+        """
         trouble = self.trouble()
         if trouble is not None:
             raise trouble
         served = self._current()
         if name is not None and name not in served.names:
             raise UnknownModel(
-                f"the model {name!r} does not exist; this server has {', '.join(served.names)}",
+                f"the model {name!r} does not exist; this server serves {', '.join(served.names)}",
                 param="model",
             )
         return served
 
     def trouble(self) -> ServingError | None:
-        """Why nothing can be served now; None when all is well. A fresh exception each time."""
+        """Return why nothing can be served now, as a new exception; None if requests can be."""
         if self.is_draining():
             return Draining("this server is shutting down", retry_after_s=1)
         trouble = self.engine.trouble()
@@ -201,12 +208,15 @@ class Service:
         return None
 
     def _current(self) -> ServedModel:
-        """Made anew with each Welcome: the engine may have come back with another model. Raises
-        ValueError for one that cannot be served; it is tried, and told, once."""
+        """Return the served model, prepared again after each Welcome.
+
+        The engine may have restarted with another model. Raises ValueError if the model cannot be
+        served; it is prepared, and the error is logged, only once.
+        """
         card, limits = self.engine.model, self.engine.limits
         assert card is not None
         assert limits is not None
-        with self._preparing:  # a template is loaded in another process: others come meanwhile
+        with self._preparing:  # loading a template switches greenlets
             return self._prepared_once(card, limits)
 
     def _prepared_once(self, card: ModelCard, limits: Limits) -> ServedModel:
@@ -219,7 +229,7 @@ class Service:
         return served
 
     def _model_name(self) -> str:
-        """Of the model that was served last."""
+        """Return the name of the model that was served last, or ""."""
         return self._served.names[0] if self._served is not None else ""
 
     def _prepared(self, card: ModelCard, limits: Limits) -> ServedModel:
@@ -242,7 +252,7 @@ class Service:
             served.output_format.why,
         )
         if (why := served.renderer.why_unusable) is not None:
-            log.warning("chats are refused: %s", why)
+            log.warning("chat requests will be refused: %s", why)
         return served
 
     def _try_tokenizer(self, tokenizer: bytes) -> None:
@@ -265,7 +275,7 @@ class Service:
         journal: Timeline,
         patience: RequestTimeouts,
     ) -> ChoiceGroup:
-        """A new answer, not yet opened; `forget` it when it is over."""
+        """Return a new group that is not open yet. Call `forget` when it has ended."""
         answer = ChoiceGroup(
             self.engine,
             asks,
@@ -281,19 +291,19 @@ class Service:
         return answer
 
     def raise_cached_refusal(self, account: Account | None) -> None:
-        """Raises what the engine has just refused this account, where it would do so again."""
+        """Raise the engine's last refusal of this account, if it is still valid."""
         refusal = self._refusal_cache.get(account, time.monotonic())
         if refusal is not None:
             self.engine.lines[0].engine.count_cached_refusal()
             raise refusal
 
     def cache_refusal(self, account: Account | None, refusal: ServingError) -> None:
-        """Of one request by the engine; where there are several, each has a queue of its own."""
+        """Cache a refusal if there is one engine only. With several, each has its own queue."""
         if len(self.engine.lines) == 1:
             self._refusal_cache.add(account, refusal, time.monotonic())
 
     def id_bounds(self, num_prompts: int = 1) -> JsonBounds:
-        """Return the bounds of a body with prompts of token ids, which the context limits."""
+        """Return the bounds of a body with prompts of token ids."""
         limits = self.engine.limits
         return JsonBounds.with_ids(num_prompts * (limits.max_len if limits else MAX_TOKEN_IDS))
 
@@ -301,7 +311,7 @@ class Service:
         self._answers.discard(answer)
 
     def readiness(self) -> tuple[bool, dict[str, object]]:
-        """Whether to send us requests, and the facts behind it."""
+        """Return whether this process is ready for requests, and the details."""
         trouble = self.trouble()
         silence_s = self.engine.silence_s
         why = trouble.message if trouble is not None else None
@@ -314,14 +324,14 @@ class Service:
         return why is None, facts
 
     def startup(self) -> tuple[bool, dict[str, object]]:
-        """Whether there has ever been a model to serve; and then for good."""
+        """Return whether a model has ever been served, and the details."""
         has_begun = self._served is not None
         trouble = None if has_begun else self.trouble()
         why = None if trouble is None else trouble.message
         return has_begun, {"started": has_begun, "why": why, **self.processes()}
 
     def processes(self) -> dict[str, object]:
-        """Who we are, and what we know of the engine and its worker."""
+        """Return facts about this process, the engine and its worker."""
         age_s = time.monotonic() - self._since
         engine = EngineFacts(
             epoch=self.engine.epoch,

@@ -1,7 +1,7 @@
-"""Work in threads beside the greenlets, which go on meanwhile.
+"""Runs work in threads while other greenlets continue.
 
-What a thread of gevent's pools raises is raised where its result is awaited, and printed as well,
-with all that it says: words of a request, perhaps. So nothing is ever raised there.
+gevent's thread pools print an exception in addition to raising it where the result is awaited. Its
+message may quote a request. So exceptions are caught in the thread and raised by the waiter only.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def result_of(pool: ThreadPool, work: Callable[[], T]) -> T:
-    """Of `work`, done in `pool`. Raises what it raises, here alone."""
+    """Run `work` in `pool` and return its result. Raises what `work` raises."""
     result, error = pool.apply(_attempt, (work,))
     if error is not None:
         raise error
@@ -25,5 +25,5 @@ def result_of(pool: ThreadPool, work: Callable[[], T]) -> T:
 def _attempt(work: Callable[[], T]) -> tuple[T, None] | tuple[None, BaseException]:
     try:
         return work(), None
-    except BaseException as error:  # whoever waits for it decides what it means
+    except BaseException as error:  # raised again by the waiter
         return None, error

@@ -28,7 +28,29 @@ Report = Accepted | Refused | Output | Aborted | Profiled | EngineStatus
 Subscriber = Callable[[Report], None]
 
 
-class EngineClient(Protocol):
+class RequestSender(Protocol):
+    """The part of `EngineClient` that the choices of one request use."""
+
+    def generate(
+        self,
+        prompt: Sequence[int] | Int32,
+        params: SamplingParams,
+        subscriber: Subscriber,
+        **options: Unpack[GenerateOptions],
+    ) -> int:
+        """Send a request and return its number. `subscriber` gets every report until its end.
+
+        Raises EngineNotReady, EngineLost or NoEngine if the request cannot be sent.
+        """
+
+    def abort(self, request: int, on_freed: Callable[[], None] | None = None) -> None:
+        """Abort `request` if it is open. Its subscriber gets no more reports.
+
+        `on_freed` is called after the engine has released the request's resources.
+        """
+
+
+class EngineClient(RequestSender, Protocol):
     """A connection to an engine, or to several engines that serve as one.
 
     All methods are for the greenlets of one thread. Subscribers are called in gevent's hub and must
@@ -68,24 +90,6 @@ class EngineClient(Protocol):
 
     def trouble(self) -> ServingError | None:
         """Return why no request can be sent now; None if requests can be sent."""
-
-    def generate(
-        self,
-        prompt: Sequence[int] | Int32,
-        params: SamplingParams,
-        subscriber: Subscriber,
-        **options: Unpack[GenerateOptions],
-    ) -> int:
-        """Send a request and return its number. `subscriber` gets every report until its end.
-
-        Raises EngineNotReady, EngineLost or NoEngine if the request cannot be sent.
-        """
-
-    def abort(self, request: int, on_freed: Callable[[], None] | None = None) -> None:
-        """Abort `request` if it is open. Its subscriber gets no more reports.
-
-        `on_freed` is called after the engine has released the request's resources.
-        """
 
     def abort_named(self, names: Sequence[str]) -> Aborted:
         """Abort all requests with one of these labels, of any client, and wait for the result.

@@ -1,9 +1,9 @@
-"""What one client has still to be told, whose socket takes nothing.
+"""Buffers output for a client that is not reading.
 
-What comes waits as tokens, and is read when it is told: in one go, and so in few events. But where
-an answer may end by what it says, and at its end, it is read as it comes (`Answer.take`), and waits
-as a delta. Either way it is one piece for each choice: news joined (`backlog`), deltas joined here.
-A sink that is told the same deltas joined says the same, in fewer events.
+Output waits as tokens and is parsed when it is emitted, all at once and so in few events. But if a
+stop string may end the answer, and at its end, it is parsed on arrival (`ChoiceGroup.on_report`)
+and waits as a delta. Either way it is merged for each choice: outputs by `coalesce`, deltas here. A
+sink writes the same text for merged deltas, in fewer events.
 """
 
 from __future__ import annotations
@@ -17,38 +17,36 @@ from gateway.generation.sinks import Sink, extend
 from protocol.errors import ServingError
 from protocol.messages import Output, TokenLogprobs
 
-MUCH = 1 << 14
-"""Tokens that wait for one client, and alternatives whose logprobs are told: together two megabytes
-of memory or so."""
-MANY = 256
-"""Pieces of news; so many are read rather than kept."""
+MAX_PENDING = 1 << 14
+"""Most tokens and alternatives with logprobs that wait for one client: about 2 MB of memory."""
+MAX_UNPARSED = 256
+"""Most outputs of a choice that wait unparsed."""
 
 
 class PendingOutput:
-    """A sink, beside what waits unread."""
+    """A sink for parsed deltas, and a buffer for unparsed outputs."""
 
     def __init__(self) -> None:
-        self._unread: dict[int, tuple[Choice, list[Output]]] = {}
-        self._said: dict[int, tuple[Choice, OutputDelta]] = {}
+        self._unparsed: dict[int, tuple[Choice, list[Output]]] = {}
+        self._deltas: dict[int, tuple[Choice, OutputDelta]] = {}
         self._size = 0
-        self._last_word: Callable[[Sink], None] | None = None
+        self._last_event: Callable[[Sink], None] | None = None
 
     @property
-    def is_much(self) -> bool:
-        """No more should wait here."""
-        return self._size >= MUCH
+    def is_full(self) -> bool:
+        return self._size >= MAX_PENDING
 
-    def keep(self, choice: Choice, output: Output) -> None:
-        """News that does not end the choice, whatever it says."""
-        _, outputs = self._unread.setdefault(choice.index, (choice, []))
+    def hold(self, choice: Choice, output: Output) -> None:
+        """Keep an output that cannot end the choice."""
+        _, outputs = self._unparsed.setdefault(choice.index, (choice, []))
         outputs.append(output)
         self._size += _size(output.tokens, output.logprobs)
-        if len(outputs) >= MANY:
-            self.read(choice)
+        if len(outputs) >= MAX_UNPARSED:
+            self.parse(choice)
 
-    def read(self, choice: Choice) -> None:
-        """What was kept of it."""
-        _, outputs = self._unread.pop(choice.index, (choice, []))
+    def parse(self, choice: Choice) -> None:
+        """Parse the outputs that were kept for `choice`."""
+        _, outputs = self._unparsed.pop(choice.index, (choice, []))
         if not outputs:
             return
         output = merge_outputs(outputs)
@@ -57,33 +55,32 @@ class PendingOutput:
         if not delta:
             return
         if choice.ask.demand is not None:
-            choice.judge(choice.ask.demand, delta)
+            choice.warn_if_unmet(choice.ask.demand, delta)
         self.delta(choice, delta)
 
     def delta(self, choice: Choice, delta: OutputDelta) -> None:
-        _, whole = self._said.setdefault(choice.index, (choice, OutputDelta([], [], [])))
+        _, whole = self._deltas.setdefault(choice.index, (choice, OutputDelta([], [], [])))
         extend(whole, delta)
         self._size += _size(delta.token_ids, delta.logprobs)
 
     def end(self) -> None:
-        self._last_word = lambda sink: sink.end()
+        self._last_event = lambda sink: sink.end()
 
     def fail(self, error: ServingError) -> None:
-        self._last_word = lambda sink: sink.fail(error)
+        self._last_event = lambda sink: sink.fail(error)
 
-    def tell(self, sink: Sink) -> bool:
-        """The next of it: a choice's piece, in the order in which they were first heard of; behind
-        the last the end. False where nothing waits."""
-        for choice, _ in list(self._unread.values()):
-            self.read(choice)
-        if self._said:
-            choice, whole = self._said.pop(next(iter(self._said)))
+    def emit_next(self, sink: Sink) -> bool:
+        """Emit the next choice's delta, or the end after the last one; False if nothing waits."""
+        for choice, _ in list(self._unparsed.values()):
+            self.parse(choice)
+        if self._deltas:
+            choice, whole = self._deltas.pop(next(iter(self._deltas)))
             self._size -= _size(whole.token_ids, whole.logprobs)
             sink.delta(choice, OutputDelta(merged(whole.events), whole.token_ids, whole.logprobs))
             return True
-        if self._last_word is not None:
-            say, self._last_word = self._last_word, None
-            say(sink)
+        if self._last_event is not None:
+            emit, self._last_event = self._last_event, None
+            emit(sink)
             return True
         return False
 

@@ -1,4 +1,4 @@
-"""One of the answers to a request: how far it is, and what has been counted of it."""
+"""The state and the counters of one choice."""
 
 from __future__ import annotations
 
@@ -13,38 +13,40 @@ from protocol.sampling import SamplingParams
 
 @dataclass(slots=True)
 class Choice:
-    """One of the answers. `index` counts over all prompts, `prompt_index` is its ask's place.
+    """One of the choices of a request."""
 
-    finish   why it ended by itself; "" if it did not
-    usage    as last told
-    told_s   when that was, in seconds of the journal; None: with the engine's last word
-    ended_s  when it ended by itself
-    """
-
+    #: Counts over all prompts.
     index: int
+    #: Index of its `PromptRequest`.
     prompt_index: int
     ask: PromptRequest
     params: SamplingParams
     reader: OutputParser
     meter: ThinkingMeter | None = None
-    begun: str = ""  # the name of the last call
-    called: list[str] = field(default_factory=list)  # names of complete calls; kept for a demand
+    #: Name of the tool call that started last.
+    last_call: str = ""
+    #: Names of the complete tool calls, for a ToolChoiceCheck.
+    called: list[str] = field(default_factory=list)
     request: int = 0
     is_accepted: bool = False
     is_ended: bool = False
+    #: Why it ended by itself; "" if it did not.
     finish: str = ""
+    #: As last reported by the engine, with the first tokens and at the end.
     usage: Usage | None = None
-    told_s: float | None = None
+    #: When `usage` was reported, since the start of the request; None if with the last output.
+    usage_s: float | None = None
+    #: When it ended by itself, since the start of the request.
     ended_s: float | None = None
     num_generated: int = 0
     num_cached: int = 0
-    num_drafts: int = 0  # as far as the engine has told: with the first tokens, and at the end
+    num_drafts: int = 0
     num_accepted: int = 0
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     kv_handle: str = ""
 
     def count(self, output: Output, num_behind: int) -> None:
-        """What the engine has told; the last `num_behind` of its tokens came behind the end."""
+        """Count an output. Its last `num_behind` tokens came after the end of the answer."""
         if output.tokens:
             tokens = output.tokens[: len(output.tokens) - num_behind]
             self.num_generated += len(tokens)
@@ -52,7 +54,7 @@ class Choice:
                 self.meter.push(tokens)
         if output.usage is not None:
             self.usage = output.usage
-            # What another engine computed for this very request was not cached.
+            # Tokens that a prefill engine computed for this request were not cached.
             self.num_cached = output.usage.cached_tokens - output.usage.fetched_tokens
             self.num_drafts = output.usage.draft_tokens
             self.num_accepted = output.usage.accepted_tokens
@@ -60,13 +62,13 @@ class Choice:
         if output.prompt_logprobs:
             self.prompt_logprobs = output.prompt_logprobs
 
-    def judge(self, demand: ToolChoiceCheck, delta: OutputDelta) -> None:
-        """Before its end, an answer that is not what was demanded is told with a warning."""
+    def warn_if_unmet(self, demand: ToolChoiceCheck, delta: OutputDelta) -> None:
+        """Insert a warning before the end if the answer does not follow `tool_choice`."""
         for event in delta.events:
             if isinstance(event, ToolCall):
-                self.begun = event.name
+                self.last_call = event.name
             elif isinstance(event, ToolCallEnd):
-                self.called.append(self.begun)
+                self.called.append(self.last_call)
         last = delta.events[-1]
         if isinstance(last, Finished) and last.reason in ("stop", "tool_calls"):
             warning = demand.unmet(self.called)

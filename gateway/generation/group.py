@@ -1,17 +1,16 @@
-"""The middle of every route: ask the engine for all choices, read what comes, tell a sink.
+"""Sends all choices of one HTTP request to the engine, parses the output and emits it to a sink.
 
-An `ChoiceGroup` is n generations seen as one. Its laws:
+Invariants of a `ChoiceGroup`:
 
-- nothing is said before every choice is accepted; if one is refused, the others are aborted;
-- a sink hears each choice's deltas in order and then exactly one of `end` and `fail`, or nothing
-  more at all when the client has gone;
-- while nobody listens yet, what is said waits; while the client takes nothing (`detach`), what is
-  to be told waits unread (`untold`). Nothing else waits with it: all is counted, and ends, when it
-  comes;
-- after `close` none of its generations is open.
+- nothing is emitted before every choice is accepted; if one is refused, the others are aborted;
+- a sink gets each choice's deltas in order and then exactly one of `end` and `fail`, or nothing
+  more after the client has disconnected;
+- before a sink is attached, events are buffered. While the client does not read (`detach`), output
+  waits unparsed (`PendingOutput`), but it is counted and ends the choice when it arrives;
+- after `close` none of its requests is open in the engine.
 
-A stream and a whole answer differ in the sink alone: `CollectSink` keeps what it hears. Reports are
-taken in the hub, so sinks must not block.
+A stream and a whole answer differ only in the sink: `CollectSink` collects the events. Reports are
+processed in the hub, so sinks must not block.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from functools import partial
 
 from gevent.event import Event
 
-from gateway.engine.base import EngineClient, Report
+from gateway.engine.base import Report, RequestSender
 from gateway.formats.events import Failed, Finished
 from gateway.generation.backpressure import PendingOutput
 from gateway.generation.choice import Choice
@@ -40,23 +39,23 @@ log = logging.getLogger(__name__)
 
 
 class ClientGone(Exception):
-    """The client hung up: there is nobody to answer."""
+    """The client disconnected, so no response is needed."""
 
 
 class ChoiceGroup:
-    """All choices of one HTTP request. `close` it, whatever happens.
+    """All choices of one HTTP request. It must be closed in all cases.
 
-    labels   names by which anyone may have the engine abort all of it
-    account  who pays for it
-    journal  of its request
-    on_free  is told how long it took until the engine had back what a choice owned whose client
-             had gone
-    patience  how long it may take
+    labels    names by which the engine can be told to abort all choices
+    account   the account that is charged
+    timeline  of the request
+    on_free   called with the seconds from a client's disconnect until the engine has released the
+              resources of a choice
+    timeouts  time limits of the request
     """
 
     def __init__(
         self,
-        engine: EngineClient,
+        engine: RequestSender,
         asks: Sequence[PromptRequest],
         *,
         namespace: str = "",
@@ -75,8 +74,8 @@ class ChoiceGroup:
                 meter = ask.new_meter() if ask.new_meter else None
                 choice = Choice(len(self.choices), place, ask, params, ask.readers.new(), meter)
                 self.choices.append(choice)
-        self._has_spoken = False
-        self.finish: str | None = None  # for the log: the last choice's reason, or our own word
+        self._has_tokens = False
+        self.finish: str | None = None  # for the log: the last choice's reason, "error" or similar
         self.is_gone = False
         self._engine = engine
         self._terms: GenerateOptions = {
@@ -91,20 +90,20 @@ class ChoiceGroup:
         self._error: ServingError | None = None
         self._num_unaccepted = len(self.choices)
         self._num_open = len(self.choices)
-        self._early = BufferSink()
-        self._untold = PendingOutput()
-        self._sink: Sink = self._early
-        self._listener: Sink | None = None  # who was attached last
+        self._buffer = BufferSink()
+        self._pending = PendingOutput()
+        self._sink: Sink = self._buffer
+        self._attached: Sink | None = None  # the sink that was attached last
         self._accepted = Event()
-        self._begun = Event()
+        self._started = Event()
         self._ended = Event()
 
     # ---- for the request's greenlet
 
     def open(self) -> None:
-        """Send everything and wait until the engine has accepted all of it.
+        """Send all choices and wait until the engine has accepted them.
 
-        Raises what the engine says against it, or ClientGone.
+        Raises the engine's refusal, or ClientGone.
         """
         self.journal.note(TimelineMoment.ASKED)
         prompts = [Int32.of(ask.prompt_ids) for ask in self.asks]
@@ -116,53 +115,57 @@ class ChoiceGroup:
                 "kv_handle": choice.ask.kv_handle,
                 "is_first": choice.index == 0,
             }
-            prompt, take = prompts[choice.prompt_index], partial(self.take, choice)
-            choice.request = self._engine.generate(prompt, choice.params, take, **terms)
+            prompt, on_report = prompts[choice.prompt_index], partial(self.on_report, choice)
+            choice.request = self._engine.generate(prompt, choice.params, on_report, **terms)
         self._accepted.wait()
         self._raise_refusal()
 
-    def wait_begun(self) -> None:
-        """Until the engine has told the first token of any choice, or the end. Raises what the
-        engine says instead of a token, or ClientGone."""
-        self._begun.wait()
+    def wait_started(self) -> None:
+        """Wait for the first token of any choice, or for the end.
+
+        Raises the engine's error if it came instead of a token, or ClientGone.
+        """
+        self._started.wait()
         self._raise_refusal()
 
     def attach(self, sink: Sink) -> None:
-        """Tell `sink` what waits, and from now on everything at once, until it is detached.
+        """Emit the buffered events to `sink`, and later events at once, until `detach`.
 
-        It hears nothing where the client has gone in the meantime.
+        Nothing is emitted if the client has disconnected in the meantime.
         """
         if self.is_gone:
             return
-        self._sink = self._listener = sink
-        self._early.tell(sink)
-        while self._sink is sink and self._untold.tell(sink):
+        self._sink = self._attached = sink
+        self._buffer.drain(sink)
+        while self._sink is sink and self._pending.emit_next(sink):
             pass
 
     def detach(self) -> None:
-        """The sink's client takes nothing: what comes waits until the sink is attached again. A
-        sink may call this, through what it writes to, while it is told something."""
+        """Hold output back until the sink is attached again, because its client does not read.
+
+        A sink's outlet may call this while an event is emitted to the sink.
+        """
         if not self.is_gone:
-            self._sink = self._untold
+            self._sink = self._pending
 
     def wait(self) -> None:
-        """Until the end. Raises what made it fail, or ClientGone."""
+        """Wait for the end. Raises the error that made it fail, or ClientGone."""
         self._ended.wait()
-        self._raise_troubles()
+        self._raise_error()
 
     def _raise_refusal(self) -> None:
-        """What failed later has tokens, and its sink tells them."""
-        if self.is_gone or self._num_unaccepted or not self._has_spoken:
-            self._raise_troubles()
+        """Raise an error that came before the first token. The sink emits later ones."""
+        if self.is_gone or self._num_unaccepted or not self._has_tokens:
+            self._raise_error()
 
-    def _raise_troubles(self) -> None:
+    def _raise_error(self) -> None:
         if self.is_gone:
             raise ClientGone
         if self._error is not None:
             raise self._error
 
     def close(self) -> None:
-        """Abort what is open. Whoever made the answer calls this, however it went."""
+        """Abort the open choices. The owner calls this, however the request ended."""
         self.journal.note(TimelineMoment.ANSWERED)
         freed = partial(self._note_free, time.monotonic()) if self.is_gone else None
         for choice in self.choices:
@@ -170,24 +173,24 @@ class ChoiceGroup:
                 choice.is_ended = True
                 self._engine.abort(choice.request, freed)
         self._accepted.set()
-        self._begun.set()
+        self._started.set()
         self._ended.set()
 
     def _note_free(self, gone_at: float) -> None:
         self._on_free(time.monotonic() - gone_at)
 
-    # ---- for anyone, the hub included
+    # ---- for any caller, including the hub
 
     def abandon(self) -> None:
-        """The client has gone: abort what is open, say nothing more."""
+        """Abort the open choices and emit nothing more: the client has disconnected."""
         if not self._ended.is_set():
             self.is_gone = True
             self.finish = "disconnected"
-            self._sink, self._early, self._untold = NullSink(), BufferSink(), PendingOutput()
+            self._sink, self._buffer, self._pending = NullSink(), BufferSink(), PendingOutput()
             self.close()
 
     def fail(self, error: ServingError) -> None:
-        """End it now; `error` is its end."""
+        """End the request now with `error`."""
         if not self._ended.is_set():
             self._error = error
             self.finish = "error"
@@ -200,7 +203,7 @@ class ChoiceGroup:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Of each prompt once, however many choices it has: what the luckiest of them found."""
+        """Cached tokens of all prompts. A prompt counts once, with the most that a choice found."""
         best = [0] * len(self.asks)
         for choice in self.choices:
             place = choice.prompt_index
@@ -213,36 +216,36 @@ class ChoiceGroup:
 
     @property
     def num_predictions(self) -> tuple[int, int]:
-        """Tokens that were guessed ahead: how many are in the answers, and how many are not."""
+        """Numbers of accepted and of rejected draft tokens."""
         accepted = sum(choice.num_accepted for choice in self.choices)
         return accepted, sum(choice.num_drafts for choice in self.choices) - accepted
 
     @property
     def num_reasoning_tokens(self) -> int | None:
-        """None where they cannot be counted."""
+        """None if they cannot be counted."""
         meters = [choice.meter for choice in self.choices]
         return sum(meter.count for meter in meters if meter) if all(meters) else None
 
     # ---- for the engine client, in the hub
 
-    def take(self, choice: Choice, report: Report) -> None:
-        """The per-request boundary: whatever goes wrong with one answer stays with it."""
+    def on_report(self, choice: Choice, report: Report) -> None:
+        """Handle a report of the engine. An exception fails this request only."""
         try:
             if type(report) is Output:
-                if self._sink is self._untold:
-                    self._wait(choice, report)
+                if self._sink is self._pending:
+                    self._hold(choice, report)
                 else:
-                    self._output(choice, report)
+                    self._on_output(choice, report)
             elif type(report) is Accepted:
-                self._accept(choice)
+                self._on_accepted(choice)
             elif type(report) is Refused:
                 choice.is_ended = True
                 self.fail(error_from(report.error))
         except Exception:
-            log.exception("reading an answer failed")
-            self.fail(EngineError("reading the answer failed"))
+            log.exception("parsing the output of a request failed")
+            self.fail(EngineError("parsing the model's output failed"))
 
-    def _accept(self, choice: Choice) -> None:
+    def _on_accepted(self, choice: Choice) -> None:
         if not choice.is_accepted:
             choice.is_accepted = True
             self._num_unaccepted -= 1
@@ -250,54 +253,57 @@ class ChoiceGroup:
                 self.journal.note(TimelineMoment.ACCEPTED)
                 self._accepted.set()
 
-    def _wait(self, choice: Choice, output: Output) -> None:
-        """What is too much to wait is told a client that does not read, too: what it is written to
-        bounds what waits there (`connection`)."""
-        if self._untold.is_much and self._listener is not None:
-            while self._untold.tell(self._listener):
+    def _hold(self, choice: Choice, output: Output) -> None:
+        """Keep `output` for a client that does not read.
+
+        If too much is pending, it is emitted all the same: the outlet bounds its own buffer and
+        then disconnects the client.
+        """
+        if self._pending.is_full and self._attached is not None:
+            while self._pending.emit_next(self._attached):
                 pass
         if output.finish is None and not choice.reader.may_stop:
             choice.count(output, 0)
-            if output.usage is not None or not self._has_spoken:
-                self._note_told(choice, output)
-            self._untold.keep(choice, output)
+            if output.usage is not None or not self._has_tokens:
+                self._note_progress(choice, output)
+            self._pending.hold(choice, output)
         else:
-            self._untold.read(choice)
-            self._output(choice, output)
+            self._pending.parse(choice)
+            self._on_output(choice, output)
 
-    def _output(self, choice: Choice, output: Output) -> None:
+    def _on_output(self, choice: Choice, output: Output) -> None:
         delta = choice.reader.push(output)
         choice.count(output, delta.num_behind)
-        if output.usage is not None or not self._has_spoken:
-            self._note_told(choice, output)
+        if output.usage is not None or not self._has_tokens:
+            self._note_progress(choice, output)
         events = delta.events
         if not events and not delta.token_ids:
             return
         last = events[-1] if events else None
         if choice.ask.demand is not None:
-            choice.judge(choice.ask.demand, delta)
+            choice.warn_if_unmet(choice.ask.demand, delta)
         self._sink.delta(choice, delta)
         if type(last) is Finished:
-            if not self._ended.is_set():  # the sink has cut off a client that does not read
+            if not self._ended.is_set():  # the sink may have disconnected a client
                 self._finish(choice, output, last.reason)
         elif type(last) is Failed and not self._ended.is_set():
             choice.is_ended = True
             choice.finish = "error"
             self.fail(error_from(last.error))
 
-    def _note_told(self, choice: Choice, output: Output) -> None:
-        if output.tokens and not self._has_spoken:
-            self._has_spoken = True
+    def _note_progress(self, choice: Choice, output: Output) -> None:
+        if output.tokens and not self._has_tokens:
+            self._has_tokens = True
             self.journal.note(TimelineMoment.FIRST_TOKEN)
-            self._begun.set()
+            self._started.set()
         if output.usage is not None:
-            choice.told_s = None if output.finish else self.journal.now_s
+            choice.usage_s = None if output.finish else self.journal.now_s
 
     def _finish(self, choice: Choice, output: Output, reason: str) -> None:
         choice.is_ended = True
         choice.finish = self.finish = reason
         choice.ended_s = self.journal.now_s
-        if output.finish is None:  # a stop string ended the text; the engine does not know
+        if output.finish is None:  # a stop string ended the text, so the engine still generates
             self._engine.abort(choice.request, None)
         self._num_open -= 1
         if not self._num_open:

@@ -1,7 +1,7 @@
-"""A request's fields, the served model's defaults, OpenAI's defaults -> what the engine is asked.
+"""Request fields and defaults -> sampling parameters.
 
-The first that sets a parameter wins: the request, then the served model's defaults (`served.py`),
-then the API.
+Each parameter comes from the request, else from the served model's defaults (`served_model.py`),
+else from OpenAI's API.
 """
 
 from __future__ import annotations
@@ -30,19 +30,21 @@ def choices_of(
     model: SamplingDefaults,
     tokenizer: Tokenizer | None = None,
 ) -> list[SamplingParams]:
-    """The parameters of each of a prompt's n answers. `tokenizer` spells `bad_words`. Raises
-    InvalidRequest."""
+    """Return the parameters of each of a prompt's n choices. `tokenizer` encodes `bad_words`.
+
+    Raises InvalidRequest.
+    """
     bad = bad_sequences(body.bad_words, tokenizer) if body.bad_words and tokenizer else []
     try:
         return [_params(body, model, place, bad) for place in range(body.n or 1)]
-    except ValueError as error:  # a cross-check, in words that begin with the field's name
+    except ValueError as error:  # the message begins with the field's name
         field, rest = str(error).split(maxsplit=1)
         field = body.max_tokens_field if field == "max_tokens" else field
         raise InvalidRequest(f"{field} {rest}", param=field) from None
 
 
 def bad_sequences(words: list[str], tokenizer: Tokenizer) -> list[list[int]]:
-    """Each word in tokens, at the beginning of a text and after a blank; each spelling once."""
+    """Return the distinct tokenizations of each word, at the start of a text and after a space."""
     spellings = (
         tuple(tokenizer.encode(text, False, param=f"bad_words[{place}]"))
         for place, word in enumerate(words)
@@ -80,7 +82,7 @@ def _params(
 
 
 def _prompt_logprobs(body: ChatBody | BatchBody | CompletionBody) -> int | None:
-    """As many as `prompt_logprobs` asks for, and as `logprobs` does of a prompt that is echoed."""
+    """Return the larger of `prompt_logprobs` and, if the prompt is echoed, `logprobs`."""
     asked = [body.prompt_logprobs]
     if isinstance(body, CompletionBody) and body.echo:
         asked.append(body.logprobs)
@@ -88,7 +90,7 @@ def _prompt_logprobs(body: ChatBody | BatchBody | CompletionBody) -> int | None:
 
 
 def nth_seed(seed: int | None, place: int) -> int | None:
-    """Answer `place` of n has the next seed, so answers differ and can be repeated one by one."""
+    """Return the seed of choice `place`: consecutive, so that each choice is reproducible alone."""
     if seed is None or seed == -1:
         return None
     return (seed + place + _SEEDS // 2) % _SEEDS - _SEEDS // 2
@@ -97,13 +99,14 @@ def nth_seed(seed: int | None, place: int) -> int | None:
 def check_counts(
     asks: list[PromptRequest], body: GenerationBody, max_n: int, max_answers: int
 ) -> None:
-    """Raises InvalidRequest where one body asks for too many answers."""
+    """Raise InvalidRequest if one body requests too many choices."""
     if (body.n or 1) > max_n:
-        raise InvalidRequest(f"n: {body.n} is above this server's limit of {max_n}", param="n")
+        raise InvalidRequest(f"n: {body.n} exceeds this server's limit of {max_n}", param="n")
     answers = sum(len(ask.choices) for ask in asks)
     if answers > max_answers:
         raise InvalidRequest(
-            f"n: {answers:,} answers (prompts times n); at most {max_answers:,} are given",
+            f"n: {answers:,} choices (prompts times n) exceed this server's limit of "
+            f"{max_answers:,}",
             param="n",
         )
 

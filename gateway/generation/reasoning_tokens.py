@@ -1,7 +1,7 @@
-"""How many of an answer's tokens were thinking, counted by the ids of the markers.
+"""Counts the reasoning tokens of an answer, by the token ids of the markers.
 
-Counted are the tokens between the markers, the markers themselves not. Where a format's markers are
-not single tokens, nothing is counted: a number that depends on how text was cut is no number.
+The markers themselves do not count. If a format's markers are not single tokens, nothing is
+counted, because the result would depend on how the text is tokenized.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from gateway.formats.registry import BoundFormat
 
 
 class ThinkingMarks(msgspec.Struct, frozen=True):
-    """The ids that begin and end a block of reasoning. `many`: blocks may come again."""
+    """The ids that start and end a block of reasoning. `many`: there may be several blocks."""
 
     opens: frozenset[int]
     closes: frozenset[int]
@@ -22,7 +22,7 @@ class ThinkingMarks(msgspec.Struct, frozen=True):
 
 
 def thinking_marks(bound: BoundFormat) -> ThinkingMarks | None:
-    """None where the format has no reasoning between markers that are all single tokens."""
+    """Return the marker ids; None unless all reasoning markers are single tokens."""
     reasoning, tools = bound.format.reasoning, bound.format.tools
     if reasoning is None or not reasoning.close:
         return None
@@ -38,7 +38,7 @@ def thinking_marks(bound: BoundFormat) -> ThinkingMarks | None:
 
 
 class ThinkingMeter:
-    """One choice's. All that it remembers is `inside` a block, and the count."""
+    """Counts the reasoning tokens of one choice. Its state is `inside` and `count`."""
 
     __slots__ = ("_all", "_marks", "count", "inside")
 

@@ -1,8 +1,10 @@
-"""A request in numbers, when it is over: made once, of its journal and its answer, and never
-changed. Nothing of what people write is in it: no prompt, no answer, no header but the request id.
+"""The record of one finished request: the only source of metrics, logs and traces.
 
-An answer counts as its engine has accepted it: the tokens of a prompt that was refused were not
-prompted. What several choices took at the same time is told as what it took the slowest of them.
+It is built once, from the timeline and the choices. It has no content: no prompt, no output and no
+header but the request id.
+
+Prompt tokens count only if the engine accepted the request. Each stage's time is that of the
+slowest choice.
 """
 
 from __future__ import annotations
@@ -25,15 +27,17 @@ _ENDS: dict[str, End] = {
     "disconnected": "disconnected",
     "error": "error",
 }
-"""How an answer finished, where that was not by itself."""
+"""Finish reason -> end, for answers that did not end by themselves."""
 CLIENT_CLOSED_REQUEST = 499
-"""nginx's status for a client that did not wait. Nobody reads it but the log."""
+"""nginx's status for a client that disconnected. It appears only in logs and metrics."""
 NO_TIMES = Times()
 
 
 class ChoiceRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """finish  stop, length, tool_calls, or as its answer's
-    times   None where the engine has not told any
+    """Record of one choice.
+
+    finish  stop, length, tool_calls, or the finish of its answer
+    times   None if the engine reported none
     """
 
     finish: str
@@ -45,18 +49,13 @@ class ChoiceRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AnswerRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """An inference request's. Prompts count once, however many choices they have.
+    """Record of an inference request. A prompt counts once, however many choices it has."""
 
-    finish        of the last choice: stop, length, tool_calls, abort; or error, disconnected,
-                  cancelled; refused: the engine did not accept it
-    choices       where it was refused, those that it would have had
-    tokenize_s    templates and tokenizer
-    asked_s, first_token_s, answered_s   since the request began, until the engine was asked, until
-                  the first token came, and until the answer was over
-    """
-
+    #: Of the last choice: stop, length, tool_calls or abort; or error, disconnected, cancelled; or
+    #: refused by the engine.
     finish: str
     is_accepted: bool
+    #: If refused, the choices that were requested.
     choices: list[ChoiceRecord]
     prompt_tokens: int
     cached_tokens: int
@@ -65,7 +64,10 @@ class AnswerRecord(msgspec.Struct, frozen=True, kw_only=True):
     draft_tokens: int
     accepted_tokens: int
     preemptions: int
+    #: Time spent in templates and the tokenizer.
     tokenize_s: float
+    #: From the start of the request until it was sent to the engine, until the first token, and
+    #: until the end of all choices.
     asked_s: float | None
     first_token_s: float | None
     answered_s: float
@@ -73,19 +75,19 @@ class AnswerRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """route   the rule that matched ("/v1/models/<name>"), so that there are few
-    key     the name of its key; "" where it has none
-    is_probe   a health check or a scrape: machines ask every few seconds
-    end     however it ended; what is no inference request is finished if it was answered
-    """
+    """Record of an HTTP request."""
 
     request_id: str
     method: str
     path: str
+    #: The matched rule ("/v1/models/<name>"), so that label values are few.
     route: str
     status: int
+    #: Name of its API key; "" if it has none.
     key: str
+    #: Whether it is a health check or a scrape, which come every few seconds.
     is_probe: bool = False
+    #: A request without inference is "finished" if it was answered.
     end: End
     began_ns: int
     took_s: float
@@ -104,7 +106,7 @@ def record_of(
     key: str,
     is_probe: bool,
 ) -> RequestRecord:
-    told = answer_record(journal, answer) if answer is not None else None
+    inference = answer_record(journal, answer) if answer is not None else None
     return RequestRecord(
         request_id=request_id,
         method=method,
@@ -113,10 +115,10 @@ def record_of(
         status=status,
         key=key,
         is_probe=is_probe,
-        end=_end(status, told),
+        end=_end(status, inference),
         began_ns=journal.began_ns,
         took_s=journal.now_s,
-        answer=told,
+        answer=inference,
     )
 
 
@@ -131,7 +133,7 @@ def _end(status: int, answer: AnswerRecord | None) -> End:
 
 
 def answer_record(journal: Timeline, answer: ChoiceGroup) -> AnswerRecord:
-    """As far as it has come: what is open is told as if it ended now."""
+    """Return the record of an answer. Open choices are recorded as if they ended now."""
     now_s = journal.at_s(TimelineMoment.ANSWERED)
     now_s = journal.now_s if now_s is None else now_s
     is_accepted = journal.has(TimelineMoment.ACCEPTED)
@@ -160,11 +162,11 @@ def answer_record(journal: Timeline, answer: ChoiceGroup) -> AnswerRecord:
 
 def _choice_record(choice: Choice, finish: str, now_s: float) -> ChoiceRecord:
     times = choice.usage.times if choice.usage is not None else None
-    if times is not None and choice.told_s is not None:
-        # It was ended by us, not by the engine, so these are the times of its first token. From
-        # then on it decoded, as far as is known here.
+    if times is not None and choice.usage_s is not None:
+        # The gateway ended the choice, so the engine's last times are those of its first token.
+        # The time since then counts as decoding.
         ended_s = now_s if choice.ended_s is None else choice.ended_s
-        decoded_s = times.decode_s + max(0.0, ended_s - choice.told_s)
+        decoded_s = times.decode_s + max(0.0, ended_s - choice.usage_s)
         times = msgspec.structs.replace(times, decode_s=decoded_s)
     return ChoiceRecord(
         finish=choice.finish or finish,
@@ -176,10 +178,12 @@ def _choice_record(choice: Choice, finish: str, now_s: float) -> ChoiceRecord:
     )
 
 
-def slowest(told: Iterable[Times]) -> Times:
-    """In each stage."""
-    most = NO_TIMES
-    for times in told:
+def slowest(choices: Iterable[Times]) -> Times:
+    """Return the longest time of each stage."""
+    longest = NO_TIMES
+    for times in choices:
         names = Times.__struct_fields__
-        most = Times(**{name: max(getattr(most, name), getattr(times, name)) for name in names})
-    return most
+        longest = Times(
+            **{name: max(getattr(longest, name), getattr(times, name)) for name in names}
+        )
+    return longest

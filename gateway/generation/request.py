@@ -1,6 +1,6 @@
-"""What is asked of an engine and how its answer is read, before anything has been sent.
+"""A prompt with its parameters and its output parser, before anything is sent.
 
-Every route makes Asks; `Answer` (group.py) sends them.
+Every route creates `PromptRequest`s; `ChoiceGroup` sends them.
 """
 
 from __future__ import annotations
@@ -21,51 +21,48 @@ NOT_CALLED = "tool_choice_not_followed"
 
 
 class OutputParser(Protocol):
-    """One choice, read. What is pushed after the end changes nothing.
-
-    may_stop  what it says may end it, at any of its tokens
-    """
+    """Parses the output of one choice. Output after the end is ignored."""
 
     @property
-    def may_stop(self) -> bool: ...
+    def may_stop(self) -> bool:
+        """Whether the text may end the choice at any token, because of a stop string."""
+
     def push(self, output: Output) -> OutputDelta: ...
 
 
 class OutputParserFactory(Protocol):
-    """What the choices of a prompt share. Makes one reader for each."""
+    """Creates the parser of each choice of a prompt."""
 
     def new(self) -> OutputParser: ...
 
 
 class ToolChoiceCheck(msgspec.Struct, frozen=True):
-    """The answer has to call a tool: the one of this name, or any."""
+    """Checks that the answer calls a tool: the one with this name, or any."""
 
     name: str | None = None
 
     def unmet(self, called: Sequence[str]) -> OutputWarning | None:
-        """What to say of an answer that has ended by itself, and has called these."""
+        """Return a warning if an answer that called these tools does not follow `tool_choice`."""
         if self.name is None and not called:
             return OutputWarning(NOT_CALLED, "a tool call was required, and the model made none")
         if self.name is not None and set(called) != {self.name}:
-            return OutputWarning(NOT_CALLED, f"the model did not call {self.name!r} alone")
+            return OutputWarning(NOT_CALLED, f"the model did not call only {self.name!r}")
         return None
 
 
 @dataclass(frozen=True, slots=True)
 class PromptRequest:
-    """What one prompt needs: its tokens, the parameters of each of its choices, how they are read.
-
-    new_meter  makes what counts the tokens of reasoning, where they can be counted
-    demand     what the answer has to be, even where nothing forces it to
-    grammar    what the engine lets it be
-    kv_readers, kv_handle   see messages.Generate; with readers there is no answer but a handle
-    """
+    """One prompt, and the parameters of each of its choices."""
 
     prompt_ids: list[int]
     choices: list[SamplingParams]
     readers: OutputParserFactory
+    #: Creates the counter of reasoning tokens; None if they cannot be counted.
     new_meter: Callable[[], ThinkingMeter] | None = None
+    #: The tool calls that the answer must contain; a mismatch adds a warning.
     demand: ToolChoiceCheck | None = None
+    #: The grammar that the engine enforces.
     grammar: Grammar | None = None
+    #: See messages.Generate. With readers, the answer has a handle and no tokens.
     kv_readers: int = 0
     kv_handle: str = ""

@@ -1,8 +1,8 @@
-"""Asks -> a response, in any API: open the answer, wait until all is accepted, tell it.
+"""Runs the choices of one request, for any API: whole, streamed or detached from the client.
 
-An API says what is asked and gives a sink for a stream, or makes one JSON object of a
-`CollectSink`. What all have in common is here: the answer is open only as long as its client is
-there, and is counted and closed however it ends.
+An API passes prompts and a sink for a stream, or builds one JSON object from a `CollectSink`. This
+module does what all APIs share: it aborts the choices if the client disconnects, and it counts and
+closes the request however it ends.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ S = TypeVar("S", bound=Sink)
 
 
 class RequestWishes(Protocol):
-    """The part of a body that is the same in every API."""
+    """The fields of a body that all APIs share."""
 
     @property
     def cache_salt(self) -> str | None: ...
@@ -49,25 +49,23 @@ class RequestWishes(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """How a request wants to be served.
+    """The options of a request that do not depend on its prompts."""
 
-    salt       cached prompts are shared only between requests of one caller with an equal one
-    priority   lower goes first
-    label      the answer's id, as the client is told; the request's own id need not be said
-    timings    where the time went is measured, to be told (timings.py)
-    timeout_s, queue_timeout_s   see Patience; None: not said
-    """
-
+    #: Cached prompts are shared only between requests of one caller with the same salt.
     salt: str = ""
+    #: Lower values are served first.
     priority: int = 0
+    #: The id of the answer that the client gets.
     label: str = ""
+    #: Whether to measure the `timings` of the response.
     timings: bool = False
+    #: See RequestTimeouts; None: not set by the request.
     timeout_s: float | None = None
     queue_timeout_s: float | None = None
 
     @classmethod
     def of(cls, body: RequestWishes, label: str, salt: str | None = None) -> RequestOptions:
-        """`salt`: instead of the body's."""
+        """Return the options of `body`. `salt` replaces the body's."""
         return cls(
             salt=body.cache_salt or "" if salt is None else salt,
             priority=body.priority or 0,
@@ -78,16 +76,18 @@ class RequestOptions:
         )
 
 
-def knock(service: Service) -> None:
-    """To be asked before a prompt is made. Raises what the engine would say against any request of
-    this caller, where it has just said it; whoever picks up what is there already asks nothing."""
+def raise_cached_refusal(service: Service) -> None:
+    """Raise the engine's recent refusal of this caller, if it is still valid.
+
+    Call this before rendering a prompt. It does not apply to a client that resumes a stream.
+    """
     if LAST_EVENT_HEADER not in request.headers:
         caller: Caller = g.caller
         service.raise_cached_refusal(caller.account)
 
 
 class GenerationRunner:
-    """An answer, and its client, who is watched where it matters. `close` it, whatever happens."""
+    """Runs the choices of a request and watches its client. It must be closed in all cases."""
 
     def __init__(
         self,
@@ -98,10 +98,13 @@ class GenerationRunner:
         needs_client: bool = True,
         is_whole: bool = False,
     ) -> None:
-        """Raises what the engine says against it, before any header is sent. Where that may be
-        that it was not begun in time, so long nothing is sent to a client that listens.
+        """Send the choices. Raises the engine's refusal, before any header is sent.
 
-        is_whole   the client waits for all of it
+        With a queue timeout this waits for the first token, because the engine may refuse until
+        then.
+
+        needs_client   the request is aborted if its client disconnects
+        is_whole       the client waits for the whole answer, so its own timeout applies
         """
         self.service = service
         context: RequestContext = g.context
@@ -127,12 +130,12 @@ class GenerationRunner:
         )
         if terms.timings:
             measure(self.answer)
-        context.begin(self.answer)
+        context.start(self.answer)
         self.hang_up = HangUp(request.environ if needs_client else {}, self.answer.abandon)
         try:
             self.answer.open()
             if needs_client and patience.queue_timeout_s:
-                self.answer.wait_begun()
+                self.answer.wait_started()
         except BaseException as error:
             if isinstance(error, RequestError) and len(self.answer.choices) == 1:
                 service.cache_refusal(caller.account, error)
@@ -148,17 +151,17 @@ class GenerationRunner:
 def whole(
     service: Service, asks: Sequence[PromptRequest], terms: RequestOptions
 ) -> tuple[ChoiceGroup, CollectSink]:
-    """The answer when it has ended, and all it said. Raises what made it fail."""
-    return heard(service, asks, terms, lambda answer: CollectSink(len(answer.choices)))
+    """Return the ended answer and its collected events. Raises the error that made it fail."""
+    return run_to_end(service, asks, terms, lambda answer: CollectSink(len(answer.choices)))
 
 
-def heard(
+def run_to_end(
     service: Service,
     asks: Sequence[PromptRequest],
     terms: RequestOptions,
     sink_of: Callable[[ChoiceGroup], S],
 ) -> tuple[ChoiceGroup, S]:
-    """The answer when it has ended, and the sink that was told all of it. Raises what made it
+    """Return the ended answer and the sink that got all events. Raises the error that made it
     fail."""
     opened = GenerationRunner(service, asks, terms, is_whole=True)
     try:
@@ -176,7 +179,7 @@ def stream(
     terms: RequestOptions,
     sink_of: Callable[[ChoiceGroup, Outlet], Sink],
 ) -> Response:
-    """`sink_of` makes what writes the answer's events to the outlet, and finishes it."""
+    """Return a streamed response. `sink_of` creates the sink that writes to the outlet."""
     opened = GenerationRunner(service, asks, terms)
     answer = opened.answer
     context: RequestContext = g.context
@@ -186,7 +189,7 @@ def stream(
         if answer.is_gone:
             outlet.cut()
         sink = sink_of(answer, outlet)
-        if outlet.heed(answer.detach, partial(answer.attach, sink)):
+        if outlet.watch_buffer(answer.detach, partial(answer.attach, sink)):
             answer.attach(sink)
 
     def end() -> None:
@@ -211,8 +214,10 @@ def detached(
     terms: RequestOptions,
     sink_of: Callable[[ChoiceGroup], Sink],
 ) -> None:
-    """An answer that goes on whether or not its client is there: until it has ended, or is aborted.
-    `sink_of` is called when the engine has accepted it."""
+    """Start a generation that continues without its client until it ends or is aborted.
+
+    `sink_of` is called after the engine has accepted all choices.
+    """
     opened = GenerationRunner(service, asks, terms, needs_client=False)
     try:
         opened.answer.attach(sink_of(opened.answer))
@@ -221,26 +226,28 @@ def detached(
         raise
     context: RequestContext = g.context
     context.is_streaming = True
-    gevent.spawn(_see_to_its_end, opened, context)
+    gevent.spawn(_close_after_end, opened, context)
 
 
-def _see_to_its_end(opened: GenerationRunner, context: RequestContext) -> None:
-    with contextlib.suppress(ServingError, ClientGone):  # its sink has heard of it
+def _close_after_end(opened: GenerationRunner, context: RequestContext) -> None:
+    with contextlib.suppress(ServingError, ClientGone):  # the sink got the error
         opened.answer.wait()
     opened.close()
     context.close(200)
 
 
 class Listened(Protocol):
-    """Something that can be heard from now on. Both may be called from the hub."""
+    """A source of frames for an outlet. Both methods may be called from the hub."""
 
     def listen(self, outlet: Outlet) -> None: ...
     def leave(self) -> None: ...
 
 
 def listening(service: Service, source: Listened, *, owns_exchange: bool = True) -> Response:
-    """A stream of what somebody else says; its end ends nothing else. `owns_exchange`: the request
-    is over with it."""
+    """Return a stream of the frames of `source`, which continues if the stream is closed.
+
+    `owns_exchange`: the end of the stream is the end of the request.
+    """
     context: RequestContext = g.context
     context.is_streaming = True
     hang_up = HangUp(request.environ, source.leave)

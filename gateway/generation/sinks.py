@@ -1,4 +1,4 @@
-"""Who hears an answer: somebody, nobody yet, nobody any more, or who wants the whole of it."""
+"""Sinks receive the events of an answer: buffered, discarded or collected."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from protocol.errors import ServingError
 
 
 class Sink(Protocol):
-    """Called from the hub, so it must not block. It hears each choice's deltas in their order, and
-    then one of `end` and `fail`, once; or nothing more."""
+    """Receives an answer. Called from the hub, so it must not block.
+
+    It gets each choice's deltas in order, and then one of `end` and `fail` once, or nothing more.
+    """
 
     def delta(self, choice: Choice, delta: OutputDelta) -> None: ...
     def end(self) -> None: ...
@@ -20,29 +22,29 @@ class Sink(Protocol):
 
 
 class BufferSink:
-    """Nobody listens yet: what is said is kept, and told in its order to the one who comes. That is
-    soon: as soon as all choices are accepted."""
+    """Buffers events, in order, until the answer's sink is attached."""
 
     def __init__(self) -> None:
-        self._said: list[Callable[[Sink], None]] = []
+        self._events: list[Callable[[Sink], None]] = []
 
     def delta(self, choice: Choice, delta: OutputDelta) -> None:
-        self._said.append(lambda sink: sink.delta(choice, delta))
+        self._events.append(lambda sink: sink.delta(choice, delta))
 
     def end(self) -> None:
-        self._said.append(lambda sink: sink.end())
+        self._events.append(lambda sink: sink.end())
 
     def fail(self, error: ServingError) -> None:
-        self._said.append(lambda sink: sink.fail(error))
+        self._events.append(lambda sink: sink.fail(error))
 
-    def tell(self, sink: Sink) -> None:
-        said, self._said = self._said, []
-        for say in said:
-            say(sink)
+    def drain(self, sink: Sink) -> None:
+        """Emit all buffered events to `sink`."""
+        events, self._events = self._events, []
+        for emit in events:
+            emit(sink)
 
 
 class NullSink:
-    """The client has gone."""
+    """Discards the events of an answer whose client has disconnected."""
 
     def delta(self, choice: Choice, delta: OutputDelta) -> None:
         pass
@@ -55,7 +57,7 @@ class NullSink:
 
 
 class CollectSink:
-    """A whole answer: each choice's deltas, joined into one."""
+    """Collects a whole answer: the deltas of each choice, joined into one."""
 
     def __init__(self, num_choices: int) -> None:
         self.whole = [OutputDelta([], [], []) for _ in range(num_choices)]
@@ -71,7 +73,7 @@ class CollectSink:
 
 
 def extend(whole: OutputDelta, delta: OutputDelta) -> None:
-    """`delta` is said behind `whole`, whose lists are its own."""
+    """Append `delta` to `whole`, which must own its lists."""
     whole.events.extend(delta.events)
     whole.token_ids.extend(delta.token_ids)
     whole.logprobs.extend(delta.logprobs)

@@ -1,9 +1,8 @@
-"""What has happened to one request, and when: the log of it, to which each station adds its own.
+"""The times at which a request reached each stage.
 
-It is the only source of what is told of a request besides its answer: `record.py` makes one record
-of it, and metrics, the access log, traces and the `timings` of a response are all made of that. So
-they cannot differ, and what is summed over requests is the total. Each moment comes once at most
-(the first counts), and none comes with every token.
+`record.py` builds one record from the timeline and the choices. Metrics, the access log, traces and
+the `timings` of a response are all made from that record, so they agree. Each moment is recorded
+once (the first counts), and none is recorded per token.
 """
 
 from __future__ import annotations
@@ -15,17 +14,19 @@ from enum import Enum
 
 
 class TimelineMoment(Enum):
-    BEGAN = "began"  # its head has been read
-    ASKED = "asked"  # the engine is asked for its answer
-    ACCEPTED = "accepted"  # by the engine, all of it
+    BEGAN = "began"  # the request's headers were read
+    ASKED = "asked"  # the choices are sent to the engine
+    ACCEPTED = "accepted"  # the engine has accepted all choices
     FIRST_TOKEN = "first_token"  # of any choice
-    ANSWERED = "answered"  # nothing more will be said: its answer is over, whichever way
-    ENDED = "ended"  # all is sent, or the client is gone
+    ANSWERED = "answered"  # all choices have ended, for any reason
+    ENDED = "ended"  # the response was sent, or the client disconnected
 
 
 class Timeline:
-    """tokenize_s  how long its prompts took to become tokens, templates included
-    began_ns    on the clock on the wall, since 1970
+    """The moments of one request.
+
+    tokenize_s  time spent rendering templates and tokenizing
+    began_ns    wall-clock time of the start, in nanoseconds since 1970
     """
 
     __slots__ = ("_at", "began_ns", "tokenize_s")
@@ -42,13 +43,13 @@ class Timeline:
         return moment in self._at
 
     def at_s(self, moment: TimelineMoment) -> float | None:
-        """Since it began; None where it has not come."""
+        """Return the seconds from the start to `moment`; None if it has not been reached."""
         at = self._at.get(moment)
         return None if at is None else at - self._at[TimelineMoment.BEGAN]
 
     @property
     def now_s(self) -> float:
-        """Since it began, until its end."""
+        """Seconds since the start, or from the start to the end."""
         ended_s = self.at_s(TimelineMoment.ENDED)
         return time.monotonic() - self._at[TimelineMoment.BEGAN] if ended_s is None else ended_s
 

@@ -1,11 +1,11 @@
-"""The client's TCP socket while a request is open: noticing a hang-up, writing a stream to it.
+"""The client's TCP socket during a request: detects disconnects and writes streams.
 
-Both are done from gevent's hub, so nothing here blocks except in the request's own greenlet
-(`SocketOutlet.run`). A client that closes, resets, or closes its sending half is gone. A client
-that does not read is cut off when more than MAX_BUFFERED_BYTES wait for it, or when it has taken
-nothing of what waits for `send_timeout_s`. What waits for one client waits in its own outlet: the
-others' bytes go past it. Whoever writes is told when bytes begin to wait, and when all are taken
-(`Outlet.heed`), so that what comes meanwhile need not become bytes yet.
+Both happen in gevent's hub, so only `SocketOutlet.run` blocks, in the request's own greenlet. A
+client that closes or resets the connection, or closes its sending half, counts as disconnected. A
+client that does not read is disconnected if more than MAX_BUFFERED_BYTES wait for it, or if it has
+read nothing for `send_timeout_s`. Each client has a buffer of its own, so a slow client does not
+delay others. The writer is notified when the buffer fills and when it is empty again
+(`Outlet.watch_buffer`), so that it can hold output back.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gevent.event import Event
 from gevent.socket import wait_write
 
 MAX_BUFFERED_BYTES = 1 << 20
-"""A single write may be longer, where nothing waits before it: an echoed prompt is one."""
+"""A single write to an empty buffer may be longer, for example an echoed prompt."""
 ROOM_POLL_S = 0.01
 LINGER_S = 3.0
 FIRST_REQUEST_S = 1.0
@@ -39,35 +39,37 @@ def _nothing() -> None:
 
 
 def client_socket(environ: Mapping[str, Any]) -> Any | None:
-    """The gevent socket under a WSGI request, where the server shows it and it is plain TCP."""
+    """Return the gevent socket of a WSGI request, if the server exposes it and it is plain TCP."""
     sock = environ.get("gunicorn.socket")
     is_plain = type(sock) is gevent.socket.socket and environ.get("wsgi.url_scheme") == "http"
     return sock if is_plain else None
 
 
 def can_take_over(environ: Mapping[str, Any]) -> bool:
-    """Whether we may write the response ourselves: HTTP/1.1 on a socket of our own."""
+    """Return whether the response may be written directly to the socket: HTTP/1.1 on plain TCP."""
     return client_socket(environ) is not None and environ.get("SERVER_PROTOCOL") == "HTTP/1.1"
 
 
 def linger(sock: Any) -> None:
-    """Before a connection is closed on a client that still sends: it would lose our answer if what
-    it sends were not taken. Until it has read it and closes, but not for ever."""
+    """Read and discard what the client still sends, until it closes or LINGER_S have passed.
+
+    Closing a socket with unread data resets the connection, and the client would lose the response.
+    """
     until = time.monotonic() + LINGER_S
-    with contextlib.suppress(OSError):  # TimeoutError is one; a client that is gone needs no more
+    with contextlib.suppress(OSError):  # includes TimeoutError
         sock.shutdown(socket.SHUT_WR)
         while (left_s := until - time.monotonic()) > 0:
             sock.settimeout(left_s)
             if not sock.recv(_LINGER_BYTES):
                 return
-            gevent.sleep(0)  # a client that sends without pause does not hold up the others
+            gevent.sleep(0)  # let other greenlets run if the client sends without pause
 
 
 class HangUp:
-    """Calls `then`, once and from the hub, when the client hangs up. To be closed in the end.
+    """Calls `then`, once and from the hub, if the client disconnects. It must be closed.
 
-    Bytes that come instead belong to the next request: watching ends there, since a level-triggered
-    watcher would fire for them without pause.
+    Received bytes belong to the next request. Watching stops there, because the level-triggered
+    watcher would fire continuously.
     """
 
     def __init__(self, environ: Mapping[str, Any], then: Callable[[], None]) -> None:
@@ -98,16 +100,18 @@ class HangUp:
 
 
 class IdleConnections:
-    """Connections before their first request and between two: a drain closes them rather than
-    wait."""
+    """Connections without a request in progress. A drain closes them instead of waiting."""
 
     def __init__(self) -> None:
-        # From when on each may be closed (time.monotonic).
+        # The earliest time at which each may be closed (time.monotonic).
         self._sockets: weakref.WeakKeyDictionary[Any, float] = weakref.WeakKeyDictionary()
 
     def opened(self, sock: Any) -> None:
-        """Who connects is about to ask, and would not try again as one does whose connection has
-        been idle: time for one request to come in, and to be refused in words."""
+        """Add a new connection, which gets FIRST_REQUEST_S for its first request.
+
+        Clients retry after an idle connection is closed, but not after a new one is. So the first
+        request is read and gets an error response.
+        """
         self._sockets[sock] = time.monotonic() + FIRST_REQUEST_S
 
     def add(self, sock: Any) -> None:
@@ -118,8 +122,10 @@ class IdleConnections:
         self._sockets.pop(sock, None)
 
     def close(self) -> None:
-        """The server, which waits for the next request, reads the end of the connection. It would
-        be told of an error by gevent's own `shutdown`, which wakes whoever waits, and log it."""
+        """Shut the sockets down, so that the server's pending read gets EOF.
+
+        gevent's own `shutdown` would raise an error in that read, which the server would log.
+        """
         now = time.monotonic()
         for sock in [each for each, due in self._sockets.items() if due <= now]:
             self.discard(sock)
@@ -128,11 +134,11 @@ class IdleConnections:
 
 
 class Outlet:
-    """Where a stream's bytes go. `write` and `finish` may be called from the hub; `run` drives it.
+    """The output of a stream. `write` and `finish` may be called from the hub; `run` drives it.
 
-    on_overflow     called when the client is cut off because it does not read
-    keep_alive      what `run` writes after `keep_alive_s` of silence, at first
-    send_timeout_s  how long it may take nothing of what waits for it
+    on_overflow     called when the client is disconnected because it does not read
+    keep_alive      written after `keep_alive_s` of silence; see `set_keep_alive`
+    send_timeout_s  longest time in which the client may read nothing of what waits for it
     """
 
     def __init__(
@@ -154,15 +160,18 @@ class Outlet:
         self._is_finished = False
         self._wrote_at = time.monotonic()
 
-    def heed(self, on_full: Callable[[], None], on_room: Callable[[], None]) -> bool:
-        """`on_full` is called, within `write`, when the client has not taken all that was written;
-        then `on_room`, which may write, from the request's greenlet, when it has. Neither after
-        the client was cut off. True: all has been taken so far."""
+    def watch_buffer(self, on_full: Callable[[], None], on_room: Callable[[], None]) -> bool:
+        """Set the callbacks for backpressure. Return whether the buffer is empty now.
+
+        `on_full` is called within `write` if the client has not read everything. After it has,
+        `on_room` is called from the request's greenlet and may write. Neither is called after
+        `cut`.
+        """
         self._on_full, self._on_room = on_full, on_room
         return not self._buffer
 
-    def keep_alive_with(self, data: bytes) -> None:
-        """Write `data` instead from now on, when nothing else is written."""
+    def set_keep_alive(self, data: bytes) -> None:
+        """Write `data` as the keep-alive from now on."""
         self._keep_alive = data
 
     def write(self, data: bytes) -> None:
@@ -172,18 +181,18 @@ class Outlet:
         self._put(data)
 
     def finish(self) -> None:
-        """Nothing more will be written."""
+        """Mark the stream as complete: nothing more will be written."""
         self._is_finished = True
         self._wake.set()
 
     def cut(self) -> None:
-        """The client is gone, or is to be: drop what waits, write nothing more."""
+        """Discard the buffer and write nothing more: the client is or will be disconnected."""
         self.is_cut = True
         self._buffer.clear()
         self.finish()
 
-    def await_room(self) -> None:
-        """Until nothing waits to be sent. For a greenlet that writes more than fits at once."""
+    def wait_drained(self) -> None:
+        """Wait until the buffer is empty, in a greenlet that writes more than fits at once."""
         while self._buffer and not self.is_cut:
             gevent.sleep(ROOM_POLL_S)
 
@@ -195,8 +204,8 @@ class Outlet:
         self._buffer += data
         self._wake.set()
 
-    def _await_news(self) -> None:
-        """Until there are bytes to send, or the end has come; writes keep-alives meanwhile."""
+    def _wait_for_output(self) -> None:
+        """Wait for bytes to send or the end; write keep-alives in the meantime."""
         while not self._wake.is_set():
             silent_s = time.monotonic() - self._wrote_at
             if silent_s >= self._keep_alive_s:
@@ -207,7 +216,7 @@ class Outlet:
 
 
 class SocketOutlet(Outlet):
-    """Writes straight to the socket, in HTTP chunks; only what it does not take waits here."""
+    """Writes HTTP chunks directly to the socket and buffers what the socket does not accept."""
 
     def __init__(self, sock: Any, head: bytes, **options: Any) -> None:
         super().__init__(**options)
@@ -223,7 +232,7 @@ class SocketOutlet(Outlet):
 
     def finish(self) -> None:
         if not self.is_cut and not self._is_finished:
-            if self._buffer:  # however much it is
+            if self._buffer:  # whatever its size
                 self._buffer += _LAST_CHUNK
             else:
                 self._write_raw(_LAST_CHUNK)
@@ -245,9 +254,9 @@ class SocketOutlet(Outlet):
             self._on_full()
 
     def run(self) -> None:
-        """Block until all is sent, or the client is cut off. For the request's greenlet."""
+        """Block until everything is sent or the client is cut off. For the request's greenlet."""
         while True:
-            self._await_news()
+            self._wait_for_output()
             self._flush()
             if self._is_finished:
                 return
@@ -259,7 +268,7 @@ class SocketOutlet(Outlet):
                 del self._buffer[: self._send(self._buffer)]
             except BlockingIOError:
                 continue
-            except OSError:  # gone, or (TimeoutError) not reading
+            except OSError:  # disconnected, or not reading (TimeoutError)
                 was_finished = self._is_finished
                 self.cut()
                 if not was_finished:
@@ -269,8 +278,8 @@ class SocketOutlet(Outlet):
 
 
 class IteratorOutlet(Outlet):
-    """The same bytes for any WSGI server, which iterates and frames them itself. While it does not
-    come for more, it waits until its client takes what it has."""
+    """Yields the same bytes to any WSGI server, which frames them itself. While the server does not
+    ask for more, it is waiting for its client to read."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -283,7 +292,7 @@ class IteratorOutlet(Outlet):
 
     def run(self) -> Iterator[bytes]:
         while True:
-            self._await_news()
+            self._wait_for_output()
             while self._buffer:
                 data = bytes(self._buffer)
                 self._buffer.clear()

@@ -96,7 +96,7 @@ def answer(service: Service, sock: Any, error: BaseException) -> None:
         path="-",
         route="other",
         request_id=uuid.uuid4().hex,
-        hear=[access_log.log_request] if service.config.log_requests else [],
+        on_close=[access_log.log_request] if service.config.log_requests else [],
     )
     fault = fault_of(error)
     body = error_body(fault)

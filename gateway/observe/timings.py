@@ -1,8 +1,8 @@
-"""`timings` of a response: where its time went, for whoever asks with `"timings": true`.
+"""The `timings` of a response, for requests with `"timings": true`.
 
-Made of the same record as metrics and the access log. Names are llama.cpp's where it has one, so
-that its clients show speeds; times are in milliseconds, as its are. Of several choices each time is
-that of the slowest, and tokens are those of all.
+They are made from the same record as metrics and the access log. Names and units (milliseconds) are
+llama.cpp's if it has them, so that its clients show speeds. With several choices, each time is that
+of the slowest choice, and tokens are those of all.
 """
 
 from __future__ import annotations
@@ -22,45 +22,44 @@ _DIGITS = 3
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True):
-    """In milliseconds. Speeds are null where nothing was computed, or no time was measured.
+    """Times in milliseconds. Speeds are null if nothing was computed or no time was measured."""
 
-    cache_n, prompt_n     tokens of the prompt that were found, and that were computed
-    prompt_ms             computing them, until the first token was there
-    predicted_n           tokens generated;  predicted_ms: from the first one to the last
-    predicted_per_token_ms, predicted_per_second   of those behind the first, of each choice
-    draft_n, draft_n_accepted   tokens guessed ahead, and those of them that are in the answer
-    tokenize_ms           template and tokenizer
-    grammar_ms, queue_ms  waiting for the grammar to be compiled, and for a slot
-    fetch_ms              waiting for K/V that was fetched instead of computed
-    preempted_ms          having made way for others
-    detokenize_ms         making text and events of tokens
-    first_token_ms, total_ms   since the request began
-    """
-
+    #: Prompt tokens found in a cache, and computed.
     cache_n: int
     prompt_n: int
+    #: Prefill, until the first token.
     prompt_ms: float
     prompt_per_token_ms: float | None
     prompt_per_second: float | None
+    #: Generated tokens.
     predicted_n: int
+    #: From the first token to the last.
     predicted_ms: float
+    #: Speeds of the tokens after the first one of each choice.
     predicted_per_token_ms: float | None
     predicted_per_second: float | None
+    #: Draft tokens, and accepted draft tokens.
     draft_n: int
     draft_n_accepted: int
+    #: Template and tokenizer.
     tokenize_ms: float
+    #: Waiting for the grammar to be compiled.
     grammar_ms: float
+    #: Waiting for a slot.
     queue_ms: float
+    #: Waiting for K/V that was fetched instead of computed.
     fetch_ms: float
+    #: Time after a preemption until the request ran again.
     preempted_ms: float
+    #: Detokenizing and parsing in the gateway.
     detokenize_ms: float
+    #: Since the start of the request.
     first_token_ms: float | None
     total_ms: float
 
 
 class MeasuredReader:
-    """A reader, and how long it has read. Only where somebody asks: it costs two looks at the clock
-    with all that comes."""
+    """Measures the time of a parser. Only used on request: it reads the clock twice per output."""
 
     __slots__ = ("_inner", "spent_s")
 
@@ -81,13 +80,13 @@ class MeasuredReader:
 
 
 def measure(answer: ChoiceGroup) -> None:
-    """From now on, so that `told_timings` has something to tell. Before the answer is opened."""
+    """Measure parsing for `told_timings`. Call this before the answer is opened."""
     for choice in answer.choices:
         choice.reader = MeasuredReader(choice.reader)
 
 
 def told_timings(answer: ChoiceGroup) -> dict[str, Any]:
-    """A member more of a response, where its request asked for it."""
+    """Return the response's `timings`, or an empty dict if they were not requested."""
     readers = [choice.reader for choice in answer.choices]
     spent = [reader.spent_s for reader in readers if isinstance(reader, MeasuredReader)]
     if not spent:

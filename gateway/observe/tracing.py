@@ -1,13 +1,12 @@
-"""Traces of inference requests, sent by OpenTelemetry (extra `otel`). Where --otlp-traces-endpoint
-is not given, nothing of it is even imported.
+"""Traces of inference requests, exported by OpenTelemetry (extra `otel`).
 
-A request that is over becomes one span with a span for each stage its time went to, all made of its
-record. Names are those of the GenAI semantic conventions, times in queue and model those that vLLM
-tells. Where the request has a `traceparent`, its span is a child of that one, and whether it is
-sampled is decided there.
+OpenTelemetry is imported only if --otlp-traces-endpoint is set. A finished request becomes one span
+with a child span per stage, all made from its record. Names follow the GenAI semantic conventions;
+the latency attributes are vLLM's. If the request has a `traceparent`, its span is a child of that
+span and is sampled if that span is.
 
-The engine tells how long stages took, not when they began: they are drawn one after the other. What
-was preempted in between lengthens the last.
+The engine reports how long stages took, not when they started. So the child spans follow one
+another, and preempted time extends the last one.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ OPERATIONS = {
     "/v1/responses": "chat",
     "/inference/v1/generate": "text_completion",
 }
-"""Routes whose requests are traced, and what the conventions call what they do."""
+"""Traced routes -> operation name of the semantic conventions."""
 NS = 1_000_000_000
 CLOSE_S = 2.0
 
@@ -41,8 +40,10 @@ Attributes = dict[str, Any]
 
 
 class Tracing:
-    """processor   takes the spans when they have ended
-    model_name  as the API calls the model
+    """Exports spans.
+
+    processor   receives ended spans
+    model_name  returns the first served name of the model
     """
 
     def __init__(self, processor: SpanProcessor, model_name: Callable[[], str]) -> None:
@@ -57,8 +58,8 @@ class Tracing:
         self._propagator = TraceContextTextMapPropagator()
         self._model_name = model_name
 
-    def tell(self, carrier: Mapping[str, str], record: RequestRecord) -> None:
-        """carrier: those of HEADERS that the request had"""
+    def export(self, carrier: Mapping[str, str], record: RequestRecord) -> None:
+        """Export the spans of a request. `carrier` holds its headers that are in HEADERS."""
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 
         if record.route not in OPERATIONS:
@@ -80,14 +81,14 @@ class Tracing:
         span.end(record.began_ns + _ns(record.took_s))
 
     def close(self) -> None:
-        """Send what waits, unless that takes long: a server ends though nobody takes its traces."""
+        """Send pending spans, for at most CLOSE_S: a missing collector must not block shutdown."""
         last = threading.Thread(target=self._provider.shutdown, daemon=True)
         last.start()
         last.join(CLOSE_S)
 
 
 def tracing_to(endpoint: str, model_name: Callable[[], str]) -> Tracing | None:
-    """None where traces are not asked for. Raises ValueError where they cannot be sent.
+    """Return None if tracing is off. Raises ValueError if OpenTelemetry or the URL is unusable.
 
     Spans are sent in batches by a thread of the SDK, which under gevent is a greenlet.
     """
@@ -102,7 +103,9 @@ def tracing_to(endpoint: str, model_name: Callable[[], str]) -> Tracing | None:
             f"({error})"
         ) from None
     if not endpoint.startswith(("http://", "https://")):
-        raise ValueError(f"{OPTION} {endpoint}: no URL, as http://127.0.0.1:4318/v1/traces is one")
+        raise ValueError(
+            f"{OPTION} {endpoint}: expected a URL such as http://127.0.0.1:4318/v1/traces"
+        )
     return Tracing(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)), model_name)
 
 
@@ -125,11 +128,11 @@ def attributes_of(record: RequestRecord, model: str) -> Attributes:
     if record.end in ("error", "refused"):
         attributes["error.type"] = str(record.status) if record.status >= 400 else record.end
     if record.answer is not None:
-        attributes |= _of_answer(record.answer)
+        attributes |= _answer_attributes(record.answer)
     return attributes
 
 
-def _of_answer(answer: AnswerRecord) -> Attributes:
+def _answer_attributes(answer: AnswerRecord) -> Attributes:
     first, times = answer.choices[0], answer.times
     attributes: Attributes = {
         "gen_ai.request.temperature": first.temperature,

@@ -1,1 +1,1 @@
-"""Messages to prompt text. Pure: takes values parsed from JSON, returns text or token ids."""
+"""Messages -> prompt text or token ids. Pure; the input is decoded JSON."""

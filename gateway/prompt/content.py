@@ -1,8 +1,8 @@
-"""OpenAI's messages -> the messages a template wants.
+"""OpenAI's messages -> messages in the form that a chat template needs.
 
-In: dicts as JSON gave them, checked here field by field, so that an error names the place. Out: new
-dicts in the form of the template's `TemplateTraits`; fields nobody knows are passed on, for
-templates that do.
+The input is decoded JSON, checked here field by field so that errors name the field. The output is
+new dicts in the form of the template's `TemplateTraits`. Unknown fields are passed on, because some
+templates use them.
 """
 
 from __future__ import annotations
@@ -18,30 +18,35 @@ from protocol.errors import InvalidRequest
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 TEXT_PARTS = ("text", "input_text", "output_text")
 PART_SEPARATOR = "\n"
-"""Between text parts, where a template takes only strings."""
+"""Joins text parts for templates that accept only strings."""
 
 
 def template_messages(
     messages: Sequence[Any], habits: TemplateTraits, param: str = "messages"
 ) -> list[dict[str, Any]]:
-    """Raises InvalidRequest naming `messages[i]...`; `param` is where the messages stand."""
+    """Return `messages` for a template. Raises InvalidRequest, naming `messages[i]...`.
+
+    `param` is the path of the messages in the request.
+    """
     if not messages:
-        raise InvalidRequest(f"{param} must hold at least one message", param=param)
-    told = [_message(m, habits, f"{param}[{i}]") for i, m in enumerate(messages)]
-    _check_answers(told, param)
-    return told
+        raise InvalidRequest(f"{param} must contain at least one message", param=param)
+    converted = [_message(m, habits, f"{param}[{i}]") for i, m in enumerate(messages)]
+    _check_call_ids(converted, param)
+    return converted
 
 
-def _check_answers(messages: Sequence[Mapping[str, Any]], param: str) -> None:
-    """A tool's message that names a call answers one of the calls before it. Where no call before
-    it has an id, there is nothing to name; and a message may leave the name out."""
+def _check_call_ids(messages: Sequence[Mapping[str, Any]], param: str) -> None:
+    """Check that each `tool_call_id` is the id of an earlier tool call.
+
+    The id is optional, and it is not checked if no earlier call has an id.
+    """
     known: set[str] = set()
     for place, message in enumerate(messages):
         known |= {call["id"] for call in message.get("tool_calls", ()) if call.get("id")}
         answered = message.get("tool_call_id") if message["role"] == "tool" else None
         if answered is not None and known and answered not in known:
             at = f"{param}[{place}].tool_call_id"
-            raise InvalidRequest(f"{at} {answered!r} is the id of no tool call before it", param=at)
+            raise InvalidRequest(f"{at}: no earlier tool call has the id {answered!r}", param=at)
 
 
 def _message(message: Any, habits: TemplateTraits, at: str) -> dict[str, Any]:
@@ -52,7 +57,7 @@ def _message(message: Any, habits: TemplateTraits, at: str) -> dict[str, Any]:
     _optional_text(result, "name", at)
     _optional_text(result, "tool_call_id", at)
     calls, old_call = message.get("tool_calls"), result.pop("function_call", None)
-    if calls is None and old_call is not None:  # as clients wrote one before there were tools
+    if calls is None and old_call is not None:  # OpenAI's deprecated form
         calls = result["tool_calls"] = [
             {"type": "function", "function": _function(old_call, habits, f"{at}.function_call")}
         ]
@@ -70,7 +75,7 @@ def _role(message: Mapping[str, Any], habits: TemplateTraits, at: str) -> str:
     role = message.get("role")
     if role not in ROLES:
         raise InvalidRequest(
-            f"{at}.role must be one of {', '.join(ROLES)}; it is {role!r}", param=f"{at}.role"
+            f"{at}.role must be one of {', '.join(ROLES)}, not {role!r}", param=f"{at}.role"
         )
     if role == "developer" and not habits.developer:
         return "system"
@@ -78,7 +83,7 @@ def _role(message: Mapping[str, Any], habits: TemplateTraits, at: str) -> str:
 
 
 def _optional_text(message: dict[str, Any], field: str, at: str) -> None:
-    """A field that is null is as good as absent: templates test for presence."""
+    """Check a string field and remove it if it is null: templates test for presence."""
     value = message.get(field)
     if value is None:
         message.pop(field, None)
@@ -87,7 +92,7 @@ def _optional_text(message: dict[str, Any], field: str, at: str) -> None:
 
 
 def _reasoning(message: dict[str, Any], at: str) -> dict[str, str]:
-    """Both names in use, whichever the caller wrote."""
+    """Return the reasoning under both of its common names."""
     for field in ("reasoning_content", "reasoning"):
         _optional_text(message, field, at)
     value = message.get("reasoning", message.get("reasoning_content"))
@@ -113,7 +118,7 @@ def _part_text(part: Any, at: str) -> str:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind not in TEXT_PARTS:
         raise InvalidRequest(
-            f"{at}.type must be 'text': this model takes text only; it is {kind!r}",
+            f"{at}.type must be 'text', not {kind!r}: this model accepts only text",
             param=f"{at}.type",
         )
     text = part.get("text")
@@ -150,7 +155,10 @@ def _function(function: Any, habits: TemplateTraits, at: str) -> dict[str, Any]:
 
 
 def _arguments(arguments: Any, at: str) -> dict[str, Any]:
-    """OpenAI sends JSON text; an object is taken as it is, and nothing as no arguments."""
+    """Return a call's arguments as an object.
+
+    OpenAI sends JSON text. An object is accepted too, and an empty value means no arguments.
+    """
     if isinstance(arguments, str) and arguments.strip():
         try:
             arguments = msgspec.json.decode(arguments)

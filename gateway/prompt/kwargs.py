@@ -1,12 +1,12 @@
-"""The effective chat-template kwargs: one pure function, asked by everyone who needs to know.
+"""The effective chat-template kwargs, from one pure function.
 
-Rendering, both parsers, the grammar gate and every API use its one result, so they cannot disagree
-about whether the model thinks.
+Rendering, parsers, grammars and every API use its result, so they agree on whether the model
+thinks.
 
-Clients ask for thinking in many spellings, and templates read it in others. Here they meet: what
-is asked becomes one `ThinkingOptions` (think or not, how hard), and the wish becomes the names and
-words that this model's template reads (`ThinkingProfile`). Spellings that the template does not
-read are left out; everything that is not about thinking passes through.
+Clients request thinking in many spellings, and templates read it in others. The request becomes one
+`ThinkingOptions` (whether to think, and how hard). These become the names and words that the
+model's template reads (`ThinkingProfile`). Spellings that the template does not read are dropped.
+Kwargs that are not about thinking pass through unchanged.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ RESERVED = frozenset(
         "truncation",
     }
 )
-"""What a request says elsewhere, or what would change the rendering and not the prompt."""
+"""Names that a request sets in other fields, or that would change how rendering works."""
 
 KWARGS = "chat_template_kwargs"
 _ABOUT_THINKING = frozenset({*SWITCHES, MODE, EFFORT})
@@ -49,7 +49,7 @@ _TYPES = {"enabled": True, "adaptive": True, "disabled": False}
 """Anthropic's and others' `thinking: {"type": ...}`."""
 _DEFAULT_EFFORT = "medium"
 UNLIMITED = -1
-"""As a budget."""
+"""A thinking budget without a limit."""
 
 
 class ThinkingFields(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,7 +70,7 @@ class ThinkingFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ThinkingOptions(msgspec.Struct, frozen=True):
-    """What is wanted; None: nothing was said. `mode` is the template's own word for it, if the
+    """The requested thinking; None: not specified. `mode` is the template's own word, if the
     request used one."""
 
     thinks: bool | None = None
@@ -78,13 +78,14 @@ class ThinkingOptions(msgspec.Struct, frozen=True):
     effort: str | None = None
 
     def over(self, weaker: ThinkingOptions) -> ThinkingOptions:
+        """Return these options, with those of `weaker` for what is not specified."""
         switch = weaker if self.thinks is None else self
         effort = weaker.effort if self.effort is None else self.effort
         return ThinkingOptions(switch.thinks, switch.mode, effort)
 
     @property
     def settled(self) -> ThinkingOptions:
-        """An effort also says whether to think, where nothing else does."""
+        """The options with `thinks` derived from the effort, if it is not specified."""
         if self.thinks is None and self.effort is not None:
             return ThinkingOptions(self.effort != "none", None, self.effort)
         return self
@@ -96,36 +97,40 @@ def effective_kwargs(
     server_defaults: Mapping[str, Any] | None = None,
     profile: ThinkingProfile | None = None,
 ) -> dict[str, Any]:
-    """What the template sees besides messages, tools and documents. From weak to strong:
+    """Return the template's variables besides messages, tools and documents.
+
+    In order of increasing priority:
 
     1. the server's defaults;
-    2. the request's effort, which also says whether to think (all but "none" do);
-    3. the request's switches, among its `chat_template_kwargs` or as fields of its own.
+    2. the request's effort, which also turns thinking on, or off if it is "none";
+    3. the request's switches, in `chat_template_kwargs` or as fields of their own.
 
-    An effort as the request's own field is stronger than one among its kwargs. The values are
-    shared with the arguments and must not be changed. Raises InvalidRequest naming the field: a
-    reserved name, a value without meaning, two spellings that disagree.
+    An effort in the request's own field overrides one in its kwargs. The values are shared with the
+    arguments and must not be modified. Raises InvalidRequest, naming the field, for a reserved
+    name, an invalid value, or two spellings that contradict each other.
     """
     asked, defaults = dict(request_kwargs or {}), dict(server_defaults or {})
     profile = profile or ThinkingProfile()
-    wish = _wish(fields or ThinkingFields(), asked, profile)
-    wish = wish.over(_wish(ThinkingFields(), defaults, profile))
+    options = _options(fields or ThinkingFields(), asked, profile)
+    options = options.over(_options(ThinkingFields(), defaults, profile))
     rest = {
         name: value for name, value in (defaults | asked).items() if name not in _ABOUT_THINKING
     }
-    return rest | _told(wish, profile)
+    return rest | _template_kwargs(options, profile)
 
 
 def thinking_budget(fields: ThinkingFields) -> tuple[str, int] | None:
-    """How many tokens of thinking there may be at most: (the field that says so, the number). None:
-    as many as the model likes. Raises InvalidRequest naming the field."""
+    """Return the limit of reasoning tokens, as (field, number), or None if there is none.
+
+    Raises InvalidRequest, naming the field.
+    """
     said = list(_budgets(fields))
     budget = _agreed(said)
     return None if budget in (None, UNLIMITED) else (said[0][0], budget)
 
 
 def thinks(kwargs: Mapping[str, Any], profile: ThinkingProfile) -> bool | None:
-    """What effective kwargs tell the template: to think, not to, or nothing (its own default)."""
+    """Return whether effective kwargs turn thinking on or off; None: the template's default."""
     for name in profile.switches:
         if name in kwargs:
             return bool(kwargs[name])
@@ -136,10 +141,10 @@ def thinks(kwargs: Mapping[str, Any], profile: ThinkingProfile) -> bool | None:
     return None
 
 
-# ---- what is asked
+# ---- the request
 
 
-def _wish(
+def _options(
     fields: ThinkingFields, kwargs: Mapping[str, Any], profile: ThinkingProfile
 ) -> ThinkingOptions:
     _check_names(kwargs)
@@ -159,7 +164,7 @@ def _check_names(kwargs: Iterable[str]) -> None:
 
 
 def _agreed(said: Iterable[tuple[str, Any]]) -> Any:
-    """The one value of all (field, value); None where there is none."""
+    """Return the common value of all (field, value); None if there is none."""
     first: tuple[str, Any] | None = None
     for field, value in said:
         if first is None:
@@ -172,7 +177,7 @@ def _agreed(said: Iterable[tuple[str, Any]]) -> Any:
 def _switches(
     fields: ThinkingFields, kwargs: Mapping[str, Any], profile: ThinkingProfile
 ) -> Iterator[tuple[str, bool]]:
-    """Every spelling of on or off that is there, as (field, value)."""
+    """Yield every spelling of on or off that the request has, as (field, value)."""
     if fields.enable_thinking is not None:
         yield "enable_thinking", _flag(fields.enable_thinking, "enable_thinking")
     if fields.thinking is not None:
@@ -260,7 +265,7 @@ def _mode(value: Any, profile: ThinkingProfile) -> bool:
 
 
 def _effort(value: Any, field: str, profile: ThinkingProfile | None = None) -> str:
-    """One of ours; or, where `profile` is given, a word of the template's own."""
+    """Check an effort. With a `profile`, the template's own words are allowed too."""
     own = profile.efforts if profile else ()
     if not isinstance(value, str) or value not in (*REASONING_EFFORTS, *own):
         words = ", ".join(dict.fromkeys((*REASONING_EFFORTS, *own)))
@@ -268,36 +273,38 @@ def _effort(value: Any, field: str, profile: ThinkingProfile | None = None) -> s
     return "none" if value in OFF_WORDS else value
 
 
-# ---- what is told
+# ---- the template
 
 
-def _told(wish: ThinkingOptions, profile: ThinkingProfile) -> dict[str, Any]:
-    """The wish in the template's own names and words."""
-    told: dict[str, Any] = {}
-    if wish.thinks is not None:
-        told |= dict.fromkeys(profile.switches, wish.thinks)
+def _template_kwargs(options: ThinkingOptions, profile: ThinkingProfile) -> dict[str, Any]:
+    """Return the options in the template's own names and words."""
+    kwargs: dict[str, Any] = {}
+    if options.thinks is not None:
+        kwargs |= dict.fromkeys(profile.switches, options.thinks)
         if profile.mode is not None:
-            told[MODE] = wish.mode or profile.mode[0 if wish.thinks else 1]
-    effort = _told_effort(wish, profile) if profile.reads_effort else None
-    return told if effort is None else told | {EFFORT: effort}
+            kwargs[MODE] = options.mode or profile.mode[0 if options.thinks else 1]
+    effort = _template_effort(options, profile) if profile.reads_effort else None
+    return kwargs if effort is None else kwargs | {EFFORT: effort}
 
 
-def _told_effort(wish: ThinkingOptions, profile: ThinkingProfile) -> str | None:
-    """None: the template's own default. Where there is no switch, the effort is the switch."""
+def _template_effort(options: ThinkingOptions, profile: ThinkingProfile) -> str | None:
+    """Return the template's effort; None: its default. It also serves as a missing switch."""
     off = next((word for word in profile.efforts if word in OFF_WORDS), None)
-    if wish.thinks is False:
+    if options.thinks is False:
         if off is None and not profile.efforts and not profile.has_switch:
             return "none"
         return off
-    if wish.effort is None or wish.effort == "none":
-        needs_word = wish.thinks and off is not None and not profile.has_switch
+    if options.effort is None or options.effort == "none":
+        needs_word = options.thinks and off is not None and not profile.has_switch
         return _nearest(_DEFAULT_EFFORT, profile.efforts) if needs_word else None
-    return _nearest(wish.effort, profile.efforts)
+    return _nearest(options.effort, profile.efforts)
 
 
 def _nearest(effort: str, words: tuple[str, ...]) -> str:
-    """The template's word for an effort: the same, or the one least away; of two, the greater. One
-    that knows a single word treats all others alike, so any will do."""
+    """Return the template's word nearest to an effort; of two equally near words, the greater.
+
+    A template that compares with a single word treats all others alike, so any word will do.
+    """
     if len(words) < 2 or effort in words:
         return effort
     ranks = {word: REASONING_EFFORTS.index(word) for word in words if word in REASONING_EFFORTS[1:]}

@@ -1,4 +1,4 @@
-"""Conversation -> prompt: the one road for chat, render and tokenize."""
+"""Conversation -> prompt, for every route: chat, render and tokenize."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from protocol.errors import InvalidRequest
 from protocol.model_card import ModelCard
 
 _END = "\ue000end of the final message\ue000"
-"""Marks where the answer goes on; private-use characters, which no template touches."""
+"""Marks the end of the final message. Templates do not change private-use characters."""
 
 
 NO_TEMPLATE = "this model has no chat template"
@@ -22,31 +22,29 @@ NO_TEMPLATE = "this model has no chat template"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptConversation:
-    """What is rendered.
+    """The input of a rendering."""
 
-    messages  as JSON gave them, unchecked
-    kwargs    the result of `kwargs.effective_kwargs`
-    param     where the messages stand in the request, for errors
-    template  another one than the model's own
-    teaches   tools are said in words, where the template does not write them
-    """
-
+    #: Decoded JSON, unchecked.
     messages: Sequence[Any]
+    #: Path of the messages in the request, for errors.
     param: str = "messages"
+    #: Replaces the model's own template.
     template: ParsedTemplate | None = None
+    #: If the template does not render tools, describe them in the system message.
     teaches: bool = False
     tools: Sequence[Any] | None = None
     documents: Sequence[Any] | None = None
+    #: The result of `kwargs.effective_kwargs`.
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
 
 
 class ChatRenderer:
-    """The model's template and tokenizer, together. Made once and never changed.
+    """The model's template and tokenizer. Immutable.
 
-    A model without a template, or with one that cannot be compiled, still completes text: `text`
-    and `tokens` then raise InvalidRequest, saying so.
+    A model without a usable template can still complete text prompts. `text` and `tokens` then
+    raise InvalidRequest with the reason.
     """
 
     def __init__(self, card: ModelCard, tokenizer: Tokenizer, templates: TemplateLoader) -> None:
@@ -59,7 +57,7 @@ class ChatRenderer:
             self._tool_use = self._loaded(card.tool_use_template)
 
     def _loaded(self, source: str | None) -> ParsedTemplate | str:
-        """The template, or the reason why there is none."""
+        """Return the template, or the reason why there is none."""
         if source is None:
             return NO_TEMPLATE
         try:
@@ -73,7 +71,7 @@ class ChatRenderer:
         found = self._tool_use if tools else self._default
         if isinstance(found, str):
             raise InvalidRequest(
-                f"{found}; use the completions API with a prompt", param="messages"
+                f"{found}; use the completions API with a text prompt", param="messages"
             )
         return found
 
@@ -87,15 +85,15 @@ class ChatRenderer:
 
     @property
     def writes_no_tools(self) -> bool:
-        """There is a template, and it has no place for tools."""
+        """Whether there is a template that does not render tools."""
         return not isinstance(self._tool_use, str) and not self._tool_use.habits.tools
 
     def text(self, conversation: PromptConversation) -> str:
-        """The prompt as text. Raises InvalidRequest."""
+        """Return the prompt as text. Raises InvalidRequest."""
         template = conversation.template or self.template_for(conversation.tools)
         messages = template_messages(conversation.messages, template.habits, conversation.param)
         if conversation.teaches and conversation.tools and not template.habits.tools:
-            messages = _taught(messages, conversation.tools, template)
+            messages = _with_tool_prompt(messages, conversation.tools, template)
         continues = conversation.continue_final_message
         if continues:
             _check_continues(conversation)
@@ -113,28 +111,30 @@ class ChatRenderer:
     def tokens(
         self, conversation: PromptConversation, *, offload: Offload | None = None
     ) -> list[int]:
-        """The prompt as ids."""
+        """Return the prompt as token ids."""
         return self.encode(self.text(conversation), offload=offload, param=conversation.param)
 
     def encode(
         self, text: str, *, offload: Offload | None = None, param: str = "messages"
     ) -> list[int]:
-        """A prompt as ids. The template writes the special tokens, so none are added."""
+        """Tokenize a prompt. The template writes the special tokens, so none are added."""
         return self._tokenizer.encode(text, False, offload=offload, param=param)
 
     def compiled(self, source: str) -> ParsedTemplate:
-        """A request's own template, with this model's special tokens. Raises InvalidRequest, and
-        Overloaded if too many others wait."""
+        """Return a request's own template, with this model's special tokens.
+
+        Raises InvalidRequest, and Overloaded if too many others wait.
+        """
         try:
             return self._templates.load_foreign(source, self._special_tokens)
         except ValueError as error:
             raise InvalidRequest(str(error), param="chat_template") from None
 
 
-def _taught(
+def _with_tool_prompt(
     messages: Sequence[Any], tools: Sequence[Any], template: ParsedTemplate
 ) -> list[dict[str, Any]]:
-    """`messages` have been checked in the template's form; a lesson is a text, whatever that is."""
+    """Describe `tools` in the messages, as plain text, and return them in the template's form."""
     plain = TemplateTraits(strings=True, parts=False)
     texts = template_messages(messages, plain)
     return template_messages(taught(texts, tools), template.habits)
@@ -143,8 +143,7 @@ def _taught(
 def _check_continues(conversation: PromptConversation) -> None:
     if conversation.add_generation_prompt:
         raise InvalidRequest(
-            "continue_final_message and add_generation_prompt cannot both be true: "
-            "an answer either goes on or begins",
+            "continue_final_message and add_generation_prompt cannot both be true",
             param="continue_final_message",
         )
 
@@ -163,7 +162,7 @@ def _up_to_mark(text: str) -> str:
     before, mark, _ = text.rpartition(_END)
     if not mark:
         raise InvalidRequest(
-            "the model's chat template leaves the final message out, so it cannot be continued",
+            "the model's chat template omits the final message, so it cannot be continued",
             param="continue_final_message",
         )
     return before

@@ -1,8 +1,8 @@
 """Hugging Face's dialect of Jinja, in Jinja's immutable sandbox.
 
-The sandbox keeps a template from Python's internal attributes and from changing its variables. It
-bounds neither time nor memory: a template can use any amount of both. So templates of models and
-requests are compiled and rendered in a process with hard limits (`gateway.limited`).
+The sandbox prevents access to Python's internal attributes and changes to variables. It bounds
+neither time nor memory. So templates of models and requests are compiled and rendered in a process
+with hard limits (`gateway.limited`).
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
 
 
 class GenerationTag(Extension):
-    """`{% generation %}` marks what the model wrote, for those who train on it; here it is only a
-    scope."""
+    """`{% generation %}` marks the model's text for training. Here it is only a scope."""
 
     tags = {"generation"}
 
@@ -59,7 +58,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Hugging Face's: Jinja's own would escape for HTML."""
+    """Hugging Face's `tojson`. Jinja's own escapes for HTML."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -1,8 +1,7 @@
-"""A chat template: compiled once, rendered for each request, asked what it can take.
+"""A chat template: compiled once, probed once, rendered for each request.
 
-What a template does with a message is known for certain only from what it writes; so
-`TemplateTraits` come from rendering a few tiny conversations when the template is loaded, not from
-reading its source.
+Only its output shows reliably how a template treats a message. So `TemplateTraits` come from
+rendering a few tiny conversations when the template is loaded, not from its source.
 """
 
 from __future__ import annotations
@@ -30,18 +29,18 @@ RAISED_BY_TEMPLATES = (
     TypeError,
     ValueError,
 )
-"""What code of a template can raise when a message is not what it expects."""
+"""Exceptions that a template raises for a message that it does not support."""
 
 
 class TemplateTraits(msgspec.Struct, frozen=True):
-    """How a template wants its messages.
+    """The form of messages that a template needs.
 
-    parts             content may be a list of parts; else it must be one string
-    strings           content may be a string; else it must be a list
-    null_content      an assistant's message that is only calls has content None; else ""
-    string_arguments  a call's arguments are JSON text; else an object
-    developer         it knows this role; else the message goes in as `system`
-    tools             it writes the tools it is given
+    parts             content may be a list of parts; otherwise it must be one string
+    strings           content may be a string; otherwise it must be a list
+    null_content      an assistant message with calls only has the content None; otherwise ""
+    string_arguments  a call's arguments are JSON text; otherwise an object
+    developer         the role is supported; otherwise it is replaced by `system`
+    tools             tools are rendered
     """
 
     parts: bool = False
@@ -71,18 +70,18 @@ class ParsedTemplate(Protocol):
         kwargs: Mapping[str, Any] | None = None,
         param: str = "messages",
     ) -> str:
-        """Return the prompt. `messages` are as the template wants them (see `habits`). Raises
-        InvalidRequest, naming `param`."""
+        """Return the prompt. `messages` have the form of `habits`. Raises InvalidRequest, naming
+        `param`."""
 
 
 class TemplateLoader(Protocol):
-    """Makes templates from their source. Both methods raise ValueError if it cannot be used."""
+    """Loads templates from source. Both methods raise ValueError if the source is unusable."""
 
     def load(self, source: str, special_tokens: Mapping[str, str]) -> ParsedTemplate:
-        """Load a template of the model, or of the operator."""
+        """Load a template of the model or the operator."""
 
     def load_foreign(self, source: str, special_tokens: Mapping[str, str]) -> ParsedTemplate:
-        """Load a template that a request brought. Raises Overloaded if too many wait."""
+        """Load a template of a request. Raises Overloaded if too many wait."""
 
 
 class ChatTemplate:
@@ -189,7 +188,7 @@ def _writes_tools(template: ChatTemplate) -> bool:
 def _tried(
     template: ChatTemplate, messages: Sequence[Message], tools: Sequence[Any] | None = None
 ) -> str:
-    """What the template writes; nothing, where it refuses."""
+    """Return the template's output, or an empty string if it raises."""
     try:
         return template.render(messages, tools=tools)
     except InvalidRequest:
@@ -197,14 +196,14 @@ def _tried(
 
 
 def _takes_parts(template: ChatTemplate) -> bool:
-    """It writes a part's text, and not the list itself as Python or JSON spell it."""
+    """Return whether the template writes a part's text, not the whole list as Python or JSON."""
     part = {"type": "text", "text": _NEEDLE}
     text = _tried(template, [{"role": "user", "content": [part]}])
     return _NEEDLE in text and "'type'" not in text and '"type"' not in text
 
 
 def _call_style(template: ChatTemplate) -> tuple[bool, bool]:
-    """(null_content, string_arguments): the first way in which a call's arguments get through."""
+    """Return the first (null_content, string_arguments) with which arguments are rendered."""
     for string_arguments in (False, True):
         for null_content in (False, True):
             text = _tried(template, _conversation_with_call(null_content, string_arguments))

@@ -1,8 +1,8 @@
-"""What a chat template understands of thinking, read from its source once.
+"""The thinking options of a chat template, read from its source once.
 
-A template that thinks has one or more knobs: a switch (`enable_thinking`, `thinking`), a mode in
-words of its own (`thinking_mode`), an effort in words (`reasoning_effort`). Which of them it reads
-is known from its undeclared variables; which words, from what it compares them with.
+A template may have a switch (`enable_thinking`, `thinking`), a mode with words of its own
+(`thinking_mode`), and an effort (`reasoning_effort`). Its undeclared variables show which of them
+it reads; its comparisons show which words.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ SWITCHES = ("enable_thinking", "thinking")
 MODE, EFFORT = "thinking_mode", "reasoning_effort"
 ON_WORDS = ("enabled", "on", "thinking", "think", "true", "enable")
 OFF_WORDS = ("disabled", "off", "chat", "none", "no_think", "non-thinking", "false", "disable")
-"""How templates spell the two modes. A template that compares with only one of them takes anything
-else for the other, so the first word is as good as any."""
+"""How templates spell the two modes. A template that compares with only one of the two treats any
+other word as the other mode, so the first word works."""
 
 
 class ThinkingProfile(msgspec.Struct, frozen=True, kw_only=True):
-    """switches     names of on/off switches that the template reads
-    mode         (word for on, word for off) of `thinking_mode`; None where it is not read
-    mode_words   all words that it is compared with
-    reads_effort whether `reasoning_effort` is read at all
-    efforts      the words it is compared with; empty: any word will do
+    """The thinking options that a template reads.
+
+    switches     names of on/off switches
+    mode         (word for on, word for off) of `thinking_mode`; None: it is not read
+    mode_words   all words that the mode is compared with
+    reads_effort whether `reasoning_effort` is read
+    efforts      words that the effort is compared with; empty: any word works
     """
 
     switches: tuple[str, ...] = ()
@@ -43,7 +45,7 @@ class ThinkingProfile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def thinking_profile(source: str | None) -> ThinkingProfile:
-    """Of a template; of none, or of one that does not compile, that it understands nothing."""
+    """Return a template's profile; an empty one if there is no template or it does not compile."""
     try:
         tree = ChatEnvironment().parse(source or "")
         mode_words, efforts = _words(tree, MODE), _words(tree, EFFORT)
@@ -65,7 +67,7 @@ def _one_of(preferred: tuple[str, ...], words: tuple[str, ...]) -> str:
 
 
 def _words(tree: nodes.Template, name: str) -> tuple[str, ...]:
-    """Every text that the variable, or one it was assigned to, is compared with; in order."""
+    """Return the strings that a variable, or an alias of it, is compared with, in order."""
     names = _aliases(tree, name)
     found: list[str] = []
     for compare in tree.find_all(nodes.Compare):
@@ -84,7 +86,7 @@ def _aliases(tree: nodes.Template, name: str) -> frozenset[str]:
 
 
 def _is_about(node: nodes.Node | None, names: frozenset[str]) -> bool:
-    """The variable itself, through filters, defaults and either/or."""
+    """Return whether `node` is one of these variables, possibly filtered or with a default."""
     match node:
         case nodes.Name(name=name):
             return name in names

@@ -1,8 +1,8 @@
-"""Tools for models whose chat template has no place for them: said in words, as messages.
+"""Describes tools in the system message, for models whose chat template does not render them.
 
-The model is told in its system message which tools there are and how to call one; calls and their
-results in the history become text in the same form. The form is that of the tool format `hermes`,
-by which such a model's answers are read.
+The system message lists the tools and explains how to call one. Calls and results in the history
+become text in the same form. The form is that of the tool format `hermes`, with which the model's
+output is parsed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 FORMATS = ("hermes", "qwen3_json")
-"""Tool formats that read what is taught here."""
+"""Tool formats that parse the calls described here."""
 
 _BEFORE = """# Tools
 
@@ -32,14 +32,13 @@ To call one, answer with its name and arguments as JSON between tags:
 def taught(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """OpenAI's messages, with nothing in them that a template must know of tools. Messages are as
-    they came: what is wrong with them is for the template's side to say."""
-    told = [_plain(message) for message in messages]
-    lesson = _BEFORE + "\n".join(_json(tool) for tool in tools) + _BEHIND
-    first = told[0] if told else {}
+    """Return OpenAI's messages with tools, calls and results as text. The caller checks them."""
+    plain = [_plain(message) for message in messages]
+    prompt = _BEFORE + "\n".join(_json(tool) for tool in tools) + _BEHIND
+    first = plain[0] if plain else {}
     if first.get("role") in ("system", "developer") and isinstance(first.get("content"), str):
-        return [{**first, "content": f"{first['content']}\n\n{lesson}"}, *told[1:]]
-    return [{"role": "system", "content": lesson}, *told]
+        return [{**first, "content": f"{first['content']}\n\n{prompt}"}, *plain[1:]]
+    return [{"role": "system", "content": prompt}, *plain]
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""What outlives its request: responses that are kept, and streams that can be picked up again."""
+"""Storage that outlives a request: stored responses and resumable streams."""

@@ -1,16 +1,15 @@
-"""The store's file: one transaction a method. Blocks; for one thread at a time.
+"""The store's SQLite file. Methods block, and one thread may call them at a time.
 
-Laws:
+Invariants:
 
-- what a run says is whole and in order, or not there: its events, its end and its response change
-  in one transaction;
-- a run ends once. Who was thought dead hears so with the next word it says, and its words are
-  dropped;
-- whoever reads sees no dead run as open: it is given its epitaph first;
-- records that nobody used for `max_age_s` go, and the least used go while there are more than
-  `max_bytes`; runs that are open stay.
+- a run's events, end and response change in one transaction, so they are complete and in order;
+- a run ends once. If its lease expired and it was ended as dead, later batches of its process are
+  dropped, and that process is informed;
+- a reader never sees a dead run as open: it is ended first, with its last event (`epitaphs`);
+- records that were not used for `max_age_s` are deleted, and the least recently used ones while the
+  file is larger than `max_bytes`. Open runs stay.
 
-The file may be shared by the processes of one host (SQLite's WAL), and is private to its user.
+The processes of one host may share the file (SQLite's WAL). It is private to its user.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ JOURNAL_BYTES = 16 << 20
 SWEEP_EVERY_S = 60.0
 EVICTED_AT_ONCE = 16
 SPARED = 0.9
-"""Of `max_bytes`, what is left after some had to go."""
+"""Share of `max_bytes` that is in use after an eviction."""
 
 EpitaphOf = Callable[[str, int, bytes | None], Interruption]
-"""(run, number of its last event, the response as it was kept) -> what is said for the dead."""
+"""(run, number of its last event, the stored response) -> the end of a dead run."""
 
 
 class BrokenChain(Exception):
-    """A response goes on with one that is gone."""
+    """A response refers to a previous response that was deleted."""
 
     def __init__(self, missing: str) -> None:
         super().__init__(missing)
@@ -73,13 +72,15 @@ class Database:
         self._sweep(now)
 
     def get(self, response: str, owner: str, now: float) -> StoredRecord | None:
-        self._bury(now)
+        self._end_dead_runs(now)
         row = self._one(queries.GET_RESPONSE, response, owner)
         return StoredRecord(*row) if row else None
 
     def chain(self, response: str, owner: str, now: float) -> list[StoredRecord]:
-        """It and all it goes on with, the first of them first. They count as used now. Raises
-        BrokenChain where one of them is gone."""
+        """Return a response and all its predecessors, oldest first, and mark them as used now.
+
+        Raises BrokenChain if one of them was deleted.
+        """
         found: list[StoredRecord] = []
         name: str | None = response
         while name is not None:
@@ -93,16 +94,16 @@ class Database:
         return found[::-1]
 
     def delete(self, response: str, owner: str) -> bool:
-        """With its run, which its runner will notice."""
+        """Delete a response and its run. The process that owns the run notices and aborts it."""
         with self._writing():
             if self._one(queries.GET_RESPONSE, response, owner) is None:
                 return False
             self._remove([response])
         return True
 
-    # ---- runs, for those who make them
+    # ---- runs, for the process that generates them
 
-    def begin(self, run: NewRun, record: StoredRecord | None, now: float) -> None:
+    def start_run(self, run: NewRun, record: StoredRecord | None, now: float) -> None:
         with self._writing():
             if record is not None:
                 self._put(record, now)
@@ -110,9 +111,11 @@ class Database:
             self._execute(queries.PUT_RUN, *values, run.wanted_until)
         self._sweep(now)
 
-    def say(self, batches: Sequence[RunBatch], now: float, window_s: float) -> list[str]:
-        """Runs that are no longer ours to speak for; what they said is dropped. `window_s`: how
-        long a run without a response is kept after its end."""
+    def append(self, batches: Sequence[RunBatch], now: float, window_s: float) -> list[str]:
+        """Store new events. Return the runs that this process no longer owns; theirs are dropped.
+
+        A run without a response is kept for `window_s` after its end.
+        """
         lost = []
         with self._writing():
             for batch in batches:
@@ -127,18 +130,20 @@ class Database:
                     self._execute(queries.SET_BODY, batch.run, batch.body)
         return lost
 
-    def beat(
+    def renew_leases(
         self, attended: Iterable[str], wanted_until: float, now: float
     ) -> dict[str, RunControl]:
-        """Renew the leases of our open runs: what others want of each. Those `attended` have their
-        client, and are wanted."""
+        """Renew the leases of this process's open runs, and return their controls.
+
+        Runs in `attended` have a connected client and are marked as wanted.
+        """
         with self._writing():
             self._execute(queries.RENEW, self._runner, now + LEASE_S)
             self._many(queries.WANT_RUN, [(run, wanted_until) for run in attended])
             rows = self._connection.execute(queries.MINE, (self._runner,)).fetchall()
         return {run: RunControl(bool(is_cancelled), wanted) for run, is_cancelled, wanted in rows}
 
-    # ---- runs, for those who listen
+    # ---- runs, for their clients
 
     def cancel(self, run: str, owner: str) -> None:
         with self._writing():
@@ -149,8 +154,8 @@ class Database:
             self._execute(queries.WANT_RUN, run, until)
 
     def page(self, run: str, owner: str, after: int, now: float, limit: int = 256) -> Page | None:
-        """What `run` said after event `after`; None where there is no such run of this owner."""
-        self._bury(now)
+        """Return the events after event `after`; None if this owner has no such run."""
+        self._end_dead_runs(now)
         row = self._one(queries.GET_RUN, run, owner, now)
         if row is None:
             return None
@@ -158,14 +163,16 @@ class Database:
         frames = [frame for (frame,) in rows]
         has_ended = row[0] is not None
         if has_ended and not frames:
-            frames = self._end_of_the_dead(run, after)
+            frames = self._end_of_dead_run(run, after)
         return Page(frames, is_last=has_ended and len(frames) < limit)
 
-    # ---- inside
+    # ---- internals
 
-    def _end_of_the_dead(self, run: str, after: int) -> list[bytes]:
-        """Its client heard more than was written down, so the end has a number that it thinks is
-        past."""
+    def _end_of_dead_run(self, run: str, after: int) -> list[bytes]:
+        """Return the end of a dead run for a client that is ahead of the store.
+
+        The client got events that were never stored, so the end has a lower number than `after`.
+        """
         last = self._one(queries.LAST_EVENT, run)
         return [last[1]] if last is not None and last[0] < after else []
 
@@ -174,27 +181,27 @@ class Database:
         self._execute(queries.PUT_RESPONSE, *values, record.input, record.body)
 
     def _end(self, run: str, body: bytes | None, now: float, window_s: float) -> None:
-        """A run goes with its response; one without, when nobody can want it any more."""
+        """End a run. It is deleted with its response, or after `window_s` if it has none."""
         delete_at = None if body is not None else now + window_s
         self._execute(queries.END_RUN, run, now, delete_at)
         if body is not None:
             self._execute(queries.SET_BODY, run, body)
 
-    def _bury(self, now: float) -> None:
+    def _end_dead_runs(self, now: float) -> None:
         if self._one(queries.DEAD, now) is None:
             return
-        with self._writing():  # somebody else may have been quicker
+        with self._writing():  # read again: another process may have ended them
             dead = self._connection.execute(queries.DEAD, (now,)).fetchall()
             for run, kind, wanted_until in dead:
                 (number,) = self._one(queries.NEXT_NUMBER, run) or (0,)
                 body = self._one(queries.BODY_OF, run)
-                told = self._epitaphs[kind](run, number, body[0] if body else None)
-                self._execute(queries.PUT_EVENT, run, number, told.frame)
+                end = self._epitaphs[kind](run, number, body[0] if body else None)
+                self._execute(queries.PUT_EVENT, run, number, end.frame)
                 window_s = max(0.0, (wanted_until or now) - now)
-                self._end(run, told.body, now, window_s)
+                self._end(run, end.body, now, window_s)
 
     def _sweep(self, now: float) -> None:
-        self._bury(now)
+        self._end_dead_runs(now)
         if now - self._swept_at >= SWEEP_EVERY_S:
             self._swept_at = now
             with self._writing():
@@ -212,7 +219,7 @@ class Database:
                 self._remove([name for (name,) in rows])
 
     def _used_bytes(self) -> int:
-        """Of the file, without the pages that are free to be written again."""
+        """Return the file's size without free pages."""
         pages, free, size = (
             self._connection.execute(f"PRAGMA {name}").fetchone()[0]
             for name in ("page_count", "freelist_count", "page_size")
@@ -271,6 +278,8 @@ def _prepare(connection: sqlite3.Connection, path: str) -> None:
         connection.execute(f"PRAGMA {pragma}")
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     if version not in (0, queries.VERSION):
-        raise sqlite3.DatabaseError(f"{path} is of version {version}, not {queries.VERSION}")
+        raise sqlite3.DatabaseError(
+            f"{path} has schema version {version}; this server needs {queries.VERSION}"
+        )
     connection.executescript("BEGIN IMMEDIATE;" + queries.SCHEMA + "COMMIT;")
     connection.execute(f"PRAGMA user_version = {queries.VERSION}")

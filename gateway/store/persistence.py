@@ -1,4 +1,4 @@
-"""What this server keeps, by the operator's options: the store, and the runs that write to it."""
+"""Persistent state by the operator's options: the store, and the runs that write to it."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from gateway.store.store import Store
 from protocol.config.gateway import NO_STORE, GatewayConfig
 
 RESPONSE = "response"
-"""A run that is a response made in the background."""
+"""Kind of a run that is a response generated in the background."""
 STREAM = "stream"
-"""One that is a stream which can be picked up again."""
+"""Kind of a run that is a resumable stream."""
 EPITAPHS = {RESPONSE: interrupted_response, STREAM: interrupted_stream}
 DAY_S = 86400.0
 
 
 @dataclass(frozen=True, slots=True)
 class Persistence:
-    """window_s  how long a resumable stream is kept for its client"""
+    """The store and its runs. `window_s`: how long a resumable stream waits for its client."""
 
     store: Store
     runs: Runs
@@ -28,7 +28,7 @@ class Persistence:
 
     @classmethod
     def of(cls, config: GatewayConfig) -> Persistence | None:
-        """None where nothing is to be kept."""
+        """Return None if nothing is stored."""
         if config.response_store in ("", NO_STORE):
             return None
         store = Store(
@@ -41,7 +41,7 @@ class Persistence:
 
     @property
     def is_busy(self) -> bool:
-        """Something goes on that has no client."""
+        """Whether a generation without a client is running."""
         return bool(len(self.runs))
 
     def close(self) -> None:

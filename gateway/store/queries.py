@@ -1,12 +1,12 @@
 """The store's tables, its statements and its rows. No I/O.
 
-    responses   what was answered, and to what
-    runs        generations that go on without their client: whose they are, who makes them
-    events      what a run has said so far, frame by frame
+    responses   stored responses with their inputs
+    runs        generations that continue without their client, with their owner and process
+    events      the frames of a run so far
 
-A run is open until it has `ended_at`. Who makes it renews its lease; a run whose lease is over is
-dead, and whoever finds it says so in its place. Times are seconds since the epoch, since several
-processes, and the same server after a restart, read them.
+A run is open until it has `ended_at`. The process that generates it renews its lease. A run with an
+expired lease is dead, and the process that finds it ends it. Times are seconds since 1970, because
+several processes, and the same server after a restart, read them.
 """
 
 from __future__ import annotations
@@ -100,12 +100,12 @@ SELECT id FROM (
 
 
 class StoredRecord(msgspec.Struct, frozen=True):
-    """A response that is kept.
+    """A stored response.
 
     owner     a digest of its caller's key
-    previous  the response that it goes on with
+    previous  id of the previous response of its conversation
     input     JSON: the items of its own request
-    body      JSON: the response, as it was told last
+    body      JSON: the response as of its last update
     """
 
     id: str
@@ -117,8 +117,10 @@ class StoredRecord(msgspec.Struct, frozen=True):
 
 
 class NewRun(msgspec.Struct, frozen=True):
-    """kind        what it says: names its epitaph
-    wanted_until  it is aborted when nobody has wanted it for so long; None: never
+    """A run that starts.
+
+    kind          selects the function that ends it if it dies
+    wanted_until  it is aborted after this time unless a client extends it; None: never
     """
 
     id: str
@@ -128,11 +130,11 @@ class NewRun(msgspec.Struct, frozen=True):
 
 
 class RunBatch(msgspec.Struct, frozen=True):
-    """What a run has said since the last batch.
+    """New frames of a run.
 
-    first    the number of the first of the frames
+    first    number of the first frame
     is_last  the run has ended
-    body     the response as it is now, where there is one and it has changed
+    body     the current response, if there is one and it has changed
     """
 
     run: str
@@ -143,26 +145,24 @@ class RunBatch(msgspec.Struct, frozen=True):
 
 
 class RunControl(msgspec.Struct, frozen=True):
-    """What others want of an open run."""
+    """Requests of other processes for an open run: to cancel it, or to keep it going."""
 
     is_cancelled: bool
     wanted_until: float | None
 
 
 class Page(msgspec.Struct, frozen=True):
-    """frames   the next of a run
-    is_last  there will be no more
-    """
+    """The next frames of a run. `is_last`: there will be no more."""
 
     frames: list[bytes]
     is_last: bool
 
 
 class Interruption(msgspec.Struct, frozen=True):
-    """What is said in the place of a run that died.
+    """The end of a run whose process died.
 
     frame  its last event
-    body   the response, where there is one
+    body   the final response, if there is one
     """
 
     frame: bytes

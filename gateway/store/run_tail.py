@@ -1,4 +1,4 @@
-"""A run, told from the store to a client that comes later, in whatever process."""
+"""Streams a run from the store to a client that reconnects, in any process."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ WANT_EVERY_S = 1.0
 
 
 class RunTail:
-    """Writes what a run said after event `after`, and what it says from now on, until its end. The
-    run is wanted meanwhile, and for `window_s` more."""
+    """Writes the events of a run after event `after`, and later ones until its end.
+
+    Meanwhile, and for `window_s` more, the run is marked as wanted.
+    """
 
     def __init__(self, store: Store, run: str, owner: str, after: int, window_s: float) -> None:
         self._store = store
@@ -39,22 +41,22 @@ class RunTail:
 
     def _follow(self, outlet: Outlet) -> None:
         try:
-            while not outlet.is_cut and self._tell_page(outlet):
+            while not outlet.is_cut and self._write_page(outlet):
                 pass
         except sqlite3.Error:
-            log.exception("a stream cannot be read from the store")
+            log.exception("cannot read a stream from the store")
             outlet.cut()
         outlet.finish()
 
-    def _tell_page(self, outlet: Outlet) -> bool:
-        """Whether there may be more."""
+    def _write_page(self, outlet: Outlet) -> bool:
+        """Write the next events. Return whether there may be more."""
         page = self._page(time.time())
-        if page is None:  # it was deleted
+        if page is None:  # the run was deleted
             return False
         if page.frames:
             self._after += len(page.frames)
             outlet.write(b"".join(page.frames))
-            outlet.await_room()
+            outlet.wait_drained()
         elif not page.is_last:
             gevent.sleep(POLL_S)
         return not page.is_last
@@ -62,7 +64,7 @@ class RunTail:
     def _page(self, now: float) -> Page | None:
         if now - self._wanted_at >= WANT_EVERY_S:
             self._wanted_at = now
-            self._store.ask(lambda database: database.want(self._run, now + self._window_s))
-        return self._store.ask(
+            self._store.call(lambda database: database.want(self._run, now + self._window_s))
+        return self._store.call(
             lambda database: database.page(self._run, self._owner, self._after, now)
         )

@@ -1,11 +1,11 @@
-"""Generations of this process that go on without their client, and the one who writes them down.
+"""Generations of this process that continue without their client, and their flusher.
 
-    hub          `Run.write`, `Run.close`: frames gather
-    the scribe   every FLUSH_S what all runs have said goes into the store, in one transaction;
-                 every BEAT_S their leases are renewed, and what others want of them is heard
+    hub      `DetachedRun.write` and `DetachedRun.close` collect frames
+    flusher  a greenlet; every FLUSH_S it stores the new frames of all runs in one transaction, and
+             every BEAT_S it renews their leases and reads cancellations by other processes
 
-A run's own client, while it is there, is written to at once; its last event it hears when the run
-is in the store. A run that cannot be stored is aborted: nobody could ever pick it up.
+While a run's own client is connected, frames are written to it at once, but its last event only
+after the run is stored. A run that cannot be stored is aborted, because it could not be resumed.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ BEAT_S = 0.5
 
 
 class DetachedRun:
-    """abort    called, once at most, from a greenlet, where nobody wants the run any more; it calls
-    `close`, at once
+    """One run.
+
+    abort   called at most once, from a greenlet, if the run is no longer wanted; it must call
+            `close` immediately
     """
 
     def __init__(self, run_id: str, wake: Callable[[], None]) -> None:
@@ -59,32 +61,32 @@ class DetachedRun:
         self._wake()
 
     def close(self, frames: Sequence[bytes], body: bytes | None = None) -> None:
-        """The last words; `body`: the response, where there is one."""
+        """End the run with its last frames; `body`: the final response, if there is one."""
         self._last, self._body = frames, body
         self._wake()
 
     def note(self, body: bytes) -> None:
-        """The response as it is now."""
+        """Store `body` as the current response."""
         self._body = body
         self._wake()
 
     def listen(self, outlet: Outlet) -> None:
-        """The client hears all from the first frame on."""
+        """Write all frames from the first one on to `outlet`."""
         early, self._early = self._early, None
         self._listener = outlet
         if early:
             outlet.write(b"".join(early))
         if self.is_over:
-            self._tell_last()
+            self._write_last()
 
     def leave(self) -> None:
-        """The client is gone, or has never wanted to listen."""
+        """Detach the client: it disconnected or does not stream."""
         self._listener = self._early = None
 
-    # ---- for the scribe
+    # ---- for the flusher
 
     def batch(self) -> RunBatch | None:
-        """What is to be written down; None: nothing."""
+        """Return what must be stored; None if there is nothing new."""
         if not self._waiting and self._body is None and self._last is None:
             return None
         frames = [*self._waiting, *(self._last or ())]
@@ -94,61 +96,61 @@ class DetachedRun:
         return batch
 
     def written(self, batch: RunBatch) -> None:
-        """`batch` is in the store, or will never be."""
+        """Note that `batch` has been stored or has failed."""
         if batch.is_last:
             self.is_over = True
-            self._tell_last()
+            self._write_last()
 
-    def _tell_last(self) -> None:
+    def _write_last(self) -> None:
         if self._listener is not None:
             self._listener.write(b"".join(self._last or ()))
             self._listener.finish()
 
 
 class Runs:
-    """window_s  how long a run that needs a listener goes on without one"""
+    """The runs of this process. `window_s`: how long a resumable run continues without a client."""
 
     def __init__(self, store: Store, window_s: float) -> None:
         self._store = store
         self._window_s = window_s
         self._runs: dict[str, DetachedRun] = {}
-        self._news = Event()
-        self._scribe: gevent.Greenlet[..., None] | None = None
+        self._wake = Event()
+        self._flusher: gevent.Greenlet[..., None] | None = None
         self._beat_at = 0.0
 
     def __len__(self) -> int:
         return len(self._runs)
 
-    def begin(self, run: NewRun, record: StoredRecord | None = None) -> DetachedRun:
-        """Raises sqlite3.Error where it cannot be stored."""
+    def start(self, run: NewRun, record: StoredRecord | None = None) -> DetachedRun:
+        """Store and return a new run. Raises sqlite3.Error if it cannot be stored."""
         now = time.time()
-        self._store.ask(lambda database: database.begin(run, record, now))
-        begun = self._runs[run.id] = DetachedRun(run.id, self._news.set)
-        if self._scribe is None or self._scribe.dead:
+        self._store.call(lambda database: database.start_run(run, record, now))
+        started = self._runs[run.id] = DetachedRun(run.id, self._wake.set)
+        if self._flusher is None or self._flusher.dead:
             self._beat_at = time.monotonic()
-            self._scribe = gevent.spawn(self._write_down)
-        return begun
+            self._flusher = gevent.spawn(self._flush_loop)
+        return started
 
     def abort(self, run_id: str) -> None:
-        """If it is one of ours."""
+        """Abort a run if this process owns it."""
         if (run := self._runs.get(run_id)) is not None:
             run.abort()
 
-    # ---- the scribe
+    # ---- the flusher
 
-    def _write_down(self) -> None:
-        """As long as there are runs."""
+    def _flush_loop(self) -> None:
+        """Flush and renew leases while there are runs."""
         while self._runs:
-            self._news.wait(BEAT_S)
+            self._wake.wait(BEAT_S)
             gevent.sleep(FLUSH_S)
-            self._news.clear()
+            self._wake.clear()
             try:
                 self._flush()
                 if time.monotonic() - self._beat_at >= BEAT_S:
                     self._beat_at = time.monotonic()
                     self._beat()
-            except Exception:  # whatever it is, none of them may be left open without a scribe
-                log.exception("runs cannot be written down; they are aborted")
+            except Exception:  # no run may stay open without a flusher
+                log.exception("cannot store detached runs; they are aborted")
                 self._drop(list(self._runs))
 
     def _flush(self) -> None:
@@ -157,7 +159,7 @@ class Runs:
             return
         now = time.time()
         try:
-            lost = self._store.ask(lambda database: database.say(batches, now, self._window_s))
+            lost = self._store.call(lambda database: database.append(batches, now, self._window_s))
         finally:
             self._written(batches)
         self._drop(lost)
@@ -172,18 +174,18 @@ class Runs:
     def _beat(self) -> None:
         now, known = time.time(), list(self._runs.values())
         attended = [run.id for run in known if run.has_listener]
-        wishes = self._store.ask(
-            lambda database: database.beat(attended, now + self._window_s, now)
+        controls = self._store.call(
+            lambda database: database.renew_leases(attended, now + self._window_s, now)
         )
         for run in known:
-            wish = wishes.get(run.id)
-            if wish is None:
+            control = controls.get(run.id)
+            if control is None:
                 self._drop([run.id])
-            elif _is_unwanted(wish, now):
+            elif _is_unwanted(control, now):
                 run.abort()
 
     def _drop(self, names: Sequence[str]) -> None:
-        """Runs that are no longer ours, or cannot be stored."""
+        """Abort runs that another process has ended, or that cannot be stored."""
         for name in names:
             if (run := self._runs.pop(name, None)) is not None:
                 run.abort()
@@ -191,5 +193,6 @@ class Runs:
                     run.written(batch)
 
 
-def _is_unwanted(wish: RunControl, now: float) -> bool:
-    return wish.is_cancelled or (wish.wanted_until is not None and wish.wanted_until < now)
+def _is_unwanted(control: RunControl, now: float) -> bool:
+    is_expired = control.wanted_until is not None and control.wanted_until < now
+    return control.is_cancelled or is_expired

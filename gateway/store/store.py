@@ -1,7 +1,6 @@
-"""The database, for greenlets: its work is done in a thread of its own, one thing after the other,
-so nobody else waits for a disk.
+"""The database for greenlets. Its work runs in order, in one thread, and blocks no greenlet.
 
-The file is opened when it is first needed, in the process that needs it.
+The file is opened on first use, in the process that uses it.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ T = TypeVar("T")
 
 
 class Store:
-    """epitaphs  by the kind of a run"""
+    """epitaphs  functions that return the last event of a dead run, by the kind of the run"""
 
     def __init__(
         self, path: str, epitaphs: Mapping[str, EpitaphOf], *, max_bytes: int, max_age_s: float
@@ -32,16 +31,18 @@ class Store:
         self._pool: ThreadPool | None = None
         self._database: Database | None = None
 
-    def ask(self, work: Callable[[Database], T]) -> T:
-        """The result of `work`, done in the store's thread. Raises what it raises: sqlite3.Error
-        where the file cannot be used."""
+    def call(self, work: Callable[[Database], T]) -> T:
+        """Run `work` in the store's thread and return its result.
+
+        Raises what `work` raises, and sqlite3.Error if the file cannot be used.
+        """
         if self._pool is None:
             self._pool = ThreadPool(1)
         return result_of(self._pool, lambda: work(self._opened()))
 
     def close(self) -> None:
         if self._database is not None:
-            self.ask(Database.close)
+            self.call(Database.close)
         if self._pool is not None:
             self._pool.kill()
             self._pool = None

@@ -150,7 +150,7 @@ def test_a_template_that_cannot_be_used_is_told_in_the_log(address: str) -> None
         gateway.await_ready()
         assert gateway.post(COMPLETIONS, {"prompt": "x"}).status_code == 200
         assert gateway.post(CHAT, {"messages": HI}).status_code == 400
-    assert "chats are refused: the chat template does not compile" in gateway.log
+    assert "chat requests will be refused: the chat template does not compile" in gateway.log
 
 
 def test_several_gateways_share_a_port_and_count_together(address: str) -> None:

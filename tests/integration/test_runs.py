@@ -51,7 +51,7 @@ def runs(store: Store) -> Runs:
 def begun(runs: Runs, name: str = "run", **options: Any) -> tuple[DetachedRun, list[str]]:
     """A response's run; and its aborts, each of which ends it at once."""
     record = StoredRecord(name, "o", time.time(), None, b"[]", b"queued")
-    run = runs.begin(NewRun(name, "o", "kind", **options), record)
+    run = runs.start(NewRun(name, "o", "kind", **options), record)
     aborts: list[str] = []
 
     def abort() -> None:
@@ -64,8 +64,8 @@ def begun(runs: Runs, name: str = "run", **options: Any) -> tuple[DetachedRun, l
 
 def stored(store: Store, name: str = "run") -> tuple[list[bytes], bytes]:
     now = time.time()
-    page = store.ask(lambda database: database.page(name, "o", -1, now))
-    record = store.ask(lambda database: database.get(name, "o", now))
+    page = store.call(lambda database: database.page(name, "o", -1, now))
+    record = store.call(lambda database: database.get(name, "o", now))
     assert page is not None
     assert record is not None
     return page.frames, record.body
@@ -138,7 +138,7 @@ def test_one_that_needs_a_client_is_aborted_without_one(store: Store, runs: Runs
 
 def test_one_that_somebody_cancels_is_aborted(store: Store, runs: Runs) -> None:
     run, aborts = begun(runs)
-    store.ask(lambda database: database.cancel("run", "o"))
+    store.call(lambda database: database.cancel("run", "o"))
     eventually(lambda: run.is_over)
     assert aborts == ["run"]
 
@@ -150,8 +150,8 @@ def test_one_that_was_deleted_or_thought_dead_is_aborted_and_says_nothing_more(
     dead, _ = begun(runs, "dead")
     client = RunClient()
     dead.listen(client)  # type: ignore[arg-type]
-    store.ask(lambda database: database.delete("deleted", "o"))
-    store.ask(lambda database: database.get("dead", "o", time.time() + 3600))
+    store.call(lambda database: database.delete("deleted", "o"))
+    store.call(lambda database: database.get("dead", "o", time.time() + 3600))
     dead.write([b"too late"])
     eventually(lambda: deleted.is_over and dead.is_over)
     assert len(runs) == 0
@@ -162,7 +162,7 @@ def test_one_that_was_deleted_or_thought_dead_is_aborted_and_says_nothing_more(
 def limit_pages(store: Store, pages: int) -> None:
     """As on a disk that is full; no fewer than there are."""
     statement = f"PRAGMA max_page_count = {pages}"
-    store.ask(lambda database: database._connection.execute(statement).fetchall())
+    store.call(lambda database: database._connection.execute(statement).fetchall())
 
 
 def test_runs_that_cannot_be_written_down_are_aborted_and_later_ones_are_not(

@@ -24,12 +24,12 @@ for n in range(count):
     now = time.time()
     run = f"{name}-{n}"
     queued = StoredRecord(run, "o", now, None, b"[]", b"queued")
-    database.begin(NewRun(run, "o", "kind"), queued, now)
+    database.start_run(NewRun(run, "o", "kind"), queued, now)
     for k in range(5):
         events = [b"%d" % i for i in range(10 * k, 10 * k + 10)]
-        database.say([RunBatch(run, 10 * k, events)], now, 60)
-    database.beat([], 0, now)
-    database.say([RunBatch(run, 50, [b"50"], True, b"done")], now, 60)
+        database.append([RunBatch(run, 10 * k, events)], now, 60)
+    database.renew_leases([], 0, now)
+    database.append([RunBatch(run, 50, [b"50"], True, b"done")], now, 60)
     print(run, flush=True)
 """
 

@@ -122,7 +122,7 @@ def stream(
             answer.detach()
         for step in coalesce(steps) if is_late else steps:
             for output in step.outputs:
-                answer.take(choice, output)
+                answer.on_report(choice, output)
         if is_slow:
             answer.attach(sink)
     answer.close()

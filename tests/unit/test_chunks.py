@@ -216,7 +216,7 @@ def test_usage_tells_what_was_guessed_ahead_as_far_as_the_engine_has_told() -> N
         usage = Usage(
             prompt_tokens=3, generated_tokens=1, draft_tokens=drafts, accepted_tokens=accepted
         )
-        answer.take(choice, Output(request=0, tokens=[72], usage=usage))
+        answer.on_report(choice, Output(request=0, tokens=[72], usage=usage))
     told = ReceivedChunks(answer, chat_dialect(), includes_usage=True)
     told.stream.end()
     details = told.events()[0]["usage"]["completion_tokens_details"]

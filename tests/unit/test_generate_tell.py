@@ -70,7 +70,7 @@ class GeneratedChunks:
         """The engine's news of a choice, as the answer takes it."""
         self.answer.attach(_Both(self.stream, self.fold))
         for output in outputs:
-            self.answer.take(self.answer.choices[choice], output)
+            self.answer.on_report(self.answer.choices[choice], output)
         return self
 
     @property

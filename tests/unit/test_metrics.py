@@ -66,13 +66,13 @@ def test_each_request_for_which_something_was_guessed_is_told_with_its_share() -
         usage = Usage(
             prompt_tokens=3, generated_tokens=9, draft_tokens=drafts, accepted_tokens=accepted
         )
-        answer.take(answer.choices[0], Accepted(request=0))
-        answer.take(answer.choices[0], Output(request=0, tokens=[72], usage=usage))
+        answer.on_report(answer.choices[0], Accepted(request=0))
+        answer.on_report(answer.choices[0], Output(request=0, tokens=[72], usage=usage))
         exchange = RequestContext(
             metrics, method="POST", path="/v1/x", route="/v1/x", request_id="1"
         )
         exchange.journal = answer.journal
-        exchange.begin(answer)
+        exchange.start(answer)
         exchange.close(200)
     text = metrics.text().decode()
     assert "tidegate_draft_acceptance_count 2.0" in text

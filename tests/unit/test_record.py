@@ -36,15 +36,15 @@ def told(answer: ChoiceGroup, status: int = 200) -> RequestRecord:
 def accepted(n: int = 1) -> ChoiceGroup:
     answer = an_answer(n=n)
     for choice in answer.choices:
-        answer.take(choice, Accepted(request=0))
+        answer.on_report(choice, Accepted(request=0))
     return answer
 
 
 def test_what_the_engine_refused_was_no_prompt() -> None:
     answer = an_answer(n=2)
-    answer.take(answer.choices[0], Accepted(request=0))
+    answer.on_report(answer.choices[0], Accepted(request=0))
     error = ErrorInfo(code="overloaded", message="full")
-    answer.take(answer.choices[1], Refused(request=0, error=error))
+    answer.on_report(answer.choices[1], Refused(request=0, error=error))
     record = told(answer, 429)
     assert record.end == "refused"
     assert record.answer is not None
@@ -64,8 +64,8 @@ def test_who_leaves_before_it_is_accepted_has_hung_up_and_used_nothing() -> None
 def test_each_choice_ends_in_its_own_way() -> None:
     answer = accepted(n=3)
     one, two, _ = answer.choices
-    answer.take(one, Output(request=0, tokens=[72], finish="length"))
-    answer.take(two, Output(request=0, tokens=[72, 257], finish="stop", stop_token=257))
+    answer.on_report(one, Output(request=0, tokens=[72], finish="length"))
+    answer.on_report(two, Output(request=0, tokens=[72, 257], finish="stop", stop_token=257))
     answer.abandon()
     record = told(answer)
     assert record.answer is not None
@@ -77,9 +77,9 @@ def test_each_choice_ends_in_its_own_way() -> None:
 def test_the_engines_last_word_is_the_time_it_took() -> None:
     answer = accepted()
     (choice,) = answer.choices
-    answer.take(choice, Output(request=0, tokens=[72], usage=usage(FIRST)))
+    answer.on_report(choice, Output(request=0, tokens=[72], usage=usage(FIRST)))
     whole = Times(queued_s=1.0, prefill_s=2.0, decode_s=4.0)
-    answer.take(choice, Output(request=0, tokens=[72], finish="length", usage=usage(whole)))
+    answer.on_report(choice, Output(request=0, tokens=[72], finish="length", usage=usage(whole)))
     record = told(answer)
     assert record.answer is not None
     assert record.answer.times == whole
@@ -93,7 +93,7 @@ def test_who_left_early_decoded_until_then_by_the_gateways_clock(
     answer = accepted()
     now = 103.0
     first = Output(request=0, tokens=[72], usage=usage(FIRST))
-    answer.take(answer.choices[0], first)
+    answer.on_report(answer.choices[0], first)
     now = 108.5
     answer.abandon()
     now = 120.0

@@ -49,10 +49,10 @@ def judged(demand: ToolChoiceCheck, *names: str) -> list[str]:
     """Codes of the warnings before the end of an answer that has called these tools."""
     choice = a_choice()
     for index, name in enumerate(names):
-        choice.judge(demand, OutputDelta([ToolCall(index, "id", name)]))
-        choice.judge(demand, OutputDelta([ToolCallEnd(index)]))
+        choice.warn_if_unmet(demand, OutputDelta([ToolCall(index, "id", name)]))
+        choice.warn_if_unmet(demand, OutputDelta([ToolCallEnd(index)]))
     last = OutputDelta([END])
-    choice.judge(demand, last)
+    choice.warn_if_unmet(demand, last)
     assert last.events[-1] == END
     return [event.code for event in last.events if isinstance(event, OutputWarning)]
 
@@ -66,5 +66,5 @@ def test_an_answer_that_does_not_call_what_was_demanded_is_told_with_a_warning()
 
 def test_an_answer_that_was_cut_off_is_told_without() -> None:
     cut = OutputDelta([Finished("length", None)])
-    a_choice().judge(ToolChoiceCheck(), cut)
+    a_choice().warn_if_unmet(ToolChoiceCheck(), cut)
     assert len(cut.events) == 1

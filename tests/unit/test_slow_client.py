@@ -86,7 +86,7 @@ def test_what_waits_is_one_piece_for_each_choice_in_the_order_they_were_heard_of
     untold.delta(two, OutputDelta([Reasoning("."), Content("b")], [6, 7]))
     untold.delta(two, OutputDelta([Content("c"), Finished("stop")], [8]))
     untold.end()
-    assert [untold.tell(told) for _ in range(4)] == [True, True, True, False]
+    assert [untold.emit_next(told) for _ in range(4)] == [True, True, True, False]
     whole: list[Event] = [Reasoning("Hm."), Content("bc"), Finished("stop")]
     assert told.deltas == [
         (1, OutputDelta(whole, [5, 6, 7, 8], [TokenLogprobs(5, -1.0, 1)])),
@@ -107,33 +107,33 @@ def test_waiting_changes_nothing_of_what_was_told_before() -> None:
 def test_tokens_and_the_alternatives_told_with_them_are_much_together(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("gateway.generation.backpressure.MUCH", 12)
+    monkeypatch.setattr("gateway.generation.backpressure.MAX_PENDING", 12)
     (choice,) = an_answer().choices
     untold = PendingOutput()
     untold.delta(choice, OutputDelta([], [1] * 5))
     untold.delta(choice, OutputDelta([], [1], [scripted_logprob(1, 5)]))
-    assert not untold.is_much
+    assert not untold.is_full
     untold.delta(choice, OutputDelta([], [1]))
-    assert untold.is_much
-    untold.tell(SentFrames(1))
-    assert not untold.is_much
+    assert untold.is_full
+    untold.emit_next(SentFrames(1))
+    assert not untold.is_full
 
 
 @pytest.mark.parametrize("many", [1, 3, 100])
 def test_tokens_are_measured_and_told_read_or_not(
     many: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.generation.backpressure.MANY", many)
-    monkeypatch.setattr("gateway.generation.backpressure.MUCH", 4)
+    monkeypatch.setattr("gateway.generation.backpressure.MAX_UNPARSED", many)
+    monkeypatch.setattr("gateway.generation.backpressure.MAX_PENDING", 4)
     (choice,) = an_answer().choices
     untold, told = PendingOutput(), SentFrames(1)
     for letters, is_much in (("a", False), ("bc", False), ("d", True), ("e", True)):
-        untold.keep(choice, Output(request=1, tokens=ids_of(letters)))
-        assert untold.is_much == is_much
-    assert untold.tell(told)
+        untold.hold(choice, Output(request=1, tokens=ids_of(letters)))
+        assert untold.is_full == is_much
+    assert untold.emit_next(told)
     assert [delta.events for _, delta in told.deltas] == [[Content("abcde")]]
-    assert not untold.is_much
-    assert not untold.tell(told)
+    assert not untold.is_full
+    assert not untold.emit_next(told)
 
 
 # ---- an answer whose client takes nothing now and then
@@ -156,7 +156,7 @@ def _told_with_pauses(chance: random.Random, pauses: bool) -> SentFrames:
     left = [(choice, token_by_token(ids_of(SAID))) for choice in answer.choices]
     while some := [(choice, said) for choice, said in left if said]:
         choice, said = chance.choice(some)
-        answer.take(choice, said.pop(0))
+        answer.on_report(choice, said.pop(0))
         if chance.random() < 0.1:
             answer.attach(told)
     while not told.ends:
@@ -169,7 +169,7 @@ def test_what_comes_before_there_is_a_sink_is_told_as_it_came() -> None:
     moment is nothing that a stream should show."""
     answer = an_answer()
     for output in token_by_token(ids_of("Hello")):
-        answer.take(answer.choices[0], output)
+        answer.on_report(answer.choices[0], output)
     told, late = SentFrames(1), SentFrames(1)
     answer.attach(told)
     assert [delta.events for _, delta in told.deltas] == [
@@ -189,7 +189,7 @@ def test_an_answer_ends_and_is_counted_when_it_comes_not_when_it_is_told() -> No
     answer.attach(told)
     answer.detach()
     for output in token_by_token(ids_of("so STOP and never this")):
-        answer.take(choice, output)
+        answer.on_report(choice, output)
     assert (choice.is_ended, choice.finish, choice.num_generated) == (True, "stop", len("so STOP"))
     assert not told.deltas
     answer.attach(told)
@@ -203,9 +203,9 @@ def test_an_error_waits_behind_the_words_that_came_before_it() -> None:
     told = SentFrames(1)
     answer.attach(told)
     answer.detach()
-    answer.take(answer.choices[0], Output(request=1, tokens=ids_of("so far")))
+    answer.on_report(answer.choices[0], Output(request=1, tokens=ids_of("so far")))
     error = ErrorInfo(code=EngineLost.code, message="the worker died")
-    answer.take(answer.choices[0], Output(request=1, finish="error", error=error))
+    answer.on_report(answer.choices[0], Output(request=1, finish="error", error=error))
     assert not told.deltas
     answer.attach(told)
     assert told.fold.whole[0].events[0] == Content("so far")
@@ -218,7 +218,7 @@ def test_who_hung_up_while_it_took_nothing_is_told_nothing_more() -> None:
     told = SentFrames(1)
     answer.attach(told)
     answer.detach()
-    answer.take(answer.choices[0], Output(request=1, tokens=ids_of("lost")))
+    answer.on_report(answer.choices[0], Output(request=1, tokens=ids_of("lost")))
     answer.abandon()
     answer.attach(told)
     assert not told.deltas
@@ -227,14 +227,14 @@ def test_who_hung_up_while_it_took_nothing_is_told_nothing_more() -> None:
 
 def test_what_is_too_much_to_wait_is_told_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then it waits as bytes, which are bounded."""
-    monkeypatch.setattr("gateway.generation.backpressure.MUCH", 10)
-    monkeypatch.setattr("gateway.generation.backpressure.MANY", 5)
+    monkeypatch.setattr("gateway.generation.backpressure.MAX_PENDING", 10)
+    monkeypatch.setattr("gateway.generation.backpressure.MAX_UNPARSED", 5)
     answer = an_answer()
     told = SentFrames(1)
     answer.attach(told)
     answer.detach()
     for output in token_by_token(ids_of("0123456789abcdefghijklm"), logprobs=0):
-        answer.take(answer.choices[0], output)
+        answer.on_report(answer.choices[0], output)
     assert [len(delta.token_ids) for _, delta in told.deltas] == [10, 10]
     answer.attach(told)
     assert [len(delta.token_ids) for _, delta in told.deltas] == [10, 10, 4]

@@ -149,7 +149,7 @@ def test_a_socket_tells_when_bytes_begin_to_wait_and_when_all_are_taken(writable
         outlet.write(b"the rest")
         outlet.finish()
 
-    assert outlet.heed(lambda: heard.append("full"), go_on)
+    assert outlet.watch_buffer(lambda: heard.append("full"), go_on)
     outlet.write(b"123456")
     assert not heard
     outlet.write(b"more")
@@ -181,13 +181,13 @@ def test_the_end_of_a_write_that_was_let_through_does_not_cut_it_off(writable: i
 
 def test_a_socket_that_has_not_taken_the_head_is_full_already() -> None:
     outlet = a_socket_outlet(Wire(room=2), [])
-    assert not outlet.heed(lambda: None, lambda: None)
+    assert not outlet.watch_buffer(lambda: None, lambda: None)
 
 
 def test_a_server_that_does_not_come_for_more_has_a_client_that_takes_nothing() -> None:
     heard: list[str] = []
     outlet = an_iterator_outlet(heard)
-    assert outlet.heed(lambda: heard.append("full"), lambda: heard.append("room"))
+    assert outlet.watch_buffer(lambda: heard.append("full"), lambda: heard.append("room"))
     outlet.write(b"one")
     outlet.write(b"two")
     assert not heard, "the server has not been given anything yet"

@@ -108,11 +108,11 @@ def test_the_file_has_a_size_and_the_least_used_make_room(path: Path) -> None:
 
 def test_an_open_run_is_never_swept(path: Path) -> None:
     database = opened(path, max_bytes=MIB)
-    database.begin(NewRun("run", "o", "kind"), record("run", size=100_000), NOW)
+    database.start_run(NewRun("run", "o", "kind"), record("run", size=100_000), NOW)
     for n in range(30):
         database.put(record(f"r{n}", size=100_000), NOW + 1)
     assert database.get("run", "o", NOW + 1) is not None
-    database.say(says("run", 0, b"x", is_last=True, body=b"done"), NOW + 1, 60)
+    database.append(says("run", 0, b"x", is_last=True, body=b"done"), NOW + 1, 60)
     for n in range(30):
         database.put(record(f"s{n}", size=100_000), NOW + 2)
     assert database.get("run", "o", NOW + 2) is None
@@ -121,14 +121,14 @@ def test_an_open_run_is_never_swept(path: Path) -> None:
 
 
 def test_a_run_is_heard_from_any_event_on_page_by_page(database: Database, other: Database) -> None:
-    database.begin(NewRun("run", "o", "kind"), record("run"), NOW)
+    database.start_run(NewRun("run", "o", "kind"), record("run"), NOW)
     frames = [b"f%d" % n for n in range(10)]
-    database.say(says("run", 0, *frames[:6]), NOW, 60)
+    database.append(says("run", 0, *frames[:6]), NOW, 60)
     assert other.page("run", "o", -1, NOW, limit=4) == Page(frames[:4], is_last=False)
     assert other.page("run", "o", 3, NOW, limit=4) == Page(frames[4:6], is_last=False)
     assert other.page("run", "o", 5, NOW) == Page([], is_last=False)
     assert other.page("run", "somebody", -1, NOW) is None
-    database.say(says("run", 6, *frames[6:], is_last=True, body=b"whole"), NOW, 60)
+    database.append(says("run", 6, *frames[6:], is_last=True, body=b"whole"), NOW, 60)
     assert other.page("run", "o", 5, NOW) == Page(frames[6:], is_last=True)
     assert other.page("run", "o", 9, NOW) == Page([], is_last=True)
     found = other.get("run", "o", NOW)
@@ -137,8 +137,8 @@ def test_a_run_is_heard_from_any_event_on_page_by_page(database: Database, other
 
 
 def test_a_response_may_change_before_its_end(database: Database) -> None:
-    database.begin(NewRun("run", "o", "kind"), record("run"), NOW)
-    database.say(says("run", 0, body=b"in progress"), NOW, 60)
+    database.start_run(NewRun("run", "o", "kind"), record("run"), NOW)
+    database.append(says("run", 0, body=b"in progress"), NOW, 60)
     found = database.get("run", "o", NOW)
     assert found is not None
     assert found.body == b"in progress"
@@ -147,8 +147,8 @@ def test_a_response_may_change_before_its_end(database: Database) -> None:
 def test_whose_lease_is_over_is_dead_and_whoever_looks_says_so(
     database: Database, other: Database
 ) -> None:
-    database.begin(NewRun("run", "o", "kind"), record("run", size=1), NOW)
-    database.say(says("run", 0, b"f0", b"f1"), NOW, 60)
+    database.start_run(NewRun("run", "o", "kind"), record("run", size=1), NOW)
+    database.append(says("run", 0, b"f0", b"f1"), NOW, 60)
     still = other.page("run", "o", -1, NOW + LEASE_S - 1)
     assert still == Page([b"f0", b"f1"], is_last=False)
     found = other.get("run", "o", NOW + LEASE_S + 1)
@@ -161,9 +161,9 @@ def test_whose_lease_is_over_is_dead_and_whoever_looks_says_so(
 
 
 def test_a_beat_keeps_it_alive(database: Database, other: Database) -> None:
-    database.begin(NewRun("run", "o", "kind"), record("run"), NOW)
+    database.start_run(NewRun("run", "o", "kind"), record("run"), NOW)
     for beat in range(1, 5):
-        assert set(database.beat([], 0, NOW + beat * LEASE_S * 0.9)) == {"run"}
+        assert set(database.renew_leases([], 0, NOW + beat * LEASE_S * 0.9)) == {"run"}
     page = other.page("run", "o", -1, NOW + 4 * LEASE_S)
     assert page is not None
     assert not page.is_last
@@ -172,44 +172,44 @@ def test_a_beat_keeps_it_alive(database: Database, other: Database) -> None:
 def test_who_was_thought_dead_hears_so_and_says_nothing_more(
     database: Database, other: Database
 ) -> None:
-    database.begin(NewRun("run", "o", "kind"), record("run"), NOW)
+    database.start_run(NewRun("run", "o", "kind"), record("run"), NOW)
     before = other.page("run", "o", -1, NOW + LEASE_S + 1)
-    assert database.beat([], 0, NOW + LEASE_S + 2) == {}
+    assert database.renew_leases([], 0, NOW + LEASE_S + 2) == {}
     late = says("run", 0, b"late", is_last=True, body=b"late")
-    assert database.say(late, NOW + LEASE_S + 2, 60) == ["run"]
+    assert database.append(late, NOW + LEASE_S + 2, 60) == ["run"]
     assert other.page("run", "o", -1, NOW + LEASE_S + 2) == before
-    assert other.say(says("run", 5, b"not mine"), NOW, 60) == ["run"]
+    assert other.append(says("run", 5, b"not mine"), NOW, 60) == ["run"]
 
 
 def test_what_others_want_is_heard_with_the_next_beat(database: Database, other: Database) -> None:
-    database.begin(NewRun("run", "o", "kind"), record("run"), NOW)
+    database.start_run(NewRun("run", "o", "kind"), record("run"), NOW)
     other.cancel("run", "somebody")
-    assert not database.beat([], 0, NOW)["run"].is_cancelled
+    assert not database.renew_leases([], 0, NOW)["run"].is_cancelled
     other.cancel("run", "o")
-    assert database.beat([], 0, NOW)["run"].is_cancelled
-    assert other.beat([], 0, NOW) == {}, "it is not theirs"
+    assert database.renew_leases([], 0, NOW)["run"].is_cancelled
+    assert other.renew_leases([], 0, NOW) == {}, "it is not theirs"
 
 
 def test_a_run_that_needs_a_listener_is_wanted_while_somebody_listens(
     database: Database, other: Database
 ) -> None:
-    database.begin(NewRun("run", "o", "kind", wanted_until=NOW + 5), None, NOW)
-    assert database.beat(["run"], NOW + 10, NOW + 1)["run"].wanted_until == NOW + 10
+    database.start_run(NewRun("run", "o", "kind", wanted_until=NOW + 5), None, NOW)
+    assert database.renew_leases(["run"], NOW + 10, NOW + 1)["run"].wanted_until == NOW + 10
     other.want("run", NOW + 7)
-    assert database.beat([], 0, NOW + 2)["run"].wanted_until == NOW + 10
+    assert database.renew_leases([], 0, NOW + 2)["run"].wanted_until == NOW + 10
     other.want("run", NOW + 12)
-    assert database.beat([], 0, NOW + 3)["run"].wanted_until == NOW + 12
+    assert database.renew_leases([], 0, NOW + 3)["run"].wanted_until == NOW + 12
 
 
 def test_a_response_needs_no_listener(database: Database) -> None:
-    database.begin(NewRun("run", "o", "kind"), record("run"), NOW)
+    database.start_run(NewRun("run", "o", "kind"), record("run"), NOW)
     database.want("run", NOW + 1)
-    assert database.beat(["run"], NOW + 1, NOW)["run"].wanted_until is None
+    assert database.renew_leases(["run"], NOW + 1, NOW)["run"].wanted_until is None
 
 
 def test_a_stream_without_a_response_is_gone_after_its_window(database: Database) -> None:
-    database.begin(NewRun("run", "o", "kind", wanted_until=NOW + 5), None, NOW)
-    database.say(says("run", 0, b"f0", is_last=True), NOW, 60)
+    database.start_run(NewRun("run", "o", "kind", wanted_until=NOW + 5), None, NOW)
+    database.append(says("run", 0, b"f0", is_last=True), NOW, 60)
     assert database.page("run", "o", -1, NOW + 59) is not None
     database.want("run", NOW + 100)
     assert database.page("run", "o", -1, NOW + 99) is not None
@@ -222,18 +222,18 @@ def test_a_stream_without_a_response_is_gone_after_its_window(database: Database
 def test_a_response_that_is_deleted_takes_its_run_with_it(
     database: Database, other: Database
 ) -> None:
-    database.begin(NewRun("run", "o", "kind"), record("run"), NOW)
-    database.say(says("run", 0, b"f0"), NOW, 60)
+    database.start_run(NewRun("run", "o", "kind"), record("run"), NOW)
+    database.append(says("run", 0, b"f0"), NOW, 60)
     other.delete("run", "o")
-    assert database.beat([], 0, NOW) == {}
+    assert database.renew_leases([], 0, NOW) == {}
     assert database.page("run", "o", -1, NOW) is None
 
 
 def test_what_fails_changes_nothing(database: Database) -> None:
-    database.begin(NewRun("run", "o", "kind"), record("run"), NOW)
-    database.say(says("run", 0, b"f0"), NOW, 60)
+    database.start_run(NewRun("run", "o", "kind"), record("run"), NOW)
+    database.append(says("run", 0, b"f0"), NOW, 60)
     with pytest.raises(sqlite3.IntegrityError):
-        database.say(says("run", 0, b"f0 again", is_last=True, body=b"y"), NOW, 60)
+        database.append(says("run", 0, b"f0 again", is_last=True, body=b"y"), NOW, 60)
     assert database.page("run", "o", -1, NOW) == Page([b"f0"], is_last=False)
     assert database.get("run", "o", NOW) == record("run")
 

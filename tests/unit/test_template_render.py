@@ -96,7 +96,7 @@ def test_an_answer_either_goes_on_or_begins() -> None:
 
 
 def test_a_template_that_leaves_the_final_message_out_cannot_continue_it() -> None:
-    with pytest.raises(InvalidRequest, match="leaves the final message out"):
+    with pytest.raises(InvalidRequest, match="omits the final message"):
         text(template="x", add_generation_prompt=False, continue_final_message=True)
 
 

@@ -77,7 +77,7 @@ def spans_of(
     """Of the request, and of its stages by their names."""
     exporter = InMemorySpanExporter()
     tracing = Tracing(SimpleSpanProcessor(exporter), lambda: "small")
-    tracing.tell(carrier or {}, record)
+    tracing.export(carrier or {}, record)
     tracing.close()
     *stages, whole = exporter.get_finished_spans() or [None]
     return whole, {stage.name: stage for stage in stages if stage is not None}

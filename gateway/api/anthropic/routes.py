@@ -41,7 +41,7 @@ def messages(service: Service) -> Response:
     translation = _translated(body)
     with translation.renaming():
         model = service.model(translation.chat.model)
-        run.knock(service)
+        run.raise_cached_refusal(service)
         preparation, prompt, warnings = _prepare(service, translation, model)
         prompt_request = preparation.prompt_request(prompt)
         envelope = _envelope(preparation, prompt, translation, warnings)
@@ -131,7 +131,7 @@ def _writer(group: ChoiceGroup, outlet: Outlet, envelope: AnthropicEnvelope) -> 
         envelope,
         write=outlet.write,
         finish=outlet.finish,
-        on_start=lambda: outlet.keep_alive_with(PING),
+        on_start=lambda: outlet.set_keep_alive(PING),
     )
 
 

@@ -13,7 +13,7 @@ from gateway.api.openai.prepare import Preparation
 from gateway.api.openai.respond import envelope_of, respond
 from gateway.api.openai.response_builder import ChatResponseBuilder
 from gateway.engine.kv_params import has_no_effect
-from gateway.generation.run import knock
+from gateway.generation.run import raise_cached_refusal
 from gateway.served_model import ServedModel
 from gateway.service import Service
 from protocol.errors import RequestError
@@ -32,7 +32,7 @@ def chat(service: Service) -> Response:
     body, unknown = service.bodies.parse_known(request, requests.chat_decoder)
     checks.check_chat(body)
     model = service.model(body.model)
-    knock(service)
+    raise_cached_refusal(service)
     preparation = _preparation(service, body, model)
     _note_ignored([*unknown, *preparation.ignored], body, model)
     with g.context.journal.tokenizing():
@@ -56,7 +56,7 @@ def batch(service: Service) -> Response:
     body, unknown = service.bodies.parse_known(request, requests.batch_decoder)
     checks.check_batch(body, service.config.max_prompts)
     model = service.model(body.model)
-    knock(service)
+    raise_cached_refusal(service)
     preparation = _preparation(service, body, model)
     _note_ignored([*unknown, *preparation.ignored], body, model)
     with g.context.journal.tokenizing():
@@ -99,7 +99,7 @@ def completions(service: Service) -> Response:
     body, unknown = service.bodies.parse_known(request, requests.completion_decoder, bounds)
     checks.check_completion(body)
     model = service.model(body.model)
-    knock(service)
+    raise_cached_refusal(service)
     with g.context.journal.tokenizing():
         completion = Completion(body, model, max_prompts=service.config.max_prompts)
     _note_ignored([*unknown, *completion.ignored], body, model)

@@ -23,7 +23,7 @@ class _NoEngine:
     def generate(self, *_: Any, **__: Any) -> NoReturn:
         raise AssertionError("a recorded response is never generated")
 
-    def abort(self, request: int, freed: object = None) -> None:
+    def abort(self, request: int, on_freed: object = None) -> None:
         pass
 
 
@@ -41,7 +41,7 @@ class Recorded(ChoiceGroup):
 
     def replay(self, choice: Choice, output: Output) -> None:
         """Process one output of a choice. Exceptions propagate to the caller."""
-        self._output(choice, output)
+        self._on_output(choice, output)
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -130,7 +130,7 @@ def state_of(choice: Choice, offsets: tuple[DetokenizerState, int] | None) -> Ch
     return ChoiceState(
         reader=choice.reader.state(),
         meter=(meter.inside, meter.count) if meter else None,
-        begun=choice.begun,
+        begun=choice.last_call,
         called=list(dict.fromkeys(choice.called)),
         num_generated=choice.num_generated,
         num_cached=choice.num_cached,
@@ -142,7 +142,7 @@ def restore(choice: Choice, state: ChoiceState) -> None:
     """Restore a choice. A forged state may raise any exception."""
     readers: Any = choice.ask.readers
     choice.reader = readers.new(state.reader)
-    choice.begun, choice.called = state.begun, list(state.called)
+    choice.last_call, choice.called = state.begun, list(state.called)
     choice.num_generated, choice.num_cached = state.num_generated, state.num_cached
     if state.meter is not None and isinstance(choice.meter, ThinkingMeter):
         choice.meter.inside, choice.meter.count = state.meter

@@ -47,7 +47,7 @@ class StreamFrameWriter:
         except BaseException:
             self._outlet.cut()  # otherwise the client would wait forever
             raise
-        self._outlet.await_room()
+        self._outlet.wait_drained()
         self._outlet.write(last_frame(number, response))
         self._outlet.finish()
 

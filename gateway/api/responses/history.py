@@ -40,7 +40,7 @@ class History:
         if self._store is None:
             raise _wrong(PREVIOUS, "this server stores no responses (see --response-store)")
         try:
-            records = self._store.ask(
+            records = self._store.call(
                 lambda database: database.chain(response_id, self._owner, time.time())
             )
         except BrokenChain as broken:
@@ -66,7 +66,7 @@ class History:
         name = placed.item["id"]
         response_id = response_of(name)
         if self._store is not None and response_id is not None:
-            record = self._store.ask(
+            record = self._store.call(
                 lambda database: database.get(response_id, self._owner, time.time())
             )
             for item in all_items(record) if record else ():

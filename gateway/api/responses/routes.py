@@ -58,7 +58,7 @@ def create(service: Service) -> Response:
     is_stored = _is_stored(service, body)
     items, before = history_of(service).items_of(body)
     model = service.model(body.model)
-    run.knock(service)
+    run.raise_cached_refusal(service)
     ready = _rendered(service, body, [*before, *items], model)
     prompt_request = ready.prompt_request()
     head = _head(body, ready, prompt_request, stores=is_stored)
@@ -163,7 +163,7 @@ def _respond(service: Service, created: _Created) -> Response:
             lambda group, outlet: created.sink(group, StreamFrameWriter(outlet, store_response)),
         )
     frame_writer = WholeResponseWriter()
-    run.heard(
+    run.run_to_end(
         service,
         [created.prompt_request],
         created.options,
@@ -181,7 +181,7 @@ def _store_function(service: Service, record: StoredRecord | None) -> StoreRespo
     def store_response(response: Json) -> Json:
         final = msgspec.structs.replace(record, body=msgspec.json.encode(response))
         try:
-            persistence.store.ask(lambda database: database.put(final, time.time()))
+            persistence.store.call(lambda database: database.put(final, time.time()))
         except sqlite3.Error:  # the response is sent anyway
             log.exception("could not store a response")
             return response | {"store": False}
@@ -198,7 +198,7 @@ def _in_background(service: Service, created: _Created) -> Response:
     runs: list[DetachedRun] = []
 
     def make_sink(group: ChoiceGroup) -> ResponseSink:
-        detached = persistence.runs.begin(NewRun(record.id, record.owner, RESPONSE), record)
+        detached = persistence.runs.start(NewRun(record.id, record.owner, RESPONSE), record)
         runs.append(detached)
         sink = created.sink(group, RunFrameWriter(detached), queued=True)
         detached.abort = partial(_cancel, group, sink)

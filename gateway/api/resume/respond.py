@@ -68,7 +68,7 @@ def start_resumable(
 def _start_run(persistence: Persistence, group: ChoiceGroup) -> DetachedRun:
     expires_at = time.time() + persistence.window_s
     new = NewRun(new_stream_id(), g.caller.owner, STREAM, expires_at)
-    detached = persistence.runs.begin(new)
+    detached = persistence.runs.start(new)
     detached.abort = lambda: group.fail(
         InvalidRequest("the client did not resume this stream in time")
     )

@@ -46,7 +46,7 @@ def resume_stream(service: Service, stream_id: str, after: int) -> Response:
     if (
         persistence is None
         or not exists
-        or not persistence.store.ask(
+        or not persistence.store.call(
             lambda database: database.page(stream_id, owner, after, time.time(), limit=1)
         )
     ):

@@ -81,7 +81,7 @@ def generate(service: Service) -> Response:
         unknown = prepare.unknown(data)
     prepare.check(body, service.config.max_n)
     model = service.model(body.model)
-    run.knock(service)
+    run.raise_cached_refusal(service)
     g.ignored = prepare.ignored_fields(unknown, body, model.limits)
     context: RequestContext = g.context
     if body.request_id is not None and REQUEST_ID_HEADER not in request.headers:

@@ -56,7 +56,7 @@ def read(service: Service, response_id: str) -> Response:
 
 def delete(service: Service, response_id: str) -> Response:
     persistence, record = _stored(service, response_id)
-    persistence.store.ask(lambda database: database.delete(record.id, record.owner))
+    persistence.store.call(lambda database: database.delete(record.id, record.owner))
     return _json({"id": record.id, "object": "response", "deleted": True})
 
 
@@ -67,7 +67,7 @@ def cancel(service: Service, response_id: str) -> Response:
     if not body_of(record)["background"]:
         raise InvalidRequest(f"{response_id}: only a background response can be cancelled")
     if body_of(record)["status"] in UNFINISHED:
-        persistence.store.ask(lambda database: database.cancel(record.id, record.owner))
+        persistence.store.call(lambda database: database.cancel(record.id, record.owner))
         persistence.runs.abort(record.id)
         record = _await_end(persistence, record)
     return flask.Response(record.body, content_type="application/json")
@@ -104,7 +104,7 @@ def _stored(service: Service, response_id: str) -> tuple[Persistence, StoredReco
 
 
 def _get(persistence: Persistence, response_id: str, owner: str) -> StoredRecord:
-    record = persistence.store.ask(lambda database: database.get(response_id, owner, time.time()))
+    record = persistence.store.call(lambda database: database.get(response_id, owner, time.time()))
     if record is None:
         raise NotFound(f"no response {response_id!r} is stored")
     return record
