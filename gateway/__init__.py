@@ -1,7 +1,7 @@
-"""Text and HTTP: what people send becomes token ids, what the engine sends becomes text and events.
+"""Text and HTTP: requests become token ids, and the engine's tokens become text and events.
 
 May import: itself, `protocol`, and msgspec, zmq, gevent, flask, jinja2, tokenizers,
 prometheus_client, gunicorn. Never torch or transformers: a gateway needs no model files and starts
-in a fifth of a second. Three inner rooms know neither HTTP nor sockets and take plain values:
-`text` (ids <-> text), `chat` (messages -> prompt) and `output` (what the text means).
+in a fifth of a second. Three folders know neither HTTP nor sockets and take plain values: `prompt`
+(messages to prompt text), `text` (token ids to text and back) and `formats` (what the text means).
 """

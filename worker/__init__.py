@@ -1,4 +1,5 @@
-"""Computation: model files, weights, the KV cache, one step after another. Decides nothing.
+"""Computation: model files, weights, the K/V cache, one step after another. Schedules nothing.
 
-May import: protocol, numpy, torch, safetensors, gguf. May be imported by: nobody; it is a process.
+May import: protocol, numpy, torch, safetensors, gguf. Nothing imports this package: it runs as a
+process of its own.
 """
