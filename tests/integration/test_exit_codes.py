@@ -51,7 +51,7 @@ def serve(model: str, *options: str, **environment: str) -> tuple[int, str]:
         (["--kv-disk", "/dev/null/kv"], "--kv-disk /dev/null/kv: cannot create"),
         (["--cluster-key", "/no/key"], "cluster key /no/key: No such file"),
         (["--render-only", "--split"], "cannot be combined"),
-        (["--max-slots", "no"], "--max-slots takes"),
+        (["--max-slots", "no"], "--max-slots must be"),
     ],
 )
 def test_a_wrong_option_is_told_in_one_line_with_code_2(
@@ -127,7 +127,7 @@ def test_a_format_that_the_model_cannot_write_is_code_2_before_anything_is_start
 def test_a_download_that_fails_is_code_10(tmp_path: Path) -> None:
     nowhere = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_CONFIG_FILE": os.devnull}
     code, told = serve("smollm2-135m", TIDEGATE_HOME=str(tmp_path), **nowhere)
-    assert "cannot fetch smollm2-135m" in told
+    assert "cannot download smollm2-135m" in told
     assert code == ExitCode.NO_DOWNLOAD
 
 

@@ -93,7 +93,7 @@ def test_the_progress_of_a_download_is_json(command: str, tmp_path: Path) -> Non
         assert program.end() == ExitCode.NO_DOWNLOAD
     progress, error = lines_of(program.err)
     assert progress.message.startswith(f"downloading {DEFAULT}: 0 of ")
-    assert (error.level, error.message.partition(":")[0]) == ("ERROR", f"cannot fetch {DEFAULT}")
+    assert (error.level, error.message.partition(":")[0]) == ("ERROR", f"cannot download {DEFAULT}")
 
 
 def test_a_server_that_cannot_start_says_why_in_json(tmp_path: Path) -> None:

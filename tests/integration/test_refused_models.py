@@ -63,7 +63,7 @@ def truncated_gguf(path: Path) -> Path:
         (broken_json, [], "config.json is not valid JSON"),
         (truncated_gguf, [], "the header ends early: the file is truncated; fetch"),
         (write_sparse_llama, ["--max-len", "131072", "--kv-memory-gib", "100000"], "are free"),
-        (write_tiny_llama, ["--max-len", "4096"], "made for 128 tokens; --max-len 128"),
+        (write_tiny_llama, ["--max-len", "4096"], "context is 128 tokens; --max-len 128"),
         (write_tiny_llama, ["--split", "--kv-memory-gib", "100000"], "KV blocks take"),
     ],
 )

@@ -120,7 +120,7 @@ def first_step(step: int = 1, **more: Any) -> StepPlan:
 
 def test_a_step_with_masked_rows_waits_for_their_masks_and_obeys_them(start, tiny_llama):
     engine = start(tiny_llama, max_slots=5, block_tokens=16)
-    engine.on_kv_report(START_S)
+    engine.hear(START_S)
     free = engine.step(first_step()).tokens.tolist()[0]
     token = (free + 1) % 97
     engine.say(*wire.encode(step_plan(2, rows=[(0, len(PROMPT), 1, True)], masked=[0])))
@@ -128,14 +128,14 @@ def test_a_step_with_masked_rows_waits_for_their_masks_and_obeys_them(start, tin
     words = [1 << token % 32 if word == token // 32 else 0 for word in range(4)]
     words = [word - (1 << 32) if word >> 31 else word for word in words]
     engine.say(*wire.encode(Masks(step=2, bits=Int32.of(words, (1, 4)))))
-    assert engine.on_kv_report().tokens.tolist() == [token]
+    assert engine.hear().tokens.tolist() == [token]
 
 
 def test_masks_that_no_plan_announced_are_a_failure_and_said(start, tiny_llama):
     engine = start(tiny_llama, max_slots=5, block_tokens=16)
-    engine.on_kv_report(START_S)
+    engine.hear(START_S)
     engine.say(*wire.encode(Masks(step=7, bits=Int32.of([1], (1, 1)))))
-    failed = engine.on_kv_report()
+    failed = engine.hear()
     assert isinstance(failed, WorkerFailed)
     assert "step 7" in failed.message
     assert engine.exit_code() == ExitCode.WORKER_LOST
@@ -143,7 +143,7 @@ def test_masks_that_no_plan_announced_are_a_failure_and_said(start, tiny_llama):
 
 def test_a_worker_says_what_it_holds_computes_plans_and_stops_with_code_0(start, tiny_llama):
     engine = start(tiny_llama, max_slots=5, block_tokens=16)
-    ready = engine.on_kv_report(START_S)
+    ready = engine.hear(START_S)
     assert isinstance(ready, WorkerReady), ready
     assert ready.model.context_tokens == ready.max_len == CONFIG["max_position_embeddings"]
     assert ready.model.eos_token_ids == [2]
@@ -174,7 +174,7 @@ def test_a_worker_says_what_it_holds_computes_plans_and_stops_with_code_0(start,
 def test_a_draft_model_follows_and_guesses_and_is_told(start, tiny_llama):
     """The model as its own: what it guesses is what is said next."""
     engine = start(tiny_llama, draft_model=str(tiny_llama), max_slots=5)
-    ready = engine.on_kv_report(START_S)
+    ready = engine.hear(START_S)
     assert isinstance(ready, WorkerReady), ready
     assert ready.draft_cost == 1.0
     assert "load the draft model" in [name for name, _ in ready.phases]
@@ -250,7 +250,7 @@ def test_a_small_cache_lowers_the_longest_request(start, tiny_llama):
 
 def test_a_plan_that_contradicts_the_slots_ends_the_worker_and_names_the_cause(start, tiny_llama):
     engine = start(tiny_llama)
-    assert isinstance(engine.on_kv_report(START_S), WorkerReady)
+    assert isinstance(engine.hear(START_S), WorkerReady)
     engine.step(first_step())
     failed = engine.step(first_step(step=2))
     assert failed == WorkerFailed(message="slot 0 is already bound")
@@ -259,15 +259,15 @@ def test_a_plan_that_contradicts_the_slots_ends_the_worker_and_names_the_cause(s
 
 def test_a_malformed_message_ends_the_worker_and_is_told(start, tiny_llama):
     engine = start(tiny_llama)
-    assert isinstance(engine.on_kv_report(START_S), WorkerReady)
+    assert isinstance(engine.hear(START_S), WorkerReady)
     engine.say(b"\x01\xc1")
-    assert isinstance(engine.on_kv_report(), WorkerFailed)
+    assert isinstance(engine.hear(), WorkerFailed)
     assert engine.exit_code() == ExitCode.WORKER_LOST
 
 
 def test_a_model_that_is_not_there_is_told_in_one_line(start, tmp_path):
     engine = start(tmp_path / "nothing")
-    failed = engine.on_kv_report(START_S)
+    failed = engine.hear(START_S)
     assert isinstance(failed, WorkerFailed)
     assert "nothing does not exist" in failed.message
     assert "\n" not in failed.message
@@ -291,7 +291,7 @@ def test_a_bad_command_line_ends_with_code_2_and_says_why(settings):
 
 def test_ctrl_c_is_left_to_the_engine_and_an_idle_worker_uses_no_cpu(start, tiny_llama):
     engine = start(tiny_llama, threads=2)
-    assert isinstance(engine.on_kv_report(START_S), WorkerReady)
+    assert isinstance(engine.hear(START_S), WorkerReady)
     engine.process.send_signal(signal.SIGINT)
     engine.step(first_step())
     idle = psutil.Process(engine.process.pid)

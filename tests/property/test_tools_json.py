@@ -181,6 +181,7 @@ EVERY = pytest.mark.parametrize("sample", SAMPLES, ids=NAMES)
 
 def test_every_format_of_these_syntaxes_is_read_here() -> None:
     ours = json_tags.FORMATS.keys() | named_json.FORMATS.keys() | mistral.FORMATS.keys()
+    ours -= {"plamo3"}  # whose calls are elements: test_tools_nested.py
     assert {name.partition(" ")[0] for name in NAMES} | ALIASES.keys() == ours
     for name, other in ALIASES.items():
         assert TOOLS[name] == TOOLS[other]

@@ -148,11 +148,11 @@ def test_scales_from_the_smallest_to_the_largest(native: NativeKernels, dtype: t
 
 def test_what_would_crash_is_refused(native: NativeKernels, dtype: torch.dtype) -> None:
     linear = PackedLinear(native, pack_dense(native, randn(32, 64, dtype=dtype)))
-    with pytest.raises(ValueError, match="64 inputs"):
+    with pytest.raises(ValueError, match=r"must be \[N, 64\]"):
         linear(randn(2, 32, dtype=dtype))
     with pytest.raises(ValueError, match="contiguous"):
         linear(randn(64, 2, dtype=dtype).T)
     with pytest.raises(ValueError, match="not whole groups"):
         pack_dense(native, randn(32, 40, dtype=dtype))
-    with pytest.raises(ValueError, match="compute with one of"):
+    with pytest.raises(ValueError, match="kernels support"):
         native.silu_mul(randn(2, 32, dtype=torch.float64))

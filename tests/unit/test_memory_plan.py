@@ -177,7 +177,7 @@ def test_following_the_remedy_helps(large: PlannedModel) -> None:
 
 
 def test_a_length_the_model_was_not_made_for_is_no_matter_of_memory(large: PlannedModel) -> None:
-    with pytest.raises(UnusableModel, match="made for 131,072 tokens") as refused:
+    with pytest.raises(UnusableModel, match="context is 131,072 tokens") as refused:
         plan(large, 1000, max_len=1 << 20)
     assert refused.value.remedy == "--max-len 131072, or less"
 

@@ -81,7 +81,7 @@ def change(path: Path, **fields: Any) -> None:
     [
         (lambda p: change(p, architectures=["Rwkv"]), "'Rwkv'", "another model"),
         (lambda p: change(p, hidden_size=64), "the config requires", "files"),
-        (lambda p: change(p, num_hidden_layers=3), "no tensor 'model.layers.2", "fetch"),
+        (lambda p: change(p, num_hidden_layers=3), "tensor 'model.layers.2", "fetch"),
         (lambda p: spoil(p, "config.json", "{"), "config.json is not valid JSON", "fetch"),
         (lambda p: (p / "config.json").unlink(), "cannot read", "files"),
         (lambda p: (p / "tokenizer.json").unlink(), "no tokenizer.json", "files"),

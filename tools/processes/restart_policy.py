@@ -45,7 +45,8 @@ class RestartPolicy:
         while self._restarts and now - self._restarts[0] > WINDOW_S:
             self._restarts.popleft()
         if len(self._restarts) >= self._limit:
-            self.why_not = f"; {self._limit} restarts did not help"
+            noun = "restart" if self._limit == 1 else "restarts"
+            self.why_not = f"; {self._limit} {noun} did not help"
             return None
         num_before = len(self._restarts)
         self._restarts.append(now)
