@@ -258,7 +258,8 @@ def test_a_key_means_what_it_means_to_transformers(tmp_path: Path, case: Default
     assert attention_factor(ours.config.rope) == pytest.approx(rotary.attention_scaling)
     assert ours.card.eos_token_ids == ends_of(theirs)
     count = min(NUM_TOKENS, ours.card.context_tokens)
-    scale = max(1.0, float(logits.abs().max()) / 20)  # wide models sum up more rounding
+    # Wide models sum up more rounding, and in another order with another number of threads.
+    scale = max(1.0, float(logits.abs().max()) / 10)
     assert_same(
         EagerStepper(ours, [tokens[:count]]).run([(count,)])[0], logits[:count], 1e-4 * scale
     )
