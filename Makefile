@@ -11,11 +11,12 @@ BIN := $(VENV)/bin
 DECLARED := setup.cfg setup.py worker/kernels/sets.py $(wildcard worker/kernels/csrc/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test torture check clean
+.PHONY: help serve test test-oldest torture check clean
 
 help:
 	@echo 'make serve   install Tidegate and serve the default model;        ARGS="--port 8001" passes options on'
 	@echo 'make test    install the test tools and run the whole suite;      ARGS="-k stream" passes options on'
+	@echo 'make test-oldest  test streams with the oldest gunicorn and gevent that are allowed, as make test does too'
 	@echo 'make torture kill and stop every process of a server at every moment, and print what comes of it (half an hour)'
 	@echo 'make check   format, lint, types and unit tests, which every change must pass'
 	@echo 'make clean   remove $(VENV) and build leftovers; downloaded models stay in the cache'
@@ -26,6 +27,9 @@ serve: $(VENV)/.installed-all
 # All stages run, whichever fails; the last lines sum them up (tests/stages.py).
 test: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.stages $(ARGS)
+
+test-oldest: $(VENV)/.installed-test
+	@$(BIN)/python -m tests.oldest $(ARGS)
 
 # The whole table; `make test` runs a few of its cells.
 torture: $(VENV)/.installed-test

@@ -147,7 +147,11 @@ class Clients:
             self._unread_bytes -= num_bytes
 
     def find_unread(self, client: bytes, now: float) -> bytes | None:
-        """Return the client to drop before more is sent to `client`, or None."""
+        """Return the client to drop for its unread messages before more is sent to `client`.
+
+        This is `client` itself if it exceeds MAX_UNREAD_BYTES. If all clients together exceed
+        MAX_TOTAL_UNREAD_BYTES, it is the worst reader. Otherwise return None.
+        """
         record = self._clients.get(client)
         if record is not None and record.unread_bytes > MAX_UNREAD_BYTES:
             return client

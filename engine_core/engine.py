@@ -111,41 +111,49 @@ class Engine:
         hashes = ContentHashes(model.digest, limits.block_tokens)
         pool = BlockPool(limits.num_blocks, PrefixCache())
         peers = Peers(config, cluster, hashes, limits.block_tokens)
-        self._throughput = Throughput()
+        self.throughput = Throughput()
         tier_index = TierIndex(
-            tiers, hashes, limits.block_tokens, self._throughput, config.kv_load_tokens
+            tiers, hashes, limits.block_tokens, self.throughput, config.kv_load_tokens
         )
-        self._kv_transfers = KVTransfers(config, pool, peers, tier_index)
-        self._scheduler = Scheduler(
-            limits, hashes, pool, self._kv_transfers, self._speculation, step_costs
+        self.kv_transfers = KVTransfers(config, pool, peers, tier_index)
+        self.scheduler = Scheduler(
+            limits, hashes, pool, self.kv_transfers, self._speculation, step_costs
         )
-        self._open = OpenRequests()
+        self.open_requests = OpenRequests()
         self._inflight = InflightSteps(config.steps_in_flight)
         #: Ended, but in a step in flight: they keep slot and blocks until it commits.
         self._ended_in_flight: list[Request] = []
-        self._generations: Counter[int] = Counter()  # slot -> number of times it was bound
+        #: Number of the last plan.
         self._step = 0
-        #: client -> its aborted requests whose slot and blocks are free again
+        #: Client -> its aborted requests whose slot and blocks are free again.
         self.freed: dict[bytes, list[int]] = {}
-        self._aborted: set[Request] = set()  # aborted, not in `freed` yet
+        #: Aborted by their client, but not in `freed` yet.
+        self._aborted: set[Request] = set()
+        #: Totals for EngineStats, by name.
         self._counts: Counter[str] = Counter()
+        #: Finish reason -> number of requests.
         self._finished: Counter[str] = Counter()
+        #: "queued" or "running" -> number of missed deadlines.
+        self._timeouts: Counter[str] = Counter()
+        #: Known tokens of the requests admitted since the last commit.
+        self._num_admitted_tokens = 0
         self._accounts = Accounts()
         self._clock = EngineClock()
         self._deadlines = Deadlines()
-        self._timeouts: Counter[str] = Counter()
-        self._num_admitted_tokens = 0  # since the last commit
-        self._admission = Admission(
-            config,
-            model,
-            limits,
-            kv_transfers=self._kv_transfers,
-            open_requests=self._open,
-            waiting=self._scheduler.waiting,
+        self.admission = self._new_admission(draw_seed)
+
+    def _new_admission(self, draw_seed: Callable[[], int]) -> Admission:
+        return Admission(
+            self._config,
+            self._model,
+            self.limits,
+            kv_transfers=self.kv_transfers,
+            open_requests=self.open_requests,
+            waiting=self.scheduler.waiting,
             speculation=self._speculation,
-            throughput=self._throughput,
+            throughput=self.throughput,
             accounts=self._accounts,
-            fair_share=self._scheduler.fair_share,
+            fair_share=self.scheduler.fair_share,
             draw_seed=draw_seed,
             clock=self._clock,
             deadlines=self._deadlines,
@@ -156,11 +164,11 @@ class Engine:
     @property
     def is_draining(self) -> bool:
         """Whether new requests are refused."""
-        return self._admission.is_draining
+        return self.admission.is_draining
 
     def drain(self) -> None:
         """Finish the accepted requests and refuse new ones."""
-        self._admission.is_draining = True
+        self.admission.is_draining = True
 
     def add(self, client: bytes, message: Generate) -> Accepted | Refused | None:
         """Queue a request or refuse it.
@@ -168,26 +176,26 @@ class Engine:
         Return None if its grammar has to be compiled first (`drain_compile_jobs`);
         `on_grammar_compiled` returns the reply then.
         """
-        return self._admission.add(client, message)
+        return self.admission.add(client, message)
 
     def drain_compile_jobs(self) -> list[CompileJob]:
         """Return the grammars to compile.
 
         Answer each with one `on_grammar_compiled`, in any order.
         """
-        return self._admission.drain_compile_jobs()
+        return self.admission.drain_compile_jobs()
 
     def on_grammar_compiled(
         self, compiled: CompiledGrammar
     ) -> list[tuple[bytes, Accepted | Refused]]:
         """Apply a compilation's outcome, and return (client, reply) for each waiting request."""
-        return self._admission.on_grammar_compiled(compiled)
+        return self.admission.on_grammar_compiled(compiled)
 
     # ---- abort
 
     def abort(self, client: bytes, numbers: Iterable[int]) -> list[Output]:
         """End these requests of `client`. Numbers that are not open are ignored."""
-        found = [self._open.find(client, number) for number in dict.fromkeys(numbers)]
+        found = [self.open_requests.find(client, number) for number in dict.fromkeys(numbers)]
         requests = [request for request in found if request is not None]
         self._aborted.update(requests)
         return [self._finish_request(request, "abort") for request in requests]
@@ -200,7 +208,7 @@ class Engine:
         Return the final Outputs per client, and for each name whether it matched a request. If two
         names match one request, both count as matched.
         """
-        found = {name: self._open.find_by_name(name) for name in names}
+        found = {name: self.open_requests.find_by_name(name) for name in names}
         ends: dict[bytes, list[Output]] = {}
         for request in dict.fromkeys(chain.from_iterable(found.values())):
             ends.setdefault(request.client, []).append(self._finish_request(request, "abort"))
@@ -208,7 +216,7 @@ class Engine:
 
     def on_client_lost(self, client: bytes) -> None:
         """Abort all requests of a client that is gone."""
-        for request in self._open.from_client(client):
+        for request in self.open_requests.from_client(client):
             self._finish_request(request, "abort")
 
     # ---- plan
@@ -220,41 +228,38 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        return not self._open and not self._inflight and self._kv_transfers.is_idle
+        return not self.open_requests and not self._inflight and self.kv_transfers.is_idle
 
     def plan(self) -> StepPlan | None:
         """Decide the next step and allocate what it needs.
 
         Return None if there is nothing to compute, or if a plan in flight must commit first.
         """
-        if self._inflight.is_full or not self._scheduler.has_work:
+        if self._inflight.is_full or not self.scheduler.has_work:
             return None
-        is_shared = self._scheduler.fair_share.is_shared(self._clock.now)
+        is_shared = self.scheduler.fair_share.is_shared(self._clock.now)
         if self._inflight and self._must_wait(is_shared=is_shared):
             return None
-        schedule = self._scheduler.schedule(is_shared=is_shared)
+        schedule = self.scheduler.schedule(is_shared=is_shared)
         self._counts["preemptions"] += len(schedule.preempted)
-        work = plan_rows(schedule)
-        if not work:
+        rows = plan_rows(schedule)
+        if not rows:
             return None
         for request in schedule.admitted:
-            assert request.slot is not None
-            self._generations[request.slot] += 1
             self._num_admitted_tokens += len(request.tokens)
             if not request.num_preemptions:
                 self._counts["prompt_tokens"] += request.prompt_tokens
                 self._counts["cached_tokens"] += request.num_cached
-        for request, count in work:
+        for request, count in rows:
             ahead = request.num_scheduled + count
             if ahead > request.num_charged:
                 request.account_usage.served += ahead - request.num_charged
                 request.num_charged = ahead
             if request.kv_readers and count >= request.num_uncomputed:
-                self._kv_transfers.announce(request)
+                self.kv_transfers.announce(request)
         self._step += 1
-        plan = build_plan(self._step, schedule, self._scheduler.released_slots, self._generations)
-        self._scheduler.released_slots.clear()
-        self._inflight.on_sent(plan, work)
+        plan = build_plan(self._step, schedule, self.scheduler.slots.drain_releases())
+        self._inflight.on_sent(plan, rows)
         return plan
 
     def _must_wait(self, *, is_shared: bool) -> bool:
@@ -263,12 +268,12 @@ class Engine:
         It must if the step may preempt, or depends on drafts. It also waits after a long prefill,
         so that a request that arrives meanwhile can go first.
         """
-        scheduler = self._scheduler
+        scheduler = self.scheduler
         prompt_tokens = self._inflight.num_prompt_tokens
         return (
             not scheduler.can_continue()
             or self._inflight.are_decisive
-            or (prompt_tokens > 0 and (is_shared or self._throughput.is_long_step(prompt_tokens)))
+            or (prompt_tokens > 0 and (is_shared or self.throughput.is_long_step(prompt_tokens)))
             or self._speculation.should_wait(scheduler.running, len(scheduler.running))
         )
 
@@ -282,7 +287,7 @@ class Engine:
         if step is None or not step.needs_masks:
             return None
         step.needs_masks = False
-        matchers = mask_matchers(step.plan, step.work)
+        matchers = mask_matchers(step.plan, step.rows)
         return Masks(step=step.plan.step, bits=fill(matchers, self._model.vocab_size))
 
     # ---- commit
@@ -294,17 +299,17 @@ class Engine:
         Raises RuntimeError if the result belongs to another plan.
         """
         step, row_results = self._inflight.on_completed(result)
-        work, num_computed = step.work, step.num_tokens
+        rows, num_computed = step.rows, step.num_tokens
         if not step.prompts:
-            self._speculation.observe(len(work), num_computed, step.num_requested_drafts, elapsed_s)
+            self._speculation.observe(len(rows), num_computed, step.num_requested_drafts, elapsed_s)
         self._counts["computed_tokens"] += num_computed
-        self._throughput.observe(num_computed, elapsed_s, has_prompts=step.has_prompts)
-        if len(self._scheduler.waiting):
-            self._throughput.admitted.observe(self._num_admitted_tokens, elapsed_s)
+        self.throughput.observe(num_computed, elapsed_s, has_prompts=step.has_prompts)
+        if len(self.scheduler.waiting):
+            self.throughput.admitted.observe(self._num_admitted_tokens, elapsed_s)
         self._num_admitted_tokens = 0
         self._release_ended()
         outputs: dict[bytes, list[Output]] = {}
-        for (request, count), row_result in zip(work, row_results, strict=True):
+        for (request, count), row_result in zip(rows, row_results, strict=True):
             if request.phase is RequestPhase.RUNNING and (
                 output := self._commit_row(request, count, row_result)
             ):
@@ -323,7 +328,7 @@ class Engine:
 
     def _release(self, request: Request) -> None:
         """Release what an ended request owns. Nothing writes to it any more."""
-        self._scheduler.finish(request)
+        self.scheduler.finish(request)
         if request in self._aborted:
             self._aborted.remove(request)
             self.freed.setdefault(request.client, []).append(request.number)
@@ -336,7 +341,7 @@ class Engine:
             self._accounts.charge_tokens(request.account, len(committed.tokens))
         self._counts["draft_tokens"] += row_result.num_drafts
         self._counts["accepted_tokens"] += committed.num_accepted
-        self._scheduler.advance(request, committed.num_valid)
+        self.scheduler.advance(request, committed.num_valid)
         if committed.finish is not None:
             return self._finish_request(request, committed.finish, committed)
         if committed.tokens:
@@ -344,7 +349,7 @@ class Engine:
         if request.samples or request.num_computed < len(request.tokens):
             return None
         if request.kv_readers:
-            committed.kv_handle = self._kv_transfers.hand_over(request)
+            committed.kv_handle = self.kv_transfers.hand_over(request)
         return self._finish_request(request, "length", committed)
 
     def _finish_request(
@@ -355,16 +360,16 @@ class Engine:
         This is the only way a request ends.
         """
         if not committed.kv_handle:
-            self._kv_transfers.retract(request)
+            self.kv_transfers.retract(request)
         last = final_output(request, finish, committed, self._model)
-        self._open.remove(request)
+        self.open_requests.remove(request)
         self._deadlines.remove(request)
-        self._admission.on_request_ending(request)
+        self.admission.on_request_ending(request)
         self._finished[finish] += 1
         is_fetching = request.phase is RequestPhase.FETCHING
         request.move(RequestEvent.FINISH)
         if is_fetching:
-            self._kv_transfers.cancel_fetch(request)  # `on_kv_report` releases its slot and blocks
+            self.kv_transfers.cancel_fetch(request)  # `on_kv_report` releases its slot and blocks
         elif request.num_in_flight:
             self._ended_in_flight.append(request)
         else:
@@ -380,12 +385,12 @@ class Engine:
 
     def tick(self, now: float) -> dict[bytes, Outputs]:
         """Set the clock to `now` (of a steady clock), and end the requests past their deadline."""
-        self._kv_transfers.tick(now)
+        self.kv_transfers.tick(now)
         self._accounts.now = self._clock.now = now
         outputs: dict[bytes, list[Output]] = {}
         for request in self._deadlines.pop_late(now):
             self._timeouts["running" if has_started(request) else "queued"] += 1
-            error = timeout_error(request, now, self._admission.retry_after_s)
+            error = timeout_error(request, now, self.admission.retry_after_s)
             outputs.setdefault(request.client, []).append(
                 self._finish_request(request, "error", CommittedTokens(error=error))
             )
@@ -396,17 +401,17 @@ class Engine:
 
         Send them before any later plan, and before clients receive what depends on them.
         """
-        commands, self._kv_transfers.commands = self._kv_transfers.commands, []
+        commands, self.kv_transfers.commands = self.kv_transfers.commands, []
         return commands
 
     def keep_kv(self, handles: Iterable[str]) -> None:
         """Renew the leases of these handles, unless draining."""
         if not self.is_draining:
-            self._kv_transfers.renew(handles)
+            self.kv_transfers.renew(handles)
 
     def release_kv(self, handles: Iterable[str]) -> None:
         """End the leases of these handles: no reader will come."""
-        self._kv_transfers.release(handles)
+        self.kv_transfers.release(handles)
 
     def on_kv_report(self, report: KVReport) -> dict[bytes, Outputs]:
         """Apply the worker's report on fetches, leases and tiers.
@@ -414,14 +419,14 @@ class Engine:
         Raises RuntimeError for a job that is not open.
         """
         outputs: dict[bytes, list[Output]] = {}
-        for fetch in self._kv_transfers.on_kv_report(report):
+        for fetch in self.kv_transfers.on_kv_report(report):
             if (output := self._on_fetch_over(fetch)) is not None:
                 outputs.setdefault(fetch.request.client, []).append(output)
         return {client: Outputs(step=0, outputs=own) for client, own in outputs.items()}
 
     def oldest_fetch_s(self, now: float) -> float:
         """Return the seconds since the oldest unreported fetch was requested."""
-        return self._kv_transfers.fetches.oldest_s(now)
+        return self.kv_transfers.fetches.oldest_s(now)
 
     def _on_fetch_over(self, fetch: Fetch) -> Output | None:
         request = fetch.request
@@ -429,9 +434,9 @@ class Engine:
             self._release(request)
             return None
         if fetch.state is FetchState.ARRIVED:
-            self._scheduler.on_fetch_over(request, fetch.match)
+            self.scheduler.on_fetch_over(request, fetch.match)
             return None
-        self._scheduler.on_fetch_over(request, None)
+        self.scheduler.on_fetch_over(request, None)
         if not fetch.match.is_handed_over or self._config.kv_on_failure == "recompute":
             return None
         error = StepFailed(f"the prompt's K/V could not be fetched ({fetch.error})")
@@ -442,16 +447,16 @@ class Engine:
     @property
     def num_open(self) -> int:
         """The number of requests that have not ended."""
-        return len(self._open)
+        return len(self.open_requests)
 
     @property
     def names(self) -> list[str]:
         """One name for each open request, as `abort_by_label` accepts it."""
-        return [request.name for request in self._open]
+        return [request.name for request in self.open_requests]
 
     def status_rows(self, max_rows: int) -> list[tuple[bytes, RequestView]]:
         """Return (client, row) of the `max_rows` oldest requests, at most MAX_VIEW_ROWS."""
-        oldest = islice(self._open, min(max(max_rows, 0), MAX_VIEW_ROWS))
+        oldest = islice(self.open_requests, min(max(max_rows, 0), MAX_VIEW_ROWS))
         return [(request.client, view_row(request)) for request in oldest]
 
     def worker_view(self) -> WorkerView:
@@ -462,7 +467,7 @@ class Engine:
         step = self._inflight.oldest
         if step is None:
             return WorkerView()
-        rate = self._throughput.tokens_per_s
+        rate = self.throughput.tokens_per_s
         return WorkerView(
             step=step.plan.step,
             expected_s=step.num_tokens / rate if rate else 0.0,
@@ -471,12 +476,12 @@ class Engine:
         )
 
     def stats(self, *, clients: int = 0, wire_errors: int = 0) -> EngineStats:
-        scheduler, leases = self._scheduler, self._kv_transfers.leases
-        fetches, tiers = self._kv_transfers.fetches, self._kv_transfers.tiers
+        scheduler, leases = self.scheduler, self.kv_transfers.leases
+        fetches, tiers = self.kv_transfers.fetches, self.kv_transfers.tiers
         return EngineStats(
             draining=self.is_draining,
-            running=sum(request.slot is not None for request in self._open),
-            waiting=self._admission.num_waiting,
+            running=sum(request.slot is not None for request in self.open_requests),
+            waiting=self.admission.num_waiting,
             waiting_tokens=scheduler.waiting.tokens,
             free_blocks=scheduler.pool.num_free,
             total_blocks=scheduler.pool.total,
@@ -485,8 +490,8 @@ class Engine:
             leases=len(leases),
             leased_blocks=leases.num_blocks,
             num_steps=self._step,
-            num_accepted=self._admission.num_accepted,
-            num_refused=self._admission.num_refused,
+            num_accepted=self.admission.num_accepted,
+            num_refused=self.admission.num_refused,
             num_finished=dict(self._finished),
             num_prompt_tokens=self._counts["prompt_tokens"],
             num_cached_tokens=self._counts["cached_tokens"],
@@ -507,11 +512,11 @@ class Engine:
             num_draft_tokens=self._counts["draft_tokens"],
             num_accepted_tokens=self._counts["accepted_tokens"],
             num_wire_errors=wire_errors,
-            busy_s=self._throughput.busy_s,
+            busy_s=self.throughput.busy_s,
         )
 
     def check(self) -> None:
         """Check every invariant of slots, blocks and the prefix cache by brute force; for tests."""
         check_invariants(
-            self._scheduler, self._kv_transfers.leases, self._open, self._ended_in_flight
+            self.scheduler, self.kv_transfers.leases, self.open_requests, self._ended_in_flight
         )

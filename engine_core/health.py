@@ -20,7 +20,7 @@ LATE_FACTOR, LATE_S = 10.0, 10.0
 
 @dataclass(slots=True)
 class Health:
-    """Health of one worker."""
+    """Tracks whether one worker makes progress, is late or was stopped by a signal."""
 
     #: A worker stopped for this long counts as lost.
     patience_s: float

@@ -46,7 +46,7 @@ def check_invariants(
 
 
 def _check_slots(scheduler: Scheduler, requests: list[Request]) -> None:
-    slots = [request.slot for request in requests] + scheduler._free_slots
+    slots = [request.slot for request in requests] + scheduler.slots.free
     assert sorted(slots, key=str) == sorted(range(scheduler.limits.max_slots), key=str), "slots"
 
 

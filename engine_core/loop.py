@@ -100,12 +100,15 @@ class EngineLoop:
         self._clients = self._mailbox.clients
         worker_address = config.worker.address or config.address + ".worker"
         self._worker = WorkerLink(context, config.worker, worker_address)
-        self._engine: Engine | None = None  # until the worker is ready
+        #: None until the worker is ready.
+        self._engine: Engine | None = None
         self._model: ModelCard | None = None
+        #: Requester of the drain; "" until there is one.
         self.drained_by = ""
         #: When the worker started the oldest step in flight; None if there is none.
         self._step_started_at: float | None = None
-        self._num_refused_early = 0  # requests that gateways rejected from a cached refusal
+        #: Requests that gateways rejected from a cached refusal.
+        self._num_refused_early = 0
         self._health = Health(config.stopped_timeout_s)
         self._next_check_at = 0.0
         self._grammars = GrammarService(config.grammar_timeout_s)

@@ -83,6 +83,7 @@ class Request:
 
     # ---- identity
 
+    #: Identity of its client on the socket.
     client: bytes
     #: The client's number for the request.
     number: int
@@ -92,7 +93,9 @@ class Request:
     namespace: str
     #: Prompt tokens, then sampled tokens; int32. Only ever grows.
     tokens: array[int]
+    #: How many of `tokens` are the prompt.
     prompt_tokens: int
+    #: As sent by the client; `seed` and `max_total_tokens` are resolved.
     params: SamplingParams
     #: Drawn once. With the position it determines every sample, also after a preemption.
     seed: int
@@ -100,12 +103,14 @@ class Request:
     max_total_tokens: int
     #: Tokens that end it with "stop".
     stop_ids: frozenset[int]
+    #: Changed by `move` only.
     phase: RequestPhase = RequestPhase.ARRIVED
 
     # ---- order and deadlines, in seconds of the engine's clock
 
     #: Time of arrival, moved by its priority: the order among the requests of one account.
     queue_time: float = 0.0
+    #: Time of arrival, which the deadlines count from.
     arrived_at: float = 0.0
     #: It is too late if it has never had a slot by then.
     start_deadline: float = inf
@@ -118,7 +123,10 @@ class Request:
 
     # ---- slot, blocks and progress
 
+    #: Its row in the worker's buffers; None while it owns none.
     slot: int | None = None
+    #: Generation of `slot` while the request owns it.
+    slot_generation: int = 0
     #: Block ids of positions [0, len(blocks) * block_tokens).
     blocks: list[int] = field(default_factory=list)
     #: Chained hashes of the first full blocks, computed when first needed.
@@ -143,6 +151,7 @@ class Request:
     num_cached: int = 0
     #: Those of `num_cached` that another engine computed for this request.
     num_fetched: int = 0
+    #: How often it lost its slot and blocks.
     num_preemptions: int = 0
     #: Computed since the last admission; sent with the first token.
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -169,6 +178,7 @@ class Request:
     num_drafts: int = 0
     #: Those of `num_drafts` that are in the answer.
     num_accepted: int = 0
+    #: Time spent in each stage so far.
     stage_timer: StageTimer = field(default_factory=lambda: StageTimer(EngineClock()))
 
     @property

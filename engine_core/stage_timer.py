@@ -47,7 +47,7 @@ class StageTimer:
         """Switch to another stage; None means the request has ended.
 
         Once the first token exists, PREFILL counts as DECODE: tokens recomputed after a preemption
-        are no prefill.
+        are not prefill.
         """
         now = self._clock.now
         if self._stage is not None and now > self._since:

@@ -101,7 +101,7 @@ class WorkerLink:
         return None
 
     def _read(self, identity: bytes, frames: list[bytes]) -> FromWorker | None:
-        """Decode a message. Return None if it is no first message of a worker."""
+        """Decode a message. Return None if it is not a first message of a worker."""
         try:
             message = self._decoder.decode(frames)
         except WireError as error:

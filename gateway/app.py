@@ -2,45 +2,48 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import flask
 import msgspec
-from flask import Flask, Response, g, request
+from flask import Flask, Response, request
 from gunicorn.errors import AppImportError
 from werkzeug.exceptions import HTTPException, MethodNotAllowed
 
 from gateway.api.admin import routes as admin
-from gateway.api.anthropic import errors as anthropic_errors
 from gateway.api.anthropic import routes as anthropic
 from gateway.api.anthropic.models import VERSION_HEADER
+from gateway.api.anthropic.responses import error_body as anthropic_error_body
 from gateway.api.openai import routes as openai
-from gateway.api.openai.errors import error_body
+from gateway.api.openai.responses import ErrorAnswer, error_body
 from gateway.api.render import routes as rendering
 from gateway.api.responses import routes as responses
-from gateway.api.responses.kept import routes as kept_responses
+from gateway.api.responses import stored_routes
+from gateway.api.responses.events import interrupted_response
 from gateway.api.resume import routes as streams
 from gateway.api.tokens import routes as tokens
 from gateway.auth.gate import Gate, Visit
 from gateway.auth.scopes import Scopes
 from gateway.auth.target import path_in, printable
-from gateway.context import REQUEST_ID_HEADER, RequestContext, request_id_from
+from gateway.config import config_from_environment
+from gateway.context import REQUEST_ID_HEADER, RequestContext
 from gateway.generation.group import ClientGone
 from gateway.generation.record import CLIENT_CLOSED_REQUEST, RequestRecord
-from gateway.http import openapi_routes as openapi
 from gateway.http.client_socket import client_socket, linger
 from gateway.http.errors import HTTPFault, fault_of, internal_fault, plain_fault
 from gateway.http.near_routes import NearRoutes
+from gateway.http.openapi import document
+from gateway.http.route import Operation, Route, Routes, json_response
 from gateway.observe import access_log
 from gateway.observe.tracing import HEADERS
+from gateway.served_model import version
 from gateway.service import Service
+from gateway.store.runs import RESPONSE, STREAM
 from protocol.config.gateway import GatewayConfig
 from protocol.errors import ServingError
 
-CONFIG_VARIABLE = "TIDEGATE_GATEWAY"
 EXTENSION = "tidegate"
 CANNOT_START = "the gateway cannot start: "
 IGNORED_HEADER = "x-ignored-fields"
@@ -52,15 +55,42 @@ NOT_READ = (400, 401, 403, 404, 405, 415, 429, 503)
 """Statuses that may be sent before the body was read."""
 UNREAD_BODY_BYTES = 1 << 16
 """A longer unread body is not read: the connection is closed after the response."""
-QUIET = frozenset(
-    {"admin.livez", "admin.startupz", "admin.readyz", "admin.health", "admin.metrics"}
+CONTEXT, VISIT = "tidegate.context", "tidegate.visit"
+"""Keys of WSGI's environment. Only this module reads them; views get the context."""
+INTERRUPT = {RESPONSE: interrupted_response, STREAM: streams.interrupted_stream}
+"""Kind of a detached run -> how it ends if its process dies."""
+own_routes = Routes("Operators", ErrorAnswer)
+
+
+@own_routes.get("/openapi.json", about="This document.", gives=dict[str, Any])
+def openapi_document(service: Service, context: RequestContext) -> Response:
+    return json_response(encoded_document())
+
+
+ROUTES: tuple[Route, ...] = (
+    *openai.routes,
+    *responses.routes,
+    *stored_routes.routes,
+    *streams.routes,
+    *anthropic.routes,
+    *tokens.routes,
+    *rendering.routes,
+    *admin.routes,
+    *own_routes,
 )
+"""The routes of all APIs."""
+PROBES = frozenset(route.endpoint for route in ROUTES if route.is_probe)
 """Health checks and scrapes, which come every few seconds: counted, not logged."""
 
 
-def config_from_environment() -> GatewayConfig:
-    """Return the config that `tidegate serve` passes as JSON, or the defaults without it."""
-    return msgspec.json.decode(os.environ.get(CONFIG_VARIABLE, "{}"), type=GatewayConfig)
+def operations() -> list[Operation]:
+    return [route.operation for route in ROUTES]
+
+
+@cache
+def encoded_document() -> bytes:
+    """Return the OpenAPI document, built on the first call."""
+    return msgspec.json.encode(document(operations(), version()))
 
 
 def create_app(config: GatewayConfig | None = None) -> Flask:
@@ -73,17 +103,16 @@ def create_app(config: GatewayConfig | None = None) -> Flask:
     app = Flask(__name__, static_folder=None)
     app.url_map.merge_slashes = False  # only the canonical path is served: see auth/target.py
     try:
-        service = Service(config if config is not None else config_from_environment())
+        service = Service(config if config is not None else config_from_environment(), INTERRUPT)
     except ValueError as error:
         raise AppImportError(f"{CANNOT_START}{error}") from None
     app.extensions[EXTENSION] = service
-    for part in (openai, responses, kept_responses, streams, anthropic, tokens, rendering, admin):
-        app.register_blueprint(part.blueprint(service))
-    app.register_blueprint(openapi.blueprint())
+    for route in ROUTES:
+        _add_route(app, service, route)
     try:
         gate = Gate(
             service.config,
-            Scopes(app.url_map.iter_rules(), openapi.operations()),
+            Scopes(app.url_map.iter_rules(), operations()),
             lambda: service.keys.keyring,
         )
     except ValueError as error:
@@ -93,45 +122,58 @@ def create_app(config: GatewayConfig | None = None) -> Flask:
     return app
 
 
+def _add_route(app: Flask, service: Service, route: Route) -> None:
+    def view(**variables: str) -> Response:
+        return route.view(service, _context(), **variables)
+
+    rule, methods = route.operation.rule, [route.operation.method]
+    app.add_url_rule(rule, route.endpoint, view, methods=methods)
+
+
+def _context() -> RequestContext:
+    context: RequestContext = request.environ[CONTEXT]
+    return context
+
+
 def _frame_requests(app: Flask, service: Service, gate: Gate) -> None:
     @app.before_request
     def begin() -> Response | None:
         service.start()
-        visit: Visit = _visit()
-        g.visit = visit
-        g.context = RequestContext(
+        visit = request.environ[VISIT] = _visit()
+        is_probe = request.endpoint in PROBES
+        context = request.environ[CONTEXT] = RequestContext(
             service.metrics,
             method=request.method,
             path=printable(path_in(visit.target)),
             route=visit.rule or "other",
-            request_id=request_id_from(request.headers.get(REQUEST_ID_HEADER)),
-            is_probe=request.endpoint in QUIET,
-            on_close=_listeners(service),
+            headers=request.headers,
+            environ=request.environ,
+            is_probe=is_probe,
+            on_close=_listeners(service, is_probe=is_probe),
         )
         if gate.answers_preflight(visit):
             gate.check_target(visit)
             return flask.Response(status=204)
-        g.caller = gate.admit(visit)
-        g.context.caller = g.caller.name
+        context.caller = gate.admit(visit)
         return None
 
     @app.after_request
     def end(response: Response) -> Response:
-        context: RequestContext = g.context
-        response.headers.update(gate.cors_headers(g.visit))
+        context = _context()
+        response.headers.update(gate.cors_headers(request.environ[VISIT]))
         response.headers[REQUEST_ID_HEADER] = context.request_id
         if _is_anthropic():
             response.headers[ANTHROPIC_REQUEST_ID_HEADER] = context.request_id
-        if ignored := g.get("ignored"):  # fields that had no effect
-            response.headers[IGNORED_HEADER] = ", ".join(ignored)
+        if context.ignored:
+            response.headers[IGNORED_HEADER] = ", ".join(context.ignored)
         if not context.is_streaming:  # a stream closes its context itself when it ends
             context.close(response.status_code)
         return response
 
 
-def _listeners(service: Service) -> list[Callable[[RequestRecord], None]]:
+def _listeners(service: Service, *, is_probe: bool) -> list[Callable[[RequestRecord], None]]:
     """Return the functions that get the record of the current request."""
-    logs = service.config.log_requests and request.endpoint not in QUIET
+    logs = service.config.log_requests and not is_probe
     listeners: list[Callable[[RequestRecord], None]] = [access_log.log_request] if logs else []
     if service.tracing is not None:
         carrier = {name: request.headers[name] for name in HEADERS if name in request.headers}
@@ -165,7 +207,7 @@ def _handle_errors(app: Flask) -> None:
     def protocol_error(error: HTTPException) -> Response:
         message = error.description or error.name
         if error is request.routing_exception:
-            path = path_in(g.visit.target)
+            path = path_in(request.environ[VISIT].target)
             if isinstance(error, MethodNotAllowed):
                 message = near_routes.not_allowed(request.method, path, error.valid_methods or ())
             else:
@@ -197,8 +239,7 @@ def _is_below(path: str) -> bool:
 
 def _response(fault: HTTPFault) -> Response:
     if _is_anthropic():
-        context: RequestContext = g.context
-        body = anthropic_errors.error_body(fault, context.request_id)
+        body = anthropic_error_body(fault, _context().request_id)
     else:
         body = error_body(fault)
     is_last = fault.status in LEAVE_BODY or (fault.status in NOT_READ and _has_long_body())

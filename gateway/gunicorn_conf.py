@@ -17,18 +17,17 @@ import sys
 import tempfile
 from typing import Any
 
-import msgspec
 from gunicorn.errors import AppImportError
 from gunicorn.glogging import Logger as GunicornLogger
 from gunicorn.workers.ggevent import GeventWorker
 
-from protocol.config.gateway import GatewayConfig
+from gateway.config import config_from_environment
 from protocol.exit_codes import ExitCode
 from protocol.lifeline import attach_to_parent, die_with_parent
 
 _parent = attach_to_parent(signal.SIGTERM)
 
-_config = msgspec.json.decode(os.environ.get("TIDEGATE_GATEWAY", "{}"), type=GatewayConfig)
+_config = config_from_environment()
 
 bind = (
     f"[{_config.host}]:{_config.port}" if ":" in _config.host else f"{_config.host}:{_config.port}"
@@ -49,7 +48,7 @@ class GatewayWorker(GeventWorker):  # type: ignore[misc]
 
     def handle_request(self, listener_name: Any, req: Any, sock: Any, addr: Any) -> Any:
         """Refuse transfer codings other than chunked. gunicorn would pass on the coded body."""
-        from gateway.http import unparsed
+        from gateway import unparsed
 
         unparsed.check_transfer_coding(req.headers)
         return super().handle_request(listener_name, req, sock, addr)
@@ -64,12 +63,12 @@ class GatewayWorker(GeventWorker):  # type: ignore[misc]
 
     def handle_error(self, _req: Any, client: Any, _addr: Any, exc: BaseException) -> None:
         """Answer with JSON. gunicorn itself would log the unparsed request and send HTML."""
-        from gateway.http import unparsed
+        from gateway import unparsed
 
         unparsed.answer(_service(self), client, exc)
 
     def handle_quit(self, sig: int, frame: Any) -> None:
-        """End open answers with an error now, then leave as after SIGTERM."""
+        """End open answers with an error now, then exit as after SIGTERM."""
         self.alive = False
         if getattr(self, "wsgi", None) is not None:  # not set while it starts
             _service(self).ends_at_once = True
@@ -131,7 +130,10 @@ def post_fork(_server: Any, _worker: Any) -> None:
 
 def post_worker_init(worker: Any) -> None:
     """Called in the worker after the application was created."""
+    from gateway.http.client_socket import takeover_obstacle
+
     service = _service(worker)
+    service.obstacle = takeover_obstacle(worker)
     service.is_draining = lambda: not worker.alive
     service.give_up = _give_up
     service.start()
@@ -159,13 +161,14 @@ def post_request(worker: Any, req: Any, environ: Any, _resp: Any) -> None:
 
 
 def worker_exit(_server: Any, worker: Any) -> None:
-    """Called in the worker at its end. Closing tells the engine to abort open requests at once."""
+    """Called in the worker at its end. Closing makes the engine abort open requests at once."""
     if getattr(worker, "wsgi", None) is not None:  # it may have failed to start
         _service(worker).close()
 
 
 def _service(worker: Any) -> Any:
-    """Return the worker's `Service`. The master imports no gateway module except logging."""
+    """Return the worker's `Service`. The master imports only the config and logging of the
+    gateway."""
     return worker.wsgi.extensions["tidegate"]
 
 

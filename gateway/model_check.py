@@ -8,23 +8,21 @@ of ExitCode. No port is opened, and no engine is contacted.
 
 from __future__ import annotations
 
-import os
 import sys
 
 import msgspec
 
-from gateway.limited.tokenizer import trial_process, try_tokenizer
+from gateway.config import config_from_environment
+from gateway.sandbox.clients import TemplateProcesses, trial_process, try_tokenizer
 from protocol.config.gateway import GatewayConfig
 from protocol.exit_codes import ExitCode
 from protocol.model_card import ModelCard
-
-CONFIG_VARIABLE = "TIDEGATE_GATEWAY"
 
 
 def main() -> int:
     trial = trial_process()
     trial.start()
-    config = msgspec.json.decode(os.environ.get(CONFIG_VARIABLE, "{}"), type=GatewayConfig)
+    config = config_from_environment()
     card = msgspec.json.decode(sys.stdin.buffer.read(), type=ModelCard)
     try:
         try_tokenizer(card.tokenizer, trial)
@@ -39,7 +37,6 @@ def _check_formats(card: ModelCard, config: GatewayConfig) -> int:
     """Check the named formats by making the model usable, as a gateway does."""
     from gateway.engine.null import limits_without_engine  # most starts do not need these modules
     from gateway.formats.model_format import WrongOption
-    from gateway.limited.templates import TemplateProcesses
     from gateway.served_model import ModelOptions, ServedModel
 
     templates = TemplateProcesses()

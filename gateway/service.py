@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Unpack
 
 import gevent
 from gevent import get_hub
 from gevent.lock import Semaphore
 
 from gateway import malloc
-from gateway.api.admin.activity import doing
-from gateway.api.admin.responses import EngineFacts, EngineState, GatewayFacts
 from gateway.auth.keys import KeyWatch
+from gateway.context import RequestContext
 from gateway.engine.base import EngineClient
 from gateway.engine.client import ZmqEngineClient
 from gateway.engine.disaggregated import DisaggregatedClient
@@ -31,15 +30,15 @@ from gateway.generation.group import ChoiceGroup
 from gateway.generation.request import PromptRequest
 from gateway.generation.timeline import Timeline
 from gateway.http.body import BodyReader
-from gateway.http.client_socket import IdleConnections
+from gateway.http.client_socket import NOT_GUNICORN, IdleConnections, describe_writing
 from gateway.http.json_size import MAX_TOKEN_IDS, JsonBounds
-from gateway.http.timeouts import RequestTimeouts
-from gateway.limited.templates import TemplateProcesses
-from gateway.limited.tokenizer import trial_process, try_tokenizer
+from gateway.http.sse import LAST_EVENT_HEADER
 from gateway.observe.metrics import Metrics
 from gateway.observe.tracing import tracing_to
+from gateway.sandbox.clients import TemplateProcesses, trial_process, try_tokenizer
 from gateway.served_model import ModelOptions, ServedModel
-from gateway.store.persistence import Persistence
+from gateway.store.database import Interrupt
+from gateway.store.runs import Persistence
 from gateway.threads import result_of
 from protocol.cluster_key import read_cluster_key
 from protocol.config.gateway import GatewayConfig
@@ -47,15 +46,13 @@ from protocol.errors import Draining, EngineLost, EngineNotReady, ServingError, 
 from protocol.exit_codes import ExitCode
 from protocol.messages import Account, Limits
 from protocol.model_card import ModelCard
+from protocol.session import GenerateOptions
 from protocol.sockets import engine_address
 
 log = logging.getLogger(__name__)
 
 WATCH_S = 0.1
 KEYS_POLL_S = 1.0
-FRESH_S = 1.9
-"""With an older heartbeat the gateway is not ready, although the engine's lease may still be valid.
-Heartbeats arrive about every PING_EVERY_S."""
 
 
 def offload(work: Callable[[], list[int]]) -> list[int]:
@@ -81,17 +78,19 @@ def _engine_of(config: GatewayConfig, metrics: Metrics) -> EngineClient:
 
 
 class Service:
-    """See the module. The server that runs it sets these attributes:
+    """State that all routes of one process share. The server that runs it sets these attributes:
 
     is_draining   returns whether this process is shutting down
-    ends_at_once  open answers end now, with an error, instead of continuing for `drain_s`
-    give_up       called if the first model cannot be served, with the reason and an exit code, or
-                  None for gunicorn's
+    ends_at_once  whether open answers end now, with an error, instead of continuing for `drain_s`
+    give_up       called with a reason and an exit code if the first model cannot be served; the
+                  code None stands for gunicorn's own
+    obstacle      why streams are not written directly to the clients' sockets; None if they are
 
-    The constructor raises ValueError if an option of `config` is invalid.
+    The constructor raises ValueError if an option of `config` is invalid. For `interrupt` see
+    `store.database.Database`.
     """
 
-    def __init__(self, config: GatewayConfig) -> None:
+    def __init__(self, config: GatewayConfig, interrupt: Mapping[str, Interrupt]) -> None:
         self.config = config
         self.templates = TemplateProcesses()
         self.options = ModelOptions.of(config, self.templates)
@@ -102,11 +101,12 @@ class Service:
         self.is_draining: Callable[[], bool] = lambda: False
         self.ends_at_once = False
         self.give_up: Callable[[str, ExitCode | None], None] = lambda why, code: None
+        self.obstacle: str | None = NOT_GUNICORN
         self.tracing = tracing_to(config.otlp_traces_endpoint, self._model_name)
         self.idle_connections = IdleConnections()
-        self.persistence = Persistence.of(config)
-        self._since = time.monotonic()
-        self._answers: set[ChoiceGroup] = set()
+        self.persistence = Persistence.from_config(config, interrupt)
+        self.started_at = time.monotonic()
+        self._groups: set[ChoiceGroup] = set()
         self._refusal_cache = RefusalCache()
         self._watch: gevent.Greenlet[..., None] | None = None
         self._preparing = Semaphore(1)
@@ -133,7 +133,7 @@ class Service:
         if self.persistence is not None:
             while self.persistence.is_busy and self._watch is not None:
                 if not self.is_draining():
-                    self._end_answers()
+                    self._end_groups()
                 gevent.sleep(WATCH_S)
         if self._watch is not None:
             self._watch.kill()
@@ -160,11 +160,11 @@ class Service:
             draining_since = draining_since or time.monotonic()
             self.idle_connections.close()
             if self.ends_at_once or time.monotonic() - draining_since >= self.config.drain_s:
-                self._end_answers()
+                self._end_groups()
 
-    def _end_answers(self) -> None:
-        for answer in list(self._answers):
-            answer.fail(self._shutdown_error())
+    def _end_groups(self) -> None:
+        for group in list(self._groups):
+            group.fail(self._shutdown_error())
 
     def _shutdown_error(self) -> ServingError:
         """Return the error that ends an open answer when this process shuts down."""
@@ -208,10 +208,11 @@ class Service:
         return None
 
     def _current(self) -> ServedModel:
-        """Return the served model, prepared again after each Welcome.
+        """Return the served model. Prepare it again after each Welcome, because the engine may have
+        restarted with another model.
 
-        The engine may have restarted with another model. Raises ValueError if the model cannot be
-        served; it is prepared, and the error is logged, only once.
+        Raises ValueError if the model cannot be served. Later calls with the same model raise the
+        same error without preparing the model or logging again.
         """
         card, limits = self.engine.model, self.engine.limits
         assert card is not None
@@ -227,6 +228,11 @@ class Service:
             served = self._served = self._prepared(card, limits)
             self._served_card = card
         return served
+
+    @property
+    def has_served(self) -> bool:
+        """Whether a model has become available since the start."""
+        return self._served is not None
 
     def _model_name(self) -> str:
         """Return the name of the model that was served last, or ""."""
@@ -246,10 +252,11 @@ class Service:
             raise
         malloc.give_back()
         log.info(
-            "serving %s after %.2f s of preparation; formats: %s",
+            "serving %s after %.2f s of preparation; formats: %s; %s",
             served.names[0],
             time.monotonic() - started_at,
             served.output_format.why,
+            describe_writing(self.obstacle),
         )
         if (why := served.renderer.why_unusable) is not None:
             log.warning("chat requests will be refused: %s", why)
@@ -264,34 +271,31 @@ class Service:
         else:
             try_tokenizer(tokenizer, trial)
 
-    def answer(
+    def new_group(
         self,
-        asks: Sequence[PromptRequest],
-        *,
-        namespace: str,
-        priority: int,
-        labels: Sequence[str],
-        account: Account | None,
-        journal: Timeline,
-        patience: RequestTimeouts,
+        prompt_requests: Sequence[PromptRequest],
+        timeline: Timeline,
+        **options: Unpack[GenerateOptions],
     ) -> ChoiceGroup:
         """Return a new group that is not open yet. Call `forget` when it has ended."""
-        answer = ChoiceGroup(
+        group = ChoiceGroup(
             self.engine,
-            asks,
-            namespace=namespace,
-            priority=priority,
-            labels=labels,
-            account=account,
-            journal=journal,
+            prompt_requests,
+            timeline=timeline,
             on_free=self.metrics.free_s.observe,
-            patience=patience,
+            **options,
         )
-        self._answers.add(answer)
-        return answer
+        self._groups.add(group)
+        return group
 
-    def raise_cached_refusal(self, account: Account | None) -> None:
-        """Raise the engine's last refusal of this account, if it is still valid."""
+    def raise_cached_refusal(self, context: RequestContext) -> None:
+        """Raise the engine's last refusal of this caller's account, if it is still valid.
+
+        Call this before rendering a prompt. It does not apply to a client that resumes a stream.
+        """
+        if context.headers.get(LAST_EVENT_HEADER, ""):
+            return
+        account = context.caller.account
         refusal = self._refusal_cache.get(account, time.monotonic())
         if refusal is not None:
             self.engine.lines[0].engine.count_cached_refusal()
@@ -307,56 +311,5 @@ class Service:
         limits = self.engine.limits
         return JsonBounds.with_ids(num_prompts * (limits.max_len if limits else MAX_TOKEN_IDS))
 
-    def forget(self, answer: ChoiceGroup) -> None:
-        self._answers.discard(answer)
-
-    def readiness(self) -> tuple[bool, dict[str, object]]:
-        """Return whether this process is ready for requests, and the details."""
-        trouble = self.trouble()
-        silence_s = self.engine.silence_s
-        why = trouble.message if trouble is not None else None
-        if why is None and silence_s is not None and silence_s > FRESH_S:
-            why = f"the engine has been silent for {silence_s:.1f} s"
-        facts: dict[str, object] = {"ready": why is None, "why": why, **self.processes()}
-        for role in dict.fromkeys(line.role for line in self.engine.lines if line.role):
-            lines = [line for line in self.engine.lines if line.role == role]
-            facts[role] = [_state_of(line.engine) for line in lines]
-        return why is None, facts
-
-    def startup(self) -> tuple[bool, dict[str, object]]:
-        """Return whether a model has ever been served, and the details."""
-        has_begun = self._served is not None
-        trouble = None if has_begun else self.trouble()
-        why = None if trouble is None else trouble.message
-        return has_begun, {"started": has_begun, "why": why, **self.processes()}
-
-    def processes(self) -> dict[str, object]:
-        """Return facts about this process, the engine and its worker."""
-        age_s = time.monotonic() - self._since
-        engine = EngineFacts(
-            epoch=self.engine.epoch,
-            silence_s=_rounded(self.engine.silence_s),
-            **doing(self.engine.stats, self.engine.limits),
-        )
-        own = GatewayFacts(pid=os.getpid(), draining=self.is_draining(), age_s=round(age_s, 3))
-        return {"gateway": own, "engine": engine}
-
-
-def _rounded(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds, 3)
-
-
-def _state_of(engine: ZmqEngineClient) -> EngineState:
-    trouble, stats = engine.trouble(), engine.stats
-    return EngineState(
-        address=engine.address,
-        ready=trouble is None,
-        why=None if trouble is None else trouble.message,
-        epoch=engine.epoch,
-        silence_s=_rounded(engine.silence_s),
-        running=stats.running if stats else None,
-        waiting=stats.waiting if stats else None,
-        waiting_tokens=stats.waiting_tokens if stats else None,
-        free_blocks=stats.free_blocks if stats else None,
-        total_blocks=stats.total_blocks if stats else None,
-    )
+    def forget(self, group: ChoiceGroup) -> None:
+        self._groups.discard(group)

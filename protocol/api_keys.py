@@ -102,9 +102,7 @@ def check_key(key: str) -> None:
 
 
 def digest_of(key: str) -> str:
-    """Return 64 hex digits. The prefix _DOMAIN separates them from other digests of the same
-    text.
-    """
+    """Return 64 hex digits, which differ from all other digests of the same text."""
     return hashlib.sha256(_DOMAIN + key.encode()).hexdigest()
 
 
@@ -124,9 +122,7 @@ def parse(text: str) -> dict[str, KeyEntry]:
 
 
 def read_text(path: str) -> str:
-    """Return the content of the file. Raises ValueError if it cannot be read, or others can write
-    to it.
-    """
+    """Return the content of the file. Raises ValueError if others can write to it."""
     try:
         with open(path, "rb") as file:
             info = os.fstat(file.fileno())

@@ -48,10 +48,7 @@ class Array:
 
     @classmethod
     def of(cls, values: Iterable[float], shape: Sequence[int] | None = None) -> Self:
-        """Copy `values`, in row order.
-
-        Raises OverflowError or TypeError if a value has the wrong type.
-        """
+        """Copy `values`, in row order. Raises OverflowError or TypeError for a wrong value."""
         return cls(array(cls.typecode, values), shape)
 
     def tolist(self) -> list[Any]:

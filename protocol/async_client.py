@@ -14,71 +14,43 @@ alias of `AsyncClient`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-import weakref
-from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Self
 
 import zmq
 
 from protocol import sockets, wire
-from protocol.client import params_from
+from protocol.client import BaseClient, OpenGeneration, checked_reply
 from protocol.cluster_key import read_cluster_key
-from protocol.errors import EngineNotReady, WireError, error_from
-from protocol.grammar import Grammar
+from protocol.errors import EngineNotReady, WireError
 from protocol.messages import (
     AbortByLabel,
     Aborted,
-    Accepted,
     Drain,
     EngineStatus,
     GetStatus,
-    Hello,
-    Limits,
     Output,
-    Ping,
-    Profile,
     Profiled,
-    Refused,
     ToClient,
-    ToEngine,
 )
-from protocol.model_card import ModelCard
-from protocol.sampling import SamplingParams
-from protocol.session import RequestReport, Session
-from protocol.stats import EngineStats
 
 TICK_S = 0.25
 _MAX_MESSAGES_PER_TURN = 256
 
 
-class AsyncGeneration(AsyncIterator[Output]):
+class AsyncGeneration(OpenGeneration, AsyncIterator[Output]):
     """The answer to one prompt, as a stream. Iteration ends after the output that carries `finish`.
 
     Raises, at the next step: RequestError if the engine refused the request, EngineError if it
     failed.
     """
 
-    def __init__(self, request: int, reports: asyncio.Queue[Any], close: Any) -> None:
-        self.request = request
-        self._reports = reports
-        self._ended = False
-        self.close = weakref.finalize(self, close, request)
-        self.close.atexit = False
-
     async def __anext__(self) -> Output:
         while not self._ended:
-            report = await self._reports.get()
-            if isinstance(report, Accepted):
-                continue
-            if isinstance(report, Refused):
-                self._ended = True
-                raise error_from(report.error)
-            self._ended = report.finish is not None
-            if report.finish == "error":
-                raise error_from(report.error)
-            return report  # type: ignore[no-any-return]
+            if (output := self._output(await self._reports.get())) is not None:
+                return output
         raise StopAsyncIteration
 
     async def tokens(self) -> list[int]:
@@ -86,7 +58,7 @@ class AsyncGeneration(AsyncIterator[Output]):
         return [token async for output in self for token in output.tokens]
 
 
-class AsyncClient:
+class AsyncClient(BaseClient[AsyncGeneration]):
     """A connection to a running engine, from `start` (or `async with`) to `close`.
 
     address       the address printed by `tidegate serve`; default: the engine of the server on port
@@ -105,13 +77,11 @@ class AsyncClient:
         wait_s: float = 10.0,
         cluster_key: str = "",
     ) -> None:
+        super().__init__(name)
         self._address = address or sockets.engine_address()
         self._key = read_cluster_key(cluster_key)
         sockets.check_address(self._address, self._key)
         self._wait_s = wait_s
-        self._session = Session(name)
-        self._queues: dict[int, asyncio.Queue[Any]] = {}
-        self._outbox: deque[ToEngine] = deque()
         self._decoder: wire.Decoder[ToClient] = wire.Decoder(ToClient)
         self._ready = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -127,15 +97,14 @@ class AsyncClient:
         for fd in self._fds:
             self._loop.add_reader(fd, self._receive_pending)
         self._tick()
-        try:
-            async with asyncio.timeout(self._wait_s):
-                await self._ready.wait()
-        except TimeoutError:
-            await self.close()
-            raise EngineNotReady(f"no engine answered at {self._address}") from None
-        except BaseException:
-            await self.close()
-            raise
+        async with contextlib.AsyncExitStack() as on_failure:
+            on_failure.push_async_callback(self.close)
+            try:
+                async with asyncio.timeout(self._wait_s):
+                    await self._ready.wait()
+            except TimeoutError:
+                raise EngineNotReady(f"no engine answered at {self._address}") from None
+            on_failure.pop_all()
 
     async def close(self) -> None:
         """Disconnect; open requests are aborted. May be called twice."""
@@ -143,6 +112,7 @@ class AsyncClient:
             return
         self._ticking.cancel()
         self._ticking = None
+        self._is_closed = True
         for fd in self._fds:
             self._loop.remove_reader(fd)
         self._outbox.append(self._session.goodbye())
@@ -157,138 +127,57 @@ class AsyncClient:
     async def __aexit__(self, *exception: object) -> None:
         await self.close()
 
-    @property
-    def model(self) -> ModelCard:
-        assert self._session.model is not None
-        return self._session.model
+    def _generation(self, request: int, reports: Any) -> AsyncGeneration:
+        return AsyncGeneration(request, reports, self._abort_from_anywhere)
 
-    @property
-    def limits(self) -> Limits:
-        assert self._session.limits is not None
-        return self._session.limits
-
-    @property
-    def stats(self) -> EngineStats:
-        """As of the last heartbeat, at most about a second old."""
-        return self._session.stats
-
-    def generate(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParams | None = None,
-        *,
-        namespace: str = "",
-        priority: int = 0,
-        grammar: Grammar | None = None,
-        labels: Sequence[str] = (),
-        timeout_s: float = 0.0,
-        queue_timeout_s: float = 0.0,
-        **options: Any,
-    ) -> AsyncGeneration:
-        """Start a generation. Give the sampling parameters as `params`, or its fields as
-        keywords.
-        """
-        message = self._session.generate(
-            prompt,
-            params_from(params, options),
-            namespace=namespace,
-            priority=priority,
-            grammar=grammar,
-            labels=list(labels),
-            timeout_s=timeout_s,
-            queue_timeout_s=queue_timeout_s,
-        )
-        reports = self._open(message.request, message)
-        return AsyncGeneration(message.request, reports, self._abort_from_anywhere)
+    def _new_queue(self) -> Any:
+        return asyncio.Queue()
 
     async def abort_by_label(self, names: Sequence[str], *, everything: bool = False) -> Aborted:
-        """Abort every request with one of these names (a label, or a name from EngineStatus), or
-        all requests, whichever client sent them.
-
-        Raises EngineError if there is no engine, or it is lost before it answers.
-        """
-        report = await self._request_reply(
-            self._session.abort_by_label(names, everything=everything)
+        """Abort requests of any client by name, as `Client.abort_by_label` does."""
+        aborted: Aborted = await self._request_reply(
+            lambda: self._session.abort_by_label(names, everything=everything)
         )
-        assert isinstance(report, Aborted)
-        return report
+        return aborted
 
     async def get_status(self, max_rows: int = 100) -> EngineStatus:
-        """Return the status of the engine, with at most `max_rows` requests, the oldest first.
-
-        Raises EngineError if there is no engine, or it is lost before it answers.
-        """
-        report = await self._request_reply(self._session.get_status(max_rows))
-        assert isinstance(report, EngineStatus)
-        return report
+        """Return the status of the engine, as `Client.get_status` does."""
+        status: EngineStatus = await self._request_reply(lambda: self._session.get_status(max_rows))
+        return status
 
     async def profile(self, steps: int, directory: str, *, wait_s: float | None = None) -> Profiled:
-        """Record the next `steps` steps of the worker, as a Chrome trace in `directory` on the
-        engine machine. Waits until the file is written; without requests there are no steps.
-        Cancelling the wait ends the recording.
-
-        Raises InvalidRequest if another recording is running or `directory` is not allowed,
-        EngineError if recording failed or there is no engine, TimeoutError after `wait_s`.
-        """
-        message = self._session.profile(steps, directory)
-        try:
-            async with asyncio.timeout(wait_s):
-                report = await self._request_reply(message)
-        except BaseException as error:
-            self._abort(message.request)
-            if isinstance(error, TimeoutError):
+        """Record steps of the worker, as `Client.profile` does. Cancelling the wait ends it."""
+        request, reports = self._open(lambda: self._session.profile(steps, directory))
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(self._abort, request)
+            try:
+                async with asyncio.timeout(wait_s):
+                    report = await reports.get()
+            except TimeoutError:
                 raise TimeoutError(f"no profile after {wait_s:g} s") from None
-            raise
-        assert isinstance(report, Profiled)
-        return report
+            on_failure.pop_all()
+        profiled: Profiled = checked_reply(report)
+        return profiled
 
     async def drain(self) -> None:
         """Make the engine finish its requests, refuse new ones, and exit."""
         self._send(Drain())
 
-    async def _request_reply(self, message: AbortByLabel | GetStatus | Profile) -> Any:
-        """Send the message and wait for its only reply. Raises the error that the engine
-        reports.
-        """
-        report = await self._open(message.request, message).get()
-        if isinstance(report, Aborted | EngineStatus | Profiled):
-            return report
-        raise error_from(report.error)
-
-    def _open(self, request: int, message: ToEngine) -> asyncio.Queue[Any]:
-        reports: asyncio.Queue[Any] = asyncio.Queue()
-        self._queues[request] = reports
-        self._send(message)
-        return reports
+    async def _request_reply(self, make_message: Callable[[], AbortByLabel | GetStatus]) -> Any:
+        _, reports = self._open(make_message)
+        return checked_reply(await reports.get())
 
     def _abort_from_anywhere(self, request: int) -> None:
         """Abort from any thread, as garbage collection does, even after the loop has ended."""
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._abort, request)
 
-    def _abort(self, request: int) -> None:
-        self._queues.pop(request, None)
-        message = self._session.abort(request)
-        if message is not None and self._ticking is not None:
-            self._send(message)
-
     # ---- the socket: its file descriptor is edge-triggered, and sending consumes the edge
 
-    def _send(self, message: ToEngine) -> None:
-        self._outbox.append(message)
+    def _flush(self) -> None:
         self._send_queued()
         assert self._loop is not None
         self._loop.call_soon(self._receive_pending)
-
-    def _send_queued(self) -> None:
-        while self._outbox:
-            try:
-                self._socket.send_multipart(wire.encode(self._outbox[0]), zmq.NOBLOCK)
-            except zmq.Again:  # the engine does not read; drop heartbeats, which are repeated
-                kept = (m for m in self._outbox if not isinstance(m, Hello | Ping))
-                self._outbox = deque(kept)
-                return
-            self._outbox.popleft()
 
     def _tick(self) -> None:
         assert self._loop is not None
@@ -334,14 +223,6 @@ class AsyncClient:
             if self._session.has_stats:
                 self._ready.set()
         return False
-
-    def _deliver(self, reports: list[RequestReport]) -> None:
-        for request, report in reports:
-            reports_queue = self._queues.get(request)
-            if reports_queue is not None:
-                reports_queue.put_nowait(report)
-                if request not in self._session.open:
-                    del self._queues[request]
 
 
 AsyncEngine = AsyncClient

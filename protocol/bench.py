@@ -53,33 +53,27 @@ class StepBench(Config, frozen=True, kw_only=True):
 
 
 class StepBenchReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
-    """The setup that is about to be measured. phases: seconds of each start-up phase."""
+    """The setup that is about to be measured."""
 
     model: str
     dtype: str
     device: str
     threads: int
-    phases: list[tuple[str, float]]
+    phases: list[tuple[str, float]]  #: seconds of each start-up phase
 
 
 class StepTiming(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
-    """Times of one kind of step. They are of whole steps, timed without looking at their parts.
-
-    step_s     median
-    best_s, p90_s   fastest step, and 90th percentile
-    watched_s  median of further steps whose parts were timed; the difference is the cost of timing
-    parts_s    mean of each of PARTS in these further steps
-    """
+    """Times of one kind of step, measured without timing its parts."""
 
     batch: int
     context: int
     new_tokens: int
     steps: int
-    step_s: float
+    step_s: float  #: median
     best_s: float
     p90_s: float
-    watched_s: float
-    parts_s: dict[str, float]
+    watched_s: float  #: median of further steps whose parts were timed, too
+    parts_s: dict[str, float]  #: mean of each of PARTS in these further steps
 
 
 StepBenchLine = StepBenchReady | StepTiming

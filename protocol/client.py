@@ -18,9 +18,11 @@ import queue
 import threading
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Self
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Generic, Self, TypeVar
 
 import msgspec
 import zmq
@@ -35,11 +37,13 @@ from protocol.messages import (
     Accepted,
     Drain,
     EngineStatus,
+    Generate,
     GetStatus,
     Hello,
     Limits,
     Output,
     Ping,
+    Profile,
     Profiled,
     Refused,
     ToClient,
@@ -50,33 +54,40 @@ from protocol.sampling import SamplingParams
 from protocol.session import RequestReport, Session
 from protocol.stats import EngineStats
 
+AnyGeneration = TypeVar("AnyGeneration")
 
-class Generation(Iterator[Output]):
-    """The answer to one prompt, as a stream. Iteration ends after the output that carries `finish`.
 
-    Raises, at the next step: RequestError if the engine refused the request, EngineError if it
-    failed.
-    """
+class OpenGeneration:
+    """The state of an open generation: its request, and the queue of the reports on it."""
 
-    def __init__(self, request: int, reports: queue.SimpleQueue[Any], close: Any) -> None:
+    def __init__(self, request: int, reports: Any, close: Callable[[int], None]) -> None:
         self.request = request
         self._reports = reports
         self._ended = False
         self.close = weakref.finalize(self, close, request)
         self.close.atexit = False
 
+    def _output(self, report: Any) -> Output | None:
+        """Return the output of a report; None for Accepted. Raises the error that it carries."""
+        if isinstance(report, Accepted):
+            return None
+        self._ended = isinstance(report, Refused) or report.finish is not None
+        if isinstance(report, Refused) or report.finish == "error":
+            raise error_from(report.error)
+        return report  # type: ignore[no-any-return]
+
+
+class Generation(OpenGeneration, Iterator[Output]):
+    """The answer to one prompt, as a stream. Iteration ends after the output that carries `finish`.
+
+    Raises, at the next step: RequestError if the engine refused the request, EngineError if it
+    failed.
+    """
+
     def __next__(self) -> Output:
         while not self._ended:
-            report = self._reports.get()
-            if isinstance(report, Accepted):
-                continue
-            if isinstance(report, Refused):
-                self._ended = True
-                raise error_from(report.error)
-            self._ended = report.finish is not None
-            if report.finish == "error":
-                raise error_from(report.error)
-            return report  # type: ignore[no-any-return]
+            if (output := self._output(self._reports.get())) is not None:
+                return output
         raise StopIteration
 
     def tokens(self) -> list[int]:
@@ -96,41 +107,17 @@ def params_from(params: SamplingParams | None, options: dict[str, Any]) -> Sampl
     return params
 
 
-class Client:
-    """A connection to a running engine.
+class BaseClient(ABC, Generic[AnyGeneration]):
+    """Base of the blocking and the asyncio client: a session, and queues of messages."""
 
-    address       the address printed by `tidegate serve`; default: the engine of the server on port
-                  8000
-    wait_s        seconds to wait for the engine to be ready, before EngineNotReady
-    cluster_key   file with the cluster key, which TCP addresses need
+    _socket: zmq.Socket[bytes]
+    _is_closed = False
 
-    Raises ValueError if the address or the file cannot be used.
-    """
-
-    def __init__(
-        self,
-        address: str | None = None,
-        *,
-        name: str = "client",
-        wait_s: float = 10.0,
-        cluster_key: str = "",
-    ) -> None:
-        key = read_cluster_key(cluster_key)
-        address = address or sockets.engine_address()
+    def __init__(self, name: str) -> None:
         self._session = Session(name)
-        self._lock = threading.Lock()  # guards the session, the queues and the outbox
-        self._queues: dict[int, queue.SimpleQueue[Any]] = {}
+        self._lock: AbstractContextManager[Any] = nullcontext()  # guards all three
+        self._queues: dict[int, Any] = {}
         self._outbox: deque[ToEngine] = deque()
-        self._ready = threading.Event()
-        self._closing = False
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket, self._monitor = sockets.connect_monitored(self._context, address, key)
-        self._wake_in, self._wake_out = self._wake_pair()
-        self._thread = threading.Thread(target=self._run, name="tidegate-client", daemon=True)
-        self._thread.start()
-        if not self._ready.wait(wait_s):
-            self.close()
-            raise EngineNotReady(f"no engine answered at {address}")
 
     @property
     def model(self) -> ModelCard:
@@ -159,12 +146,10 @@ class Client:
         timeout_s: float = 0.0,
         queue_timeout_s: float = 0.0,
         **options: Any,
-    ) -> Generation:
-        """Start a generation. Give the sampling parameters as `params`, or its fields as
-        keywords.
-        """
-        with self._lock:
-            message = self._session.generate(
+    ) -> AnyGeneration:
+        """Start a generation. Sampling parameters are given as `params`, or as its fields."""
+        request, reports = self._open(
+            lambda: self._session.generate(
                 prompt,
                 params_from(params, options),
                 namespace=namespace,
@@ -174,10 +159,108 @@ class Client:
                 timeout_s=timeout_s,
                 queue_timeout_s=queue_timeout_s,
             )
-            reports = self._queues[message.request] = queue.SimpleQueue()
+        )
+        return self._generation(request, reports)
+
+    @abstractmethod
+    def _generation(self, request: int, reports: Any) -> AnyGeneration: ...
+
+    @abstractmethod
+    def _new_queue(self) -> Any: ...
+
+    @abstractmethod
+    def _flush(self) -> None:
+        """Send the outbox, or make the thread that owns the socket send it."""
+
+    def _open(
+        self, make_message: Callable[[], Generate | AbortByLabel | GetStatus | Profile]
+    ) -> tuple[int, Any]:
+        """Send a message that opens a request. Return the request and the queue of its reports."""
+        with self._lock:
+            message = make_message()
+            reports = self._queues[message.request] = self._new_queue()
             self._outbox.append(message)
-        self._wake()
-        return Generation(message.request, reports, self._abort)
+        self._flush()
+        return message.request, reports
+
+    def _send(self, message: ToEngine) -> None:
+        with self._lock:
+            self._outbox.append(message)
+        self._flush()
+
+    def _abort(self, request: int) -> None:
+        with self._lock:
+            self._queues.pop(request, None)
+            message = self._session.abort(request)
+            if message is None or self._is_closed:
+                return
+            self._outbox.append(message)
+        self._flush()
+
+    def _send_queued(self) -> None:
+        while self._outbox:
+            try:
+                self._socket.send_multipart(wire.encode(self._outbox[0]), zmq.NOBLOCK)
+            except zmq.Again:  # the engine does not read; drop heartbeats, which are repeated
+                kept = (m for m in self._outbox if not isinstance(m, Hello | Ping))
+                self._outbox = deque(kept)
+                return
+            self._outbox.popleft()
+
+    def _deliver(self, reports: list[RequestReport]) -> None:
+        for request, report in reports:
+            reports_queue = self._queues.get(request)
+            if reports_queue is not None:
+                reports_queue.put_nowait(report)
+                if request not in self._session.open:
+                    del self._queues[request]
+
+
+def checked_reply(report: Any) -> Any:
+    """Return the only reply to a command. Raises the error that the engine reports."""
+    if isinstance(report, Aborted | EngineStatus | Profiled):
+        return report
+    raise error_from(report.error)
+
+
+class Client(BaseClient[Generation]):
+    """A connection to a running engine.
+
+    address       the address printed by `tidegate serve`; default: the engine of the server on port
+                  8000
+    wait_s        seconds to wait for the engine to be ready, before EngineNotReady
+    cluster_key   file with the cluster key, which TCP addresses need
+
+    Raises ValueError if the address or the file cannot be used.
+    """
+
+    def __init__(
+        self,
+        address: str | None = None,
+        *,
+        name: str = "client",
+        wait_s: float = 10.0,
+        cluster_key: str = "",
+    ) -> None:
+        key = read_cluster_key(cluster_key)
+        address = address or sockets.engine_address()
+        super().__init__(name)
+        self._lock = threading.Lock()
+        self._ready = threading.Event()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket, self._monitor = sockets.connect_monitored(self._context, address, key)
+        self._wake_in, self._wake_out = self._wake_pair()
+        self._thread = threading.Thread(target=self._run, name="tidegate-client", daemon=True)
+        self._thread.start()
+        if not self._ready.wait(wait_s):
+            self.close()
+            raise EngineNotReady(f"no engine answered at {address}")
+
+    def _generation(self, request: int, reports: Any) -> Generation:
+        return Generation(request, reports, self._abort)
+
+    def _new_queue(self) -> Any:
+        return queue.SimpleQueue()
 
     def abort_by_label(self, names: Sequence[str], *, everything: bool = False) -> Aborted:
         """Abort every request with one of these names (a label, or a name from EngineStatus), or
@@ -185,34 +268,18 @@ class Client:
 
         Raises EngineError if there is no engine, or it is lost before it answers.
         """
-        report = self._request_reply(
-            lambda: self._session.abort_by_label(names, everything=everything)
-        )
-        assert isinstance(report, Aborted)
-        return report
+        _, reports = self._open(lambda: self._session.abort_by_label(names, everything=everything))
+        aborted: Aborted = checked_reply(reports.get())
+        return aborted
 
     def get_status(self, max_rows: int = 100) -> EngineStatus:
         """Return the status of the engine, with at most `max_rows` requests, the oldest first.
 
         Raises EngineError if there is no engine, or it is lost before it answers.
         """
-        report = self._request_reply(lambda: self._session.get_status(max_rows))
-        assert isinstance(report, EngineStatus)
-        return report
-
-    def _request_reply(self, make_message: Callable[[], AbortByLabel | GetStatus]) -> Any:
-        """Send the message and return its reply, which the engine sends at once. Raises the error
-        that the engine reports.
-        """
-        with self._lock:
-            message = make_message()
-            reports = self._queues[message.request] = queue.SimpleQueue()
-            self._outbox.append(message)
-        self._wake()
-        report = reports.get()
-        if isinstance(report, Aborted | EngineStatus):
-            return report
-        raise error_from(report.error)
+        _, reports = self._open(lambda: self._session.get_status(max_rows))
+        status: EngineStatus = checked_reply(reports.get())
+        return status
 
     def profile(self, steps: int, directory: str, *, wait_s: float | None = None) -> Profiled:
         """Record the next `steps` steps of the worker, as a Chrome trace in `directory` on the
@@ -222,36 +289,29 @@ class Client:
         Raises InvalidRequest if another recording is running or `directory` is not allowed,
         EngineError if recording failed or there is no engine, TimeoutError after `wait_s`.
         """
-        with self._lock:
-            message = self._session.profile(steps, directory)
-            reports = self._queues[message.request] = queue.SimpleQueue()
-            self._outbox.append(message)
-        self._wake()
-        try:
-            report = reports.get(timeout=wait_s)
-        except BaseException as error:
-            self._abort(message.request)
-            if isinstance(error, queue.Empty):
+        request, reports = self._open(lambda: self._session.profile(steps, directory))
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(self._abort, request)
+            try:
+                report = reports.get(timeout=wait_s)
+            except queue.Empty:
                 raise TimeoutError(f"no profile after {wait_s:g} s") from None
-            raise
-        if isinstance(report, Profiled):
-            return report
-        raise error_from(report.error)
+            on_failure.pop_all()
+        profiled: Profiled = checked_reply(report)
+        return profiled
 
     def drain(self) -> None:
         """Make the engine finish its requests, refuse new ones, and exit."""
-        with self._lock:
-            self._outbox.append(Drain())
-        self._wake()
+        self._send(Drain())
 
     def close(self) -> None:
         """Disconnect; open requests are aborted. May be called twice."""
-        if self._closing:
+        if self._is_closed:
             return
         with self._lock:
-            self._closing = True
+            self._is_closed = True
             self._outbox.append(self._session.goodbye())
-        self._wake()
+        self._flush()
         self._thread.join()
         sockets.close_monitored(self._socket, self._monitor)
         for socket in (self._wake_in, self._wake_out):
@@ -264,15 +324,6 @@ class Client:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _abort(self, request: int) -> None:
-        with self._lock:
-            self._queues.pop(request, None)
-            message = self._session.abort(request)
-            if message is None or self._closing:
-                return
-            self._outbox.append(message)
-        self._wake()
-
     def _wake_pair(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
         address = f"inproc://{id(self)}"
         sink = self._context.socket(zmq.PULL)
@@ -282,7 +333,7 @@ class Client:
         self._wake_lock = threading.Lock()  # a ZeroMQ socket is for one thread at a time
         return source, sink
 
-    def _wake(self) -> None:
+    def _flush(self) -> None:
         with self._wake_lock, contextlib.suppress(zmq.ZMQError):
             self._wake_in.send(b"", zmq.NOBLOCK)
 
@@ -295,12 +346,12 @@ class Client:
             poller.register(socket, zmq.POLLIN)
         while True:
             with self._lock:
-                if not self._closing:  # a tick after Goodbye would send Hello again
+                if not self._is_closed:  # a tick after Goodbye would send Hello again
                     messages, ended = self._session.tick(time.monotonic())
                     self._outbox.extend(messages)
                     self._deliver(ended)
                 self._send_queued()
-                if self._closing:
+                if self._is_closed:
                     return
             for socket, _ in poller.poll(250):
                 if socket is self._wake_out:
@@ -331,26 +382,6 @@ class Client:
             self._deliver(self._session.receive(message, time.monotonic()))
             if self._session.has_stats:
                 self._ready.set()
-
-    def _deliver(self, reports: list[RequestReport]) -> None:
-        for request, report in reports:
-            reports_queue = self._queues.get(request)
-            if reports_queue is not None:
-                reports_queue.put(report)
-                if request not in self._session.open:
-                    del self._queues[request]
-
-    def _send_queued(self) -> None:
-        while self._outbox:
-            try:
-                self._socket.send_multipart(wire.encode(self._outbox[0]), zmq.NOBLOCK)
-            except zmq.Again:  # the engine does not read; drop heartbeats, which are repeated
-                kept = (
-                    message for message in self._outbox if not isinstance(message, Hello | Ping)
-                )
-                self._outbox = deque(kept)
-                return
-            self._outbox.popleft()
 
 
 Engine = Client

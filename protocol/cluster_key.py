@@ -55,16 +55,12 @@ class ClusterKey:
         self.client = _pair(self.derive("curve client"))
 
     def derive(self, purpose: str) -> bytes:
-        """Return a secret for this purpose only, [32]. It reveals neither the key nor other
-        secrets.
-        """
+        """Return a secret for this purpose only, [32]. It reveals nothing about the others."""
         return hmac.digest(self._secret, f"tidegate 1: {purpose}".encode(), hashlib.sha256)
 
 
 def read_cluster_key(path: str) -> ClusterKey | None:
-    """Read the key from this file; None for an empty path. Raises ValueError, in one line, if the
-    file cannot be read, other users can read it, or its content is too short.
-    """
+    """Return the key in this file; None for an empty path. Raises ValueError, in one line."""
     if not path:
         return None
     try:
@@ -91,9 +87,7 @@ def write_cluster_key(path: str) -> None:
 
 
 def _decode_key(content: bytes) -> bytes:
-    """Return the bytes of a key. Text in base64's alphabet is always decoded, so hex digits are not
-    taken as raw bytes.
-    """
+    """Return the bytes of a key. Text in base64's alphabet is always decoded, hex digits, too."""
     text = content.strip().rstrip(b"=")
     if not text or not _TEXT.issuperset(text):
         return content

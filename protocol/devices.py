@@ -84,27 +84,23 @@ class DeviceClaim:
 
 
 def directory(base: Path | None = None) -> Path:
-    """Return the directory of all devices, next to the run directories in `base`. It is not
-    created.
-    """
+    """Return the directory of all devices, next to the run directories in `base`."""
     return (base or run_directory(0).parent) / "devices"
 
 
 def claim_device(base: Path, device: str, holder: DeviceHolder) -> DeviceClaim:
-    """Lock `device`, a name that all processes on this machine agree on. Raises DeviceInUse, or
-    OSError if the directory cannot be used.
-    """
+    """Lock the device of this name. Raises DeviceInUse, or OSError for an unusable directory."""
     folder = base / device
     make_private(base)
     make_private(folder)
     lock = _open(folder / LOCK_FILE, os.O_CREAT)
-    try:
+    with contextlib.ExitStack() as on_failure:
+        on_failure.callback(os.close, lock)
         _wait_for_lock(lock, folder, holder)
         _remove_stale(folder)
-        return DeviceClaim(lock, *_write_holder(folder, holder))
-    except BaseException:
-        os.close(lock)
-        raise
+        claim = DeviceClaim(lock, *_write_holder(folder, holder))
+        on_failure.pop_all()
+        return claim
 
 
 def read_holders(folder: Path) -> list[DeviceHolder]:
@@ -153,9 +149,7 @@ def _in_use_message(device: str, found: list[DeviceHolder]) -> str:
 
 
 def _write_holder(folder: Path, holder: DeviceHolder) -> tuple[int, Path]:
-    """Write and lock the holder's file. Another process may remove the new file before it is
-    locked; then write another.
-    """
+    """Write and lock the holder's file. Retry if another process removes it before it is locked."""
     while True:
         path = folder / f"{holder.pid}-{secrets.token_hex(4)}{HOLDER_SUFFIX}"
         descriptor = _open(path, os.O_CREAT | os.O_EXCL)

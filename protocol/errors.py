@@ -79,6 +79,11 @@ class RequestError(ServingError):
 class InvalidRequest(RequestError):
     code = "invalid_request"
 
+    @classmethod
+    def at(cls, field: str, problem: str) -> InvalidRequest:
+        """Return an error about one field. Its message begins with the path of the field."""
+        return cls(f"{field}: {problem}", param=field)
+
 
 class ContextTooLong(RequestError):
     code = "context_length_exceeded"
@@ -132,35 +137,18 @@ class WireError(ServingError):
     code = "wire"
 
 
-_BY_CODE: dict[str, type[ServingError]] = {
-    kind.code: kind
-    for kind in (
-        InvalidRequest,
-        ContextTooLong,
-        UnknownModel,
-        Overloaded,
-        QueueTimeout,
-        TimedOut,
-        LimitReached,
-        EngineError,
-        EngineLost,
-        EngineNotReady,
-        NoEngine,
-        StepFailed,
-        Draining,
-        WireError,
-    )
-}
+_SENT: list[type[ServingError]] = [
+    *RequestError.__subclasses__(),
+    EngineError,
+    *EngineError.__subclasses__(),
+    WireError,
+]
+_BY_CODE = {kind.code: kind for kind in _SENT}
 
 
 def error_from(info: ErrorInfo) -> ServingError:
-    """Return the exception that `info` describes. An unknown code, from a newer engine, gives an
-    EngineError.
-    """
+    """Return the exception that `info` describes; EngineError for the code of a newer engine."""
     kind = _BY_CODE.get(info.code, EngineError)
     return kind(
-        info.message,
-        param=info.param,
-        retry_after_s=info.retry_after_s,
-        stands_s=info.stands_s,
+        info.message, param=info.param, retry_after_s=info.retry_after_s, stands_s=info.stands_s
     )

@@ -1,15 +1,20 @@
-"""Facts about a machine, found by a worker and sent as JSON to `tidegate doctor`.
+"""Facts that are known before a server starts, about the machine and about a model.
 
-They are never written back into a config.
+`worker.startup.facts` and `worker.startup.preflight` write them as JSON for `tidegate doctor`,
+`tidegate serve` and `tidegate engine`. They are never written back into a config.
 """
 
 from __future__ import annotations
 
 import msgspec
 
+from protocol.model_card import ModelCard
+
+GIB = 1 << 30
+
 
 class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What the worker found, and what it would choose."""
+    """Facts about the machine, and the defaults that the worker would choose on it."""
 
     #: Version of torch.
     torch: str
@@ -33,3 +38,44 @@ class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
     device_name: str = ""
     #: Identifies the device in devices.py; "" for the CPU.
     device_id: str = ""
+
+
+class ModelPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """The memory that a model needs on one worker, estimated from the headers of its files."""
+
+    name: str
+    architecture: str
+    device: str
+    dtype: str
+    #: The model's own limit.
+    context_tokens: int
+    #: Most tokens of one request, prompt and answer together.
+    max_len: int
+    #: Size of the weights after loading, including the draft model.
+    weights_bytes: int
+    #: Size of the KV cache.
+    kv_bytes: int
+    #: Memory of the processes and of a step.
+    work_bytes: int
+    #: Free memory of the device, or of this container.
+    free_bytes: int
+    #: Host memory for blocks that the cache has dropped.
+    tier_bytes: int = 0
+    #: The attention window, if it limits `context_tokens`.
+    window: int | None = None
+    #: Quantised types in the files whose weights are expanded to `dtype`.
+    expanded: list[str] = []
+
+
+class Preflight(msgspec.Struct, frozen=True, kw_only=True):
+    """The plans, one per worker; or an `error`, and in `remedy` what to do about it.
+
+    is_memory   the error is a lack of memory; otherwise the model or an option is at fault
+    card        the text-related part of the first model's card; None if there is an `error`
+    """
+
+    plans: list[ModelPlan] = []
+    error: str = ""
+    remedy: str = ""
+    is_memory: bool = False
+    card: ModelCard | None = None

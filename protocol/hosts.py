@@ -6,9 +6,7 @@ import ipaddress
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` can be reached only from this machine. Names other than localhost count as not
-    loopback, since they may resolve to any address.
-    """
+    """Return whether only this machine can reach `host`. A name may resolve to any address."""
     name = host.strip("[]").rstrip(".").lower()
     return name == "localhost" or (is_address(name) and ipaddress.ip_address(name).is_loopback)
 

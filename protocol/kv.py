@@ -61,7 +61,7 @@ class KVExport(Message, frozen=True, kw_only=True):
 
 class KVWithdraw(Message, frozen=True, kw_only=True):
     """Engine -> worker P. End the lease. Later messages may reuse its blocks, so no reader gets
-    KVLive after this. An unknown lease is no error.
+    KVLive after this. An unknown lease is not an error.
     """
 
     lease: bytes
@@ -85,7 +85,7 @@ class PeerSource(
 class TierSource(
     msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="tier", omit_defaults=True
 ):
-    """The worker's own tiers. hashes: [B], one for each block."""
+    """A source of K/V: the worker's own tiers. `hashes` [B] has one hash for each block."""
 
     hashes: list[bytes]
 
@@ -130,9 +130,7 @@ class KVStore(Message, frozen=True, kw_only=True):
 
 
 class KVUsed(Message, frozen=True, kw_only=True):
-    """Engine -> worker. Mark these hashes as used, the last one most recently; the tiers evict
-    others first.
-    """
+    """Engine -> worker. Mark these hashes as used, the last one most recently, for eviction."""
 
     hashes: list[bytes]
 

@@ -48,7 +48,7 @@ class KVOpen(Message, frozen=True, kw_only=True):
 
 class KVRead(Message, frozen=True, kw_only=True):
     """D -> P, with the mover "zmq". Send this chunk of the opened blocks. Chunks are numbered from
-    0, in the order of `worker.kv.transfer.cuts`.
+    0, in the order of `worker.kv.movers.zmq`.
     """
 
     lease: bytes
@@ -57,14 +57,11 @@ class KVRead(Message, frozen=True, kw_only=True):
 
 
 class KVDone(Message, frozen=True, kw_only=True):
-    """D -> P. `reader` is finished.
-
-    is_read   True: it has read everything. False: it gives up and expects no answer
-    """
+    """D -> P. `reader` is finished: it has read everything, or it gives up."""
 
     lease: bytes
     reader: bytes
-    is_read: bool
+    is_read: bool  #: False: it gives up, and expects no answer
 
 
 # ---- P -> D
@@ -134,9 +131,7 @@ class KVChunk(Message, frozen=True, kw_only=True):
 
 
 class KVLive(Message, frozen=True, kw_only=True):
-    """P -> D, answering KVDone. The blocks belonged to the lease all the time, so the bytes read
-    are valid.
-    """
+    """P -> D, answering KVDone. The lease was live all the time: the bytes read are valid."""
 
 
 class KVExpired(Message, frozen=True, kw_only=True):

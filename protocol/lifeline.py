@@ -28,9 +28,7 @@ F_SETSIG = 10  # man 2 fcntl; not in the module
 
 
 class Lifeline:
-    """The parent's ends for one child. Pass `child_ends` and `environment` to the child, then call
-    `on_started`.
-    """
+    """The parent's ends for one child. Call `on_started` after the child was started."""
 
     def __init__(self) -> None:
         held, self._ours = os.pipe()
@@ -48,9 +46,7 @@ class Lifeline:
             os.close(fd)
 
     def cause(self) -> str:
-        """Return the last cause that the child, or one of its own children, has sent; "" if there
-        is none.
-        """
+        """Return the last cause that the child or one of its children has sent; "" if none."""
         try:
             sent = os.read(self._causes, 1 << 16).decode(errors="replace")
         except BlockingIOError:

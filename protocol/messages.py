@@ -32,18 +32,14 @@ Seconds = Annotated[float, Meta(ge=0, le=MAX_TIMEOUT_S)]
 class Message(
     msgspec.Struct, frozen=True, tag_field="kind", tag=str.lower, omit_defaults=True, kw_only=True
 ):
-    """Base of all messages. The tag on the wire is the class name in lower case, unless the class
-    declares another.
-    """
+    """Base of all messages. The tag is the class name in lower case, unless declared otherwise."""
 
 
 # ---- client -> engine
 
 
 class Hello(Message, frozen=True, kw_only=True):
-    """Client -> engine. Introduces the client: its first message, and again after an engine
-    restart.
-    """
+    """Client -> engine. The client's first message, and again after an engine restart."""
 
     protocol: int  # always sent: a default would be read as the receiver's own
     name: str = ""
@@ -51,7 +47,7 @@ class Hello(Message, frozen=True, kw_only=True):
 
 
 class Account(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """Who is charged for a request, and the account's limits; 0: no limit. The engine counts the
+    """The account that a request is charged to, and its limits; 0: no limit. The engine counts the
     account's requests from all clients together.
     """
 
@@ -112,28 +108,22 @@ class AbortByLabel(Message, frozen=True, kw_only=True, tag="abortnamed"):
     """Client -> engine. Abort every request with one of these names, whichever client sent it. A
     name is a label or a name from an EngineStatus. Each request ends with finish="abort". Answered
     by Aborted.
-
-    request     the client's number for this command, as in Generate
-    everything  abort all open requests of all clients; `names` is ignored
     """
 
     request: int
     names: list[str] = []
+    #: Abort all open requests of all clients; `names` is ignored.
     everything: bool = False
 
 
 class KeepKV(Message, frozen=True, kw_only=True):
-    """Client -> engine. Renew the leases of these handles. Unknown, foreign and ended leases are no
-    error.
-    """
+    """Client -> engine. Renew the leases of these handles; unknown and ended ones are ignored."""
 
     handles: list[str]
 
 
 class ReleaseKV(Message, frozen=True, kw_only=True):
-    """Client -> engine. End the leases of these handles: no more requests will use them. Unknown,
-    foreign and ended leases are no error.
-    """
+    """Client -> engine. End the leases of these handles; unknown and ended ones are ignored."""
 
     handles: list[str]
 
@@ -141,26 +131,21 @@ class ReleaseKV(Message, frozen=True, kw_only=True):
 class Profile(Message, frozen=True, kw_only=True):
     """Client -> engine. Record the worker's next steps and write them as a Chrome trace. Answered
     by Profiled or Refused. An Abort ends the recording early, without an answer.
-
-    request    the client's number for this command, as in Generate
-    directory  absolute path on the engine's machine; created for its owner only, if missing
     """
 
     request: int
     steps: int
+    #: Absolute path on the engine's machine; created for its owner only, if missing.
     directory: str
 
 
 class GetStatus(Message, frozen=True, kw_only=True, tag="look"):
     """Client -> engine. Request the engine's status. Answered by EngineStatus. An engine that gets
     no such request spends nothing on it.
-
-    request   the client's number for this command, as in Generate
-    most      largest number of rows, at most 10,000; the requests that have been open longest come
-              first
     """
 
     request: int
+    #: The most rows, up to 10,000; the requests that have been open longest come first.
     most: int = 100
 
 
@@ -204,9 +189,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Welcome(Message, frozen=True, kw_only=True):
-    """Engine -> client, answering Hello: the model, the limits, and the epoch (one life of the
-    engine).
-    """
+    """Engine -> client, answering Hello. An epoch is one life of the engine."""
 
     protocol: int
     epoch: str
@@ -233,9 +216,7 @@ class SessionLost(Message, frozen=True, kw_only=True):
 
 
 class Probe(Message, frozen=True, kw_only=True):
-    """Engine -> a client that has been silent, to find out whether its connection still exists. The
-    client answers with a Ping.
-    """
+    """Engine -> a client that has been silent. The client answers with a Ping."""
 
 
 class Accepted(Message, frozen=True, kw_only=True):
@@ -245,9 +226,7 @@ class Accepted(Message, frozen=True, kw_only=True):
 
 
 class Refused(Message, frozen=True, kw_only=True):
-    """Engine -> client. `request` was never queued. Also answers a malformed frame, as request
-    -1.
-    """
+    """Engine -> client. `request` was never queued. -1: a frame was malformed."""
 
     request: int
     error: ErrorInfo
@@ -304,10 +283,7 @@ class EngineStatus(Message, frozen=True, kw_only=True, tag="view"):
 
 
 class Profiled(Message, frozen=True, kw_only=True):
-    """Engine -> client, answering Profile.
-
-    began, ended   start and end of the recorded steps, in seconds since 1970
-    """
+    """Engine -> client, answering Profile. Times are in seconds since 1970."""
 
     request: int
     file: str

@@ -7,6 +7,7 @@ machine.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -47,9 +48,7 @@ _NEUTRAL = SamplingParams()
 
 
 def sampling_defaults(text: str) -> SamplingDefaults:
-    """Parse a JSON object of sampling defaults; "" is an empty one. Raises ValueError, which names
-    the member that is unknown or out of bounds.
-    """
+    """Parse a JSON object, or "", of sampling defaults. Raises ValueError, which names a member."""
     if not text:
         return SamplingDefaults()
     try:
@@ -99,3 +98,25 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     license: str | None = None
     #: Template for conversations with tools, if the model has a separate one.
     tool_use_template: str | None = None
+
+
+class CardFile(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of a card file, which a worker process writes for a gateway without an engine."""
+
+    card: ModelCard
+    #: Most tokens of prompt and answer together.
+    max_len: int
+
+
+def write_card(path: str | Path, content: CardFile) -> None:
+    Path(path).write_bytes(msgspec.msgpack.encode(content))
+
+
+def read_card(path: str | Path) -> CardFile:
+    """Read a card file. Raises ValueError if it is missing or malformed."""
+    try:
+        return msgspec.msgpack.decode(Path(path).read_bytes(), type=CardFile)
+    except OSError as error:
+        raise ValueError(f"cannot read the card {path}: {error.strerror}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not a model card: {error}") from None

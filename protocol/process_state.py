@@ -104,17 +104,13 @@ def memory_bytes(pid: int, proc: Path = PROC) -> int:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process is stopped (SIGSTOP, SIGTSTP) and will not run until it is continued. False
-    if it is gone, or without /proc.
-    """
+    """Return whether a process is stopped (SIGSTOP, SIGTSTP). False if it is gone."""
     stat = read_stat(pid)
     return stat is not None and stat.state == STOPPED
 
 
 def num_oom_kills(proc: Path = PROC, cgroups: Path = CGROUPS) -> int | None:
-    """Return the number of processes of this control group that the kernel killed for lack of
-    memory; None if the system does not report it.
-    """
+    """Return how many processes of this control group ran out of memory; None: not reported."""
     try:
         lines = (proc / "self" / "cgroup").read_text().splitlines()
     except OSError:
@@ -144,9 +140,7 @@ def explain_kill(number: Signals, num_before: int | None) -> str:
 
 
 def is_ending(pid: int) -> bool:
-    """Whether a process is gone, or about to end: a large process that was killed takes a while.
-    False without /proc.
-    """
+    """Return whether a process is gone, or about to end: a large one takes a while to die."""
     stat = read_stat(pid)
     if stat is None:
         return (PROC / "self").exists()

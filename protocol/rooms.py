@@ -27,11 +27,10 @@ _INFO = ".dist-info"
 
 @dataclass(frozen=True, slots=True)
 class PackageProblem:
-    """A problem with the installed packages. is_fatal: the programs would not work, or work
-    wrongly.
-    """
+    """A problem with the installed packages."""
 
     message: str
+    #: Whether the programs would not work, or work wrongly.
     is_fatal: bool = True
 
 
@@ -46,9 +45,7 @@ def check_rooms(home: Path = HOME, *, thorough: bool = False) -> list[PackagePro
 
 
 def _misplaced(room: str, home: Path) -> str:
-    """Return why Python would import something else under this package's name; "" if it would
-    not.
-    """
+    """Return why Python would import something else under this name; "" if it would not."""
     try:
         spec = importlib.util.find_spec(room)
     except (ImportError, ValueError):
@@ -73,9 +70,7 @@ def _misplaced(room: str, home: Path) -> str:
 
 
 def _mixed(home: Path, thorough: bool) -> Iterator[PackageProblem]:
-    """Yield the differences from the list of installed files. A source tree has no list, so
-    none.
-    """
+    """Yield the differences from the list of installed files, which a source tree does not have."""
     ours = _installed(home)
     if not ours:
         return

@@ -52,9 +52,7 @@ LogprobTokenIds = Annotated[list[TokenId], Meta(max_length=MAX_LOGPROB_TOKEN_IDS
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """All sampling parameters of one generation. No defaults of the model or the server are applied
-    later.
-    """
+    """All sampling parameters of one generation. No other defaults are applied later."""
 
     #: None: until the context is full. 0: only compute the prompt (for its logprobs).
     max_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None
@@ -128,9 +126,7 @@ _FLOATS = (
 
 
 def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
-    """Raise InvalidRequest if a token id is outside the model's vocabulary. The error names the
-    element.
-    """
+    """Raise InvalidRequest, which names the element, if a token id is not in the vocabulary."""
     for field, ids in (
         ("stop_token_ids", params.stop_token_ids),
         ("allowed_token_ids", params.allowed_token_ids or ()),
@@ -144,9 +140,7 @@ def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
 
 
 def check_token_ids(ids: Sequence[int], vocab_size: int, field: str) -> None:
-    """Raise InvalidRequest if a token id is outside the vocabulary. The error names the first such
-    element of the list `field`.
-    """
+    """Raise InvalidRequest, which names the element, if an id is not in the vocabulary."""
     if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
         place = next(i for i, token_id in enumerate(ids) if not 0 <= token_id < vocab_size)
         raise _unknown_token(ids[place], vocab_size, f"{field}[{place}]")

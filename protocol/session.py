@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TypedDict, Unpack
+from typing import TypedDict, TypeVar, Unpack
 
 from protocol.arrays import Int32
 from protocol.errors import EngineLost, EngineNotReady, ErrorInfo, ServingError, WireError
@@ -63,11 +63,14 @@ MAX_TICK_GAP_S = 1.0
 RequestReport = tuple[int, Accepted | Refused | Output | Aborted | Profiled | EngineStatus]
 """(request, report on it)"""
 
-ReplyTypes = tuple[type, ...]
-GENERATE_REPLIES: ReplyTypes = (Accepted, Refused, Output)
-ABORT_REPLIES: ReplyTypes = (Aborted,)
-PROFILE_REPLIES: ReplyTypes = (Profiled, Refused)
-STATUS_REPLIES: ReplyTypes = (EngineStatus,)
+Command = TypeVar("Command", Generate, AbortByLabel, Profile, GetStatus)
+"""A message that opens a request. An engine that is lost ends it with an error."""
+REPLY_TYPES: dict[type, tuple[type, ...]] = {
+    Generate: (Accepted, Refused, Output),
+    AbortByLabel: (Aborted,),
+    Profile: (Profiled, Refused),
+    GetStatus: (EngineStatus,),
+}
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -86,16 +89,14 @@ class GenerateOptions(TypedDict, total=False):
 
 
 class Session:
-    """One client's session with one engine. `model`, `limits` and `epoch` are None until the
-    engine's Welcome.
-    """
+    """One client's session with one engine. Until Welcome, model, limits and epoch are None."""
 
     def __init__(self, name: str, *, lease_s: float = LEASE_S) -> None:
         self.model: ModelCard | None = None
         self.limits: Limits | None = None
         self.epoch: str | None = None
         self.stats = EngineStats()
-        self.open: dict[int, ReplyTypes] = {}  # with the types of its replies
+        self.open: dict[int, type] = {}  # request -> type of the message that opened it
         self.not_ready_error: ServingError = EngineNotReady("the engine has not answered yet")
         self.last_received_at: float | None = None  # time of the last message
         self.num_refused_early = 0  # refused from a cached refusal, since the last Ping
@@ -129,15 +130,10 @@ class Session:
         Raises EngineNotReady or EngineLost if there is no engine.
         """
         self._check_ready()
-        message = Generate(
-            request=self._next_request,
-            prompt=prompt if isinstance(prompt, Int32) else Int32.of(prompt),
-            params=params,
-            **options,
+        prompt = prompt if isinstance(prompt, Int32) else Int32.of(prompt)
+        return self._opened(
+            Generate(request=self._next_request, prompt=prompt, params=params, **options)
         )
-        self._next_request += 1
-        self.open[message.request] = GENERATE_REPLIES
-        return message
 
     def abort_by_label(self, names: Sequence[str], *, everything: bool = False) -> AbortByLabel:
         """Return the message that aborts requests of any client by their names, or all of them.
@@ -145,31 +141,29 @@ class Session:
         It opens a request of its own, which ends with an Aborted, or with an error if the engine is
         lost. Raises EngineNotReady or EngineLost if there is no engine.
         """
-        self._check_ready()
-        message = AbortByLabel(request=self._next_request, names=list(names), everything=everything)
-        self._next_request += 1
-        self.open[message.request] = ABORT_REPLIES
-        return message
+        return self._opened(
+            AbortByLabel(request=self._next_request, names=list(names), everything=everything)
+        )
 
     def profile(self, steps: int, directory: str) -> Profile:
-        """Return the message that starts a profile. As `abort_by_label`, but it ends with Profiled
-        or Refused.
-        """
-        self._check_ready()
-        message = Profile(request=self._next_request, steps=steps, directory=directory)
-        self._next_request += 1
-        self.open[message.request] = PROFILE_REPLIES
-        return message
+        """Return the message that starts a profile. It ends with Profiled or Refused."""
+        return self._opened(Profile(request=self._next_request, steps=steps, directory=directory))
 
     def get_status(self, max_rows: int) -> GetStatus:
-        """Return the message that requests the status. As `abort_by_label`, but it ends with
-        EngineStatus.
-        """
+        """Return the message that requests the status. It ends with EngineStatus."""
+        return self._opened(GetStatus(request=self._next_request, most=max_rows))
+
+    def _opened(self, message: Command) -> Command:
+        """Open the request of `message`, and return the message."""
         self._check_ready()
-        message = GetStatus(request=self._next_request, most=max_rows)
         self._next_request += 1
-        self.open[message.request] = STATUS_REPLIES
+        self.open[message.request] = type(message)
         return message
+
+    def _check_ready(self) -> None:
+        if not self.is_ready:
+            error = self.not_ready_error
+            raise type(error)(error.message, retry_after_s=error.retry_after_s)
 
     def abort(self, request: int) -> Abort | None:
         """Forget `request`. Return the message to send, or None if it has ended already."""
@@ -179,9 +173,7 @@ class Session:
         return Abort(requests=[request])
 
     def request_abort(self, request: int) -> Abort | None:
-        """Return the message that aborts `request`, but keep the request open until its end is
-        reported. None if it has ended already.
-        """
+        """Return the message that aborts `request`, which stays open until its end is reported."""
         return Abort(requests=[request]) if request in self.open else None
 
     def goodbye(self) -> Goodbye:
@@ -241,9 +233,7 @@ class Session:
         return self._on_lost(reason) if self.is_ready else []
 
     def tick(self, now: float) -> tuple[list[ToEngine], list[RequestReport]]:
-        """Return the messages to send (at most one Hello or Ping), and the ends of requests that
-        are lost. Call it a few times a second.
-        """
+        """Return messages to send and the ends of lost requests. Call it a few times a second."""
         self._discount_sleep(now)
         reports: list[RequestReport] = []
         if (
@@ -263,19 +253,11 @@ class Session:
         return [Hello(protocol=PROTOCOL_VERSION, name=self._name, pid=os.getpid())], reports
 
     def _discount_sleep(self, now: float) -> None:
-        """Do not count the time without a `tick` as silence of the engine: this process was
-        suspended or too busy.
-        """
+        """Do not count time in which this process was suspended as silence of the engine."""
         gap_s = 0.0 if self._last_tick_at is None else now - self._last_tick_at
         self._last_tick_at = now
         if self.last_received_at is not None and gap_s > MAX_TICK_GAP_S:
             self.last_received_at = min(now, self.last_received_at + gap_s)
-
-    def _check_ready(self) -> None:
-        if not self.is_ready:
-            raise type(self.not_ready_error)(
-                self.not_ready_error.message, retry_after_s=self.not_ready_error.retry_after_s
-            )
 
     def _on_outputs(self, message: Outputs) -> list[RequestReport]:
         reports: list[RequestReport] = []
@@ -295,7 +277,7 @@ class Session:
         return [(report.request, report)]
 
     def _is_answer(self, request: int, report: object) -> bool:
-        return isinstance(report, self.open.get(request, ()))
+        return request in self.open and isinstance(report, REPLY_TYPES[self.open[request]])
 
     def _on_welcome(self, message: Welcome) -> list[RequestReport]:
         if message.protocol != PROTOCOL_VERSION:

@@ -56,9 +56,7 @@ _ZAP = "inproc://zeromq.zap.01"
 
 
 def run_directory(port: int) -> Path:
-    """Return the private directory of the server on HTTP port `port`, which holds its sockets. It
-    is not created.
-    """
+    """Return the private directory of the server on HTTP port `port`, for its sockets."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     base = Path(runtime) if runtime else Path(tempfile.gettempdir())
     return base / f"tidegate-{os.getuid()}" / str(port)
@@ -70,9 +68,7 @@ def engine_address(port: int = 8000) -> str:
 
 
 def make_private(directory: Path) -> None:
-    """Create `directory` and its parent with mode 0700. Raises PermissionError if one of them
-    belongs to, or can be entered by, another user.
-    """
+    """Create `directory` and its parent with mode 0700. Raises PermissionError if they differ."""
     for path in (directory.parent, directory):
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         info = path.lstat()
@@ -122,12 +118,10 @@ def bind_router(
 
 @dataclass(frozen=True, slots=True)
 class PeerConnection:
-    """The operating system's socket of a ROUTER's peer. A descriptor number can be reused for
-    another file; the inode identifies the socket.
-    """
+    """The operating system's socket of a ROUTER's peer."""
 
     descriptor: int
-    inode: int
+    inode: int  #: identifies the socket, as a descriptor number can be reused
 
     @classmethod
     def from_frame(cls, frame: zmq.Frame) -> Self | None:
@@ -174,9 +168,7 @@ def connect_dealer(
 def connect_monitored(
     context: zmq.Context[zmq.Socket[bytes]], address: str, key: ClusterKey | None = None
 ) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-    """Connect a DEALER, as `connect_dealer`. Return it and a monitor for `read_connection_events`.
-    Close both with `close_monitored`.
-    """
+    """Connect a DEALER with a monitor of its connection. Close both with `close_monitored`."""
     socket = _dealer(context, address, key)
     monitor = socket.get_monitor_socket(_UP | _DOWN)
     socket.connect(address)
@@ -239,7 +231,7 @@ def check_address(address: str, key: ClusterKey | None = None) -> Path | None:
 
 
 def is_connectable(address: str) -> bool:
-    """Whether others can connect to this address. "tcp://0.0.0.0:5600" is only good to bind."""
+    """Return whether others can connect to it. "tcp://0.0.0.0:5600" is only good to bind."""
     return not address.startswith(tuple(f"tcp://{host}:" for host in _ANY_HOST))
 
 
@@ -297,9 +289,8 @@ def _set_up_heartbeat(socket: zmq.Socket[bytes]) -> None:
 
 
 def _start_admission(context: zmq.Context[zmq.Socket[bytes]]) -> None:
-    """Start the admission thread, one per context, which ends with it. Its socket belongs to a
-    shadow context, so that no other code closes it while the thread waits.
-    """
+    """Start the admission thread of a context, which ends with the context."""
+    # No other code closes a socket of a shadow context while the thread waits.
     shadow: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(context.underlying)
     socket = shadow.socket(zmq.REP)
     socket.setsockopt(zmq.LINGER, 0)
@@ -314,9 +305,7 @@ def _start_admission(context: zmq.Context[zmq.Socket[bytes]]) -> None:
 
 
 def _admit(socket: zmq.Socket[bytes]) -> None:
-    """Answer libzmq's admission requests until the context ends. A peer is admitted if its public
-    key is the one that the socket has as its ZAP domain.
-    """
+    """Admit peers whose public key is the ZAP domain of the socket, until the context ends."""
     with socket, contextlib.suppress(zmq.ContextTerminated):
         while True:
             version, number, domain, _host, _name, mechanism, *keys = socket.recv_multipart()

@@ -29,7 +29,7 @@ class WorkerView(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
 class EngineStats(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """A snapshot of one engine. Counters (`num_*`) only grow within an epoch."""
 
-    draining: bool = False  # new requests are refused
+    draining: bool = False  #: new requests are refused
     worker: WorkerView = WorkerView()
     running: int = 0
     waiting: int = 0
@@ -37,32 +37,32 @@ class EngineStats(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     free_blocks: int = 0
     total_blocks: int = 0
     clients: int = 0
-    fetching: int = 0  # K/V fetches in progress
-    leases: int = 0  # of K/V kept for other engines
+    fetching: int = 0  #: K/V fetches in progress
+    leases: int = 0  #: of K/V kept for other engines
     leased_blocks: int = 0
-    tier_blocks: dict[str, int] = {}  # by tier (kv.KVTierNews)
+    tier_blocks: dict[str, int] = {}  #: by tier (kv.KVTierNews)
     tier_bytes: dict[str, int] = {}
     # ---- counters
     num_steps: int = 0
     num_accepted: int = 0
     num_refused: int = 0
-    num_refused_early: int = 0  # by clients, from a cached engine refusal
-    num_finished: dict[str, int] = {}  # by finish reason
+    num_refused_early: int = 0  #: by clients, from a cached engine refusal
+    num_finished: dict[str, int] = {}  #: by finish reason
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
-    num_computed_tokens: int = 0  # positions of prompts, answers and drafts
-    num_fetched_tokens: int = 0  # prompt tokens whose K/V was fetched
+    num_computed_tokens: int = 0  #: positions of prompts, answers and drafts
+    num_fetched_tokens: int = 0  #: prompt tokens whose K/V was fetched
     num_fetched_bytes: int = 0
-    num_fetches_failed: dict[str, int] = {}  # by kind (kv.KVFailure)
-    num_timeouts: dict[str, int] = {}  # by stage: queued (never started), running
-    num_leases_ended: dict[str, int] = {}  # by reason: taken, released, expired, yielded
-    num_tier_stored: dict[str, int] = {}  # blocks, by tier
+    num_fetches_failed: dict[str, int] = {}  #: by kind (kv.KVFailure)
+    num_timeouts: dict[str, int] = {}  #: by stage: queued (never started), running
+    num_leases_ended: dict[str, int] = {}  #: by reason: taken, released, expired, yielded
+    num_tier_stored: dict[str, int] = {}  #: blocks, by tier
     num_tier_dropped: dict[str, int] = {}
     num_tier_loaded: dict[str, int] = {}
     num_tier_failed: dict[str, int] = {}
     num_generated_tokens: int = 0
     num_preemptions: int = 0
     num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0  # drafts that were right
+    num_accepted_tokens: int = 0  #: drafts that were right
     num_wire_errors: int = 0
-    busy_s: float = 0.0  # time spent waiting for workers' results
+    busy_s: float = 0.0  #: time spent waiting for workers' results

@@ -36,12 +36,10 @@ blocks.
 
 
 class SlotInit(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything a slot must hold for a request, whether fresh, resumed after preemption or
-    prefilled.
-    """
+    """Everything a slot must hold for a request: fresh, resumed or prefilled."""
 
     slot: int
-    #: The slot's generation; it grows with each binding.
+    #: The slot's generation, counted by the engine; it grows with each binding.
     generation: int
     #: [known tokens]: the prompt and the tokens generated so far.
     tokens: Int32
@@ -58,6 +56,16 @@ class SlotInit(msgspec.Struct, frozen=True, kw_only=True):
     params: SamplingParams
 
 
+class SlotRelease(msgspec.Struct, frozen=True, kw_only=True):
+    """A slot whose request ended or was preempted.
+
+    `generation` is that of the binding which ends. The worker refuses a release of any other.
+    """
+
+    slot: int
+    generation: int
+
+
 class StepPlan(Message, frozen=True, kw_only=True):
     """Engine -> worker. Compute one step, in this order: release, bind, extend, zero, compute,
     sample.
@@ -68,8 +76,7 @@ class StepPlan(Message, frozen=True, kw_only=True):
     """
 
     step: int
-    #: [N] slots whose request ended or was preempted.
-    release: Int32
+    release: list[SlotRelease]
     #: Slots newly occupied. One plan may release a slot and bind it again.
     bind: list[SlotInit]
     #: [M], with `block_indexes` and `block_ids`: set table[slot, index] = id, for slots bound
@@ -219,9 +226,7 @@ class Trace(Message, frozen=True, kw_only=True):
 
 
 class Traced(Message, frozen=True, kw_only=True):
-    """Worker -> engine. The trace was written, or `error` says why not. Times are seconds since
-    1970.
-    """
+    """Worker -> engine. The trace was written, or `error` says why not. Times: since 1970."""
 
     file: str = ""
     steps: int = 0

@@ -16,7 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-PYTEST = [sys.executable, "-m", "pytest", "-ra", "--durations=10"]
+from tests import oldest
+
+PYTEST = (sys.executable, "-m", "pytest")
+OPTIONS = ("-ra", "--durations=10")
 PASSED, NO_TEST_MATCHES = 0, 5  # pytest's exit codes
 
 
@@ -25,6 +28,7 @@ class Stage:
     name: str
     why: str
     arguments: Sequence[str]
+    program: Sequence[str] = PYTEST
 
 
 STAGES = (
@@ -42,6 +46,12 @@ STAGES = (
         "alone",
         "tests that compare moments: one at a time",
         ["-v", "-m", "alone", "tests/integration"],
+    ),
+    Stage(
+        "oldest gunicorn and gevent",
+        "streams rest on private details of both: both ends of their ranges are tested",
+        ["--numprocesses", "2", "--dist", "loadfile", "-m", "not alone", *oldest.TESTS],
+        (sys.executable, "-m", "tests.oldest"),
     ),
     Stage(
         "real model and whole servers",
@@ -96,7 +106,8 @@ def run(stage: Stage, arguments: Sequence[str]) -> StageResult:
     with tempfile.TemporaryDirectory(prefix="tidegate-tests-") as folder:
         report = Path(folder) / "report.xml"
         started = time.monotonic()
-        command = [*PYTEST, f"--junitxml={report}", *stage.arguments, *arguments]
+        options = [*OPTIONS, f"--junitxml={report}"]
+        command = [*stage.program, *options, *stage.arguments, *arguments]
         exit_code = subprocess.run(command).returncode
         seconds = time.monotonic() - started
         return StageResult(stage, exit_code, seconds, *read_report(report))

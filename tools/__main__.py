@@ -93,23 +93,14 @@ COMMANDS: tuple[tuple[str, str, Tool], ...] = (
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = OneLineParser(
-        prog="tidegate",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = OneLineParser(prog="tidegate", description=DESCRIPTION, epilog=EXAMPLES)
     parser.add_argument("--version", action="version", version=f"tidegate {version('tidegate')}")
     commands = parser.add_subparsers(
         title="commands", metavar="COMMAND", required=True, parser_class=OneLineParser
     )
     for name, summary, tool in COMMANDS:
         command = commands.add_parser(
-            name,
-            help=summary,
-            description=tool.DESCRIPTION,
-            epilog=tool.EXAMPLES,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            name, help=summary, description=tool.DESCRIPTION, epilog=tool.EXAMPLES
         )
         tool.add_arguments(command)
         command.set_defaults(run=tool.run, parser=command)
@@ -130,7 +121,7 @@ def _check_command(words: Sequence[str]) -> None:
     raise Failure(f"unknown command {word!r}{hint}  (see tidegate --help)", exit_code=2)
 
 
-def _join_bench_step(arguments: Sequence[str]) -> list[str]:
+def join_bench_step(arguments: Sequence[str]) -> list[str]:
     """Join the words `bench step` into the name of one command."""
     words = list(arguments)
     name = BENCH_STEP.split()
@@ -138,7 +129,7 @@ def _join_bench_step(arguments: Sequence[str]) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    words = _join_bench_step(sys.argv[1:] if arguments is None else arguments)
+    words = join_bench_step(sys.argv[1:] if arguments is None else arguments)
     if not words:
         build_parser().print_help()
         return 0

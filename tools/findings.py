@@ -12,8 +12,7 @@ from enum import Enum
 from pathlib import Path
 
 from protocol.devices import DeviceHolder
-from protocol.facts import MachineFacts
-from protocol.preflight import GIB, ModelPlan, Preflight
+from protocol.facts import GIB, MachineFacts, ModelPlan, Preflight
 from protocol.rooms import REMEDY, PackageProblem
 
 OLDEST_PYTHON = (3, 11)
@@ -61,10 +60,7 @@ def packages(troubles: Sequence[PackageProblem]) -> Finding:
 
 
 def libraries(found: Mapping[str, Mapping[str, str | None]]) -> list[Finding]:
-    """Check the installed libraries.
-
-    found   extra -> library -> installed version, or None if it is not installed
-    """
+    """Check the libraries of each extra; the version of a missing one is None."""
     return [_extra(extra, versions) for extra, versions in found.items()]
 
 
@@ -127,10 +123,7 @@ def memory(facts: MachineFacts) -> Finding:
 
 
 def model(found: Preflight) -> list[Finding]:
-    """Check a model, and its memory with default options.
-
-    A server that fails these checks does not start.
-    """
+    """Check a model, and its memory with default options: whether a server would start."""
     if found.error:
         what = "memory" if found.is_memory else "model"
         return [Finding(what, found.error, Verdict.BAD, found.remedy)]
@@ -187,10 +180,7 @@ def port(number: int, trouble: str | None, server: int | None) -> Finding:
 
 
 def sockets(directory: Path, trouble: str | None) -> Finding:
-    """Check the run directory.
-
-    trouble   why it cannot hold the sockets; None if it can
-    """
+    """Check the run directory. `trouble`: why it cannot hold the sockets; None if it can."""
     if trouble is not None:
         remedy = "set XDG_RUNTIME_DIR to a private directory with a short path"
         return Finding("sockets", trouble, Verdict.BAD, remedy)
@@ -207,10 +197,7 @@ def open_files(limit: int) -> Finding:
 
 
 def cache(directory: Path, free_bytes: int | None, trouble: str | None) -> Finding:
-    """Check the cache directory.
-
-    trouble   why it cannot be used; None if it can, then `free_bytes` is known
-    """
+    """Check the cache directory. `trouble`: why it cannot be used; None if it can."""
     if trouble is not None:
         remedy = "set TIDEGATE_HOME to a writable directory"
         return Finding("cache", trouble, Verdict.BAD, remedy)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+import textwrap
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar, get_args
@@ -31,6 +32,8 @@ KINDS: dict[type[inspect.Type], tuple[str, str]] = {
     inspect.FloatType: ("X", "a number"),
     inspect.StrType: ("TEXT", "text"),
 }
+NOUNS = {"file": "FILE", "directory": "DIRECTORY", "address": "ADDRESS", "URL": "URL"}
+"""The first word of the description of a text -> its name in the usage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,7 @@ class Flag:
     def metavar(self) -> str:
         if isinstance(self.shape, inspect.LiteralType):
             return "{" + ",".join(map(str, self.shape.values)) + "}"
-        metavar = KINDS[type(self.shape)][0]
+        metavar = NOUNS.get(self.description.partition(" ")[0], KINDS[type(self.shape)][0])
         return f"{metavar},..." if self.is_tuple else metavar
 
     @property
@@ -68,27 +71,27 @@ class Flag:
         """The accepted values in words: "a whole number from 1 to 65535"."""
         if isinstance(self.shape, inspect.LiteralType):
             return "one of " + ", ".join(map(str, self.shape.values))
-        return KINDS[type(self.shape)][1] + _range_in_words(self.shape)
+        range_ = _range_in_words(self.shape)
+        joint = " of " if range_.startswith("at ") else " "
+        return KINDS[type(self.shape)][1] + (joint + range_ if range_ else "")
 
     @property
     def help(self) -> str:
         if self.is_switch:
-            return f"disable: {self.description}" if self.default else self.description
+            return f"do not {self.description}" if self.default else self.description
         facts = [] if isinstance(self.shape, inspect.LiteralType) else [_range_in_words(self.shape)]
         if not self.is_list and self.default not in ("", (), NODEFAULT):
             facts.append(f"default {self._default}")
-        facts = [fact.strip() for fact in facts if fact]
+        facts = [fact for fact in facts if fact]
         return self.description + (f" ({'; '.join(facts)})" if facts else "")
 
     @property
     def _default(self) -> str:
-        return ",".join(map(str, self.default)) if self.is_tuple else str(self.default)
+        values = self.default if self.is_tuple else [self.default]
+        return ",".join(_number(v) if isinstance(v, float) else str(v) for v in values)
 
     def read(self, text: str) -> Any:
-        """Return the value that `text` stands for.
-
-        Raises argparse.ArgumentTypeError with a message for the user.
-        """
+        """Return the value that `text` stands for. Raises ArgumentTypeError."""
         try:
             if self.is_tuple:
                 items = text.split(",")
@@ -98,6 +101,13 @@ class Flag:
             raise argparse.ArgumentTypeError(f"must be {self.takes}, not {text!r}") from None
 
 
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Keeps option names, such as --kv-memory-gib, on one line."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(text, width, break_on_hyphens=False)
+
+
 class OneLineParser(argparse.ArgumentParser):
     """A parser that reports an error in one line, without the usage, and exits with code 2.
 
@@ -105,7 +115,7 @@ class OneLineParser(argparse.ArgumentParser):
     """
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(allow_abbrev=False, **options)
+        super().__init__(allow_abbrev=False, formatter_class=HelpFormatter, **options)
 
     def refuse(self, unknown: Sequence[str], others: Mapping[str, str]) -> NoReturn:
         """Exit with an error that names each unknown option and a replacement for it.
@@ -131,7 +141,9 @@ class OneLineParser(argparse.ArgumentParser):
 
 def flags_of(config: type[msgspec.Struct]) -> list[Flag]:
     """Return the options of a config struct, in the order of its fields."""
-    shapes = {field.name: field.type for field in _struct(config).fields}
+    described = inspect.type_info(config)
+    assert isinstance(described, inspect.StructType)
+    shapes = {field.name: field.type for field in described.fields}
     flags = []
     for field in msgspec.structs.fields(config):
         shape = shapes[field.name]
@@ -197,12 +209,6 @@ def build(config: type[C], options: Mapping[str, Any], **wiring: Any) -> C:
         raise ValueError(_as_options(str(error), fields)) from None
 
 
-def _struct(config: type[msgspec.Struct]) -> inspect.StructType:
-    described = inspect.type_info(config)
-    assert isinstance(described, inspect.StructType)
-    return described
-
-
 def _item(annotated: Any) -> Any:
     """Return the X of Annotated[list[X], ...] or Annotated[tuple[X, ...], ...]."""
     return get_args(get_args(annotated)[0])[0]
@@ -218,12 +224,12 @@ def _range_in_words(shape: inspect.Type) -> str:
     low, high = getattr(shape, "ge", None), getattr(shape, "le", None)
     above = getattr(shape, "gt", None)
     if above is not None:
-        return f" above {above:g}" + (f", at most {_number(high)}" if high is not None else "")
+        return f"above {above:g}" + (f", at most {_number(high)}" if high is not None else "")
     if low is not None and high is not None:
-        return f" from {low:g} to {_number(high)}"
+        return f"from {low:g} to {_number(high)}"
     if low is not None:
-        return f" of at least {low:g}"
-    return f" of at most {_number(high)}" if high is not None else ""
+        return f"at least {low:g}"
+    return f"at most {_number(high)}" if high is not None else ""
 
 
 def _number(value: float) -> str:

@@ -1,4 +1,4 @@
-"""Terminal output of a command that starts a server: log lines, the banner, and the failure."""
+"""Terminal output: log lines, banner and failure of a server, and names made safe to print."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import sys
+import unicodedata
 
 from protocol.log_lines import LineFormatter, LogStyle
 
@@ -14,8 +15,13 @@ def log_style(log_format: str | None) -> LogStyle:
     """Return the style of log lines for `log_format`. Text has colours on a terminal."""
     if log_format == "json":
         return "json"
-    shows_colors = sys.stdout.isatty() and sys.stderr.isatty() and not os.environ.get("NO_COLOR")
-    return "color" if shows_colors and os.environ.get("TERM") != "dumb" else "text"
+    is_smart = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+    return "color" if is_smart and use_colors() else "text"
+
+
+def use_colors() -> bool:
+    """Return whether stdout is a terminal and the user has not turned colours off."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
 
 class Terminal:
@@ -55,3 +61,21 @@ class Terminal:
         levels = {"levelno": level, "levelname": logging.getLevelName(level)}
         record = logging.makeLogRecord({"name": "tidegate", "msg": message, **levels})
         return self._formatter.format(record)
+
+
+def clean(text: str) -> str:
+    """Replace control, combining and wide characters with "?", so each character has width 1."""
+    return "".join(char if _is_plain(char) else "?" for char in text)
+
+
+def _is_plain(char: str) -> bool:
+    if not char.isprintable() or unicodedata.combining(char):
+        return False
+    return unicodedata.east_asian_width(char) not in ("W", "F")
+
+
+def cut(text: str, width: int) -> str:
+    """Shorten `text` to `width` characters, with an ellipsis if it was longer."""
+    if len(text) <= width:
+        return text
+    return text[: max(0, width - 1)] + "…" if width > 0 else ""

@@ -12,7 +12,6 @@ import contextlib
 import logging
 import os
 from collections import deque
-from collections.abc import Callable
 from queue import SimpleQueue
 from threading import Thread
 from typing import Protocol, Self
@@ -53,21 +52,12 @@ class WorkerLoop:
     """Executes plans until Stop. Use it as a context manager.
 
     kv_transfers   receives the engine's K/V messages, in their order
-    on_result      called with the number of results sent so far, after each of them
     """
 
-    def __init__(
-        self,
-        runner: Runner,
-        engine: EngineLink,
-        kv_transfers: KVService,
-        *,
-        on_result: Callable[[int], object] | None = None,
-    ) -> None:
+    def __init__(self, runner: Runner, engine: EngineLink, kv_transfers: KVService) -> None:
         self._runner = runner
         self._engine = engine
         self._kv_transfers = kv_transfers
-        self._on_result = on_result
         self._inflight: deque[PendingStep] = deque()  # launched and not reported, oldest first
         self._watcher = StepWatcher()
         self._device_idle = DeviceIdle()
@@ -81,7 +71,7 @@ class WorkerLoop:
 
     def run(self) -> None:
         """Run until Stop. Raises ValueError if a plan contradicts the slots or a message is out of
-        order, and whatever `on_result` raises."""
+        order."""
         while True:
             self._send_finished()
             if (traced := self._tracer.pop()) is not None:
@@ -136,8 +126,6 @@ class WorkerLoop:
         self._device_idle.record(pending.started, pending.started + result.compute_s)
         self._engine.send(result)
         self._tracer.after_step(pending.step)
-        if self._on_result is not None:
-            self._on_result(self._device_idle.num_steps)
 
 
 class StepWatcher:

@@ -74,7 +74,7 @@ def run(
             from worker.kv.transfer.service import KVTransferService
             from worker.loop import WorkerLoop
             from worker.startup.assembly import assemble
-            from worker.startup.device_lock import lock_device
+            from worker.startup.device import lock_device
         gc.freeze()  # later collections skip the million objects that the imports created
         with contextlib.ExitStack() as stack:
             stack.enter_context(lock_device(config))
@@ -86,14 +86,7 @@ def run(
             kv_transfers = stack.enter_context(
                 KVTransferService(config, context, runner.components.cache, layout)
             )
-            on_result = None
-            if config.poison_slots != "off":
-                from worker.debug.slot_registry import periodic_check
-
-                on_result = periodic_check(runner)
-            loop = stack.enter_context(
-                WorkerLoop(runner, engine, kv_transfers, on_result=on_result)
-            )
+            loop = stack.enter_context(WorkerLoop(runner, engine, kv_transfers))
             engine.send(replace(ready, kv=kv_transfers.endpoint, kv_tiers=kv_transfers.tiers))
             log.debug("ready in %.1f s", sum(seconds for _, seconds in ready.phases))
             loop.run()

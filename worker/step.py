@@ -130,8 +130,8 @@ class Runner:
     def _prepare(self, plan: StepPlan) -> None:
         """Update slots and blocks, in the order that StepPlan specifies."""
         slots = self._slots
-        for slot in plan.release.tolist():
-            slots.release(slot, slots.occupant(slot).generation)
+        for released in plan.release:
+            slots.release(released.slot, released.generation)
         for init in plan.bind:
             slots.bind(init)
         if len(plan.block_slots):

@@ -102,5 +102,5 @@ class GrammarCache:
         return self._waiters.pop(compiled.digest, [])
 
     def remove(self, digest: bytes) -> None:
-        """Remove a grammar that failed, so that it is compiled anew when next used."""
+        """Remove a grammar that failed, so that it is compiled again when it is next used."""
         self._templates.pop(digest, None)

@@ -51,7 +51,7 @@ class Matcher:
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing can follow."""
+        """Whether the answer is complete: no token can follow."""
         inner = self._inner
         return inner is not None and inner.is_stopped() and not inner.is_error()
 

@@ -35,7 +35,7 @@ NUM_THREADS = 2
 STACK_BYTES = 512 << 20
 """Address space; memory is used only as far as a stack grows."""
 NICENESS = 10
-"""Of these threads only (a Linux feature): if cores are few, decoding goes before compilation."""
+"""Niceness of the compiler threads (Linux): if cores are scarce, decoding runs first."""
 SLOW_S = 1.0
 """A longer compilation is logged."""
 

@@ -19,13 +19,13 @@ from engine_core.grammar.lark import (
     EMPTY,
     Speller,
     any_of,
+    lines_of,
     literal,
     regex,
     speller,
     up_to,
 )
 from engine_core.grammar.markers import Markers
-from engine_core.grammar.rules import lines_of
 from protocol.errors import InvalidRequest
 from protocol.grammar import (
     Body,

@@ -2,7 +2,7 @@
 
 - records: the record types
 - file: records in a bounded file, and reading them back
-- state: the engine's whole state as data, which starts each later file
+- snapshot: all that the engine remembers, which starts each later file
 - recorder: an engine that records its input and its replies
 - replay: replays a journal without a worker, and compares the decisions
 - __main__: `python -m engine_core.journal PATH`

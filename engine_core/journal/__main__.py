@@ -2,8 +2,8 @@
 
 PATH is a file, or a directory as `--journal` takes it, whose files are replayed one by one.
 
-Exit codes: 0 if all decisions are the same; 1 if one differs; 2 if a file is no journal, or there
-is none.
+Exit codes: 0 if all decisions are the same; 1 if one differs; 2 if a file is not a journal, or
+there is none.
 """
 
 from __future__ import annotations

@@ -63,21 +63,22 @@ class Writer:
         except OSError as error:
             self.end(f"cannot be written: {error}")
 
-    def start_next(self, records: Iterable[JournalRecord]) -> None:
-        """Continue in another file, which starts with these records.
+    def start_next(self, records: Iterable[JournalRecord]) -> int:
+        """Continue in another file, which starts with these records. Return their size in bytes.
 
-        If they alone fill half of it, the journal ends.
+        If they alone fill half of it, the journal ends. Return 0 if it has ended.
         """
         try:
             self._file.close()
             self._open_next()
         except OSError as error:
             self.end(f"cannot be continued: {error}")
-            return
+            return 0
         for record in records:
             self.write(record)
         if self._left < self._max_bytes // 2:
             self.end("is too small for the state of this engine (--journal-mib)")
+        return 0 if self._has_ended else self._max_bytes - self._left
 
     def end(self, why: str) -> None:
         """Stop recording for good; the engine continues."""

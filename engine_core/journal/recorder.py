@@ -1,12 +1,13 @@
 """An engine that records its input, and a digest of each reply.
 
 It decides exactly as any engine: each verb calls the base class. When a file is nearly full,
-recording continues in another, which starts with the engine's whole state (state.py). This happens
-between two turns of the loop, when no decision waits to be fetched.
+recording continues in another, which starts with a snapshot of the engine (snapshot.py). This
+happens between two turns of the loop, when no decision waits to be fetched.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -14,7 +15,6 @@ from functools import partial
 from importlib import metadata
 from typing import TypeVar
 
-import msgspec
 from msgspec.structs import replace
 
 from engine_core.engine import Engine, draw_seed
@@ -38,7 +38,7 @@ from engine_core.journal.records import (
     Ticked,
     digest,
 )
-from engine_core.journal.state import StateError, freeze, grammar_name
+from engine_core.journal.snapshot import take_snapshot
 from protocol.config.engine import EngineConfig
 from protocol.errors import ErrorInfo, ServingError
 from protocol.grammar import Grammar
@@ -75,10 +75,10 @@ class RecordedEngine(Engine):
     ) -> None:
         self._writer = writer
         self._drawn: list[int] = []
-        self._waiting_tick: Ticked | None = (
-            None  # of an idle engine; written before the next record
-        )
-        self._grammars: dict[bytes, Grammar] = {}  # that the engine may still refer to
+        #: The last tick of an idle engine, which is written before the next record.
+        self._waiting_tick: Ticked | None = None
+        #: Grammars that the engine may still refer to.
+        self._grammars: dict[bytes, Grammar] = {}
         self._max_grammars = MIN_GRAMMARS
         self._compiling: set[bytes] = set()
         self._began = Began(
@@ -93,9 +93,6 @@ class RecordedEngine(Engine):
             tiers=list(tiers),
         )
         writer.write(self._began)
-        self._externals: dict[int, str] = {}
-        self._state: list[str] = []  # attributes of the base class
-        draw, own = self._draw, set(vars(self))
         super().__init__(
             config,
             model,
@@ -103,11 +100,8 @@ class RecordedEngine(Engine):
             draft_cost=draft_cost,
             step_costs=step_costs,
             tiers=tiers,
-            draw_seed=draw,
+            draw_seed=self._draw,
         )
-        self._state = [name for name in vars(self) if name not in own]
-        self._externals = {id(config): "config", id(model): "model", id(limits): "limits"}
-        self._externals[id(draw)] = "draw_seed"
 
     def _draw(self) -> int:
         self._drawn.append(draw_seed())
@@ -118,11 +112,10 @@ class RecordedEngine(Engine):
     ) -> T:
         """Call the engine and record it, even if it raises: a journal must contain failures."""
         self._write_tick()
-        try:
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(lambda: self._writer.write(record_of(RAISED)))
             reply = call()
-        except BaseException:
-            self._writer.write(record_of(RAISED))
-            raise
+            on_failure.pop_all()
         self._writer.write(record_of(digest(reply)))
         return reply
 
@@ -135,30 +128,18 @@ class RecordedEngine(Engine):
         """Continue in another file."""
         self._write_tick()
         began = time.perf_counter()
-        try:
-            engine = {name: getattr(self, name) for name in self._state}
-            state = msgspec.msgpack.encode(freeze(engine, self._all_externals()))
-        except StateError as error:
-            self._writer.end(f"cannot be continued: {error}")
-            return
         self._prune_grammars()
         first = replace(self._began, at=time.time(), part=self._writer.part + 1)
-        self._writer.start_next(
-            [first, KnownRecord(state=state, grammars=[*self._grammars.values()])]
-        )
-        text = "the journal continues in %s (state: %d KiB, %.0f ms)"
-        log.info(text, self._writer.path, len(state) >> 10, 1e3 * (time.perf_counter() - began))
-
-    def _all_externals(self) -> dict[int, str]:
-        templates = self._admission.templates.items()
-        return self._externals | {
-            id(template): grammar_name(digest) for digest, template in templates
-        }
+        known = KnownRecord(snapshot=take_snapshot(self), grammars=[*self._grammars.values()])
+        num_bytes = self._writer.start_next([first, known])
+        if num_bytes:
+            text = "the journal continues in %s (snapshot: %d KiB, %.0f ms)"
+            log.info(text, self._writer.path, num_bytes >> 10, 1e3 * (time.perf_counter() - began))
 
     def _prune_grammars(self) -> None:
         """Remove the grammars that nothing refers to any more."""
-        wanted = self._compiling | self._admission.templates.keys()
-        wanted |= {request.grammar for request in self._open if request.grammar is not None}
+        wanted = self._compiling | self.admission.templates.keys()
+        wanted |= {request.grammar for request in self.open_requests if request.grammar is not None}
         self._grammars = {d: grammar for d, grammar in self._grammars.items() if d in wanted}
         self._max_grammars = 2 * len(self._grammars) + MIN_GRAMMARS
 
@@ -227,11 +208,10 @@ class RecordedEngine(Engine):
 
     def plan(self) -> StepPlan | None:
         was_idle = self.is_idle
-        try:
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(self._writer.write, PlanRecord(reply_digest=RAISED))
             plan = super().plan()
-        except BaseException:
-            self._writer.write(PlanRecord(reply_digest=RAISED))
-            raise
+            on_failure.pop_all()
         if plan is not None:
             self._writer.write(plan_record(plan))
         elif not was_idle:

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from engine_core.journal.snapshot import EngineSnapshot
 from protocol import wire
 from protocol.config.engine import EngineConfig
 from protocol.errors import ErrorInfo
@@ -20,10 +21,8 @@ from protocol.messages import Generate, Limits
 from protocol.model_card import ModelCard
 from protocol.steps import StepResult
 
-FORMAT = 2
-"""Version of the records and of the engine's state in them. Raise it when the state's attributes
-change.
-"""
+FORMAT = 3
+"""Version of the records, of the snapshot in them and of the plans that they digest."""
 DIGEST_BYTES = 8
 
 
@@ -36,26 +35,33 @@ class JournalRecord(
 class Began(JournalRecord, frozen=True, kw_only=True):
     """The first record: what the engine was created from."""
 
+    #: `FORMAT` of the release that wrote it.
     format: int
     #: Seconds since 1970.
     at: float
+    #: Release of Tidegate.
     version: str
+    #: Configuration of the engine.
     config: EngineConfig
+    #: The worker's model card.
     model: ModelCard
+    #: Limits that the worker announced.
     limits: Limits
+    #: As in WorkerReady.
     draft_cost: float
+    #: (tokens, cost), as measured.
     step_costs: list[tuple[int, float]] = []
+    #: Names of the worker's tiers.
     tiers: list[str] = []
-    #: Part of the engine's life. If it is not 1, the state follows.
+    #: Part of the engine's life. If it is not 1, a snapshot follows.
     part: int = 1
 
 
 class KnownRecord(JournalRecord, frozen=True, kw_only=True, tag="knew"):
-    """The engine's state when this part began."""
+    """All that the engine remembered when this part began."""
 
-    #: An encoded state.FrozenObject.
-    state: bytes
-    #: All grammars that the state refers to, and those being compiled.
+    snapshot: EngineSnapshot
+    #: All grammars that the snapshot refers to, and those being compiled.
     grammars: list[Grammar]
 
 

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import count
 
-import msgspec
-
 from engine_core.engine import Engine
 from engine_core.grammar.cache import CompiledGrammar, digest_of
 from engine_core.grammar.compiler import Compiler
@@ -38,14 +36,8 @@ from engine_core.journal.records import (
     Ticked,
     digest,
 )
-from engine_core.journal.state import (
-    FrozenObject,
-    StateError,
-    freeze,
-    grammar_digest_from_name,
-    thaw,
-)
-from protocol.errors import ServingError, error_from
+from engine_core.journal.snapshot import restore_snapshot
+from protocol.errors import ServingError, WireError, error_from
 from protocol.grammar import Grammar
 from protocol.stats import EngineStats
 
@@ -103,17 +95,6 @@ def replay(records: Iterable[AnyRecord], *, checks: bool = False) -> ReplayRepor
     return done
 
 
-_OTHER_STATE = "the engine's state in this journal is damaged, or of another version"
-
-
-def _check_shapes(then: FrozenObject, now: FrozenObject) -> None:
-    """Raise StateError if a class has other attributes now than when it was recorded."""
-    old, new = then.shapes(), now.shapes()
-    for name in old.keys() & new.keys():
-        if changed := old[name] ^ new[name]:
-            raise StateError(f"the attributes of {name} differ: {', '.join(sorted(changed))}")
-
-
 class _ReplayedEngine:
     def __init__(self, began: Began) -> None:
         self._seeds: list[int] = []
@@ -122,13 +103,6 @@ class _ReplayedEngine:
             partial(Compiler, began.model)
         )  # on demand: some models have no compiler
         self._at = 0.0
-        draw = self._draw
-        self._externals: dict[str, object] = {
-            "config": began.config,
-            "model": began.model,
-            "limits": began.limits,
-            "draw_seed": draw,
-        }
         self.engine = Engine(
             began.config,
             began.model,
@@ -136,7 +110,7 @@ class _ReplayedEngine:
             draft_cost=began.draft_cost,
             step_costs=began.step_costs,
             tiers=began.tiers,
-            draw_seed=draw,
+            draw_seed=self._draw,
         )
 
     def _draw(self) -> int:
@@ -179,26 +153,12 @@ class _ReplayedEngine:
         self.engine.freed.clear()
 
     def _restore(self, record: KnownRecord) -> None:
-        """Restore the state that the engine had when this part began. Raises NoJournal."""
+        """Restore what the engine remembered when this part began. Raises NoJournal."""
         self._jobs = {digest_of(grammar): grammar for grammar in record.grammars}
-        template = cache(self._template)
-
-        def find(name: str) -> object:
-            return (
-                self._externals[name]
-                if name in self._externals
-                else template(grammar_digest_from_name(name))
-            )
-
         try:
-            state = msgspec.msgpack.decode(record.state, type=FrozenObject)
-            _check_shapes(
-                state, freeze(self.engine, {id(v): k for k, v in self._externals.items()})
-            )
-            attributes = thaw(state, find, lambda digest: template(digest).start())
-        except (StateError, msgspec.MsgspecError) as error:
-            raise NoJournal(f"{_OTHER_STATE}: {error}") from None
-        vars(self.engine).update(attributes)
+            restore_snapshot(self.engine, record.snapshot, cache(self._template))
+        except (LookupError, ValueError, WireError) as error:
+            raise NoJournal(f"the snapshot in this journal is damaged: {error!r}") from None
 
     def _template(self, digest: bytes) -> MatcherTemplate:
         return self._compiler().compile(self._jobs[digest])

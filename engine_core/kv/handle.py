@@ -4,7 +4,7 @@ text = URL-safe base64, without padding, of: version (1 byte), tag (32 bytes), e
 body is a Handle as MessagePack. The tag is the HMAC-SHA256 of version and body. The body is
 encrypted with a SHAKE-256 key stream that is derived from the tag: authenticated encryption with
 the tag as nonce. Equal handles have equal texts; different handles never share a key stream.
-Without the cluster's key, nobody can create a handle or read an address from one.
+Without the cluster's key, a handle can be neither created nor read.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TAG_BYTES = 32
 
 
 class Handle(msgspec.Struct, frozen=True, array_like=True):
-    """What one engine passes to another through the client."""
+    """Names the K/V that engine P keeps for engine D. Sealed: it travels through the client."""
 
     #: The lease under which the K/V is kept.
     lease: bytes

@@ -48,7 +48,7 @@ class Bucket:
 
 
 @dataclass(slots=True)
-class _AccountBuckets:
+class AccountBuckets:
     requests: Bucket = field(default_factory=Bucket)
     tokens: Bucket = field(default_factory=Bucket)
 
@@ -67,7 +67,7 @@ class Accounts:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self._buckets: dict[str, _AccountBuckets] = {}
+        self._buckets: dict[str, AccountBuckets] = {}
 
     def __len__(self) -> int:
         return len(self._buckets)
@@ -107,13 +107,13 @@ class Accounts:
                 stands_s=min(wait_s, MAX_STANDS_S),
             )
 
-    def _get_buckets(self, account: Account) -> _AccountBuckets:
+    def _get_buckets(self, account: Account) -> AccountBuckets:
         """Return the account's buckets, refilled up to now."""
         buckets = self._buckets.get(account.name)
         if buckets is None:
             if len(self._buckets) >= MAX_KEPT:
                 self._remove_full()
-            buckets = self._buckets[account.name] = _AccountBuckets()
+            buckets = self._buckets[account.name] = AccountBuckets()
         limits = (account.requests_per_minute, account.tokens_per_minute)
         for bucket, per_minute in zip((buckets.requests, buckets.tokens), limits, strict=True):
             bucket.refill(self.now)

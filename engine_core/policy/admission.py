@@ -31,8 +31,7 @@ from protocol.errors import (
     Overloaded,
     ServingError,
 )
-from protocol.grammar import Grammar
-from protocol.grammar_check import check_grammar
+from protocol.grammar import Grammar, check_grammar
 from protocol.messages import Accepted, Generate, Limits, Refused
 from protocol.model_card import ModelCard
 from protocol.sampling import SamplingParams, check_token_ids, check_vocabulary

@@ -72,7 +72,7 @@ def prefill_budget_when_shared(full: int, costs: StepCosts | None) -> int:
 
 
 class FairShare:
-    """What each account was served, in tokens."""
+    """Tokens served to each account, and the order of accounts that follows from them."""
 
     def __init__(self, limits: Limits, step_costs: Sequence[tuple[int, float]] = ()) -> None:
         """Create it without accounts. `step_costs` are described in WorkerReady."""

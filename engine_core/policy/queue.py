@@ -9,6 +9,7 @@ request returns to its old position within its account.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from engine_core.policy.accounts import AccountUsage
@@ -110,11 +111,24 @@ class WaitingQueue:
                 before += min(max(gap, 0.0), queue.tokens)
         return before
 
+    def requests(self) -> Iterator[Request]:
+        """Yield the waiting requests, each account's in their order."""
+        for queue in self._queues.values():
+            entries = dict.fromkeys(sorted(queue.heap))  # a stale entry may equal a new one
+            yield from (request for _, request in entries if request in self._waiting)
+
+    def restore(self, requests: Iterable[Request]) -> None:
+        """Fill an empty queue with another's `requests`. No account's wait starts again."""
+        for request in requests:
+            self._insert(request)
+
     def push(self, request: Request) -> None:
-        queue = self._queues.get(request.account_usage)
-        if queue is None:
+        if request.account_usage not in self._queues:
             self._fair_share.on_wait_started(request.account_usage)
-            queue = self._queues[request.account_usage] = _AccountQueue()
+        self._insert(request)
+
+    def _insert(self, request: Request) -> None:
+        queue = self._queues.setdefault(request.account_usage, _AccountQueue())
         heapq.heappush(queue.heap, (request.rank, request))
         queue.num += 1
         queue.tokens += len(request.tokens)

@@ -48,11 +48,12 @@ class Throughput:
 
     @property
     def queue_per_s(self) -> float:
-        """How fast the queue shrinks: as measured, else the computing rate; 0 if unknown."""
+        """Tokens that leave the queue per second: as measured, or else the computing rate. 0 if
+        unknown."""
         return self.admitted.per_s or self.computed.per_s
 
     def is_long_step(self, num_tokens: int) -> bool:
-        """Whether a step of `num_tokens`, some of them of prompts, is expected to take LONG_S."""
+        """Return whether a step of `num_tokens` with prefills is expected to take over LONG_S."""
         return num_tokens > LONG_S * self.prompts.per_s > 0
 
     def observe(self, num_tokens: int, elapsed_s: float, *, has_prompts: bool) -> None:

@@ -19,7 +19,7 @@ from protocol.model_card import ModelCard
 
 @dataclass(slots=True)
 class CommittedTokens:
-    """What one row of a step added to its request."""
+    """Tokens and logprobs that one row of a step added to its request."""
 
     #: Appended to the request.
     tokens: list[int] = field(default_factory=list)

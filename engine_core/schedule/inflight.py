@@ -9,13 +9,15 @@ planned (`num_scheduled`). Its slot and blocks are not reused while a plan in fl
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from engine_core.request import Request
 from engine_core.schedule.row_results import RowResult, row_results
 from protocol.steps import StepPlan, StepResult
 
-Work = list[tuple[Request, int]]
+StepRows = list[tuple[Request, int]]
+"""(request, number of positions) of each row."""
 
 
 @dataclass(slots=True)
@@ -23,7 +25,7 @@ class InflightStep:
     """One plan in flight."""
 
     plan: StepPlan
-    work: Work
+    rows: StepRows
     #: Some rows are constrained, and their masks have not been sent.
     needs_masks: bool
     #: Most drafts in a row that it requests of the draft model.
@@ -36,17 +38,17 @@ class InflightStep:
 
     @property
     def num_tokens(self) -> int:
-        return sum(count for _, count in self.work)
+        return sum(count for _, count in self.rows)
 
     @property
     def has_prompts(self) -> bool:
         """Whether a row has more than one token."""
-        return self.plan.num_decodes < len(self.work)
+        return self.plan.num_decodes < len(self.rows)
 
     @property
     def prompts(self) -> list[Request]:
         """The requests whose prompt it computes in part."""
-        return [each for each, _ in self.work if each.num_computed < each.prompt_tokens - 1]
+        return [each for each, _ in self.rows if each.num_computed < each.prompt_tokens - 1]
 
 
 class InflightSteps:
@@ -58,6 +60,13 @@ class InflightSteps:
 
     def __len__(self) -> int:
         return len(self._steps)
+
+    def __iter__(self) -> Iterator[InflightStep]:
+        return iter(self._steps)
+
+    def restore(self, steps: Iterable[InflightStep]) -> None:
+        """Add steps whose requests count them as in flight already."""
+        self._steps.extend(steps)
 
     @property
     def is_full(self) -> bool:
@@ -76,14 +85,14 @@ class InflightSteps:
     def oldest(self) -> InflightStep | None:
         return self._steps[0] if self._steps else None
 
-    def on_sent(self, plan: StepPlan, work: Work) -> None:
+    def on_sent(self, plan: StepPlan, rows: StepRows) -> None:
         """Record that a plan was sent."""
-        for (request, count), samples in zip(work, plan.row_samples.tolist(), strict=True):
+        for (request, count), samples in zip(rows, plan.row_samples.tolist(), strict=True):
             request.num_scheduled += count
             request.num_pending += samples
             request.num_in_flight += 1
         num_requested_drafts = 0 if plan.wanted is None else max(plan.wanted.tolist(), default=0)
-        self._steps.append(InflightStep(plan, work, plan.masked is not None, num_requested_drafts))
+        self._steps.append(InflightStep(plan, rows, plan.masked is not None, num_requested_drafts))
 
     def on_completed(self, result: StepResult) -> tuple[InflightStep, list[RowResult]]:
         """Remove the oldest plan, and return it with the result of each row.
@@ -98,7 +107,7 @@ class InflightSteps:
         results = row_results(oldest.plan, result)
         self._steps.popleft()
         for (request, _), samples, row_result in zip(
-            oldest.work, oldest.plan.row_samples.tolist(), results, strict=True
+            oldest.rows, oldest.plan.row_samples.tolist(), results, strict=True
         ):
             request.num_scheduled -= row_result.num_rejected
             request.num_pending -= samples

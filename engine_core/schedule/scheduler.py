@@ -31,7 +31,7 @@ will hardly be drafted. A block of a request that it computes is published when 
 it.
 
 No request is preempted while it is in a plan in flight, because its tokens would be lost.
-`can_continue` tells whether a step can be planned without preemption.
+`can_continue` returns whether a step can be planned without preemption.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from typing import Protocol
 
 from engine_core.blocks.hash import ContentHashes
 from engine_core.blocks.pool import BlockPool
-from engine_core.blocks.prefixes import Prefixes
+from engine_core.blocks.prefix_cache import Prefixes
 from engine_core.kv.fetches import Match
 from engine_core.kv.transfers import KVTransfers
 from engine_core.policy.fair_share import (
@@ -54,7 +54,8 @@ from engine_core.policy.fair_share import (
 )
 from engine_core.policy.queue import WaitingQueue
 from engine_core.request import Request, RequestEvent, RequestPhase
-from engine_core.schedule.decisions import DraftCatchUp, Schedule
+from engine_core.schedule.plan import DraftCatchUp, Schedule
+from engine_core.schedule.slot_pool import SlotPool
 from protocol.messages import Limits
 
 MAX_DRAFT_LAG = 32
@@ -87,19 +88,22 @@ class Scheduler:
     ) -> None:
         self.fair_share = FairShare(limits, step_costs)
         self.waiting = WaitingQueue(self.fair_share)
-        self.running: list[Request] = []  # by rank: oldest first
-        self.unbound: list[Request] = []  # hold a slot that has not been bound in the worker yet
+        #: By rank: oldest first.
+        self.running: list[Request] = []
+        #: These hold a slot that has not been bound in the worker yet.
+        self.unbound: list[Request] = []
         self.pool = pool
-        self.released_slots: list[int] = []  # sent to the worker with the next plan
-        self._free_slots = list(range(limits.max_slots - 1, -1, -1))
+        self.slots = SlotPool(limits.max_slots)
         self.limits = limits
         self.prefixes = Prefixes(limits, hashes, pool.cache)
         self._kv_transfers = kv_transfers
         self._speculation = speculation
         #: Each running request needs one token of the budget.
         self._max_running = min(limits.max_slots, limits.token_budget)
-        self._blocked_newcomer: Request | None = None  # first in the queue, but found no room
-        self._has_paused_decodes = False  # the last step paused decodes
+        #: The first request in the queue, if it found no room in the last step.
+        self._blocked_newcomer: Request | None = None
+        #: The last step paused decodes.
+        self._has_paused_decodes = False
 
     @property
     def has_work(self) -> bool:
@@ -120,7 +124,7 @@ class Scheduler:
         step = Schedule(budget=self.limits.token_budget)
         self._preempt_for_newcomer(step)
         num_preempted = len(step.preempted)
-        self._continue_decodes(step)
+        self._schedule_decodes(step)
         decodes = step.decodes[:]
         self._bind_fetched(step, max_tokens=1)  # these are about to decode as well
         may_admit = len(step.preempted) == num_preempted
@@ -128,7 +132,7 @@ class Scheduler:
         if is_shared:
             part = max(self.fair_share.shared_prefill_budget, len(decodes))
             step.budget, reserved = min(step.budget, part), min(len(decodes), part - len(decodes))
-        self._continue_chunks(step, may_admit=may_admit, reserved=reserved)
+        self._schedule_prefills(step, may_admit=may_admit, reserved=reserved)
         self._bind_fetched(step, max_tokens=self.limits.max_len)
         if may_admit:
             self._admit(step)
@@ -177,7 +181,7 @@ class Scheduler:
             self._has_paused_decodes = True
             step.decodes = [request for request in step.decodes if request not in paused]
 
-    def _continue_decodes(self, step: Schedule) -> None:
+    def _schedule_decodes(self, step: Schedule) -> None:
         for request in list(self.running):
             if step.budget == 0:
                 return
@@ -189,7 +193,7 @@ class Scheduler:
                 step.decodes.append(request)
                 step.budget -= 1
 
-    def _continue_chunks(self, step: Schedule, *, may_admit: bool, reserved: int) -> None:
+    def _schedule_prefills(self, step: Schedule, *, may_admit: bool, reserved: int) -> None:
         """Schedule prompt chunks.
 
         - may_admit: newcomers of accounts that were served less go first, and then no other prompts
@@ -206,9 +210,9 @@ class Scheduler:
             if step.budget == 0:
                 return
             self.fair_share.on_scheduled(request.account_usage)
-            self._compute(request, step)
+            self._schedule_tokens(request, step)
 
-    def _compute(self, request: Request, step: Schedule) -> None:
+    def _schedule_tokens(self, request: Request, step: Schedule) -> None:
         count = min(request.num_uncomputed, step.budget)
         if count == 1:
             step.decodes.append(request)
@@ -308,13 +312,15 @@ class Scheduler:
         """Append blocks to a request that has a slot.
 
         A request admitted in this step is bound with all its blocks, so they are not listed in
-        `grown`.
+        `appended_blocks`.
         """
         assert request.slot is not None
         first = len(request.blocks)
         if request not in step.admitted:
-            step.grown += [(request.slot, first + i, block) for i, block in enumerate(blocks)]
-        step.fresh += blocks
+            step.appended_blocks += [
+                (request.slot, first + i, block) for i, block in enumerate(blocks)
+            ]
+        step.new_blocks += blocks
         request.blocks += blocks
 
     def _preempt(self, victim: Request, step: Schedule) -> None:
@@ -332,14 +338,10 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         assert request.slot is not None
         self._kv_transfers.on_releasing(request)
-        if request in self.unbound:
-            self.unbound.remove(request)
-        else:
-            self.running.remove(request)
-            self.released_slots.append(request.slot)
-        self._free_slots.append(request.slot)
+        is_bound = request not in self.unbound
+        (self.running if is_bound else self.unbound).remove(request)
+        self.slots.release(request, is_bound=is_bound)
         self.pool.release(request.blocks)
-        request.slot = None
         request.blocks = []
         request.num_computed = request.num_scheduled = request.num_draft_computed = 0
         request.num_published = 0
@@ -365,7 +367,7 @@ class Scheduler:
                 return
             self.fair_share.on_scheduled(request.account_usage)
             self.waiting.remove(request)
-            request.slot = self._free_slots.pop()
+            self.slots.allocate(request)
             if match is None:
                 self._bind(request, step)
             else:
@@ -427,8 +429,8 @@ class Scheduler:
         insort(self.running, request, key=lambda other: other.rank)
         request.num_charged = max(request.num_charged, request.num_computed)
         step.admitted.append(request)
-        step.fresh += request.blocks[-(-request.num_computed // self.limits.block_tokens) :]
-        self._compute(request, step)
+        step.new_blocks += request.blocks[-(-request.num_computed // self.limits.block_tokens) :]
+        self._schedule_tokens(request, step)
 
     def _allocate_for(self, request: Request, found: list[int]) -> bool:
         """Allocate blocks for all known tokens; the `found` ones are cached already.

@@ -100,9 +100,11 @@ class RequestDrafting:
     """The drafter of one request and its acceptance, also of drafts forced by its grammar."""
 
     drafter: Drafter
+    #: Of this request's drafts.
+    tally: AcceptanceTally = field(default_factory=lambda: AcceptanceTally(PRIOR))
     #: Tally of all requests with such a drafter, if one request predicts the next.
     shared_tally: AcceptanceTally | None = None
-    tally: AcceptanceTally = field(default_factory=lambda: AcceptanceTally(PRIOR))
+    #: Of the drafts that its grammar forced.
     forced_tally: AcceptanceTally = field(default_factory=lambda: AcceptanceTally(FORCED_PRIOR))
     #: Prediction of the token in flight, if a step has waited for it.
     awaited_guess: int | None = None
@@ -145,7 +147,7 @@ class Speculation:
         self._config = config
         self._draft_cost = draft_cost
         self._costs = StepCosts.from_measurements(config.draft_width, step_costs)
-        self._overhead = DraftOverhead()
+        self.overhead = DraftOverhead()
         self._model_tally = AcceptanceTally(MODEL_PRIOR)
         self._num_started = 0
 
@@ -158,13 +160,17 @@ class Speculation:
             request.uses_draft_model = kind == "model"
         elif kind == "model":
             chance = self._expected_acceptance()
-            request.uses_draft_model = self._best_count(chance, 1, self._draft_cost) > 0
-            request.drafting = RequestDrafting(
-                ModelDrafter(), self._model_tally, AcceptanceTally(chance, MODEL_IDLE)
-            )
+            request.uses_draft_model = self.best_count(chance, 1, self._draft_cost) > 0
+            request.drafting = self.new_drafting(AcceptanceTally(chance, MODEL_IDLE))
         else:
-            drafter = NgramDrafter(self._config.ngram_min, self._config.ngram_max)
-            request.drafting = RequestDrafting(drafter)
+            request.drafting = self.new_drafting(AcceptanceTally(PRIOR))
+
+    def new_drafting(self, tally: AcceptanceTally) -> RequestDrafting:
+        """Return the configured drafter for a request, with the tally of its drafts."""
+        if self._config.speculation == "model":
+            return RequestDrafting(ModelDrafter(), tally, self._model_tally)
+        drafter = NgramDrafter(self._config.ngram_min, self._config.ngram_max)
+        return RequestDrafting(drafter, tally)
 
     def observe(self, rows: int, tokens: int, num_drafts: int, elapsed_s: float) -> None:
         """Record a step's time.
@@ -173,7 +179,7 @@ class Speculation:
         `num_drafts` consecutive drafts of the draft model.
         """
         cost = self._costs[tokens] + num_drafts * self._draft_cost * self._costs[rows]
-        self._overhead.observe(rows, cost, elapsed_s, is_drafted=bool(num_drafts) or tokens > rows)
+        self.overhead.observe(rows, cost, elapsed_s, is_drafted=bool(num_drafts) or tokens > rows)
 
     def _expected_acceptance(self) -> float:
         """Return the draft model's expected acceptance for the next request.
@@ -190,7 +196,7 @@ class Speculation:
         if request.drafting is None or not request.uses_draft_model:
             return 0
         return min(
-            max_tokens, self._best_count(request.drafting.tally.acceptance, rows, self._draft_cost)
+            max_tokens, self.best_count(request.drafting.tally.acceptance, rows, self._draft_cost)
         )
 
     def propose(self, request: Request, max_tokens: int, rows: int) -> list[int]:
@@ -198,7 +204,7 @@ class Speculation:
         drafting = request.drafting
         if drafting is None:
             return []
-        count = min(max_tokens, self._best_count(drafting.tally.acceptance, rows))
+        count = min(max_tokens, self.best_count(drafting.tally.acceptance, rows))
         drafts = drafting.drafter.propose(request.tokens, count) if count > 0 else []
         if request.matcher is None:
             return drafts
@@ -214,7 +220,7 @@ class Speculation:
     ) -> list[int]:
         """Return the tokens that the grammar forces, which are usually right and need no past."""
         assert request.matcher is not None
-        count = min(max_tokens, self._best_count(drafting.forced_tally.acceptance, rows))
+        count = min(max_tokens, self.best_count(drafting.forced_tally.acceptance, rows))
         run = request.matcher.forced_tokens(count) if count > 0 else []
         return request.matcher.admitted_prefix(run)
 
@@ -231,15 +237,15 @@ class Speculation:
             and len(self._forced_drafts(request, drafting, 2, rows)) == 2
         ):
             return True  # the first one is in flight
-        if not self._best_count(drafting.tally.acceptance, rows):
+        if not self.best_count(drafting.tally.acceptance, rows):
             return False
         guess = drafting.drafter.propose(request.tokens, 1)
         drafting.awaited_guess = guess[0] if guess else None
         return bool(guess)
 
-    def _best_count(self, chance: float, rows: int, draft_cost: float = 0.0) -> int:
+    def best_count(self, chance: float, rows: int, draft_cost: float = 0.0) -> int:
         """Return the number of consecutive drafts with the most expected tokens per cost."""
-        costs, fixed, overhead = self._costs, self._costs[rows], self._overhead[rows]
+        costs, fixed, overhead = self._costs, self._costs[rows], self.overhead[rows]
         count, best_gain, likely, tokens = 0, 1.0 / fixed, 1.0, 1.0
         for drafts in range(1, self._config.max_drafts + 1):
             likely *= chance

@@ -25,6 +25,16 @@ class NgramDrafter:
         self._last: dict[bytes, int] = {}  # run -> position after its last occurrence
         self._before = array("i", [0] * shortest)  # position -> previous one of the same run
 
+    @property
+    def num_indexed(self) -> int:
+        """The number of leading positions in the index."""
+        return len(self._before)
+
+    def index_first(self, tokens: array[int], num_indexed: int) -> None:
+        """Index this many leading positions of `tokens`."""
+        while self.num_indexed < min(num_indexed, len(tokens)):
+            self._catch_up(tokens[:num_indexed])
+
     def propose(self, tokens: array[int], max_tokens: int) -> list[int]:
         """Return up to `max_tokens` drafts.
 

@@ -19,22 +19,46 @@ from typing import Final
 from gateway.auth.caller import ANONYMOUS, Caller, CallerHeaders, secret_in
 from gateway.auth.hosts import HostRule, OriginRule, name_in
 from gateway.auth.keys import Keyring
-from gateway.auth.refusals import Forbidden, MalformedTarget, NoSuchRoute, Unauthenticated
 from gateway.auth.scopes import Demand, Scopes
 from gateway.auth.target import fault_in, path_in, spells
 from protocol.config.gateway import GatewayConfig
+from protocol.errors import RequestError
 from protocol.hosts import is_loopback
 
 PREFLIGHT_AGE_S = 600
 PREFLIGHT_HEADER = "Access-Control-Request-Method"
-_ASKED_HEADERS = "Access-Control-Request-Headers"
+_REQUESTED_HEADERS = "Access-Control-Request-Headers"
 _EXPOSED = "Retry-After, X-Request-Id, Request-Id, X-Ignored-Fields, X-Resume"
 _NO_HOST_NEEDED: Final = "HTTP/1.0"
 
 
+class MalformedTarget(RequestError):
+    """400: the request target or the Host header is malformed."""
+
+    code = "malformed_request"
+
+
+class NoSuchRoute(RequestError):
+    """404: no route has this path."""
+
+    code = "not_found"
+
+
+class Unauthenticated(RequestError):
+    """401: no API key, or an invalid one."""
+
+    code = "invalid_api_key"
+
+
+class Forbidden(RequestError):
+    """403: the key, host or origin is not allowed to do this."""
+
+    code = "forbidden"
+
+
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """A request without its body."""
+    """The head of a request."""
 
     method: str
     #: As it was sent.
@@ -53,8 +77,8 @@ class Visit:
 
     @property
     def is_preflight(self) -> bool:
-        asked = self.headers.get(PREFLIGHT_HEADER, "")
-        return self.method == "OPTIONS" and bool(self.origin and asked)
+        method = self.headers.get(PREFLIGHT_HEADER, "")
+        return self.method == "OPTIONS" and bool(self.origin and method)
 
 
 class Gate:
@@ -69,7 +93,7 @@ class Gate:
         self._keyring = keyring
 
     def admit(self, visit: Visit) -> Caller:
-        """Return the caller. Raises one of the errors in refusals.py."""
+        """Return the caller. Raise one of the errors above."""
         self.check_target(visit)
         demand: Demand | None = None
         if visit.rule is not None:
@@ -104,7 +128,7 @@ class Gate:
             return headers | {"Access-Control-Expose-Headers": _EXPOSED}
         return headers | {
             "Access-Control-Allow-Methods": "GET, POST, DELETE",
-            "Access-Control-Allow-Headers": visit.headers.get(_ASKED_HEADERS, ""),
+            "Access-Control-Allow-Headers": visit.headers.get(_REQUESTED_HEADERS, ""),
             "Access-Control-Max-Age": str(PREFLIGHT_AGE_S),
         }
 

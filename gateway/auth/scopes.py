@@ -1,6 +1,6 @@
-"""The scope that each route requires, as its row of `operations` declares it.
+"""The scope that each route requires, as its declaration says (`http/route.py`).
 
-A route without a row keeps the server from starting, so no route is open by mistake.
+A route without one keeps the server from starting, so no route is open by mistake.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _UNDECLARED = {"HEAD", "OPTIONS"}
 
 
 class ScopeRow(Protocol):
-    """See `gateway.http.operation.Operation`."""
+    """See `gateway.http.route.Operation`."""
 
     @property
     def rule(self) -> str: ...

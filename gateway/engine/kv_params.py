@@ -46,8 +46,12 @@ class KVTransferParams(msgspec.Struct, frozen=True):
     handle: str = ""
 
 
-def parse_kv_params(given: Mapping[str, Any] | None) -> KVTransferParams:
-    """Check the request's `kv_transfer_params`. Raises InvalidRequest, naming the field."""
+def parse_kv_params(given: Mapping[str, Any] | None, limits: Limits) -> KVTransferParams | None:
+    """Return the request's `kv_transfer_params`; None if they are absent or do nothing here.
+
+    An engine may be unable to keep the K/V. The response then has null, and the router lets the
+    other server compute the prompt. Raises InvalidRequest, naming the field.
+    """
     named = {name: value for name, value in (given or {}).items() if value is not None}
     for name in named:
         if name not in _Params.__struct_fields__:
@@ -64,25 +68,20 @@ def parse_kv_params(given: Mapping[str, Any] | None) -> KVTransferParams:
         raise _invalid("handle", "required; it is in the response of the prefill server")
     if len(params.handle or "") > MAX_HANDLE_CHARS:
         raise _invalid("handle", f"at most {MAX_HANDLE_CHARS:,} characters are allowed")
-    return KVTransferParams(bool(params.do_remote_decode), params.handle or "")
-
-
-def has_no_effect(given: Mapping[str, Any] | None, limits: Limits) -> bool:
-    """Return whether the parameters are present but do nothing on this server."""
-    return given is not None and (
-        parse_kv_params(given) == KVTransferParams() or _cannot_keep(parse_kv_params(given), limits)
-    )
+    keeps = bool(params.do_remote_decode and limits.kv_lease_s)
+    handle = params.handle or ""
+    return KVTransferParams(keeps, handle) if keeps or handle else None
 
 
 def apply_kv_params(
-    requests: Sequence[PromptRequest], params: KVTransferParams, limits: Limits, *, streams: bool
+    requests: Sequence[PromptRequest], params: KVTransferParams | None, *, streams: bool
 ) -> list[PromptRequest]:
     """Return `requests` with the K/V parameters set.
 
     If the K/V is kept, one choice computes the prompt, and the number of choices becomes the number
     of readers. Raises InvalidRequest for more than one prompt, or a stream without tokens.
     """
-    if params == KVTransferParams() or _cannot_keep(params, limits):
+    if params is None:
         return list(requests)
     if len(requests) != 1:
         raise InvalidRequest(f"{KV_FIELD}: allowed with one prompt only", param=KV_FIELD)
@@ -98,12 +97,6 @@ def response_kv_params(group: ChoiceGroup) -> dict[str, Any] | None:
     """Return the parameters that continue this answer elsewhere; None if no K/V is kept."""
     handle = group.choices[0].kv_handle
     return {"do_remote_prefill": True, "handle": handle} if handle else None
-
-
-def _cannot_keep(params: KVTransferParams, limits: Limits) -> bool:
-    """Return whether this engine cannot keep the K/V. The response then has null, and the router
-    lets the other server compute the prompt."""
-    return params.keeps and not limits.kv_lease_s
 
 
 def _invalid(field: str, why: str) -> InvalidRequest:

@@ -9,10 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from gateway.engine.client import ClientLine
-from protocol import card_file
 from protocol.errors import NoEngine, ServingError
 from protocol.messages import Limits
-from protocol.model_card import ModelCard
+from protocol.model_card import ModelCard, read_card
 from protocol.stats import EngineStats
 
 
@@ -31,7 +30,7 @@ class NullEngineClient:
     """See `EngineClient`. The constructor raises ValueError if the file cannot be read."""
 
     def __init__(self, path: str) -> None:
-        content = card_file.read(path)
+        content = read_card(path)
         self.model: ModelCard = content.card
         self.limits = limits_without_engine(content.max_len)
         self.epoch: str | None = None

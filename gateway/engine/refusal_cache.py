@@ -20,6 +20,9 @@ class RefusalCache:
     def __init__(self) -> None:
         self._until: dict[str, tuple[float, ErrorInfo]] = {}
 
+    def __len__(self) -> int:
+        return len(self._until)
+
     def add(self, account: Account | None, refusal: ServingError, now: float) -> None:
         """Store the refusal of a request with one choice.
 

@@ -52,7 +52,11 @@ class RemotePrefill:
         self._kept_at = 0.0
 
     def is_for(self, prompt: Int32, options: GenerateOptions) -> bool:
-        """Return whether a request is another choice of this prompt, which is the same object."""
+        """Return whether a request can share this prefill, as another choice of the same prompt.
+
+        The choices of a prompt have the same `prompt` object and equal options, except the grammar
+        and `is_first`.
+        """
         return self.prompt is prompt and self._shared == _shared(options)
 
     def send(self) -> None:

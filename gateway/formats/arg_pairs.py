@@ -32,34 +32,244 @@ Sources: the chat templates of GLM-4.5 to 4.7; for the others, vLLM's published 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection
 from typing import Any, Self
 
 import msgspec
 
-from gateway.formats.argument_types import ORDER, ArgumentsWriter, kinds_of, schema_of
-from gateway.formats.arguments_grammar import arguments_form
-from gateway.formats.event_builder import BLANKS, PARSE_FAILED, DeclaredTool, EventBuilder
-from gateway.formats.grammar_builder import GrammarBuilder, NotWritable
-from gateway.formats.grammar_forms import either, optional, quoted, sequence, several
-from gateway.formats.json_scanner import CallKeys, CallScan
-from gateway.formats.parser import (
-    CallParser,
-    CallSyntax,
-    FormatParserState,
-    ParserContext,
-    marker_suffix,
-    with_suffix,
+from gateway.formats.argument_types import ORDER, TypedCallParser, TypedCallState
+from gateway.formats.event_builder import BLANKS, DeclaredTool
+from gateway.formats.grammar_builder import (
+    ANY_KEY,
+    LINE_BREAK,
+    GrammarBuilder,
+    NotWritable,
+    either,
+    quoted,
+    sequence,
 )
+from gateway.formats.json_call import CallKeys, CallScan
+from gateway.formats.lexicon import marker_suffix, with_suffix
+from gateway.formats.parser import NO_CALL, CallParser, CallSyntax, Moves
 from gateway.formats.plain_values import PlainValues, ValueEnd
 from gateway.formats.schema_cases import SchemaCase, Schemas, anything
-from gateway.formats.value_syntax import Values, json_notation
-from protocol.grammar import Form, LiteralForm, Pattern
+from gateway.formats.value_syntax import Values, arguments_form, json_notation
+from protocol.grammar import Form
 
 MAX_NAME_CHARS = 256
 NAME = re.compile(r"[^\s<>{}\[\]()\"'`,;]{1,256}")
 TYPES = {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "dict": "object",
          "list": "array", "none": "null"}  # fmt: skip
+
+
+class ArgPairsState(TypedCallState):
+    """State of an `ArgPairsParser`.
+
+    text  the part read so far of the current name, key or type
+    key   key of the current pair
+    type  type that the model has written for it
+    json  a call that is a JSON object
+    """
+
+    at: str = "opened"
+    text: list[str] = []
+    key: str = ""
+    type: str = ""
+    json: CallScan = msgspec.field(default_factory=CallScan)
+
+
+class ArgPairsParser(TypedCallParser):
+    State = ArgPairsState
+    syntax: ArgPairs
+    BETWEEN = frozenset({"between"})
+    UNSCANNED = frozenset({"json"})
+
+    def moves(self) -> Moves:
+        x = self.syntax
+        end_markers = (x.call_close, *x.close)
+        call_markers = (*x.openers(), x.call_open, *end_markers)
+        tokens = tuple(end for end in end_markers if self.context.lexicon.is_token(end))
+        ends, calls = (end_markers, self._end_or_open), (call_markers, self._end_or_open)
+        key, value = ((x.key[0],), self._key_begins), ((x.value[0],), self._value_begins)
+        in_doubt = ((x.value[1],), self._doubt)
+        return {
+            "opened": (calls,),
+            "between": (calls,),
+            "name": ((x.name_close, self._name_ended), (key[0], self._first_key), calls),
+            "call": (key, calls),
+            "key": (((x.key[1],), self._key_ended), ends),
+            "pair": ((x.type[:1], self._type_begins), value, key, ends),
+            "type": ((x.type[1:], self._type_ended), ends) if x.type else (),
+            "value": (in_doubt, (tokens, self._after_value)),
+            "doubt": (in_doubt, (key[0] + end_markers, self._after_value)),
+            "json": ((end_markers, self._marker_in_json),),
+            "broken": (calls,),
+        }
+
+    def on_open(self, marker: str) -> None:
+        self.s.raw = [marker]
+        if not self.syntax.open:
+            self._begin("name")
+
+    def _begin(self, at: str) -> None:
+        self.s.at, self.s.text, self.s.doubtful = at, [], []
+
+    # ---- text
+
+    def _in_part(self, text: str) -> None:
+        self.s.text.append(text)
+
+    def _in_name(self, text: str) -> str:
+        """Read a name, which may have blanks around it but none inside."""
+        s = self.s
+        if not s.text:
+            rest = text.lstrip(BLANKS)
+            s.raw.append(text[: len(text) - len(rest)])
+            if rest.startswith("{") and self.syntax.json_bodies:
+                s.at, s.json = "json", CallScan()
+                return rest
+            text = rest
+        if not text:
+            return ""
+        so_far = "".join(s.text) + text
+        word = so_far.rstrip(BLANKS)
+        s.text = [so_far]
+        if len(so_far) - len(word) > MAX_NAME_CHARS or not NAME.fullmatch(word):
+            s.text = []
+            s.raw.append(so_far)
+            self._no_call()
+        return ""
+
+    def _no_call(self) -> None:
+        s = self.s
+        self.reject("a tool call without a name")
+        if self.syntax.open and self.builder.num_calls:
+            self._begin("broken")
+        else:
+            s.done = True
+
+    def _in_json(self, text: str) -> str:
+        s = self.s
+        position, status = s.json.scan(text, CallKeys(), self.builder)
+        if s.json.name is None:
+            s.raw.append(text[:position])
+        if status == "broken":
+            self._begin("broken" if s.json.name is None else "call")
+            if s.raw:
+                self.reject("a tool call that is not JSON")
+        elif status == "end":
+            self._begin("between")
+            if s.json.name is None:
+                self.reject("a tool call without a name")
+            s.raw = []
+        return text[position:]
+
+    TEXT = {
+        **dict.fromkeys(("opened", "between"), CallParser.outside_calls),
+        **dict.fromkeys(("key", "type"), _in_part),
+        "name": _in_name,
+        "json": _in_json,
+        "value": TypedCallParser.value_text,
+        "doubt": TypedCallParser.in_doubt,
+        "broken": CallParser.as_content,
+    }
+
+    # ---- markers
+
+    def _marker_in_json(self, marker: str) -> None:
+        if self.s.json.quoted:
+            self._in_json(marker)
+        else:
+            self._end_or_open(marker)
+
+    def _key_begins(self, marker: str) -> None:
+        self._begin("key")
+
+    def _key_ended(self, marker: str) -> None:
+        self.s.key, self.s.type = "".join(self.s.text).strip(BLANKS), ""
+        self._begin("pair")
+
+    def _type_begins(self, marker: str) -> None:
+        self._begin("type")
+
+    def _type_ended(self, marker: str) -> None:
+        self.s.type = "".join(self.s.text).split("[")[0].strip(BLANKS).lower()
+        self._begin("pair")
+
+    def _doubt(self, marker: str) -> None:
+        """Read a marker that ends the value if another key or the call's end follows."""
+        if self.s.at == "doubt":
+            self.was_text()
+        self.s.at, self.s.doubtful = "doubt", [marker]
+
+    def _after_value(self, marker: str) -> None:
+        self.s.arguments.end(self.builder, bare_json=self.syntax.bare_json)
+        self._begin("call")
+        self.on_marker(marker)
+
+    def _first_key(self, marker: str) -> None:
+        self._name_ended(marker)
+        if self.s.at == "call":
+            self._begin("key")
+
+    def _name_ended(self, marker: str = "") -> None:
+        """Start the call whose name is complete."""
+        s = self.s
+        name = "".join(s.text).strip(BLANKS)
+        if not name:
+            self._no_call()
+            return
+        self.start_call(name)
+        self._begin("call")
+
+    def _value_begins(self, marker: str) -> None:
+        s = self.s
+        kinds, written = self.kinds_of(s.key), TYPES.get(s.type, s.type)
+        if written in ORDER and (not kinds or (written in kinds and len(kinds) > 1)):
+            kinds = (written,)
+        s.arguments.begin(s.key, kinds, self.builder, bare_json=self.syntax.bare_json)
+        self._begin("value")
+
+    def _end_or_open(self, marker: str) -> None:
+        s, x = self.s, self.syntax
+        if s.at == "name" and s.text:
+            self._name_ended()
+        if self.builder.is_open:
+            if s.at != "json":
+                s.arguments.close(self.builder)
+            self.builder.end_call()
+        elif s.raw and not (marker == x.call_open and s.at == "opened"):
+            if marker == x.call_close or marker in x.close:
+                s.raw += [*s.text, marker]
+            self.reject(NO_CALL)
+        self._go_on(marker)
+
+    def _go_on(self, marker: str) -> None:
+        s, x = self.s, self.syntax
+        if marker == x.call_open:
+            s.raw.append(marker)
+            self._begin("name")
+        elif marker in x.open:
+            s.raw = [marker]
+            self._begin("opened")
+        elif marker in x.close or not x.open:
+            s.done = True
+        else:
+            self._begin("between")
+
+    def on_stray(self, marker: str) -> None:
+        s = self.s
+        if s.at == "json" and s.json.quoted:
+            self._in_json(marker)
+        elif s.at == "name":
+            s.raw += [*s.text, marker]
+            s.text = []
+            self._no_call()
+        else:
+            super().on_stray(marker)
+
+    def unread(self) -> list[str]:
+        return list(self.s.text)
 
 
 class ArgPairs(CallSyntax, frozen=True, kw_only=True):
@@ -74,6 +284,8 @@ class ArgPairs(CallSyntax, frozen=True, kw_only=True):
     bare_json         a parameter without a schema is JSON if it is valid JSON
     suffixed          the markers may have a suffix that is found in the vocabulary
     """
+
+    PARSER = ArgPairsParser
 
     open: tuple[str, ...] = ()
     close: tuple[str, ...] = ()
@@ -106,287 +318,59 @@ class ArgPairs(CallSyntax, frozen=True, kw_only=True):
         if not self.suffixed or not marker_suffix(vocabulary):
             return self
 
-        def fit(marker: Any) -> Any:
-            return (
-                tuple(map(fit, marker))
-                if isinstance(marker, tuple)
-                else with_suffix(marker, vocabulary)
-            )
+        def fit(found: Any) -> Any:
+            if isinstance(found, tuple):
+                return tuple(map(fit, found))
+            return with_suffix(found, vocabulary)
 
         names = ("open", "close", "call_open", "call_close", "name_close", "key", "type", "value")
         found = {name: fit(getattr(self, name)) for name in names}
         return msgspec.structs.replace(self, suffixed=False, **found)
 
-    def call_parser(
-        self, context: ParserContext, builder: EventBuilder, state: Mapping[str, Any] | None = None
-    ) -> CallParser:
-        return ArgPairsParser(self, context, builder, state)
+    # ---- the grammar
 
+    def write_calls(self, opener: str, grammar: GrammarBuilder) -> Form:
+        after = grammar.each_tool(lambda tool: self._write_call(tool, grammar))
+        if not self.open:
+            return after
+        call = grammar.rule("call", sequence(self.call_open, after))
+        calls = grammar.several(call, LINE_BREAK)
+        return sequence(LINE_BREAK, calls, LINE_BREAK, self.close[0])
 
-class ArgPairsState(FormatParserState):
-    """State of an `ArgPairsParser`.
+    def _write_call(self, tool: DeclaredTool, grammar: GrammarBuilder) -> Form:
+        if not NAME.fullmatch(tool.name) or len(tool.name) > MAX_NAME_CHARS:
+            raise NotWritable(tool.name, "name", "this format cannot write it")
+        values = Values(json_notation((self.value[1],)), Schemas(tool), grammar)
+        plain = PlainValues(values, ValueEnd(close=self.value[1], bare=self.bare_json))
 
-    name       name of the current call
-    text       the part read so far of the current name, key or type
-    key        key of the current pair
-    type       type that the model has written for it
-    arguments  arguments of the open call
-    json       a call that is a JSON object
-    doubtful   text that is markup if the value has ended, and part of the value otherwise
-    raw        text of the group until a call is emitted: it may have to become content
-    """
+        def write(key: str | None, schema: Any, path: str) -> Form | None:
+            if key is not None and (key != key.strip() or not key or self.key[1] in key):
+                return None
+            name = ANY_KEY if key is None else key
+            pair = sequence(self.key[0], name, self.key[1], LINE_BREAK)
+            return sequence(pair, self._write_value(plain, key, schema, path), LINE_BREAK)
 
-    at: str = "opened"
-    name: str = ""
-    text: list[str] = []
-    key: str = ""
-    type: str = ""
-    arguments: ArgumentsWriter = msgspec.field(default_factory=ArgumentsWriter)
-    json: CallScan = msgspec.field(default_factory=CallScan)
-    doubtful: list[str] = []
-    raw: list[str] = []
+        name = tool.name + "".join(self.name_close)
+        inside = sequence(name, LINE_BREAK, arguments_form(values, write), self.call_close)
+        if not self.json_bodies:
+            return inside
+        head = '{"name": ' + quoted(tool.name) + ', "arguments": '
+        body = sequence(head, grammar.arguments(tool), "}", LINE_BREAK, self.call_close)
+        return either((inside, sequence(LINE_BREAK, body)))
 
-
-class ArgPairsParser(CallParser):
-    syntax: ArgPairs
-
-    State = ArgPairsState
-    BETWEEN = frozenset({"between"})
-    UNSCANNED = frozenset({"json"})
-
-    def table(self) -> Mapping[str, tuple[str, ...]]:
-        x = self.syntax
-        ends = (x.call_close, *x.close)
-        calls = (*x.openers(), x.call_open, *ends)
-        return {
-            "opened": calls,
-            "between": calls,
-            "name": (*x.name_close, x.key[0], *calls),
-            "call": (x.key[0], *calls),
-            "key": (x.key[1], *ends),
-            "pair": (*x.type[:1], x.value[0], x.key[0], *ends),
-            "type": (x.type[1], *ends) if x.type else (),
-            "value": (x.value[1], *(end for end in ends if self.context.lexicon.is_token(end))),
-            "doubt": (x.value[1], x.key[0], *ends),
-            "json": ends,
-            "broken": calls,
-        }
-
-    def on_open(self, marker: str) -> None:
-        self.s.raw = [marker]
-        if not self.syntax.open:
-            self._begin("name")
-
-    def _begin(self, at: str) -> None:
-        self.s.at, self.s.text, self.s.doubtful = at, [], []
-
-    # ---- text
-
-    def on_text(self, text: str) -> str:
-        s = self.s
-        match s.at:
-            case "name":
-                return self._in_name(text)
-            case "json":
-                return self._in_json(text)
-            case "key" | "type":
-                s.text.append(text)
-            case "value":
-                s.arguments.text(text, self.builder)
-            case "doubt":
-                return self._in_doubt(text)
-            case "broken":
-                self.builder.content(text)
-            case "opened" | "between":
-                return self._outside_calls(text)
-        return ""
-
-    def _outside_calls(self, text: str) -> str:
-        s = self.s
-        rest = text.lstrip(BLANKS)
-        if s.raw:
-            s.raw.append(text[: len(text) - len(rest)])
-        if rest and s.raw:
-            self._reject("a marker of tool calls with no call behind it")
-            s.done = True
-        elif rest:
-            self.builder.warn(PARSE_FAILED, "text between tool calls")
-            self._begin("broken")
-        return rest
-
-    def _in_name(self, text: str) -> str:
-        """Read a name, which may have blanks around it but none inside."""
-        s = self.s
-        if not s.text:
-            rest = text.lstrip(BLANKS)
-            s.raw.append(text[: len(text) - len(rest)])
-            if rest.startswith("{") and self.syntax.json_bodies:
-                s.at, s.json = "json", CallScan()
-                return rest
-            text = rest
-        if not text:
-            return ""
-        so_far = "".join(s.text) + text
-        word = so_far.rstrip(BLANKS)
-        s.text = [so_far]
-        if len(so_far) - len(word) > MAX_NAME_CHARS or not NAME.fullmatch(word):
-            s.text = []
-            s.raw.append(so_far)
-            self._no_call()
-        return ""
-
-    def _no_call(self) -> None:
-        s = self.s
-        self._reject("a tool call without a name")
-        if self.syntax.open and self.builder.num_calls:
-            self._begin("broken")
-        else:
-            s.done = True
-
-    def _in_json(self, text: str) -> str:
-        s = self.s
-        position, status = s.json.scan(text, CallKeys(), self.builder)
-        if s.json.name is None:
-            s.raw.append(text[:position])
-        if status == "broken":
-            self._begin("broken" if s.json.name is None else "call")
-            if s.raw:
-                self._reject("a tool call that is not JSON")
-        elif status == "end":
-            self._begin("between")
-            if s.json.name is None:
-                self._reject("a tool call without a name")
-            s.raw = []
-        return text[position:]
-
-    def _in_doubt(self, text: str) -> str:
-        s = self.s
-        rest = text.lstrip(BLANKS)
-        s.doubtful.append(text[: len(text) - len(rest)])
-        if rest:
-            self._was_text()
-        return rest
-
-    def _was_text(self) -> None:
-        self.s.arguments.text("".join(self.s.doubtful), self.builder)
-        self._begin("value")
-
-    # ---- markers
-
-    def on_marker(self, marker: str) -> None:
-        s, x = self.s, self.syntax
-        if s.at == "json" and s.json.quoted:
-            self._in_json(marker)
-        elif s.at in ("value", "doubt"):
-            self._at_value(marker)
-        elif s.at == "name" and (marker in x.name_close or marker == x.key[0]):
-            self._named()
-            if marker == x.key[0] and s.at == "call":
-                self._begin("key")
-        elif marker == x.key[0]:
-            self._begin("key")
-        elif marker == x.key[1]:
-            s.key, s.type = "".join(s.text).strip(BLANKS), ""
-            self._begin("pair")
-        elif marker in x.type:
-            self._at_type(marker)
-        elif marker == x.value[0]:
-            self._begin_value()
-        else:
-            self._end_or_open(marker)
-
-    def _at_type(self, marker: str) -> None:
-        s = self.s
-        if marker == self.syntax.type[0]:
-            self._begin("type")
-        else:
-            s.type = "".join(s.text).split("[")[0].strip(BLANKS).lower()
-            self._begin("pair")
-
-    def _at_value(self, marker: str) -> None:
-        s, x = self.s, self.syntax
-        if marker == x.value[1]:
-            if s.at == "doubt":
-                self._was_text()
-            s.at, s.doubtful = "doubt", [marker]
-            return
-        s.arguments.end(self.builder, bare_json=x.bare_json)
-        self._begin("call")
-        self.on_marker(marker)
-
-    def _named(self) -> None:
-        """Start the call whose name is complete."""
-        s = self.s
-        name = "".join(s.text).strip(BLANKS)
-        if not name:
-            self._no_call()
-            return
-        s.name, s.raw, s.arguments = name, [], ArgumentsWriter()
-        self.builder.start_call(name)
-        self._begin("call")
-
-    def _begin_value(self) -> None:
-        s = self.s
-        parameters = self.builder.parameters(s.name)
-        kinds = kinds_of(schema_of(parameters, s.key), parameters)
-        written = TYPES.get(s.type, s.type)
-        if written in ORDER and (not kinds or (written in kinds and len(kinds) > 1)):
-            kinds = (written,)
-        s.arguments.begin(s.key, kinds, self.builder, bare_json=self.syntax.bare_json)
-        self._begin("value")
-
-    def _end_or_open(self, marker: str) -> None:
-        s, x = self.s, self.syntax
-        if s.at == "name" and s.text:
-            self._named()
-        if self.builder.is_open:
-            if s.at != "json":
-                s.arguments.close(self.builder)
-            self.builder.end_call()
-        elif s.raw and not (marker == x.call_open and s.at == "opened"):
-            if marker == x.call_close or marker in x.close:
-                s.raw += [*s.text, marker]
-            self._reject("a marker of tool calls with no call behind it")
-        self._go_on(marker)
-
-    def _go_on(self, marker: str) -> None:
-        s, x = self.s, self.syntax
-        if marker == x.call_open:
-            s.raw.append(marker)
-            self._begin("name")
-        elif marker in x.open:
-            s.raw = [marker]
-            self._begin("opened")
-        elif marker in x.close or not x.open:
-            s.done = True
-        else:
-            self._begin("between")
-
-    def on_stray(self, marker: str) -> None:
-        s = self.s
-        if s.at == "json" and s.json.quoted:
-            self._in_json(marker)
-        elif s.at in ("value", "doubt"):
-            if s.at == "doubt":
-                self._was_text()
-            s.arguments.text(marker, self.builder)
-        elif s.at == "name":
-            s.raw += [*s.text, marker]
-            s.text = []
-            self._no_call()
-
-    # ---- the end
-
-    def on_end(self, complete: bool) -> None:
-        s = self.s
-        if not complete:
-            self.builder.abandon_call()
-        elif self.builder.is_open:
-            self.builder.warn(PARSE_FAILED, "the last tool call is not finished")
-            self.builder.abandon_call()
-        elif s.raw:
-            s.raw += s.text
-            self._reject("a tool call that is not finished")
+    def _write_value(self, plain: PlainValues, key: str | None, schema: Any, path: str) -> Form:
+        value = sequence(self.value[0], plain.argument(key, schema, path))
+        if not self.type:
+            return value
+        kinds: dict[str, list[SchemaCase]] = {}
+        cases = plain.schemas.cases(schema, path)
+        for case in [*cases, SchemaCase("integer")] if anything(cases) else cases:
+            kinds.setdefault(case.kind, []).append(case)
+        ways = [value]
+        for kind, found in kinds.items():
+            typed = sequence(self.type[0] + kind + self.type[1], LINE_BREAK, self.value[0])
+            ways.append(sequence(typed, plain.of(found, (kind,), path)))
+        return either(ways)
 
 
 GLM = ArgPairs()
@@ -401,68 +385,6 @@ K2_HORIZON = ArgPairs(
     value=("<ifm|arg_value>", "</ifm|arg_value>"),
     json_bodies=True,
 )
-
-
-# ---- grammar writer
-
-ANY_KEY = Pattern(r"[A-Za-z_][A-Za-z0-9_.\-]{0,63}")
-
-LINE_BREAK = optional(LiteralForm("\n"))
-
-
-def write_calls(
-    syntax: ArgPairs,
-    opener: str,
-    tools: Sequence[DeclaredTool],
-    many: bool,
-    grammar: GrammarBuilder,
-) -> Form:
-    x = syntax
-    behind = either(_write_call(x, tool, grammar) for tool in tools)
-    if not x.open:
-        return behind
-    calls = several(grammar.rule("call", sequence(x.call_open, behind)), LINE_BREAK, many=many)
-    return sequence(LINE_BREAK, calls, LINE_BREAK, x.close[0])
-
-
-def _write_call(x: ArgPairs, tool: DeclaredTool, grammar: GrammarBuilder) -> Form:
-    if not NAME.fullmatch(tool.name) or len(tool.name) > MAX_NAME_CHARS:
-        raise NotWritable(tool.name, "name", "this format cannot write it")
-    values = Values(json_notation((x.value[1],)), Schemas(tool), grammar)
-    plain = PlainValues(values, ValueEnd(close=x.value[1], bare=x.bare_json))
-
-    def write(key: str | None, schema: Any, path: str) -> Form | None:
-        if key is not None and (key != key.strip() or not key or x.key[1] in key):
-            return None
-        name = ANY_KEY if key is None else key
-        pair = sequence(x.key[0], name, x.key[1], LINE_BREAK)
-        return sequence(pair, _write_value(x, plain, key, schema, path), LINE_BREAK)
-
-    inside = sequence(
-        tool.name + "".join(x.name_close), LINE_BREAK, arguments_form(values, write), x.call_close
-    )
-    if not x.json_bodies:
-        return inside
-    head = '{"name": ' + quoted(tool.name) + ', "arguments": '
-    body = sequence(LINE_BREAK, head, grammar.arguments(tool), "}", LINE_BREAK, x.call_close)
-    return either((inside, body))
-
-
-def _write_value(x: ArgPairs, plain: PlainValues, key: str | None, schema: Any, path: str) -> Form:
-    value = sequence(x.value[0], plain.argument(key, schema, path))
-    if not x.type:
-        return value
-    kinds: dict[str, list[SchemaCase]] = {}
-    cases = plain.schemas.cases(schema, path)
-    for case in [*cases, SchemaCase("integer")] if anything(cases) else cases:
-        kinds.setdefault(case.kind, []).append(case)
-    typed = (
-        sequence(
-            x.type[0] + kind + x.type[1], LINE_BREAK, x.value[0], plain.of(cases, (kind,), path)
-        )
-        for kind, cases in kinds.items()
-    )
-    return either((value, *typed))
 
 
 FORMATS = {

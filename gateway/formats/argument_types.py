@@ -24,7 +24,8 @@ from typing import Any, Literal
 import msgspec
 
 from gateway.formats.event_builder import BLANKS, EventBuilder
-from gateway.formats.literal import json_number, literal_to_json
+from gateway.formats.json_scanner import json_number, python_to_json, string_json
+from gateway.formats.parser import CallParser, CallParserState
 
 ORDER = ("null", "boolean", "integer", "number", "object", "array", "string")
 MAX_REFS = 16
@@ -150,7 +151,7 @@ def _as(kind: str, text: str) -> str | None:
 def _nested(text: str, opening: str) -> str | None:
     if text.startswith(opening) and is_json(text):
         return text
-    written = literal_to_json(text) if text[:1] in ("{", "[", "(") else None
+    written = python_to_json(text) if text[:1] in ("{", "[", "(") else None
     return written if written is not None and written.startswith(opening) else None
 
 
@@ -174,13 +175,9 @@ def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is not JSON")
 
 
-def string_json(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
-
-
 def escaped(text: str) -> str:
     """Return `text` as it stands inside a JSON string."""
-    return json.dumps(text, ensure_ascii=False)[1:-1]
+    return string_json(text)[1:-1]
 
 
 class ArgumentsWriter(msgspec.Struct):
@@ -273,3 +270,69 @@ class ArgumentsWriter(msgspec.Struct):
         """Close the object. If there are no arguments, the builder writes `{}`."""
         if self.count:
             builder.arguments_delta("}")
+
+
+class TypedCallState(CallParserState):
+    """State of a `TypedCallParser`.
+
+    name       name of the open call
+    arguments  its arguments
+    doubtful   text that is markup if the value has ended, and part of the value otherwise
+    """
+
+    name: str = ""
+    arguments: ArgumentsWriter = msgspec.field(default_factory=ArgumentsWriter)
+    doubtful: list[str] = []
+
+
+class TypedCallParser(CallParser):
+    """Base of parsers of calls whose values are plain text, typed by the tool's schema.
+
+    In the state "value" text is part of a value. In the state "doubt" it shows whether the closing
+    tag before it has ended the value.
+    """
+
+    @property
+    def trim(self) -> Trim:
+        """Markup around a value."""
+        return "nothing"
+
+    def start_call(self, name: str) -> None:
+        s = self.s
+        s.name, s.raw, s.arguments, s.at = name, [], ArgumentsWriter(), "call"
+        self.builder.start_call(name)
+
+    def end_call(self, then: str) -> None:
+        self.s.arguments.close(self.builder)
+        self.builder.end_call()
+        self.s.at = then
+
+    def schema_of(self, key: str) -> Any:
+        return schema_of(self.builder.parameters(self.s.name), key)
+
+    def kinds_of(self, key: str) -> tuple[str, ...]:
+        """Return the types that the schema of the open call's argument allows."""
+        return kinds_of(self.schema_of(key), self.builder.parameters(self.s.name))
+
+    def value_text(self, text: str) -> None:
+        self.s.arguments.text(text, self.builder, self.trim)
+
+    def in_doubt(self, text: str) -> str:
+        s = self.s
+        rest = text.lstrip(BLANKS)
+        s.doubtful.append(text[: len(text) - len(rest)])
+        if rest:
+            self.was_text()
+        return rest
+
+    def was_text(self) -> None:
+        """Continue the value: the tag in doubt belongs to it."""
+        doubtful, self.s.doubtful = "".join(self.s.doubtful), []
+        self.s.at = "value"
+        self.value_text(doubtful)
+
+    def on_stray(self, marker: str) -> None:
+        if self.s.at == "doubt":
+            self.was_text()
+        if self.s.at == "value":
+            self.value_text(marker)

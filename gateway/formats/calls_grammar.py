@@ -16,42 +16,14 @@ All three raise NotWritable for a tool whose calls the format cannot write.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-import msgspec
-
-from gateway.formats import (
-    arg_pairs,
-    gemma,
-    harmony,
-    json_tags,
-    mistral,
-    named_json,
-    nested_elements,
-    pythonic,
-    response_template,
-    xml_parameters,
-    xtml,
-)
-from gateway.formats.arg_pairs import ArgPairs
 from gateway.formats.event_builder import DeclaredTool
-from gateway.formats.free_text_grammar import FreeText
-from gateway.formats.gemma import Gemma
-from gateway.formats.grammar_builder import GrammarBuilder
-from gateway.formats.grammar_forms import AnswerFrame, either, optional, sequence, several
-from gateway.formats.harmony import Harmony
-from gateway.formats.json_tags import JsonTags
-from gateway.formats.mistral import Mistral
-from gateway.formats.named_json import NamedJson
-from gateway.formats.nested_elements import NestedElements
-from gateway.formats.parser import AnswerSyntax, CallSyntax, Lexicon
-from gateway.formats.pythonic import Pythonic
+from gateway.formats.grammar_builder import FreeText, GrammarBuilder, either, optional, sequence
+from gateway.formats.lexicon import Lexicon
+from gateway.formats.parser import AnswerFrame, AnswerSyntax, CallSyntax
 from gateway.formats.reasoning import NO_REASONING, ReasoningFormat
-from gateway.formats.registry import BoundFormat
-from gateway.formats.response_template import ResponseTemplate
-from gateway.formats.xml_parameters import XmlParameters
-from gateway.formats.xtml import Xtml
+from gateway.formats.registry import BoundFormat, ToolSyntax
 from protocol.grammar import Form, LiteralForm, Pattern, Rules
 
 BETWEEN = Pattern(r"[ \n]{1,4}")
@@ -64,18 +36,16 @@ def required(bound: BoundFormat, tools: Sequence[DeclaredTool], *, many: bool) -
     """Return the grammar of calls of these tools and nothing else: one call, or any number if
     `many`.
     """
-    grammar, syntax = GrammarBuilder(bound.lexicon), bound.format.tools
-    assert syntax is not None, "without a format there are no calls"
+    grammar, syntax = GrammarBuilder(bound.lexicon, tools, many=many), _syntax(bound)
     if isinstance(syntax, AnswerSyntax):
-        return grammar.body(ANSWER_WRITERS[type(syntax)].required(syntax, tools, many, grammar))
+        return grammar.body(syntax.write_required(grammar))
     opener = preferred_opener(syntax, bound.lexicon)
-    stretch = CALL_WRITERS[type(syntax)](syntax, opener, tools, many, grammar)
-    one = grammar.rule("stretch", sequence(opener, stretch))
+    one = grammar.rule("stretch", sequence(opener, syntax.write_calls(opener, grammar)))
     if opener in syntax.start_openers():
         return grammar.body(one)
     header = (bound.format.reasoning or NO_REASONING).header
     between = LiteralForm(header[0]) if header else optional(BETWEEN)
-    return grammar.body(several(one, between, many=many))
+    return grammar.body(grammar.several(one, between))
 
 
 def required_or_other(bound: BoundFormat, tools: Sequence[DeclaredTool], *, many: bool) -> Rules:
@@ -84,11 +54,14 @@ def required_or_other(bound: BoundFormat, tools: Sequence[DeclaredTool], *, many
     The start of the answer shows which of the two it is. If calls start like any JSON, the content
     of the JSON decides.
     """
-    syntax = bound.format.tools
-    if not isinstance(syntax, JsonTags) or not syntax.start_openers():
-        return required(bound, tools, many=many)
-    grammar = GrammarBuilder(bound.lexicon)
-    return grammar.body(json_tags.write_json_values(syntax, tools, many, grammar))
+    grammar, syntax = GrammarBuilder(bound.lexicon, tools, many=many), _syntax(bound)
+    values = syntax.write_values(grammar) if isinstance(syntax, CallSyntax) else None
+    return required(bound, tools, many=many) if values is None else grammar.body(values)
+
+
+def _syntax(bound: BoundFormat) -> ToolSyntax:
+    assert bound.format.tools is not None, "without a format there are no calls"
+    return bound.format.tools
 
 
 def preferred_opener(syntax: CallSyntax, lexicon: Lexicon) -> str:
@@ -98,19 +71,12 @@ def preferred_opener(syntax: CallSyntax, lexicon: Lexicon) -> str:
     if syntax.start_openers():
         return syntax.start_openers()[0]
     openers = syntax.openers()
-    return next((opener for opener in openers if _is_known(syntax, opener, lexicon)), openers[0])
-
-
-def _is_known(syntax: CallSyntax, opener: str, lexicon: Lexicon) -> bool:
-    return lexicon.is_token(opener) or lexicon.is_token(_bound(syntax, opener))
-
-
-def _bound(syntax: CallSyntax, opener: str) -> str:
-    """Return the marker that must follow the opener, or ""."""
-    return dict(syntax.bound).get(opener, "") if isinstance(syntax, JsonTags) else ""
-
-
-# ---- free text with calls in it
+    known = (
+        opener
+        for opener in openers
+        if lexicon.is_token(opener) or lexicon.is_token(syntax.bound_marker(opener))
+    )
+    return next(known, openers[0])
 
 
 def strict(bound: BoundFormat, tools: Sequence[DeclaredTool], *, many: bool) -> Rules:
@@ -119,19 +85,16 @@ def strict(bound: BoundFormat, tools: Sequence[DeclaredTool], *, many: bool) -> 
     A tool whose arguments may be anything has no parameters here. Without `many` the answer ends
     with its first call.
     """
-    grammar, syntax = GrammarBuilder(bound.lexicon), bound.format.tools
-    assert syntax is not None, "without a format there are no calls"
+    grammar, syntax = GrammarBuilder(bound.lexicon, tools, many=many), _syntax(bound)
     if isinstance(syntax, AnswerSyntax):
-        return grammar.body(ANSWER_WRITERS[type(syntax)].strict(syntax, tools, many, grammar))
-    write = CALL_WRITERS[type(syntax)]
+        return grammar.body(syntax.write_strict(grammar))
 
     def stretch(opener: str) -> Form:
-        return grammar.rule("stretch", write(syntax, opener, tools, many, grammar))
+        return grammar.rule("stretch", syntax.write_calls(opener, grammar))
 
-    openers = [opener + _bound(syntax, opener) for opener in syntax.openers()]
+    openers = [opener + syntax.bound_marker(opener) for opener in syntax.openers()]
     calls = {opener: stretch(opener) for opener in openers}
-    marks = _silent(bound.format.reasoning or NO_REASONING)
-    text = FreeText(calls, marks, bound.lexicon, many=many)
+    text = FreeText(calls, _silent(bound.format.reasoning or NO_REASONING), grammar)
     at_start = [sequence(opener, stretch(opener)) for opener in syntax.start_openers()]
     if not at_start:
         return grammar.body(text.anything())
@@ -145,36 +108,6 @@ def _silent(reasoning: ReasoningFormat) -> tuple[str, ...]:
     return (*reasoning.header, *around, *reasoning.ignored)
 
 
-# ---- the tables
-
-
-WriteAnswer = Callable[[Any, Sequence[DeclaredTool], bool, GrammarBuilder], Form]
-
-
-class AnswerWriter(msgspec.Struct, frozen=True):
-    """The grammar writer of a syntax that covers the whole answer.
-
-    The grammar starts where the prompt or the reasoning ends. `required` writes calls and nothing
-    else; `strict` writes messages of any kind in which every call is one of the tools'. Both raise
-    NotWritable for a tool that the syntax cannot write.
-    """
-
-    frame: Callable[[Any], AnswerFrame]
-    required: WriteAnswer
-    strict: WriteAnswer
-
-
-ANSWER_WRITERS: Mapping[type[AnswerSyntax], AnswerWriter] = {
-    Harmony: AnswerWriter(harmony.answer_frame, harmony.write_required, harmony.write_strict),
-    ResponseTemplate: AnswerWriter(
-        response_template.answer_frame,
-        response_template.write_required,
-        response_template.write_strict,
-    ),
-    Xtml: AnswerWriter(xtml.answer_frame, xtml.write_required, xtml.write_strict),
-}
-
-
 def frame_of(bound: BoundFormat) -> AnswerFrame:
     """Return the markup around the parts of answers in this format.
 
@@ -183,7 +116,7 @@ def frame_of(bound: BoundFormat) -> AnswerFrame:
     """
     syntax, reasoning = bound.format.tools, bound.format.reasoning
     if isinstance(syntax, AnswerSyntax):
-        return ANSWER_WRITERS[type(syntax)].frame(syntax)
+        return syntax.frame()
     if reasoning is None:
         return AnswerFrame()
     opens = reasoning.open[0] if reasoning.open else ""
@@ -193,27 +126,3 @@ def frame_of(bound: BoundFormat) -> AnswerFrame:
             blank = reasoning.wrap_blank
             return AnswerFrame(opens, closes, before + blank, blank + after)
     return AnswerFrame(opens, closes)
-
-
-# ---- the tables
-
-
-CallWriter = Callable[[Any, str, Sequence[DeclaredTool], bool, GrammarBuilder], Form]
-"""(syntax, opener, tools, many, grammar) -> the form of everything after the opener, including the
-marker that closes the calls.
-
-With `many` it admits as many calls as the syntax writes in one group, otherwise exactly one. The
-syntax's parser reads all that the form admits without a warning. Raises NotWritable for a tool that
-the syntax cannot write.
-"""
-
-CALL_WRITERS: Mapping[type[CallSyntax], CallWriter] = {
-    JsonTags: json_tags.write_calls,
-    NamedJson: named_json.write_calls,
-    Mistral: mistral.write_calls,
-    XmlParameters: xml_parameters.write_calls,
-    ArgPairs: arg_pairs.write_calls,
-    NestedElements: nested_elements.write_calls,
-    Pythonic: pythonic.write_calls,
-    Gemma: gemma.write_calls,
-}

@@ -1,22 +1,40 @@
 """The parser of one choice: the engine's outputs in, events out.
 
-The chain is detokenizer, stop strings, events; an answer with a format uses `chain.ParserChain`.
-The result depends on the tokens alone, not on how they were cut into messages: merged events are
-always equal. A parser belongs to one choice. Its `ParserFactory` holds what the choices of one
-request share, all of it constant.
+The chain is token ids, pieces, format parser, stop strings, events. The result depends on the
+tokens alone, not on how they were cut into messages: merged events are always equal. A parser
+belongs to one choice. Its `ParserFactory` holds what the choices of one request share, all of it
+constant.
+
+Stop strings are matched in content only. One inside reasoning or a call's arguments ends nothing.
+Content on both sides of a call or of reasoning is not one text, so a stop string does not span it.
+If only one call is allowed, the answer ends with that call.
+
+Special tokens have no text here, except those that occur in the format's markers: the format parser
+gets them as `MarkerPart`s, which count as text within a marker.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from gateway.formats.chain import ParserChain
 from gateway.formats.event_builder import DeclaredTool, new_call_id
-from gateway.formats.events import Content, Event, Failed, Finished, OutputDelta, merged
+from gateway.formats.events import (
+    Content,
+    Event,
+    Failed,
+    Finished,
+    OutputDelta,
+    OutputWarning,
+    Reasoning,
+    ToolCallEnd,
+    merged,
+)
 from gateway.formats.finish import finish_reason
+from gateway.formats.lexicon import Lexicon, MarkerToken, Piece
+from gateway.formats.parser import FormatParser
 from gateway.formats.registry import BoundFormat, parser_state
 from gateway.text.detokenizer import DetokenizerState
 from gateway.text.stop import StopMatcher, StopState, compile_stops
@@ -48,7 +66,7 @@ class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     format               format of the answers, for this model's vocabulary
     tools                tools of the request; None: unknown, and then any name is accepted
-    starts_inside        the prompt has already opened the reasoning (`BoundFormat.starts_inside`)
+    starts_inside        the prompt has already opened the reasoning
     include_reasoning    reasoning is emitted; otherwise it is parsed and dropped
     parallel_tool_calls  if false, the answer ends with its first complete call
     calls_or_text        the answer is calls or text, never both: nothing in a text is a call
@@ -67,8 +85,8 @@ class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
 class ParserState(msgspec.Struct, frozen=True):
     """State of a `ChoiceParser` between two pushes, as plain data.
 
-    `stop` is None if there are no stop strings; `parser` is None if the answer has no format. Its
-    name on the wire is older than its name here.
+    `stop` is None if there are no stop strings; `parser` is None if the answer has no format, and
+    is called "machine" when it is serialised.
     """
 
     detokenizer: DetokenizerState
@@ -99,6 +117,25 @@ class ParserFactory:
         self.may_stop = self.stops is not None or is_one_call
         """A stop string or the only allowed call may end an answer at any of its tokens."""
 
+        lexicon = answer.format.lexicon if answer else Lexicon()
+        self.pieces: Mapping[int, Piece] = lexicon.pieces
+        """Token id -> the format parser's input for it."""
+        if not self.options.skip_special_tokens:  # then parts of markers are in the text
+            markers = lexicon.tokens.items()
+            self.pieces = {token: MarkerToken(token, marker) for token, marker in markers}
+
+    def format_parser(self, state: dict[str, Any] | None) -> FormatParser | None:
+        """Return a parser of the answer's format that continues from `state`, if there is one."""
+        if self.answer is None:
+            return None
+        return self.answer.format.parser(
+            tools=self.answer.tools,
+            new_id=self.answer.new_id,
+            starts_inside=self.answer.starts_inside,
+            calls_or_text=self.answer.calls_or_text,
+            state=state,
+        )
+
     def new(self, state: ParserState | None = None) -> ChoiceParser:
         """Return a fresh parser, or one that continues from `state`."""
         return ChoiceParser(self, state)
@@ -108,84 +145,73 @@ class ChoiceParser:
     """Parses one choice. After `finished` every push returns an empty delta, so late messages do no
     harm.
 
-    stopped   a stop string, or the only allowed call, has ended the answer: the engine should abort
-              the request unless it has ended by itself
-    finished  the last event has been returned
+    finished   the last event has been returned
     """
 
     __slots__ = (
-        "_chain",
+        "_completed",
         "_detokenizer",
         "_factory",
+        "_full",
+        "_is_plain",
+        "_many",
+        "_min_tokens",
         "_num_tokens",
+        "_parser",
+        "_pieces",
+        "_read_by_id",
         "_stop",
+        "_thoughts",
         "_waiting_ids",
         "_waiting_logprobs",
         "finished",
     )
 
     def __init__(self, factory: ParserFactory, state: ParserState | None = None) -> None:
-        options, stops = factory.options, factory.stops
+        options, answer = factory.options, factory.answer
         self._factory = factory
         self._detokenizer = factory.tokenizer.detokenizer(
             skip_special_tokens=options.skip_special_tokens,
             continues=options.continues,
             state=state.detokenizer if state else None,
         )
-        stop_state = state.stop if state else None
         self._stop: StopMatcher | None = None
-        if stops is not None:
-            self._stop = StopMatcher(stops, include=options.include_stop, state=stop_state)
-        self._chain = self._make_chain(state)
+        if factory.stops is not None:
+            stop_state = state.stop if state else None
+            self._stop = StopMatcher(factory.stops, include=options.include_stop, state=stop_state)
+        self._min_tokens = options.min_tokens if self._stop is not None else 0
+        self._thoughts = answer is None or answer.include_reasoning
+        self._many = answer is None or answer.parallel_tool_calls
+        self._is_plain = self._stop is None and self._thoughts and self._many
+        self._parser = factory.format_parser(state.parser if state else None)
+        self._pieces = factory.pieces
+        self._read_by_id = frozenset(self._pieces)
         self._num_tokens = state.num_tokens if state else 0
-        self.finished = state.finished if state else False
+        self._completed = state.completed_calls if state else 0
+        self._full = state.full if state else False
         self._waiting_ids = list(state.waiting_ids) if state else []
         self._waiting_logprobs = list(state.waiting_logprobs) if state else []
-
-    def _make_chain(self, state: ParserState | None) -> ParserChain | None:
-        answer, options = self._factory.answer, self._factory.options
-        if answer is None:
-            return None
-        parser = answer.format.parser(
-            tools=answer.tools,
-            new_id=answer.new_id,
-            starts_inside=answer.starts_inside,
-            calls_or_text=answer.calls_or_text,
-            state=state.parser if state else None,
-        )
-        chain = ParserChain(
-            self._detokenizer,
-            parser,
-            self._stop,
-            parts=options.skip_special_tokens,
-            min_tokens=options.min_tokens,
-            thoughts=answer.include_reasoning,
-            many=answer.parallel_tool_calls,
-        )
-        if state:
-            chain.num_tokens = state.num_tokens
-            chain.completed, chain.full = state.completed_calls, state.full
-        return chain
+        self.finished = state.finished if state else False
 
     def state(self) -> ParserState:
-        chain = self._chain
         return ParserState(
             detokenizer=self._detokenizer.state(),
             stop=self._stop.state() if self._stop else None,
-            num_tokens=chain.num_tokens if chain else self._num_tokens,
+            num_tokens=self._num_tokens,
             finished=self.finished,
             waiting_ids=list(self._waiting_ids),
             waiting_logprobs=list(self._waiting_logprobs),
-            parser=parser_state(chain.parser) if chain else None,
-            completed_calls=chain.completed if chain else 0,
-            full=chain.full if chain else False,
+            parser=parser_state(self._parser) if self._parser else None,
+            completed_calls=self._completed,
+            full=self._full,
         )
 
     @property
     def stopped(self) -> bool:
-        if self._chain is not None:
-            return self._chain.ended
-        return self._stop is not None and self._stop.matched is not None
+        """Whether a stop string, or the only allowed call, has ended the answer: the engine should
+        abort the request unless it has ended by itself.
+        """
+        return self._full or (self._stop is not None and self._stop.matched is not None)
 
     @property
     def may_stop(self) -> bool:
@@ -210,21 +236,14 @@ class ChoiceParser:
             return self._push_each(output)
         self._waiting_ids += output.tokens
         self._waiting_logprobs += output.logprobs
-        if self._chain is not None:
-            return self._push_formatted(self._chain, output)
-        text = self._text(self._textual(output))
-        events: list[Event] = []
+        events = self._read(self._textual(output))
         if output.finish is None and not self.stopped:
-            if not text:
-                return _NOTHING
-            return self._delta([Content(text)])
+            return self._delta(events) if events else _NOTHING
         if not self.stopped:
-            text += self._rest()
-        if text:
-            events.append(Content(text))
-        events.append(self._end(output))
+            events = [*events, *self._finish(complete=output.finish == "stop")]
+            events = events if self._parser else merged(events)
         self.finished = True
-        return self._delta(events)
+        return self._delta([*events, self._end(output)])
 
     def _push_each(self, output: Output) -> OutputDelta:
         """Push one token at a time.
@@ -243,50 +262,106 @@ class ChoiceParser:
                 return OutputDelta(merged(events), ids, logprobs, len(output.tokens) - place)
         return OutputDelta(merged(events), ids, logprobs)
 
-    def _push_formatted(self, chain: ParserChain, output: Output) -> OutputDelta:
-        # Some formats end a call with a stop token.
-        is_whole = output.stop_token is None or chain.is_marker(output.stop_token)
-        events = chain.push(output.tokens if is_whole else self._textual(output))
-        if output.finish is None and not chain.ended:
-            return self._delta(events) if events else _NOTHING
-        if not chain.ended:
-            events = [*events, *chain.finish(complete=output.finish == "stop")]
-        self.finished = True
-        return self._delta([*events, self._end(output)])
-
     def _textual(self, output: Output) -> list[int]:
-        """Return the tokens that have text: all except the one that ended the answer."""
-        if output.stop_token is None or self._factory.options.include_stop:
+        """Return the tokens that have text or are markers: all except the one that ended the
+        answer. Some formats end a call with a stop token.
+        """
+        last = output.stop_token
+        if last is None or last in self._pieces or self._factory.options.include_stop:
             return output.tokens
         return output.tokens[:-1]
 
-    def _text(self, ids: list[int]) -> str:
-        before = self._num_tokens
-        self._num_tokens += len(ids)
-        if self._stop is None:
-            return self._detokenizer.push(ids)
-        unsearched = self._factory.options.min_tokens - before
-        if unsearched <= 0:
-            return self._stop.push(self._detokenizer.push(ids))
-        free = self._detokenizer.push(ids[:unsearched])
-        return free + self._stop.push(self._detokenizer.push(ids[unsearched:]))
+    # ---- token ids to events
 
-    def _rest(self) -> str:
-        """Return the text that was held back, after the engine's last output."""
-        text = self._detokenizer.finish()
-        if self._stop is None:
-            return text
-        if self._num_tokens <= self._factory.options.min_tokens:
-            return text
-        return self._stop.push(text) + self._stop.finish()
+    def _read(self, ids: Sequence[int]) -> list[Event]:
+        if self._is_plain and self._read_by_id.isdisjoint(ids):  # as nearly always
+            self._num_tokens += len(ids)
+            return self._counted(self._text(self._detokenizer.push(ids)))
+        unsearched = self._min_tokens - self._num_tokens
+        self._num_tokens += len(ids)
+        if unsearched <= 0:
+            return self._filtered(self._parse(ids), search=self._stop is not None)
+        events = self._filtered(self._parse(ids[:unsearched]), search=False)
+        if len(ids) > unsearched and not self.stopped:
+            events += self._filtered(self._parse(ids[unsearched:]), search=True)
+        return events
+
+    def _finish(self, *, complete: bool) -> list[Event]:
+        """Return the remaining events. `complete`: the model ended by itself and was not cut
+        off.
+        """
+        search = self._stop is not None and self._num_tokens > self._min_tokens
+        rest = self._text(self._detokenizer.finish())
+        rest += self._parser.finish(complete) if self._parser else []
+        events = self._filtered(rest, search=search)
+        if search and not self.stopped:
+            self._flush(events)
+        return events
+
+    def _parse(self, ids: Sequence[int]) -> list[Event]:
+        if self._read_by_id.isdisjoint(ids):
+            return self._text(self._detokenizer.push(ids))
+        assert self._parser is not None, "without a parser there are no markers"
+        events: list[Event] = []
+        start = 0
+        for at, token_id in enumerate(ids):
+            if (piece := self._pieces.get(token_id)) is not None:
+                text = self._detokenizer.push(ids[start:at]) + self._detokenizer.finish()
+                events += self._text(text)
+                events += self._parser.push(piece)
+                start = at + 1
+        return events + self._text(self._detokenizer.push(ids[start:]))
+
+    def _text(self, text: str) -> list[Event]:
+        if not text:
+            return []
+        return [Content(text)] if self._parser is None else self._parser.push(text)
+
+    # ---- events to what the client receives
+
+    def _filtered(self, events: list[Event], *, search: bool) -> list[Event]:
+        """Return the part of `events` that the client receives, up to the end of the answer."""
+        if not search and self._thoughts and self._many:
+            return self._counted(events)
+        sent: list[Event] = []
+        for event in events:
+            self._filter(event, sent, search)
+            if self.stopped:
+                break
+        return sent
+
+    def _counted(self, events: list[Event]) -> list[Event]:
+        for event in events:
+            if type(event) is ToolCallEnd:
+                self._completed += 1
+        return events
+
+    def _filter(self, event: Event, sent: list[Event], search: bool) -> None:
+        if isinstance(event, Content):
+            text = self._stop.push(event.text) if search and self._stop else event.text
+            if text:
+                sent.append(Content(text))
+            return
+        if search and not isinstance(event, OutputWarning):
+            self._flush(sent)
+            if self.stopped:
+                return
+        if self._thoughts or not isinstance(event, Reasoning):
+            sent.append(event)
+        if isinstance(event, ToolCallEnd):
+            self._completed += 1
+            self._full = not self._many
+
+    def _flush(self, sent: list[Event]) -> None:
+        """Emit content that was held back because it might have become a stop string."""
+        assert self._stop is not None
+        if text := self._stop.finish():
+            sent.append(Content(text))
 
     def _end(self, output: Output) -> Finished | Failed:
         matched = self._stop.matched if self._stop is not None else None
-        chain = self._chain
         reason = finish_reason(
-            output.finish,
-            stop_matched=self.stopped,
-            completed_calls=chain.completed if chain else 0,
+            output.finish, stop_matched=self.stopped, completed_calls=self._completed
         )
         return end_of(output, reason, self._factory.tokenizer.eos_token_ids, matched)
 
@@ -322,3 +397,41 @@ def _singly(output: Output) -> Iterator[Output]:
             logprobs=output.logprobs[place : place + 1],
         )
     yield msgspec.structs.replace(output, tokens=output.tokens[-1:], logprobs=output.logprobs[-1:])
+
+
+# ---- token ids alone
+
+
+class TokenPassthroughFactory:
+    """Makes one `TokenPassthrough` per choice. `eos_token_ids` are the model's own end tokens."""
+
+    def __init__(self, eos_token_ids: Collection[int]) -> None:
+        self._eos_token_ids = eos_token_ids
+
+    def new(self) -> TokenPassthrough:
+        return TokenPassthrough(self._eos_token_ids)
+
+
+class TokenPassthrough:
+    """Parses a choice of which only the tokens are returned: nothing is held back. Stop strings
+    need a `ChoiceParser`.
+
+    Its deltas are those of a `ChoiceParser` without text. After the end every push returns an empty
+    delta, so late messages do no harm.
+    """
+
+    __slots__ = ("_eos_token_ids", "_finished")
+    may_stop = False
+
+    def __init__(self, eos_token_ids: Collection[int]) -> None:
+        self._eos_token_ids = eos_token_ids
+        self._finished = False
+
+    def push(self, output: Output) -> OutputDelta:
+        if self._finished:
+            return OutputDelta(num_behind=len(output.tokens))
+        if output.finish is None:
+            return OutputDelta([], output.tokens, output.logprobs)
+        self._finished = True
+        end = end_of(output, finish_reason(output.finish), self._eos_token_ids)
+        return OutputDelta([end], output.tokens, output.logprobs)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 import msgspec
 
-from gateway.formats.parser import marker_suffix, suffixed_markers
+from gateway.formats.lexicon import marker_suffix, suffixed_markers
 
 BAR = "\uff5c"
 ANY = ":*"

@@ -9,7 +9,7 @@ after a marker around the answer proper, and at both ends of reasoning, as templ
 render the answer again.
 
 Calls. They are numbered from 0. Fragments of arguments are emitted as they come; joined they are
-the JSON text. Text that can only be meant as JSON is repaired (`json_object`). A call is checked
+the JSON text. Text that can only be meant as JSON is repaired (`json_scanner`). A call is checked
 once, when it ends: empty arguments become `{}`, and arguments that are not a JSON object are
 emitted all the same, with a warning. Only `end_call` completes a call; one that was cut off never
 ends.
@@ -17,7 +17,6 @@ ends.
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -33,7 +32,7 @@ from gateway.formats.events import (
     ToolCall,
     ToolCallEnd,
 )
-from gateway.formats.json_object import BROKEN, PLAIN, STRING, ObjectScan
+from gateway.formats.json_scanner import BROKEN, PLAIN, STRING, LiteralScan, object_scan
 
 INVALID_ARGUMENTS = "invalid_tool_arguments"
 UNKNOWN_TOOL = "unknown_tool"
@@ -66,7 +65,7 @@ class EventBuilderState(msgspec.Struct):
     said: bool = False
     num_calls: int = 0
     open: bool = False
-    arguments: ObjectScan = msgspec.field(default_factory=ObjectScan)
+    arguments: LiteralScan = msgspec.field(default_factory=object_scan)
 
 
 class BuilderCheckpoint(msgspec.Struct, frozen=True):
@@ -113,7 +112,7 @@ class EventBuilder:
 
     def checkpoint(self) -> BuilderCheckpoint:
         """Return the current position. No call may be open."""
-        state = msgspec.structs.replace(self.s, blanks=[*self.s.blanks], arguments=ObjectScan())
+        state = msgspec.structs.replace(self.s, blanks=[*self.s.blanks], arguments=object_scan())
         return BuilderCheckpoint(len(self.out), state)
 
     def roll_back(self, checkpoint: BuilderCheckpoint) -> None:
@@ -192,10 +191,13 @@ class EventBuilder:
     def warn(self, code: str, message: str) -> None:
         self.out.append(OutputWarning(code, message))
 
+    def parse_failed(self, why: str) -> None:
+        self.warn(PARSE_FAILED, why)
+
     def reject_call(self, text: str, why: str) -> None:
         """Emit text that looked like a call and is not one as content, with a warning."""
         self.content(text)
-        self.warn(PARSE_FAILED, why)
+        self.parse_failed(why)
 
     # ---- calls
 
@@ -264,21 +266,8 @@ class EventBuilder:
 
     def abandon_call(self) -> None:
         """Close the open call, if any, without an end: it was cut off."""
-        self.s.open, self.s.arguments = False, ObjectScan()
+        self.s.open, self.s.arguments = False, object_scan()
 
 
 def new_call_id() -> str:
     return "call_" + secrets.token_hex(12)
-
-
-def is_json_object(text: str) -> bool:
-    """Return whether the text is a JSON object, in linear time: numbers are not computed."""
-    try:
-        value = json.loads(text, parse_int=len, parse_float=len, parse_constant=_refuse)
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(value, dict)
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is not JSON")

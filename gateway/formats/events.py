@@ -111,7 +111,7 @@ def merged(events: Iterable[Event]) -> list[Event]:
         else:
             whole.append(event)
             runs.append([bit] if bit is not None else [])
-    return [_with_text(e, "".join(run)) if run else e for e, run in zip(whole, runs, strict=True)]
+    return [with_text(e, "".join(run)) if run else e for e, run in zip(whole, runs, strict=True)]
 
 
 def _bit(event: Event) -> str | None:
@@ -129,7 +129,8 @@ def _continues(before: Event, event: Event) -> bool:
     return type(before) is type(event)
 
 
-def _with_text(event: Event, text: str) -> Event:
+def with_text(event: Event, text: str) -> Event:
+    """Return an event with text, with another text."""
     if isinstance(event, ToolArguments):
         return ToolArguments(event.index, text)
     assert isinstance(event, Content | Reasoning)  # for others there is no text: see _bit

@@ -1,18 +1,26 @@
-"""Collects the rules and schemas of one grammar while it is written.
-
-Equal schemas share one name, and so do equal forms.
-"""
+"""Builds the grammar of one answer: the forms it is made of, its rules and schemas, free text."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from gateway.formats.event_builder import DeclaredTool
-from gateway.formats.parser import Lexicon
-from protocol.grammar import Form, GrammarRule, Json, Rules
+from gateway.formats.lexicon import Lexicon
+from protocol.grammar import (
+    Either,
+    Form,
+    GrammarRule,
+    Json,
+    LiteralForm,
+    Pattern,
+    Repeat,
+    Rules,
+    Until,
+)
+from protocol.grammar import Sequence as SequenceForm
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 """The schema of a tool without parameters."""
@@ -31,16 +39,42 @@ class NotWritable(ValueError):
 
 
 class GrammarBuilder:
-    """Rules and schemas of one grammar.
+    """Collects the rules and schemas of one grammar. Equal schemas share one name, and so do equal
+    forms.
 
     lexicon  markers of the format that are single tokens; some formats have variants that differ
              in these
+    tools    tools that may be called
+    many     any number of calls is admitted; otherwise one
     """
 
-    def __init__(self, lexicon: Lexicon | None = None) -> None:
+    def __init__(
+        self,
+        lexicon: Lexicon | None = None,
+        tools: Sequence[DeclaredTool] = (),
+        *,
+        many: bool = True,
+    ) -> None:
         self.lexicon = lexicon or Lexicon()
+        self.tools = tools
+        self.many = many
         self._rules: dict[str, Form] = {}
         self._schemas: dict[str, str] = {}
+
+    def each_tool(self, write: Callable[[DeclaredTool], Form]) -> Form:
+        """Return the form of a call of any tool, given that of one tool."""
+        return either(write(tool) for tool in self.tools)
+
+    def call_rule(self, write: Callable[[DeclaredTool], Form]) -> Form:
+        return self.rule("call", self.each_tool(write))
+
+    def several(self, item: Form, between: Form | str = "") -> Form:
+        """Return one or more calls separated by `between`; exactly one if not `many`."""
+        return sequence(item, self.repeated(sequence(between, item)))
+
+    def repeated(self, item: Form) -> Form:
+        """Return `item` repeated any number of times; the empty form if not `many`."""
+        return Repeat(item) if self.many else LiteralForm("")
 
     def json(self, schema: Mapping[str, Any] | None) -> Json:
         """Return a form for JSON that `schema` admits; for any object if `schema` is empty."""
@@ -76,3 +110,146 @@ class GrammarBuilder:
     def body(self, start: Form) -> Rules:
         """Return the whole grammar."""
         return Rules(start=start, rules=dict(self._rules), schemas=dict(self._schemas))
+
+
+# ---- forms
+
+ANY_KEY = Pattern(r"[A-Za-z_][A-Za-z0-9_.\-]{0,63}")
+"""An undeclared name."""
+LINE_BREAK = Repeat(LiteralForm("\n"), 0, 1)
+"""A line break, or none."""
+ANY_TEXT = Pattern("(?s:.*)")
+"""Any text."""
+
+
+def sequence(*parts: Form | str) -> Form:
+    """Return the parts one after another. Neighbouring literals are joined, as they may make up
+    a marker.
+    """
+    items: list[Form] = []
+    for part in parts:
+        form = LiteralForm(part) if isinstance(part, str) else part
+        for item in form.items if isinstance(form, SequenceForm) else (form,):
+            if isinstance(item, LiteralForm) and items and isinstance(items[-1], LiteralForm):
+                items[-1] = LiteralForm(items[-1].text + item.text)
+            elif item != LiteralForm(""):
+                items.append(item)
+    return items[0] if len(items) == 1 else SequenceForm(items) if items else LiteralForm("")
+
+
+def without_prefix(beginning: str, form: Form) -> Form:
+    """Return the rest of `form`, which begins with the text `beginning`."""
+    first, *rest = form.items if isinstance(form, SequenceForm) else [form]
+    assert isinstance(first, LiteralForm)
+    assert first.text.startswith(beginning)
+    return sequence(first.text.removeprefix(beginning), *rest)
+
+
+def either(options: Iterable[Form]) -> Form:
+    """Return a form for one of `options`, of which there is at least one."""
+    found = list(options)
+    return found[0] if len(found) == 1 else Either(found)
+
+
+def optional(item: Form) -> Form:
+    return Repeat(item, 0, 1)
+
+
+def quoted(text: str) -> str:
+    """Return `text` as a JSON string."""
+    return msgspec.json.encode(text).decode()
+
+
+def pattern_not_starting_with(beginnings: Iterable[str]) -> str:
+    """Return a pattern of all texts that, after leading blanks, start with none of `beginnings`."""
+    return rf"(?s:[ \t\r\n]*{_not_starting_with(set(beginnings), blanks=True)})"
+
+
+def _not_starting_with(beginnings: set[str], *, blanks: bool = False) -> str:
+    """Match nothing, a character that starts no beginning, or one that does followed by a
+    mismatch.
+    """
+    firsts = sorted({text[0] for text in beginnings})
+    others = "".join(map(_sign, firsts)) + (r" \t\r\n" if blanks else "")
+    ways = [f"[^{others}].*"]
+    for first in firsts:
+        rests = {text[1:] for text in beginnings if text[0] == first}
+        if "" not in rests:
+            ways.append(_sign(first) + _not_starting_with(rests))
+    return f"(?:{'|'.join(ways)})?"
+
+
+def _sign(sign: str) -> str:
+    return f"\\x{{{ord(sign):x}}}"
+
+
+# ---- free text
+
+
+class FreeText:
+    """Free text with calls and markers in it.
+
+    calls  opener -> form of what must follow; empty if there are no calls
+    marks  markers without a meaning of their own, which may stand anywhere. Spelt-out markers are
+           ordinary text and need no entry
+
+    If only one call is admitted, it ends the answer.
+    """
+
+    def __init__(
+        self, calls: Mapping[str, Form], marks: Iterable[str], grammar: GrammarBuilder
+    ) -> None:
+        lexicon = grammar.lexicon
+        pieces = (*lexicon.parts.values(), *lexicon.tokens.values())
+        known = {mark for mark in marks if any(piece in mark for piece in pieces)}
+        self.calls = _grouped(calls, pieces)
+        self.marks = sorted(known - {*calls})
+        self.many = grammar.many
+
+    def anything(self) -> Form:
+        steps = [self._mark()] if self.marks else []
+        if self.many:
+            steps += [self._call()] if self.calls else []
+            return sequence(Repeat(either(steps)), ANY_TEXT) if steps else ANY_TEXT
+        last = either((self._call(), ANY_TEXT)) if self.calls else ANY_TEXT
+        return sequence(*map(Repeat, steps), last)
+
+    def not_starting_with(self, beginnings: Iterable[str]) -> Form:
+        """Return the form of free text that starts with none of `beginnings`."""
+        guard = pattern_not_starting_with(beginnings)
+        steps = [sequence(self._mark(guard), self.anything())] if self.marks else []
+        if self.calls:
+            steps.append(sequence(self._call(guard), self.anything() if self.many else ""))
+        return either([*steps, Pattern(guard)])
+
+    def _call(self, before: str = ANY_TEXT.pattern) -> Form:
+        return either(sequence(Until(opener, before), rest) for opener, rest in self.calls.items())
+
+    def _mark(self, before: str = ANY_TEXT.pattern) -> Form:
+        return either(Until(mark, before) for mark in self.marks)
+
+
+def _grouped(calls: Mapping[str, Form], pieces: Iterable[str]) -> dict[str, Form]:
+    """Return a form of what must follow each opener, grouped by the text before the first special
+    token.
+
+    A spelt-out opener ends a text where the opener is complete, or where its first special token
+    begins. So if two openers are equal up to that point, the shorter beginning opens both.
+    """
+    found: dict[str, dict[str, Form]] = {}
+    for opener in sorted(calls, key=lambda opener: (_spelt(opener, pieces), opener)):
+        spelt = _spelt(opener, pieces)
+        known = next((begun for begun in found if spelt and spelt.startswith(begun)), None)
+        if known is None:
+            known = spelt or opener
+        found.setdefault(known, {})[opener.removeprefix(known)] = calls[opener]
+    return {
+        begun: either(sequence(rest, form) for rest, form in ways.items())
+        for begun, ways in found.items()
+    }
+
+
+def _spelt(opener: str, pieces: Iterable[str]) -> str:
+    """Return the part of an opener that is spelt out before its first special token."""
+    places = (opener.find(piece) for piece in pieces)
+    return opener[: min((place for place in places if place >= 0), default=len(opener))]

@@ -43,26 +43,23 @@ Sources: OpenAI's description of harmony; the response template of Muse's checkp
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any
 
 import msgspec
 
-from gateway.formats.event_builder import BLANKS, NEWLINES, PARSE_FAILED, DeclaredTool, EventBuilder
+from gateway.formats.event_builder import BLANKS, NEWLINES, DeclaredTool
 from gateway.formats.events import Reasoning
-from gateway.formats.grammar_builder import GrammarBuilder
-from gateway.formats.grammar_forms import ANY_TEXT, AnswerFrame, either, optional, sequence, several
-from gateway.formats.json_scanner import JsonScan
+from gateway.formats.grammar_builder import ANY_TEXT, GrammarBuilder, either, optional, sequence
+from gateway.formats.json_scanner import JsonExtent
 from gateway.formats.parser import (
+    AnswerFrame,
+    AnswerParser,
     AnswerSyntax,
-    CallParser,
-    FormatParser,
+    CallSyntax,
     FormatParserState,
-    MarkerPart,
-    ParserContext,
+    Moves,
 )
-from gateway.formats.xml_parameters import MUSE_CALLS, XmlParameters, write_calls
+from gateway.formats.xml_parameters import MUSE_CALLS, XmlParameters
 from gateway.text.markers import match_end
 from protocol.grammar import Form, Repeat, Until
 
@@ -85,54 +82,6 @@ def _header_start(channels: tuple[str, ...] = ()) -> re.Pattern[str]:
     return re.compile(rf"\s*+(?:{ROLE}\s*+{channel})?+(?:to=[\w.\-*]*+\s*+\w*+\s*+)?+")
 
 
-HEADER_START = _header_start()
-
-
-class Harmony(AnswerSyntax, frozen=True, kw_only=True):
-    """Markers and names of a syntax of messages."""
-
-    #: Starts a message, and its header.
-    start: str = "<|start|>"
-    #: Ends the header.
-    message: str = "<|message|>"
-    #: Markers that end a message.
-    ends: tuple[str, ...]
-    #: Markers that may stand in a header.
-    in_header: tuple[str, ...] = ()
-    #: The one of them that names a channel. If empty, recipients alone decide.
-    channel: str = ""
-    #: The channel or recipient of reasoning.
-    thoughts: str
-    #: Recipients that are the user.
-    user: tuple[str, ...] = ()
-    #: The syntax of messages for tools. None: their body is the JSON of the arguments.
-    calls: XmlParameters | None = None
-    #: Channels of content, that of the answer proper first. Only the writer uses it.
-    says: tuple[str, ...] = ()
-    #: The channel of calls. Only the writer uses it.
-    asks: str = ""
-    #: The one of `ends` that ends a call. Only the writer uses it.
-    call_end: str = ""
-
-    @property
-    def channels(self) -> tuple[str, ...]:
-        return (self.thoughts, *self.says) if self.channel else ()
-
-    def markers(self) -> tuple[str, ...]:
-        calls = self.calls.markers() if self.calls else ()
-        return (self.start, self.message, *self.ends, *self.in_header, *calls)
-
-    def parser(
-        self,
-        context: ParserContext,
-        builder: EventBuilder,
-        state: Mapping[str, Any] | None = None,
-        *,
-        starts_inside: bool = False,
-    ) -> FormatParser:
-        return HarmonyParser(self, context, builder, state, starts_inside=starts_inside)
-
-
 class HarmonyState(FormatParserState):
     """State of a `HarmonyParser`.
 
@@ -149,78 +98,44 @@ class HarmonyState(FormatParserState):
     header: str = ""
     body: str = ""
     role: str = ""
-    value: JsonScan = msgspec.field(default_factory=JsonScan)
+    value: JsonExtent = msgspec.field(default_factory=JsonExtent)
     last: str = ""
     first: bool = True
     spilt: bool = False
 
 
-class HarmonyParser(FormatParser):
+class HarmonyParser(AnswerParser):
     State = HarmonyState
-    UNSCANNED = frozenset({"calls"})
+    syntax: Harmony
 
-    def __init__(
-        self,
-        syntax: Harmony,
-        context: ParserContext,
-        builder: EventBuilder,
-        state: Mapping[str, Any] | None = None,
-        *,
-        starts_inside: bool = False,
-    ) -> None:
-        self.syntax = syntax
-        self._header_between = _header_start(syntax.channels)
-        own = dict(state or {})
-        inner = own.pop("section", None)
-        calls = syntax.calls
-        self.call_parser: CallParser | None = (
-            calls.call_parser(context, builder, inner) if calls else None
-        )
-        super().__init__(context, builder, own or None)
-        if state is None and starts_inside:
+    def call_syntax(self) -> CallSyntax | None:
+        return self.syntax.calls
+
+    def begin(self, starts_inside: bool) -> None:
+        if starts_inside:
             self._start_body("reasoning")
-            self._update_scanner()
 
-    def state(self) -> dict[str, Any]:
-        return super().state() | {"section": self.call_parser.state() if self.call_parser else None}
-
-    def table(self) -> Mapping[str, tuple[str, ...]]:
+    def moves(self) -> Moves:
         x = self.syntax
-        heads = (x.message, x.start, *x.in_header)
-        ends = (*x.ends, x.start)
-        openers = x.calls.openers() if x.calls else ()
-        text = (*ends, x.message, *((x.channel,) if x.channel else ()))
+        head = ((x.message, x.start, *x.in_header), self._in_header)
+        ends = ((*x.ends, x.start), self._end_message)
+        channel = (x.channel,) if x.channel else ()
+        text = (ends, ((x.message, *channel), self._header_in_text))
         return {
-            "start": heads,
-            "header": heads,
-            "between": (*heads, *x.ends),
+            "start": (head,),
+            "header": (head,),
+            "between": (head, (x.ends, self.skip)),
             "content": text,
             "reasoning": text,
-            "call": ends,
-            "tool": openers + ends,
+            "call": ((ends[0], self._marker_in_call),),
+            "tool": ((x.calls.openers() if x.calls else (), self.open_calls), ends),
         }
 
     # ---- text
 
-    def on_text(self, text: str) -> str:
-        s = self.s
-        match s.at:
-            case "start":
-                return self._before_header(text)
-            case "header":
-                return self._header_text(text)
-            case "between":
-                rest = text if s.header else text.lstrip(BLANKS)
-                return self._before_header(rest) if rest else ""
-            case "calls":
-                return self._in_calls(text)
-            case "call":
-                self._argument_text(text)
-            case "tool":
-                self._emit_outside_calls(text)
-            case _:
-                self._message_text(text)
-        return ""
+    def _between(self, text: str) -> str:
+        rest = text if self.s.header else text.lstrip(BLANKS)
+        return self._before_header(rest) if rest else ""
 
     def _header_text(self, text: str) -> str:
         s = self.s
@@ -261,7 +176,7 @@ class HarmonyParser(FormatParser):
         is_between = s.at == "between"
         before: str = s.header
         header = before + text
-        end = match_end(self._header_between if is_between else HEADER_START, header)
+        end = match_end(_header_start(self.syntax.channels if is_between else ()), header)
         rest = header[end:]
         may_call = is_between and rest[:1] == "{" and header.lstrip().startswith(ROLE)
         if may_call and self._start_bare_call(header[:end]):
@@ -317,29 +232,38 @@ class HarmonyParser(FormatParser):
             if not text:
                 return
             self.s.spilt = True
-            self.builder.warn(PARSE_FAILED, "a message for a tool that is no call")
+            self.builder.parse_failed("a message to a tool that is not a call")
         self.builder.content(text)
+
+    TEXT = {
+        "start": _before_header,
+        "header": _header_text,
+        "between": _between,
+        "content": _message_text,
+        "reasoning": _message_text,
+        "call": _argument_text,
+        "tool": _emit_outside_calls,
+        "calls": AnswerParser.read_calls,
+    }
 
     # ---- markers
 
-    def on_marker(self, marker: str) -> None:
-        s, x = self.s, self.syntax
-        if s.at == "call" and s.value.quoted and not self.context.lexicon.is_token(marker):
+    def _marker_in_call(self, marker: str) -> None:
+        if self.s.value.quoted and not self.context.lexicon.is_token(marker):
             self._argument_text(marker)
-        elif s.at in ("start", "header", "between"):
-            self._in_header(marker)
-        elif x.calls and marker in x.calls.openers():
-            self._open_calls(marker)
-        elif marker in (x.message, x.channel):
-            self._header_in_text(marker)
         else:
-            self._end_body()
-            if marker == x.start:
-                s.at, s.header = "header", ""
+            self._end_message(marker)
+
+    def _end_message(self, marker: str) -> None:
+        self._end_body()
+        if marker == self.syntax.start:
+            self.s.at, self.s.header = "header", ""
 
     def _header_in_text(self, marker: str) -> None:
-        """Handle a marker of headers in a message's text: the markers between the messages are
-        missing.
+        """Handle a header's marker that appears inside a message's text.
+
+        If it is the channel marker or follows a role, it starts the next message's header: the
+        model left out the markers between the messages. Otherwise it is handled as text.
         """
         s = self.s
         has_role = s.role.startswith(ROLE)
@@ -415,7 +339,7 @@ class HarmonyParser(FormatParser):
             self.builder.start_reasoning()
 
     def _start_call(self, name: str) -> None:
-        self.s.at, self.s.value = "call", JsonScan()
+        self.s.at, self.s.value = "call", JsonExtent()
         self.builder.start_call(name)
 
     def _end_body(self) -> None:
@@ -427,33 +351,12 @@ class HarmonyParser(FormatParser):
             self.builder.end_call()
         s.last, s.at = s.at, "between"
 
-    # ---- calls of a syntax of their own
-
-    def _open_calls(self, marker: str) -> None:
-        assert self.call_parser is not None
-        self.s.at = "calls"
-        self.call_parser.open(marker)
-        self._leave_if_done()
-
-    def on_part(self, part: MarkerPart) -> str:
-        return self._in_calls(part) if self.s.at == "calls" else ""
-
-    def _in_calls(self, piece: str | MarkerPart) -> str:
-        assert self.call_parser is not None
-        rest = self.call_parser.read(piece)
-        self._leave_if_done()
-        return rest
-
-    def _leave_if_done(self) -> None:
-        assert self.call_parser is not None
-        if self.call_parser.s.done:
-            self.s.at = "tool"
+    def on_calls_done(self) -> None:
+        self.s.at = "tool"
 
     def on_stray(self, marker: str) -> None:
         if self.s.at == "calls":
-            assert self.call_parser is not None
-            self.call_parser.read_token(marker)
-            self._leave_if_done()
+            self.read_call_token(marker)
         elif self.s.at == "header" and self.s.body and marker in self.syntax.ends:
             self._no_header()
             self.on_marker(marker)
@@ -473,8 +376,7 @@ class HarmonyParser(FormatParser):
     def on_end(self, complete: bool) -> None:
         s = self.s
         if s.at == "calls":
-            assert self.call_parser is not None
-            self.call_parser.end(complete)
+            self.calls.end(complete)
         elif s.at == "call":
             self._end_last_call(complete)
         elif s.at in ("start", "header", "between") and complete and s.header.strip(BLANKS):
@@ -492,7 +394,7 @@ class HarmonyParser(FormatParser):
         if complete and self.builder.s.arguments.is_object:
             self.builder.end_call()
         elif complete:
-            self.builder.warn(PARSE_FAILED, "the last tool call is not finished")
+            self.builder.parse_failed("the last tool call is not finished")
         self.builder.abandon_call()
 
 
@@ -510,78 +412,85 @@ def _role_start(text: str) -> int:
     return len(text) - next((n for n in sizes if text.endswith(ROLE[:n])), 0)
 
 
-# ---- grammar writer
+class Harmony(AnswerSyntax, frozen=True, kw_only=True):
+    """Markers and names of a syntax of messages."""
 
-ASSISTANT = "assistant"
-JSON = "json"
+    PARSER = HarmonyParser
 
+    #: Starts a message, and its header.
+    start: str = "<|start|>"
+    #: Ends the header.
+    message: str = "<|message|>"
+    #: Markers that end a message.
+    ends: tuple[str, ...]
+    #: Markers that may stand in a header.
+    in_header: tuple[str, ...] = ()
+    #: The one of them that names a channel. If empty, recipients alone decide.
+    channel: str = ""
+    #: The channel or recipient of reasoning.
+    thoughts: str
+    #: Recipients that are the user.
+    user: tuple[str, ...] = ()
+    #: The syntax of messages for tools. None: their body is the JSON of the arguments.
+    calls: XmlParameters | None = None
+    #: Channels of content, that of the answer proper first. Only the writer uses it.
+    says: tuple[str, ...] = ()
+    #: The channel of calls. Only the writer uses it.
+    asks: str = ""
+    #: The one of `ends` that ends a call. Only the writer uses it.
+    call_end: str = ""
 
-def answer_frame(syntax: Harmony) -> AnswerFrame:
-    return AnswerFrame(
-        opens=_reasoning_head(syntax),
-        closes=syntax.ends[0] + _message_start(syntax),
-        before=_content_heads(syntax)[0],
-    )
+    @property
+    def channels(self) -> tuple[str, ...]:
+        return (self.thoughts, *self.says) if self.channel else ()
 
+    def markers(self) -> tuple[str, ...]:
+        calls = self.calls.markers() if self.calls else ()
+        return (self.start, self.message, *self.ends, *self.in_header, *calls)
 
-def write_required(
-    syntax: Harmony, tools: Sequence[DeclaredTool], many: bool, grammar: GrammarBuilder
-) -> Form:
-    if syntax.calls is None:
-        return _write_json_calls(syntax, tools, many, grammar)
-    opener = syntax.calls.openers()[0]
-    stretch = write_calls(syntax.calls, opener, tools, many, grammar)
-    recipient = either(sequence(tool.name) for tool in tools)
-    head = sequence(" to=", recipient, syntax.message + opener)
-    return sequence(head, stretch, optional(sequence(syntax.ends[0])))
+    # ---- the grammar
 
+    def frame(self) -> AnswerFrame:
+        return AnswerFrame(
+            opens=self._head(self.thoughts),
+            closes=self.ends[0] + self.start + ROLE,
+            before=self._content_heads()[0],
+        )
 
-def write_strict(
-    syntax: Harmony, tools: Sequence[DeclaredTool], many: bool, grammar: GrammarBuilder
-) -> Form:
-    """Return the grammar of any messages, of which the last is one to the user, or calls."""
-    ends = [end for end in syntax.ends if end != syntax.call_end]
-    heads = either(map(sequence, (_reasoning_head(syntax), *_content_heads(syntax))))
-    others = Repeat(sequence(heads, either(map(Until, ends)), _message_start(syntax)))
-    last = optional(either(map(sequence, ends)))
-    answer = sequence(either(map(sequence, _content_heads(syntax))), ANY_TEXT, last)
-    calls = grammar.rule("calls", write_required(syntax, tools, many, grammar))
-    return sequence(others, either((answer, calls)))
+    def write_required(self, grammar: GrammarBuilder) -> Form:
+        if self.calls is None:
+            call = grammar.call_rule(lambda tool: self._write_json_call(tool, grammar))
+            calls = grammar.several(call, self.call_end + self.start + ROLE)
+            return sequence(calls, optional(sequence(self.call_end)))
+        opener = self.calls.openers()[0]
+        stretch = self.calls.write_calls(opener, grammar)
+        recipient = grammar.each_tool(lambda tool: sequence(tool.name))
+        head = sequence(" to=", recipient, self.message + opener)
+        return sequence(head, stretch, optional(sequence(self.ends[0])))
 
+    def write_strict(self, grammar: GrammarBuilder) -> Form:
+        """Return the grammar of any messages, of which the last is one to the user, or calls."""
+        ends = [end for end in self.ends if end != self.call_end]
+        heads = either(map(sequence, (self._head(self.thoughts), *self._content_heads())))
+        others = Repeat(sequence(heads, either(map(Until, ends)), self.start + ROLE))
+        last = optional(either(map(sequence, ends)))
+        answer = sequence(either(map(sequence, self._content_heads())), ANY_TEXT, last)
+        calls = grammar.rule("calls", self.write_required(grammar))
+        return sequence(others, either((answer, calls)))
 
-def _write_json_calls(
-    syntax: Harmony, tools: Sequence[DeclaredTool], many: bool, grammar: GrammarBuilder
-) -> Form:
-    call = grammar.rule("call", either(_write_json_call(syntax, tool, grammar) for tool in tools))
-    end = syntax.call_end
-    calls = several(call, end + _message_start(syntax), many=many)
-    return sequence(calls, optional(sequence(end)))
+    def _write_json_call(self, tool: DeclaredTool, grammar: GrammarBuilder) -> Form:
+        """Write one call. Models write the recipient in the channel, some templates before it."""
+        recipient, channel = f" to={FUNCTIONS}{tool.name}", self.channel + self.asks
+        head = either(map(sequence, (channel + recipient, recipient + channel)))
+        kind = optional(sequence(self.in_header[-1]))
+        return sequence(head, " ", kind, "json" + self.message, grammar.arguments(tool))
 
+    def _content_heads(self) -> tuple[str, ...]:
+        """Return the heads of messages to the user; that of the answer proper is the first."""
+        return tuple(self._head(whom) for whom in self.says or self.user)
 
-def _write_json_call(syntax: Harmony, tool: DeclaredTool, grammar: GrammarBuilder) -> Form:
-    """Write one call. Models write the recipient in the channel, some templates before it."""
-    recipient, channel = f" to={FUNCTIONS}{tool.name}", syntax.channel + syntax.asks
-    head = either(map(sequence, (channel + recipient, recipient + channel)))
-    kind = optional(sequence(syntax.in_header[-1]))
-    return sequence(head, " ", kind, JSON + syntax.message, grammar.arguments(tool))
-
-
-def _message_start(syntax: Harmony) -> str:
-    """Return the start of a message, up to where the prompt leaves the first one to the model."""
-    return syntax.start + ASSISTANT
-
-
-def _reasoning_head(syntax: Harmony) -> str:
-    return _head(syntax, syntax.thoughts)
-
-
-def _content_heads(syntax: Harmony) -> tuple[str, ...]:
-    """Return the heads of messages to the user; that of the answer proper is the first."""
-    return tuple(_head(syntax, whom) for whom in syntax.says or syntax.user)
-
-
-def _head(syntax: Harmony, whom: str) -> str:
-    return (syntax.channel or " to=") + whom + syntax.message
+    def _head(self, whom: str) -> str:
+        return (self.channel or " to=") + whom + self.message
 
 
 FORMATS = {
@@ -596,9 +505,6 @@ FORMATS = {
         call_end="<|call|>",
     ),
     "muse_glimmer": Harmony(
-        ends=("<|eom|>", "<|eot|>"),
-        thoughts="self",
-        user=("user",),
-        calls=MUSE_CALLS,
+        ends=("<|eom|>", "<|eot|>"), thoughts="self", user=("user",), calls=MUSE_CALLS
     ),
 }

@@ -21,24 +21,198 @@ spelt as the templates spell it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
-from gateway.formats.event_builder import BLANKS, PARSE_FAILED, DeclaredTool, EventBuilder
+from gateway.formats.event_builder import BLANKS, DeclaredTool
 from gateway.formats.events import Event
-from gateway.formats.grammar_builder import ANY_OBJECT, GrammarBuilder
-from gateway.formats.grammar_forms import either, optional, quoted, repeated, sequence, several
-from gateway.formats.json_scanner import SPACE, CallKeys, CallScan
+from gateway.formats.grammar_builder import ANY_OBJECT, GrammarBuilder, optional, quoted, sequence
+from gateway.formats.json_call import CallKeys, CallScan
+from gateway.formats.json_scanner import SPACE
 from gateway.formats.named_json import CALL_ID_FORM
-from gateway.formats.parser import CallParser, CallSyntax, FormatParserState, ParserContext
+from gateway.formats.parser import CallParser, CallParserState, CallSyntax, Moves
 from gateway.text.markers import match_end
 from protocol.grammar import Form, Pattern
 
 
+class JsonTagsState(CallParserState):
+    """State of a `JsonTagsParser`.
+
+    opener  the marker that started this group
+    call    the current call
+    array   the group is an array
+    calls   number of calls of the group that have been emitted
+    """
+
+    at: str = "opened"
+    opener: str = ""
+    call: CallScan = msgspec.field(default_factory=CallScan)
+    array: bool = False
+    calls: int = 0
+
+
+class JsonTagsParser(CallParser):
+    State = JsonTagsState
+    syntax: JsonTags
+    BETWEEN = frozenset({"after"})
+    UNSCANNED = frozenset({"call"})
+
+    def moves(self) -> Moves:
+        ends = (self.syntax.close + self.syntax.open, self._end_or_open)
+        bound = tuple(marker for _, marker in self.syntax.bound)
+        return {
+            "bound": ((bound, self._bound_marker),),
+            "call": ((ends[0], self._marker_in_call),),
+            **dict.fromkeys(("opened", "array", "after", "broken"), (ends,)),
+        }
+
+    def on_open(self, marker: str) -> None:
+        s = self.s
+        s.opener, s.raw, s.calls, s.array = marker, [marker], 0, False
+        s.at = "bound" if any(marker == opener for opener, _ in self.syntax.bound) else "opened"
+        if marker.endswith("["):
+            s.at, s.array = "array", True
+        elif marker.endswith("{"):
+            s.raw.clear()
+            s.at, s.call = "call", CallScan()
+            self._in_call(marker)
+
+    # ---- text
+
+    def fast_event(self, text: str) -> Event | None:
+        s = self.s
+        if s.at == "call" and s.call.passes(text):
+            return self.builder.fast_arguments(text)
+        return None
+
+    def _between(self, text: str) -> str:
+        start = match_end(SPACE, text)
+        self.keep(text[:start])
+        return self._next(text[start:]) if start < len(text) else ""
+
+    def _next(self, text: str) -> str:
+        """Handle the first non-blank character between values."""
+        s, char = self.s, text[0]
+        expected = {"opened": "{[", "array": "{,]", "bound": ""}
+        separator = self.syntax.separator
+        if char not in expected.get(s.at, separator + "{" if separator else ""):
+            return self._unexpected(text)
+        if char == "{":
+            s.at, s.call = "call", CallScan()
+            return text
+        if char == "]":
+            return self._array_ended(text[1:])
+        if char == "[":
+            s.at, s.array = "array", True
+        self.keep(char)
+        return text[1:]
+
+    def _in_call(self, text: str) -> str:
+        s = self.s
+        position, status = s.call.scan(text, self.syntax.keys, self.builder)
+        if s.call.started:
+            s.raw.clear()
+        else:
+            s.raw.append(text[:position])
+        if status == "end" and s.call.started:
+            s.calls += 1
+            self._call_ended()
+        elif status != "more":
+            self._break()
+        return text[position:]
+
+    def _call_ended(self) -> None:
+        s = self.s
+        s.at = "array" if s.array else "after"
+        if not s.array and not self.syntax.separator:
+            s.done = not self.syntax.is_closed(s.opener)
+
+    def _array_ended(self, rest: str) -> str:
+        s = self.s
+        if s.raw:  # an array of no calls
+            s.raw.append("]")
+            self._break()
+            return rest
+        s.at = "after"
+        s.done = not self.syntax.is_closed(s.opener)
+        return rest
+
+    def _unexpected(self, text: str) -> str:
+        """Handle text where a call should stand."""
+        s = self.s
+        if not s.calls:
+            self.reject("the marker of a tool call without a call after it")
+            s.done = True
+        elif s.at == "after" and not self.syntax.is_closed(s.opener):
+            s.done = True
+        else:
+            self.builder.parse_failed("text between tool calls")
+            s.raw.clear()
+            self._break()
+        return text
+
+    # ---- what is broken
+
+    def _break(self) -> None:
+        """Enter the broken state up to the next marker, or end the group if none will come."""
+        self.s.at = "broken"
+        if not self.builder.is_open and not self.syntax.is_closed(self.s.opener):
+            self.reject("a tool call that cannot be read")
+            self.s.done = True
+
+    TEXT = {
+        **dict.fromkeys(("bound", "opened", "array", "after"), _between),
+        "call": _in_call,
+        "broken": CallParser.broken_text,
+    }
+
+    def reject(self, why: str) -> None:
+        text, self.s.raw = "".join(self.s.raw), []
+        if self.s.opener in self.syntax.soft:
+            self.builder.content(text)
+        else:
+            self.builder.reject_call(text, why)
+
+    # ---- markers
+
+    def _bound_marker(self, marker: str) -> None:
+        self.s.raw.append(marker)
+        self.s.at = "opened"
+
+    def _marker_in_call(self, marker: str) -> None:
+        if self.s.call.quoted:
+            self._in_call(marker)
+        else:
+            self._end_or_open(marker)
+
+    def _end_or_open(self, marker: str) -> None:
+        s = self.s
+        if self.builder.is_open:
+            self.builder.end_call()
+        elif "".join(s.raw).strip(BLANKS + ","):
+            s.raw.append(marker if marker in self.syntax.close else "")
+            self.reject("a tool call that cannot be read")
+        if marker in self.syntax.close:
+            s.done = True
+        else:
+            self.on_open(marker)
+
+    def on_stray(self, marker: str) -> None:
+        if self.s.at == "call" and self.s.call.quoted:
+            self._in_call(marker)
+
+    def on_end(self, complete: bool) -> None:
+        if not "".join(self.s.raw).strip(BLANKS + ","):
+            self.s.raw = []
+        super().on_end(complete)
+
+
 class JsonTags(CallSyntax, frozen=True, kw_only=True):
     """Markers and keys of a JSON syntax."""
+
+    PARSER = JsonTagsParser
 
     #: Markers that start a group; if two match at one place, the first wins. One that ends with `[`
     #: or `{` is the start of the JSON as well.
@@ -88,194 +262,88 @@ class JsonTags(CallSyntax, frozen=True, kw_only=True):
             return ""
         return dict(self.paired).get(opener, self.close[0])
 
-    def call_parser(
-        self, context: ParserContext, builder: EventBuilder, state: Mapping[str, Any] | None = None
-    ) -> CallParser:
-        return JsonTagsParser(self, context, builder, state)
+    def bound_marker(self, opener: str) -> str:
+        return dict(self.bound).get(opener, "")
+
+    # ---- the grammar
+
+    def write_calls(self, opener: str, grammar: GrammarBuilder) -> Form:
+        bound = self.bound_marker(opener)
+        opener = next((first for first, mark in self.bound if opener == first + mark), opener)
+        line = "\n" if opener in self.lines else ""
+        closer = self.closer(opener)
+        before, after = bound + (line or self.before), (line or self.behind) + closer
+        after = after if closer else ""
+        call = grammar.call_rule(lambda tool: self._write_call(tool, grammar))
+        if self.array:
+            bracket = "" if opener.endswith("[") else "["
+            calls = grammar.several(call, sequence(",", FREE_BLANKS))
+            return sequence(before + bracket, FREE_BLANKS, calls, FREE_BLANKS, "]" + after)
+        first: Form = call
+        if opener.endswith("{"):
+            first = grammar.each_tool(lambda tool: self._write_call(tool, grammar, begun="{"))
+        if self.separator:
+            first = sequence(first, grammar.repeated(sequence(f"{self.separator} ", call)))
+        return sequence(before, first, after)
+
+    def _write_call(self, tool: DeclaredTool, grammar: GrammarBuilder, begun: str = "") -> Form:
+        """Write one object. `begun` is the part of it that the opener contains."""
+        keys, name, arguments = self.keys, quoted(tool.name), grammar.arguments(tool)
+        if keys.name_is_key:
+            return sequence(f"{{{name}: ".removeprefix(begun), arguments, "}")
+        number: list[Form | str] = []
+        if self.number:
+            number = [f'{quoted(self.number)}: "', CALL_NUMBER, '", ']
+        call_id: Form | str = ""
+        if keys.id:
+            call_id = optional(sequence(f', {quoted(keys.id[0])}: "', CALL_ID_FORM, '"'))
+        head = f"{quoted(keys.name[0])}: {name}, {quoted(keys.arguments[0])}: "
+        return sequence("{".removeprefix(begun), *number, head, arguments, call_id, "}")
+
+    def write_values(self, grammar: GrammarBuilder) -> Form | None:
+        """Write calls without a marker as plain JSON, for an answer that may be other JSON instead.
+
+        The grammar's lexer reads the longest text that it can match. If calls were spelt exactly
+        here, it would read `{"name": ` of every other object as the start of a call.
+        """
+        if not self.start:
+            return None
+        if self.array:
+            places = enumerate(grammar.tools)
+            calls = [self._call_schema(tool, f"#/items/anyOf/{n}") for n, tool in places]
+            most = {} if grammar.many else {"maxItems": 1}
+            items = {"items": {"anyOf": calls}, "minItems": 1, **most}
+            return grammar.json({"type": "array", **items})
+        call = grammar.call_rule(lambda tool: grammar.json(self._call_schema(tool)))
+        return grammar.several(call, f"{self.separator} ") if self.separator else call
+
+    def _call_schema(self, tool: DeclaredTool, place: str = "#") -> Mapping[str, Any]:
+        """Return the schema of a call. `place` is its position in the whole schema."""
+        name, arguments = self.keys.name[0], self.keys.arguments[0]
+        parameters = {**(tool.parameters or {}), **ANY_OBJECT}
+        moved = _moved(parameters, f"{place}/properties/{arguments}")
+        return {
+            "type": "object",
+            "properties": {name: {"const": tool.name}, arguments: moved},
+            "required": [name, arguments],
+            "additionalProperties": False,
+        }
 
 
-class JsonTagsState(FormatParserState):
-    """State of a `JsonTagsParser`.
-
-    opener  the marker that started this group
-    call    the current call
-    array   the group is an array
-    raw     text that has not been emitted, and may have to become content
-    calls   number of calls of the group that have been emitted
-    """
-
-    at: str = "opened"
-    opener: str = ""
-    call: CallScan = msgspec.field(default_factory=CallScan)
-    array: bool = False
-    raw: list[str] = []
-    calls: int = 0
+FREE_BLANKS = Pattern(r"[ \n]{0,8}")
+CALL_NUMBER = Pattern("[0-9]{1,3}")
 
 
-class JsonTagsParser(CallParser):
-    syntax: JsonTags
-
-    State = JsonTagsState
-    BETWEEN = frozenset({"after"})
-    UNSCANNED = frozenset({"call"})
-
-    def table(self) -> Mapping[str, tuple[str, ...]]:
-        markers = self.syntax.close + self.syntax.open
-        states = ("opened", "call", "array", "after", "broken")
-        bound = tuple(marker for _, marker in self.syntax.bound)
-        return dict.fromkeys(states, markers) | {"bound": bound}
-
-    def on_open(self, marker: str) -> None:
-        s = self.s
-        s.opener, s.raw, s.calls, s.array = marker, [marker], 0, False
-        s.at = "bound" if any(marker == opener for opener, _ in self.syntax.bound) else "opened"
-        if marker.endswith("["):
-            s.at, s.array = "array", True
-        elif marker.endswith("{"):
-            s.raw.clear()
-            s.at, s.call = "call", CallScan()
-            self._in_call(marker)
-
-    # ---- text
-
-    def fast_event(self, text: str) -> Event | None:
-        s = self.s
-        if s.at == "call" and s.call.passes(text):
-            return self.builder.fast_arguments(text)
-        return None
-
-    def on_text(self, text: str) -> str:
-        match self.s.at:
-            case "call":
-                return self._in_call(text)
-            case "broken":
-                self._emit_broken(text)
-                return ""
-        start = match_end(SPACE, text)
-        if self.s.raw:
-            self.s.raw.append(text[:start])
-        return self._next(text[start:]) if start < len(text) else ""
-
-    def _next(self, text: str) -> str:
-        """Handle the first non-blank character between values."""
-        s, char = self.s, text[0]
-        expected = {"opened": "{[", "array": "{,]", "bound": ""}
-        separator = self.syntax.separator
-        if char not in expected.get(s.at, separator + "{" if separator else ""):
-            return self._unexpected(text)
-        if char == "{":
-            s.at, s.call = "call", CallScan()
-            return text
-        if char == "]":
-            return self._array_ended(text[1:])
-        if char == "[":
-            s.at, s.array = "array", True
-        if s.raw:
-            s.raw.append(char)
-        return text[1:]
-
-    def _in_call(self, text: str) -> str:
-        s = self.s
-        position, status = s.call.scan(text, self.syntax.keys, self.builder)
-        if s.call.told:
-            s.raw.clear()
-        else:
-            s.raw.append(text[:position])
-        if status == "end" and s.call.told:
-            s.calls += 1
-            self._call_ended()
-        elif status != "more":
-            self._break()
-        return text[position:]
-
-    def _call_ended(self) -> None:
-        s = self.s
-        s.at = "array" if s.array else "after"
-        if not s.array and not self.syntax.separator:
-            s.done = not self.syntax.is_closed(s.opener)
-
-    def _array_ended(self, rest: str) -> str:
-        s = self.s
-        if s.raw:  # an array of no calls
-            s.raw.append("]")
-            self._break()
-            return rest
-        s.at = "after"
-        s.done = not self.syntax.is_closed(s.opener)
-        return rest
-
-    def _unexpected(self, text: str) -> str:
-        """Handle text where a call should stand."""
-        s = self.s
-        if not s.calls:
-            self._reject("the marker of a tool call without a call after it")
-            s.done = True
-        elif s.at == "after" and not self.syntax.is_closed(s.opener):
-            s.done = True
-        else:
-            self.builder.warn(PARSE_FAILED, "text between tool calls")
-            s.raw.clear()
-            self._break()
-        return text
-
-    # ---- what is broken
-
-    def _break(self) -> None:
-        """Enter the broken state up to the next marker, or end the group if none will come."""
-        self.s.at = "broken"
-        if not self.builder.is_open and not self.syntax.is_closed(self.s.opener):
-            self._reject("a tool call that cannot be read")
-            self.s.done = True
-
-    def _emit_broken(self, text: str) -> None:
-        if self.builder.is_open:
-            self.builder.arguments_delta(text)
-        elif self.s.raw:
-            self.s.raw.append(text)
-        else:
-            self.builder.content(text)
-
-    def _reject(self, why: str) -> None:
-        text = "".join(self.s.raw)
-        self.s.raw.clear()
-        if self.s.opener in self.syntax.soft:
-            self.builder.content(text)
-        else:
-            self.builder.reject_call(text, why)
-
-    # ---- markers
-
-    def on_marker(self, marker: str) -> None:
-        s = self.s
-        if s.at == "bound":
-            s.raw.append(marker)
-            s.at = "opened"
-            return
-        if s.at == "call" and s.call.quoted:
-            self._in_call(marker)
-            return
-        if self.builder.is_open:
-            self.builder.end_call()
-        elif "".join(s.raw).strip(BLANKS + ","):
-            s.raw.append(marker if marker in self.syntax.close else "")
-            self._reject("a tool call that cannot be read")
-        if marker in self.syntax.close:
-            s.done = True
-        else:
-            self.on_open(marker)
-
-    def on_stray(self, marker: str) -> None:
-        if self.s.at == "call" and self.s.call.quoted:
-            self._in_call(marker)
-
-    def on_end(self, complete: bool) -> None:
-        if not complete:
-            self.builder.abandon_call()
-        elif self.builder.is_open:
-            self.builder.warn(PARSE_FAILED, "the last tool call is not finished")
-            self.builder.abandon_call()
-        elif "".join(self.s.raw).strip(BLANKS + ","):
-            self._reject("a tool call that is not finished")
+def _moved(schema: Any, place: str) -> Any:
+    """Return the schema with its references moved to another place of a document."""
+    if isinstance(schema, Mapping):
+        return {
+            key: place + value.removeprefix("#")
+            if key == "$ref" and isinstance(value, str) and value.startswith("#")
+            else _moved(value, place)
+            for key, value in schema.items()
+        }
+    return [_moved(item, place) for item in schema] if isinstance(schema, list) else schema
 
 
 TOOL_CALL = JsonTags(open=("<tool_call>",), close=("</tool_call>",), before="\n", behind="\n")
@@ -297,121 +365,13 @@ LLAMA = JsonTags(
 )
 
 
-# ---- grammar writer
-
-FREE_BLANKS = Pattern(r"[ \n]{0,8}")
-CALL_NUMBER = Pattern("[0-9]{1,3}")
-
-
-def write_calls(
-    syntax: JsonTags,
-    opener: str,
-    tools: Sequence[DeclaredTool],
-    many: bool,
-    grammar: GrammarBuilder,
-) -> Form:
-    begun, opener = opener, _without_bound_marker(syntax, opener)
-    bound = dict(syntax.bound).get(begun, "")
-    before, behind = ("\n", "\n") if opener in syntax.lines else (syntax.before, syntax.behind)
-    closer = syntax.closer(opener)
-    before, behind = bound + before, behind + closer if closer else ""
-    call = grammar.rule("call", either(_write_call(syntax, tool, grammar) for tool in tools))
-    if syntax.array:
-        bracket = "" if opener.endswith("[") else "["
-        calls = several(call, sequence(",", FREE_BLANKS), many=many)
-        return sequence(before + bracket, FREE_BLANKS, calls, FREE_BLANKS, "]" + behind)
-    first: Form = call
-    if opener.endswith("{"):
-        first = either(_write_call(syntax, tool, grammar, begun="{") for tool in tools)
-    if syntax.separator:
-        more = sequence(f"{syntax.separator} ", call)
-        first = sequence(first, repeated(more, many=many))
-    return sequence(before, first, behind)
-
-
-def _without_bound_marker(syntax: JsonTags, opener: str) -> str:
-    """Return the opener without the marker that must follow it."""
-    return next((first for first, marker in syntax.bound if opener == first + marker), opener)
-
-
-def _write_call(
-    syntax: JsonTags, tool: DeclaredTool, grammar: GrammarBuilder, begun: str = ""
-) -> Form:
-    """Write one object. `begun` is the part of it that the opener contains."""
-    keys, name, arguments = syntax.keys, quoted(tool.name), grammar.arguments(tool)
-    if keys.name_is_key:
-        return sequence(f"{{{name}: ".removeprefix(begun), arguments, "}")
-    number: tuple[Form | str, ...] = ()
-    if syntax.number:
-        number = (f'{quoted(syntax.number)}: "', CALL_NUMBER, '", ')
-    return sequence(
-        "{".removeprefix(begun),
-        *number,
-        f"{quoted(keys.name[0])}: {name}, {quoted(keys.arguments[0])}: ",
-        arguments,
-        *([_write_id(keys.id[0])] if keys.id else []),
-        "}",
-    )
-
-
-def _write_id(key: str) -> Form:
-    return optional(sequence(f', {quoted(key)}: "', CALL_ID_FORM, '"'))
-
-
-# ---- calls that begin like any JSON
-
-
-def write_json_values(
-    syntax: JsonTags, tools: Sequence[DeclaredTool], many: bool, grammar: GrammarBuilder
-) -> Form:
-    """Write calls without a marker as plain JSON, for an answer that may be other JSON instead.
-
-    The grammar's lexer reads the longest text it knows. If calls were spelt exactly here, it would
-    read `{"name": ` of every other object as the start of a call.
-    """
-    if syntax.array:
-        calls = [_call_schema(syntax, tool, f"#/items/anyOf/{n}") for n, tool in enumerate(tools)]
-        most = {} if many else {"maxItems": 1}
-        return grammar.json({"type": "array", "items": {"anyOf": calls}, "minItems": 1, **most})
-    call = grammar.rule("call", either(grammar.json(_call_schema(syntax, tool)) for tool in tools))
-    return several(call, f"{syntax.separator} ", many=many and bool(syntax.separator))
-
-
-def _call_schema(syntax: JsonTags, tool: DeclaredTool, place: str = "#") -> Mapping[str, Any]:
-    """Return the schema of a call. `place` is its position in the whole schema."""
-    name, arguments = syntax.keys.name[0], syntax.keys.arguments[0]
-    parameters = {**(tool.parameters or {}), **ANY_OBJECT}
-    moved = _moved(parameters, f"{place}/properties/{arguments}")
-    return {
-        "type": "object",
-        "properties": {name: {"const": tool.name}, arguments: moved},
-        "required": [name, arguments],
-        "additionalProperties": False,
-    }
-
-
-def _moved(schema: Any, place: str) -> Any:
-    """Return the schema with its references moved to another place of a document."""
-    if isinstance(schema, Mapping):
-        return {
-            key: place + value.removeprefix("#")
-            if key == "$ref" and isinstance(value, str) and value.startswith("#")
-            else _moved(value, place)
-            for key, value in schema.items()
-        }
-    return [_moved(item, place) for item in schema] if isinstance(schema, list) else schema
-
-
 FORMATS = {
     "hermes": TOOL_CALL,
     "qwen3_json": TOOL_CALL,
     "granite4": TOOL_CALL,
     "ernie45": TOOL_CALL,
     "longcat": JsonTags(
-        open=("<longcat_tool_call>",),
-        close=("</longcat_tool_call>",),
-        before="\n",
-        behind="\n",
+        open=("<longcat_tool_call>",), close=("</longcat_tool_call>",), before="\n", behind="\n"
     ),
     "granite": JsonTags(
         open=("<|tool_call|>", "<tool_call>"),

@@ -13,46 +13,19 @@ the tokens of the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from gateway.formats import json_tags, named_json
-from gateway.formats.event_builder import DeclaredTool, EventBuilder
+from gateway.formats.event_builder import EventBuilder
 from gateway.formats.grammar_builder import GrammarBuilder
-from gateway.formats.json_scanner import SPACE, CallKeys
+from gateway.formats.json_call import CallKeys
+from gateway.formats.json_scanner import SPACE
 from gateway.formats.json_tags import JsonTags
+from gateway.formats.lexicon import MarkerPart
 from gateway.formats.named_json import ID_CHARS, NamedJson
-from gateway.formats.parser import (
-    CallParser,
-    CallSyntax,
-    FormatParserState,
-    MarkerPart,
-    ParserContext,
-)
+from gateway.formats.parser import CallParser, CallSyntax, FormatParserState, Moves, ParserContext
 from gateway.text.markers import match_end
 from protocol.grammar import Form
-
-
-class Mistral(CallSyntax, frozen=True, kw_only=True):
-    """The two variants, `array` and `named`; both start with the same markers."""
-
-    array: JsonTags
-    named: NamedJson
-
-    def markers(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(self.array.markers() + self.named.markers()))
-
-    def openers(self) -> tuple[str, ...]:
-        return self.named.openers()
-
-    def call_id(self, ours: str) -> str:
-        letters = "".join(char for char in ours if char.isalnum())
-        return letters[-ID_CHARS:].rjust(ID_CHARS, "0")
-
-    def call_parser(
-        self, context: ParserContext, builder: EventBuilder, state: Mapping[str, Any] | None = None
-    ) -> CallParser:
-        return MistralParser(self, context, builder, state)
 
 
 class MistralState(FormatParserState):
@@ -81,7 +54,7 @@ class MistralParser(CallParser):
         }
         super().__init__(syntax, context, builder, own or None)
 
-    def table(self) -> Mapping[str, tuple[str, ...]]:
+    def moves(self) -> Moves:
         return {}
 
     def state(self) -> dict[str, Any]:
@@ -100,9 +73,6 @@ class MistralParser(CallParser):
         self.s.at = way
         self.ways[way].open(self.s.opener)
         self.ways[way].read("".join(self.s.blanks))
-
-    def on_marker(self, marker: str) -> None:
-        raise AssertionError("its table names none")
 
     def on_part(self, part: MarkerPart) -> str:
         return "" if self.s.at == "choosing" else self._read_on(part)
@@ -136,12 +106,27 @@ class MistralParser(CallParser):
         call_parser.end(complete)
 
 
-def write_calls(
-    syntax: Mistral, opener: str, tools: Sequence[DeclaredTool], many: bool, grammar: GrammarBuilder
-) -> Form:
-    if grammar.lexicon.is_token(syntax.named.name_end[0]):
-        return named_json.write_calls(syntax.named, opener, tools, many, grammar)
-    return json_tags.write_calls(syntax.array, opener, tools, many, grammar)
+class Mistral(CallSyntax, frozen=True, kw_only=True):
+    """The two variants, `array` and `named`; both start with the same markers."""
+
+    PARSER = MistralParser
+
+    array: JsonTags
+    named: NamedJson
+
+    def markers(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(self.array.markers() + self.named.markers()))
+
+    def openers(self) -> tuple[str, ...]:
+        return self.named.openers()
+
+    def call_id(self, ours: str) -> str:
+        letters = "".join(char for char in ours if char.isalnum())
+        return letters[-ID_CHARS:].rjust(ID_CHARS, "0")
+
+    def write_calls(self, opener: str, grammar: GrammarBuilder) -> Form:
+        is_named = grammar.lexicon.is_token(self.named.name_end[0])
+        return (self.named if is_named else self.array).write_calls(opener, grammar)
 
 
 FORMATS = {
@@ -153,9 +138,7 @@ FORMATS = {
             array=True,
         ),
         named=NamedJson(
-            call_open=("[TOOL_CALLS]",),
-            id_begin=("[CALL_ID]",),
-            name_end=("[ARGS]", "{"),
+            call_open=("[TOOL_CALLS]",), id_begin=("[CALL_ID]",), name_end=("[ARGS]", "{")
         ),
-    ),
+    )
 }

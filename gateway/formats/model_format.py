@@ -16,8 +16,8 @@ import msgspec
 
 from gateway.formats.calls_grammar import frame_of
 from gateway.formats.detect import BAR, Detected, detect
-from gateway.formats.grammar_forms import AnswerFrame
-from gateway.formats.parser import AnswerSyntax, CallSyntax, suffixed_markers
+from gateway.formats.lexicon import suffixed_markers
+from gateway.formats.parser import AnswerFrame, AnswerSyntax, CallSyntax
 from gateway.formats.reasoning import NO_REASONING, ReasoningFormat, says_inside, start
 from gateway.formats.registry import BoundFormat, Format, bind, format_of, format_of_template
 from gateway.generation.reasoning_tokens import ThinkingMarks, thinking_marks
@@ -287,7 +287,7 @@ def _why(tools: str, reasoning: str, found: Detected) -> str:
 _CONTROL_TOKEN = re.compile(rf"<[|{BAR}].*>|\[[A-Z_]+\]")
 """A marker of this shape is one token in every model that writes it, or made of such tokens."""
 _MIN_PART_CHARS = 3
-"""A shorter token is no evidence for a marker that contains it."""
+"""A shorter token is not evidence for a marker that contains it."""
 
 
 def _check_markers(
@@ -299,10 +299,7 @@ def _check_markers(
     Other markers (`<tool_call>`) are not checked: a model may write them as ordinary text.
     """
     thinks = format.reasoning.open if format.reasoning else ()
-    named = (
-        (TOOLS_OPTION, tools, _calls_begin(format)),
-        (REASONING_OPTION, reasoning, thinks),
-    )
+    named = ((TOOLS_OPTION, tools, _calls_begin(format)), (REASONING_OPTION, reasoning, thinks))
     for option, name, markers in named:
         if name in (AUTO, NONE) or not all(map(_CONTROL_TOKEN.fullmatch, markers)) or not markers:
             continue

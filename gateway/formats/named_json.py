@@ -32,16 +32,15 @@ tokens each, of which some are special (`:plamo|>`):
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import msgspec
 
-from gateway.formats.event_builder import BLANKS, PARSE_FAILED, DeclaredTool, EventBuilder
-from gateway.formats.grammar_builder import GrammarBuilder
-from gateway.formats.grammar_forms import either, optional, sequence, several
-from gateway.formats.json_scanner import SPACE, JsonScan
-from gateway.formats.parser import CallParser, CallSyntax, FormatParserState, ParserContext
+from gateway.formats.event_builder import BLANKS, DeclaredTool
+from gateway.formats.events import Event
+from gateway.formats.grammar_builder import GrammarBuilder, optional, sequence
+from gateway.formats.json_scanner import PLAIN, SPACE, JsonExtent
+from gateway.formats.parser import CallParser, CallParserState, CallSyntax, Moves
 from gateway.text.markers import match_end
 from protocol.grammar import Form, Pattern
 
@@ -56,8 +55,191 @@ MAX_NAME_CHARS = 512
 WORD = re.compile(r"\s*+[^\s<>{}\[\]()\"'`,;]*+\s*+")
 
 
+class NamedJsonState(CallParserState):
+    """State of a `NamedJsonParser`.
+
+    name   the name so far
+    id     the id so far
+    value  position in the arguments
+    whole  a group of calls has been opened, so there may be several
+    """
+
+    at: str = "between"
+    name: str = ""
+    id: str = ""
+    value: JsonExtent = msgspec.field(default_factory=JsonExtent)
+    whole: bool = False
+
+
+class NamedJsonParser(CallParser):
+    State = NamedJsonState
+    syntax: NamedJson
+    BETWEEN = frozenset({"between", "closing"})
+    UNSCANNED = frozenset({"arguments"})
+
+    def moves(self) -> Moves:
+        x = self.syntax
+        ends = (x.call_close + x.section_close + x.call_open, self._call_ended)
+        fence, named = (x.fence, self.skip), (x.name_end, self._name_ended)
+        return {
+            "between": (ends,),
+            "kind": ((x.kind_end, self._kind_ended), ends),
+            "name": ((x.id_begin, self._id_begins), named, ends),
+            "id": (named, ends),
+            "opened": (fence, ends),
+            "arguments": ((ends[0], self._marker_in_arguments),),
+            "closing": (fence, ends),
+            "broken": (ends,),
+            "spilt": (ends,),
+        }
+
+    def on_open(self, marker: str) -> None:
+        self.s.whole = marker in self.syntax.section_open
+        if self.s.whole:
+            self.s.raw = [marker]
+        else:
+            self._start_head(marker)
+
+    def _start_head(self, marker: str) -> None:
+        s = self.s
+        s.at = "kind" if self.syntax.kind_end else "name"
+        s.name = s.id = ""
+        s.raw.append(marker)
+
+    # ---- text
+
+    def fast_event(self, text: str) -> Event | None:
+        s = self.s
+        in_string = s.at == "arguments" and s.value.quoted and not s.value.escaped
+        return self.builder.fast_arguments(text) if in_string and PLAIN.fullmatch(text) else None
+
+    def _in_head(self, text: str) -> str:
+        """Read kind, name or id, which are words. Any other text means that this is not a call."""
+        s = self.s
+        so_far = s.id if s.at == "id" else s.name
+        word = WORD.match((so_far + text)[:MAX_NAME_CHARS])
+        assert word is not None
+        read = word.end() - len(so_far)
+        s.raw.append(text[:read])
+        if s.at == "id":
+            s.id = word[0]
+        else:
+            s.name = word[0]
+        if read < len(text):
+            self.reject("the marker of a tool call without a name after it")
+            s.done = True
+        return text[read:]
+
+    def _before_arguments(self, text: str) -> str:
+        """Skip blanks where only the arguments, or another call, are expected."""
+        s = self.s
+        text = text[match_end(SPACE, text) :]
+        if not text:
+            return ""
+        if s.at == "opened":
+            s.at, s.value = ("arguments", JsonExtent()) if text[0] == "{" else ("broken", s.value)
+        elif s.at == "between" and s.raw:
+            self.reject("the marker of tool calls without a call after it")
+            s.done = True
+        else:
+            self.builder.parse_failed("text between tool calls")
+            s.at = "spilt"
+        return text
+
+    def _in_arguments(self, text: str) -> str:
+        position, status = self.s.value.scan(text)
+        self.builder.arguments_delta(text[:position])
+        if status == "end":
+            self.builder.end_call()
+            self._leave("closing" if self.syntax.call_close else "between")
+        elif status == "broken":
+            self.s.at = "broken"
+        return text[position:]
+
+    def _leave(self, then: str) -> None:
+        self.s.at = then
+        self.s.done = then == "between" and not self.s.whole
+
+    TEXT = {
+        **dict.fromkeys(("kind", "name", "id"), _in_head),
+        **dict.fromkeys(("between", "opened", "closing"), _before_arguments),
+        "arguments": _in_arguments,
+        "broken": CallParser.as_arguments,
+        "spilt": CallParser.as_content,
+    }
+
+    # ---- markers
+
+    def _marker_in_arguments(self, marker: str) -> None:
+        if self.s.value.quoted:
+            self._in_arguments(marker)
+        else:
+            self._call_ended(marker)
+
+    def _kind_ended(self, marker: str) -> None:
+        self.s.raw.append(marker)
+        self.s.at, self.s.name = "name", ""
+
+    def _id_begins(self, marker: str) -> None:
+        self.s.raw.append(marker)
+        self.s.at = "id"
+
+    def _name_ended(self, marker: str) -> None:
+        s = self.s
+        if not s.name.strip(BLANKS):
+            s.raw.append(marker)
+            if marker not in BLANKS:
+                self.reject("a tool call without a name")
+                s.done = True
+            return
+        self._start_call()
+        s.at = "opened"
+        if marker == "{":
+            s.at, s.value = "arguments", JsonExtent()
+            self._in_arguments(marker)
+
+    def _start_call(self) -> None:
+        s = self.s
+        name, call_id = s.name.strip(BLANKS), s.id.strip(BLANKS)
+        if self.syntax.name_is_id:
+            call_id, (name, _, index) = name, name.rpartition(":")
+            if not (name and index.isdecimal()):
+                name, call_id = call_id, ""
+            name = name.removeprefix("functions.")
+        s.raw.clear()
+        self.builder.start_call(name, call_id or None)
+
+    def _call_ended(self, marker: str) -> None:
+        """Handle a marker that ends the call, whichever part of it has been read."""
+        s = self.s
+        if s.at in ("name", "id") and s.name.strip(BLANKS):
+            self._start_call()
+        if self.builder.is_open:
+            self.builder.end_call()
+        elif s.at in ("kind", "name", "id"):
+            s.raw.append(marker)
+            self.reject("a tool call without a name")
+        if marker in self.syntax.call_open:
+            self._start_head(marker)
+        elif marker in self.syntax.section_close:
+            s.done = True
+        else:
+            self._leave("between")
+
+    def on_stray(self, marker: str) -> None:
+        if self.s.at == "arguments" and self.s.value.quoted:
+            self._in_arguments(marker)
+
+    def on_end(self, complete: bool) -> None:
+        if self.s.at not in ("kind", "name", "id"):
+            self.s.raw = []
+        super().on_end(complete)
+
+
 class NamedJson(CallSyntax, frozen=True, kw_only=True):
     """Markers and options of a named-JSON syntax."""
+
+    PARSER = NamedJsonParser
 
     #: Start a group of calls; a call may also stand alone.
     section_open: tuple[str, ...] = ()
@@ -98,199 +280,43 @@ class NamedJson(CallSyntax, frozen=True, kw_only=True):
     def openers(self) -> tuple[str, ...]:
         return self.section_open + self.call_open
 
-    def call_parser(
-        self, context: ParserContext, builder: EventBuilder, state: Mapping[str, Any] | None = None
-    ) -> CallParser:
-        return NamedJsonParser(self, context, builder, state)
+    # ---- the grammar
+
+    def write_calls(self, opener: str, grammar: GrammarBuilder) -> Form:
+        call = grammar.call_rule(lambda tool: self._write_call(tool, grammar))
+        if opener not in self.section_open:
+            return call
+        first, closer = self.call_open[0], self.section_close
+        end = closer[self.section_open.index(opener)] if closer else ""
+        return sequence(grammar.several(sequence(first, call), self.between), end)
+
+    def _write_call(self, tool: DeclaredTool, grammar: GrammarBuilder) -> Form:
+        """Write everything after the marker that starts a call."""
+        call_id: Form | str = ""
+        if self.id_begin and grammar.lexicon.is_token(self.id_begin[0]):
+            call_id = optional(sequence(self.id_begin[0], CALL_ID_FORM))
+        return sequence(
+            self.kind + _first(self.kind_end),
+            *([f"functions.{tool.name}:", CALL_INDEX] if self.name_is_id else [tool.name]),
+            call_id,
+            _first(self.name_end),
+            self.write_arguments(tool, grammar),
+        )
+
+    def write_arguments(self, tool: DeclaredTool, grammar: GrammarBuilder) -> Form:
+        """Write everything after the name, up to the end of the call."""
+        before, behind = self.fence or ("", "")
+        end = self.fenced + behind + _first(self.call_close)
+        return sequence(before + self.fenced, grammar.arguments(tool), end)
 
 
-class NamedJsonState(FormatParserState):
-    """State of a `NamedJsonParser`.
-
-    name   the name so far
-    id     the id so far
-    raw    text that has not been emitted, and may have to become content
-    value  position in the arguments
-    whole  a group of calls has been opened, so there may be several
-    """
-
-    at: str = "between"
-    name: str = ""
-    id: str = ""
-    raw: list[str] = []
-    value: JsonScan = msgspec.field(default_factory=JsonScan)
-    whole: bool = False
+def _first(markers: Sequence[str]) -> str:
+    return markers[0] if markers else ""
 
 
-class NamedJsonParser(CallParser):
-    syntax: NamedJson
-
-    State = NamedJsonState
-    BETWEEN = frozenset({"between", "closing"})
-    UNSCANNED = frozenset({"arguments"})
-
-    def table(self) -> Mapping[str, tuple[str, ...]]:
-        syntax = self.syntax
-        ends = syntax.call_close + syntax.section_close + syntax.call_open
-        return {
-            "between": ends,
-            "kind": syntax.kind_end + ends,
-            "name": syntax.id_begin + syntax.name_end + ends,
-            "id": syntax.name_end + ends,
-            "opened": syntax.fence + ends,
-            "arguments": ends,
-            "closing": syntax.fence + ends,
-            "broken": ends,
-            "spilt": ends,
-        }
-
-    def on_open(self, marker: str) -> None:
-        self.s.whole = marker in self.syntax.section_open
-        if self.s.whole:
-            self.s.raw = [marker]
-        else:
-            self._start_head(marker)
-
-    def _start_head(self, marker: str) -> None:
-        s = self.s
-        s.at = "kind" if self.syntax.kind_end else "name"
-        s.name = s.id = ""
-        s.raw.append(marker)
-
-    # ---- text
-
-    def on_text(self, text: str) -> str:
-        s = self.s
-        match s.at:
-            case "kind" | "name" | "id":
-                return self._in_head(text)
-            case "arguments":
-                return self._in_arguments(text)
-            case "broken":
-                self.builder.arguments_delta(text)
-                return ""
-            case "spilt":
-                self.builder.content(text)
-                return ""
-        start = match_end(SPACE, text)
-        return self._next(text[start:]) if start < len(text) else ""
-
-    def _in_head(self, text: str) -> str:
-        """Read kind, name or id, which are words. Any other text means that this is not a call."""
-        s = self.s
-        so_far = s.id if s.at == "id" else s.name
-        word = WORD.match((so_far + text)[:MAX_NAME_CHARS])
-        assert word is not None
-        read = word.end() - len(so_far)
-        s.raw.append(text[:read])
-        if s.at == "id":
-            s.id = word[0]
-        else:
-            s.name = word[0]
-        if read < len(text):
-            self._reject("the marker of a tool call without a name after it")
-            s.done = True
-        return text[read:]
-
-    def _next(self, text: str) -> str:
-        """Handle the first non-blank character where only the arguments are expected."""
-        s = self.s
-        if s.at == "opened":
-            s.at, s.value = ("arguments", JsonScan()) if text[0] == "{" else ("broken", s.value)
-        elif s.at == "between" and s.raw:
-            self._reject("the marker of tool calls without a call after it")
-            s.done = True
-        else:
-            self.builder.warn(PARSE_FAILED, "text between tool calls")
-            s.at = "spilt"
-        return text
-
-    def _in_arguments(self, text: str) -> str:
-        position, status = self.s.value.scan(text)
-        self.builder.arguments_delta(text[:position])
-        if status == "end":
-            self.builder.end_call()
-            self._leave("closing" if self.syntax.call_close else "between")
-        elif status == "broken":
-            self.s.at = "broken"
-        return text[position:]
-
-    def _leave(self, then: str) -> None:
-        self.s.at = then
-        self.s.done = then == "between" and not self.s.whole
-
-    # ---- markers
-
-    def on_marker(self, marker: str) -> None:
-        s, syntax = self.s, self.syntax
-        match s.at:
-            case "arguments" if s.value.quoted:
-                self._in_arguments(marker)
-            case "kind" if marker in syntax.kind_end:
-                s.raw.append(marker)
-                s.at, s.name = "name", ""
-            case "name" if marker in syntax.id_begin:
-                s.raw.append(marker)
-                s.at = "id"
-            case "name" | "id" if marker in syntax.name_end:
-                self._name_ended(marker)
-            case "opened" | "closing" if marker in syntax.fence:
-                pass
-            case _:
-                self._call_ended(marker)
-
-    def _name_ended(self, marker: str) -> None:
-        s = self.s
-        if not s.name.strip(BLANKS):
-            s.raw.append(marker)
-            if marker not in BLANKS:
-                self._reject("a tool call without a name")
-                s.done = True
-            return
-        self._start_call()
-        s.at = "opened"
-        if marker == "{":
-            s.at, s.value = "arguments", JsonScan()
-            self._in_arguments(marker)
-
-    def _start_call(self) -> None:
-        s = self.s
-        name, call_id = s.name.strip(BLANKS), s.id.strip(BLANKS)
-        if self.syntax.name_is_id:
-            call_id, (name, _, index) = name, name.rpartition(":")
-            if not (name and index.isdecimal()):
-                name, call_id = call_id, ""
-            name = name.removeprefix("functions.")
-        s.raw.clear()
-        self.builder.start_call(name, call_id or None)
-
-    def _call_ended(self, marker: str) -> None:
-        """Handle a marker that ends the call, whichever part of it has been read."""
-        s = self.s
-        if s.at in ("name", "id") and s.name.strip(BLANKS):
-            self._start_call()
-        if self.builder.is_open:
-            self.builder.end_call()
-        elif s.at in ("kind", "name", "id"):
-            s.raw.append(marker)
-            self._reject("a tool call without a name")
-        if marker in self.syntax.call_open:
-            self._start_head(marker)
-        elif marker in self.syntax.section_close:
-            s.done = True
-        else:
-            self._leave("between")
-
-    def on_stray(self, marker: str) -> None:
-        if self.s.at == "arguments" and self.s.value.quoted:
-            self._in_arguments(marker)
-
-    def on_end(self, complete: bool) -> None:
-        if complete and self.builder.is_open:
-            self.builder.warn(PARSE_FAILED, "the last tool call is not finished")
-        elif complete and self.s.at in ("kind", "name", "id"):
-            self._reject("a tool call that is not finished")
-        self.builder.abandon_call()
+CALL_ID_FORM = Pattern(f"[a-zA-Z0-9]{{{ID_CHARS}}}")
+CALL_INDEX = Pattern("0|[1-9][0-9]{0,3}")
+"""Index of a call in its conversation: the model continues the count of earlier answers."""
 
 
 def plamo_begin(region: str) -> str:
@@ -304,61 +330,6 @@ def plamo_end(region: str) -> str:
 def _bars(words: str) -> str:
     """Return DeepSeek's marker, which has full-width bars."""
     return f"<\uff5c{words}\uff5c>"
-
-
-# ---- grammar writer
-
-CALL_ID_FORM = Pattern(f"[a-zA-Z0-9]{{{ID_CHARS}}}")
-CALL_INDEX = Pattern("0|[1-9][0-9]{0,3}")
-"""Index of a call in its conversation: the model continues the count of earlier answers."""
-
-
-def write_calls(
-    syntax: NamedJson,
-    opener: str,
-    tools: Sequence[DeclaredTool],
-    many: bool,
-    grammar: GrammarBuilder,
-) -> Form:
-    call = grammar.rule("call", either(_write_call(syntax, tool, grammar) for tool in tools))
-    if opener not in syntax.section_open:
-        return call
-    first, closer = syntax.call_open[0], syntax.section_close
-    end = closer[syntax.section_open.index(opener)] if closer else ""
-    return sequence(several(sequence(first, call), syntax.between, many=many), end)
-
-
-def _write_call(syntax: NamedJson, tool: DeclaredTool, grammar: GrammarBuilder) -> Form:
-    """Write everything after the marker that starts a call."""
-    return sequence(
-        syntax.kind + _first(syntax.kind_end),
-        *([f"functions.{tool.name}:", CALL_INDEX] if syntax.name_is_id else [tool.name]),
-        *([_write_id(syntax.id_begin[0])] if _has_ids(syntax, grammar) else []),
-        _first(syntax.name_end),
-        write_arguments(syntax, tool, grammar),
-    )
-
-
-def write_arguments(syntax: NamedJson, tool: DeclaredTool, grammar: GrammarBuilder) -> Form:
-    """Write everything after the name, up to the end of the call."""
-    before, behind = syntax.fence or ("", "")
-    return sequence(
-        before + syntax.fenced,
-        grammar.arguments(tool),
-        syntax.fenced + behind + _first(syntax.call_close),
-    )
-
-
-def _has_ids(syntax: NamedJson, grammar: GrammarBuilder) -> bool:
-    return bool(syntax.id_begin) and grammar.lexicon.is_token(syntax.id_begin[0])
-
-
-def _write_id(marker: str) -> Form:
-    return optional(sequence(marker, CALL_ID_FORM))
-
-
-def _first(markers: Sequence[str]) -> str:
-    return markers[0] if markers else ""
 
 
 FORMATS = {

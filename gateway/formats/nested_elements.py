@@ -36,22 +36,28 @@ from typing import Any
 import msgspec
 
 from gateway.formats.argument_types import (
-    ArgumentsWriter,
+    TypedCallParser,
+    TypedCallState,
     kinds_of,
     resolved,
     schema_of,
-    string_json,
     typed_json,
 )
-from gateway.formats.arguments_grammar import arguments_form
-from gateway.formats.event_builder import BLANKS, PARSE_FAILED, DeclaredTool, EventBuilder
-from gateway.formats.grammar_builder import GrammarBuilder, NotWritable
-from gateway.formats.grammar_forms import either, optional, sequence, several
-from gateway.formats.parser import CallParser, CallSyntax, FormatParserState, ParserContext
+from gateway.formats.event_builder import BLANKS, DeclaredTool
+from gateway.formats.grammar_builder import (
+    LINE_BREAK,
+    GrammarBuilder,
+    NotWritable,
+    either,
+    optional,
+    sequence,
+)
+from gateway.formats.json_scanner import string_json
+from gateway.formats.parser import NO_CALL, CallParser, CallSyntax, Moves
 from gateway.formats.plain_values import CONTAINERS, PlainValues, ValueEnd
 from gateway.formats.schema_cases import SchemaCase, Schemas, anything
-from gateway.formats.string_escapes import signs
-from gateway.formats.value_syntax import Values, json_notation
+from gateway.formats.string_limits import signs
+from gateway.formats.value_syntax import Values, arguments_form, json_notation
 from protocol.grammar import Form, GrammarRule, LiteralForm, Pattern, Repeat, Until
 
 MAX_TAG_CHARS = 512
@@ -68,97 +74,39 @@ class Element(msgspec.Struct):
     children: list[tuple[str, str]] = []
 
 
-class NestedElements(CallSyntax, frozen=True, kw_only=True):
-    """Markup of this syntax: `mark` stands before every tag, `stretch` is the element around all
-    calls.
-    """
-
-    mark: str
-    stretch: str = "tool_call"
-
-    def markers(self) -> tuple[str, ...]:
-        return ()  # its tags are spelt out after the mark
-
-    def openers(self) -> tuple[str, ...]:
-        return (f"{self.mark}<{self.stretch}>",)
-
-    def call_parser(
-        self, context: ParserContext, builder: EventBuilder, state: Mapping[str, Any] | None = None
-    ) -> CallParser:
-        return NestedElementsParser(self, context, builder, state)
-
-
-class NestedElementsState(FormatParserState):
+class NestedElementsState(TypedCallState):
     """State of a `NestedElementsParser`.
 
-    before     the state before the current tag
-    tag        text of the current tag so far
-    name       name of the open call
-    arguments  arguments of the open call
-    plain      the current argument is certainly a string, and is emitted as it comes
-    stack      the open elements, the argument itself first
-    raw        text of the group until a call is emitted: it may have to become content
+    before  the state before the current tag
+    tag     text of the current tag so far
+    plain   the current argument is certainly a string, and is emitted as it comes
+    stack   the open elements, the argument itself first
     """
 
     at: str = "outside"
     before: str = ""
     tag: str = ""
-    name: str = ""
-    arguments: ArgumentsWriter = msgspec.field(default_factory=ArgumentsWriter)
     plain: bool = False
     stack: list[Element] = []
-    raw: list[str] = []
 
 
-class NestedElementsParser(CallParser):
+class NestedElementsParser(TypedCallParser):
+    State = NestedElementsState
     syntax: NestedElements
 
-    State = NestedElementsState
+    def moves(self) -> Moves:
+        mark = ((self.syntax.mark,), self._start_tag)
+        return dict.fromkeys(("outside", "call", "value", "tag", "broken"), (mark,))
 
-    def table(self) -> Mapping[str, tuple[str, ...]]:
-        return dict.fromkeys(("outside", "call", "value", "tag", "broken"), (self.syntax.mark,))
-
-    def on_open(self, marker: str) -> None:
-        self.s.raw = [marker]
-
-    # ---- text
-
-    def on_text(self, text: str) -> str:
-        s = self.s
-        match s.at:
-            case "tag":
-                return self._in_tag(text)
-            case "value":
-                self._value_text(text)
-            case "broken":
-                self.builder.content(text)
-            case "outside":
-                return self._outside_calls(text)
-        return ""
-
-    def _outside_calls(self, text: str) -> str:
-        s = self.s
-        rest = text.lstrip(BLANKS)
-        if s.raw:
-            s.raw.append(text[: len(text) - len(rest)])
-        if rest and s.raw:
-            self._reject("a marker of tool calls with no call behind it")
-            s.done = True
-        elif rest:
-            self.builder.warn(PARSE_FAILED, "text between tool calls")
-            s.at = "broken"
-        return rest
-
-    def _value_text(self, text: str) -> None:
-        s = self.s
-        if s.plain:
-            s.arguments.text(text, self.builder)
+    def value_text(self, text: str) -> None:
+        if self.s.plain:
+            super().value_text(text)
         else:
-            s.stack[-1].text.append(text)
+            self.s.stack[-1].text.append(text)
 
     # ---- tags
 
-    def on_marker(self, marker: str) -> None:
+    def _start_tag(self, marker: str) -> None:
         s = self.s
         if s.at == "tag":
             self._no_tag()
@@ -179,18 +127,25 @@ class NestedElementsParser(CallParser):
             self._no_tag()
         return text[end + 1 :]
 
+    TEXT = {
+        "outside": CallParser.outside_calls,
+        "tag": _in_tag,
+        "value": value_text,
+        "broken": CallParser.as_content,
+    }
+
     def _no_tag(self) -> None:
         """Handle a mark without a known tag after it: it is text."""
         s = self.s
         s.at = s.before
         text = self.syntax.mark + s.tag
         if s.at == "value":
-            self._value_text(text)
+            self.value_text(text)
         elif s.at == "broken":
             self.builder.content(text)
         elif s.raw:
             s.raw.append(text)
-            self._reject("a marker of tool calls with no call behind it")
+            self.reject(NO_CALL)
             s.done = True
         elif s.at == "outside":
             self.builder.reject_call(text, "text between tool calls")
@@ -203,30 +158,24 @@ class NestedElementsParser(CallParser):
             case "value":
                 return self._tag_in_value(tag)
             case "call" if tag == "/invoke":
-                self._end_call()
+                self.end_call("outside")
             case "call" if tag != "/" + self.syntax.stretch:
                 return self._begin_argument(tag)
             case _ if tag == "/" + self.syntax.stretch:
                 self._end_stretch()
             case "outside" | "broken" if found := INVOKE.fullmatch(tag):
-                s.name, s.raw, s.arguments, s.at = found[1], [], ArgumentsWriter(), "call"
-                self.builder.start_call(s.name)
+                self.start_call(found[1])
             case _:
                 return False
         return True
 
-    def _end_call(self) -> None:
-        self.s.arguments.close(self.builder)
-        self.builder.end_call()
-        self.s.at = "outside"
-
     def _end_stretch(self) -> None:
         s = self.s
         if self.builder.is_open:
-            self._end_call()
+            self.end_call("outside")
         elif s.raw:
             s.raw.append(self.syntax.mark + s.tag)
-            self._reject("a marker of tool calls with no call behind it")
+            self.reject(NO_CALL)
         s.done = True
 
     # ---- values
@@ -235,11 +184,9 @@ class NestedElementsParser(CallParser):
         s = self.s
         if not key or key.startswith("/"):
             return False
-        parameters = self.builder.parameters(s.name)
-        schema = schema_of(parameters, key)
-        kinds = kinds_of(schema, parameters)
+        kinds = self.kinds_of(key)
         s.plain = kinds == ("string",)
-        s.stack = [Element(key, schema)]
+        s.stack = [Element(key, self.schema_of(key))]
         s.at = "value"
         if s.plain:
             s.arguments.begin(key, kinds, self.builder)
@@ -277,23 +224,10 @@ class NestedElementsParser(CallParser):
         s.arguments.raw(element.name, value, self.builder)
         s.at = "call"
 
-    def on_stray(self, marker: str) -> None:
-        if self.s.at == "value":
-            self._value_text(marker)
-
-    # ---- the end
-
     def on_end(self, complete: bool) -> None:
-        s = self.s
-        if not complete:
-            self.builder.abandon_call()
-        elif self.builder.is_open:
-            self.builder.warn(PARSE_FAILED, "the last tool call is not finished")
-            self.builder.abandon_call()
-        elif s.at == "tag":
+        if complete and self.s.at == "tag" and not self.builder.is_open:
             self._no_tag()
-        if s.raw and complete:
-            self._reject("a tool call that is not finished")
+        super().on_end(complete)
 
 
 def child_schema(schema: Any, name: str, root: Mapping[str, Any] | None) -> Any:
@@ -338,32 +272,37 @@ def _member(name: str, values: list[str]) -> str:
     return f"{string_json(name)}: {value}"
 
 
-# ---- grammar writer
+class NestedElements(CallSyntax, frozen=True, kw_only=True):
+    """Markup of this syntax: `mark` stands before every tag, `stretch` is the element around all
+    calls.
+    """
+
+    PARSER = NestedElementsParser
+
+    mark: str
+    stretch: str = "tool_call"
+
+    def markers(self) -> tuple[str, ...]:
+        return ()  # its tags are spelt out after the mark
+
+    def openers(self) -> tuple[str, ...]:
+        return (f"{self.mark}<{self.stretch}>",)
+
+    def write_calls(self, opener: str, grammar: GrammarBuilder) -> Form:
+        call = grammar.call_rule(lambda tool: self._write_call(tool, grammar))
+        begun = sequence('<invoke name="', call, "\n", self.mark)
+        return sequence("\n", self.mark, grammar.several(begun), f"</{self.stretch}>")
+
+    def _write_call(self, tool: DeclaredTool, grammar: GrammarBuilder) -> Form:
+        if not INVOKE.fullmatch(f'invoke name="{tool.name}"'):
+            raise NotWritable(tool.name, "name", "this format cannot write it")
+        elements = _ElementWriter(self, tool, grammar)
+        inside = arguments_form(elements.values, elements.argument)
+        return sequence(f'{tool.name}">', LINE_BREAK, self.mark, inside, "</invoke>")
+
 
 MAX_UNKNOWN_DEPTH = 3
 """How deep elements without a schema may nest."""
-LINE_BREAK = optional(LiteralForm("\n"))
-
-
-def write_calls(
-    syntax: NestedElements,
-    opener: str,
-    tools: Sequence[DeclaredTool],
-    many: bool,
-    grammar: GrammarBuilder,
-) -> Form:
-    mark = syntax.mark
-    call = grammar.rule("call", either(_write_call(syntax, tool, grammar) for tool in tools))
-    begun = sequence('<invoke name="', call, "\n", mark)
-    return sequence("\n", mark, several(begun, many=many), f"</{syntax.stretch}>")
-
-
-def _write_call(syntax: NestedElements, tool: DeclaredTool, grammar: GrammarBuilder) -> Form:
-    if not INVOKE.fullmatch(f'invoke name="{tool.name}"'):
-        raise NotWritable(tool.name, "name", "this format cannot write it")
-    elements = _ElementWriter(syntax, tool, grammar)
-    inside = arguments_form(elements.values, elements.argument)
-    return sequence(f'{tool.name}">', LINE_BREAK, syntax.mark, inside, "</invoke>")
 
 
 class _ElementWriter:
@@ -485,22 +424,25 @@ class _ElementWriter:
             self._must_be_free(schema, f"{path}.additionalProperties")
             least = least if empty else 1
             return Repeat(sequence(self._any_element(), self.mark), least, most)
-        found: list[tuple[Form, bool]] = []
-        for name, schema, required in self.values.members(case.limits, path):
-            within = child_schema(seen, name, self.schemas.root)
-            member = self.element(name, schema, within, f"{path}.properties.{name}")
-            if member is not None:
-                found.append((sequence(member, self.mark), required))
-            elif required:
-                self.schemas.refuse(path, name, "is a name that this format cannot write")
+
+        def write(name: str | None, schema: Any, path: str) -> Form | None:
+            within = child_schema(seen, name or "", self.schemas.root)
+            member = self.element(name or "", schema, within, path)
+            return None if member is None else sequence(member, self.mark)
+
+        found = self.values.written(case.limits, path, write)
         if not empty and not any(required for _, required in found):
             return self._at_least_one([member for member, _ in found], path)
         return sequence(*(form if required else optional(form) for form, required in found))
 
     def _at_least_one(self, members: Sequence[Form], path: str) -> Form:
-        """Write one or more members. Without any, the text alone would be the value."""
+        """Return the form of an object with at least one of `members`.
+
+        An object without members would be read back as a string, which the schema also allows.
+        """
         if not members:
-            self.schemas.refuse(path, "properties", "are none: beside a string it would be one")
+            problem = "must not be empty: an object without members would be read as a string"
+            self.schemas.refuse(path, "properties", problem)
         return self.values.some(members)
 
 

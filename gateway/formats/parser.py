@@ -3,14 +3,7 @@
 A parser is in one state at a time. In each state it looks for the markers that its table lists for
 that state, and calls `on_text` and `on_marker` in the order of the text. How the text was cut into
 pieces never changes the events. Text is passed on as soon as it can no longer be part of a marker.
-
-A marker can arrive in three ways:
-
-- If the vocabulary has it as one token, it arrives as a `MarkerToken` and is recognised by its id
-  alone. The same letters spelt by other tokens are text.
-- If it is several ordinary tokens, `markers.Scanner` finds it in the text.
-- A special token that occurs in such a spelt-out marker arrives as a `MarkerPart`. It has text
-  inside a marker and none outside. Parsers never call the tokenizer.
+Parsers never call the tokenizer: `lexicon` says how markers arrive.
 
 All that a parser remembers is one struct of plain data, its `State`. So it can be serialised
 between two pieces, and another process can continue.
@@ -18,16 +11,19 @@ between two pieces, and another process can continue.
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Self
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MethodType
+from typing import Any, ClassVar, Self, cast
 
 import msgspec
 
-from gateway.formats.event_builder import DeclaredTool, EventBuilder, new_call_id
+from gateway.formats.event_builder import BLANKS, DeclaredTool, EventBuilder, new_call_id
 from gateway.formats.events import Event
-from gateway.text.markers import MarkerSet, Scanner, ScannerState
+from gateway.formats.grammar_builder import GrammarBuilder
+from gateway.formats.lexicon import Lexicon, MarkerPart, MarkerToken, Piece
+from gateway.text.markers import Scanner, ScannerState
+from protocol.grammar import Form
 
 NOTHING = ScannerState("")
 
@@ -35,53 +31,6 @@ BLOCK_CHARS = 4096
 """Text is read in blocks of at most this many characters. The text after a marker is copied, so
 without blocks a long text full of markers would take quadratic time.
 """
-
-
-class MarkerToken(msgspec.Struct, frozen=True, gc=False):
-    """A marker of the active format that is one token."""
-
-    token_id: int
-    text: str
-
-
-class MarkerPart(msgspec.Struct, frozen=True, gc=False):
-    """A special token that occurs in spelt-out markers. It has no text anywhere else."""
-
-    text: str
-
-
-Piece = str | MarkerToken | MarkerPart
-
-
-class Lexicon:
-    """The markers of a format that are tokens of one vocabulary. Shared, as it only caches.
-
-    tokens  token id -> marker
-    parts   token id -> text, for special tokens that occur in markers which are not tokens
-    pieces  token id -> the parser's input for it, for both
-    """
-
-    def __init__(
-        self, tokens: Mapping[int, str] | None = None, parts: Mapping[int, str] | None = None
-    ) -> None:
-        self.tokens = dict(tokens or {})
-        self.parts = dict(parts or {})
-        self.pieces: dict[int, Piece] = {
-            **{token: MarkerPart(text) for token, text in self.parts.items()},
-            **{token: MarkerToken(token, marker) for token, marker in self.tokens.items()},
-        }
-        self._by_id = frozenset(self.tokens.values())
-        self._sets: dict[tuple[str, ...], MarkerSet | None] = {}
-
-    def is_token(self, marker: str) -> bool:
-        return marker in self._by_id
-
-    def automaton(self, markers: tuple[str, ...]) -> MarkerSet | None:
-        """Return a matcher for the spelt-out ones of `markers`, or None if there are none."""
-        if markers not in self._sets:
-            spelt = [marker for marker in markers if marker not in self._by_id]
-            self._sets[markers] = MarkerSet(spelt) if spelt else None
-        return self._sets[markers]
 
 
 class ParserContext(msgspec.Struct, frozen=True):
@@ -115,18 +64,26 @@ class FormatParserState(msgspec.Struct):
     done: bool = False
 
 
+TextReader = Callable[[Any, str], str | None]
+"""(parser, text) -> the text that it did not read, if any."""
+
+Moves = Mapping[str, Sequence[tuple[Sequence[str], Callable[[str], None]]]]
+"""State -> rows of (markers, the parser's method that handles them)."""
+
+
 class FormatParser(ABC):
     """Base of all parsers. A subclass defines:
 
     State        its state, a struct derived from FormatParserState
-    table()      state -> the markers to look for, in order of precedence; states without markers
-                 may be left out
+    moves()      state -> rows of (markers, the method that handles them), in order of precedence;
+                 states without markers may be left out
     UNSCANNED    states whose text is passed on without a search (a JSON value whose end is found
                  by its scanner); markers that are tokens are recognised there all the same
-    on_text      handles text that is certainly outside markers. Returns the part that it did not
-                 read, which is read next in the state that it is in then. It must read some text,
-                 change the state or be done
-    on_marker    handles a marker of this state's table
+    TEXT         state -> the method that handles text that is certainly outside markers; in other
+                 states text is dropped. It returns the part that it did not read (None: nothing),
+                 which is read next in the state that it is in then. It must read some text, change
+                 the state or be done
+    on_marker    handles a marker of this state, by its row
     on_part      handles a `MarkerPart` in a state whose text is not searched; by default it has no
                  text there. Returns the part that it did not read
     on_stray     handles a marker token that is not in this state's table; by default it is dropped
@@ -136,6 +93,7 @@ class FormatParser(ABC):
     """
 
     State: ClassVar[type[FormatParserState]]
+    TEXT: ClassVar[Mapping[str, TextReader]] = {}
     UNSCANNED: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(
@@ -144,7 +102,16 @@ class FormatParser(ABC):
         self.context = context
         self.builder = builder
         self.s = self._memory(state)
-        self._table = self.table()
+        self._table: dict[str, tuple[str, ...]] = {}
+        self._handlers: dict[str, dict[str, Callable[[FormatParser, str], None]]] = {}
+        for at, rows in self.moves().items():
+            found = [
+                (marker, cast(MethodType, handler).__func__)  # bound, it would make a cycle
+                for markers, handler in rows
+                for marker in markers
+            ]
+            self._table[at] = tuple(marker for marker, _ in found)
+            self._handlers[at] = dict(reversed(found))  # of two rows the first wins
         self._scanner: Scanner | None = None
         self._scans = ""  # the state that `_scanner` was made for
         self._make_scanner(self.s.held)
@@ -156,13 +123,14 @@ class FormatParser(ABC):
     # ---- what a subclass defines
 
     @abstractmethod
-    def table(self) -> Mapping[str, tuple[str, ...]]: ...
+    def moves(self) -> Moves: ...
 
-    @abstractmethod
-    def on_text(self, text: str) -> str: ...
+    def on_text(self, text: str) -> str:
+        reader = self.TEXT.get(self.s.at)
+        return (reader(self, text) or "") if reader else ""
 
-    @abstractmethod
-    def on_marker(self, marker: str) -> None: ...
+    def on_marker(self, marker: str) -> None:
+        self._handlers[self.s.at][marker](self, marker)
 
     def on_part(self, part: MarkerPart) -> str:
         return ""
@@ -194,6 +162,17 @@ class FormatParser(ABC):
         data: dict[str, Any] = msgspec.to_builtins(self.s)
         data["held"] = msgspec.to_builtins(self._scanner.state() if self._scanner else NOTHING)
         return data
+
+    # ---- readers of markers and of text, for the tables
+
+    def skip(self, marker: str) -> None:  # noqa: B027  (a reader like any other)
+        """Drop a marker without a meaning."""
+
+    def as_content(self, text: str) -> None:
+        self.builder.content(text)
+
+    def as_arguments(self, text: str) -> None:
+        self.builder.arguments_delta(text)
 
     # ---- reading, also for parsers made of parsers
 
@@ -278,6 +257,19 @@ class FormatParser(ABC):
         self._scanner = Scanner(automaton, held) if automaton else None
 
 
+class CallParserState(FormatParserState):
+    """Base of the states of call parsers.
+
+    raw  text read but not emitted: until a call is certain, it may have to become content
+    """
+
+    raw: list[str] = []
+
+
+NO_CALL = "the marker of tool calls without a call after it"
+UNFINISHED_CALL = "a tool call that is not finished"
+
+
 class CallParser(FormatParser):
     """Parser of one group of tool calls, entered by `open` and left when it is `done`.
 
@@ -285,12 +277,10 @@ class CallParser(FormatParser):
 
     syntax   the description that it reads by; a subclass declares its type
     BETWEEN  states in which all calls so far are complete, and another may follow
-
-    If its State has a list of strings `raw`, that is the text read but not emitted: until a call is
-    certain, this text may have to become content.
     """
 
-    syntax: CallSyntax
+    syntax: Any
+    s: Any
     BETWEEN: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(
@@ -313,8 +303,8 @@ class CallParser(FormatParser):
         self.on_open(marker)
         self._make_scanner(NOTHING)
 
-    @abstractmethod
-    def on_open(self, marker: str) -> None: ...
+    def on_open(self, marker: str) -> None:
+        self.s.raw = [marker]
 
     def fast_event(self, text: str) -> Event | None:
         """Return the event for `text` if it changes no state, else None. A shortcut for long
@@ -322,24 +312,142 @@ class CallParser(FormatParser):
         """
         return None
 
-    def _reject(self, why: str) -> None:
-        """Emit the text read so far as content, with a warning: it is not a call after all.
+    def on_end(self, complete: bool) -> None:
+        if not complete:
+            self.builder.abandon_call()
+        elif self.builder.is_open:
+            self.builder.parse_failed("the last tool call is not finished")
+            self.builder.abandon_call()
+        elif self.s.raw:
+            self.s.raw += self.unread()
+            self.reject(UNFINISHED_CALL)
+
+    def unread(self) -> list[str]:
+        """Return text that the state holds besides `raw`."""
+        return []
+
+    # ---- for subclasses
+
+    def keep(self, text: str) -> None:
+        """Keep text until a call is emitted: it may have to become content."""
+        if self.s.raw and text:
+            self.s.raw.append(text)
+
+    def reject(self, why: str) -> None:
+        """Emit the text kept so far as content, with a warning: it is not a call after all.
 
         There is no warning if the text has another form, which may begin like a call.
         """
-        text = "".join(self.s.raw)
+        text, self.s.raw = "".join(self.s.raw), []
         if self.context.calls_or_text:
             self.builder.content(text)
         else:
             self.builder.reject_call(text, why)
-        self.s.raw = []
+
+    def outside_calls(self, text: str) -> str:
+        """Skip blanks between calls. Other text means that there is no call, or is an error."""
+        s = self.s
+        rest = text.lstrip(BLANKS)
+        self.keep(text[: len(text) - len(rest)])
+        if rest and s.raw:
+            self.reject(NO_CALL)
+            s.done = True
+        elif rest:
+            self.builder.parse_failed("text between tool calls")
+            s.at = "broken"
+        return rest
+
+    def broken_text(self, text: str) -> None:
+        """Emit text unchanged where it stands."""
+        if self.builder.is_open:
+            self.builder.arguments_delta(text)
+        elif self.s.raw:
+            self.s.raw.append(text)
+        else:
+            self.builder.content(text)
+
+
+class AnswerParser(FormatParser):
+    """Base of the parsers of a whole answer. In the state "calls", `call_parser` reads the text.
+
+    A subclass defines `begin`, which enters the first state, and `on_calls_done`.
+    """
+
+    UNSCANNED = frozenset({"calls"})
+
+    def __init__(
+        self,
+        syntax: Any,
+        context: ParserContext,
+        builder: EventBuilder,
+        state: Mapping[str, Any] | None = None,
+        *,
+        starts_inside: bool = False,
+    ) -> None:
+        self.syntax = syntax
+        own = dict(state or {})
+        inner, calls = own.pop("section", None), self.call_syntax()
+        self.call_parser: CallParser | None = None
+        if calls is not None:
+            self.call_parser = calls.call_parser(self.call_context(context), builder, inner)
+        super().__init__(context, builder, own or None)
+        if state is None:
+            self.begin(starts_inside)
+            self._update_scanner()
+
+    def call_syntax(self) -> CallSyntax | None:
+        """Return the syntax of calls that has a parser of its own, if there is one."""
+        return None
+
+    def call_context(self, context: ParserContext) -> ParserContext:
+        return context
+
+    @abstractmethod
+    def begin(self, starts_inside: bool) -> None:
+        """Enter the first state. `starts_inside`: the prompt has already opened the reasoning."""
+
+    def on_calls_done(self) -> None:
+        """Enter the state after a group of calls."""
+
+    def state(self) -> dict[str, Any]:
+        return super().state() | {"section": self.call_parser.state() if self.call_parser else None}
+
+    @property
+    def calls(self) -> CallParser:
+        assert self.call_parser is not None
+        return self.call_parser
+
+    def open_calls(self, marker: str) -> None:
+        self.s.at = "calls"
+        self.calls.open(marker)
+        self.leave_if_done()
+
+    def leave_if_done(self) -> None:
+        if self.calls.s.done:
+            self.on_calls_done()
+
+    def read_calls(self, piece: str | MarkerPart) -> str:
+        call_parser = self.call_parser
+        assert call_parser is not None
+        rest = call_parser.read(piece)
+        if call_parser.s.done:
+            self.on_calls_done()
+        return rest
+
+    def read_call_token(self, marker: str) -> None:
+        self.calls.read_token(marker)
+        self.leave_if_done()
+
+    def on_part(self, part: MarkerPart) -> str:
+        return self.read_calls(part) if self.s.at == "calls" else ""
 
 
 class Syntax(msgspec.Struct, frozen=True, kw_only=True):
     """Base of the descriptions of formats: markers and options, as data.
 
-    The parser reads by it and the grammar is built from it. A subclass overrides the methods that
-    raise NotImplementedError; a Struct cannot have abstract methods.
+    The parser reads by it and the grammar is written from it. A subclass overrides the methods that
+    raise NotImplementedError; a Struct cannot have abstract methods. Methods that write raise
+    NotWritable for a tool that the syntax cannot write.
     """
 
     def markers(self) -> tuple[str, ...]:
@@ -353,6 +461,8 @@ class Syntax(msgspec.Struct, frozen=True, kw_only=True):
 
 class CallSyntax(Syntax, frozen=True, kw_only=True):
     """A syntax of tool calls in groups between content: the usual case."""
+
+    PARSER: ClassVar[type[CallParser]]
 
     def openers(self) -> tuple[str, ...]:
         """Return the markers that open a group anywhere in content. If two match at one place,
@@ -368,6 +478,10 @@ class CallSyntax(Syntax, frozen=True, kw_only=True):
         """
         return ()
 
+    def bound_marker(self, opener: str) -> str:
+        """Return the marker that must follow the opener, or ""."""
+        return ""
+
     def call_id(self, ours: str) -> str:
         """Return an id in this format's form, for a call to which the model gave none."""
         return ours
@@ -375,11 +489,45 @@ class CallSyntax(Syntax, frozen=True, kw_only=True):
     def call_parser(
         self, context: ParserContext, builder: EventBuilder, state: Mapping[str, Any] | None = None
     ) -> CallParser:
+        return self.PARSER(self, context, builder, state)
+
+    def write_calls(self, opener: str, grammar: GrammarBuilder) -> Form:
+        """Return the form of everything after the opener, including the marker that closes the
+        calls.
+
+        With `grammar.many` it admits as many calls as the syntax writes in one group, otherwise
+        exactly one. The parser reads all that the form admits without a warning.
+        """
         raise NotImplementedError
+
+    def write_values(self, grammar: GrammarBuilder) -> Form | None:
+        """Return the form of calls for an answer that may be other JSON instead, if calls without
+        a marker look like any JSON.
+        """
+        return None
+
+
+class AnswerFrame(msgspec.Struct, frozen=True):
+    """Markup around the reasoning and around the answer proper.
+
+    opens, closes  stand around a block of reasoning; `closes` includes all markup up to the next
+                   part of the answer. "" if there is no reasoning, or if only the prompt opens it
+    before, after  stand around content. The marker that ends the whole answer is not included
+    """
+
+    opens: str = ""
+    closes: str = ""
+    before: str = ""
+    after: str = ""
 
 
 class AnswerSyntax(Syntax, frozen=True, kw_only=True):
-    """A format that covers the whole answer: content, reasoning and calls are one grammar."""
+    """A format that covers the whole answer: content, reasoning and calls are one grammar.
+
+    The grammar starts where the prompt or the reasoning ends.
+    """
+
+    PARSER: ClassVar[type[AnswerParser]]
 
     @property
     def frames_content(self) -> bool:
@@ -395,36 +543,15 @@ class AnswerSyntax(Syntax, frozen=True, kw_only=True):
         starts_inside: bool = False,
     ) -> FormatParser:
         """Return a parser. `starts_inside`: the prompt has already opened the reasoning."""
+        return self.PARSER(self, context, builder, state, starts_inside=starts_inside)
+
+    def frame(self) -> AnswerFrame:
         raise NotImplementedError
 
+    def write_required(self, grammar: GrammarBuilder) -> Form:
+        """Return the form of calls and nothing else."""
+        raise NotImplementedError
 
-def tokens_of(markers: Iterable[str], token_id: Callable[[str], int | None]) -> dict[int, str]:
-    """Return token id -> marker, for the markers that are tokens."""
-    found = ((token_id(marker), marker) for marker in markers)
-    return {token: marker for token, marker in found if token is not None}
-
-
-# ---- markers with a suffix
-
-SUFFIXED = re.compile(r"<(?:tool_calls?|think)(:[^\s<>]+)>")
-"""A marker with a suffix that only the checkpoint's vocabulary has: `<tool_call:6124c78e>`."""
-
-
-def marker_suffix(vocabulary: Iterable[str]) -> str:
-    """Return the suffix of a vocabulary's markers with its colon, or "" if they have none."""
-    return next((found[1] for token in vocabulary if (found := SUFFIXED.fullmatch(token))), "")
-
-
-def suffixed_markers(text: str) -> list[str]:
-    """Return the markers with a suffix in a text, such as a chat template."""
-    return [found[0] for found in SUFFIXED.finditer(text)]
-
-
-def with_suffix(marker: str, vocabulary: Collection[str]) -> str:
-    """Return `marker`, which ends with ">", as a checkpoint with this vocabulary writes it.
-
-    Most markers of such a checkpoint have the suffix. A marker that the vocabulary has only
-    without the suffix is written without it.
-    """
-    longer = marker.removesuffix(">") + marker_suffix(vocabulary) + ">"
-    return marker if marker in vocabulary and longer not in vocabulary else longer
+    def write_strict(self, grammar: GrammarBuilder) -> Form:
+        """Return the form of messages of any kind, in which every call is one of the tools'."""
+        raise NotImplementedError

@@ -19,18 +19,18 @@ import msgspec
 
 from gateway.formats.argument_types import Trim, kinds_of, schema_of, typed_json
 from gateway.formats.event_builder import BLANKS
-from gateway.formats.grammar_forms import either, sequence
+from gateway.formats.grammar_builder import either, sequence
 from gateway.formats.schema_cases import SchemaCase, Schemas, anything, same
-from gateway.formats.string_escapes import (
+from gateway.formats.string_limits import (
     Ranges,
     StringEscapes,
     exactly,
     free_of,
     holds,
+    limited,
     merged,
     signs,
 )
-from gateway.formats.string_limits import limited
 from gateway.formats.value_syntax import Values
 from protocol.grammar import Form, Until
 
@@ -54,11 +54,11 @@ RESERVED_FIRST: Ranges = merged([*signs(BLANKS), *signs('"')])
 class ValueEnd(msgspec.Struct, frozen=True, kw_only=True):
     """The marker that ends a value, and the markup around the value.
 
-    close   ends the value; part of the form
-    others  may end it, too, so they must not occur in it
-    around  written on both sides of the value
-    trim    what the parser strips
-    bare    the parser reads a value of unknown type as JSON if it is valid JSON
+    close   the marker that ends the value; the value's form includes it
+    others  other markers at which the parser may end the value, so no value may contain them
+    around  text written on both sides of the value
+    trim    what the parser strips from both ends of the value
+    bare    whether the parser reads a value of unknown type as JSON if it is valid JSON
     """
 
     close: str

@@ -3,7 +3,7 @@
     opened   after the marker, or at the `[` if there is none: a bracket, or the first name
     name     a function's name, up to its parenthesis
     key      in a call: an argument's name, up to `=`, or the closing parenthesis
-    value    a literal, rewritten as JSON while it is read (`literal.PythonScan`)
+    value    a literal, rewritten as JSON while it is read (`json_scanner`)
     after    after a value: a comma or the closing parenthesis
     between  after a call: a comma, a line break, another name, or the end of the list
     end      after the list: the closing marker
@@ -21,20 +21,24 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from gateway.formats.arguments_grammar import arguments_form
-from gateway.formats.event_builder import BLANKS, PARSE_FAILED, DeclaredTool, EventBuilder
-from gateway.formats.grammar_builder import GrammarBuilder, NotWritable
-from gateway.formats.grammar_forms import either, sequence, several
-from gateway.formats.literal import PythonScan
-from gateway.formats.parser import CallParser, CallSyntax, FormatParserState, ParserContext
+from gateway.formats.event_builder import BLANKS, DeclaredTool
+from gateway.formats.grammar_builder import GrammarBuilder, NotWritable, sequence
+from gateway.formats.json_scanner import PYTHON, LiteralScan
+from gateway.formats.parser import NO_CALL, CallParser, CallParserState, CallSyntax, Moves
 from gateway.formats.schema_cases import Schemas
-from gateway.formats.string_escapes import CONTROLS, StringEscapes
-from gateway.formats.value_syntax import HEX, NUMBERED, Notation, QuotedStrings, Values
+from gateway.formats.string_limits import CONTROLS, StringEscapes
+from gateway.formats.value_syntax import (
+    HEX,
+    NUMBERED,
+    Notation,
+    QuotedStrings,
+    Values,
+    arguments_form,
+)
 from gateway.text.markers import match_end
 from protocol.grammar import Form, Pattern
 
@@ -43,36 +47,7 @@ NAME_CHARS = re.compile(r"[\w.\-]*+")
 NAME = re.compile(r"[^\W\d][\w.\-]*+")
 
 
-class Pythonic(CallSyntax, frozen=True, kw_only=True):
-    """Markers and options of this syntax.
-
-    open      markers that start a list of calls
-    close     markers that end it
-    bare      a `[` at the start of an answer starts a list, too
-    brackets  the list stands in brackets; otherwise there is one call per line
-    """
-
-    open: tuple[str, ...] = ()
-    close: tuple[str, ...] = ()
-    bare: bool = False
-    brackets: bool = True
-
-    def markers(self) -> tuple[str, ...]:
-        return self.open + self.close
-
-    def openers(self) -> tuple[str, ...]:
-        return self.open
-
-    def start_openers(self) -> tuple[str, ...]:
-        return ("[",) if self.bare else ()
-
-    def call_parser(
-        self, context: ParserContext, builder: EventBuilder, state: Mapping[str, Any] | None = None
-    ) -> CallParser:
-        return PythonicParser(self, context, builder, state)
-
-
-class PythonicState(FormatParserState):
+class PythonicState(CallParserState):
     """State of a `PythonicParser`.
 
     word     the part read so far of the current name
@@ -80,27 +55,24 @@ class PythonicState(FormatParserState):
     literal  the current value
     bare     the list started with its bracket; no marker will end it
     call     name of a bare list's first call, until an argument shows that it is one
-    raw      text until a call is emitted: it may have to become content
     """
 
     at: str = "opened"
     word: str = ""
     count: int = 0
-    literal: PythonScan = msgspec.field(default_factory=PythonScan)
+    literal: LiteralScan = msgspec.field(default_factory=LiteralScan)
     bare: bool = False
     call: str = ""
-    raw: list[str] = []
 
 
 class PythonicParser(CallParser):
+    State = PythonicState
     syntax: Pythonic
 
-    State = PythonicState
-
-    def table(self) -> Mapping[str, tuple[str, ...]]:
+    def moves(self) -> Moves:
         x = self.syntax
         states = ("opened", "name", "key", "value", "after", "between", "end", "broken")
-        return dict.fromkeys(states, x.close + x.open)
+        return dict.fromkeys(states, ((x.close + x.open, self._end_or_open),))
 
     def on_open(self, marker: str) -> None:
         s = self.s
@@ -115,18 +87,13 @@ class PythonicParser(CallParser):
         if s.at == "value":
             return self._in_value(text)
         if s.at == "broken":
-            self._tell_broken(text)
+            self.broken_text(text)
             return ""
         if s.word:
             return self._in_word(text)
         rest = text.lstrip(BLANKS)
-        self._keep(text[: len(text) - len(rest)])
+        self.keep(text[: len(text) - len(rest)])
         return self._next(rest) if rest else ""
-
-    def _keep(self, text: str) -> None:
-        """Keep text until a call is emitted: it may have to become content."""
-        if self.s.raw and text:
-            self.s.raw.append(text)
 
     def _next(self, text: str) -> str:
         """Handle the first non-blank character outside words and values."""
@@ -141,7 +108,7 @@ class PythonicParser(CallParser):
             case "between", "," | ";":
                 s.at = "name"
             case "between" | "name", "]" if self.syntax.brackets and not s.raw:
-                self._list_ended()
+                s.at, s.done = "end", s.bare
             case "opened" | "name" | "key", _ if NAME.match(char):
                 s.at = "name" if s.at == "opened" else s.at
                 return self._in_word(text)
@@ -150,7 +117,7 @@ class PythonicParser(CallParser):
                 return self._in_word(text)
             case _:
                 return self._unexpected(text)
-        self._keep(char)
+        self.keep(char)
         return text[1:]
 
     def _in_word(self, text: str) -> str:
@@ -162,13 +129,13 @@ class PythonicParser(CallParser):
             text = text[end:]
         rest = text.lstrip(" ")
         s.word += text[: len(text) - len(rest)]
-        if len(s.word) > MAX_NAME_CHARS:
-            return self._no_word(rest)
-        if not rest:
+        if not rest and len(s.word) <= MAX_NAME_CHARS:
             return ""
-        name = s.word.strip()
-        if rest[0] != ("(" if s.at == "name" else "=") or self._is_prose(name):
-            return self._no_word(rest)
+        name, sign = s.word.strip(), "(" if s.at == "name" else "="
+        if len(s.word) > MAX_NAME_CHARS or rest[0] != sign or self._is_prose(name):
+            word, s.word = s.word, ""
+            self.keep(word)
+            return self._unexpected(rest if s.raw else word + rest)
         self._named(name)
         return rest[1:]
 
@@ -177,38 +144,34 @@ class PythonicParser(CallParser):
         s = self.s
         return s.bare and s.at == "name" and bool(s.raw) and not self.builder.declares(name)
 
-    def _no_word(self, rest: str) -> str:
-        word, self.s.word = self.s.word, ""
-        self._keep(word)
-        return self._unexpected(rest if self.s.raw else word + rest)
-
     def _named(self, name: str) -> None:
         s = self.s
         word, s.word = s.word, ""
         if s.at == "name":
             s.count, s.at, s.call = 0, "key", name
             if s.bare and s.raw:
-                self._keep(word + "(")
+                self.keep(word + "(")
             else:
-                self._begin_call()
+                self._start_call()
             return
-        self._begin_call()
+        self._start_call()
         self.builder.arguments_delta(("{" if s.count == 0 else ", ") + json.dumps(name) + ": ")
         s.count += 1
-        s.at, s.literal = "value", PythonScan()
+        s.at, s.literal = "value", LiteralScan()
 
     def _in_value(self, text: str, *, final: bool = False) -> str:
         s = self.s
-        position, status = s.literal.scan(text, final=final)
-        self.builder.arguments_delta(s.literal.writer.take())
+        position, status = s.literal.scan(text, PYTHON)
+        if final:
+            status = s.literal.scan_end()
+        self.builder.arguments_delta(s.literal.take())
         if status == "end":
             s.at = "after"
         elif status == "broken":
-            held, s.literal.held = s.literal.held, ""
-            return self._unexpected(held + text[position:])
+            return self._unexpected(s.literal.take_word() + text[position:])
         return text[position:]
 
-    def _begin_call(self) -> None:
+    def _start_call(self) -> None:
         """Start the current call, if it has not been started."""
         s = self.s
         if s.call:
@@ -216,37 +179,27 @@ class PythonicParser(CallParser):
             s.call, s.raw = "", []
 
     def _call_ended(self) -> None:
-        self._begin_call()
+        self._start_call()
         if self.s.count:
             self.builder.arguments_delta("}")
         self.builder.end_call()
         self.s.at = "between"
 
-    def _list_ended(self) -> None:
-        self.s.at = "end"
-        self.s.done = self.s.bare
-
     def _unexpected(self, text: str) -> str:
         """Handle text that is not a call, or does not continue one."""
         s = self.s
         if s.raw:
-            self._reject("text that looks like a list of tool calls and is not one")
+            self.reject("text that looks like a list of tool calls and is not one")
             s.done = True
             return text
         if not self.builder.is_open:
-            self.builder.warn(PARSE_FAILED, "text between tool calls")
+            self.builder.parse_failed("text between tool calls")
         s.at = "broken"
         return text
 
-    def _tell_broken(self, text: str) -> None:
-        if self.builder.is_open:
-            self.builder.arguments_delta(text)
-        else:
-            self.builder.content(text)
-
     # ---- markers
 
-    def on_marker(self, marker: str) -> None:
+    def _end_or_open(self, marker: str) -> None:
         s, x = self.s, self.syntax
         if s.at == "value":
             if s.literal.in_string:
@@ -257,7 +210,7 @@ class PythonicParser(CallParser):
             self._cut_short()
         elif s.raw:
             s.raw += [s.word, marker] if marker in x.close else [s.word]
-            self._reject("a marker of tool calls with no call behind it")
+            self.reject(NO_CALL)
         if marker in x.close:
             s.done = True
         else:
@@ -278,24 +231,19 @@ class PythonicParser(CallParser):
 
     def on_end(self, complete: bool) -> None:
         s = self.s
-        if not complete:
-            self.builder.abandon_call()
-        elif self.builder.is_open:
-            self.builder.warn(PARSE_FAILED, "the last tool call is not finished")
-            self.builder.abandon_call()
-        elif s.raw:
+        if complete and s.raw and not self.builder.is_open:
             s.raw.append(s.word)
-            self._reject("a list of tool calls that is not finished")
-        elif s.word:
+            self.reject("a list of tool calls that is not finished")
+        elif complete and s.word and not self.builder.is_open:
             self.builder.content(s.word)
+        super().on_end(complete)
 
 
-# ---- grammar writer
+# ---- the grammar
 
 KEYWORD = re.compile(r"[^\W\d]\w*")
 ANY_KEYWORD = Pattern("[A-Za-z_][A-Za-z0-9_]{0,63}")
-
-
+COMMA = Pattern(", ?")
 ESCAPED = rf"{NUMBERED}|\\x{HEX}{{2}}|\\U000[1-9a-fA-F]{HEX}{{4}}"
 
 
@@ -307,23 +255,41 @@ def _quotes(quote: str) -> QuotedStrings:
 PYTHON_NOTATION = Notation(
     name="python", strings=(_quotes('"'), _quotes("'")), words=("None", "True", "False")
 )
-COMMA = Pattern(", ?")
 
 
-def write_calls(
-    syntax: Pythonic,
-    opener: str,
-    tools: Sequence[DeclaredTool],
-    many: bool,
-    grammar: GrammarBuilder,
-) -> Form:
-    call = grammar.rule("call", either(_write_call(tool, grammar) for tool in tools))
-    if not syntax.brackets:
-        return sequence("\n", several(call, "\n", many=many), "\n" + syntax.close[0])
-    calls = several(call, COMMA, many=many)
-    if opener in syntax.open:
-        return sequence("[", calls, "]" + syntax.close[0])
-    return sequence(calls, "]")
+class Pythonic(CallSyntax, frozen=True, kw_only=True):
+    """Markers and options of this syntax.
+
+    open      markers that start a list of calls
+    close     markers that end it
+    bare      a `[` at the start of an answer starts a list, too
+    brackets  the list stands in brackets; otherwise there is one call per line
+    """
+
+    PARSER = PythonicParser
+
+    open: tuple[str, ...] = ()
+    close: tuple[str, ...] = ()
+    bare: bool = False
+    brackets: bool = True
+
+    def markers(self) -> tuple[str, ...]:
+        return self.open + self.close
+
+    def openers(self) -> tuple[str, ...]:
+        return self.open
+
+    def start_openers(self) -> tuple[str, ...]:
+        return ("[",) if self.bare else ()
+
+    def write_calls(self, opener: str, grammar: GrammarBuilder) -> Form:
+        call = grammar.call_rule(lambda tool: _write_call(tool, grammar))
+        if not self.brackets:
+            return sequence("\n", grammar.several(call, "\n"), "\n" + self.close[0])
+        calls = grammar.several(call, COMMA)
+        if opener in self.open:
+            return sequence("[", calls, "]" + self.close[0])
+        return sequence(calls, "]")
 
 
 def _write_call(tool: DeclaredTool, grammar: GrammarBuilder) -> Form:

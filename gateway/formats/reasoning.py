@@ -1,7 +1,7 @@
 """Reasoning formats as data: their markers, and where an answer starts.
 
 The end of the rendered prompt shows whether an answer starts inside a block of reasoning
-(`starts_inside`). Templates open a block, close it at once, or leave it to the model, and the
+(`says_inside`). Templates open a block, close it at once, or leave it to the model, and the
 prompt shows which better than any flag. The format's default and the request's switch count only if
 the prompt shows nothing.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.formats.parser import marker_suffix, with_suffix
+from gateway.formats.lexicon import marker_suffix, with_suffix
 
 OFF = (False, 0, "none", "no_think", "disabled", "off", "false")
 """Values of a template's switch that mean no reasoning."""
@@ -116,9 +116,7 @@ meaning for the answer: a user may have written it.
 
 
 def start(
-    format: ReasoningFormat,
-    prompt_tail: str,
-    kwargs: Mapping[str, Any] | None = None,
+    format: ReasoningFormat, prompt_tail: str, kwargs: Mapping[str, Any] | None = None
 ) -> ReasoningStart:
     """Return how to parse an answer to a prompt that ends with `prompt_tail`, special tokens spelt
     out.
@@ -134,12 +132,6 @@ def start(
     if format.may_force and given.get("force_nonempty_content"):
         format = msgspec.structs.replace(format, force_content=True)
     return ReasoningStart(format, inside)
-
-
-def starts_inside(prompt_tail: str, format: ReasoningFormat) -> bool:
-    """Return whether an answer to this prompt starts inside a block of reasoning."""
-    said = says_inside(prompt_tail, format)
-    return format.default_inside if said is None else said
 
 
 def says_inside(prompt_tail: str, format: ReasoningFormat) -> bool | None:
@@ -200,10 +192,7 @@ REASONING: Mapping[str, ReasoningFormat] = {
     "deepseek_v4": _DEEPSEEK_V4,
     "deepseek_v41": _DEEPSEEK_V4,
     "ernie45": _like_think(
-        wrap_open=("<response>",),
-        wrap_close=("</response>",),
-        wrap_blank="\n",
-        default_inside=True,
+        wrap_open=("<response>",), wrap_close=("</response>",), wrap_blank="\n", default_inside=True
     ),
     "gemma4": ReasoningFormat(
         open=("<|channel>",),
@@ -263,9 +252,7 @@ REASONING: Mapping[str, ReasoningFormat] = {
     "nemotron_v3": _FORCING,
     "olmo3": _INSIDE,
     "plamo3": ReasoningFormat(
-        open=("<|plamo:begin_think:plamo|>",),
-        close=("<|plamo:end_think:plamo|>",),
-        switch=_ENABLE,
+        open=("<|plamo:begin_think:plamo|>",), close=("<|plamo:end_think:plamo|>",), switch=_ENABLE
     ),
     "poolside_v1": _QWEN,
     "qwen3": _QWEN,

@@ -22,14 +22,8 @@ from gateway.formats import (
     xtml,
 )
 from gateway.formats.event_builder import DeclaredTool, new_call_id
-from gateway.formats.parser import (
-    AnswerSyntax,
-    CallSyntax,
-    FormatParser,
-    Lexicon,
-    ParserContext,
-    tokens_of,
-)
+from gateway.formats.lexicon import Lexicon
+from gateway.formats.parser import AnswerSyntax, CallSyntax, FormatParser, ParserContext
 from gateway.formats.reasoning import REASONING, WHOLE, ReasoningFormat
 from gateway.formats.response_template import ResponseTemplate
 from gateway.formats.standard import StandardParser
@@ -81,16 +75,15 @@ class Format(msgspec.Struct, frozen=True):
         return tuple(dict.fromkeys(tools + reasoning))
 
     def lexicon(
-        self,
-        token_id: Callable[[str], int | None],
-        specials: Mapping[int, str] | None = None,
+        self, token_id: Callable[[str], int | None], specials: Mapping[int, str] | None = None
     ) -> Lexicon:
         """Return the format's markers in one vocabulary. Call it once per format and vocabulary.
 
         token_id  returns a marker's id, or None if it is not a single token
         specials  id -> text of the tokens that otherwise have no text
         """
-        tokens = tokens_of(self.markers(), token_id)
+        found = ((token_id(marker), marker) for marker in self.markers())
+        tokens = {token: marker for token, marker in found if token is not None}
         spelt = [text for text in self._texts() if text not in tokens.values()]
         parts = {
             token: text
@@ -176,9 +169,9 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def format_of_template(source: str) -> Format:
-    """The format that a checkpoint's own `response_template`, as JSON, describes.
+    """Return the format that a checkpoint's own `response_template`, as JSON, describes.
 
-    Raises ValueError, saying what in it is not understood.
+    Raise ValueError, naming the part that is not supported.
     """
     syntax = response_template_loader.parse(source)
     return Format(syntax, syntax.reasoning)
@@ -201,31 +194,16 @@ class BoundFormat(msgspec.Struct, frozen=True):
     lexicon: Lexicon
 
     def with_drafts(self) -> BoundFormat:
-        """To read answers that cannot end in their reasoning: a call in it is a draft."""
+        """Return it for answers that cannot end in their reasoning: a call in it is a draft."""
         if self.format.reasoning is None:
             return self
         reasoning = msgspec.structs.replace(self.format.reasoning, drafts_calls=True)
         format = msgspec.structs.replace(self.format, reasoning=reasoning)
         return msgspec.structs.replace(self, format=format)
 
-    def parser(
-        self,
-        *,
-        tools: Sequence[DeclaredTool] | None = None,
-        new_id: Callable[[], str] = new_call_id,
-        starts_inside: bool = False,
-        calls_or_text: bool = False,
-        state: Mapping[str, Any] | None = None,
-    ) -> FormatParser:
+    def parser(self, **options: Any) -> FormatParser:
         """See `Format.parser`."""
-        return self.format.parser(
-            self.lexicon,
-            tools=tools,
-            new_id=new_id,
-            starts_inside=starts_inside,
-            calls_or_text=calls_or_text,
-            state=state,
-        )
+        return self.format.parser(self.lexicon, **options)
 
 
 def bind(format: Format, tokenizer: Tokenizer) -> BoundFormat:

@@ -39,34 +39,32 @@ Source: transformers' documentation of response parsing, version 1 of the templa
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from functools import cached_property
 
 import msgspec
 
-from gateway.formats import gemma, json_tags, named_json, xml_parameters
-from gateway.formats.event_builder import BLANKS, DeclaredTool, EventBuilder
-from gateway.formats.free_text_grammar import FreeText
+from gateway.formats.event_builder import BLANKS, DeclaredTool
 from gateway.formats.gemma import Gemma
-from gateway.formats.grammar_builder import GrammarBuilder, NotWritable
-from gateway.formats.grammar_forms import (
-    AnswerFrame,
+from gateway.formats.grammar_builder import (
+    FreeText,
+    GrammarBuilder,
+    NotWritable,
     either,
     optional,
     sequence,
-    several,
     without_prefix,
 )
 from gateway.formats.json_tags import JsonTags
+from gateway.formats.lexicon import Lexicon, MarkerPart
 from gateway.formats.named_json import NamedJson
 from gateway.formats.parser import (
+    AnswerFrame,
+    AnswerParser,
     AnswerSyntax,
-    CallParser,
     CallSyntax,
-    FormatParser,
     FormatParserState,
-    Lexicon,
-    MarkerPart,
+    Moves,
     ParserContext,
 )
 from gateway.formats.reasoning import ReasoningFormat
@@ -95,51 +93,6 @@ class TemplateRegion(msgspec.Struct, frozen=True):
     name: str = ""
 
 
-class ResponseTemplate(AnswerSyntax, frozen=True, kw_only=True):
-    """A template's `regions` in its order, and its `anchor`: the end of a prompt before an
-    answer.
-    """
-
-    regions: tuple[TemplateRegion, ...]
-    anchor: str = ""
-
-    def markers(self) -> tuple[str, ...]:
-        found: list[str] = []
-        for region in self.regions:
-            found += [opening.literal for opening in region.open if opening.literal]
-            found += region.close
-            found += region.calls.markers() if region.calls else ()
-        return tuple(dict.fromkeys(marker for marker in found if marker != NAMED))
-
-    @property
-    def frames_content(self) -> bool:
-        return all(region.open for region in self.regions if region.kind == "content")
-
-    @property
-    def has_calls(self) -> bool:
-        return any(region.calls is not None for region in self.regions)
-
-    @property
-    def reasoning(self) -> ReasoningFormat | None:
-        """How a prompt opens and closes the thinking; None if the template has none."""
-        thinking = next((r for r in self.regions if r.kind == "thinking"), None)
-        if thinking is None:
-            return None
-        opens = tuple(o.literal for o in thinking.open if o.literal and not o.pattern)
-        at_start = any(opening.at_start for opening in thinking.open)
-        return ReasoningFormat(open=opens, close=thinking.close, default_inside=at_start)
-
-    def parser(
-        self,
-        context: ParserContext,
-        builder: EventBuilder,
-        state: Mapping[str, Any] | None = None,
-        *,
-        starts_inside: bool = False,
-    ) -> FormatParser:
-        return ResponseTemplateParser(self, context, builder, state, starts_inside=starts_inside)
-
-
 class ResponseTemplateState(FormatParserState):
     """State of a `ResponseTemplateParser`.
 
@@ -154,37 +107,32 @@ class ResponseTemplateState(FormatParserState):
     literal: str = ""
 
 
-class ResponseTemplateParser(FormatParser):
+class ResponseTemplateParser(AnswerParser):
     State = ResponseTemplateState
     UNSCANNED = frozenset({"head", "calls"})
+    syntax: ResponseTemplate
 
-    def __init__(
-        self,
-        syntax: ResponseTemplate,
-        context: ParserContext,
-        builder: EventBuilder,
-        state: Mapping[str, Any] | None = None,
-        *,
-        starts_inside: bool = False,
-    ) -> None:
-        self.syntax = syntax
-        self._openings = {
-            opening.literal: (index, opening)
-            for index, region in enumerate(syntax.regions)
-            for opening in region.open
-        }
-        self._outside = next((r for r in syntax.regions if not r.open), None)
-        calls = next((r.calls for r in syntax.regions if r.calls), None)
-        own = dict(state or {})
-        inner = own.pop("section", None)
-        self.call_parser: CallParser | None = None
-        if calls is not None:
-            self.call_parser = calls.call_parser(_with_name_token(context), builder, inner)
-        super().__init__(context, builder, own or None)
-        if state is None:
-            self._begin(starts_inside)
+    def call_syntax(self) -> CallSyntax | None:
+        return next((r.calls for r in self.syntax.regions if r.calls), None)
 
-    def _begin(self, starts_inside: bool) -> None:
+    def call_context(self, context: ParserContext) -> ParserContext:
+        """Return a lexicon with the name marker as a token, for the call parser alone: no text
+        equals it.
+        """
+        lexicon = Lexicon({**context.lexicon.tokens, NAME_TOKEN: NAMED})
+        return msgspec.structs.replace(context, lexicon=lexicon)
+
+    @cached_property
+    def _openings(self) -> Mapping[str, tuple[int, RegionOpening]]:
+        """Literal -> (index of its region, opening)."""
+        return {o.literal: (n, o) for n, r in enumerate(self.syntax.regions) for o in r.open}
+
+    @cached_property
+    def _outside(self) -> TemplateRegion | None:
+        """The region of all text outside the others."""
+        return next((r for r in self.syntax.regions if not r.open), None)
+
+    def begin(self, starts_inside: bool) -> None:
         at_start = self._openings.get("")
         thinking = next((n for n, r in enumerate(self.syntax.regions) if r.kind == "thinking"), -1)
         if starts_inside and thinking >= 0 and self.syntax.regions[thinking].open:
@@ -193,16 +141,15 @@ class ResponseTemplateParser(FormatParser):
             self._enter_region(at_start[0])
         else:
             self._leave_region()
-        self._update_scanner()
 
-    def state(self) -> dict[str, Any]:
-        return super().state() | {"section": self.call_parser.state() if self.call_parser else None}
-
-    def table(self) -> Mapping[str, tuple[str, ...]]:
+    def moves(self) -> Moves:
         opens = sorted((literal for literal in self._openings if literal), key=len, reverse=True)
-        outside = self._outside.close if self._outside else ()
-        inside = {f"region{n}": region.close for n, region in enumerate(self.syntax.regions)}
-        return {"outside": (*opens, *outside), "text": outside, **inside}
+        outside = (self._outside.close if self._outside else (), self._close_region)
+        inside = {
+            f"region{n}": ((region.close, self._close_region),)
+            for n, region in enumerate(self.syntax.regions)
+        }
+        return {"outside": ((opens, self._open_region), outside), "text": (outside,), **inside}
 
     # ---- text
 
@@ -211,7 +158,7 @@ class ResponseTemplateParser(FormatParser):
         if s.at == "head":
             return self._in_head(text)
         if s.at == "calls":
-            return self._in_calls(text)
+            return self.read_calls(text)
         region = self.syntax.regions[s.region] if s.region >= 0 else self._outside
         if region is not None:
             self._tell(region.kind, text)
@@ -253,17 +200,17 @@ class ResponseTemplateParser(FormatParser):
 
     # ---- regions
 
-    def on_marker(self, marker: str) -> None:
+    def _open_region(self, marker: str) -> None:
         s = self.s
-        if s.at != "outside" or marker not in self._openings:
-            self._leave_region()
-            return
         index, opening = self._openings[marker]
+        s.literal = marker
         if opening.pattern:
-            s.at, s.literal, s.head = "head", marker, ""
+            s.at, s.head = "head", ""
         else:
-            s.literal = marker
             self._enter_region(index)
+
+    def _close_region(self, marker: str) -> None:
+        self._leave_region()
 
     def _enter_region(self, index: int, captures: Mapping[str, str] | None = None) -> None:
         s = self.s
@@ -294,8 +241,7 @@ class ResponseTemplateParser(FormatParser):
             self.builder.markup()
 
     def _open_calls(self, region: TemplateRegion, name: str) -> None:
-        assert self.call_parser is not None
-        call_parser = self.call_parser
+        call_parser = self.calls
         call_parser.open(self.s.literal)
         match region.calls:
             case NamedJson():
@@ -306,37 +252,27 @@ class ResponseTemplateParser(FormatParser):
                 call_parser.read(name + ">")
             case Gemma():
                 call_parser.read(name)
-        self._leave_if_done()
+        self.leave_if_done()
 
     def on_part(self, part: MarkerPart) -> str:
         if self.s.at == "head":
             return self._in_head(part.text)
-        return self._in_calls(part) if self.s.at == "calls" else ""
+        return super().on_part(part)
 
-    def _in_calls(self, piece: str | MarkerPart) -> str:
-        assert self.call_parser is not None
-        rest = self.call_parser.read(piece)
-        self._leave_if_done()
-        return rest
-
-    def _leave_if_done(self) -> None:
-        assert self.call_parser is not None
-        if self.call_parser.s.done:
-            self._leave_region()
+    def on_calls_done(self) -> None:
+        self._leave_region()
 
     def on_stray(self, marker: str) -> None:
         if self.s.at == "calls":
-            assert self.call_parser is not None
-            self.call_parser.read_token(marker)
-            self._leave_if_done()
+            self.read_call_token(marker)
         elif self.s.at == "head":
             self.read(marker)
 
     # ---- the end
 
     def on_end(self, complete: bool) -> None:
-        if self.s.at == "calls" and self.call_parser is not None:
-            self.call_parser.end(complete)
+        if self.s.at == "calls":
+            self.calls.end(complete)
         elif self.s.at == "head" and complete:
             self._no_opening()
         elif self.s.region >= 0 and self.syntax.regions[self.s.region].kind == "thinking":
@@ -344,70 +280,101 @@ class ResponseTemplateParser(FormatParser):
         self.builder.s.blanks = []  # a template's text has no blanks around it
 
 
-def _with_name_token(context: ParserContext) -> ParserContext:
-    """Return a lexicon with the name marker as a token, for the call parser alone: no text
-    equals it.
+class ResponseTemplate(AnswerSyntax, frozen=True, kw_only=True):
+    """A template's `regions` in its order, and its `anchor`: the end of a prompt before an
+    answer.
     """
-    lexicon = Lexicon({**context.lexicon.tokens, NAME_TOKEN: NAMED})
-    return msgspec.structs.replace(context, lexicon=lexicon)
 
+    PARSER = ResponseTemplateParser
 
-# ---- grammar writer
+    regions: tuple[TemplateRegion, ...]
+    anchor: str = ""
+
+    def markers(self) -> tuple[str, ...]:
+        found: list[str] = []
+        for region in self.regions:
+            found += [opening.literal for opening in region.open if opening.literal]
+            found += region.close
+            found += region.calls.markers() if region.calls else ()
+        return tuple(dict.fromkeys(marker for marker in found if marker != NAMED))
+
+    @property
+    def frames_content(self) -> bool:
+        return all(region.open for region in self.regions if region.kind == "content")
+
+    @property
+    def has_calls(self) -> bool:
+        return any(region.calls is not None for region in self.regions)
+
+    @property
+    def reasoning(self) -> ReasoningFormat | None:
+        """How a prompt opens and closes the thinking; None if the template has none."""
+        thinking = next((r for r in self.regions if r.kind == "thinking"), None)
+        if thinking is None:
+            return None
+        opens = tuple(o.literal for o in thinking.open if o.literal and not o.pattern)
+        at_start = any(opening.at_start for opening in thinking.open)
+        return ReasoningFormat(open=opens, close=thinking.close, default_inside=at_start)
+
+    # ---- the grammar
+
+    def frame(self) -> AnswerFrame:
+        thinking, content = self._region("thinking"), self._region("content")
+        turn, before = self._message_start(), _opener(content)
+        return AnswerFrame(
+            opens=_opener(thinking),
+            closes=thinking.close[0] + turn if thinking and thinking.close else "",
+            before=before,
+            after=content.close[0] if content and content.close and before and not turn else "",
+        )
+
+    def write_required(self, grammar: GrammarBuilder) -> Form:
+        region = self._calls_region()
+        regions = self._write_regions(region, region.open[0], grammar)
+        one, turn = grammar.rule("region", either(regions)), self._message_start()
+        between = either((LiteralForm(turn), BLANKS_FORM)) if turn else BLANKS_FORM
+        return grammar.several(one, optional(between))
+
+    def write_strict(self, grammar: GrammarBuilder) -> Form:
+        region = self._calls_region()
+        calls: dict[str, Form] = {}
+        for opening in region.open:
+            found = self._write_regions(region, opening, grammar)
+            rests = (without_prefix(opening.literal, form) for form in found)
+            calls[opening.literal] = grammar.rule("behind", either(rests))
+        marks = [self._message_start(), _opener(self._region("thinking"))]
+        for other in self.regions:
+            if other is not region:
+                marks += [*other.close, *(o.literal for o in other.open if not o.pattern)]
+        return FreeText(calls, filter(None, marks), grammar).anything()
+
+    def _region(self, kind: str) -> TemplateRegion | None:
+        return next((region for region in self.regions if region.kind == kind), None)
+
+    def _calls_region(self) -> TemplateRegion:
+        found = self._region("tool_calls")
+        assert found is not None, "without a region there are no calls"
+        return found
+
+    def _message_start(self) -> str:
+        """Return the text before every message except the first; "" if parts are not messages."""
+        thinking, content = self._region("thinking"), self._region("content")
+        shared = thinking and content and content.open and set(thinking.close) & set(content.close)
+        return self.anchor if shared else ""
+
+    def _write_regions(
+        self, region: TemplateRegion, opening: RegionOpening, grammar: GrammarBuilder
+    ) -> list[Form]:
+        """Write the region of each tool, or one region for all."""
+        if isinstance(region.calls, JsonTags):
+            return [sequence(opening.literal, region.calls.write_calls(opening.literal, grammar))]
+        return [_write_named_call(region, opening, tool, grammar) for tool in grammar.tools]
+
 
 OPTIONAL_WORD = optional(Pattern(" [a-z]{1,16}"))
 BLANKS_FORM = Pattern(r"[ \n]{1,4}")
 NAME_TAG = re.compile(r"<([\w:.-]+)[^<]*\(\?P<")
 """The tag that contains the name in an opening."""
-
-
-def answer_frame(syntax: ResponseTemplate) -> AnswerFrame:
-    thinking, content = (_region(syntax, kind) for kind in ("thinking", "content"))
-    turn = _message_start(syntax)
-    before = _opener(content)
-    return AnswerFrame(
-        opens=_opener(thinking),
-        closes=thinking.close[0] + turn if thinking and thinking.close else "",
-        before=before,
-        after=content.close[0] if content and content.close and before and not turn else "",
-    )
-
-
-def write_required(
-    syntax: ResponseTemplate, tools: Sequence[DeclaredTool], many: bool, grammar: GrammarBuilder
-) -> Form:
-    region = _calls_region(syntax)
-    one = grammar.rule(
-        "region", either(_write_regions(region, region.open[0], tools, many, grammar))
-    )
-    turn = _message_start(syntax)
-    between = either((LiteralForm(turn), BLANKS_FORM)) if turn else BLANKS_FORM
-    return several(one, optional(between), many=many)
-
-
-def write_strict(
-    syntax: ResponseTemplate, tools: Sequence[DeclaredTool], many: bool, grammar: GrammarBuilder
-) -> Form:
-    region = _calls_region(syntax)
-    calls: dict[str, Form] = {}
-    for opening in region.open:
-        found = _write_regions(region, opening, tools, many, grammar)
-        rests = (without_prefix(opening.literal, form) for form in found)
-        calls[opening.literal] = grammar.rule("behind", either(rests))
-    marks = [_message_start(syntax), _opener(_region(syntax, "thinking"))]
-    for other in syntax.regions:
-        if other is not region:
-            marks += [*other.close, *(o.literal for o in other.open if not o.pattern)]
-    return FreeText(calls, filter(None, marks), grammar.lexicon, many=many).anything()
-
-
-def _region(syntax: ResponseTemplate, kind: str) -> TemplateRegion | None:
-    return next((region for region in syntax.regions if region.kind == kind), None)
-
-
-def _calls_region(syntax: ResponseTemplate) -> TemplateRegion:
-    found = _region(syntax, "tool_calls")
-    assert found is not None, "without a region there are no calls"
-    return found
 
 
 def _opener(region: TemplateRegion | None) -> str:
@@ -416,54 +383,24 @@ def _opener(region: TemplateRegion | None) -> str:
     return next((opening.literal for opening in openings if not opening.pattern), "")
 
 
-def _message_start(syntax: ResponseTemplate) -> str:
-    """Return the text before every message except the first; "" if parts are not messages."""
-    thinking, content = (_region(syntax, kind) for kind in ("thinking", "content"))
-    shared = thinking and content and content.open and set(thinking.close) & set(content.close)
-    return syntax.anchor if shared else ""
-
-
-# ---- calls
-
-
-def _write_regions(
-    region: TemplateRegion,
-    opening: RegionOpening,
-    tools: Sequence[DeclaredTool],
-    many: bool,
-    grammar: GrammarBuilder,
-) -> list[Form]:
-    """Write the region of each tool, or one region for all."""
-    if isinstance(region.calls, JsonTags):
-        stretch = json_tags.write_calls(region.calls, opening.literal, tools, many, grammar)
-        return [sequence(opening.literal, stretch)]
-    return [_write_named_call(region, opening, tool, grammar) for tool in tools]
-
-
 def _write_named_call(
     region: TemplateRegion, opening: RegionOpening, tool: DeclaredTool, grammar: GrammarBuilder
 ) -> Form:
     """Write a call whose name stands in the opening."""
     try:
-        head = [
-            OPTIONAL_WORD if part is None else LiteralForm(part)
-            for part in opening.written(tool.name)
-        ]
+        parts = opening.written(tool.name)
     except ValueError as error:
-        raise NotWritable(
-            tool.name, "name", f"the model's format cannot write it: {error}"
-        ) from None
-    close = region.close[0] if region.close else ""
-    match region.calls:
-        case NamedJson() as syntax:
-            return sequence(*head, named_json.write_arguments(syntax, tool, grammar))
-        case XmlParameters() as syntax:
-            end = _closing_tag(opening, close) + close
-            return sequence(*head, "\n", xml_parameters.write_arguments(syntax, tool, grammar), end)
-        case Gemma() as syntax:
-            return sequence(*head, gemma.write_arguments(syntax, tool, grammar), close)
-        case _:
-            raise AssertionError(f"no template has calls of {region.calls!r}")
+        why = f"the model's format cannot write it: {error}"
+        raise NotWritable(tool.name, "name", why) from None
+    head = [OPTIONAL_WORD if part is None else LiteralForm(part) for part in parts]
+    close, syntax = region.close[0] if region.close else "", region.calls
+    assert isinstance(syntax, NamedJson | XmlParameters | Gemma)
+    arguments = syntax.write_arguments(tool, grammar)
+    if isinstance(syntax, NamedJson):
+        return sequence(*head, arguments)
+    if isinstance(syntax, Gemma):
+        return sequence(*head, arguments, close)
+    return sequence(*head, "\n", arguments, _closing_tag(opening, close) + close)
 
 
 def _closing_tag(opening: RegionOpening, close: str) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from gateway.formats.gemma import Gemma
-from gateway.formats.json_scanner import CallKeys
+from gateway.formats.json_call import CallKeys
 from gateway.formats.json_tags import JsonTags
 from gateway.formats.named_json import NamedJson
 from gateway.formats.parser import CallSyntax
@@ -57,7 +57,7 @@ def parse(source: str) -> ResponseTemplate:
 def load(template: Mapping[str, Any]) -> ResponseTemplate:
     """Load a template. Raise ValueError with the reason if it is not supported."""
     if template.get("version", 1) != 1:
-        raise ValueError(f"response_template: version {template['version']!r} is not known")
+        raise ValueError(f"response_template: version {template['version']!r} is not supported")
     if unknown := set(template) - TEMPLATE_KEYS:
         raise ValueError(f"response_template: unknown keys {sorted(unknown)}")
     fields = template.get("fields")
@@ -96,7 +96,7 @@ def _check_together(regions: Sequence[TemplateRegion]) -> None:
 
 def _region(name: str, field: Any) -> TemplateRegion:
     if name not in KINDS:
-        raise ValueError(f"only {sorted(KINDS)} are understood")
+        raise ValueError(f"only {sorted(KINDS)} are supported")
     if not isinstance(field, Mapping):
         raise ValueError("must be an object")
     if unknown := set(field) - FIELD_KEYS:
@@ -104,7 +104,7 @@ def _region(name: str, field: Any) -> TemplateRegion:
     kind, opens, closes = KINDS[name], _opens(field), _closes(field)
     if kind != "tool_calls":
         if field.get("content", "text") != "text" or field.get("transform") is not None:
-            raise ValueError("only text can be told while it is written")
+            raise ValueError("only text without a `transform` is supported outside of tool calls")
         return TemplateRegion(kind, opens, closes)
     if not opens:
         raise ValueError("tool calls need an opening")
@@ -122,7 +122,7 @@ def _literals(field: Mapping[str, Any], key: str) -> tuple[str, ...]:
 
 def _opens(field: Mapping[str, Any]) -> tuple[RegionOpening, ...]:
     if "open" in field and "open_pattern" in field:
-        raise ValueError("`open` and `open_pattern` exclude each other")
+        raise ValueError("`open` and `open_pattern` cannot both be set")
     if "open_pattern" in field:
         return openings(str(field["open_pattern"]))
     return tuple(map(RegionOpening, _literals(field, "open"))) if "open" in field else ()
@@ -130,7 +130,7 @@ def _opens(field: Mapping[str, Any]) -> tuple[RegionOpening, ...]:
 
 def _closes(field: Mapping[str, Any]) -> tuple[str, ...]:
     if "close" in field and "close_pattern" in field:
-        raise ValueError("`close` and `close_pattern` exclude each other")
+        raise ValueError("`close` and `close_pattern` cannot both be set")
     if "close_pattern" in field:
         return closings(str(field["close_pattern"]))
     return _literals(field, "close") if "close" in field else ()
@@ -150,11 +150,11 @@ def _calls(
     if capture and any(f"(?P<{capture}>" not in opening.pattern for opening in opens):
         raise ValueError(f"no opening captures {capture!r}")
     if capture and arguments != "content":
-        raise ValueError("with a name from the opening, the whole body must be the arguments")
+        raise ValueError("if the name is in the opening, the whole body must be the arguments")
     match field.get("content", "text"):
         case "json" if not capture:
             if args.get("string_delims") or args.get("unquoted_keys"):
-                raise ValueError("the name must stand in the opening where JSON is not strict")
+                raise ValueError("if the JSON is not strict, the name must be in the opening")
             keys = _keys(name, arguments)
             if field.get("transform_each"):
                 return JsonTags(open=literals, close=closes, keys=keys, array=True), ""
@@ -167,7 +167,7 @@ def _calls(
         case "xml-inline" if capture:
             return _tags(literals, closes, args), capture
         case parser:
-            raise ValueError(f"tool calls of {parser!r} are not understood")
+            raise ValueError(f"tool calls of {parser!r} are not supported")
 
 
 def _object(of: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -194,7 +194,7 @@ def _shape(field: Mapping[str, Any]) -> tuple[str, str]:
 def _path(placeholder: Any, each: bool) -> str:
     found = PLACEHOLDER.fullmatch(placeholder) if isinstance(placeholder, str) else None
     if found is None:
-        raise ValueError(f"`transform`: {placeholder!r} is not understood")
+        raise ValueError(f"`transform`: {placeholder!r} is not supported")
     path = found[1] + (f".{found[2]}" if found[2] else "")
     return f"content.{path}" if each else path
 
@@ -205,7 +205,7 @@ def _keys(name: str, arguments: str) -> CallKeys:
         return CallKeys(name=("function", "name"), arguments=("arguments",))
     parts = [path.split(".") for path in (name, arguments)]
     if any(len(part) != 2 or part[0] != "content" for part in parts):
-        raise ValueError(f"a name at {name!r} with arguments at {arguments!r} is not understood")
+        raise ValueError(f"a name at {name!r} with arguments at {arguments!r} is not supported")
     return CallKeys(name=(parts[0][1],), arguments=(parts[1][1],))
 
 
@@ -239,7 +239,7 @@ def _tags(
         literal = literal if literal.endswith("=") else literal + " name="
     value_parser = _object(args, "value_parser")
     if args.get("merge_duplicates") or value_parser.get("name", "text") not in ("text", "json"):
-        raise ValueError("only text and JSON are understood as values of tags")
+        raise ValueError("only text and JSON are supported as values of tags")
     return XmlParameters(
         open=literals,
         close=closes,

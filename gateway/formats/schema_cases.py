@@ -54,7 +54,6 @@ LIMITS: Mapping[str, tuple[str, ...]] = {
     "null": (),
 }
 """Type -> the keywords that limit it. They have no meaning for other types."""
-NUMBER_FORMATS = ("int32", "int64", "uint32", "uint64", "float", "double")
 LEAST = frozenset(("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties"))
 MOST = frozenset(("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties"))
 ANYTHING = tuple(kind for kind in ORDER if kind != "integer")
@@ -114,7 +113,9 @@ class Schemas:
         if schema is True:
             return {}
         if not isinstance(schema, Mapping):
-            self.refuse(path, "false" if schema is False else repr(schema), "is no schema of ours")
+            self.refuse(
+                path, "false" if schema is False else repr(schema), "is not a usable schema"
+            )
         if depth == 0:
             self.refuse(path, "$ref", "refers to itself, or is nested too deeply")
         if fault := shape_fault(schema):

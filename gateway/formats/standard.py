@@ -26,15 +26,8 @@ from typing import Any
 
 from gateway.formats.event_builder import BuilderCheckpoint, EventBuilder
 from gateway.formats.events import Content, Event, Reasoning, ToolCall
-from gateway.formats.parser import (
-    CallParser,
-    CallSyntax,
-    FormatParser,
-    FormatParserState,
-    MarkerPart,
-    ParserContext,
-    Piece,
-)
+from gateway.formats.lexicon import MarkerPart, Piece
+from gateway.formats.parser import AnswerParser, CallSyntax, FormatParserState, Moves, ParserContext
 from gateway.formats.reasoning import NO_REASONING, ReasoningFormat
 
 START, CONTENT, WRAPPED, HEADER = "start", "content", "wrapped", "header"
@@ -73,11 +66,10 @@ class StandardParserState(FormatParserState):
     trial: list[TrialPiece] = []
 
 
-class StandardParser(FormatParser):
-    """See the module. `starts_inside`: the prompt has already opened the reasoning."""
+class StandardParser(AnswerParser):
+    """Parses the form that the module describes. `tools` is the syntax of its calls."""
 
     State = StandardParserState
-    UNSCANNED = frozenset({CALLS})
 
     def __init__(
         self,
@@ -92,93 +84,86 @@ class StandardParser(FormatParser):
         self.reasoning = reasoning or NO_REASONING
         self.tools = tools
         self._again: list[TrialPiece] = []  # to be read again; empty between two pushes
-        own = dict(state or {})
-        inner = own.pop("section", None)
-        self.call_parser: CallParser | None = (
-            tools.call_parser(context, builder, inner) if tools else None
-        )
-        super().__init__(context, builder, own or None)
-        if state is None:
-            self._begin(starts_inside)
+        super().__init__(tools, context, builder, state, starts_inside=starts_inside)
 
-    def _begin(self, starts_inside: bool) -> None:
+    def call_syntax(self) -> CallSyntax | None:
+        return self.tools
+
+    def begin(self, starts_inside: bool) -> None:
         if self.reasoning.prefix:
             self.builder.content(self.reasoning.prefix)
         if starts_inside and self.reasoning.close:
             self._open_reasoning()
         elif self.reasoning.header:
             self.s.at = HEADER
-        self._update_scanner()
 
-    def state(self) -> dict[str, Any]:
-        return super().state() | {"section": self.call_parser.state() if self.call_parser else None}
-
-    def table(self) -> Mapping[str, tuple[str, ...]]:
-        reasoning = self.reasoning
-        calls = self.tools.openers() if self.tools else ()
-        first = self.tools.start_openers() if self.tools else ()
-        later = () if self.context.calls_or_text else calls
-        again = () if reasoning.only_at_start else reasoning.open
-        ends = reasoning.close + (() if reasoning.drafts_calls else calls)
-        wrap = reasoning.wrap_open if reasoning.header else ()
-        between = reasoning.header + reasoning.ignored
+    def moves(self) -> Moves:
+        reasoning, tools = self.reasoning, self.tools
+        openers = tools.openers() if tools else ()
+        calls = (openers, self.open_calls)
+        later = () if self.context.calls_or_text else (calls,)
+        opens = (reasoning.open, self._open_reasoning)
+        again = () if reasoning.only_at_start else (opens,)
+        wraps = (reasoning.wrap_open, self._wrap)
+        wraps_later = (wraps,) if reasoning.header else ()
+        between = ((reasoning.header, self._start_header), (reasoning.ignored, self._ignore))
+        call_in_it = self._end_with_calls if reasoning.calls_end_it else self._open_trial
+        ends = (
+            (reasoning.close, self._close_reasoning),
+            (() if reasoning.drafts_calls else openers, call_in_it),
+        )
         return {
-            START: reasoning.open + reasoning.wrap_open + between + calls + first,
-            CONTENT: again + wrap + between + later,
-            WRAPPED: again + reasoning.wrap_close + between + later,
-            HEADER: reasoning.open + wrap + between + calls,
-            OPENING: reasoning.open + reasoning.label + ends,
+            START: (
+                opens,
+                wraps,
+                *between,
+                calls,
+                (tools.start_openers() if tools else (), self.open_calls),
+            ),
+            CONTENT: (*again, *wraps_later, *between, *later),
+            WRAPPED: (*again, (reasoning.wrap_close, self._unwrap), *between, *later),
+            HEADER: (opens, *wraps_later, *between, calls),
+            OPENING: ((reasoning.label, self._skip_label), (reasoning.open, self.skip), *ends),
             REASONING: ends,
         }
 
     def push(self, piece: Piece) -> list[Event]:
         """Like `FormatParser.push`, with a shortcut for the most common piece: more of the same."""
         if type(piece) is str and piece:
-            event = self._fast_event(piece)
+            event = self.fast_event(piece)
             if event is not None:
                 return [event]
         return super().push(piece)
 
-    def _fast_event(self, text: str) -> Event | None:
+    def fast_event(self, text: str) -> Event | None:
         """Return the event for `text` if it changes no state, else None."""
-        at, scanner = self.s.at, self._scanner
-        if at == CALLS:
-            assert self.call_parser is not None
-            return self.call_parser.fast_event(text)
+        at, scanner, call_parser = self.s.at, self._scanner, self.call_parser
+        if at == CALLS and call_parser is not None:
+            return call_parser.fast_event(text)
         if scanner is not None and not scanner.lets_through(text):
             return None
         if at == CONTENT and self.builder.passes_content(text):
             return Content(text)
-        is_told_as_it_comes = at == REASONING and not self.reasoning.force_content
-        return (
-            Reasoning(text) if is_told_as_it_comes and self.builder.passes_reasoning(text) else None
-        )
+        streams_reasoning = at == REASONING and not self.reasoning.force_content
+        if streams_reasoning and self.builder.passes_reasoning(text):
+            return Reasoning(text)
+        return None
 
     # ---- transitions
 
-    def on_text(self, text: str) -> str:
-        match self.s.at:
-            case "calls":
-                return self._read_calls(text)
-            case "content" | "wrapped":
-                self.builder.content(text)
-            case "reasoning":
-                self._add_reasoning(text)
-            case "header":
-                self._in_header(text)
-            case at:
-                return self._first(text, CONTENT if at == START else REASONING)
+    def _first_content(self, text: str) -> str:
+        """Read leading blanks. Any other text is content."""
+        if not text.isspace():
+            self.s.at = CONTENT
+            return text
+        self.builder.content(text)
         return ""
 
-    def _first(self, text: str, then: str) -> str:
-        """Read leading blanks. Any other text is read in the state `then`."""
+    def _first_reasoning(self, text: str) -> str:
         if not text.isspace():
-            self.s.at = then
+            self.s.at = REASONING
             return text
-        if then == CONTENT:
-            self.builder.content(text)
-        else:
-            self._add_reasoning(text)
+        self._add_reasoning(text)
         return ""
 
     def _add_reasoning(self, text: str) -> None:
@@ -187,45 +172,13 @@ class StandardParser(FormatParser):
             self.s.thoughts.append(text)
 
     def on_marker(self, marker: str) -> None:
-        reasoning = self.reasoning
         self.s.marked = True
-        match self.s.at:
-            case "opening" if marker in reasoning.label:
-                self.s.at = REASONING
-            case "opening" if marker in reasoning.open:
-                pass
-            case "opening" | "reasoning" if marker in reasoning.close:
-                self._close_reasoning()
-            case "opening" | "reasoning" if reasoning.calls_end_it:
-                self._close_reasoning()
-                self._open_calls(marker)
-            case "opening" | "reasoning":
-                self._open_trial(marker)
-            case _:
-                self._between(marker)
-
-    def _between(self, marker: str) -> None:
-        """Handle a marker outside reasoning and calls."""
-        reasoning = self.reasoning
-        match self.s.at:
-            case _ if marker in reasoning.open:
-                self._open_reasoning()
-            case _ if marker in reasoning.wrap_open:
-                self._mark(WRAPPED)
-            case _ if marker in reasoning.header:
-                self._mark(HEADER)
-                self.s.heading = ""
-            case _ if marker in reasoning.wrap_close:
-                self._mark(CONTENT)
-            case at if marker in reasoning.ignored:
-                self._mark(at)
-            case _:
-                self._open_calls(marker)
+        super().on_marker(marker)
 
     def on_stray(self, marker: str) -> None:
         match self.s.at:
             case "calls":
-                self._read_call_token(marker)
+                self.read_call_token(marker)
             case "opening" | "reasoning" if marker not in self.reasoning.open:
                 self._add_reasoning(marker)
 
@@ -240,62 +193,73 @@ class StandardParser(FormatParser):
         self.builder.markup()
         self.s.at = then
 
-    def _open_reasoning(self) -> None:
+    def _wrap(self, marker: str) -> None:
+        self._mark(WRAPPED)
+
+    def _unwrap(self, marker: str) -> None:
+        self._mark(CONTENT)
+
+    def _start_header(self, marker: str) -> None:
+        self._mark(HEADER)
+        self.s.heading = ""
+
+    def _ignore(self, marker: str) -> None:
+        self._mark(self.s.at)
+
+    def _open_reasoning(self, marker: str = "") -> None:
         self.builder.start_reasoning()
         self.s.at = OPENING
 
-    def _close_reasoning(self) -> None:
+    def _skip_label(self, marker: str) -> None:
+        self.s.at = REASONING
+
+    def _close_reasoning(self, marker: str = "") -> None:
         self.builder.end_reasoning()
         self.s.at = START
 
+    def _end_with_calls(self, marker: str) -> None:
+        self._close_reasoning()
+        self.open_calls(marker)
+
     # ---- tool calls
 
-    def _open_calls(self, marker: str) -> None:
-        assert self.call_parser is not None
-        self.s.at = CALLS
-        self.call_parser.open(marker)
-        self._leave_if_done()
+    def read_calls(self, piece: str | MarkerPart) -> str:
+        return self._try(piece) if self.s.opener else super().read_calls(piece)
 
-    def on_part(self, part: MarkerPart) -> str:
-        return self._read_calls(part) if self.s.at == CALLS else ""
+    TEXT = {
+        START: _first_content,
+        CONTENT: AnswerParser.as_content,
+        WRAPPED: AnswerParser.as_content,
+        HEADER: _in_header,
+        OPENING: _first_reasoning,
+        REASONING: _add_reasoning,
+        CALLS: read_calls,
+    }
 
-    def _read_calls(self, piece: str | MarkerPart) -> str:
-        assert self.call_parser is not None
-        if self.s.opener:
-            return self._try(piece)
-        rest = self.call_parser.read(piece)
-        self._leave_if_done()
-        return rest
-
-    def _read_call_token(self, marker: str) -> None:
+    def read_call_token(self, marker: str) -> None:
         """Pass a marker token to the call parser, unless reasoning starts or ends between two
         calls.
         """
-        assert self.call_parser is not None
         s, reasoning = self.s, self.reasoning
         if s.opener:
             self._try_token(marker)
-        elif s.inside and marker in reasoning.close and self.call_parser.is_between:
-            self.call_parser.end(True)
+        elif s.inside and marker in reasoning.close and self.calls.is_between:
+            self.calls.end(True)
             s.inside = False
             self._close_reasoning()
-        elif not s.inside and marker in reasoning.open and self.call_parser.is_between:
-            self.call_parser.end(True)
-            s.at = CONTENT
-            self._between(marker)
+        elif not s.inside and marker in reasoning.open and self.calls.is_between:
+            self.calls.end(True)
+            self._open_reasoning()
         else:
-            self.call_parser.read_token(marker)
-            self._leave_if_done()
+            super().read_call_token(marker)
 
-    def _leave_if_done(self) -> None:
-        assert self.call_parser is not None
+    def on_calls_done(self) -> None:
         s = self.s
-        if self.call_parser.s.done:
-            more_calls = self.context.calls_or_text and self.builder.num_calls > 0
-            s.at = REASONING if s.inside else START if more_calls else CONTENT
-            if s.inside and self._closes_both():
-                self._close_reasoning()
-            s.inside = False
+        more_calls = self.context.calls_or_text and self.builder.num_calls > 0
+        s.at = REASONING if s.inside else START if more_calls else CONTENT
+        if s.inside and self._closes_both():
+            self._close_reasoning()
+        s.inside = False
 
     def _closes_both(self) -> bool:
         """Return whether the marker that closes calls closes reasoning as well."""
@@ -306,24 +270,22 @@ class StandardParser(FormatParser):
     # ---- trials: a marker of calls in reasoning
 
     def _open_trial(self, marker: str) -> None:
-        assert self.call_parser is not None
         s = self.s
         s.at, s.inside, s.opener, s.trial = CALLS, True, marker, []
-        self.call_parser.open(marker)
+        self.calls.open(marker)
 
     def _try(self, piece: str | MarkerPart) -> str:
         """Try `piece` as a call. Text is tried only up to the limit, so how it was cut does not
         matter.
         """
-        assert self.call_parser is not None
         checkpoint = self.builder.checkpoint()
         if isinstance(piece, MarkerPart):
-            rest, later = self.call_parser.read(piece), ""
+            rest, later = self.calls.read(piece), ""
             self._keep(PART, piece.text)
         else:
             room = MAX_TRIAL_CHARS - self._num_tried()
             now, later = piece[:room], piece[room:]
-            rest = self.call_parser.read(now)
+            rest = self.calls.read(now)
             self._keep(TEXT, now)
         if self._is_call(checkpoint):
             return rest + later
@@ -332,13 +294,12 @@ class StandardParser(FormatParser):
         return ""
 
     def _try_token(self, marker: str) -> None:
-        assert self.call_parser is not None
         checkpoint = self.builder.checkpoint()
         if marker in self.reasoning.open + self.reasoning.close:  # in no call's head
             self._give_up(checkpoint)
             self._again.append((TOKEN, marker))
         else:
-            self.call_parser.read_token(marker)
+            self.calls.read_token(marker)
             self._keep(TOKEN, marker)
             self._is_call(checkpoint)
 
@@ -356,15 +317,14 @@ class StandardParser(FormatParser):
         """Return whether the trial is a call. The first event since the checkpoint decides, if
         there is one.
         """
-        assert self.call_parser is not None
         s, emitted = self.s, self.builder.out[checkpoint.num_events :]
         if emitted and isinstance(emitted[0], ToolCall) and self.builder.declares(emitted[0].name):
             s.opener, s.trial = "", []
-            self._leave_if_done()
+            self.leave_if_done()
             return True
         num_tokens = sum(kind != TEXT for kind, _ in s.trial)
         is_full = self._num_tried() >= MAX_TRIAL_CHARS or num_tokens >= MAX_TRIAL_TOKENS
-        if emitted or self.call_parser.s.done or is_full:
+        if emitted or self.calls.s.done or is_full:
             self._give_up(checkpoint)
         return False
 
@@ -416,8 +376,8 @@ class StandardParser(FormatParser):
         is_ended = False
         while self.s.opener and not is_ended:
             is_ended = self._end_trial(complete)
-        if self.s.at == CALLS and self.call_parser is not None and not is_ended:
-            self.call_parser.end(complete)
+        if self.s.at == CALLS and not is_ended:
+            self.calls.end(complete)
         elif self.s.at in (OPENING, REASONING):
             self.builder.end_reasoning()
         elif self.s.at == HEADER and not self.s.marked:
@@ -428,13 +388,12 @@ class StandardParser(FormatParser):
 
     def _end_trial(self, complete: bool) -> bool:
         """Return whether the call parser has ended with the trial, because it was a call."""
-        assert self.call_parser is not None
         s = self.s
         if not complete:  # perhaps the beginning of a call, so it is not shown
             s.at, s.inside, s.opener, s.trial = REASONING, False, "", []
             return False
         checkpoint = self.builder.checkpoint()
-        self.call_parser.end(True)
+        self.calls.end(True)
         if self._is_call(checkpoint):
             return True
         if s.opener:

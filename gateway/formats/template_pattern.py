@@ -173,7 +173,7 @@ def _atoms(pattern: str, whole: str) -> list[re.Match[str]]:
     while at < len(pattern):
         atom = ATOM.match(pattern, at)
         if atom is None:
-            raise ValueError(f"the pattern {whole!r} is not understood at {pattern[at:]!r}")
+            raise ValueError(f"the pattern {whole!r} is not supported at {pattern[at:]!r}")
         atoms.append(atom)
         at = atom.end()
     return atoms

@@ -12,16 +12,14 @@ and the grammar is linear in their size.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from gateway.formats.grammar_builder import GrammarBuilder
-from gateway.formats.grammar_forms import either, optional, sequence
+from gateway.formats.grammar_builder import GrammarBuilder, either, optional, sequence
 from gateway.formats.schema_cases import ANYTHING, Limits, SchemaCase, Schemas
-from gateway.formats.string_escapes import CONTROLS, StringEscapes, free_of, signs
-from gateway.formats.string_limits import limited
+from gateway.formats.string_limits import CONTROLS, StringEscapes, free_of, limited, signs
 from protocol.grammar import Form, GrammarRule, LiteralForm, Pattern, Repeat, Until
 
 BLANKS = r"[ \n]{0,8}"
@@ -192,9 +190,7 @@ class Values:
             return sequence(opens, *joined(first, comma), rest, closes)
         if most == 0:
             return sequence(opens, closes)
-        more = Repeat(sequence(comma, item), max(least - 1, 0), most and most - 1)
-        items = sequence(item, EMPTY if most == 1 else more)
-        return sequence(opens, items if least else optional(items), closes)
+        return sequence(opens, _separated(item, comma, least, most), closes)
 
     def items(self, limits: Limits, path: str) -> tuple[list[Form], Form, int, int | None]:
         """Return (items in fixed places, schema of the others, least and most number of others)."""
@@ -218,17 +214,26 @@ class Values:
         if (each := self.extra(limits, path)) is not None:
             schema, least, most = each
             member = sequence(self._any_key(), self.notation.colon, self._extra(schema, path))
-            more = Repeat(sequence(comma, member), 0, None if most is None else most - 1)
-            members = sequence(member, EMPTY if most == 1 else more)
-            return sequence(opens, members if least else optional(members), closes)
-        found: list[tuple[Form, bool]] = []
+            return sequence(opens, _separated(member, comma, least, most), closes)
+
+        def write(name: str | None, schema: Any, path: str) -> Form | None:
+            key = self.key(name or "")
+            if key is None:
+                return None
+            return sequence(key, self.notation.colon, self.value(schema, path))
+
+        return sequence(opens, self.listed(self.written(limits, path, write), comma), closes)
+
+    def written(self, limits: Limits, path: str, write: ArgumentWriter) -> list[tuple[Form, bool]]:
+        """Return (form, required) of the declared members that can be written, in order."""
+        found = []
         for name, schema, required in self.members(limits, path):
-            if (key := self.key(name)) is not None:
-                value = self.value(schema, f"{path}.properties.{name}")
-                found.append((sequence(key, self.notation.colon, value), required))
+            form = write(name, schema, f"{path}.properties.{name}")
+            if form is not None:
+                found.append((form, required))
             elif required:
                 self.schemas.refuse(path, name, "is a name that this format cannot write")
-        return sequence(opens, self.listed(found, comma), closes)
+        return found
 
     def _extra(self, schema: Any, path: str) -> Form:
         return self.value(schema, f"{path}.additionalProperties")
@@ -260,7 +265,7 @@ class Values:
         if least > len(required):
             self.schemas.refuse(path, "minProperties")
         if most is not None and most < len(required):
-            self.schemas.refuse(path, "maxProperties", "is less than what is required")
+            self.schemas.refuse(path, "maxProperties", "is less than what `required` needs")
         if most is not None and most < len(declared):
             declared = {name: each for name, each in declared.items() if name in required}
         found = [(name, schema, name in required) for name, schema in declared.items()]
@@ -358,3 +363,54 @@ class MarkedStrings(msgspec.Struct, frozen=True):
     """Strings between two equal markers: any text that does not contain the marker."""
 
     mark: str
+
+
+# ---- a tool's arguments
+
+PATH = "parameters"
+
+ArgumentWriter = Callable[[str | None, Any, str], Form | None]
+"""(name, schema, path) -> the form of one argument, or None if the format cannot write the name.
+
+The name None stands for any undeclared name; the schema is then that of its value.
+"""
+
+
+def arguments_form(values: Values, write: ArgumentWriter, comma: Form | None = None) -> Form:
+    """Return the form of all arguments of one call, in the schema's order."""
+    schemas = values.schemas
+    return either(
+        _members(values, case.limits, write, comma)
+        for case in schemas.cases(schemas.root, PATH)
+        if case.kind == "object" or _refuse_kind(schemas)
+    )
+
+
+def _refuse_kind(schemas: Schemas) -> bool:
+    """Refuse parameters whose declared type is not an object. Without a type they are taken as
+    an object.
+    """
+    if schemas.root and "type" in schemas.root:
+        schemas.refuse(PATH, "type", "must be 'object'")
+    return False
+
+
+def _members(values: Values, limits: Any, write: ArgumentWriter, comma: Form | None) -> Form:
+    if (extra := values.extra(limits, PATH)) is not None:
+        schema, least, most = extra
+        member = write(None, schema, f"{PATH}.additionalProperties")
+        assert member is not None, "every format can write arguments of any name"
+        return (
+            Repeat(member, least, most) if comma is None else _separated(member, comma, least, most)
+        )
+    found = values.written(limits, PATH, write)
+    if comma is not None:
+        return values.listed(found, comma)
+    return sequence(*(form if required else optional(form) for form, required in found))
+
+
+def _separated(item: Form, comma: Form, least: int, most: int | None) -> Form:
+    """Return `least` to `most` items with a comma between each two."""
+    more = Repeat(sequence(comma, item), max(least - 1, 0), most and most - 1)
+    items = sequence(item, EMPTY if most == 1 else more)
+    return items if least else optional(items)

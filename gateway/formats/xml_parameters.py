@@ -34,26 +34,17 @@ others (dots, MiniCPM5, Muse, DeepSeek-V4 and V4.1, Step3) vLLM's published pars
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
-from gateway.formats.argument_types import (
-    ArgumentsWriter,
-    Trim,
-    kinds_of,
-    schema_of,
-)
-from gateway.formats.arguments_grammar import arguments_form
-from gateway.formats.event_builder import BLANKS, PARSE_FAILED, DeclaredTool, EventBuilder
-from gateway.formats.grammar_builder import GrammarBuilder, NotWritable
-from gateway.formats.grammar_forms import either, sequence, several
-from gateway.formats.parser import CallParser, CallSyntax, FormatParserState, ParserContext
+from gateway.formats.argument_types import Trim, TypedCallParser, TypedCallState
+from gateway.formats.event_builder import DeclaredTool
+from gateway.formats.grammar_builder import ANY_KEY, GrammarBuilder, NotWritable, either, sequence
+from gateway.formats.parser import NO_CALL, CallParser, CallSyntax, Moves
 from gateway.formats.plain_values import PlainValues, ValueEnd
 from gateway.formats.schema_cases import SchemaCase, Schemas, anything
-from gateway.formats.value_syntax import Values, json_notation
-from protocol.grammar import Form, LiteralForm, Pattern
+from gateway.formats.value_syntax import Values, arguments_form, json_notation
+from protocol.grammar import Form, LiteralForm
 
 MAX_TAG_CHARS = 1024
 """A longer tag is not a tag."""
@@ -62,8 +53,252 @@ ATTRIBUTE = re.compile(r'\s*([\w:.-]+)\s*=\s*(?:"([^"]*)"|\'([^\']*)\'|([^\s"\'=
 PLAIN_NAME = re.compile(r"[^\s<>\"'=]+(?: [^\s<>\"'=]+)*")
 
 
+class XmlParametersState(TypedCallState):
+    """State of an `XmlParametersParser`.
+
+    tag     the part read so far of the current tag
+    quote   the quote that is open in it
+    string  value of the attribute `string_key` of the current value
+    bare    the group has started with a call's own tag
+    """
+
+    at: str = "opened"
+    tag: str = ""
+    quote: str = ""
+    string: str = ""
+    bare: bool = False
+
+
+class XmlParametersParser(TypedCallParser):
+    State = XmlParametersState
+    syntax: XmlParameters
+    BETWEEN = frozenset({"between"})
+
+    @property
+    def trim(self) -> Trim:
+        return self.syntax.trim
+
+    def moves(self) -> Moves:
+        x = self.syntax
+        groups = x.close + x.open
+        calls = (x.call_open, *groups, *x.skip)
+        inside = (x.parameter_open, x.call_close)
+        closing = (x.parameter_close, *((x.call_close,) if x.close and x.doubts else ()))
+        tokens = tuple(marker for marker in groups if self.context.lexicon.is_token(marker))
+        return {
+            "opened": ((calls, self._structure),),
+            "between": ((calls, self._structure),),
+            "call": ((inside + calls, self._structure),),
+            "value": ((closing, self._doubt), (tokens, self._group_ended)),
+            "doubt": ((closing + inside + calls, self._after_doubt),),
+            "broken": (((*groups, x.call_open), self._structure),),
+        }
+
+    def on_open(self, marker: str) -> None:
+        self.s.raw = [marker]
+        if marker == self.syntax.call_open:
+            self.s.bare = True
+            self._begin_tag("call_tag")
+
+    def outside_calls(self, text: str) -> str:
+        if not self.s.bare or self.s.raw:
+            return super().outside_calls(text)
+        rest = text.lstrip(" \t\r\n")
+        self.s.done = bool(rest)
+        return rest
+
+    # ---- tags
+
+    def _begin_tag(self, at: str) -> None:
+        self.s.at, self.s.tag, self.s.quote = at, "", ""
+
+    def _in_tag(self, text: str) -> str:
+        s = self.s
+        for position, char in enumerate(text):
+            if s.quote:
+                if char == s.quote:
+                    s.quote = ""
+            elif char in "\"'" and self.syntax.quoted:
+                s.quote = char
+            elif char == ">":
+                s.tag += text[:position]
+                self._tag_ended()
+                return text[position + 1 :]
+            if char in "<\r\n" or len(s.tag) + position >= MAX_TAG_CHARS:
+                s.tag += text[:position]
+                self._no_tag()
+                return text[position:]
+        s.tag += text
+        return ""
+
+    TEXT = {
+        **dict.fromkeys(("opened", "between"), outside_calls),
+        **dict.fromkeys(("call_tag", "key_tag"), _in_tag),
+        "value": TypedCallParser.value_text,
+        "doubt": TypedCallParser.in_doubt,
+        "broken": CallParser.as_content,
+    }
+
+    def _tag_ended(self) -> None:
+        s = self.s
+        name = self._name_in_tag()
+        if name is None:
+            s.tag += ">"
+            self._no_tag()
+        elif s.at == "call_tag":
+            self._begin_call(name)
+        else:
+            self._begin_value(name)
+
+    def _name_in_tag(self) -> str | None:
+        """Return the tag's name, and store its string attribute."""
+        s, tag = self.s, self.s.tag.strip()
+        if not self.syntax.quoted:
+            return tag if PLAIN_NAME.fullmatch(tag) else None
+        attributes, end = {}, 0
+        text = "name=" + tag
+        while match := ATTRIBUTE.match(text, end):
+            attributes[match[1]] = next(v for v in match.groups()[1:] if v is not None)
+            end = match.end()
+        s.string = attributes.get(self.syntax.string_key, "")
+        return attributes.get("name") if not text[end:].strip("/ \t") else None
+
+    def _no_tag(self) -> None:
+        """Handle text that only looked like a tag: a call's is content, an argument's is
+        dropped.
+        """
+        s = self.s
+        if s.at == "key_tag":
+            self._enter("call")
+        elif s.raw:
+            s.raw.append(s.tag)
+            self.reject("a tool call that has no name")
+            s.done = True
+        else:
+            self.builder.reject_call(self.syntax.call_open + s.tag, "a tool call that has no name")
+            s.at, s.done = "broken", s.bare
+
+    def _begin_call(self, name: str) -> None:
+        s = self.s
+        if s.bare and s.raw and not self.builder.declares(name):
+            s.tag += ">"
+            self._no_tag()
+            return
+        head, _, tail = name.partition(".")
+        if self.syntax.doubled_names and head == tail and not self.builder.declares(name):
+            name = head
+        self.start_call(name)
+
+    def _begin_value(self, key: str) -> None:
+        s = self.s
+        kinds = self.kinds_of(key)
+        if s.string:
+            kinds = ("string",) if s.string == "true" else ()
+        s.arguments.begin(key, kinds, self.builder, bare_json=self._bare_json)
+        self._enter("value")
+
+    @property
+    def _bare_json(self) -> bool:
+        return self.s.string == "false" or (self.syntax.bare_json and not self.s.string)
+
+    def _enter(self, at: str) -> None:
+        self.s.at, self.s.doubtful = at, []
+
+    # ---- the end of a value
+
+    def _value_ended(self) -> None:
+        self.s.arguments.end(self.builder, bare_json=self._bare_json)
+        self._enter("call")
+
+    # ---- markers
+
+    def _doubt(self, marker: str) -> None:
+        """Read a closing tag in a value. The text after it may decide whether it is one."""
+        if self.syntax.doubts:
+            self.s.at, self.s.doubtful = "doubt", [marker]
+        else:
+            self._value_ended()
+
+    def _group_ended(self, marker: str) -> None:
+        self._value_ended()
+        self._structure(marker)
+
+    def _after_doubt(self, marker: str) -> None:
+        if self._ends_value(marker):
+            self._structure(marker)
+            return
+        self.was_text()
+        is_closing = marker in (self.syntax.parameter_close, self.syntax.call_close)
+        (self._doubt if is_closing else self._group_ended)(marker)
+
+    def _ends_value(self, marker: str) -> bool:
+        """Return whether `marker` shows that the value in doubt has ended. If so, end it."""
+        s, x = self.s, self.syntax
+        if marker == x.parameter_close or (marker in x.skip and s.doubtful[0] != x.call_close):
+            return False
+        if s.doubtful[0] == x.parameter_close:
+            if marker == x.call_open:
+                return False
+            self._value_ended()
+            return True
+        if marker in (x.parameter_open, x.call_close):
+            return False
+        self._value_ended()
+        self.end_call("between")
+        return True
+
+    def _structure(self, marker: str) -> None:
+        """Handle a marker outside of values."""
+        s, x = self.s, self.syntax
+        if marker in x.skip:
+            if s.raw:
+                s.raw.append(marker)
+            return
+        if marker == x.parameter_open:
+            self._begin_tag("key_tag")
+            return
+        if s.at == "call":
+            self.end_call("between")
+            if marker == x.call_close:
+                return
+        if marker == x.call_open:
+            if s.raw:
+                s.raw.append(marker)
+            self._begin_tag("call_tag")
+        else:
+            self._stretch(marker)
+
+    def _stretch(self, marker: str) -> None:
+        """Handle an opening or closing marker between calls."""
+        s = self.s
+        if s.raw:
+            if marker in self.syntax.close:
+                s.raw.append(marker)
+            self.reject(NO_CALL)
+        if marker in self.syntax.close:
+            s.done = True
+        else:
+            s.at, s.bare, s.raw = "opened", False, [marker]
+
+    def on_end(self, complete: bool) -> None:
+        s = self.s
+        if complete and s.at == "doubt" and s.doubtful[0] == self.syntax.call_close:
+            self._value_ended()
+            self.end_call("between")
+        if complete and s.at == "call_tag" and not self.builder.is_open:
+            self._no_tag()
+        super().on_end(complete)
+
+
+# ---- the syntax
+
+IN_QUOTES = re.compile(r'[^"<\r\n]+')
+
+
 class XmlParameters(CallSyntax, frozen=True, kw_only=True):
     """Markup of one variant of this syntax."""
+
+    PARSER = XmlParametersParser
 
     #: Markers that start a group; if empty, a call's tag does.
     open: tuple[str, ...] = ("<tool_call>",)
@@ -112,389 +347,73 @@ class XmlParameters(CallSyntax, frozen=True, kw_only=True):
     def openers(self) -> tuple[str, ...]:
         return self.open + ((self.call_open,) if self.bare or not self.open else ())
 
-    def call_parser(
-        self, context: ParserContext, builder: EventBuilder, state: Mapping[str, Any] | None = None
-    ) -> CallParser:
-        return XmlParametersParser(self, context, builder, state)
+    # ---- the grammar
 
+    def write_calls(self, opener: str, grammar: GrammarBuilder) -> Form:
+        after = grammar.each_tool(lambda tool: self._write_call(tool, grammar))
+        line = LiteralForm(self.line)
+        if opener == self.call_open:  # nothing closes such a group
+            return grammar.several(after, sequence(line, self.call_open))
+        before = self.call_before + self.call_open
+        call = grammar.rule("call", sequence(before, after, self.call_after, line))
+        return sequence(line, grammar.several(call) if self.many else call, self.close[0])
 
-class XmlParametersState(FormatParserState):
-    """State of an `XmlParametersParser`.
-
-    tag        the part read so far of the current tag
-    quote      the quote that is open in it
-    arguments  arguments of the open call
-    doubtful   text that is markup if the value has ended, and part of the value otherwise
-    string     value of the attribute `string_key` of the current value
-    bare       the group has started with a call's own tag
-    raw        text of the group until a call is emitted: it may have to become content
-    """
-
-    at: str = "opened"
-    tag: str = ""
-    quote: str = ""
-    arguments: ArgumentsWriter = msgspec.field(default_factory=ArgumentsWriter)
-    doubtful: list[str] = []
-    string: str = ""
-    bare: bool = False
-    name: str = ""
-    raw: list[str] = []
-
-
-class XmlParametersParser(CallParser):
-    syntax: XmlParameters
-
-    State = XmlParametersState
-    BETWEEN = frozenset({"between"})
-
-    def table(self) -> Mapping[str, tuple[str, ...]]:
-        x = self.syntax
-        ends = x.close + x.open
-        calls = (x.call_open, *ends, *x.skip)
-        inside = (x.parameter_open, x.call_close, *calls)
-        value = (x.parameter_close, *((x.call_close,) if x.close and x.doubts else ()))
-        tokens = tuple(end for end in ends if self.context.lexicon.is_token(end))
-        return {
-            "opened": calls,
-            "between": calls,
-            "call": inside,
-            "value": value + tokens,
-            "doubt": (*value, x.parameter_open, x.call_close, x.call_open, *ends, *x.skip),
-            "broken": (*ends, x.call_open),
-        }
-
-    def on_open(self, marker: str) -> None:
-        self.s.raw = [marker]
-        if marker == self.syntax.call_open:
-            self.s.bare = True
-            self._begin_tag("call_tag")
-
-    # ---- text
-
-    def on_text(self, text: str) -> str:
-        s = self.s
-        match s.at:
-            case "call_tag" | "key_tag":
-                return self._in_tag(text)
-            case "value":
-                s.arguments.text(text, self.builder, self.syntax.trim)
-            case "doubt":
-                return self._in_doubt(text)
-            case "broken":
-                self.builder.content(text)
-            case "opened" | "between":
-                return self._outside_calls(text)
-        return ""
-
-    def _outside_calls(self, text: str) -> str:
-        """Skip blanks; other text ends the group or is unexpected."""
-        s = self.s
-        rest = text.lstrip(BLANKS)
-        if s.at == "opened":
-            s.raw.append(text[: len(text) - len(rest)])
-        if not rest:
-            return ""
-        if s.at == "opened":
-            self._reject("a marker of tool calls with no call behind it")
-        elif not s.bare:
-            self.builder.warn(PARSE_FAILED, "text between tool calls")
-            s.at = "broken"
-            return rest
-        s.done = True
-        return rest
-
-    # ---- tags
-
-    def _begin_tag(self, at: str) -> None:
-        self.s.at, self.s.tag, self.s.quote = at, "", ""
-
-    def _in_tag(self, text: str) -> str:
-        s = self.s
-        for position, char in enumerate(text):
-            if s.quote:
-                if char == s.quote:
-                    s.quote = ""
-            elif char in "\"'" and self.syntax.quoted:
-                s.quote = char
-            elif char == ">":
-                s.tag += text[:position]
-                self._tag_ended()
-                return text[position + 1 :]
-            if char in "<\r\n" or len(s.tag) + position >= MAX_TAG_CHARS:
-                s.tag += text[:position]
-                self._no_tag()
-                return text[position:]
-        s.tag += text
-        return ""
-
-    def _tag_ended(self) -> None:
-        s = self.s
-        name = self._name_in_tag()
+    def _write_call(self, tool: DeclaredTool, grammar: GrammarBuilder) -> Form:
+        """Write one call, from its name on."""
+        name = self._write_name(tool.name)
         if name is None:
-            s.tag += ">"
-            self._no_tag()
-        elif s.at == "call_tag":
-            self._begin_call(name)
-        else:
-            self._begin_value(name)
+            raise NotWritable(tool.name, "name", "this format cannot write it")
+        inside = self.write_arguments(tool, grammar)
+        return sequence(f"{name}>{self.line}", inside, self.call_close)
 
-    def _name_in_tag(self) -> str | None:
-        """Return the tag's name, and store its string attribute."""
-        s, tag = self.s, self.s.tag.strip()
-        if not self.syntax.quoted:
-            return tag if PLAIN_NAME.fullmatch(tag) else None
-        attributes, end = {}, 0
-        text = "name=" + tag
-        while match := ATTRIBUTE.match(text, end):
-            attributes[match[1]] = next(v for v in match.groups()[1:] if v is not None)
-            end = match.end()
-        s.string = attributes.get(self.syntax.string_key, "")
-        return attributes.get("name") if not text[end:].strip("/ \t") else None
-
-    def _no_tag(self) -> None:
-        """Handle text that only looked like a tag: a call's is content, an argument's is
-        dropped.
-        """
-        s = self.s
-        if s.at == "key_tag":
-            self._begin_doubtless("call")
-        elif s.raw:
-            s.raw.append(s.tag)
-            self._reject("a tool call that has no name")
-            s.done = True
-        else:
-            self.builder.reject_call(self.syntax.call_open + s.tag, "a tool call that has no name")
-            s.at, s.done = "broken", s.bare
-
-    def _begin_call(self, name: str) -> None:
-        s = self.s
-        if s.bare and s.raw and not self.builder.declares(name):
-            s.tag += ">"
-            self._no_tag()
-            return
-        head, _, tail = name.partition(".")
-        if self.syntax.doubled_names and head == tail and not self.builder.declares(name):
-            name = head
-        s.name, s.raw, s.arguments, s.at = name, [], ArgumentsWriter(), "call"
-        self.builder.start_call(name)
-
-    def _begin_value(self, key: str) -> None:
-        s = self.s
-        parameters = self.builder.parameters(s.name)
-        kinds = kinds_of(schema_of(parameters, key), parameters)
-        if s.string:
-            kinds = ("string",) if s.string == "true" else ()
-        s.arguments.begin(key, kinds, self.builder, bare_json=self._bare_json)
-        self._begin_doubtless("value")
-
-    @property
-    def _bare_json(self) -> bool:
-        return self.s.string == "false" or (self.syntax.bare_json and not self.s.string)
-
-    def _begin_doubtless(self, at: str) -> None:
-        self.s.at, self.s.doubtful = at, []
-
-    # ---- the end of a value
-
-    def _in_doubt(self, text: str) -> str:
-        s = self.s
-        rest = text.lstrip(BLANKS)
-        s.doubtful.append(text[: len(text) - len(rest)])
-        if rest:
-            self._was_text()
-        return rest
-
-    def _was_text(self) -> None:
-        s = self.s
-        s.arguments.text("".join(s.doubtful), self.builder, self.syntax.trim)
-        self._begin_doubtless("value")
-
-    def _value_ended(self) -> None:
-        self.s.arguments.end(self.builder, bare_json=self._bare_json)
-        self._begin_doubtless("call")
-
-    # ---- markers
-
-    def on_marker(self, marker: str) -> None:
-        s, x = self.s, self.syntax
-        if s.at == "doubt" and not self._ends_value(marker):
-            self._was_text()
-        if s.at == "value":
-            if marker not in (x.parameter_close, x.call_close):  # a token that ends the group
-                self._value_ended()
-                self._structure(marker)
-            elif x.doubts:
-                s.at, s.doubtful = "doubt", [marker]
-            else:
-                self._value_ended()
-        else:
-            self._structure(marker)
-
-    def _ends_value(self, marker: str) -> bool:
-        """Return whether `marker` shows that the value in doubt has ended. If so, end it."""
-        s, x = self.s, self.syntax
-        if marker == x.parameter_close or (marker in x.skip and s.doubtful[0] != x.call_close):
-            return False
-        if s.doubtful[0] == x.parameter_close:
-            if marker == x.call_open:
-                return False
-            self._value_ended()
-            return True
-        if marker in (x.parameter_open, x.call_close):
-            return False
-        self._value_ended()
-        self._call_ended()
-        return True
-
-    def _structure(self, marker: str) -> None:
-        """Handle a marker outside of values."""
-        s, x = self.s, self.syntax
-        if marker in x.skip:
-            if s.raw:
-                s.raw.append(marker)
-            return
-        if marker == x.parameter_open:
-            self._begin_tag("key_tag")
-            return
-        if s.at == "call":
-            self._call_ended()
-            if marker == x.call_close:
-                return
-        if marker == x.call_open:
-            if s.raw:
-                s.raw.append(marker)
-            self._begin_tag("call_tag")
-        else:
-            self._stretch(marker)
-
-    def _call_ended(self) -> None:
-        self.s.arguments.close(self.builder)
-        self.builder.end_call()
-        self.s.at = "between"
-
-    def _stretch(self, marker: str) -> None:
-        """Handle an opening or closing marker between calls."""
-        s = self.s
-        if s.raw:
-            if marker in self.syntax.close:
-                s.raw.append(marker)
-            self._reject("a marker of tool calls with no call behind it")
-        if marker in self.syntax.close:
-            s.done = True
-        else:
-            s.at, s.bare, s.raw = "opened", False, [marker]
-
-    def on_stray(self, marker: str) -> None:
-        s = self.s
-        match s.at:
-            case "value":
-                s.arguments.text(marker, self.builder, self.syntax.trim)
-            case "doubt":
-                self._was_text()
-                s.arguments.text(marker, self.builder, self.syntax.trim)
-
-    # ---- the end
-
-    def on_end(self, complete: bool) -> None:
-        s, x = self.s, self.syntax
-        if not complete:
-            self.builder.abandon_call()
-            return
-        if s.at == "doubt" and s.doubtful[0] == x.call_close:
-            self._value_ended()
-            self._call_ended()
-        if self.builder.is_open:
-            self.builder.warn(PARSE_FAILED, "the last tool call is not finished")
-            self.builder.abandon_call()
-        elif s.at == "call_tag":
-            self._no_tag()
-        elif s.raw:
-            self._reject("a tool call that is not finished")
-
-
-# ---- grammar writer
-
-ANY_NAME = Pattern(r"[A-Za-z_][A-Za-z0-9_.\-]{0,63}")
-IN_QUOTES = re.compile(r'[^"<\r\n]+')
-
-
-def write_calls(
-    syntax: XmlParameters,
-    opener: str,
-    tools: Sequence[DeclaredTool],
-    many: bool,
-    grammar: GrammarBuilder,
-) -> Form:
-    x = syntax
-    behind = either(_write_call(x, tool, grammar) for tool in tools)
-    line = LiteralForm(x.line)
-    if opener == x.call_open:  # nothing closes such a group
-        return several(behind, sequence(line, x.call_open), many=many)
-    call = grammar.rule("call", sequence(x.call_before + x.call_open, behind, x.call_after, line))
-    return sequence(line, several(call, many=many and x.many), x.close[0])
-
-
-def _write_call(x: XmlParameters, tool: DeclaredTool, grammar: GrammarBuilder) -> Form:
-    """Write one call, from its name on."""
-    name = _write_name(x, tool.name)
-    if name is None:
-        raise NotWritable(tool.name, "name", "this format cannot write it")
-    return sequence(f"{name}>{x.line}", write_arguments(x, tool, grammar), x.call_close)
-
-
-def write_arguments(x: XmlParameters, tool: DeclaredTool, grammar: GrammarBuilder) -> Form:
-    """Write a call's arguments, without the markup around them."""
-    return arguments_form(*_argument_writer(x, tool, grammar))
-
-
-def _write_name(x: XmlParameters, name: str) -> str | None:
-    """Return a name as written in a tag, or None if it cannot stand there."""
-    if len(name) > MAX_TAG_CHARS // 2:
-        return None
-    if x.quoted:
-        return f'"{name}"' if IN_QUOTES.fullmatch(name) else None
-    return name if PLAIN_NAME.fullmatch(name) else None
-
-
-def _argument_writer(
-    x: XmlParameters, tool: DeclaredTool, grammar: GrammarBuilder
-) -> tuple[Values, Any]:
-    ends_call = (x.call_close,) if x.close and x.doubts else ()
-    ending = ValueEnd(
-        close=x.parameter_close, others=ends_call, around=x.around, trim=x.trim, bare=x.bare_json
-    )
-    values = Values(json_notation(ending.words), Schemas(tool), grammar)
-    plain = PlainValues(values, ending)
-
-    def write(key: str | None, schema: Any, path: str) -> Form | None:
-        name = ANY_NAME if key is None else _write_name(x, key)
-        if name is None:
+    def _write_name(self, name: str) -> str | None:
+        """Return a name as written in a tag, or None if it cannot stand there."""
+        if len(name) > MAX_TAG_CHARS // 2:
             return None
-        quote = '"' if key is None and x.quoted else ""
-        tag = sequence(x.parameter_open + quote, name, quote)
-        if x.string_key:
-            value = _write_typed_value(x, plain, values.schemas.cases(schema, path), path)
-        else:
-            value = sequence(">", plain.argument(key, schema, path))
-        return sequence(tag, value, x.line)
+        if self.quoted:
+            return f'"{name}"' if IN_QUOTES.fullmatch(name) else None
+        return name if PLAIN_NAME.fullmatch(name) else None
 
-    return values, write
+    def write_arguments(self, tool: DeclaredTool, grammar: GrammarBuilder) -> Form:
+        """Write a call's arguments, without the markup around them."""
+        ending = ValueEnd(
+            close=self.parameter_close,
+            others=(self.call_close,) if self.close and self.doubts else (),
+            around=self.around,
+            trim=self.trim,
+            bare=self.bare_json,
+        )
+        values = Values(json_notation(ending.words), Schemas(tool), grammar)
+        plain = PlainValues(values, ending)
 
+        def write(key: str | None, schema: Any, path: str) -> Form | None:
+            name = ANY_KEY if key is None else self._write_name(key)
+            if name is None:
+                return None
+            quote = '"' if key is None and self.quoted else ""
+            tag = sequence(self.parameter_open + quote, name, quote)
+            if self.string_key:
+                value = self._write_typed_value(plain, values.schemas.cases(schema, path), path)
+            else:
+                value = sequence(">", plain.argument(key, schema, path))
+            return sequence(tag, value, self.line)
 
-def _write_typed_value(
-    x: XmlParameters, plain: PlainValues, cases: Sequence[SchemaCase], path: str
-) -> Form:
-    """Write a value whose tag marks whether it is a string."""
-    strings = [case for case in cases if case.kind == "string"]
-    others = [case for case in cases if case.kind != "string"]
-    ways = []
-    if strings:
-        text = plain.text() if anything(cases) else plain.of(strings, ("string",), path)
-        ways.append(sequence(f' {x.string_key}="true">', text))
-    if others:
-        value = either(plain.values.case(case, path) for case in others)
-        ways.append(sequence(f' {x.string_key}="false">', value, x.parameter_close))
-    return either(ways)
+        return arguments_form(values, write)
+
+    def _write_typed_value(
+        self, plain: PlainValues, cases: Sequence[SchemaCase], path: str
+    ) -> Form:
+        """Write a value whose tag marks whether it is a string."""
+        strings = [case for case in cases if case.kind == "string"]
+        others = [case for case in cases if case.kind != "string"]
+        ways = []
+        if strings:
+            text = plain.text() if anything(cases) else plain.of(strings, ("string",), path)
+            ways.append(sequence(f' {self.string_key}="true">', text))
+        if others:
+            value = either(plain.values.case(case, path) for case in others)
+            ways.append(sequence(f' {self.string_key}="false">', value, self.parameter_close))
+        return either(ways)
 
 
 # ---- the formats

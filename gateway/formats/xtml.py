@@ -29,22 +29,22 @@ from typing import Any
 import msgspec
 
 from gateway.formats.argument_types import ArgumentsWriter
-from gateway.formats.arguments_grammar import arguments_form
-from gateway.formats.event_builder import BLANKS, PARSE_FAILED, DeclaredTool, EventBuilder
-from gateway.formats.grammar_builder import GrammarBuilder, NotWritable
-from gateway.formats.grammar_forms import (
+from gateway.formats.event_builder import BLANKS, DeclaredTool
+from gateway.formats.grammar_builder import (
+    ANY_KEY,
     ANY_TEXT,
-    AnswerFrame,
+    GrammarBuilder,
+    NotWritable,
     either,
     optional,
     sequence,
     without_prefix,
 )
-from gateway.formats.parser import AnswerSyntax, FormatParser, FormatParserState, ParserContext
+from gateway.formats.parser import AnswerFrame, AnswerParser, AnswerSyntax, FormatParserState, Moves
 from gateway.formats.plain_values import PlainValues, ValueEnd
 from gateway.formats.schema_cases import SchemaCase, Schemas, anything
-from gateway.formats.value_syntax import Values, json_notation
-from protocol.grammar import Form, LiteralForm, Pattern, Repeat, Until
+from gateway.formats.value_syntax import Values, arguments_form, json_notation
+from protocol.grammar import Form, LiteralForm, Pattern, Until
 
 MAX_TAG_CHARS = 512
 ATTRIBUTE = re.compile(r'\s+(\w+)="([^"]*)"')
@@ -54,27 +54,6 @@ CHANNELS = ("think", "response", "tools")
 INSIDE = {"": CHANNELS, "think": CHANNELS, "response": CHANNELS, "tools": ("call",),
           "call": ("argument",), "argument": ()}  # fmt: skip
 """Element -> elements that may open in it. A channel that opens in another one ends it."""
-
-
-class Xtml(AnswerSyntax, frozen=True, kw_only=True):
-    """Markers of this syntax: `open` and `close` start a tag, `separator` ends it."""
-
-    open: str = "<|open|>"
-    close: str = "<|close|>"
-    separator: str = "<|sep|>"
-
-    def markers(self) -> tuple[str, ...]:
-        return (self.open, self.close, self.separator)
-
-    def parser(
-        self,
-        context: ParserContext,
-        builder: EventBuilder,
-        state: Mapping[str, Any] | None = None,
-        *,
-        starts_inside: bool = False,
-    ) -> FormatParser:
-        return XtmlParser(self, context, builder, state, starts_inside=starts_inside)
 
 
 class XtmlState(FormatParserState):
@@ -93,26 +72,16 @@ class XtmlState(FormatParserState):
     spilt: bool = False
 
 
-class XtmlParser(FormatParser):
+class XtmlParser(AnswerParser):
     State = XtmlState
 
-    def __init__(
-        self,
-        syntax: Xtml,
-        context: ParserContext,
-        builder: EventBuilder,
-        state: Mapping[str, Any] | None = None,
-        *,
-        starts_inside: bool = False,
-    ) -> None:
-        self.syntax = syntax
-        super().__init__(context, builder, state)
-        if state is None:
-            self._begin("think" if starts_inside else "response")
+    def begin(self, starts_inside: bool) -> None:
+        self._begin("think" if starts_inside else "response")
 
-    def table(self) -> Mapping[str, tuple[str, ...]]:
+    def moves(self) -> Moves:
         x = self.syntax
-        return {"text": (x.open, x.close), "tag": (x.separator, x.open, x.close)}
+        starts = ((x.open, x.close), self._start_tag)
+        return {"text": (starts,), "tag": (((x.separator,), self._end_tag), starts)}
 
     @property
     def _in(self) -> str:
@@ -146,7 +115,7 @@ class XtmlParser(FormatParser):
             return
         if not s.spilt:
             s.spilt = True
-            self.builder.warn(PARSE_FAILED, "text between tool calls")
+            self.builder.parse_failed("text between tool calls")
         self.builder.content(text)
 
     def _in_tag(self, text: str) -> str:
@@ -163,18 +132,18 @@ class XtmlParser(FormatParser):
 
     # ---- tags
 
-    def on_marker(self, marker: str) -> None:
-        s, x = self.s, self.syntax
-        if marker == x.separator:
-            s.at = "text"
-            if not self._tag():
-                s.tag += marker
-                self._was_text()
-            s.tag = ""
-            return
-        if s.at == "tag":
+    def _start_tag(self, marker: str) -> None:
+        if self.s.at == "tag":
             self._was_text()
-        s.at, s.tag = "tag", marker
+        self.s.at, self.s.tag = "tag", marker
+
+    def _end_tag(self, marker: str) -> None:
+        s = self.s
+        s.at = "text"
+        if not self._tag():
+            s.tag += marker
+            self._was_text()
+        s.tag = ""
 
     def on_stray(self, marker: str) -> None:
         if self._in in ("think", "argument"):
@@ -241,7 +210,7 @@ class XtmlParser(FormatParser):
         if complete and self.s.at == "tag":
             self._was_text()
         if complete and self.builder.is_open:
-            self.builder.warn(PARSE_FAILED, "the last tool call is not finished")
+            self.builder.parse_failed("the last tool call is not finished")
         self.builder.abandon_call()
         if self._in == "think":
             self.builder.end_reasoning()
@@ -255,119 +224,102 @@ def attributes(text: str) -> dict[str, str]:
     }
 
 
-# ---- grammar writer
+class Xtml(AnswerSyntax, frozen=True, kw_only=True):
+    """Markers of this syntax: `open` and `close` start a tag, `separator` ends it."""
 
-ANY_KEY = Pattern(r"[A-Za-z_][A-Za-z0-9_.\-]{0,63}")
+    PARSER = XtmlParser
+
+    open: str = "<|open|>"
+    close: str = "<|close|>"
+    separator: str = "<|sep|>"
+
+    def markers(self) -> tuple[str, ...]:
+        return (self.open, self.close, self.separator)
+
+    # ---- the grammar
+
+    def frame(self) -> AnswerFrame:
+        return AnswerFrame(
+            opens=self._tag("think"),
+            closes=self._end_tag("think"),
+            before=self._tag("response"),
+            after=self._end_tag("response"),
+        )
+
+    def write_required(self, grammar: GrammarBuilder) -> Form:
+        bodies = [(_attribute(t.name), self._write_arguments(t, grammar)) for t in grammar.tools]
+
+        def call(index: Form | str) -> Form:
+            options = (
+                sequence(f'tool="{name}" index="', index, f'"{self.separator}', body)
+                for name, body in bodies
+            )
+            return sequence(f"{self.open}call ", either(options), self._end_tag("call"))
+
+        more: Form = LiteralForm("")
+        if grammar.many:
+            more = grammar.repeated(grammar.rule("call", call(LATER_INDEX)))
+        end = optional(LiteralForm(self._end_tag("message")))
+        return sequence(self._tag("tools"), call("1"), more, self._end_tag("tools"), end)
+
+    def write_strict(self, grammar: GrammarBuilder) -> Form:
+        """Write a response, whose opening tag the prompt may have written, followed by calls."""
+        required, opener = self.write_required(grammar), self._tag("tools")
+        calls = grammar.rule("calls", required)
+        end = LiteralForm(self._end_tag("message"))
+        closed = sequence(Until(self._end_tag("response")), optional(either((calls, end))))
+        broken_off = sequence(Until(opener), without_prefix(opener, required))
+        opened = optional(LiteralForm(self._tag("response")))
+        return either((calls, sequence(opened, either((closed, broken_off, ANY_TEXT)))))
+
+    def _tag(self, name: str) -> str:
+        return f"{self.open}{name}{self.separator}"
+
+    def _end_tag(self, name: str) -> str:
+        return f"{self.close}{name}{self.separator}"
+
+    def _write_arguments(self, tool: DeclaredTool, grammar: GrammarBuilder) -> Form:
+        """Write a call's arguments."""
+        if len(tool.name) > MAX_TAG_CHARS // 2:
+            raise NotWritable(tool.name, "name", "this format cannot write it")
+        ending = ValueEnd(close=self._end_tag("argument"))
+        values = Values(json_notation(ending.words), Schemas(tool), grammar)
+        plain = PlainValues(values, ending)
+
+        def write(key: str | None, schema: Any, path: str) -> Form | None:
+            if key is not None and ("\n" in key or "<|" in key or len(key) > MAX_TAG_CHARS // 2):
+                return None
+            name = ANY_KEY if key is None else _attribute(key)
+            tag = sequence(f'{self.open}argument key="', name, '" type="')
+            return sequence(tag, self._write_value(plain, values.schemas.cases(schema, path), path))
+
+        return grammar.rule("arguments", arguments_form(values, write))
+
+    def _write_value(self, plain: PlainValues, cases: Sequence[SchemaCase], path: str) -> Form:
+        kinds: dict[str, list[SchemaCase]] = {}
+        for case in cases:
+            kinds.setdefault(TYPE_NAMES.get(case.kind, case.kind), []).append(case)
+        ways = []
+        for kind, found in kinds.items():
+            if kind != "string":
+                value = either(plain.values.case(case, path) for case in found)
+                value = sequence(value, plain.ending.close)
+            elif anything(cases):
+                value = plain.text()
+            else:
+                value = plain.of(found, ("string",), path)
+            ways.append(sequence(f'{kind}"{self.separator}', value))
+        return either(ways)
+
+
 LATER_INDEX = Pattern("[1-9][0-9]{0,2}")
 """Index of a call after the first. The parser counts calls itself."""
-
-
-def _write_tools_element(
-    syntax: Xtml, tools: Sequence[DeclaredTool], many: bool, grammar: GrammarBuilder
-) -> Form:
-    """Write the element of all calls, with its tags."""
-    x = syntax
-    close = _close_tag(x, "call")
-    bodies = [(_attribute(tool.name), _write_arguments(x, tool, grammar)) for tool in tools]
-
-    def call(index: Form | str) -> Form:
-        options = (
-            sequence(f'tool="{name}" index="', index, f'"{x.separator}', body)
-            for name, body in bodies
-        )
-        return sequence(f"{x.open}call ", either(options), close)
-
-    more = Repeat(grammar.rule("call", call(LATER_INDEX))) if many else LiteralForm("")
-    return sequence(_open_tag(x, "tools"), call("1"), more, _close_tag(x, "tools"))
-
-
-def _open_tag(x: Xtml, name: str) -> str:
-    return f"{x.open}{name}{x.separator}"
-
-
-def _close_tag(x: Xtml, name: str) -> str:
-    return f"{x.close}{name}{x.separator}"
-
-
-def _attribute(text: str) -> str:
-    return text.replace("&", "&amp;").replace('"', "&quot;")
-
-
-def _write_arguments(x: Xtml, tool: DeclaredTool, grammar: GrammarBuilder) -> Form:
-    """Write a call's arguments."""
-    if len(tool.name) > MAX_TAG_CHARS // 2:
-        raise NotWritable(tool.name, "name", "this format cannot write it")
-    ending = ValueEnd(close=_close_tag(x, "argument"))
-    values = Values(json_notation(ending.words), Schemas(tool), grammar)
-    plain = PlainValues(values, ending)
-
-    def write(key: str | None, schema: Any, path: str) -> Form | None:
-        if key is not None and ("\n" in key or "<|" in key or len(key) > MAX_TAG_CHARS // 2):
-            return None
-        name = ANY_KEY if key is None else _attribute(key)
-        tag = sequence(f'{x.open}argument key="', name, '" type="')
-        return sequence(tag, _write_value(x, plain, values.schemas.cases(schema, path), path))
-
-    return grammar.rule("arguments", arguments_form(values, write))
-
-
-def _write_value(x: Xtml, plain: PlainValues, cases: Sequence[SchemaCase], path: str) -> Form:
-    kinds: dict[str, list[SchemaCase]] = {}
-    for case in cases:
-        kinds.setdefault(TYPE_NAMES.get(case.kind, case.kind), []).append(case)
-    ways = []
-    for kind, found in kinds.items():
-        if kind != "string":
-            value = either(plain.values.case(case, path) for case in found)
-            value = sequence(value, plain.ending.close)
-        elif anything(cases):
-            value = plain.text()
-        else:
-            value = plain.of(found, ("string",), path)
-        ways.append(sequence(f'{kind}"{x.separator}', value))
-    return either(ways)
-
-
 TYPE_NAMES = {"integer": "number"}
 """JSON schema type -> the model's name for it, if that differs."""
 
 
-# ---- grammar writer
-
-
-def answer_frame(syntax: Xtml) -> AnswerFrame:
-    return AnswerFrame(
-        opens=_open_tag(syntax, "think"),
-        closes=_close_tag(syntax, "think"),
-        before=_open_tag(syntax, "response"),
-        after=_close_tag(syntax, "response"),
-    )
-
-
-def write_required(
-    syntax: Xtml, tools: Sequence[DeclaredTool], many: bool, grammar: GrammarBuilder
-) -> Form:
-    return sequence(
-        _write_tools_element(syntax, tools, many, grammar),
-        optional(LiteralForm(_close_tag(syntax, "message"))),
-    )
-
-
-def write_strict(
-    syntax: Xtml, tools: Sequence[DeclaredTool], many: bool, grammar: GrammarBuilder
-) -> Form:
-    """Write a response, whose opening tag the prompt may have written, followed by calls."""
-    opened, end = (
-        optional(LiteralForm(_open_tag(syntax, "response"))),
-        LiteralForm(_close_tag(syntax, "message")),
-    )
-    calls = grammar.rule("calls", write_required(syntax, tools, many, grammar))
-    closed = sequence(Until(_close_tag(syntax, "response")), optional(either((calls, end))))
-    opener = _open_tag(syntax, "tools")
-    broken_off = sequence(
-        Until(opener), without_prefix(opener, write_required(syntax, tools, many, grammar))
-    )
-    return either((calls, sequence(opened, either((closed, broken_off, ANY_TEXT)))))
+def _attribute(text: str) -> str:
+    return text.replace("&", "&amp;").replace('"', "&quot;")
 
 
 FORMATS = {"kimi_k3": Xtml()}

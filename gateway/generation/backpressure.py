@@ -51,11 +51,11 @@ class PendingOutput:
             return
         output = merge_outputs(outputs)
         self._size -= _size(output.tokens, output.logprobs)
-        delta = choice.reader.push(output)
+        delta = choice.parser.push(output)
         if not delta:
             return
-        if choice.ask.demand is not None:
-            choice.warn_if_unmet(choice.ask.demand, delta)
+        if choice.prompt_request.tool_choice_check is not None:
+            choice.warn_if_unmet(choice.prompt_request.tool_choice_check, delta)
         self.delta(choice, delta)
 
     def delta(self, choice: Choice, delta: OutputDelta) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from gateway.formats.events import Finished, OutputDelta, ToolCall, ToolCallEnd
-from gateway.generation.reasoning_tokens import ThinkingMeter
+from gateway.generation.reasoning_tokens import ReasoningCounter
 from gateway.generation.request import OutputParser, PromptRequest, ToolChoiceCheck
 from protocol.messages import Output, TokenLogprobs, Usage
 from protocol.sampling import SamplingParams
@@ -19,10 +19,10 @@ class Choice:
     index: int
     #: Index of its `PromptRequest`.
     prompt_index: int
-    ask: PromptRequest
+    prompt_request: PromptRequest
     params: SamplingParams
-    reader: OutputParser
-    meter: ThinkingMeter | None = None
+    parser: OutputParser
+    reasoning_counter: ReasoningCounter | None = None
     #: Name of the tool call that started last.
     last_call: str = ""
     #: Names of the complete tool calls, for a ToolChoiceCheck.
@@ -50,8 +50,8 @@ class Choice:
         if output.tokens:
             tokens = output.tokens[: len(output.tokens) - num_behind]
             self.num_generated += len(tokens)
-            if self.meter is not None:
-                self.meter.push(tokens)
+            if self.reasoning_counter is not None:
+                self.reasoning_counter.push(tokens)
         if output.usage is not None:
             self.usage = output.usage
             # Tokens that a prefill engine computed for this request were not cached.
@@ -62,7 +62,7 @@ class Choice:
         if output.prompt_logprobs:
             self.prompt_logprobs = output.prompt_logprobs
 
-    def warn_if_unmet(self, demand: ToolChoiceCheck, delta: OutputDelta) -> None:
+    def warn_if_unmet(self, check: ToolChoiceCheck, delta: OutputDelta) -> None:
         """Insert a warning before the end if the answer does not follow `tool_choice`."""
         for event in delta.events:
             if isinstance(event, ToolCall):
@@ -71,6 +71,6 @@ class Choice:
                 self.called.append(self.last_call)
         last = delta.events[-1]
         if isinstance(last, Finished) and last.reason in ("stop", "tool_calls"):
-            warning = demand.unmet(self.called)
+            warning = check.unmet(self.called)
             if warning is not None:
                 delta.events.insert(-1, warning)

@@ -19,6 +19,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Unpack
 
 from gevent.event import Event
 
@@ -29,10 +30,9 @@ from gateway.generation.choice import Choice
 from gateway.generation.request import PromptRequest
 from gateway.generation.sinks import BufferSink, NullSink, Sink
 from gateway.generation.timeline import Timeline, TimelineMoment
-from gateway.http.timeouts import UNLIMITED, RequestTimeouts
 from protocol.arrays import Int32
 from protocol.errors import EngineError, ServingError, error_from
-from protocol.messages import Accepted, Account, Output, Refused
+from protocol.messages import Accepted, Output, Refused
 from protocol.session import GenerateOptions
 
 log = logging.getLogger(__name__)
@@ -45,47 +45,41 @@ class ClientGone(Exception):
 class ChoiceGroup:
     """All choices of one HTTP request. It must be closed in all cases.
 
-    labels    names by which the engine can be told to abort all choices
-    account   the account that is charged
     timeline  of the request
     on_free   called with the seconds from a client's disconnect until the engine has released the
               resources of a choice
-    timeouts  time limits of the request
+    options   of all choices
     """
 
     def __init__(
         self,
         engine: RequestSender,
-        asks: Sequence[PromptRequest],
+        prompt_requests: Sequence[PromptRequest],
         *,
-        namespace: str = "",
-        priority: int = 0,
-        labels: Sequence[str] = (),
-        account: Account | None = None,
-        journal: Timeline | None = None,
+        timeline: Timeline | None = None,
         on_free: Callable[[float], None] = lambda seconds: None,
-        patience: RequestTimeouts = UNLIMITED,
+        **options: Unpack[GenerateOptions],
     ) -> None:
-        self.asks = asks
-        self.journal = journal or Timeline()
+        self.prompt_requests = prompt_requests
+        self.timeline = timeline or Timeline()
         self.choices: list[Choice] = []
-        for place, ask in enumerate(asks):
-            for params in ask.choices:
-                meter = ask.new_meter() if ask.new_meter else None
-                choice = Choice(len(self.choices), place, ask, params, ask.readers.new(), meter)
+        for place, prompt_request in enumerate(prompt_requests):
+            for params in prompt_request.choices:
+                new_counter = prompt_request.new_reasoning_counter
+                choice = Choice(
+                    index=len(self.choices),
+                    prompt_index=place,
+                    prompt_request=prompt_request,
+                    params=params,
+                    parser=prompt_request.parser_factory.new(),
+                    reasoning_counter=new_counter() if new_counter else None,
+                )
                 self.choices.append(choice)
         self._has_tokens = False
         self.finish: str | None = None  # for the log: the last choice's reason, "error" or similar
         self.is_gone = False
         self._engine = engine
-        self._terms: GenerateOptions = {
-            "namespace": namespace,
-            "priority": priority,
-            "labels": list(labels),
-            "account": account,
-            "timeout_s": patience.timeout_s,
-            "queue_timeout_s": patience.queue_timeout_s,
-        }
+        self._options = options
         self._on_free = on_free
         self._error: ServingError | None = None
         self._num_unaccepted = len(self.choices)
@@ -105,18 +99,19 @@ class ChoiceGroup:
 
         Raises the engine's refusal, or ClientGone.
         """
-        self.journal.note(TimelineMoment.ASKED)
-        prompts = [Int32.of(ask.prompt_ids) for ask in self.asks]
+        self.timeline.note(TimelineMoment.ASKED)
+        prompts = [Int32.of(prompt_request.prompt_ids) for prompt_request in self.prompt_requests]
         for choice in self.choices:
-            terms: GenerateOptions = {
-                **self._terms,
-                "grammar": choice.ask.grammar,
-                "kv_readers": choice.ask.kv_readers,
-                "kv_handle": choice.ask.kv_handle,
+            request = choice.prompt_request
+            options: GenerateOptions = {
+                **self._options,
+                "grammar": request.grammar,
+                "kv_readers": request.kv_readers,
+                "kv_handle": request.kv_handle,
                 "is_first": choice.index == 0,
             }
             prompt, on_report = prompts[choice.prompt_index], partial(self.on_report, choice)
-            choice.request = self._engine.generate(prompt, choice.params, on_report, **terms)
+            choice.request = self._engine.generate(prompt, choice.params, on_report, **options)
         self._accepted.wait()
         self._raise_refusal()
 
@@ -166,7 +161,7 @@ class ChoiceGroup:
 
     def close(self) -> None:
         """Abort the open choices. The owner calls this, however the request ended."""
-        self.journal.note(TimelineMoment.ANSWERED)
+        self.timeline.note(TimelineMoment.ANSWERED)
         freed = partial(self._note_free, time.monotonic()) if self.is_gone else None
         for choice in self.choices:
             if not choice.is_ended:
@@ -199,12 +194,12 @@ class ChoiceGroup:
 
     @property
     def num_prompt_tokens(self) -> int:
-        return sum(len(ask.prompt_ids) for ask in self.asks)
+        return sum(len(prompt_request.prompt_ids) for prompt_request in self.prompt_requests)
 
     @property
     def num_cached_tokens(self) -> int:
         """Cached tokens of all prompts. A prompt counts once, with the most that a choice found."""
-        best = [0] * len(self.asks)
+        best = [0] * len(self.prompt_requests)
         for choice in self.choices:
             place = choice.prompt_index
             best[place] = max(best[place], choice.num_cached)
@@ -223,8 +218,8 @@ class ChoiceGroup:
     @property
     def num_reasoning_tokens(self) -> int | None:
         """None if they cannot be counted."""
-        meters = [choice.meter for choice in self.choices]
-        return sum(meter.count for meter in meters if meter) if all(meters) else None
+        counters = [choice.reasoning_counter for choice in self.choices]
+        return sum(c.count for c in counters if c) if all(counters) else None
 
     # ---- for the engine client, in the hub
 
@@ -250,7 +245,7 @@ class ChoiceGroup:
             choice.is_accepted = True
             self._num_unaccepted -= 1
             if not self._num_unaccepted:
-                self.journal.note(TimelineMoment.ACCEPTED)
+                self.timeline.note(TimelineMoment.ACCEPTED)
                 self._accepted.set()
 
     def _hold(self, choice: Choice, output: Output) -> None:
@@ -262,7 +257,7 @@ class ChoiceGroup:
         if self._pending.is_full and self._attached is not None:
             while self._pending.emit_next(self._attached):
                 pass
-        if output.finish is None and not choice.reader.may_stop:
+        if output.finish is None and not choice.parser.may_stop:
             choice.count(output, 0)
             if output.usage is not None or not self._has_tokens:
                 self._note_progress(choice, output)
@@ -272,7 +267,7 @@ class ChoiceGroup:
             self._on_output(choice, output)
 
     def _on_output(self, choice: Choice, output: Output) -> None:
-        delta = choice.reader.push(output)
+        delta = choice.parser.push(output)
         choice.count(output, delta.num_behind)
         if output.usage is not None or not self._has_tokens:
             self._note_progress(choice, output)
@@ -280,8 +275,8 @@ class ChoiceGroup:
         if not events and not delta.token_ids:
             return
         last = events[-1] if events else None
-        if choice.ask.demand is not None:
-            choice.warn_if_unmet(choice.ask.demand, delta)
+        if choice.prompt_request.tool_choice_check is not None:
+            choice.warn_if_unmet(choice.prompt_request.tool_choice_check, delta)
         self._sink.delta(choice, delta)
         if type(last) is Finished:
             if not self._ended.is_set():  # the sink may have disconnected a client
@@ -294,15 +289,15 @@ class ChoiceGroup:
     def _note_progress(self, choice: Choice, output: Output) -> None:
         if output.tokens and not self._has_tokens:
             self._has_tokens = True
-            self.journal.note(TimelineMoment.FIRST_TOKEN)
+            self.timeline.note(TimelineMoment.FIRST_TOKEN)
             self._started.set()
         if output.usage is not None:
-            choice.usage_s = None if output.finish else self.journal.now_s
+            choice.usage_s = None if output.finish else self.timeline.now_s
 
     def _finish(self, choice: Choice, output: Output, reason: str) -> None:
         choice.is_ended = True
         choice.finish = self.finish = reason
-        choice.ended_s = self.journal.now_s
+        choice.ended_s = self.timeline.now_s
         if output.finish is None:  # a stop string ended the text, so the engine still generates
             self._engine.abort(choice.request, None)
         self._num_open -= 1

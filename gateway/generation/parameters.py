@@ -17,18 +17,17 @@ from protocol.model_card import SamplingDefaults
 from protocol.sampling import SamplingParams
 
 T = TypeVar("T")
+Body = ChatBody | BatchBody | CompletionBody
 _SEEDS = 1 << 64
 
 
 def first(*values: T | None, default: T) -> T:
-    """The first value that is not None."""
+    """Return the first value that is not None."""
     return next((value for value in values if value is not None), default)
 
 
 def choices_of(
-    body: ChatBody | BatchBody | CompletionBody,
-    model: SamplingDefaults,
-    tokenizer: Tokenizer | None = None,
+    body: Body, model: SamplingDefaults, tokenizer: Tokenizer | None = None
 ) -> list[SamplingParams]:
     """Return the parameters of each of a prompt's n choices. `tokenizer` encodes `bad_words`.
 
@@ -54,10 +53,7 @@ def bad_sequences(words: list[str], tokenizer: Tokenizer) -> list[list[int]]:
 
 
 def _params(
-    body: ChatBody | BatchBody | CompletionBody,
-    model: SamplingDefaults,
-    place: int,
-    bad: list[list[int]],
+    body: Body, model: SamplingDefaults, place: int, bad: list[list[int]]
 ) -> SamplingParams:
     return SamplingParams(
         max_tokens=body.answer_tokens,
@@ -81,7 +77,7 @@ def _params(
     )
 
 
-def _prompt_logprobs(body: ChatBody | BatchBody | CompletionBody) -> int | None:
+def _prompt_logprobs(body: Body) -> int | None:
     """Return the larger of `prompt_logprobs` and, if the prompt is echoed, `logprobs`."""
     asked = [body.prompt_logprobs]
     if isinstance(body, CompletionBody) and body.echo:
@@ -97,12 +93,12 @@ def nth_seed(seed: int | None, place: int) -> int | None:
 
 
 def check_counts(
-    asks: list[PromptRequest], body: GenerationBody, max_n: int, max_answers: int
+    prompt_requests: list[PromptRequest], body: GenerationBody, max_n: int, max_answers: int
 ) -> None:
     """Raise InvalidRequest if one body requests too many choices."""
     if (body.n or 1) > max_n:
         raise InvalidRequest(f"n: {body.n} exceeds this server's limit of {max_n}", param="n")
-    answers = sum(len(ask.choices) for ask in asks)
+    answers = sum(len(prompt_request.choices) for prompt_request in prompt_requests)
     if answers > max_answers:
         raise InvalidRequest(
             f"n: {answers:,} choices (prompts times n) exceed this server's limit of "

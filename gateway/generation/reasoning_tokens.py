@@ -37,7 +37,7 @@ def thinking_marks(bound: BoundFormat) -> ThinkingMarks | None:
     )
 
 
-class ThinkingMeter:
+class ReasoningCounter:
     """Counts the reasoning tokens of one choice. Its state is `inside` and `count`."""
 
     __slots__ = ("_all", "_marks", "count", "inside")

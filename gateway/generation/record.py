@@ -95,8 +95,8 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def record_of(
-    journal: Timeline,
-    answer: ChoiceGroup | None,
+    timeline: Timeline,
+    group: ChoiceGroup | None,
     *,
     request_id: str,
     method: str,
@@ -106,7 +106,7 @@ def record_of(
     key: str,
     is_probe: bool,
 ) -> RequestRecord:
-    inference = answer_record(journal, answer) if answer is not None else None
+    inference = answer_record(timeline, group) if group is not None else None
     return RequestRecord(
         request_id=request_id,
         method=method,
@@ -116,8 +116,8 @@ def record_of(
         key=key,
         is_probe=is_probe,
         end=_end(status, inference),
-        began_ns=journal.began_ns,
-        took_s=journal.now_s,
+        began_ns=timeline.began_ns,
+        took_s=timeline.now_s,
         answer=inference,
     )
 
@@ -132,29 +132,29 @@ def _end(status: int, answer: AnswerRecord | None) -> End:
     return "refused" if status >= 400 else "finished"
 
 
-def answer_record(journal: Timeline, answer: ChoiceGroup) -> AnswerRecord:
+def answer_record(timeline: Timeline, group: ChoiceGroup) -> AnswerRecord:
     """Return the record of an answer. Open choices are recorded as if they ended now."""
-    now_s = journal.at_s(TimelineMoment.ANSWERED)
-    now_s = journal.now_s if now_s is None else now_s
-    is_accepted = journal.has(TimelineMoment.ACCEPTED)
-    finish = (answer.finish or REFUSED) if is_accepted or answer.is_gone else REFUSED
-    choices = [_choice_record(choice, finish, now_s) for choice in answer.choices]
-    accepted, rejected = answer.num_predictions
-    usages = [choice.usage for choice in answer.choices if choice.usage is not None]
+    now_s = timeline.at_s(TimelineMoment.ANSWERED)
+    now_s = timeline.now_s if now_s is None else now_s
+    is_accepted = timeline.has(TimelineMoment.ACCEPTED)
+    finish = (group.finish or REFUSED) if is_accepted or group.is_gone else REFUSED
+    choices = [_choice_record(choice, finish, now_s) for choice in group.choices]
+    accepted, rejected = group.num_predictions
+    usages = [choice.usage for choice in group.choices if choice.usage is not None]
     return AnswerRecord(
         finish=finish,
         is_accepted=is_accepted,
         choices=choices,
-        prompt_tokens=answer.num_prompt_tokens if is_accepted else 0,
-        cached_tokens=answer.num_cached_tokens,
+        prompt_tokens=group.num_prompt_tokens if is_accepted else 0,
+        cached_tokens=group.num_cached_tokens,
         fetched_tokens=max((usage.fetched_tokens for usage in usages), default=0),
-        generated_tokens=answer.num_generated_tokens,
+        generated_tokens=group.num_generated_tokens,
         draft_tokens=accepted + rejected,
         accepted_tokens=accepted,
         preemptions=sum(usage.preemptions for usage in usages),
-        tokenize_s=journal.tokenize_s,
-        asked_s=journal.at_s(TimelineMoment.ASKED),
-        first_token_s=journal.at_s(TimelineMoment.FIRST_TOKEN),
+        tokenize_s=timeline.tokenize_s,
+        asked_s=timeline.at_s(TimelineMoment.ASKED),
+        first_token_s=timeline.at_s(TimelineMoment.FIRST_TOKEN),
         answered_s=now_s,
         times=slowest(choice.times for choice in choices if choice.times is not None),
     )

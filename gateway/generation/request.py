@@ -12,7 +12,7 @@ from typing import Protocol
 import msgspec
 
 from gateway.formats.events import OutputDelta, OutputWarning
-from gateway.generation.reasoning_tokens import ThinkingMeter
+from gateway.generation.reasoning_tokens import ReasoningCounter
 from protocol.grammar import Grammar
 from protocol.messages import Output
 from protocol.sampling import SamplingParams
@@ -56,11 +56,11 @@ class PromptRequest:
 
     prompt_ids: list[int]
     choices: list[SamplingParams]
-    readers: OutputParserFactory
+    parser_factory: OutputParserFactory
     #: Creates the counter of reasoning tokens; None if they cannot be counted.
-    new_meter: Callable[[], ThinkingMeter] | None = None
+    new_reasoning_counter: Callable[[], ReasoningCounter] | None = None
     #: The tool calls that the answer must contain; a mismatch adds a warning.
-    demand: ToolChoiceCheck | None = None
+    tool_choice_check: ToolChoiceCheck | None = None
     #: The grammar that the engine enforces.
     grammar: Grammar | None = None
     #: See messages.Generate. With readers, the answer has a handle and no tokens.

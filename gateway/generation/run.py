@@ -14,10 +14,7 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 import gevent
-from flask import Response, g, request
 
-from gateway.api.resume.numbering import LAST_EVENT_HEADER
-from gateway.auth.caller import Caller
 from gateway.context import RequestContext
 from gateway.generation.group import ChoiceGroup, ClientGone
 from gateway.generation.request import PromptRequest
@@ -32,7 +29,7 @@ from protocol.errors import RequestError, ServingError
 S = TypeVar("S", bound=Sink)
 
 
-class RequestWishes(Protocol):
+class OptionFields(Protocol):
     """The fields of a body that all APIs share."""
 
     @property
@@ -64,7 +61,7 @@ class RequestOptions:
     queue_timeout_s: float | None = None
 
     @classmethod
-    def of(cls, body: RequestWishes, label: str, salt: str | None = None) -> RequestOptions:
+    def from_body(cls, body: OptionFields, label: str, salt: str | None = None) -> RequestOptions:
         """Return the options of `body`. `salt` replaces the body's."""
         return cls(
             salt=body.cache_salt or "" if salt is None else salt,
@@ -76,24 +73,15 @@ class RequestOptions:
         )
 
 
-def raise_cached_refusal(service: Service) -> None:
-    """Raise the engine's recent refusal of this caller, if it is still valid.
-
-    Call this before rendering a prompt. It does not apply to a client that resumes a stream.
-    """
-    if LAST_EVENT_HEADER not in request.headers:
-        caller: Caller = g.caller
-        service.raise_cached_refusal(caller.account)
-
-
 class GenerationRunner:
     """Runs the choices of a request and watches its client. It must be closed in all cases."""
 
     def __init__(
         self,
         service: Service,
-        asks: Sequence[PromptRequest],
-        terms: RequestOptions,
+        context: RequestContext,
+        prompt_requests: Sequence[PromptRequest],
+        options: RequestOptions,
         *,
         needs_client: bool = True,
         is_whole: bool = False,
@@ -107,161 +95,166 @@ class GenerationRunner:
         is_whole       the client waits for the whole answer, so its own timeout applies
         """
         self.service = service
-        context: RequestContext = g.context
-        caller: Caller = g.caller
-        caller.check_limits(max(len(ask.choices) for ask in asks), terms.priority)
-        headers = request.headers if is_whole else None
-        patience = RequestTimeouts.from_request(
-            terms.timeout_s, terms.queue_timeout_s, service.config, headers
+        caller = context.caller
+        caller.check_limits(max(len(p.choices) for p in prompt_requests), options.priority)
+        headers = context.headers if is_whole else None
+        timeouts = RequestTimeouts.from_request(
+            options.timeout_s, options.queue_timeout_s, service.config, headers
         )
-        self.answer: ChoiceGroup = service.answer(
-            asks,
-            namespace=caller.namespace(terms.salt),
-            priority=terms.priority,
-            labels=[
-                label
-                for name in (terms.label, context.request_id)
-                if name
-                for label in caller.labels(name)
-            ],
+        names = [name for name in (options.label, context.request_id) if name]
+        self.group = service.new_group(
+            prompt_requests,
+            context.timeline,
+            namespace=caller.namespace(options.salt),
+            priority=options.priority,
+            labels=[label for name in names for label in caller.labels(name)],
             account=caller.account,
-            journal=context.journal,
-            patience=patience,
+            timeout_s=timeouts.timeout_s,
+            queue_timeout_s=timeouts.queue_timeout_s,
         )
-        if terms.timings:
-            measure(self.answer)
-        context.start(self.answer)
-        self.hang_up = HangUp(request.environ if needs_client else {}, self.answer.abandon)
-        try:
-            self.answer.open()
-            if needs_client and patience.queue_timeout_s:
-                self.answer.wait_started()
-        except BaseException as error:
-            if isinstance(error, RequestError) and len(self.answer.choices) == 1:
-                service.cache_refusal(caller.account, error)
-            self.close()
-            raise
+        if options.timings:
+            measure(self.group)
+        context.start(self.group)
+        self.hang_up = HangUp(context.environ if needs_client else {}, self.group.abandon)
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(self.close)
+            try:
+                self.group.open()
+                if needs_client and timeouts.queue_timeout_s:
+                    self.group.wait_started()
+            except RequestError as error:
+                if len(self.group.choices) == 1:
+                    service.cache_refusal(caller.account, error)
+                raise
+            on_failure.pop_all()
 
     def close(self) -> None:
         self.hang_up.close()
-        self.answer.close()
-        self.service.forget(self.answer)
+        self.group.close()
+        self.service.forget(self.group)
 
 
 def whole(
-    service: Service, asks: Sequence[PromptRequest], terms: RequestOptions
+    service: Service,
+    context: RequestContext,
+    prompt_requests: Sequence[PromptRequest],
+    options: RequestOptions,
 ) -> tuple[ChoiceGroup, CollectSink]:
     """Return the ended answer and its collected events. Raises the error that made it fail."""
-    return run_to_end(service, asks, terms, lambda answer: CollectSink(len(answer.choices)))
+    return run_to_end(
+        service, context, prompt_requests, options, lambda group: CollectSink(len(group.choices))
+    )
 
 
 def run_to_end(
     service: Service,
-    asks: Sequence[PromptRequest],
-    terms: RequestOptions,
-    sink_of: Callable[[ChoiceGroup], S],
+    context: RequestContext,
+    prompt_requests: Sequence[PromptRequest],
+    options: RequestOptions,
+    make_sink: Callable[[ChoiceGroup], S],
 ) -> tuple[ChoiceGroup, S]:
     """Return the ended answer and the sink that got all events. Raises the error that made it
     fail."""
-    opened = GenerationRunner(service, asks, terms, is_whole=True)
+    runner = GenerationRunner(service, context, prompt_requests, options, is_whole=True)
     try:
-        sink = sink_of(opened.answer)
-        opened.answer.attach(sink)
-        opened.answer.wait()
+        sink = make_sink(runner.group)
+        runner.group.attach(sink)
+        runner.group.wait()
     finally:
-        opened.close()
-    return opened.answer, sink
+        runner.close()
+    return runner.group, sink
 
 
 def stream(
     service: Service,
-    asks: Sequence[PromptRequest],
-    terms: RequestOptions,
-    sink_of: Callable[[ChoiceGroup, Outlet], Sink],
-) -> Response:
-    """Return a streamed response. `sink_of` creates the sink that writes to the outlet."""
-    opened = GenerationRunner(service, asks, terms)
-    answer = opened.answer
-    context: RequestContext = g.context
+    context: RequestContext,
+    prompt_requests: Sequence[PromptRequest],
+    options: RequestOptions,
+    make_sink: Callable[[ChoiceGroup, Outlet], Sink],
+) -> EventStream:
+    """Return a streamed response. `make_sink` creates the sink that writes to the outlet."""
+    runner = GenerationRunner(service, context, prompt_requests, options)
+    group = runner.group
     context.is_streaming = True
 
     def attach(outlet: Outlet) -> None:
-        if answer.is_gone:
+        if group.is_gone:
             outlet.cut()
-        sink = sink_of(answer, outlet)
-        if outlet.watch_buffer(answer.detach, partial(answer.attach, sink)):
-            answer.attach(sink)
+        sink = make_sink(group, outlet)
+        if outlet.watch_buffer(group.detach, partial(group.attach, sink)):
+            group.attach(sink)
 
     def end() -> None:
-        opened.close()
+        runner.close()
         context.close(200)
 
-    response = EventStream(
-        attach,
-        abandon=answer.abandon,
-        close=end,
-        closing=service.is_draining,
-        keep_alive_s=service.config.keep_alive_s,
-        send_timeout_s=service.config.send_timeout_s,
-    )
-    opened.hang_up.then = response.hang_up
-    return response
+    return _event_stream(service, runner.hang_up, attach, group.abandon, end)
 
 
 def detached(
     service: Service,
-    asks: Sequence[PromptRequest],
-    terms: RequestOptions,
-    sink_of: Callable[[ChoiceGroup], Sink],
+    context: RequestContext,
+    prompt_requests: Sequence[PromptRequest],
+    options: RequestOptions,
+    make_sink: Callable[[ChoiceGroup], Sink],
 ) -> None:
     """Start a generation that continues without its client until it ends or is aborted.
 
-    `sink_of` is called after the engine has accepted all choices.
+    `make_sink` is called after the engine has accepted all choices.
     """
-    opened = GenerationRunner(service, asks, terms, needs_client=False)
-    try:
-        opened.answer.attach(sink_of(opened.answer))
-    except BaseException:
-        opened.close()
-        raise
-    context: RequestContext = g.context
+    runner = GenerationRunner(service, context, prompt_requests, options, needs_client=False)
+    with contextlib.ExitStack() as on_failure:
+        on_failure.callback(runner.close)
+        runner.group.attach(make_sink(runner.group))
+        on_failure.pop_all()
     context.is_streaming = True
-    gevent.spawn(_close_after_end, opened, context)
+    gevent.spawn(_close_after_end, runner, context)
 
 
-def _close_after_end(opened: GenerationRunner, context: RequestContext) -> None:
+def _close_after_end(runner: GenerationRunner, context: RequestContext) -> None:
     with contextlib.suppress(ServingError, ClientGone):  # the sink got the error
-        opened.answer.wait()
-    opened.close()
+        runner.group.wait()
+    runner.close()
     context.close(200)
 
 
-class Listened(Protocol):
+class FrameSource(Protocol):
     """A source of frames for an outlet. Both methods may be called from the hub."""
 
     def listen(self, outlet: Outlet) -> None: ...
     def leave(self) -> None: ...
 
 
-def listening(service: Service, source: Listened, *, owns_exchange: bool = True) -> Response:
-    """Return a stream of the frames of `source`, which continues if the stream is closed.
+def follow(
+    service: Service, context: RequestContext, source: FrameSource, *, owns_context: bool = True
+) -> EventStream:
+    """Return a stream of the frames of `source`, which goes on if the stream is closed.
 
-    `owns_exchange`: the end of the stream is the end of the request.
+    `owns_context`: the end of the stream is the end of the request.
     """
-    context: RequestContext = g.context
     context.is_streaming = True
-    hang_up = HangUp(request.environ, source.leave)
+    hang_up = HangUp(context.environ, source.leave)
 
     def end() -> None:
         hang_up.close()
         source.leave()
-        if owns_exchange:
+        if owns_context:
             context.close(200)
 
+    return _event_stream(service, hang_up, source.listen, source.leave, end)
+
+
+def _event_stream(
+    service: Service,
+    hang_up: HangUp,
+    attach: Callable[[Outlet], None],
+    abandon: Callable[[], None],
+    close: Callable[[], None],
+) -> EventStream:
     response = EventStream(
-        source.listen,
-        abandon=source.leave,
-        close=end,
+        attach,
+        abandon=abandon,
+        close=close,
         closing=service.is_draining,
         keep_alive_s=service.config.keep_alive_s,
         send_timeout_s=service.config.send_timeout_s,

@@ -44,7 +44,7 @@ class BufferSink:
 
 
 class NullSink:
-    """Discards the events of an answer whose client has disconnected."""
+    """Discards events, as those of an answer whose client has disconnected."""
 
     def delta(self, choice: Choice, delta: OutputDelta) -> None:
         pass
@@ -56,7 +56,7 @@ class NullSink:
         pass
 
 
-class CollectSink:
+class CollectSink(NullSink):
     """Collects a whole answer: the deltas of each choice, joined into one."""
 
     def __init__(self, num_choices: int) -> None:
@@ -64,12 +64,6 @@ class CollectSink:
 
     def delta(self, choice: Choice, delta: OutputDelta) -> None:
         extend(self.whole[choice.index], delta)
-
-    def end(self) -> None:
-        pass
-
-    def fail(self, error: ServingError) -> None:
-        pass
 
 
 def extend(whole: OutputDelta, delta: OutputDelta) -> None:

@@ -1,1 +1,1 @@
-"""All that knows Flask, gunicorn or a socket."""
+"""Everything that uses Flask, gunicorn or sockets."""

@@ -1,7 +1,7 @@
 """Request bytes -> a checked struct. Errors name the field at fault.
 
-Sizes and counts are checked while the body is read, types and bounds while it is decoded (msgspec),
-and nesting after that. This module does not depend on the meaning of any field.
+The JSON is decoded once. Sizes and counts are checked while it is read, types and bounds while it
+is converted (msgspec), and nesting after that. No field has a meaning here.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ MAX_LISTED_FIELDS = 16
 MAX_SHOWN_CHARS = 64
 """The most characters of a request's key that an error shows."""
 MAX_SHORT_VALUES = 256
+MAX_NAMED_LEVELS = 8
+"""Levels of an invalid number's path that an error names."""
 BODY_S = 60
 SMALL_BYTES = 1 << 18
 """Bodies up to this size do not count in `BodyMemory`."""
@@ -50,14 +52,16 @@ TURN_S = 0.001
 _PIECE_BYTES = 1 << 16
 
 T = TypeVar("T")
+K = TypeVar("K", int, str)
 _WHERE = re.compile(r" - at (`key` in )?`\$\.?([^`]*)`$")
 _PLACE = re.compile(r"\[\d+\]")
 _STEP = re.compile(r"\[(\d+)\]|([^.\[\]]+)")
 _ANY_KEY = "[...]"
 """How msgspec's paths write any key of a mapping."""
+_items = msgspec.json.Decoder(list[msgspec.Raw]).decode
+_members = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _MISSING = re.compile(r"missing required field `([^`]+)`")
 _FIELD_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_top_level = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class BodyMemory:
@@ -76,18 +80,21 @@ class BodyMemory:
         entry = (num_bytes, turn)
         self._waiting.append(entry)
         self._admit()
-        try:
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(self._cancel, entry)
             if not turn.wait(timeout_s):
                 raise Overloaded(
                     "too many requests with large bodies at the same time", retry_after_s=1
                 )
-        except BaseException:
-            if turn.is_set():
-                self.release(num_bytes)
-            else:
-                self._waiting.remove(entry)
-                self._admit()
-            raise
+            on_failure.pop_all()
+
+    def _cancel(self, entry: tuple[int, Event]) -> None:
+        num_bytes, turn = entry
+        if turn.is_set():
+            self.release(num_bytes)
+        else:
+            self._waiting.remove(entry)
+            self._admit()
 
     def release(self, num_bytes: int) -> None:
         self._num_free += num_bytes
@@ -108,26 +115,21 @@ class BodyReader:
         self._memory = BodyMemory(NUM_LARGE * max_bytes)
         self._decoding = BoundedSemaphore()  # large bodies, one at a time
 
-    def parse(
-        self, request: Request, decoder: msgspec.json.Decoder[T], bounds: JsonBounds = USUAL_BOUNDS
-    ) -> T:
-        """Return the struct of a body; raises as `read` and `decode`."""
-        with self.read(request, bounds) as data:
-            return decode(data, decoder)
+    def parse(self, request: Request, kind: type[T], bounds: JsonBounds = USUAL_BOUNDS) -> T:
+        """Return the struct of a body; raises as `read` and `convert`."""
+        with self.read(request, bounds) as fields:
+            return convert(fields, kind)
 
     def parse_known(
-        self, request: Request, decoder: msgspec.json.Decoder[T], bounds: JsonBounds = USUAL_BOUNDS
+        self, request: Request, kind: type[T], bounds: JsonBounds = USUAL_BOUNDS
     ) -> tuple[T, list[str]]:
         """Return the struct of a body, and the names of its `unknown_fields`."""
-        with self.read(request, bounds) as data:
-            body = decode(data, decoder)
-            if len(data) > SMALL_BYTES:
-                gevent.sleep(TURN_S)
-            return body, unknown_fields(data, type(body))  # type: ignore[arg-type]
+        with self.read(request, bounds) as fields:
+            return convert(fields, kind), unknown_fields(fields, kind)
 
     @contextlib.contextmanager
-    def read(self, request: Request, bounds: JsonBounds = USUAL_BOUNDS) -> Iterator[bytes]:
-        """Yield the body of a JSON request. It must be decoded inside the `with`.
+    def read(self, request: Request, bounds: JsonBounds = USUAL_BOUNDS) -> Iterator[Any]:
+        """Yield the decoded body of a JSON request. It must be converted inside the `with`.
 
         A request without a content type is treated as JSON. Raises 413 if the body is longer than
         `max_bytes`, 415 for another content type, 408 if it takes longer than BODY_S to arrive,
@@ -148,7 +150,10 @@ class BodyReader:
             if len(data) > SMALL_BYTES:
                 held.enter_context(self._decoding)
                 gevent.sleep(TURN_S)
-            yield data
+            fields = decode_json(data)
+            if len(data) > SMALL_BYTES:
+                gevent.sleep(TURN_S)
+            yield fields
 
     def _receive(self, request: Request, bounds: JsonBounds, held: contextlib.ExitStack) -> bytes:
         length = request.content_length
@@ -185,19 +190,68 @@ def _check_type(request: Request) -> None:
         raise UnsupportedMediaType(f"the body must be application/json, not {request.mimetype}")
 
 
-def decode(data: bytes, decoder: msgspec.json.Decoder[T]) -> T:
-    """Raises InvalidRequest; `param` is the path of the invalid field, if it is known."""
+def decode_json(data: bytes) -> Any:
+    """Return the JSON value. Raises InvalidRequest; `param` is the path of a number that is too
+    large."""
     try:
-        return decoder.decode(data)
-    except msgspec.ValidationError as error:
-        raise _invalid_field(str(error), data, decoder) from None
+        return msgspec.json.decode(data)
     except RecursionError:
         raise InvalidRequest("the body is nested too deeply") from None
+    except msgspec.ValidationError as error:
+        message = _WHERE.sub("", str(error))
+        path = _invalid_number(data)
+        raise InvalidRequest(f"{path}: {message}" if path else message, param=path) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from None
 
 
-def _invalid_field(text: str, data: bytes, decoder: msgspec.json.Decoder[Any]) -> InvalidRequest:
+def _invalid_number(data: bytes) -> str | None:
+    """Return the path of the first value that msgspec cannot represent, at most MAX_NAMED_LEVELS
+    deep; None if a key on the way is not safe to show."""
+    path = ""
+    value = msgspec.Raw(data)
+    for _ in range(MAX_NAMED_LEVELS):
+        first = bytes(value).lstrip()[:1]
+        if first == b"[":
+            place, value = _first_invalid(enumerate(_items(value)))
+            path += f"[{place}]"
+        elif first == b"{":
+            key, value = _first_invalid(_members(value).items())
+            if not _FIELD_NAME.fullmatch(key):
+                return None
+            path += f".{key}"
+        else:
+            break
+    return path.removeprefix(".") or None
+
+
+def _first_invalid(values: Iterable[tuple[K, msgspec.Raw]]) -> tuple[K, msgspec.Raw]:
+    return next((key, value) for key, value in values if not _is_valid(value))
+
+
+def _is_valid(data: msgspec.Raw) -> bool:
+    try:
+        msgspec.json.decode(data)
+    except msgspec.ValidationError:
+        return False
+    return True
+
+
+def convert(fields: Any, kind: type[T]) -> T:
+    """Return the struct of a decoded body. Raises InvalidRequest; `param` is the path of the
+    invalid field."""
+    try:
+        return msgspec.convert(fields, kind, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise _invalid_field(str(error), fields, kind) from None
+
+
+def decode(data: bytes, kind: type[T]) -> T:
+    """Return the struct of a body. Raises what `decode_json` and `convert` raise."""
+    return convert(decode_json(data), kind)
+
+
+def _invalid_field(text: str, fields: Any, kind: type) -> InvalidRequest:
     """Return the error for msgspec's message, such as "Expected `int` >= 1 - at `$.n`"."""
     where = _WHERE.search(text)
     path = where[2] if where else ""
@@ -207,10 +261,7 @@ def _invalid_field(text: str, data: bytes, decoder: msgspec.json.Decoder[Any]) -
         return InvalidRequest(f"{path}: this field is required", param=path)
     mapping, is_inside, rest = path.partition(_ANY_KEY)
     if is_inside or (where and where[1]):
-        try:
-            key = _key_at_fault(text, data, decoder, mapping)
-        except (ValueError, LookupError, RecursionError):  # malformed later on, or a duplicate key
-            key = None
+        key = _key_at_fault(text, fields, kind, mapping)
         if key is not None and _FIELD_NAME.fullmatch(key):
             path = f"{mapping}.{key}{rest}"
         if key is not None and not is_inside:
@@ -219,28 +270,20 @@ def _invalid_field(text: str, data: bytes, decoder: msgspec.json.Decoder[Any]) -
     return InvalidRequest(f"{param}: {message}" if param else message, param=param)
 
 
-def _key_at_fault(
-    text: str, data: bytes, decoder: msgspec.json.Decoder[Any], path: str
-) -> str | None:
-    """Return the key of the mapping at `path` that `decoder` rejects; None if it is not found.
+def _key_at_fault(text: str, fields: Any, kind: type, path: str) -> str | None:
+    """Return the key of the mapping at `path` that `kind` rejects; None if it is not found.
 
-    msgspec does not name the key. So the mapping is decoded again with fewer of its members, until
-    the first is found with which the error is the same. Of the values around the mapping, only
-    short ones are decoded again: they may determine its type.
+    msgspec does not name the key. So the mapping is converted again with fewer of its members,
+    until the first is found with which the error is the same. Of the values around the mapping,
+    only short ones are converted again: they may determine its type.
     """
     steps = [int(place) if place else name for place, name in _STEP.findall(path)]
-    around: list[dict[str, msgspec.Raw]] = []
-    inner = msgspec.Raw(data)
+    around: list[dict[str, Any]] = []
+    inner = fields
     for step in steps:
-        if isinstance(step, int):
-            inner = msgspec.json.decode(inner, type=list[msgspec.Raw])[step]
-            around.append({})
-        else:
-            beside = msgspec.json.decode(inner, type=dict[str, msgspec.Raw])
-            inner = beside[step]
-            short = len(beside) <= MAX_SHORT_VALUES
-            around.append({k: v for k, v in beside.items() if short and len(v) <= MAX_SHOWN_CHARS})
-    members = list(msgspec.json.decode(inner, type=dict[str, msgspec.Raw]).items())
+        around.append({} if isinstance(step, int) else _short_values(inner))
+        inner = inner[step]
+    members = list(inner.items())
     same = _PLACE.sub("[0]", text)
 
     def fails(count: int) -> bool:
@@ -248,13 +291,24 @@ def _key_at_fault(
         for step, beside in zip(reversed(steps), reversed(around), strict=True):
             value = [value] if isinstance(step, int) else {**beside, step: value}
         try:
-            decoder.decode(msgspec.json.encode(value))
+            msgspec.convert(value, kind, str_keys=True)
         except msgspec.ValidationError as error:
             return str(error) == same
         return False
 
     place = bisect_left(range(1, len(members) + 1), True, key=fails)
     return members[place][0] if place < len(members) else None
+
+
+def _short_values(mapping: dict[str, Any]) -> dict[str, Any]:
+    """Return the values that may determine the type of others, such as tags."""
+    if len(mapping) > MAX_SHORT_VALUES:
+        return {}
+    return {
+        key: value
+        for key, value in mapping.items()
+        if not isinstance(value, dict | list) and len(str(value)) <= MAX_SHOWN_CHARS
+    }
 
 
 def check_depth(value: Any, param: str) -> None:
@@ -279,23 +333,17 @@ def _inside(value: Any) -> Iterable[Any]:
     return value if isinstance(value, list) else ()
 
 
-def has_field(data: bytes, name: str) -> bool:
-    """Return whether the body has this top-level field, if two kinds of body share a route."""
-    return name in decode(data, _top_level)
-
-
-def unknown_fields(data: bytes, kind: type[msgspec.Struct]) -> list[str]:
+def unknown_fields(fields: dict[str, Any], kind: type) -> list[str]:
     """Return the top-level fields that `kind` does not have. They are accepted and have no effect.
 
-    Only names that are safe in a header are returned, at most MAX_LISTED_FIELDS. Raises
-    InvalidRequest for a name that is not valid UTF-8, which decoding a struct does not notice.
+    Only names that are safe in a header are returned, at most MAX_LISTED_FIELDS.
     """
     known = _field_names(kind)
-    names = [name for name in decode(data, _top_level) if name not in known]
+    names = [name for name in fields if name not in known]
     return [name for name in names if _FIELD_NAME.fullmatch(name)][:MAX_LISTED_FIELDS]
 
 
 @cache
-def _field_names(kind: type[msgspec.Struct]) -> frozenset[str]:
+def _field_names(kind: type) -> frozenset[str]:
     """Return the field names in JSON. Cached: this is slower than decoding a request."""
     return frozenset(field.encode_name for field in msgspec.structs.fields(kind))

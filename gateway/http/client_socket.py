@@ -6,10 +6,15 @@ client that does not read is disconnected if more than MAX_BUFFERED_BYTES wait f
 read nothing for `send_timeout_s`. Each client has a buffer of its own, so a slow client does not
 delay others. The writer is notified when the buffer fills and when it is empty again
 (`Outlet.watch_buffer`), so that it can hold output back.
+
+Direct writes rest on private details of gunicorn and gevent: ALREADY_HANDLED, "gunicorn.socket" in
+the environ, and a socket's `_sock`. So setup.py allows only versions whose oldest and newest are
+tested (`tests/oldest.py`).
 """
 
 from __future__ import annotations
 
+import _socket
 import contextlib
 import socket
 import time
@@ -21,7 +26,9 @@ import gevent
 from gevent import get_hub
 from gevent.event import Event
 from gevent.socket import wait_write
+from gunicorn.workers.base_async import ALREADY_HANDLED
 
+NOT_GUNICORN = "the server was not started with gateway/gunicorn_conf.py"
 MAX_BUFFERED_BYTES = 1 << 20
 """A single write to an empty buffer may be longer, for example an echoed prompt."""
 ROOM_POLL_S = 0.01
@@ -48,6 +55,26 @@ def client_socket(environ: Mapping[str, Any]) -> Any | None:
 def can_take_over(environ: Mapping[str, Any]) -> bool:
     """Return whether the response may be written directly to the socket: HTTP/1.1 on plain TCP."""
     return client_socket(environ) is not None and environ.get("SERVER_PROTOCOL") == "HTTP/1.1"
+
+
+def takeover_obstacle(worker: Any) -> str | None:
+    """Return why streams on this gunicorn worker go through WSGI; None if nothing prevents direct
+    writes. This checks, at the start, the private details of gunicorn and gevent used here."""
+    if worker.cfg.is_ssl:
+        return "the connections use TLS"
+    if not worker.is_already_handled(ALREADY_HANDLED):
+        return "this version of gunicorn does not let a response be written by the application"
+    with gevent.socket.socket() as sock:
+        if not isinstance(getattr(sock, "_sock", None), _socket.socket):
+            return "this version of gevent does not expose its plain sockets"
+    return None
+
+
+def describe_writing(obstacle: str | None) -> str:
+    """Return the log line about how streams are written. HTTP/1.0 always goes through WSGI."""
+    if obstacle is None:
+        return "streams: written directly to the client's socket"
+    return f"streams: written through WSGI, because {obstacle}"
 
 
 def linger(sock: Any) -> None:
@@ -138,7 +165,7 @@ class Outlet:
 
     on_overflow     called when the client is disconnected because it does not read
     keep_alive      written after `keep_alive_s` of silence; see `set_keep_alive`
-    send_timeout_s  longest time in which the client may read nothing of what waits for it
+    send_timeout_s  longest time that the client may read nothing while output waits for it
     """
 
     def __init__(
@@ -192,7 +219,7 @@ class Outlet:
         self.finish()
 
     def wait_drained(self) -> None:
-        """Wait until the buffer is empty, in a greenlet that writes more than fits at once."""
+        """Wait until the buffer is empty. For a greenlet that writes more than the buffer holds."""
         while self._buffer and not self.is_cut:
             gevent.sleep(ROOM_POLL_S)
 
@@ -254,7 +281,8 @@ class SocketOutlet(Outlet):
             self._on_full()
 
     def run(self) -> None:
-        """Block until everything is sent or the client is cut off. For the request's greenlet."""
+        """Block until everything is sent or the client is cut off. Call this in the request's
+        greenlet."""
         while True:
             self._wait_for_output()
             self._flush()

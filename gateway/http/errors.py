@@ -11,7 +11,7 @@ import math
 import uuid
 from dataclasses import dataclass
 
-from gateway.auth.refusals import Forbidden, MalformedTarget, NoSuchRoute, Unauthenticated
+from gateway.auth.gate import Forbidden, MalformedTarget, NoSuchRoute, Unauthenticated
 from protocol.errors import (
     ContextTooLong,
     Draining,

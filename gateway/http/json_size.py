@@ -81,10 +81,10 @@ def too_much(text: bytes, excess: str) -> InvalidRequest:
 
 
 def open_field(text: bytes) -> str | None:
-    """Return the field that unfinished JSON breaks off in, down to its first array; None in no
-    field, or if its name cannot be shown.
+    """Return the path of the field in which unfinished JSON ends, down to its first array.
 
-    Walks back from the end, over the keys of the objects that are still open.
+    Return None if it ends outside a field, or if the field's name cannot be shown. The search goes
+    back from the end, over the keys of the objects that are still open.
     """
     parts, _ = _parts(text)
     is_inside = len(parts) % 2 == 0

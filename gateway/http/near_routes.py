@@ -18,7 +18,8 @@ _ALL = "GET /openapi.json lists all routes"
 
 
 class NearRoutes:
-    """The routes of an application, as `METHOD /path/{variable}`."""
+    """Builds the messages of 404 and 405 errors. A 404 lists similar routes of the application, as
+    `METHOD /path/{variable}`."""
 
     def __init__(self, rules: Iterable[ScopeRule]) -> None:
         methods: dict[str, set[str]] = {}

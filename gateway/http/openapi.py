@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.http.operation import Operation
+from gateway.http.route import Operation
 
 OPENAPI = "3.2.0"
 TITLE = "Tidegate"

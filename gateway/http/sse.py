@@ -28,6 +28,8 @@ from gateway.http.client_socket import (
 
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
+LAST_EVENT_HEADER = "Last-Event-ID"
+"""Sent by a client that resumes a stream."""
 
 
 def frame(data: bytes) -> bytes:

@@ -49,9 +49,6 @@ class RequestTimeouts:
         )
 
 
-UNLIMITED = RequestTimeouts()
-
-
 def client_timeout_s(headers: TimeoutHeaders) -> float:
     """Return the client's own timeout; 0 if it sends none, or an invalid one."""
     for name in CLIENT_HEADERS:

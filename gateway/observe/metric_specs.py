@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+M = TypeVar("M", Counter, Gauge, Histogram)
 
 WAIT_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 REQUEST_BUCKETS = (0.01, 0.05, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -32,7 +34,7 @@ class MetricSpec:
     #: How prometheus_client combines a gauge's values of several processes.
     multiprocess_mode: str = ""
 
-    def make(self, kind: type[Any], registry: CollectorRegistry) -> Any:
+    def make(self, kind: type[M], registry: CollectorRegistry) -> M:
         """Register and return the metric; `kind` is Counter, Gauge or Histogram."""
         options: dict[str, Any] = {"buckets": self.buckets} if self.buckets else {}
         if self.multiprocess_mode:
@@ -40,168 +42,123 @@ class MetricSpec:
         return kind(self.name, self.help, self.labels, registry=registry, **options)
 
 
-class Series:
-    """The gateway's metrics. They are created from the annotations, in this order."""
-
-    open_answers: Annotated[
-        Gauge,
-        MetricSpec(
-            "tidegate_open_answers",
-            "Inference requests in progress",
-            multiprocess_mode="livesum",
-        ),
-    ]
-    requests: Annotated[
-        Counter, MetricSpec("tidegate_requests", "HTTP requests", labels=("route", "status"))
-    ]
-    ends: Annotated[
-        Counter,
-        MetricSpec(
-            "tidegate_request_ends",
-            "HTTP requests by how they ended, without health checks and scrapes",
-            labels=("end",),
-        ),
-    ]
-    prompt_tokens: Annotated[
-        Counter, MetricSpec("tidegate_prompt_tokens", "Prompt tokens of accepted requests")
-    ]
-    cached_tokens: Annotated[
-        Counter,
-        MetricSpec("tidegate_cached_tokens", "Prompt tokens found in a cache"),
-    ]
-    generated_tokens: Annotated[
-        Counter,
-        MetricSpec(
-            "tidegate_generated_tokens",
-            "Generated tokens, up to the end of the answer or the disconnect of its client",
-        ),
-    ]
-    finishes: Annotated[
-        Counter,
-        MetricSpec("tidegate_answers", "Inference requests by finish reason", labels=("finish",)),
-    ]
-    choices: Annotated[
-        Counter,
-        MetricSpec(
-            "tidegate_choices",
-            "Choices of accepted requests, by finish reason",
-            labels=("finish",),
-        ),
-    ]
-    first_token_s: Annotated[
-        Histogram,
-        MetricSpec(
-            "tidegate_time_to_first_token_seconds",
-            "Time from the start of a request to its first token",
-            buckets=WAIT_BUCKETS,
-        ),
-    ]
-    token_s: Annotated[
-        Histogram,
-        MetricSpec(
-            "tidegate_time_per_output_token_seconds",
-            "Mean time between two tokens of a choice",
-            buckets=TOKEN_BUCKETS,
-        ),
-    ]
-    request_s: Annotated[
-        Histogram,
-        MetricSpec(
-            "tidegate_request_seconds",
-            "Time from the start of an accepted inference request to its end",
-            labels=("route",),
-            buckets=REQUEST_BUCKETS,
-        ),
-    ]
-    stage_s: Annotated[
-        Histogram,
-        MetricSpec(
-            "tidegate_stage_seconds",
-            "Time that accepted requests spent in each stage",
-            labels=("stage",),
-            buckets=WAIT_BUCKETS,
-        ),
-    ]
-    inference_s: Annotated[
-        Histogram,
-        MetricSpec(
-            "tidegate_inference_seconds",
-            "Time that accepted requests spent in prefill and decode, recomputation included",
-            buckets=REQUEST_BUCKETS,
-        ),
-    ]
-    request_prompt_tokens: Annotated[
-        Histogram,
-        MetricSpec(
-            "tidegate_request_prompt_tokens",
-            "Prompt tokens per accepted request",
-            buckets=COUNT_BUCKETS,
-        ),
-    ]
-    request_generated_tokens: Annotated[
-        Histogram,
-        MetricSpec(
-            "tidegate_request_generated_tokens",
-            "Generated tokens per accepted request",
-            buckets=COUNT_BUCKETS,
-        ),
-    ]
-    request_max_tokens: Annotated[
-        Histogram,
-        MetricSpec(
-            "tidegate_request_max_tokens",
-            "max_tokens of each choice of an accepted request, if the request set it",
-            buckets=COUNT_BUCKETS,
-        ),
-    ]
-    request_choices: Annotated[
-        Histogram,
-        MetricSpec(
-            "tidegate_request_choices",
-            "Choices per accepted request",
-            buckets=CHOICE_BUCKETS,
-        ),
-    ]
-    draft_acceptance: Annotated[
-        Histogram,
-        MetricSpec(
-            "tidegate_draft_acceptance",
-            "Share of a request's draft tokens that were accepted",
-            buckets=SHARE_BUCKETS,
-        ),
-    ]
-    free_s: Annotated[
-        Histogram,
-        MetricSpec(
-            "tidegate_disconnect_to_free_seconds",
-            "Time from a client's disconnect to the release of its slots and blocks in the engine",
-            buckets=WAIT_BUCKETS,
-        ),
-    ]
-    handovers: Annotated[
-        Counter,
-        MetricSpec(
-            "tidegate_handovers",
-            "Requests whose prompt a prefill engine computed and a decode engine continued",
-        ),
-    ]
-    fallbacks: Annotated[
-        Counter,
-        MetricSpec(
-            "tidegate_handover_fallbacks",
-            "Requests whose prompt was computed by the decode engine as a fallback, by cause",
-            labels=("cause",),
-        ),
-    ]
-    wire_errors: Annotated[
-        Counter,
-        MetricSpec(
-            "tidegate_gateway_wire_errors",
-            "Malformed messages from an engine, dropped by the gateway",
-        ),
-    ]
+class GatewaySeries:
+    """The gateway's metrics, registered in this order. `specs` are their declarations."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        for attribute, declared in get_type_hints(Series, include_extras=True).items():
-            kind, spec = get_args(declared)
-            setattr(self, attribute, spec.make(kind, registry))
+        self.registry = registry
+        self.specs: list[MetricSpec] = []
+        self._add_counts()
+        self._add_times()
+        self._add_per_request()
+        self._add_faults()
+
+    def _add_counts(self) -> None:
+        open_spec = MetricSpec(
+            "tidegate_open_answers", "Inference requests in progress", multiprocess_mode="livesum"
+        )
+        self.open_answers = self._add(Gauge, open_spec)
+        self.requests = self._counter("tidegate_requests", "HTTP requests", "route", "status")
+        self.ends = self._counter(
+            "tidegate_request_ends",
+            "HTTP requests by how they ended, without health checks and scrapes",
+            "end",
+        )
+        self.prompt_tokens = self._counter(
+            "tidegate_prompt_tokens", "Prompt tokens of accepted requests"
+        )
+        self.cached_tokens = self._counter(
+            "tidegate_cached_tokens", "Prompt tokens found in a cache"
+        )
+        self.generated_tokens = self._counter(
+            "tidegate_generated_tokens",
+            "Generated tokens, up to the end of the answer or the disconnect of its client",
+        )
+        self.finishes = self._counter(
+            "tidegate_answers", "Inference requests by finish reason", "finish"
+        )
+        self.choices = self._counter(
+            "tidegate_choices", "Choices of accepted requests, by finish reason", "finish"
+        )
+
+    def _add_times(self) -> None:
+        self.first_token_s = self._histogram(
+            "tidegate_time_to_first_token_seconds",
+            "Time from the start of a request to its first token",
+            WAIT_BUCKETS,
+        )
+        self.token_s = self._histogram(
+            "tidegate_time_per_output_token_seconds",
+            "Mean time between two tokens of a choice",
+            TOKEN_BUCKETS,
+        )
+        self.request_s = self._histogram(
+            "tidegate_request_seconds",
+            "Time from the start of an accepted inference request to its end",
+            REQUEST_BUCKETS,
+            "route",
+        )
+        self.stage_s = self._histogram(
+            "tidegate_stage_seconds",
+            "Time that accepted requests spent in each stage",
+            WAIT_BUCKETS,
+            "stage",
+        )
+        self.inference_s = self._histogram(
+            "tidegate_inference_seconds",
+            "Time that accepted requests spent in prefill and decode, recomputation included",
+            REQUEST_BUCKETS,
+        )
+
+    def _add_per_request(self) -> None:
+        self.request_prompt_tokens = self._histogram(
+            "tidegate_request_prompt_tokens", "Prompt tokens per accepted request", COUNT_BUCKETS
+        )
+        self.request_generated_tokens = self._histogram(
+            "tidegate_request_generated_tokens",
+            "Generated tokens per accepted request",
+            COUNT_BUCKETS,
+        )
+        self.request_max_tokens = self._histogram(
+            "tidegate_request_max_tokens",
+            "max_tokens of each choice of an accepted request, if the request set it",
+            COUNT_BUCKETS,
+        )
+        self.request_choices = self._histogram(
+            "tidegate_request_choices", "Choices per accepted request", CHOICE_BUCKETS
+        )
+        self.draft_acceptance = self._histogram(
+            "tidegate_draft_acceptance",
+            "Share of a request's draft tokens that were accepted",
+            SHARE_BUCKETS,
+        )
+        self.free_s = self._histogram(
+            "tidegate_disconnect_to_free_seconds",
+            "Time from a client's disconnect to the release of its slots and blocks in the engine",
+            WAIT_BUCKETS,
+        )
+
+    def _add_faults(self) -> None:
+        self.handovers = self._counter(
+            "tidegate_handovers",
+            "Requests whose prompt a prefill engine computed and a decode engine continued",
+        )
+        self.fallbacks = self._counter(
+            "tidegate_handover_fallbacks",
+            "Requests whose prompt was computed by the decode engine as a fallback, by cause",
+            "cause",
+        )
+        self.wire_errors = self._counter(
+            "tidegate_gateway_wire_errors",
+            "Malformed messages from an engine, dropped by the gateway",
+        )
+
+    def _counter(self, name: str, help: str, *labels: str) -> Counter:
+        return self._add(Counter, MetricSpec(name, help, labels))
+
+    def _histogram(self, name: str, help: str, buckets: Sequence[float], *labels: str) -> Histogram:
+        return self._add(Histogram, MetricSpec(name, help, labels, buckets))
+
+    def _add(self, kind: type[M], spec: MetricSpec) -> M:
+        self.specs.append(spec)
+        return spec.make(kind, self.registry)

@@ -22,7 +22,7 @@ from prometheus_client.registry import Collector
 from gateway.engine.client import ClientLine
 from gateway.generation.record import AnswerRecord, ChoiceRecord, RequestRecord
 from gateway.observe.engine_metrics import EngineCollector
-from gateway.observe.metric_specs import Series
+from gateway.observe.metric_specs import GatewaySeries
 from gateway.observe.vllm_names import aliased
 from protocol.messages import Times
 
@@ -39,7 +39,7 @@ STAGES = {
 """Label of `tidegate_stage_seconds` -> field of Times. The label "tokenize" has no field there."""
 
 
-class Metrics(Series):
+class Metrics(GatewaySeries):
     """Counts requests and renders `/metrics`.
 
     lines       returns the connections to the engines, whose last statistics are exported
@@ -49,8 +49,7 @@ class Metrics(Series):
     def __init__(
         self, lines: Callable[[], Sequence[ClientLine]], model_name: Callable[[], str] = lambda: ""
     ) -> None:
-        self._registry = CollectorRegistry()
-        super().__init__(self._registry)
+        super().__init__(CollectorRegistry())
         self._model_name = model_name
         self._engines = EngineCollector(lines)
 
@@ -108,7 +107,7 @@ class Metrics(Series):
             source = CollectorRegistry()
             MultiProcessCollector(source)  # type: ignore[no-untyped-call]
         else:
-            source = self._registry
+            source = self.registry
         ours = [*source.collect(), *self._engines.collect()]
         exported = CollectorRegistry()
         exported.register(_Collected([*ours, *aliased(ours, self._model_name())]))

@@ -8,9 +8,9 @@ of the slowest choice, and tokens are those of all.
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from gateway.formats.events import OutputDelta
 from gateway.generation.group import ChoiceGroup
@@ -58,7 +58,7 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
     total_ms: float
 
 
-class MeasuredReader:
+class MeasuredParser:
     """Measures the time of a parser. Only used on request: it reads the clock twice per output."""
 
     __slots__ = ("_inner", "spent_s")
@@ -79,19 +79,17 @@ class MeasuredReader:
             self.spent_s += time.perf_counter() - began
 
 
-def measure(answer: ChoiceGroup) -> None:
-    """Measure parsing for `told_timings`. Call this before the answer is opened."""
-    for choice in answer.choices:
-        choice.reader = MeasuredReader(choice.reader)
+def measure(group: ChoiceGroup) -> None:
+    """Measure parsing for `timings_of_group`. Call this before the group is opened."""
+    for choice in group.choices:
+        choice.parser = MeasuredParser(choice.parser)
 
 
-def told_timings(answer: ChoiceGroup) -> dict[str, Any]:
-    """Return the response's `timings`, or an empty dict if they were not requested."""
-    readers = [choice.reader for choice in answer.choices]
-    spent = [reader.spent_s for reader in readers if isinstance(reader, MeasuredReader)]
-    if not spent:
-        return {}
-    return {"timings": timings_of(answer_record(answer.journal, answer), sum(spent))}
+def timings_of_group(group: ChoiceGroup) -> Timings | UnsetType:
+    """Return the response's `timings`; UNSET if they were not requested."""
+    parsers = [choice.parser for choice in group.choices]
+    spent = [parser.spent_s for parser in parsers if isinstance(parser, MeasuredParser)]
+    return timings_of(answer_record(group.timeline, group), sum(spent)) if spent else UNSET
 
 
 def timings_of(record: AnswerRecord, detokenize_s: float) -> Timings:

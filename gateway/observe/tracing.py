@@ -159,7 +159,7 @@ def _answer_attributes(answer: AnswerRecord) -> Attributes:
 
 
 def stages_of(record: RequestRecord) -> Iterator[tuple[str, int, int]]:
-    """(name, start, end in nanoseconds since 1970) of each stage that took any time."""
+    """Yield each stage that took any time: (name, start, end), in nanoseconds since 1970."""
     answer = record.answer
     if answer is None or answer.asked_s is None:
         return

@@ -103,7 +103,7 @@ def renamed(metric: Metric, name: str, alias: Alias, extra: Labels) -> Metric:
             continue
         if sample.name.endswith("_created"):
             continue
-        labels = extra | {"engine": engine(sample.labels)} | _kept(alias, sample)
+        labels = extra | {"engine": engine(sample.labels)} | _labels(alias, sample)
         suffix = sample.name.removeprefix(metric.name)
         sums[name + suffix, tuple(labels.items())] += sample.value
     found = Metric(name, metric.documentation, metric.type)
@@ -111,11 +111,11 @@ def renamed(metric: Metric, name: str, alias: Alias, extra: Labels) -> Metric:
     return found
 
 
-def _kept(alias: Alias, sample: Sample) -> Labels:
-    kept = {"le": sample.labels["le"]} if "le" in sample.labels else {}
+def _labels(alias: Alias, sample: Sample) -> Labels:
+    labels = {"le": sample.labels["le"]} if "le" in sample.labels else {}
     for label, (name, values) in alias.keeps.items():
-        kept[name] = values.get(sample.labels[label], sample.labels[label])
-    return kept
+        labels[name] = values.get(sample.labels[label], sample.labels[label])
+    return labels
 
 
 def _engine_numbering() -> Callable[[Labels], str]:

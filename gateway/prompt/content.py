@@ -24,9 +24,10 @@ PART_SEPARATOR = "\n"
 def template_messages(
     messages: Sequence[Any], habits: TemplateTraits, param: str = "messages"
 ) -> list[dict[str, Any]]:
-    """Return `messages` for a template. Raises InvalidRequest, naming `messages[i]...`.
+    """Check `messages` and convert them to the form that a template with these traits reads.
 
-    `param` is the path of the messages in the request.
+    `param` is the path of the messages in the request. Raises InvalidRequest if a message is
+    invalid; the error names the field, such as `messages[2].role`.
     """
     if not messages:
         raise InvalidRequest(f"{param} must contain at least one message", param=param)

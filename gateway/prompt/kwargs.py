@@ -70,8 +70,12 @@ class ThinkingFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ThinkingOptions(msgspec.Struct, frozen=True):
-    """The requested thinking; None: not specified. `mode` is the template's own word, if the
-    request used one."""
+    """Options that control thinking. A field is None if it is not specified.
+
+    thinks  whether the model thinks before it answers
+    mode    the template's own word for the kind of thinking, if the request used one
+    effort  the reasoning effort
+    """
 
     thinks: bool | None = None
     mode: str | None = None

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import jinja2
 import msgspec
 
-from gateway.prompt.sandbox import ChatEnvironment, Now
+from gateway.prompt.environment import ChatEnvironment, Now
 from gateway.prompt.thinking import ThinkingProfile, thinking_profile
 from protocol.errors import InvalidRequest
 

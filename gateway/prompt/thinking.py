@@ -13,7 +13,7 @@ import jinja2
 import msgspec
 from jinja2 import meta, nodes
 
-from gateway.prompt.sandbox import ChatEnvironment
+from gateway.prompt.environment import ChatEnvironment
 
 SWITCHES = ("enable_thinking", "thinking")
 MODE, EFFORT = "thinking_mode", "reasoning_effort"

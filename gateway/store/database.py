@@ -1,12 +1,12 @@
-"""The store's SQLite file. Methods block, and one thread may call them at a time.
+"""The store's SQLite file. `Store` calls a `Database` in a thread, in order.
 
 Invariants:
 
-- a run's events, end and response change in one transaction, so they are complete and in order;
-- a run ends once. If its lease expired and it was ended as dead, later batches of its process are
-  dropped, and that process is informed;
-- a reader never sees a dead run as open: it is ended first, with its last event (`epitaphs`);
-- records that were not used for `max_age_s` are deleted, and the least recently used ones while the
+- A run's events, end and response change in one transaction, so they are complete and in order.
+- A run ends once. If its lease expired and it was ended as dead, later batches of its process are
+  dropped, and that process is informed.
+- A reader never sees a dead run as open: the run is ended first, with a last event.
+- Records that were not used for `max_age_s` are deleted, and the least recently used ones while the
   file is larger than `max_bytes`. Open runs stay.
 
 The processes of one host may share the file (SQLite's WAL). It is private to its user.
@@ -16,13 +16,17 @@ from __future__ import annotations
 
 import os
 import sqlite3
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from gevent.threadpool import ThreadPool
 
 from gateway.store import queries
-from gateway.store.queries import Interruption, NewRun, Page, RunBatch, RunControl, StoredRecord
+from gateway.store.queries import Interruption, NewRun, RunBatch, RunControl, RunPage, StoredRecord
+from gateway.threads import result_of
 
 LEASE_S = 10.0
 BUSY_MS = 10_000
@@ -32,7 +36,8 @@ EVICTED_AT_ONCE = 16
 SPARED = 0.9
 """Share of `max_bytes` that is in use after an eviction."""
 
-EpitaphOf = Callable[[str, int, bytes | None], Interruption]
+T = TypeVar("T")
+Interrupt = Callable[[str, int, bytes | None], Interruption]
 """(run, number of its last event, the stored response) -> the end of a dead run."""
 
 
@@ -44,20 +49,59 @@ class BrokenChain(Exception):
         self.missing = missing
 
 
+class Store:
+    """The database for greenlets. Its work runs in order, in one thread, and blocks no greenlet.
+
+    The file is opened on first use, in the process that uses it.
+    """
+
+    def __init__(self, open_database: Callable[[], Database]) -> None:
+        self._open_database = open_database
+        self._pool: ThreadPool | None = None
+        self._database: Database | None = None
+
+    def call(self, work: Callable[[Database], T]) -> T:
+        """Run `work` in the store's thread and return its result.
+
+        Raise what `work` raises, and sqlite3.Error if the file cannot be used.
+        """
+        if self._pool is None:
+            self._pool = ThreadPool(1)
+        return result_of(self._pool, lambda: work(self._opened()))
+
+    def close(self) -> None:
+        if self._database is not None:
+            self.call(Database.close)
+        if self._pool is not None:
+            self._pool.kill()
+            self._pool = None
+
+    def _opened(self) -> Database:
+        if self._database is None:
+            self._database = self._open_database()
+        return self._database
+
+
 class Database:
+    """The open file. Methods block, and one thread may call them at a time.
+
+    interrupt  the kind of a run -> the function that ends it if its process died
+    runner     the unique name of this process
+    """
+
     def __init__(
         self,
         path: str,
-        epitaphs: Mapping[str, EpitaphOf],
+        interrupt: Mapping[str, Interrupt],
         *,
         max_bytes: int,
         max_age_s: float,
-        runner: str,
+        runner: str = "",
     ) -> None:
-        self._epitaphs = epitaphs
+        self._interrupt = interrupt
         self._max_bytes = max_bytes
         self._max_age_s = max_age_s
-        self._runner = runner
+        self._runner = runner or f"{os.getpid()}-{uuid.uuid4().hex}"
         self._swept_at = 0.0
         self._connection = _open(path)
 
@@ -153,7 +197,9 @@ class Database:
         with self._writing():
             self._execute(queries.WANT_RUN, run, until)
 
-    def page(self, run: str, owner: str, after: int, now: float, limit: int = 256) -> Page | None:
+    def page(
+        self, run: str, owner: str, after: int, now: float, limit: int = 256
+    ) -> RunPage | None:
         """Return the events after event `after`; None if this owner has no such run."""
         self._end_dead_runs(now)
         row = self._one(queries.GET_RUN, run, owner, now)
@@ -164,7 +210,7 @@ class Database:
         has_ended = row[0] is not None
         if has_ended and not frames:
             frames = self._end_of_dead_run(run, after)
-        return Page(frames, is_last=has_ended and len(frames) < limit)
+        return RunPage(frames, is_last=has_ended and len(frames) < limit)
 
     # ---- internals
 
@@ -195,7 +241,7 @@ class Database:
             for run, kind, wanted_until in dead:
                 (number,) = self._one(queries.NEXT_NUMBER, run) or (0,)
                 body = self._one(queries.BODY_OF, run)
-                end = self._epitaphs[kind](run, number, body[0] if body else None)
+                end = self._interrupt[kind](run, number, body[0] if body else None)
                 self._execute(queries.PUT_EVENT, run, number, end.frame)
                 window_s = max(0.0, (wanted_until or now) - now)
                 self._end(run, end.body, now, window_s)
@@ -233,13 +279,9 @@ class Database:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        self._connection.execute("BEGIN IMMEDIATE")
-        try:
+        with self._connection:  # commits, or rolls back after an exception
+            self._connection.execute("BEGIN IMMEDIATE")
             yield
-        except BaseException:
-            self._connection.execute("ROLLBACK")
-            raise
-        self._connection.execute("COMMIT")
 
     def _execute(self, statement: str, *values: Any) -> None:
         self._connection.execute(statement, values)
@@ -253,18 +295,17 @@ class Database:
 
 
 def _open(path: str) -> sqlite3.Connection:
-    """Raises sqlite3.Error."""
+    """Return a connection to the file, created if needed. Raise sqlite3.Error."""
     try:
         Path(path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
     except OSError as error:
         raise sqlite3.OperationalError(f"{path}: {error.strerror}") from None
     connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-    try:
+    with ExitStack() as on_failure:
+        on_failure.callback(connection.close)
         _prepare(connection, path)
-    except BaseException:
-        connection.close()
-        raise
+        on_failure.pop_all()
     return connection
 
 

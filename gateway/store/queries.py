@@ -151,7 +151,7 @@ class RunControl(msgspec.Struct, frozen=True):
     wanted_until: float | None
 
 
-class Page(msgspec.Struct, frozen=True):
+class RunPage(msgspec.Struct, frozen=True):
     """The next frames of a run. `is_last`: there will be no more."""
 
     frames: list[bytes]

@@ -9,8 +9,8 @@ import time
 import gevent
 
 from gateway.http.client_socket import Outlet
-from gateway.store.queries import Page
-from gateway.store.store import Store
+from gateway.store.database import Store
+from gateway.store.queries import RunPage
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class RunTail:
             gevent.sleep(POLL_S)
         return not page.is_last
 
-    def _page(self, now: float) -> Page | None:
+    def _page(self, now: float) -> RunPage | None:
         if now - self._wanted_at >= WANT_EVERY_S:
             self._wanted_at = now
             self._store.call(lambda database: database.want(self._run, now + self._window_s))

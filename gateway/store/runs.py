@@ -12,19 +12,27 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import gevent
 from gevent.event import Event
 
 from gateway.http.client_socket import Outlet
+from gateway.store.database import Database, Interrupt, Store
 from gateway.store.queries import NewRun, RunBatch, RunControl, StoredRecord
-from gateway.store.store import Store
+from protocol.config.gateway import NO_STORE, GatewayConfig
 
 log = logging.getLogger(__name__)
 
 FLUSH_S = 0.05
 BEAT_S = 0.5
+DAY_S = 86400.0
+RESPONSE = "response"
+"""Kind of a run that is a response generated in the background."""
+STREAM = "stream"
+"""Kind of a run that is a resumable stream."""
 
 
 class DetachedRun:
@@ -196,3 +204,41 @@ class Runs:
 def _is_unwanted(control: RunControl, now: float) -> bool:
     is_expired = control.wanted_until is not None and control.wanted_until < now
     return control.is_cancelled or is_expired
+
+
+@dataclass(frozen=True, slots=True)
+class Persistence:
+    """The store and its runs, by the operator's options.
+
+    window_s  how long a resumable stream waits for its client
+    """
+
+    store: Store
+    runs: Runs
+    window_s: float
+
+    @classmethod
+    def from_config(
+        cls, config: GatewayConfig, interrupt: Mapping[str, Interrupt]
+    ) -> Persistence | None:
+        """Return None if nothing is stored. For `interrupt` see Database."""
+        if config.response_store in ("", NO_STORE):
+            return None
+        store = Store(
+            partial(
+                Database,
+                config.response_store,
+                interrupt,
+                max_bytes=config.response_store_mib << 20,
+                max_age_s=config.response_store_days * DAY_S,
+            )
+        )
+        return cls(store, Runs(store, config.resume_s), config.resume_s)
+
+    @property
+    def is_busy(self) -> bool:
+        """Return whether a generation without a client is running."""
+        return bool(len(self.runs))
+
+    def close(self) -> None:
+        self.store.close()

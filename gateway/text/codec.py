@@ -26,11 +26,11 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 @dataclass(frozen=True, slots=True)
 class ByteCodec:
-    """A decoder as one function per token, and the characters stripped from the start of the text.
+    """Decodes each token to bytes on its own.
 
-    steps        applied to every token
-    first_steps  applied to the first token of a text instead
-    strip        the character stripped from the start of a text, at most `strip_max` times
+    steps        functions applied in turn to every token except the first one of a text
+    first_steps  functions applied in turn to the first token of a text
+    strip        the character to strip from the start of a text, at most `strip_max` times
     """
 
     steps: tuple[Step, ...]

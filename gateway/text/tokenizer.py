@@ -85,7 +85,7 @@ class Tokenizer:
             raise ContextTooLong(
                 f"{param} is {num_bytes:,} bytes long; this model takes "
                 f"{self.context_tokens:,} tokens, and texts of more than "
-                f"{self.max_text_bytes:,} bytes are not read",
+                f"{self.max_text_bytes:,} bytes are rejected",
                 param=param,
             )
         try:
@@ -200,5 +200,5 @@ def _num_bytes(text: str, param: str) -> int:
         return len(text.encode())
     except UnicodeEncodeError:
         raise InvalidRequest(
-            f"{param} holds half of a surrogate pair, which is no character", param=param
+            f"{param} holds half of a surrogate pair, which is not a character", param=param
         ) from None

@@ -42,4 +42,4 @@ LogFormat = Annotated[
     ),
 ]
 OnFailure = Literal["recompute", "error"]
-"""What to do if K/V cannot be fetched: compute it again, or end the request with an error."""
+"""The action if K/V cannot be fetched: compute it again, or end the request with an error."""

@@ -21,22 +21,14 @@ class EngineConfig(Config, frozen=True, kw_only=True):
     ] = 256
     steps_in_flight: Annotated[
         int,
-        about(
-            "most steps sent to the worker whose results have not come back; 2 plans the next"
-            " step while one runs",
-            ge=1,
-            le=2,
-        ),
+        about("most steps sent to the worker at once; 2: plan the next while one runs", ge=1, le=2),
     ] = 2
     prefix_cache: Annotated[
         bool, about("reuse computed blocks for prompts that start with the same tokens")
     ] = True
     speculation: Annotated[
         Literal["none", "ngram", "model"],
-        about(
-            "draft several tokens ahead and verify them in one step; ngram: from earlier text"
-            " of the same request; model: with the draft model"
-        ),
+        about("draft tokens ahead; ngram: from the request's own text; model: with --draft-model"),
     ] = "none"
     max_drafts: Annotated[
         int, about("most tokens drafted in one step, per request", ge=1, le=64)
@@ -48,8 +40,7 @@ class EngineConfig(Config, frozen=True, kw_only=True):
     draft_width: Annotated[
         int,
         about(
-            "tokens in a step that double its time; fewer tokens are drafted as a step comes "
-            "near this size. 0: use the measured cost of steps (32 if it cannot be measured)",
+            "tokens in a step that double its time, to limit drafts; 0: as measured, or 32",
             ge=0,
             le=1 << 16,
         ),
@@ -57,18 +48,15 @@ class EngineConfig(Config, frozen=True, kw_only=True):
     role: Annotated[
         Literal["both", "prefill", "decode"],
         about(
-            "prefill: compute prompts for other engines; decode: continue prompts computed by"
-            " other engines, and compute all others itself; both: do both"
+            "prefill: compute prompts for other engines; decode: continue their prompts, and "
+            "compute all others itself; both: do both"
         ),
     ] = "both"
     cluster_key: SharedKey = ""
     kv_lease_s: Annotated[
         float,
         about(
-            "drop K/V kept for another engine if it is not fetched or renewed within this "
-            "many seconds",
-            ge=1,
-            le=3600,
+            "drop K/V kept for another engine if not renewed for this many seconds", ge=1, le=3600
         ),
     ] = 30.0
     kv_timeout_s: Annotated[
@@ -76,40 +64,27 @@ class EngineConfig(Config, frozen=True, kw_only=True):
     ] = 10.0
     kv_on_failure: Annotated[
         OnFailure,
-        about(
-            "what to do with a request whose K/V cannot be fetched: compute its prompt again,"
-            " or end it with an error"
-        ),
+        about("if K/V cannot be fetched: recompute the prompt, or end the request with an error"),
     ] = "recompute"
     kv_load_tokens: Annotated[
         int,
         about(
-            "shortest run of tokens to load from kv-host-gib or kv-disk; shorter runs are "
-            "computed again",
+            "load only runs of at least this many tokens from --kv-host-gib and --kv-disk",
             ge=1,
             le=1 << 24,
         ),
     ] = 64
     max_waiting: Annotated[
-        int,
-        about(
-            "most requests in the queue; further requests are refused with 429", ge=1, le=1 << 20
-        ),
+        int, about("most requests in the queue; more are refused with 429", ge=1, le=1 << 20)
     ] = 1024
     max_waiting_tokens: Annotated[
-        int,
-        about(
-            "most prompt tokens in the queue; further requests are refused with 429",
-            ge=1,
-            le=1 << 30,
-        ),
+        int, about("most prompt tokens in the queue; more are refused with 429", ge=1, le=1 << 30)
     ] = 2_000_000
     priority_s: Annotated[
         float,
         about(
-            "how far a request's priority can move it in the queue, in seconds of waiting: "
-            "priority p moves it back by p / (1 + |p|) of this, and a negative p moves it "
-            "forward",
+            "most seconds of waiting that a priority can be worth: priority p moves a request back "
+            "by p / (1 + |p|) of this, and a negative p moves it forward",
             ge=0,
             le=86400,
         ),
@@ -117,43 +92,24 @@ class EngineConfig(Config, frozen=True, kw_only=True):
     grammar_timeout_s: Annotated[
         float,
         about(
-            "refuse a grammar (JSON schema, regex, ...) that takes longer than this many "
-            "seconds to compile",
-            ge=0.1,
-            le=600,
+            "refuse a grammar that takes longer than this many seconds to compile", ge=0.1, le=600
         ),
     ] = 10.0
     lease_s: Annotated[
-        float,
-        about(
-            "drop a connected client that sends nothing for this many seconds; a client whose"
-            " connection breaks is dropped at once",
-            ge=0.5,
-            le=3600,
-        ),
+        float, about("drop a client that is silent for this many seconds", ge=0.5, le=3600)
     ] = 60.0
     step_timeout_s: Annotated[
-        float,
-        about(
-            "treat the worker as failed if it is silent for this many seconds during a step",
-            ge=1,
-            le=86400,
-        ),
+        float, about("give up a worker after this many silent seconds in a step", ge=1, le=86400)
     ] = 300.0
     stopped_timeout_s: Annotated[
         float,
-        about(
-            "treat the worker as lost if it stays stopped by a signal (SIGSTOP) for this many"
-            " seconds",
-            ge=0.5,
-            le=86400,
-        ),
+        about("give up a worker that is stopped (SIGSTOP) for this many seconds", ge=0.5, le=86400),
     ] = 4.0
     journal: Annotated[
         str,
         about(
-            "directory for a record of all the engine's input, read by `tidegate replay`; it "
-            "contains the token ids of users' prompts. Default: no journal"
+            "directory for a record of the engine's input, for `tidegate replay`; it contains the "
+            "token ids of users' prompts. Default: no journal"
         ),
     ] = ""
     journal_mib: Annotated[
@@ -166,7 +122,7 @@ class EngineConfig(Config, frozen=True, kw_only=True):
             raise ValueError("journal cannot be used in a cluster or with --split")
         self._make_absolute("journal")
         if (self.speculation == "model") != bool(self.worker.draft_model):
-            raise ValueError("speculation 'model' needs draft_model, and the other way round")
+            raise ValueError("speculation 'model' and draft_model must be set together")
         if not self.prefix_cache and (self.worker.kv_host_gib or self.worker.kv_disk):
             raise ValueError(
                 "kv_host_gib and kv_disk extend the prefix cache and need prefix_cache"

@@ -20,32 +20,22 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
         str, about("file with the model card; serves without an engine", wiring=True)
     ] = ""
     prefill: Annotated[
-        list[str],
-        about(
-            "addresses of prefill engines, used with `decode` in place of `engine` (ZeroMQ)",
-            wiring=True,
-        ),
+        list[str], about("addresses of prefill engines (ZeroMQ); needs `decode`", wiring=True)
     ] = []
     decode: Annotated[
-        list[str],
-        about(
-            "addresses of decode engines, which continue from the prefilled prompts (ZeroMQ)",
-            wiring=True,
-        ),
+        list[str], about("addresses of decode engines (ZeroMQ), in place of `engine`", wiring=True)
     ] = []
     cluster_key: SharedKey = ""
     kv_on_failure: Annotated[
         OnFailure,
         about(
-            "what to do with a request whose prompt cannot be handed to the decode engine",
-            wiring=True,
+            "if a prompt cannot be handed to the decode engine: recompute it, or fail", wiring=True
         ),
     ] = "recompute"
     split_min_tokens: Annotated[
         int,
         about(
-            "shortest prompt sent to a prefill engine, when prefill and decode are separate; "
-            "decode engines compute shorter prompts themselves",
+            "shortest prompt sent to a prefill engine; decode engines compute shorter ones",
             ge=2,
             le=1 << 24,
         ),
@@ -57,10 +47,7 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
     ] = 1
     api_keys: Annotated[
         str,
-        about(
-            "file with the API keys that clients may use, made by `tidegate keys`; reloaded "
-            "when it changes"
-        ),
+        about("file with the clients' API keys, made by `tidegate keys`; reloaded when it changes"),
     ] = ""
     api_key: Annotated[
         list[str],
@@ -73,41 +60,31 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
         list[str], about("digests of the API keys, passed in place of the keys", wiring=True)
     ] = []
     metrics_directory: Annotated[
-        str,
-        about("directory in which the gateways of one port combine their metrics", wiring=True),
+        str, about("directory in which the gateways of a port combine their metrics", wiring=True)
     ] = ""
     tried_tokenizer: Annotated[
-        str,
-        about(
-            "SHA-256 of a tokenizer.json that already passed its trial run, so that the "
-            "gateway skips it",
-            wiring=True,
-        ),
+        str, about("SHA-256 of a tokenizer.json that passed its trial run, to skip it", wiring=True)
     ] = ""
     supervisor_digest: Annotated[
         str, about("digest of the key with which the supervisor checks this gateway", wiring=True)
     ] = ""
     insecure_no_auth: Annotated[
-        bool, about("allow --host to be reachable from other machines without any API key")
+        bool, about("allow a --host that other machines can reach, although there is no API key")
     ] = False
     allowed_host: Annotated[
         list[str],
         about(
-            "additional host name accepted in the Host header; repeat for several. IP "
-            "addresses and loopback names are always accepted. Default: no others if "
-            "listening on loopback, else any name"
+            "also accept this name in the Host header; repeat for several. IP addresses and "
+            "loopback names are always accepted. Default: no others if listening on "
+            "loopback, else any name"
         ),
     ] = []
     cors_origin: Annotated[
         list[str],
-        about(
-            "origin whose web pages may call this server (https://app.example), or * for any;"
-            " repeat for several"
-        ),
+        about("origin of web pages that may call this server, or * for any; repeat for several"),
     ] = []
     served_name: Annotated[
-        list[str],
-        about("model name in the API; repeat for aliases. Default: the model's own name"),
+        list[str], about("model name in the API; repeat for aliases. Default: the model's own")
     ] = []
     max_body_mib: Annotated[int, about("largest request body", ge=1, le=1024)] = 16
     max_n: Annotated[int, about("most choices (n) in one request", ge=1, le=1024)] = 128
@@ -115,12 +92,7 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
         int, about("most prompts in one completions request", ge=1, le=65536)
     ] = 1024
     keep_alive_s: Annotated[
-        float,
-        about(
-            "send a keep-alive comment on a stream that has been silent for this many seconds",
-            ge=0.1,
-            le=3600,
-        ),
+        float, about("send a keep-alive on streams silent for this many seconds", ge=0.1, le=3600)
     ] = 15.0
     send_timeout_s: Annotated[
         float,
@@ -153,14 +125,13 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
     log_requests: Annotated[bool, about("log one line per request")] = True
     log_format: LogFormat = "text"
     log_content: Annotated[
-        bool,
-        about("log the full text of failures, which may include parts of prompts and answers"),
+        bool, about("log failures in full, possibly with parts of prompts and answers")
     ] = False
     otlp_traces_endpoint: Annotated[
         str,
         about(
-            "URL that receives request traces (OpenTelemetry, OTLP over HTTP: "
-            "http://127.0.0.1:4318/v1/traces); needs the extra otel"
+            "URL that receives request traces (OpenTelemetry, OTLP over HTTP), such as "
+            "http://127.0.0.1:4318/v1/traces; needs the extra otel"
         ),
     ] = ""
     chat_template: Annotated[
@@ -196,25 +167,18 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
     response_store_mib: Annotated[
         int,
         about(
-            "size limit of the response store; beyond it the least recently used responses "
-            "are deleted",
+            "size limit of the response store; the least recently used are deleted",
             ge=1,
             le=1 << 20,
         ),
     ] = 1024
     response_store_days: Annotated[
-        float,
-        about(
-            "delete stored responses that have not been used for this many days", ge=0.001, le=36500
-        ),
+        float, about("delete stored responses unused for this many days", ge=0.001, le=36500)
     ] = 30.0
     resume_s: Annotated[
         float,
         about(
-            "seconds that a resumable stream continues, and is kept, after its client has "
-            "disconnected",
-            ge=0,
-            le=86400,
+            "seconds that a resumable stream is continued and kept without a client", ge=0, le=86400
         ),
     ] = 60.0
 

@@ -15,13 +15,12 @@ class SupervisorConfig(Config, frozen=True, kw_only=True):
     restart: Annotated[
         bool,
         about(
-            "restart an engine or a gateway that dies, while the other processes keep "
-            "serving; without this option all stop, with an exit code that shows the cause"
+            "restart an engine or a gateway that dies, while the others keep serving; without it "
+            "all stop, with an exit code that shows the cause"
         ),
     ] = False
     restart_limit: Annotated[
-        int,
-        about("give up after this many restarts within five minutes", ge=1, le=1000),
+        int, about("give up after this many restarts within five minutes", ge=1, le=1000)
     ] = 5
     start_timeout_s: Annotated[
         float, about("give up if the server is not ready after this many seconds", ge=1, le=86400)
@@ -29,9 +28,8 @@ class SupervisorConfig(Config, frozen=True, kw_only=True):
     log_format: Annotated[
         Literal["text", "json"],
         about(
-            "format of all processes' log lines; text: with colours on a terminal, unless "
-            "$NO_COLOR is set; json: one object per line, with all measurements of each "
-            "request"
+            "format of all log lines; text: with colours on a terminal, unless $NO_COLOR is set; "
+            "json: one object per line, with all measurements of each request"
         ),
     ] = "text"
 
@@ -47,30 +45,26 @@ class ServeConfig(SupervisorConfig, frozen=True, kw_only=True):
     render_only: Annotated[
         bool,
         about(
-            "start a gateway without an engine, to render, derender and tokenize only; MODEL "
-            "may be a directory with just tokenizer.json and tokenizer_config.json"
+            "start a gateway without an engine, to render, derender and tokenize only; MODEL may "
+            "be a directory with just tokenizer.json and tokenizer_config.json"
         ),
     ] = False
     split: Annotated[
         bool,
         about(
-            "for trying out disaggregation: start a prefill engine and a decode engine on "
-            "this machine, with a temporary cluster key"
+            "to try out disaggregation: start a prefill and a decode engine on this machine, with "
+            "a temporary cluster key"
         ),
     ] = False
     prefill: Annotated[
         list[str],
         about(
-            "address of a running prefill engine (tcp://HOST:PORT, its --address) to use in "
-            "place of a local engine; needs --decode; repeat for several"
+            "address of a running prefill engine (tcp://HOST:PORT, its --address); needs --decode; "
+            "repeat for several"
         ),
     ] = []
     decode: Annotated[
-        list[str],
-        about(
-            "address of a running decode engine, which produces the answers; needs --prefill;"
-            " repeat for several"
-        ),
+        list[str], about("address of a running decode engine; needs --prefill; repeat for several")
     ] = []
     cluster_key: KeyFile = ""
     kv_address: Annotated[
@@ -98,10 +92,7 @@ class SoloConfig(SupervisorConfig, frozen=True, kw_only=True):
     """The command that starts and watches one engine of a cluster."""
 
     address: Annotated[
-        str,
-        about(
-            "address to listen on for gateways: tcp://HOST:PORT, with 0.0.0.0 for all interfaces"
-        ),
+        str, about("address for gateways: tcp://HOST:PORT, with 0.0.0.0 for all interfaces")
     ] = "tcp://127.0.0.1:5600"
     kv_address: Annotated[
         str,

@@ -10,49 +10,26 @@ from protocol.model_card import SamplingDefaults
 Dtype = Literal["auto", "bfloat16", "float32"]
 Poisoning = Literal["off", "zeros", "plausible", "wild"]
 KernelSet = Literal["auto", "avx512bf16", "avx512", "avx2", "generic", "torch"]
-Device = Literal[
-    "auto",
-    "cpu",
-    "cuda",
-    "cuda:0",
-    "cuda:1",
-    "cuda:2",
-    "cuda:3",
-    "cuda:4",
-    "cuda:5",
-    "cuda:6",
-    "cuda:7",
-]
+Gpu = Literal["cuda:0", "cuda:1", "cuda:2", "cuda:3", "cuda:4", "cuda:5", "cuda:6", "cuda:7"]
+Device = Literal["auto", "cpu", "cuda", Gpu]
 WeightForm = Literal["auto", "packed", "dense"]
 
 
 class WorkerConfig(Config, frozen=True, kw_only=True):
     """The process that computes the model: it holds the weights and the KV cache."""
 
-    model: Annotated[
-        str,
-        about(
-            "a Hugging Face directory, a .gguf file, or a name from `tidegate models`",
-            wiring=True,
-        ),
-    ]
+    model: Annotated[str, about("a Hugging Face directory or a .gguf file", wiring=True)]
     address: Annotated[
         str, about("address of the engine's socket for this worker (ZeroMQ)", wiring=True)
     ] = ""
     log_format: LogFormat = "text"
     draft_model: Annotated[
         str,
-        about(
-            "smaller model with the same tokenizer that drafts tokens for --speculation "
-            "model; named like MODEL"
-        ),
+        about("smaller model, with the same tokenizer, for --speculation model; named like MODEL"),
     ] = ""
     recommended_sampling: Annotated[
         SamplingDefaults,
-        about(
-            "sampling parameters recommended by the catalogue, used if the model's files give none",
-            wiring=True,
-        ),
+        about("the catalogue's sampling parameters, if the model's files give none", wiring=True),
     ] = SamplingDefaults()
     device: Annotated[
         Device, about("device to compute on; auto: the first GPU, or the CPU if there is none")
@@ -60,66 +37,51 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
     share_device: Annotated[
         bool,
         about(
-            "allow other servers on the same GPU if they set this option too; you must make "
-            "sure that the memory is enough for all. Default: exclusive use"
+            "share the GPU with other servers that set this option, too; make sure that the memory "
+            "is enough for all. Default: exclusive use"
         ),
     ] = False
     dtype: Annotated[
         Dtype,
-        about(
-            "number type of the weights and the KV cache; auto: bfloat16 if the hardware "
-            "supports it, else float32"
-        ),
+        about("number type of weights and KV cache; auto: bfloat16 if supported, else float32"),
     ] = "auto"
     threads: Annotated[
         int,
         about(
-            "CPU threads for tensor operations; 0: one for each core this process may use",
-            ge=0,
-            le=1024,
+            "CPU threads for computation; 0: one per core that this process may use", ge=0, le=1024
         ),
     ] = 0
     kernels: Annotated[
         KernelSet,
-        about(
-            "CPU kernels: Tidegate's own for one instruction set, or torch's; auto: the best "
-            "ones that are compiled and that the processor supports"
-        ),
+        about("CPU kernels, by instruction set, or torch's; auto: the best that this CPU supports"),
     ] = "auto"
     weights: Annotated[
         WeightForm,
         about(
-            "packed: keep the weights as stored in the file, quantised or not, for Tidegate's"
-            " kernels; dense: convert them to dtype, for torch; auto: packed, plus a dense "
-            "copy for steps with many rows if that is measured to be faster and memory allows"
+            "packed: keep the weights as stored in the file; dense: convert them to --dtype, for "
+            "torch; auto: packed, plus a dense copy for large steps if it is faster and fits "
+            "in memory"
         ),
     ] = "auto"
     measurements: Annotated[
-        str,
-        about(
-            "directory that keeps measurements of this machine's speed; empty: measure at "
-            "every start",
-            wiring=True,
-        ),
+        str, about("directory of measured speeds; empty: measure at every start", wiring=True)
     ] = ""
     max_slots: Annotated[int, about("most requests computed at the same time", ge=1, le=4096)] = 64
     max_len: Annotated[
         int,
-        about(
-            "most tokens of prompt and answer together; 0: the model's own limit", ge=0, le=1 << 24
-        ),
+        about("most tokens of prompt and answer together; 0: the model's limit", ge=0, le=1 << 24),
     ] = 0
     block_tokens: Annotated[
         int, about("tokens in one KV cache block; must be a power of two", ge=1, le=256)
     ] = 16
     kv_blocks: Annotated[
-        int, about("blocks in the KV cache; 0: as many as fit in kv-memory-gib", ge=0, le=1 << 24)
+        int, about("blocks in the KV cache; 0: as many as fit in --kv-memory-gib", ge=0, le=1 << 24)
     ] = 0
     kv_memory_gib: Annotated[
         float,
         about(
-            "memory for the KV cache; 0: enough for max-slots average requests, but at most a"
-            " quarter of the free memory",
+            "memory for the KV cache; 0: enough for --max-slots average requests, but at most a "
+            "quarter of the free memory",
             ge=0,
             le=1 << 20,
         ),
@@ -127,17 +89,15 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
     poison_slots: Annotated[
         Poisoning,
         about(
-            "for tests: content of unused slots, so that reading a slot after its request "
-            "ended gives visibly wrong results; the worker also checks for per-slot tensors "
-            "missing from its slot table"
+            "for tests: content of unused slots, so that a stale read gives visibly wrong results; "
+            "also checks for per-slot tensors missing from the slot table"
         ),
     ] = "off"
 
     kv_host_gib: Annotated[
         float,
         about(
-            "host memory for blocks evicted from the KV cache, which are then loaded back "
-            "instead of computed again; 0: none",
+            "host memory for blocks evicted from the KV cache, to load them back; 0: none",
             ge=0,
             le=1 << 20,
         ),
@@ -145,26 +105,25 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
     kv_disk: Annotated[
         str,
         about(
-            "directory that keeps computed blocks across restarts, readable only by its "
-            "owner; several servers may share it. Default: no blocks are kept on disk"
+            "directory that keeps computed blocks across restarts, for its owner only; servers may "
+            "share it. Default: none"
         ),
     ] = ""
     kv_disk_gib: Annotated[
         float,
-        about("most disk space used in kv-disk, by all models together", ge=0.001, le=1 << 24),
+        about("most disk space used in --kv-disk, by all models together", ge=0.001, le=1 << 24),
     ] = 16.0
     kv_export: Annotated[
         bool, about("allow other workers to fetch K/V from this worker (kv.py)", wiring=True)
     ] = False
     kv_address: Annotated[
-        str, about("address where other workers request K/V from this worker (ZeroMQ)", wiring=True)
+        str, about("address where other workers request K/V (ZeroMQ)", wiring=True)
     ] = ""
     kv_mover: Annotated[
         Literal["auto", "shm", "zmq", "nixl"],
         about(
-            "how K/V is moved between workers; shm: shared memory on one host; zmq: any "
-            "ZeroMQ address; nixl: the NIXL library, if installed; auto: shm if possible, "
-            "else zmq"
+            "how workers move K/V; shm: shared memory on one host; zmq: any ZeroMQ address; nixl: "
+            "the NIXL library, if installed; auto: shm if possible, else zmq"
         ),
     ] = "auto"
     cluster_key: SharedKey = ""

@@ -34,7 +34,7 @@ from tests.support.model import smollm2_gguf
 from tests.support.replica import Replica, load
 from tests.support.server import Server
 from worker.models.llama import Llama
-from worker.models.load import LoadedModel, _tensors
+from worker.models.load import LoadedModel, weight_tensors
 
 TURNS = 24
 TOKENS = 48
@@ -175,7 +175,7 @@ def measure_draft_model(loaded: LoadedModel, kinds: Sequence[DraftLoad], turns: 
 
 
 def num_weights(loaded: LoadedModel) -> int:
-    return sum(tensor.numel() for tensor in _tensors(loaded.model.weights))
+    return sum(tensor.numel() for tensor in weight_tensors(loaded.model.weights))
 
 
 def measure_bookkeeping(rows: int = 8, tokens: int = 400) -> None:
@@ -208,7 +208,7 @@ def measure_bookkeeping(rows: int = 8, tokens: int = 400) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.draft_speed")
-    parser.add_argument("--turns", type=int, default=TURNS)
+    parser.add_argument("--turns", type=int, default=TURNS, help="measurements of each setting")
     turns = parser.parse_args().turns
     measure_bookkeeping()
     loaded = load(smollm2_gguf())

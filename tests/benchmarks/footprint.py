@@ -40,7 +40,7 @@ def measure(model: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.footprint")
-    parser.add_argument("model", nargs="?")
+    parser.add_argument("model", nargs="?", help="a GGUF file (default: the default model)")
     measure(parser.parse_args().model or str(smollm2_gguf()))
 
 

@@ -243,10 +243,16 @@ def measure(
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.gateway_speed")
-    parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--rates", default="10000,40000", help="tokens/s offered, of all streams")
-    parser.add_argument("--seconds", type=float, default=4.0, help="of each measurement")
-    parser.add_argument("--scenes", default=",".join(scene.name for scene in SCENES))
+    parser.add_argument("--streams", type=int, default=64, help="number of streams")
+    parser.add_argument(
+        "--rates",
+        default="10000,40000",
+        help="rates to measure, in tokens/s of all streams together",
+    )
+    parser.add_argument("--seconds", type=float, default=4.0, help="duration of each measurement")
+    parser.add_argument(
+        "--scenes", default=",".join(scene.name for scene in SCENES), help="what to measure"
+    )
     told = parser.parse_args()
     wanted = told.scenes.split(",")
     rates = [float(rate) for rate in told.rates.split(",")]

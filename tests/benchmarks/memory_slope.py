@@ -33,7 +33,7 @@ import msgspec
 from tests.benchmarks.small_requests import NAME, SmallLoad
 from tests.support.processes import descendants_of
 from tests.support.server import Server
-from tests.torture.signals import write_model
+from tests.support.tiny_checkpoint import write_roomy_llama
 
 FLAT = 16.0
 """KiB per 1,000 requests: 16 bytes a request. Nothing that a process could keep of each request is
@@ -105,7 +105,7 @@ class MeasuredProcess:
 
 NAMES = {
     "-m gunicorn": "gunicorn master",
-    "-m gateway.limited": "templates",
+    "-m gateway.sandbox": "templates",
     "-m engine_core": "engine",
     "-m worker": "worker",
 }
@@ -160,13 +160,13 @@ def table(family: Sequence[MeasuredProcess]) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n", maxsplit=1)[0])
-    parser.add_argument("--requests", type=int, default=100_000)
-    parser.add_argument("--clients", type=int, default=8)
-    parser.add_argument("--samples", type=Path, help="where to write all that was read, as JSON")
+    parser.add_argument("--requests", type=int, default=100_000, help="number of requests")
+    parser.add_argument("--clients", type=int, default=8, help="number of clients at the same time")
+    parser.add_argument("--samples", type=Path, help="write all samples to this file, as JSON")
     said = parser.parse_args()
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        family, load = measure(write_model(Path(folder)), said.requests, said.clients)
+        family, load = measure(write_roomy_llama(Path(folder)), said.requests, said.clients)
     took_s = time.monotonic() - began
     print(f"{dict(load.ends)} in {took_s:.0f} s, {said.requests / took_s:.0f} a second")
     print("\n".join([*load.wrong[:10], *table(family)]))

@@ -252,9 +252,9 @@ async def _flood(client: OfferedClient) -> list[OfferedResult]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--times", type=int, default=9)
-    parser.add_argument("options", nargs="*", help="of tidegate serve, after --")
+    parser.add_argument("--seconds", type=float, default=60.0, help="duration of each load")
+    parser.add_argument("--times", type=int, default=9, help="number of measurements")
+    parser.add_argument("options", nargs="*", help="options for `tidegate serve`, after --")
     wanted, laws = parser.parse_args(), Laws()
     with tempfile.TemporaryDirectory() as folder:
         keys, text = Path(folder) / "keys.toml", ""

@@ -108,8 +108,13 @@ def measured(model: Path, text: str, llama_cpp: str) -> Iterator[tuple[str, int,
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.perplexity")
     parser.add_argument("--model", type=Path, help="a GGUF file (default: the default model)")
-    parser.add_argument("--text", type=Path, default=PROSE)
-    parser.add_argument("--llama-cpp", default="", metavar="PYTHON")
+    parser.add_argument("--text", type=Path, default=PROSE, help="the text to predict")
+    parser.add_argument(
+        "--llama-cpp",
+        default="",
+        metavar="PYTHON",
+        help="a Python that has llama-cpp-python, to compare with",
+    )
     options = parser.parse_args()
     model, text = options.model or smollm2_gguf(), options.text.read_text(encoding="utf-8")
     exact = 0.0

@@ -39,7 +39,7 @@ def one_start() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.start_speed")
-    parser.add_argument("--starts", type=int, default=5)
+    parser.add_argument("--starts", type=int, default=5, help="how often the server is started")
     for _ in range(parser.parse_args().starts):
         one_start()
 

@@ -15,7 +15,7 @@ from gateway.prompt.template import ChatTemplate
 from protocol.errors import InvalidRequest
 from tests.support.scripted_engine import byte_tokenizer
 from tests.support.served import served
-from tests.support.tokenizers import FAMILY_NAMES, family
+from tests.support.tokenizers import FAMILIES, chat_template
 from worker.startup.card import text_card
 
 TOOLS = [
@@ -49,7 +49,7 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", FAMILY_NAMES)
+@pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
 @pytest.mark.parametrize("add_generation_prompt", [True, False])
 @pytest.mark.parametrize("kwargs", [{}, {"enable_thinking": False}])
@@ -62,7 +62,7 @@ def test_prompts_are_the_same_to_the_letter(
     tools: list[Any] | None,
 ) -> None:
     chat_template_utils = pytest.importorskip("transformers.utils.chat_template_utils")
-    source = family(name)[1]["chat_template"]
+    source = chat_template(name)
     ours = ChatTemplate(source, {"bos_token": "<bos>", "eos_token": "<eos>"})
     messages = template_messages(CONVERSATIONS[conversation], ours.habits)
     (theirs,), _ = chat_template_utils.render_jinja_template(
@@ -75,10 +75,7 @@ def test_prompts_are_the_same_to_the_letter(
         **kwargs,
     )
     text = ours.render(
-        messages,
-        tools=tools,
-        add_generation_prompt=add_generation_prompt,
-        kwargs=kwargs,
+        messages, tools=tools, add_generation_prompt=add_generation_prompt, kwargs=kwargs
     )
     assert text == theirs
 

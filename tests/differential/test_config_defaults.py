@@ -272,15 +272,12 @@ def test_a_key_means_what_it_means_to_transformers(tmp_path: Path, case: Default
         ({"rope_parameters": {"partial_rotary_factor": None}}, "'partial_rotary_factor' is null"),
         ({"rope_parameters": {"full_attention": LINEAR}}, "must be the same in all layers"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'"),
-        (
-            {"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}},
-            "must be above low_freq_factor",
-        ),
+        ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, "must be above low_freq_factor"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
     ],
     ids=str,
 )
-def test_what_transformers_computes_and_we_do_not_is_refused(
+def test_a_config_field_that_changes_the_result_is_refused(
     changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UnusableModel, match=message):

@@ -1,4 +1,4 @@
-"""Real vocabularies, rebuilt from GGUF metadata, encode as their originals do."""
+"""Vocabularies, rebuilt from GGUF metadata, encode as their originals do."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, pre_tokenizers
 
 from tests.support.gguf_tokenizers import NUMBERS, TEXTS, as_metadata, assert_same, rebuilt
 from tests.support.model import smollm2_gguf
-from tests.support.tokenizers import family
+from tests.support.tokenizers import FAMILY_NAMES, family_json, family_of
 from worker.loading.fields import Fields
 from worker.loading.gguf_file import GGUFFile
 from worker.loading.gguf_tokenizer import tokenizer_json
@@ -31,10 +31,15 @@ def test_smollm2_encodes_as_transformers_conversion_with_its_own_digits() -> Non
         assert ours.decode(ours.encode(text).ids, skip_special_tokens=False) == text
 
 
-@pytest.mark.parametrize(("name", "pre"), [("qwen3", "qwen2"), ("llama3_1", "llama-bpe")])
-def test_real_vocabularies_survive_the_way_through_gguf(name: str, pre: str) -> None:
-    data, _ = family(name)
-    metadata = as_metadata(json.loads(data), pre)
-    if pre == "llama-bpe":
-        metadata["bos_token_id"] = metadata["tokens"].index("<|begin_of_text|>")
+PRE_TOKENIZERS = {"qwen3": "qwen2", "llama3_1": "llama-bpe"}
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in FAMILY_NAMES if name.removeprefix("real ") in PRE_TOKENIZERS]
+)
+def test_a_vocabulary_survives_the_way_through_gguf(name: str) -> None:
+    data, family = family_json(name), family_of(name)
+    metadata = as_metadata(json.loads(data), PRE_TOKENIZERS[name.removeprefix("real ")])
+    if family.begins:
+        metadata["bos_token_id"] = metadata["tokens"].index(family.bos)
     assert_same(rebuilt(metadata), Tokenizer.from_str(data.decode()))

@@ -12,8 +12,10 @@ import json
 from typing import Any
 
 import pytest
+import torch
 
 from protocol.sampling import SamplingParams
+from tests.benchmarks.perplexity import EXACT, PROSE, perplexity, tokens_of
 from tests.support.kernels import native_kernels
 from tests.support.model import smollm2_gguf
 from tests.support.prompts import NUM_TOKENS, PROMPTS
@@ -67,14 +69,16 @@ def test_the_reference_is_what_transformers_says(reference: list[dict[str, Any]]
 
 
 @pytest.mark.timeout(600)
-def test_one_at_a_time(loaded: LoadedModel, reference: list[dict[str, Any]]) -> None:
+def test_greedy_answers_one_at_a_time_equal_transformers(
+    loaded: LoadedModel, reference: list[dict[str, Any]]
+) -> None:
     """Every fourth one: alone, they take as many steps as they have tokens."""
     some = reference[::4]
     replica = Replica(loaded, max_slots=1)
     check([replica.answers([prompt], GREEDY)[0] for prompt in prompts_of(some)], some)
 
 
-def test_sixteen_at_once_and_again_out_of_the_prefix_cache(
+def test_sixteen_greedy_answers_equal_transformers_twice(
     loaded: LoadedModel, reference: list[dict[str, Any]]
 ) -> None:
     """The second time, every prompt is found as far as it fills blocks."""
@@ -86,7 +90,9 @@ def test_sixteen_at_once_and_again_out_of_the_prefix_cache(
     assert replica.engine.stats().num_cached_tokens >= found > 0
 
 
-def test_with_a_token_budget_of_32(loaded: LoadedModel, reference: list[dict[str, Any]]) -> None:
+def test_greedy_answers_in_chunks_of_32_equal_transformers(
+    loaded: LoadedModel, reference: list[dict[str, Any]]
+) -> None:
     replica = Replica(loaded, max_slots=16, token_budget=32)
     check(replica.answers(prompts_of(reference), GREEDY), reference)
     steps = [plan.row_tokens.tolist() for plan in (step.plan for step in replica.steps)]
@@ -94,13 +100,15 @@ def test_with_a_token_budget_of_32(loaded: LoadedModel, reference: list[dict[str
     assert any(1 in step and max(step) > 1 for step in steps), "prompts and streams never shared"
 
 
-def test_without_the_prefix_cache(loaded: LoadedModel, reference: list[dict[str, Any]]) -> None:
+def test_greedy_answers_without_the_prefix_cache_equal_transformers(
+    loaded: LoadedModel, reference: list[dict[str, Any]]
+) -> None:
     replica = Replica(loaded, prefix_cache=False)
     check(replica.answers(prompts_of(reference), GREEDY), reference)
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
-def test_with_so_few_blocks_that_requests_are_preempted(
+def test_greedy_answers_of_preempted_requests_equal_transformers(
     loaded: LoadedModel, reference: list[dict[str, Any]], prefix_cache: bool
 ) -> None:
     """Every second one; all of them are more than there is room for several times over."""
@@ -110,8 +118,26 @@ def test_with_so_few_blocks_that_requests_are_preempted(
     assert replica.engine.stats().num_preemptions > 0
 
 
-def test_on_the_compiled_kernels(reference: list[dict[str, Any]]) -> None:
+def test_greedy_answers_on_compiled_kernels_equal_transformers(
+    reference: list[dict[str, Any]],
+) -> None:
     """Packed weights are the file's own integers: they say what the numbers they stand for say."""
     loaded = load(smollm2_gguf(), kernels=native_kernels(), weights="packed")
     replica = Replica(loaded, max_slots=16, token_budget=64)
     check(replica.answers(prompts_of(reference), GREEDY), reference)
+
+
+# ---- perplexity of packed weights
+
+NUM_TEXT_TOKENS = 320
+WITHIN = 0.01
+
+
+def test_packed_weights_have_one_perplexity_in_bfloat16_and_float32() -> None:
+    model, native = smollm2_gguf(), native_kernels()
+    exact = EXACT.load(model)
+    tokens = tokens_of(exact, PROSE.read_text(encoding="utf-8"))[:NUM_TEXT_TOKENS]
+    wanted = perplexity(exact, tokens)
+    packed = load(model, torch.bfloat16, kernels=native, weights="packed")
+    assert perplexity(packed, tokens) == pytest.approx(wanted, rel=WITHIN)
+    assert perplexity(packed, sorted(tokens)) > 2 * wanted, "it does not tell a text from noise"

@@ -44,7 +44,7 @@ def test_requests_in_one_batch_do_not_see_each_other(tmp_path: Path) -> None:
         assert_same(ours, expected(theirs, tokens))
 
 
-def test_the_slow_twin_of_attention_says_the_same(tmp_path: Path) -> None:
+def test_the_reference_attention_gives_the_same_logits(tmp_path: Path) -> None:
     theirs, tokens = random_llama(), some_tokens(40)
     loaded = load(write_directory(tmp_path, theirs))
     stepper = EagerStepper(loaded, [tokens], ReferenceAttention())

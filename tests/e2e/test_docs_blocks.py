@@ -111,7 +111,7 @@ def runnable(page: Path) -> list[Block]:
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if runnable(page)], ids=lambda page: page.stem
 )
-def test_what_a_page_shows_works_when_it_is_pasted(
+def test_code_shown_on_a_page_works_when_pasted(
     page: Path, server: Server, shims: Path, tmp_path: Path
 ) -> None:
     blocks = runnable(page)

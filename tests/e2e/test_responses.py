@@ -3,8 +3,8 @@ picked up, and what becomes of a response when the gateway is killed while it ma
 
 from __future__ import annotations
 
+import contextlib
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from signal import SIGKILL
@@ -17,6 +17,7 @@ from openai import APIConnectionError, InternalServerError, OpenAI
 from tests.support.processes import descendants_of
 from tests.support.responses import items_of, typed_events, without_ids
 from tests.support.server import Server
+from tests.support.waiting import eventually
 
 MODEL = "tidegate-test"
 KEY = "k1"
@@ -50,18 +51,18 @@ def client(server: Server) -> Iterator[OpenAI]:
         yield client
 
 
-def ended(client: OpenAI, name: str, within_s: float = 60.0) -> Any:
+def ended(client: OpenAI, name: str) -> Any:
     """The response when it is over; a gateway that is just started again is waited for."""
-    deadline = time.monotonic() + within_s
-    while True:
-        try:
+
+    def found() -> Any:
+        with contextlib.suppress(APIConnectionError, InternalServerError):
             response = client.responses.retrieve(name)
-            if response.status in OVER:
-                return response
-        except (APIConnectionError, InternalServerError):
-            response = None
-        assert time.monotonic() < deadline, f"never over: {response}"
-        time.sleep(0.05)
+            return response if response.status in OVER else None
+        return None
+
+    response = eventually(found)
+    assert response is not None, f"{name} is never over"
+    return response
 
 
 def test_three_turns_with_a_tool_through_previous_response_ids(client: OpenAI) -> None:
@@ -140,8 +141,7 @@ def test_a_response_whose_gateway_was_killed_is_never_lost(server: Server, clien
         )
         for _ in range(4)
     ]
-    while any(client.responses.retrieve(r.id).status == "queued" for r in made):
-        time.sleep(0.05)
+    assert eventually(lambda: all(client.responses.retrieve(r.id).status != "queued" for r in made))
     workers = [
         pid
         for pid, words in descendants_of(server.process.pid)

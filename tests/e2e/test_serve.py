@@ -16,10 +16,11 @@ import pytest
 
 from protocol.exit_codes import KILLED, ExitCode
 from protocol.sockets import run_directory
-from tests.support.processes import Program, descendants_of, eventually, free_port, is_alive
+from tests.support.processes import Program, descendants_of, free_port, is_alive
 from tests.support.server import Server
 from tests.support.tiny_checkpoint import write_tiny_llama
-from tools.http.conversation import ChatSession
+from tests.support.waiting import eventually
+from tools.commands.chat import ChatSession
 from tools.http.web import WebServer as Address
 from tools.processes.run_lock import METRICS, RUN_KEY
 

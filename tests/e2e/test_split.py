@@ -20,9 +20,9 @@ from protocol.stats import EngineStats
 from tests.support.cluster import Cluster
 from tests.support.engine_view import EngineView
 from tests.support.http import connect, events_of, send_post
-from tests.support.processes import eventually
 from tests.support.reference import GOLDEN
 from tests.support.server import Server
+from tests.support.waiting import eventually
 
 GENERATE = "/inference/v1/generate"
 NUM_REQUESTS, MOST_TOKENS, SHORT_PROMPT = 200, 5, 20
@@ -165,7 +165,7 @@ def test_a_client_that_goes_at_any_moment_leaves_nothing_behind(cluster: Cluster
                 view.wait_until_free()
 
 
-def test_whoever_dies_is_told_of_and_p_is_done_without(cluster: Cluster) -> None:
+def test_a_killed_engine_is_reported_and_the_split_continues_without_p(cluster: Cluster) -> None:
     """P is killed while it computes, comes back, and then D is killed."""
     rows = [row for row in json.loads(GOLDEN.read_text()) if len(row["prompt"]) > 30][:4]
     waits = [5 + number % 900 for number in range(LONG_PROMPT)]

@@ -13,9 +13,9 @@ import requests
 
 from tests.support.engine_view import EngineView
 from tests.support.http import connect, events_of, exchange, read_head, send_post
-from tests.support.processes import eventually
 from tests.support.prompts import PROMPTS
 from tests.support.server import Server
+from tests.support.waiting import eventually
 
 GENERATE, ABORT = "/inference/v1/generate", "/inference/v1/abort_requests"
 REPLAYS, REPLAY_TOKENS = 100, 6

@@ -15,6 +15,7 @@ import pytest
 
 from tests.benchmarks.memory_slope import measure
 from tests.benchmarks.small_requests import FINISHED, LEFT, REFUSED
+from tests.support.tiny_checkpoint import write_roomy_llama
 from tests.torture.kill_storm import ABORTED, FAILED, end_of_stream, storm
 from tests.torture.signals import (
     CELLS,
@@ -36,7 +37,6 @@ from tests.torture.signals import (
     TortureRow,
     TortureScene,
     fate_of,
-    write_model,
 )
 from tests.torture.templates import TemplateTarget
 
@@ -46,10 +46,10 @@ SLACK = 5.0
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("tiny"))
+    return write_roomy_llama(tmp_path_factory.mktemp("tiny"))
 
 
-def test_whoever_dies_the_server_serves_on_its_clients_are_told_and_nothing_is_left(
+def test_a_killed_process_is_reported_and_leaves_nothing_behind(
     model: Path,
 ) -> None:
     cells = [
@@ -67,7 +67,7 @@ def test_whoever_dies_the_server_serves_on_its_clients_are_told_and_nothing_is_l
         assert not rows[-1].complaints(SLACK), f"{rows}\n{scene.said}"
 
 
-def test_who_asks_while_the_engine_is_killed_gets_exactly_one_end_and_is_counted_once(
+def test_a_request_during_the_engines_death_ends_once_and_is_counted_once(
     model: Path,
 ) -> None:
     weather, found = storm(model, num_requests=200, num_kills=1)

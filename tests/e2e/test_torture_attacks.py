@@ -11,8 +11,8 @@ from subprocess import CompletedProcess
 
 import pytest
 
+from tests.support.tiny_checkpoint import write_roomy_llama
 from tests.torture.attacks import AttackTarget
-from tests.torture.signals import write_model
 from tests.torture.witnesses import AttackerResult, Witnessed
 
 SOME = (
@@ -27,7 +27,7 @@ SOME = (
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AttackTarget]:
-    with AttackTarget(write_model(tmp_path_factory.mktemp("tiny"))) as target:
+    with AttackTarget(write_roomy_llama(tmp_path_factory.mktemp("tiny"))) as target:
         target.strike("token ids", 1)  # pools are filled once
         yield target
 

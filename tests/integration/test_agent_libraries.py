@@ -37,11 +37,7 @@ class Report(BaseModel):
     celsius: int
 
 
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedEngine]:
-    address = f"ipc://{tmp_path_factory.mktemp('engine') / 'engine.sock'}"
-    with ScriptedEngine(address, card=thinking_card(), max_len=1 << 20) as engine:
-        yield engine
+ENGINE = {"card": thinking_card(), "max_len": 1 << 20}
 
 
 @pytest.fixture(scope="module")
@@ -51,13 +47,6 @@ def gateway(
     store = str(tmp_path_factory.mktemp("store") / "responses.db")
     with GatewayProcess(engine=engine.address, response_store=store) as gateway:
         yield gateway.await_ready()
-
-
-@pytest.fixture(autouse=True)
-def _fresh(engine: ScriptedEngine) -> Iterator[None]:
-    engine.generates.clear()
-    yield
-    engine.await_idle()
 
 
 def follows(engine: ScriptedEngine, *turns: tuple[str, str]) -> None:

@@ -13,7 +13,8 @@ import msgspec
 import pytest
 import requests
 
-from gateway.api.anthropic.responses import AnsweredMessage, MessagesErrorAnswer, ModelPage
+from gateway.api.anthropic.models import ModelPage
+from gateway.api.anthropic.responses import AnsweredMessage, MessagesErrorAnswer
 from gateway.http.sse import KEEP_ALIVE
 from protocol.errors import ErrorInfo
 from tests.support.anthropic import anthropic_events, message_of, prompt_tokens
@@ -41,35 +42,18 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool
 THINKS_SAYS_CALLS = f"<think>\nhm, {{}}\n</think>\n\nLet me see.\n\n{CALL}"
 
 
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedEngine]:
-    address = f"ipc://{tmp_path_factory.mktemp('engine') / 'engine.sock'}"
-    with ScriptedEngine(address, card=thinking_card(), max_len=1 << 16) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def gateway(engine: ScriptedEngine) -> Iterator[GatewayProcess]:
-    names = ["scripted", "alias", "third"]
-    with GatewayProcess(
-        engine=engine.address, served_name=names, keep_alive_s=0.2, max_body_mib=1
-    ) as gateway:
-        yield gateway.await_ready()
+ENGINE = {
+    "card": thinking_card(),
+    "max_len": 1 << 16,
+    "script": lambda generate: says("Hello, wörld! 👋"),
+}
+GATEWAY = {"served_name": ["scripted", "alias", "third"], "keep_alive_s": 0.2, "max_body_mib": 1}
 
 
 @pytest.fixture
 def client(gateway: GatewayProcess) -> Iterator[anthropic.Anthropic]:
     with anthropic.Anthropic(base_url=gateway.url, api_key="sk-none", max_retries=0) as client:
         yield client
-
-
-@pytest.fixture(autouse=True)
-def _fresh(engine: ScriptedEngine) -> Iterator[None]:
-    engine.generates.clear()
-    engine.script = lambda generate: says("Hello, wörld! 👋")
-    yield
-    engine.step_s = 0.0005
-    engine.await_idle()
 
 
 def answers(engine: ScriptedEngine, text: str, **options: Any) -> None:

@@ -15,8 +15,8 @@ from protocol.async_client import AsyncClient
 from protocol.client import Client
 from protocol.errors import EngineNotReady, InvalidRequest, ServingError
 from protocol.messages import Output
-from tests.support.processes import HANG_S
 from tests.support.tiny_engine import tiny_engine
+from tests.support.waiting import HANG_S, eventually_async
 
 PROMPT, LONG = [5, 6, 7], 1500
 
@@ -35,8 +35,10 @@ async def connected(address: str) -> AsyncIterator[AsyncClient]:
 
 
 async def until_idle(engine: AsyncClient) -> None:
-    while (await engine.get_status()).stats.running:
-        await asyncio.sleep(0.01)
+    async def is_idle() -> bool:
+        return not (await engine.get_status()).stats.running
+
+    assert await eventually_async(is_idle)
 
 
 def test_both_clients_have_the_same_methods_with_the_same_arguments() -> None:
@@ -99,8 +101,11 @@ async def _close(engine: AsyncClient) -> None:
 
 async def _cancel(engine: AsyncClient) -> None:
     task = asyncio.create_task(engine.generate(PROMPT, max_tokens=LONG, ignore_eos=True).tokens())
-    while not (await engine.get_status()).stats.running:
-        await asyncio.sleep(0.01)
+
+    async def is_running() -> int:
+        return (await engine.get_status()).stats.running
+
+    assert await eventually_async(is_running)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -121,7 +126,7 @@ def test_leaving_an_answer_early_aborts_it(
     asyncio.run(run())
 
 
-def test_what_is_refused_is_raised_as_what_it_is(address: str) -> None:
+def test_a_refusal_is_raised_with_its_own_type(address: str) -> None:
     async def run() -> None:
         async with connected(address) as engine:
             with pytest.raises(InvalidRequest, match="temperature"):
@@ -162,7 +167,7 @@ def test_closing_aborts_what_is_open_and_may_be_done_twice(address: str) -> None
     asyncio.run(run())
 
 
-def test_where_there_is_no_engine_it_says_so(tmp_path: Path) -> None:
+def test_a_missing_engine_is_reported(tmp_path: Path) -> None:
     async def run() -> None:
         with pytest.raises(EngineNotReady, match="no engine answered"):
             await AsyncClient(f"ipc://{tmp_path}/none", wait_s=0.1).start()

@@ -28,17 +28,8 @@ def script(generate: Generate) -> Says:
     return says("abcdefghijkl" if generate.params.ignore_eos else "short")
 
 
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedEngine]:
-    address = f"ipc://{tmp_path_factory.mktemp('bench')}/engine.sock"
-    with ScriptedEngine(address, script=script, step_s=0.001) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def gateway(engine: ScriptedEngine) -> Iterator[GatewayProcess]:
-    with GatewayProcess(engine=engine.address, log_requests=False) as gateway:
-        yield gateway.await_ready()
+ENGINE = {"script": lambda generate: script(generate), "step_s": 0.001}
+GATEWAY = {"log_requests": False}
 
 
 def bench(url: str, file: Path, *options: str) -> tuple[int, dict[str, Any]]:

@@ -33,7 +33,7 @@ def test_every_step_that_was_asked_for_is_a_row(
     assert len(msgspec.json.decode(file.read_bytes(), type=list[StepBenchLine])) == 5
 
 
-def test_what_the_worker_cannot_do_is_one_line(
+def test_an_option_that_the_worker_refuses_is_reported_in_one_line(
     model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["bench", "step", model, "--context", "4000", *QUICK]) == 1

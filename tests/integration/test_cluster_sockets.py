@@ -63,7 +63,9 @@ def test_those_who_share_the_key_talk(context: zmq.Context[Socket], host: str) -
         converse(server, sockets.connect_dealer(context, address, KEY))
 
 
-def test_nobody_else_is_heard_and_the_server_goes_on(context: zmq.Context[Socket]) -> None:
+def test_a_client_without_the_key_is_ignored_and_the_server_continues(
+    context: zmq.Context[Socket],
+) -> None:
     address = f"tcp://127.0.0.1:{free_port()}"
     public, secret = zmq.curve_keypair()
     mine = {"CURVE_PUBLICKEY": public, "CURVE_SECRETKEY": secret}
@@ -104,7 +106,7 @@ def test_tcp_without_a_key_is_not_even_opened(context: zmq.Context[Socket]) -> N
             make(context, address)
 
 
-def test_nobody_connects_to_an_address_that_names_no_host(context: zmq.Context[Socket]) -> None:
+def test_an_address_without_a_host_is_refused_by_clients(context: zmq.Context[Socket]) -> None:
     for host in ("*", "0.0.0.0", "[::]"):
         with pytest.raises(ValueError, match="wildcard"):
             sockets.connect_dealer(context, f"tcp://{host}:5600", KEY)

@@ -27,6 +27,7 @@ from tests.support.http import connect, send_post
 from tests.support.processes import Program
 from tests.support.server import Server
 from tests.support.tiny_checkpoint import write_tiny_llama
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.alone
 
@@ -118,7 +119,8 @@ def longest_gap(url: str, listener: Listener, attempt: int) -> float:
     took = time.monotonic() - asked
     assert response.status_code == 400
     assert f"{BUDGET_S:g} s" in response.json()["error"]["message"]
-    time.sleep(max(0.0, WATCHED_S - took))  # the compilation is not seen to end from outside
+    # The compilation is not seen to end from outside.
+    assert eventually(lambda: listener.arrivals[0][-1] - asked > WATCHED_S)
     gaps = listener.gaps(asked, time.monotonic())
     print(f"refused after {took:.2f} s; {len(gaps):,} gaps, longest {gaps[-1] * 1e3:.1f} ms")
     return gaps[-1] / took
@@ -131,7 +133,7 @@ def shortest_of_longest_gaps(port: int, num_streams: int, max_tokens: int) -> fl
         for seed, client in enumerate(clients):
             send_post(client, PATH, {**body, "seed": seed})
         with Listener(clients) as listener:
-            time.sleep(1.0)
+            assert eventually(lambda: all(len(times) > 9 for times in listener.arrivals))
             best = float("inf")
             for attempt in range(TRIES):
                 url = f"http://127.0.0.1:{port}{PATH}"

@@ -23,11 +23,7 @@ CHATS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedEngine]:
-    with ScriptedEngine(f"ipc://{tmp_path_factory.mktemp('engine') / 'engine.sock'}") as engine:
-        engine.script = lambda generate: says("Hello!")
-        yield engine
+ENGINE = {"script": lambda generate: says("Hello!")}
 
 
 @pytest.fixture(scope="module")

@@ -30,10 +30,11 @@ from protocol.devices import (
 from protocol.exit_codes import ExitCode
 from protocol.process_state import is_ending
 from protocol.steps import FromWorker, WorkerFailed
-from tests.support.processes import ROOT, Program, eventually
+from tests.support.processes import ROOT, Program
 from tests.support.tiny_checkpoint import write_tiny_llama
+from tests.support.waiting import eventually
 from tools.commands.ps import format_found
-from tools.processes.server_discovery import Found, discover
+from tools.processes.discovery import Found, discover
 
 GPU = "gpu-0a1b"
 TAKE = """
@@ -93,7 +94,7 @@ def ourselves(*, shares: bool = False) -> DeviceHolder:
     return DeviceHolder(pid=os.getpid(), place="9", model="m", since=time.time(), shares=shares)
 
 
-def test_whoever_comes_second_is_refused_and_told_who_is_first(machine: DeviceMachine) -> None:
+def test_a_second_program_is_refused_and_the_holder_is_named(machine: DeviceMachine) -> None:
     first = machine.holds()
     with pytest.raises(DeviceInUse) as caught:
         claim_device(machine.base, GPU, ourselves())
@@ -116,7 +117,7 @@ def test_a_killed_holder_has_it_no_more_and_what_it_left_is_cleared(machine: Dev
     assert machine.holders() == []
 
 
-def test_of_many_that_start_at_once_one_has_it_and_the_others_name_it(
+def test_one_of_many_programs_started_at_once_gets_the_device_and_the_others_name_it(
     machine: DeviceMachine,
 ) -> None:
     programs = [machine.start() for _ in range(5)]

@@ -66,7 +66,7 @@ def test_a_hundred_answers_are_the_same(
             assert stats.num_steps < plain.engine.stats().num_steps / 2
 
 
-def test_what_was_found_in_the_prefix_cache_is_guessed_on_as_well(loaded: LoadedModel) -> None:
+def test_prompt_tokens_from_the_prefix_cache_bring_drafts_too(loaded: LoadedModel) -> None:
     replica = replica_of(loaded, "model", steps_in_flight=2, block_tokens=4)
     (first,) = replica.answers([prompts()[1]], GREEDY)
     before = replica.engine.stats()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,18 +14,16 @@ from protocol.messages import Output
 from protocol.sampling import SamplingParams
 from protocol.session import Session
 from tests.support.scripted_engine import Says, ScriptedEngine
+from tests.support.waiting import eventually
 
 STEPS = 700
 
 
-def run_hub_until(claim: Callable[[], bool], within_s: float = 60.0) -> None:
-    give_up = time.monotonic() + within_s
-    while not claim():
-        assert time.monotonic() < give_up
-        gevent.sleep(0.01)
+def run_hub_until(claim: Callable[[], bool]) -> None:
+    assert eventually(claim, pause=gevent.sleep)
 
 
-def test_who_was_busy_while_the_engine_spoke_hears_all_of_it_in_fewer_pieces(
+def test_a_busy_client_gets_all_outputs_in_fewer_pieces(
     tmp_path: Path,
 ) -> None:
     said = {n: [[n * 1000 + step] for step in range(STEPS)] for n in (1, 2)}

@@ -42,9 +42,10 @@ from protocol.messages import (
 )
 from protocol.sampling import SamplingParams
 from protocol.steps import StepResult, WorkerFailed
-from tests.support.processes import Program, descendants_of, eventually, is_alive
+from tests.support.processes import Program, descendants_of, is_alive
 from tests.support.raw_client import RawClient
 from tests.support.tiny_checkpoint import write_tiny_llama
+from tests.support.waiting import eventually
 
 LEASE_S = 3.0
 NO_RESULT: dict[str, Any] = {"step": 1, "tokens": Int32.of([]), "failed": Int32.of([])}
@@ -134,7 +135,7 @@ def test_many_threads_get_each_their_own_answer(shared: EngineProcess) -> None:
     assert answers == [[number] * 20 for number in range(10, 42)]
 
 
-def test_what_is_refused_is_raised_as_what_it_is(shared: EngineProcess) -> None:
+def test_a_refusal_is_raised_with_its_own_type(shared: EngineProcess) -> None:
     with connect(shared) as engine:
         with pytest.raises(ContextTooLong, match="tokens"):
             engine.generate([1] * 100_000).tokens()
@@ -163,7 +164,7 @@ def test_generate_before_hello_is_refused(raw: RawClient) -> None:
     assert "restarted" in refused.error.message
 
 
-def test_who_is_not_known_any_more_is_told_to_greet_anew(raw: RawClient) -> None:
+def test_a_forgotten_client_is_asked_to_say_hello_again(raw: RawClient) -> None:
     raw.say(Ping())
     assert raw.hear() == SessionLost(why="the connection to the engine broke")
 
@@ -282,7 +283,7 @@ def test_a_request_ends_by_its_label_whoever_asks_and_what_it_held_is_free(
         assert eventually(lambda: engine.stats.free_blocks == engine.stats.total_blocks)
 
 
-def test_who_speaks_where_the_worker_does_is_not_taken_for_it(shared: EngineProcess) -> None:
+def test_a_stranger_on_the_workers_socket_is_ignored(shared: EngineProcess) -> None:
     connect(shared).close()
     stranger = RawClient(shared.address + ".worker")
     for message in (WorkerFailed(message="I am the worker"), StepResult(**NO_RESULT)):

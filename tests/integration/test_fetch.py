@@ -77,7 +77,7 @@ def test_a_file_that_was_spoilt_is_fetched_again(entry: Entry, tmp_path: Path) -
     assert fetch(entry, tmp_path).read_bytes() == CONTENT
 
 
-def test_what_a_killed_fetch_left_is_cleared_away(entry: Entry, tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_fetch_are_removed(entry: Entry, tmp_path: Path) -> None:
     wreck = cached_file(entry, tmp_path).parent / ".fetch-wreck"
     wreck.mkdir(parents=True)
     (wreck / "half.whl").write_bytes(b"half")

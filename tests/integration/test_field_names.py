@@ -15,7 +15,7 @@ from msgspec import inspect
 
 from gateway.api.openai.requests import BatchBody
 from gateway.api.render.requests import DerenderChat, DerenderCompletion
-from gateway.http.openapi_routes import operations
+from gateway.app import operations
 from protocol.errors import ErrorInfo
 from tests.support.gateway_process import GatewayProcess
 from tests.support.scripted_engine import ScriptedEngine
@@ -212,18 +212,6 @@ def faults_of_struct(
 
 
 BODIES = [(op.rule, kind) for op in operations() for kind in op.takes]
-
-
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedEngine]:
-    with ScriptedEngine(f"ipc://{tmp_path_factory.mktemp('engine') / 'engine.sock'}") as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def gateway(engine: ScriptedEngine) -> Iterator[GatewayProcess]:
-    with GatewayProcess(engine=engine.address) as gateway:
-        yield gateway.await_ready()
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import json
 import socket
 import struct
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,39 +17,20 @@ from protocol.messages import Generate
 from protocol.sampling import check_vocabulary
 from tests.support.gateway_process import GatewayProcess
 from tests.support.http import connect, exchange, read_body, read_head, send_post
-from tests.support.processes import eventually
 from tests.support.scripted_engine import Says, ScriptedEngine, ids_of, says, text_of
+from tests.support.waiting import eventually
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HI = [{"role": "user", "content": "hi"}]
 
 
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedEngine]:
-    with ScriptedEngine(f"ipc://{tmp_path_factory.mktemp('engine') / 'engine.sock'}") as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def gateway(engine: ScriptedEngine) -> Iterator[GatewayProcess]:
-    with GatewayProcess(
-        engine=engine.address,
-        served_name=["main", "alias"],
-        max_body_mib=1,
-        max_n=8,
-        max_prompts=4,
-        keep_alive_s=3600,  # a hang-up is seen by itself, not by a write that fails
-    ) as gateway:
-        yield gateway.await_ready()
-
-
-@pytest.fixture(autouse=True)
-def _fresh(engine: ScriptedEngine) -> Iterator[None]:
-    engine.generates.clear()
-    engine.script = lambda generate: says("Hello, world!")
-    yield
-    engine.is_paused, engine.step_s = False, 0.0005
-    engine.await_idle()
+GATEWAY = {
+    "served_name": ["main", "alias"],
+    "max_body_mib": 1,
+    "max_n": 8,
+    "max_prompts": 4,
+    "keep_alive_s": 3600,  # a hang-up is seen by itself, not by a write that fails
+}
 
 
 def chat(**fields: Any) -> dict[str, Any]:
@@ -100,7 +80,7 @@ BAD_BODIES: list[tuple[str, Any, str | None]] = [
     (CHAT, chat(temperature=-0.1), "temperature"),
     (CHAT, chat(temperature=2.1), "temperature"),
     (CHAT, chat(temperature="hot"), "temperature"),
-    (CHAT, b'{"messages": [], "temperature": 1e999}', "messages"),
+    (CHAT, b'{"messages": [], "temperature": 1e999}', "temperature"),
     (CHAT, b'{"temperature": 1e999, "messages": []}', "temperature"),
     (CHAT, chat(top_p=0), "top_p"),
     (CHAT, chat(top_p=1.01), "top_p"),
@@ -345,7 +325,7 @@ def test_if_one_of_n_is_refused_the_others_are_aborted(
         engine.await_abort(number)
 
 
-def test_what_the_engine_says_about_the_prompt_is_said_about_the_messages(
+def test_an_engine_error_about_the_prompt_names_the_messages(
     engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
     words = "the prompt is 600 tokens; this model takes 512 tokens of prompt and answer together"
@@ -413,7 +393,7 @@ def test_a_client_that_hangs_up_is_noticed_while_nothing_is_written(
             with client.makefile("rb") as file:
                 assert read_head(file)[0] == 200
         engine.await_generates(2)
-        time.sleep(0.05)
+        gateway.await_status("/livez", 200)  # it waits for the engine
         if how == "reset":
             client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, LINGER_RESET)
         if how == "half close":
@@ -432,7 +412,7 @@ def test_a_client_that_pipelines_its_next_request_has_not_hung_up(
         for _ in range(2):
             send_post(client, COMPLETIONS, text())
         engine.await_generates(1)
-        time.sleep(0.05)
+        gateway.await_status("/livez", 200)  # it has seen the second request
         engine.is_paused = False
         for _ in range(2):
             status, headers = read_head(file)
@@ -464,7 +444,7 @@ def test_a_slow_reader_gets_every_byte(engine: ScriptedEngine, gateway: GatewayP
         send_post(client, COMPLETIONS, text(stream=True, max_tokens=1 << 24))
         engine.await_generates(1)
         engine.await_idle()
-        time.sleep(0.1)
+        gateway.await_status("/livez", 200)  # it has got what the engine said
         assert read_head(file)[0] == 200
         said = 0
         while not (line := file.readline()).startswith(b"data: [DONE]"):

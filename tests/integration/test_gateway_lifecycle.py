@@ -20,8 +20,8 @@ from protocol.exit_codes import ExitCode
 from protocol.stats import WorkerView
 from tests.support.gateway_process import GatewayProcess
 from tests.support.http import connect, events_of, exchange, folded, read_body, read_head, send_post
-from tests.support.processes import eventually
 from tests.support.scripted_engine import ScriptedEngine, byte_tokenizer, says, scripted_card
+from tests.support.waiting import eventually
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HI = [{"role": "user", "content": "a secret question"}]
@@ -198,6 +198,19 @@ def test_one_log_line_tells_of_a_request_and_never_what_was_said(address: str) -
         assert re.search(said % number, line), line
     assert "POST /v1/chat/completions 400 id=" in lines[2]
     assert "secret" not in gateway.log
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD", "OPTIONS"])
+def test_health_checks_and_scrapes_are_counted_and_not_logged(address: str, method: str) -> None:
+    with ScriptedEngine(address) as engine, GatewayProcess(engine=engine.address) as gateway:
+        gateway.await_ready()
+        for path in ("/livez", "/startupz", "/readyz", "/health", "/metrics"):
+            assert requests.request(method, gateway.url + path, timeout=5).status_code == 200
+        counts = requests.get(gateway.url + "/metrics", timeout=5).text
+        assert requests.get(gateway.url + "/version", timeout=5).status_code == 200
+        assert eventually(lambda: "GET /version" in gateway.log)
+        assert 'route="/livez"' in counts
+        assert not re.search(r" (/livez|/startupz|/readyz|/health|/metrics) ", gateway.log)
 
 
 def test_a_drain_lets_streams_end_closes_idle_connections_and_takes_nothing_new(

@@ -21,37 +21,21 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HI = [{"role": "user", "content": "hi"}]
 PYWSGI = """
 from gevent import monkey; monkey.patch_all()
+import logging; logging.basicConfig(level="INFO")
 from gevent.pywsgi import WSGIServer
-from gateway.app import config_from_environment, create_app
+from gateway.app import create_app
+from gateway.config import config_from_environment
 WSGIServer(("127.0.0.1", config_from_environment().port), create_app(), log=None).serve_forever()
 """
 
 
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedEngine]:
-    with ScriptedEngine(f"ipc://{tmp_path_factory.mktemp('engine') / 'engine.sock'}") as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def gateway(engine: ScriptedEngine) -> Iterator[GatewayProcess]:
-    with GatewayProcess(engine=engine.address, keep_alive_s=0.2) as gateway:
-        yield gateway.await_ready()
+GATEWAY = {"keep_alive_s": 0.2}
 
 
 @pytest.fixture(scope="module")
 def pywsgi(engine: ScriptedEngine) -> Iterator[GatewayProcess]:
     with GatewayProcess(command=["-c", PYWSGI], engine=engine.address) as gateway:
         yield gateway.await_ready()
-
-
-@pytest.fixture(autouse=True)
-def _fresh(engine: ScriptedEngine) -> Iterator[None]:
-    engine.generates.clear()
-    engine.script = lambda generate: says("Hello, world!")
-    yield
-    engine.is_paused = False
-    engine.await_idle()
 
 
 def stream(gateway: GatewayProcess, path: str, body: dict[str, Any], **options: Any) -> list[Any]:
@@ -172,6 +156,15 @@ def test_a_stream_has_the_same_bytes_written_by_us_or_by_the_server(
     assert by_choice[0] == by_choice[1] == by_choice[2]
     if "n" not in body and not isinstance(body.get("prompt"), list):
         assert bodies[0] == bodies[1] == bodies[2]
+
+
+def test_the_log_says_how_streams_are_written(
+    gateway: GatewayProcess, pywsgi: GatewayProcess
+) -> None:
+    assert gateway.log.count("streams: ") == 1
+    assert "streams: written directly to the client's socket" in gateway.log
+    why = "the server was not started with gateway/gunicorn_conf.py"
+    assert f"streams: written through WSGI, because {why}" in pywsgi.log
 
 
 def test_a_chat_has_the_members_that_its_clients_read(gateway: GatewayProcess) -> None:
@@ -338,7 +331,7 @@ def test_every_parameter_reaches_the_engine(
     assert (params.stop_token_ids, params.ignore_eos, params.logprobs) == ([3, 4], True, 3)
 
 
-def test_what_the_request_leaves_open_the_model_decides_and_then_the_api(
+def test_defaults_come_from_the_model_and_then_from_the_api(
     engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
     gateway.post(CHAT, {"messages": HI, "top_p": None})
@@ -374,7 +367,7 @@ def test_a_text_is_tokenized_and_back(gateway: GatewayProcess) -> None:
     assert back == {"prompt": "né"}
 
 
-def test_what_the_stream_says_is_json_whatever_is_in_the_text(
+def test_a_stream_is_valid_json_for_any_text(
     engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
     text = 'quote " back \\ slash / line \n tab \t zero \x00 separator \u2028 end'

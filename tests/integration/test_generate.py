@@ -25,30 +25,9 @@ ROUTES: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedEngine]:
-    with ScriptedEngine(f"ipc://{tmp_path_factory.mktemp('engine') / 'engine.sock'}") as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def gateway(engine: ScriptedEngine) -> Iterator[GatewayProcess]:
-    with GatewayProcess(engine=engine.address) as gateway:
-        yield gateway.await_ready()
-
-
-@pytest.fixture(scope="module")
 def another(engine: ScriptedEngine) -> Iterator[GatewayProcess]:
     with GatewayProcess(engine=engine.address) as gateway:
         yield gateway.await_ready()
-
-
-@pytest.fixture(autouse=True)
-def _fresh(engine: ScriptedEngine) -> Iterator[None]:
-    engine.generates.clear()
-    engine.script = lambda generate: says("Hello, world!")
-    yield
-    engine.is_paused, engine.step_s = False, 0.0005
-    engine.await_idle()
 
 
 def body(sampling: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +24,6 @@ BODIES: dict[str, dict[str, Any]] = {
         "n": 2,
     },
 }
-
-
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedEngine]:
-    folder = tmp_path_factory.mktemp("handing")
-    with ScriptedEngine(f"ipc://{folder}/engine.sock") as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def gateway(engine: ScriptedEngine) -> Iterator[GatewayProcess]:
-    with GatewayProcess(engine=engine.address) as gateway:
-        yield gateway.await_ready()
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -64,9 +50,7 @@ def test_a_prompt_is_computed_here_and_gone_on_from_there(
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_what_a_client_may_not_say_is_a_400_that_names_it(
-    gateway: GatewayProcess, path: str
-) -> None:
+def test_a_forbidden_field_is_a_400_that_names_it(gateway: GatewayProcess, path: str) -> None:
     forged = {"do_remote_prefill": True, "remote_host": "10.0.0.1", "remote_port": 1}
     response = gateway.post(path, BODIES[path] | {"kv_transfer_params": forged})
     assert response.status_code == 400

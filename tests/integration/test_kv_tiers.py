@@ -14,8 +14,9 @@ import pytest
 
 from protocol.client import Client
 from protocol.messages import Usage
-from tests.support.processes import Program, eventually
+from tests.support.processes import Program
 from tests.support.tiny_checkpoint import write_tiny_llama
+from tests.support.waiting import eventually
 
 BLOCK = 16
 PROMPT = [3 + (7 * i * i + i) % 90 for i in range(20 * BLOCK + 5)]
@@ -103,7 +104,7 @@ def test_after_a_restart_a_prompt_comes_from_disk(
         assert engine.stats.num_computed_tokens == computed
 
 
-def test_what_the_cache_had_no_room_for_comes_from_host_memory(
+def test_evicted_blocks_come_back_from_host_memory(
     checkpoint: Path, tmp_path: Path, plain: list[int]
 ) -> None:
     with served(checkpoint, tmp_path, kv_host_gib=0.01) as (_, engine):

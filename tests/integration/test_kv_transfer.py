@@ -24,7 +24,7 @@ from protocol.kv import KVCancel, KVFailure, KVFetched, PeerSource
 from protocol.kv_peers import KVChunk, KVDone, KVOpen, KVOpened, KVRead
 from tests.support.kv_proxy import Proxy
 from tests.support.kv_worker import Peer, Shape, Worker
-from tests.support.processes import eventually
+from tests.support.waiting import eventually
 
 MOVERS = [
     "auto",
@@ -291,7 +291,7 @@ def test_a_lease_that_is_withdrawn_in_the_middle_is_expired(under_way):
 
 
 @pytest.mark.parametrize("mover", MOVERS)
-def test_what_is_read_of_a_lease_that_is_over_is_never_called_right(context, address, mover):
+def test_data_of_an_ended_lease_is_never_accepted(context, address, mover):
     """It is withdrawn, and its blocks are written, between the reader's last copy and its last
     word, which a proxy holds back."""
     with (
@@ -322,7 +322,7 @@ def test_a_cancelled_transfer_says_so_once_and_writes_no_more(under_way):
     assert torch.equal(worker.cache.rows, before)
 
 
-def test_who_gives_up_is_not_waited_for(under_way):
+def test_a_reader_that_gives_up_is_not_waited_for(under_way):
     peer, worker, proxy = under_way
     fetch_all(worker, through(proxy))
     assert eventually(lambda: proxy.num_held)

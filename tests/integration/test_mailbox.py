@@ -28,7 +28,7 @@ from protocol.messages import (
     ToEngine,
 )
 from protocol.stats import EngineStats
-from tests.support.processes import eventually
+from tests.support.waiting import eventually
 
 WAIT_MS = 10_000
 PONG = Pong(epoch="e", stats=EngineStats())
@@ -110,7 +110,7 @@ def test_nonsense_is_refused_and_counted_and_what_follows_is_heard(
     assert scene.gone == []
 
 
-def test_who_cannot_be_told_anything_is_gone_once(scene: MailboxScene) -> None:
+def test_an_unreachable_client_is_reported_gone_once(scene: MailboxScene) -> None:
     client = scene.greet()
     scene.mail.clients.add(b"left", 1.0, "y")
     scene.mail.broadcast(PONG)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pty
@@ -10,7 +11,6 @@ import struct
 import subprocess
 import sys
 import termios
-import time
 from collections.abc import Iterator
 from fcntl import ioctl
 from pathlib import Path
@@ -23,10 +23,11 @@ from msgspec.structs import replace
 from protocol.client import Client
 from protocol.messages import Pong
 from tests.support.gateway_process import GatewayProcess
-from tests.support.processes import ROOT, Program, eventually
+from tests.support.processes import ROOT, Program
 from tests.support.raw_client import RawClient
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.tiny_engine import tiny_engine
+from tests.support.waiting import eventually
 
 TOOL = [sys.executable, "-P", "-m", "tools"]
 HI = [{"role": "user", "content": "hi"}]
@@ -126,10 +127,8 @@ class PseudoTerminal:
         ioctl(self._theirs, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
 
     def shows(self, words: str) -> bool:
-        try:
+        with contextlib.suppress(BlockingIOError):
             self.text += os.read(self._ours, 1 << 20).decode(errors="replace")
-        except BlockingIOError:
-            time.sleep(0.01)
         return words in self.text
 
     def press(self, keys: bytes) -> None:
@@ -179,7 +178,7 @@ def test_a_command_line_that_cannot_be_meant_is_told_in_one_line(
     assert done.stderr.count("\n") == 1
 
 
-def test_where_there_is_no_server_it_is_said(tmp_path: Path) -> None:
+def test_a_server_that_is_not_there_is_reported(tmp_path: Path) -> None:
     environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
     done = subprocess.run(
         [*TOOL, "top", "--port", "8123"],

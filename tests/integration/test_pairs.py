@@ -16,7 +16,6 @@ from protocol.messages import Generate
 from protocol.stats import EngineStats
 from tests.support.gateway_process import GatewayProcess
 from tests.support.http import connect, send_post
-from tests.support.processes import eventually
 from tests.support.scripted_engine import (
     Says,
     ScriptedEngine,
@@ -26,6 +25,7 @@ from tests.support.scripted_engine import (
     says,
     scripted_card,
 )
+from tests.support.waiting import eventually
 
 COMPLETIONS = "/v1/completions"
 PROMPT = "a prompt that is worth it, and more than that, since all of it is long"
@@ -175,7 +175,7 @@ def test_d_alone_computes_what_is_not_worth_it(pair: EnginePair, fields: dict[st
     assert pair.metric("tidegate_handovers_total") == before
 
 
-def test_what_p_computed_for_a_request_was_not_cached_for_it(pair: EnginePair) -> None:
+def test_tokens_that_p_computed_do_not_count_as_cached(pair: EnginePair) -> None:
     usage = pair.complete(max_tokens=2).json()["usage"]
     assert usage["prompt_tokens"] == len(ids_of(PROMPT))
     assert usage["prompt_tokens_details"]["cached_tokens"] == 2  # which P, too, found
@@ -225,7 +225,7 @@ def test_a_lease_is_kept_until_d_has_told_its_first_token(pair: EnginePair) -> N
         (Says([[1]], "stop", None), "failed"),  # no handle
     ],
 )
-def test_where_p_does_not_compute_it_d_does(pair: EnginePair, answer: Any, cause: str) -> None:
+def test_d_computes_a_prompt_that_p_does_not(pair: EnginePair, answer: Any, cause: str) -> None:
     line = f'tidegate_handover_fallbacks_total{{cause="{cause}"}}'
     before = pair.metric(line)
     for p in pair.p:
@@ -246,10 +246,10 @@ def test_a_handle_that_d_refuses_is_done_without(pair: EnginePair) -> None:
     assert pair.complete().json()["choices"][0]["text"] == "Hello"
     (produce,) = pair.asked(pair.p)
     assert {c.kv_handle for c in pair.asked(pair.d)} == {handle_of(produce), ""}
-    assert [h for p in pair.p for h in p.released] == [handle_of(produce)]
+    assert eventually(lambda: [h for p in pair.p for h in p.released] == [handle_of(produce)])
 
 
-def test_what_d_refuses_for_its_own_reasons_is_told_and_p_is_left(pair: EnginePair) -> None:
+def test_a_refusal_of_d_is_reported_and_p_is_released(pair: EnginePair) -> None:
     for d in pair.d:
         d.script = lambda generate: ErrorInfo(code="overloaded", message="full", retry_after_s=3)
     response = pair.complete()

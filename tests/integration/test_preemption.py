@@ -105,7 +105,7 @@ class Run:
     def _force(self) -> None:
         """Leave no block free until somebody has yielded. Where the only one yields there is no
         plan at all, and so no step."""
-        pool, engine = self.replica.engine._scheduler.pool, self.replica.engine
+        pool, engine = self.replica.engine.scheduler.pool, self.replica.engine
         taken: list[int] = []
         before = engine.stats().num_preemptions
         while engine.stats().num_preemptions == before:

@@ -86,6 +86,6 @@ def test_one_profile_at_a_time_and_who_gives_up_makes_room(
         assert main([*profile, "--steps", "3"]) == 0
 
 
-def test_where_no_server_runs_that_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_server_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["profile", "--port", str(free_port())]) == 1
     assert "no server is running" in capsys.readouterr().err

@@ -18,8 +18,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.support.processes import ROOT, Program, eventually, is_alive
-from tools.processes.server_discovery import Found, RunDirectory, discover
+from tests.support.processes import ROOT, Program, is_alive
+from tests.support.waiting import eventually
+from tools.processes.discovery import Found, RunDirectory, discover
 
 SERVER = """
 import subprocess, sys, time
@@ -107,7 +108,7 @@ def test_a_server_is_listed_with_all_its_processes_and_stopped_alone(
     assert second.process.poll() is None
 
 
-def test_who_is_asked_and_stays_is_named_and_not_killed(machine: ServerMachine) -> None:
+def test_a_process_that_does_not_stop_is_named_and_not_killed(machine: ServerMachine) -> None:
     """A real supervisor sees to its children; this one is none."""
     server = machine.serve("8001")
     found = machine.place("8001")
@@ -118,7 +119,7 @@ def test_who_is_asked_and_stays_is_named_and_not_killed(machine: ServerMachine) 
     assert all(map(is_alive, children))
 
 
-def test_what_a_killed_supervisor_left_behind_is_found_and_stopped(machine: ServerMachine) -> None:
+def test_children_of_a_killed_supervisor_are_found_and_stopped(machine: ServerMachine) -> None:
     server = machine.serve("8001")
     path = machine.leave_socket("8001")
     left = [pid for pid in pids(machine.place("8001")) if pid != server.process.pid]

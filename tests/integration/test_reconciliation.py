@@ -23,8 +23,8 @@ from protocol.messages import Generate
 from tests.support.anthropic import prompt_tokens
 from tests.support.gateway_process import GatewayProcess
 from tests.support.http import connect, events_of, read_head, send_post
-from tests.support.processes import eventually
 from tests.support.scripted_engine import Reply, Says, ScriptedEngine, says, text_of
+from tests.support.waiting import eventually
 
 CHAT, COMPLETIONS, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
 RESPONSES, GENERATE = "/v1/responses", "/inference/v1/generate"
@@ -320,7 +320,7 @@ def test_times_are_counted_once_for_each_answer_that_has_them(told: ToldUsage) -
         assert told_sum == pytest.approx(summed(told.accepted, name), abs=1e-3)
 
 
-def test_what_those_who_hung_up_had_is_free_again(told: ToldUsage) -> None:
+def test_resources_of_abandoned_requests_are_free_again(told: ToldUsage) -> None:
     gone = [line for line in told.lines if line["end"] == "disconnected"]
     assert told.metric(FREED) == len(gone) > 0
 

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 import requests
 
-from protocol import card_file
-from protocol.card_file import CardFile
 from protocol.exit_codes import ExitCode
+from protocol.model_card import CardFile, write_card
 from tests.support.gateway_process import GatewayProcess
 from tests.support.processes import ROOT, Program, free_port
 from tests.support.scripted_engine import TEMPLATE, byte_tokenizer, thinking_card
@@ -22,12 +21,12 @@ HI = [{"role": "user", "content": "Hi"}]
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayProcess]:
     file = tmp_path_factory.mktemp("card") / "model.card"
-    card_file.write(file, CardFile(card=thinking_card(), max_len=300))
+    write_card(file, CardFile(card=thinking_card(), max_len=300))
     with GatewayProcess(card=str(file)) as gateway:
         yield gateway.await_ready()
 
 
-def test_what_needs_no_engine_is_served(gateway: GatewayProcess) -> None:
+def test_routes_that_need_no_engine_are_served(gateway: GatewayProcess) -> None:
     counted = gateway.post("/tokenize", {"messages": HI}).json()
     assert counted["max_model_len"] == 300
     spelt = gateway.post("/detokenize", {"tokens": counted["tokens"]}).json()
@@ -51,7 +50,7 @@ def test_what_needs_no_engine_is_served(gateway: GatewayProcess) -> None:
         ("/inference/v1/abort_requests", {"request_ids": ["a"]}),
     ],
 )
-def test_what_would_have_to_be_computed_is_refused(
+def test_routes_that_need_an_engine_are_refused(
     gateway: GatewayProcess, path: str, body: dict[str, object]
 ) -> None:
     response = gateway.post(path, body)

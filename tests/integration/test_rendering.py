@@ -10,9 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from protocol import card_file
-from protocol.card_file import CardFile
 from protocol.messages import Generate
+from protocol.model_card import CardFile, write_card
 from tests.support.gateway_process import GatewayProcess
 from tests.support.http import events_of, said_whole, spoken
 from tests.support.scripted_engine import ScriptedEngine, says, thinking_card
@@ -48,7 +47,7 @@ class House:
 def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
     folder: Path = tmp_path_factory.mktemp("house")
     card = thinking_card()
-    card_file.write(folder / "model.card", CardFile(card=card, max_len=512))
+    write_card(folder / "model.card", CardFile(card=card, max_len=512))
     address = f"ipc://{folder}/engine.sock"
     with (
         ScriptedEngine(address, card=card) as engine,

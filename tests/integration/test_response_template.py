@@ -67,9 +67,11 @@ def folder(tmp_path: Path) -> Path:
 
 
 def engine_with(template: Any, folder: Path) -> ScriptedEngine:
-    engine = ScriptedEngine(f"ipc://{folder.parent}/engine.sock", card=card_of(folder, template))
-    engine.script = lambda generate: spoken
-    return engine
+    return ScriptedEngine(
+        f"ipc://{folder.parent}/engine.sock",
+        script=lambda generate: spoken,
+        card=card_of(folder, template),
+    )
 
 
 spoken: Says = says(ANSWER, size=3)

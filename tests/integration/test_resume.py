@@ -11,7 +11,8 @@ import requests
 
 from tests.support.gateway_process import GatewayProcess
 from tests.support.http import connect, events_of, exchange, folded, read_head, send_post
-from tests.support.scripted_engine import ScriptedEngine, says, scripted_card
+from tests.support.scripted_engine import ScriptedEngine, says
+from tests.support.waiting import eventually
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 KEY = {"Authorization": "Bearer k1"}
@@ -21,11 +22,7 @@ BODY = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
 WINDOW_S = 1.0
 
 
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedEngine]:
-    address = f"ipc://{tmp_path_factory.mktemp('engine') / 'engine.sock'}"
-    with ScriptedEngine(address, card=scripted_card()) as engine:
-        yield engine
+ENGINE = {"script": lambda generate: says(TEXT)}
 
 
 @pytest.fixture(scope="module")
@@ -45,15 +42,6 @@ def twin(engine: ScriptedEngine, store: str) -> Iterator[GatewayProcess]:
     options: Any = {"response_store": store, "resume_s": WINDOW_S}
     with GatewayProcess(engine=engine.address, **options) as gateway:
         yield gateway.await_ready()
-
-
-@pytest.fixture(autouse=True)
-def _fresh(engine: ScriptedEngine) -> Iterator[None]:
-    engine.generates.clear()
-    engine.script = lambda generate: says(TEXT)
-    yield
-    engine.step_s = 0.0005
-    engine.await_idle()
 
 
 def without_ids(data: bytes) -> bytes:
@@ -142,7 +130,7 @@ def test_the_same_request_with_its_last_event_asks_nothing_again(
     assert len(engine.generates) == 1
 
 
-def test_nobody_else_picks_it_up(gateway: GatewayProcess) -> None:
+def test_a_stream_is_resumed_only_by_its_owner(gateway: GatewayProcess) -> None:
     _, headers, _ = exchange(gateway.port, CHAT, BODY, headers=RESUME)
     url = f"{gateway.url}/v1/streams/{headers['x-resume']}"
     for key in ({}, {"Authorization": "Bearer k2"}):
@@ -167,10 +155,12 @@ def test_without_a_client_it_goes_on_for_the_window_and_is_aborted_then(
 def test_it_is_forgotten_after_the_window(engine: ScriptedEngine, gateway: GatewayProcess) -> None:
     _, headers, _ = exchange(gateway.port, CHAT, BODY, headers=RESUME)
     url = f"{gateway.url}/v1/streams/{headers['x-resume']}"
-    deadline = time.monotonic() + 20
-    while requests.get(url, headers=KEY, timeout=9).status_code != 404:
-        assert time.monotonic() < deadline
-        time.sleep(WINDOW_S + 0.2)  # asking is wanting
+
+    def is_forgotten() -> bool:
+        return requests.get(url, headers=KEY, timeout=9).status_code == 404
+
+    # Each question prolongs the window.
+    assert eventually(is_forgotten, every_s=WINDOW_S + 0.2)
 
 
 def test_without_the_header_a_hang_up_aborts_without_waiting_for_the_window(

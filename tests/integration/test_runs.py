@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import sqlite3
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import gevent
 import pytest
 
+from gateway.store.database import Database, Store
 from gateway.store.queries import Interruption, NewRun, StoredRecord
-from gateway.store.runs import BEAT_S, DetachedRun, Runs
-from gateway.store.store import Store
+from gateway.store.runs import DetachedRun, Runs
+from tests.support.waiting import eventually
 
 
-def epitaph(run: str, number: int, body: bytes | None) -> Interruption:
+def interrupt(run: str, number: int, body: bytes | None) -> Interruption:
     return Interruption(b"died", b"died")
 
 
@@ -35,10 +39,23 @@ class RunClient:
         self.is_finished = True
 
 
+class LimitedDatabase(Database):
+    """A database whose size a test can limit."""
+
+    def limit_pages(self, pages: int) -> None:
+        """Let no more pages be added, as on a full disk. `pages` is at least the present number."""
+        self._connection.execute(f"PRAGMA max_page_count = {pages}").fetchall()
+
+
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    path = str(tmp_path / "r.db")
-    store = Store(path, {"kind": epitaph}, max_bytes=1 << 30, max_age_s=1e6)
+def path(tmp_path: Path) -> str:
+    return str(tmp_path / "r.db")
+
+
+@pytest.fixture
+def store(path: str) -> Iterator[Store]:
+    bounds: dict[str, Any] = {"max_bytes": 1 << 30, "max_age_s": 1e6}
+    store = Store(partial(LimitedDatabase, path, {"kind": interrupt}, **bounds))
     yield store
     store.close()
 
@@ -71,29 +88,38 @@ def stored(store: Store, name: str = "run") -> tuple[list[bytes], bytes]:
     return page.frames, record.body
 
 
-def eventually(claim: Callable[[], object], within_s: float = 5.0) -> None:
-    give_up = time.monotonic() + within_s
-    while not claim():
-        assert time.monotonic() < give_up
-        gevent.sleep(0.005)
+def reach(claim: Callable[[], object]) -> None:
+    assert eventually(claim, pause=gevent.sleep)
 
 
-def test_what_a_run_says_is_stored_and_its_client_hears_all_of_it_once(
-    store: Store, runs: Runs
-) -> None:
+def await_beats(path: str, count: int, name: str = "run") -> None:
+    """Wait until the run's lease has been renewed `count` times."""
+
+    def lease_until() -> float:
+        with closing(sqlite3.connect(path)) as connection:
+            query = "SELECT lease_until FROM runs WHERE id = ?"
+            ((until,),) = connection.execute(query, [name]).fetchall()
+            return until
+
+    for _ in range(count):
+        before = lease_until()
+        reach(lambda: lease_until() > before)  # noqa: B023 (called at once)
+
+
+def test_events_of_a_run_are_stored_and_its_client_gets_each_once(store: Store, runs: Runs) -> None:
     run, aborts = begun(runs)
     client = RunClient()
     run.write([b"a", b"b"])
-    eventually(lambda: len(stored(store)[0]) == 2)
+    reach(lambda: len(stored(store)[0]) == 2)
     run.listen(client)  # type: ignore[arg-type]
     assert client.data == b"ab", "what was said before is heard, too"
     run.write([b"c"])
     assert client.data == b"abc", "at once"
     run.note(b"in progress")
-    eventually(lambda: stored(store)[1] == b"in progress")
+    reach(lambda: stored(store)[1] == b"in progress")
     run.close([b"d"], b"done")
     assert client.data == b"abc", "the last word waits for the store"
-    eventually(lambda: client.is_finished)
+    reach(lambda: client.is_finished)
     assert client.data == b"abcd"
     assert stored(store) == ([b"a", b"b", b"c", b"d"], b"done")
     assert len(runs) == 0
@@ -104,34 +130,36 @@ def test_a_client_that_comes_after_the_end_hears_all(store: Store, runs: Runs) -
     run, _ = begun(runs)
     run.write([b"a"])
     run.close([b"b"], b"done")
-    eventually(lambda: run.is_over)
+    reach(lambda: run.is_over)
     client = RunClient()
     run.listen(client)  # type: ignore[arg-type]
     assert (client.data, client.is_finished) == (b"ab", True)
 
 
-def test_after_its_client_has_left_it_goes_on(store: Store, runs: Runs) -> None:
+def test_after_its_client_has_left_it_goes_on(path: str, store: Store, runs: Runs) -> None:
     run, aborts = begun(runs)
     client = RunClient()
     run.listen(client)  # type: ignore[arg-type]
     run.leave()
-    gevent.sleep(2 * BEAT_S)
+    await_beats(path, 2)
     run.write([b"a"])
     run.close([], b"done")
-    eventually(lambda: run.is_over)
+    reach(lambda: run.is_over)
     assert (client.data, client.is_finished) == (b"", False)
     assert stored(store) == ([b"a"], b"done")
     assert aborts == []
 
 
-def test_one_that_needs_a_client_is_aborted_without_one(store: Store, runs: Runs) -> None:
+def test_one_that_needs_a_client_is_aborted_without_one(
+    path: str, store: Store, runs: Runs
+) -> None:
     run, aborts = begun(runs, wanted_until=time.time() + 0.2)
     client = RunClient()
     run.listen(client)  # type: ignore[arg-type]
-    gevent.sleep(3 * BEAT_S)
+    await_beats(path, 3)
     assert aborts == [], "its client is there"
     run.leave()
-    eventually(lambda: run.is_over)
+    reach(lambda: run.is_over)
     assert aborts == ["run"]
     assert stored(store) == ([b"aborted"], b"aborted")
 
@@ -139,7 +167,7 @@ def test_one_that_needs_a_client_is_aborted_without_one(store: Store, runs: Runs
 def test_one_that_somebody_cancels_is_aborted(store: Store, runs: Runs) -> None:
     run, aborts = begun(runs)
     store.call(lambda database: database.cancel("run", "o"))
-    eventually(lambda: run.is_over)
+    reach(lambda: run.is_over)
     assert aborts == ["run"]
 
 
@@ -153,16 +181,10 @@ def test_one_that_was_deleted_or_thought_dead_is_aborted_and_says_nothing_more(
     store.call(lambda database: database.delete("deleted", "o"))
     store.call(lambda database: database.get("dead", "o", time.time() + 3600))
     dead.write([b"too late"])
-    eventually(lambda: deleted.is_over and dead.is_over)
+    reach(lambda: deleted.is_over and dead.is_over)
     assert len(runs) == 0
     assert stored(store, "dead") == ([b"died"], b"died")
     assert client.is_finished
-
-
-def limit_pages(store: Store, pages: int) -> None:
-    """As on a disk that is full; no fewer than there are."""
-    statement = f"PRAGMA max_page_count = {pages}"
-    store.call(lambda database: database._connection.execute(statement).fetchall())
 
 
 def test_runs_that_cannot_be_written_down_are_aborted_and_later_ones_are_not(
@@ -171,15 +193,15 @@ def test_runs_that_cannot_be_written_down_are_aborted_and_later_ones_are_not(
     run, aborts = begun(runs)
     client = RunClient()
     run.listen(client)  # type: ignore[arg-type]
-    limit_pages(store, 1)
+    store.call(lambda database: database.limit_pages(1))  # type: ignore[attr-defined]
     run.write([b"a" * (1 << 20)])
-    eventually(lambda: run.is_over)
+    reach(lambda: run.is_over)
     assert aborts == ["run"]
     assert client.is_finished
     assert len(runs) == 0
-    limit_pages(store, 1 << 30)
+    store.call(lambda database: database.limit_pages(1 << 30))  # type: ignore[attr-defined]
     later, aborts = begun(runs, "later")
     later.close([b"x"], b"done")
-    eventually(lambda: later.is_over)
+    reach(lambda: later.is_over)
     assert stored(store, "later") == ([b"x"], b"done")
     assert aborts == []

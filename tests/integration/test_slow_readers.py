@@ -4,7 +4,7 @@ for beyond the time to send."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,20 +27,6 @@ LONG_CHANCES = [1] * 12_000
 """The same where the likeliest twenty are told beside each."""
 LATER = "Told word by word — to whoever reads. " * 15
 WORDS = "Others are told every word of it. " * 20
-
-
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedEngine]:
-    folder = tmp_path_factory.mktemp("slow")
-    with ScriptedEngine(f"ipc://{folder / 'engine.sock'}", max_len=MOST + 100) as engine:
-        engine.script = answer
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def gateway(engine: ScriptedEngine) -> Iterator[GatewayProcess]:
-    with GatewayProcess(engine=engine.address) as gateway:
-        yield gateway.await_ready()
 
 
 def answer(generate: Generate) -> Says:
@@ -122,6 +108,7 @@ def _heard_ids(data: bytes) -> ReceivedStream:
 
 MUCH = [{"role": "user", "content": "much"}]
 MOST = 1 << 22
+ENGINE = {"script": lambda generate: answer(generate), "max_len": MOST + 100}
 USAGE = {"include_usage": True}
 STREAMS: dict[str, tuple[str, dict[str, Any], Callable[[bytes], ReceivedStream]]] = {
     "chat": (
@@ -149,7 +136,7 @@ STREAMS: dict[str, tuple[str, dict[str, Any], Callable[[bytes], ReceivedStream]]
 
 
 @pytest.mark.parametrize("name", STREAMS)
-def test_who_reads_late_is_told_all_of_it_in_one_delta_for_what_came_meanwhile(
+def test_a_late_reader_gets_all_that_came_meanwhile_in_one_delta(
     name: str, engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
     """The gateway has taken all of it when one who asks later has his answer."""
@@ -181,7 +168,7 @@ def _short(gateway: GatewayProcess) -> str:
 # ---- who never reads
 
 
-def test_who_takes_nothing_for_the_time_to_send_is_cut_off_and_others_do_not_wait(
+def test_a_client_that_reads_nothing_is_cut_off_and_delays_no_other(
     engine: ScriptedEngine,
 ) -> None:
     """What waits for the one who does not read is a single piece of news, so it is time that ends

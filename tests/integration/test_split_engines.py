@@ -16,10 +16,10 @@ from protocol.cluster_key import write_cluster_key
 from protocol.messages import Accepted, Generate, Output, Outputs, ReleaseKV
 from protocol.sampling import SamplingParams
 from tests.support.engine_view import EngineView
-from tests.support.processes import eventually
 from tests.support.raw_client import RawClient
 from tests.support.tiny_checkpoint import VOCAB, write_tiny_llama
 from tests.support.tiny_side import TinySide
+from tests.support.waiting import eventually
 
 LEASE_S = 4.0
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -153,7 +153,7 @@ def test_a_lease_that_nobody_takes_is_over_and_its_handle_is_computed_again(
     assert split.fetch_failures() == {"expired": 1}
 
 
-def test_what_is_released_is_free_at_once(split: SplitServer) -> None:
+def test_a_released_lease_is_free_at_once(split: SplitServer) -> None:
     view = split.p.view()
     handle = split.prefill(prompts(1)[0])
     split.p.client.say(ReleaseKV(handles=[handle]))

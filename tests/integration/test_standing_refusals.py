@@ -12,8 +12,8 @@ import requests
 from protocol.api_keys import KeyEntry, digest_of
 from protocol.errors import ErrorInfo
 from tests.support.gateway_process import GatewayProcess
-from tests.support.processes import eventually
 from tests.support.scripted_engine import ScriptedEngine, says
+from tests.support.waiting import eventually
 from tools.commands.keys import with_key, write
 
 HI = [{"role": "user", "content": "hi"}]
@@ -36,10 +36,7 @@ def key_of(name: str) -> str:
     return f"tg-{name:x<43}"
 
 
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedEngine]:
-    with ScriptedEngine(f"ipc://{tmp_path_factory.mktemp('engine') / 'engine.sock'}") as engine:
-        yield engine
+ENGINE = {"script": lambda generate: says("Hello!")}
 
 
 NAMES = [f"{route}-{place}" for route in (*ROUTES, "else") for place in (0, 1)]
@@ -56,12 +53,6 @@ def gateway(
     write(keys, text)
     with GatewayProcess(engine=engine.address, api_keys=str(keys)) as gateway:
         yield gateway.await_ready()
-
-
-@pytest.fixture(autouse=True)
-def _fresh(engine: ScriptedEngine) -> None:
-    engine.generates.clear()
-    engine.script = lambda generate: says("Hello!")
 
 
 def ask(
@@ -96,7 +87,7 @@ def test_it_is_repeated_word_for_word_and_the_engine_is_not_asked(
     assert ask(gateway, f"{name}-1", ROUTES[name]).status_code == 200  # somebody else
 
 
-def test_who_only_wants_to_know_is_not_refused(
+def test_a_request_that_computes_nothing_is_not_refused(
     engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
     engine.script = lambda generate: LONG

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import re
 import threading
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -22,6 +21,7 @@ from tests.support.model import smollm2_gguf
 from tests.support.processes import Program
 from tests.support.replica import Replica, load
 from tests.support.tiny_checkpoint import write_tiny_llama
+from tests.support.waiting import eventually
 
 # ---- the default model
 
@@ -180,10 +180,8 @@ def test_leaving_while_the_grammar_is_compiled_leaves_nothing_behind(engine: Cli
     for generation in generations:
         generation.close()
     assert text_of(engine.generate([5], grammar=Grammar(body=YES)).tokens()) == "yes"
-    deadline = time.monotonic() + 20
-    while engine.stats.running or engine.stats.waiting:
-        assert time.monotonic() < deadline, engine.stats
-        time.sleep(0.1)
+    is_free = eventually(lambda: not engine.stats.running and not engine.stats.waiting)
+    assert is_free, engine.stats
 
 
 YES = ChoiceGrammar(choices=["yes"])

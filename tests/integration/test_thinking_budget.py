@@ -68,7 +68,7 @@ def test_after_so_many_tokens_the_model_goes_on_to_its_answer(
 
 @pytest.mark.parametrize("closes", [TOKEN, SPELT])
 @pytest.mark.parametrize("inside", [True, False])
-def test_behind_the_budget_the_answer_keeps_to_its_form(
+def test_an_answer_after_the_budget_keeps_to_its_form(
     replica: Replica, closes: str, inside: bool
 ) -> None:
     form = JsonSchema(text=schema(sum={"type": "integer", "minimum": 0, "maximum": 99}))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import anthropic
@@ -28,24 +27,8 @@ QUEUED = ErrorInfo(
 RUNNING = ErrorInfo(code="timeout", message="timeout_s: over", param="timeout_s")
 
 
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedEngine]:
-    with ScriptedEngine(f"ipc://{tmp_path_factory.mktemp('engine') / 'engine.sock'}") as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def gateway(engine: ScriptedEngine) -> Iterator[GatewayProcess]:
-    with GatewayProcess(engine=engine.address, timeout_s=50.0) as gateway:
-        yield gateway.await_ready()
-
-
-@pytest.fixture(autouse=True)
-def _fresh(engine: ScriptedEngine) -> Iterator[None]:
-    engine.generates.clear()
-    engine.script = lambda generate: says("Hello")
-    yield
-    engine.await_idle()
+ENGINE = {"script": lambda generate: says("Hello")}
+GATEWAY = {"timeout_s": 50.0}
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -61,7 +44,7 @@ def test_every_api_takes_both_limits_and_the_operators_where_it_is_silent(
 
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("field", ["timeout_s", "queue_timeout_s"])
-def test_what_is_no_time_is_refused_by_name(
+def test_an_invalid_timeout_is_refused_by_name(
     route: str, field: str, gateway: GatewayProcess
 ) -> None:
     for odd in (0, -1, 1e9, "5"):

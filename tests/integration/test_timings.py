@@ -4,7 +4,7 @@ what the engine said, in milliseconds, and what the gateway measured."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -14,7 +14,7 @@ import requests
 from gateway.observe.timings import Timings
 from tests.support.gateway_process import GatewayProcess
 from tests.support.http import events_of
-from tests.support.scripted_engine import ScriptedEngine, says
+from tests.support.scripted_engine import says
 
 HI = [{"role": "user", "content": "hi"}]
 TEXT = "Hello, world!"
@@ -28,17 +28,8 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedEngine]:
-    address = f"ipc://{tmp_path_factory.mktemp('engine') / 'engine.sock'}"
-    with ScriptedEngine(address, script=lambda generate: says(TEXT)) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def gateway(engine: ScriptedEngine) -> Iterator[GatewayProcess]:
-    with GatewayProcess(engine=engine.address, response_store="none") as gateway:
-        yield gateway.await_ready()
+ENGINE = {"script": lambda generate: says(TEXT)}
+GATEWAY = {"response_store": "none"}
 
 
 def last_typed(response: requests.Response) -> list[dict[str, Any]]:
@@ -96,7 +87,7 @@ def test_every_api_tells_whole_and_in_a_stream(
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_nobody_is_told_who_has_not_asked(gateway: GatewayProcess, path: str) -> None:
+def test_timings_are_sent_only_if_requested(gateway: GatewayProcess, path: str) -> None:
     assert "timings" not in asked(gateway, path)
     assert "timings" not in asked(gateway, path, stream=True)
 
@@ -115,7 +106,7 @@ def test_tokens_of_all_choices_are_counted(gateway: GatewayProcess) -> None:
     assert told["predicted_per_second"] == 3 * (NUM_TOKENS - 1) / 2
 
 
-def test_what_is_no_flag_is_refused(gateway: GatewayProcess) -> None:
+def test_a_timings_field_that_is_no_boolean_is_refused(gateway: GatewayProcess) -> None:
     response = gateway.post("/v1/completions", {"prompt": "x", "timings": "yes"})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "timings"

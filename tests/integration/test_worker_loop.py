@@ -24,7 +24,7 @@ from tests.support.kv_worker import tiny_exchange
 from tests.support.plans import slot_init, step_plan
 from tests.support.tiny_model import VOCAB, TinyModel, tiny_cache, tiny_runner, tiny_slots
 from worker.batch.readback import DeviceEvent, mark
-from worker.debug.slot_registry import periodic_check
+from worker.debug.slot_registry import CheckedRunner
 from worker.loop import WorkerLoop
 from worker.process import EngineConnection
 
@@ -105,7 +105,11 @@ def start(kind: str, folder: Path, model: TinyModel | None = None) -> Iterator[L
     socket = sockets.bind_router(context, address)
     device, failure = Device(), []
     runner = tiny_runner(
-        tiny_slots(SLOTS), tiny_cache(20), model, mark=device.mark if kind == "slow" else mark
+        tiny_slots(SLOTS),
+        tiny_cache(20),
+        model,
+        mark=device.mark if kind == "slow" else mark,
+        kind=CheckedRunner,
     )
 
     def work() -> None:
@@ -114,7 +118,7 @@ def start(kind: str, folder: Path, model: TinyModel | None = None) -> Iterator[L
             engine.send(StepResult(step=0, tokens=Int32(b""), failed=Int32(b"")))
             with (
                 tiny_exchange(context) as kv_transfers,
-                WorkerLoop(runner, engine, kv_transfers, on_result=periodic_check(runner)) as loop,
+                WorkerLoop(runner, engine, kv_transfers) as loop,
             ):
                 loop.run()
         except Exception as error:  # told by whoever waits for the worker in vain
@@ -250,9 +254,9 @@ class Remembering(TinyModel):
 
 def test_a_per_slot_tensor_that_is_made_at_work_ends_the_worker_and_is_named(tmp_path):
     for bench in start("cpu", tmp_path, Remembering()):
-        for plan in (first(), after(2)):
-            bench.say(plan)
-            bench.hear()
+        bench.say(first())
+        bench.hear()
+        bench.say(after(2))
         bench.thread.join(WAIT_S)
         (error,) = bench.failure
         assert "(13,) torch.float32 held by" in str(error)

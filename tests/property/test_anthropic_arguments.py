@@ -7,8 +7,8 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.api.anthropic.arguments import INVALID_JSON, Arguments
-from gateway.formats.event_builder import is_json_object
+from gateway.api.anthropic.tool_input import INVALID_JSON, ToolInput
+from tests.support.formats import is_json_object
 
 JSON = st.recursive(
     st.none()
@@ -24,7 +24,7 @@ NEARLY = st.text(alphabet='{}[]",:\\ux09dcD8-+.eEtrufalsn \n\x01', max_size=30)
 
 
 def told(bits: list[str], *, complete: bool) -> str:
-    arguments = Arguments()
+    arguments = ToolInput()
     return "".join(map(arguments.push, bits)) + arguments.finish(complete=complete)
 
 

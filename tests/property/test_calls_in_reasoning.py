@@ -17,7 +17,8 @@ from gateway.formats.events import (
     ToolCallEnd,
     merged,
 )
-from gateway.formats.parser import CallSyntax, Lexicon
+from gateway.formats.lexicon import Lexicon
+from gateway.formats.parser import CallSyntax
 from gateway.formats.reasoning import REASONING
 from gateway.formats.registry import TOOLS, BoundFormat, Format
 from gateway.formats.standard import MAX_TRIAL_CHARS
@@ -126,9 +127,7 @@ def fixtures(sample: Sample) -> list[Fixture]:
 
 
 @EACH
-def test_the_way_an_answer_is_cut_never_changes_what_is_a_call_in_reasoning(
-    sample: Sample,
-) -> None:
+def test_the_way_an_answer_is_cut_never_changes_what_is_a_call_in_reasoning(sample: Sample) -> None:
     named = replace(sample, name=f"{sample.name} (in reasoning)")
     row = check(named, fixtures(sample), num_random=20)
     assert row.fixtures == 5

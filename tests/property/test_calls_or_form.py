@@ -112,7 +112,6 @@ def test_the_form_is_read_as_content_whatever_it_talks_about(
 
 
 # ---- formats whose calls begin like the form
-
 PERSON = {
     "type": "object",
     "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
@@ -171,7 +170,7 @@ def test_calls_and_a_form_that_begin_alike_are_told_apart(
         assert spoken.refused(body, wrong, **beside) is not None
 
 
-def test_what_no_text_satisfies_is_refused_beside_calls_too() -> None:
+def test_a_form_that_no_text_satisfies_is_refused_beside_calls_too() -> None:
     spoken = model("hermes", True)
     never = JsonSchema(text='{"enum": []}')
     calls = required_or_other(spoken.bound, DECLARED, many=True)

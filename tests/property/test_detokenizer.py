@@ -11,13 +11,7 @@ from gateway.text.codec import codec_of
 from gateway.text.detokenizer import DetokenizerState, WindowDetokenizer
 from gateway.text.tokenizer import Tokenizer
 from tests.support.cpu_time import check_linear, cpu_s
-from tests.support.tokenizers import (
-    FAMILY_NAMES,
-    byte_fallback_json,
-    card_of,
-    cuts,
-    real_tokenizer,
-)
+from tests.support.tokenizers import FAMILY_NAMES, byte_fallback_json, card_of, cuts, tokenizer_of
 
 TEXTS = [
     "The capital of France is Paris.",
@@ -30,7 +24,7 @@ TEXTS = [
 
 def tokenizer(name: str) -> Tokenizer:
     if name in ("smollm2", *FAMILY_NAMES):
-        return real_tokenizer(name)
+        return tokenizer_of(name)
     return Tokenizer(card_of(byte_fallback_json(decoder=name)))
 
 

@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
-from tests.support.storm import SPECULATING, RequestStorm
+from protocol.messages import Account
+from tests.support.engines import Bench
+from tests.support.storm import SPECULATING, Forgetful, RequestStorm
 
 OPERATIONS = 10_000
 SEEDS = (0, 3, 4, 5, 100, 103, 104, 107, 200, 202, 205, 207)
@@ -23,3 +27,90 @@ def test_ten_thousand_random_operations_keep_every_law(seed: int) -> None:
     assert storm.alone > 20, "too few constrained answers came to their end"
     if seed >= SPECULATING:
         assert 100 < stats.num_accepted_tokens < stats.num_draft_tokens
+
+
+# ---- tiers
+TIER_SEEDS = {3: ["disk"], 7: ["host", "disk"], 107: ["host"], 205: ["host", "disk"], 207: ["disk"]}
+"""seed (of Storm) -> the worker's tiers"""
+
+
+@pytest.mark.parametrize("seed", TIER_SEEDS)
+def test_every_invariant_holds_and_every_answer_is_right_whatever_the_tiers_do(seed: int) -> None:
+    storm = Forgetful(seed, TIER_SEEDS[seed])
+    for _ in range(OPERATIONS):
+        storm.operate()
+    storm.settle()
+    storm.check()
+    stats = storm.bench.engine.stats()
+    assert stats.num_preemptions > 0, "the storm was too mild to mean anything"
+    assert stats.num_fetched_tokens > 1000
+    assert set(stats.num_fetches_failed) == {"cancelled", "damaged", "lost", "timeout"}
+    assert storm.bench.tiers.used, "no use of a tier was reported"
+
+
+# ---- two accounts that both want more than there is
+NAMES = ("alice", "bob", "carol")
+STEPS = 600
+
+
+class FairCrowd:
+    """Accounts with requests of their own kinds, of which two always have some that wait."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.bench = Bench(
+            token_budget=self.random.choice([8, 16, 48]),
+            block_tokens=4,
+            num_blocks=1 + self.random.choice([20, 40]),
+            max_slots=self.random.choice([2, 5, 8]),
+            max_len=60,
+            steps_in_flight=1 + seed % 2,
+            prefix_cache=bool(seed % 3),
+        )
+        self.lengths = {name: self.random.choice([1, 8, 20, 40]) for name in NAMES}
+        self.answers = {name: self.random.choice([1, 4, 18]) for name in NAMES}
+        shares = self.bench.engine.scheduler.fair_share
+        self.shares = {name: shares.get(name, lambda name: 1) for name in NAMES}
+
+    def add(self, name: str) -> None:
+        length = self.random.randrange(1, self.lengths[name] + 1)
+        self.bench.add(
+            [self.random.randrange(97) for _ in range(length)],
+            account=Account(name=name),
+            max_tokens=self.answers[name],
+            ignore_eos=True,
+        )
+
+    def step(self, *, carol: bool) -> None:
+        """alice and bob have work that waits, before it and after it; carol comes and goes."""
+        for name in ("alice", "bob"):
+            while self.num_waiting(name) < 10:
+                self.add(name)
+        if carol and self.random.random() < 0.5:
+            self.add("carol")
+        self.bench.step()
+
+    def num_waiting(self, name: str) -> int:
+        return self.bench.engine.scheduler.waiting.account_load(self.shares[name]).requests
+
+    @property
+    def bound(self) -> float:
+        """Return the most tokens that one account can be ahead of another: its credit, the tokens
+        that running requests may still compute, those in flight, and one last turn."""
+        limits = self.bench.limits
+        running = (limits.num_blocks - 1) * limits.block_tokens
+        burst = self.bench.engine.scheduler.fair_share.max_credit
+        return burst + running + 3 * limits.token_budget
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_two_waiting_accounts_are_served_alike_over_any_window(seed: int) -> None:
+    crowd = FairCrowd(seed)
+    gaps = []
+    for step in range(STEPS):
+        crowd.step(carol=(step // 50) % 2 == 1)
+        assert min(map(crowd.num_waiting, ("alice", "bob"))) > 0, "this window says nothing"
+        gaps.append(crowd.shares["alice"].served - crowd.shares["bob"].served)
+    total = sum(share.served for share in crowd.shares.values())
+    assert total > 8 * crowd.bound, "too short to show anything"
+    assert max(gaps) - min(gaps) <= crowd.bound

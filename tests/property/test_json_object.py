@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.formats.event_builder import is_json_object
-from gateway.formats.json_object import MAX_DEPTH, ObjectScan
+from gateway.formats.json_scanner import MAX_DEPTH, LiteralScan, object_scan
+from tests.support.formats import is_json_object
 from tests.support.tokenizers import cuts
 
 VALUES = st.recursive(
@@ -72,10 +72,10 @@ ODD = [
 
 def mended(pieces: list[str]) -> tuple[str, bool, bool]:
     """Return the mended text, and whether it is an object, or blank."""
-    scan, told = ObjectScan(), ""
+    scan, told = object_scan(), ""
     for piece in pieces:
         told += scan.push(piece)
-        scan = msgspec.convert(msgspec.to_builtins(scan), ObjectScan)
+        scan = msgspec.convert(msgspec.to_builtins(scan), LiteralScan)
     told += scan.finish()
     return told, scan.is_object, scan.is_blank
 
@@ -131,14 +131,14 @@ def test_every_value_and_every_damage_of_one_is_judged_in_every_cut_as_a_whole(
                 assert told == damaged or not is_json_object(damaged)
 
 
-def test_what_is_nested_too_deeply_is_none() -> None:
+def test_json_that_is_nested_too_deeply_is_none() -> None:
     for depth, is_object in ((MAX_DEPTH - 1, True), (MAX_DEPTH, False), (100_000, False)):
         text = '{"a":' + "[" * depth + "]" * depth + "}"
         assert mended([text]) == (text, is_object, False)
 
 
 def test_nothing_but_open_brackets_is_remembered() -> None:
-    scan = ObjectScan()
+    scan = object_scan()
     scan.push('{"a": [{"b": "')
     size = len(msgspec.json.encode(scan))
     for _ in range(1000):

@@ -86,14 +86,14 @@ def test_only_what_could_still_become_a_marker_is_held(names: list[str], text: s
         assert len(held) <= max(map(len, names))
 
 
-def test_what_can_no_longer_be_a_marker_is_released_at_once() -> None:
+def test_text_that_can_no_longer_be_a_marker_is_released_at_once() -> None:
     scanner = Scanner(MarkerSet(["<think>"]))
     assert scanner.push("a <thi") == [MarkerText("a ")]
     assert scanner.push("s") == [MarkerText("<this")]
     assert scanner.push("<think>x") == [Marker("<think>"), MarkerText("x")]
 
 
-def test_of_two_markers_at_one_place_the_first_in_the_list_wins() -> None:
+def test_the_first_of_two_markers_at_one_place_wins() -> None:
     assert scanned(["ab", "abc"], ["abc"]) == [Marker("ab"), MarkerText("c")]
     assert scanned(["abc", "ab"], ["ab", "c"]) == [Marker("abc")]
     assert scanned(["abc", "ab"], ["ab", "d"]) == [Marker("ab"), MarkerText("d")]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gateway.formats.events import Content, Event, Reasoning, ToolCall, ToolCallEnd, merged
-from gateway.formats.parser import Lexicon
+from gateway.formats.lexicon import Lexicon
 from gateway.formats.reasoning import (
     NO_REASONING,
     REASONING,
@@ -15,7 +15,6 @@ from gateway.formats.reasoning import (
     ReasoningFormat,
     ReasoningStart,
     start,
-    starts_inside,
 )
 from gateway.formats.registry import TOOLS, Format, format_of
 from tests.support.formats import (
@@ -246,7 +245,6 @@ def test_reasoning_cut_off_inside_its_closing_marker_shows_none_of_it() -> None:
 
 
 # ---- where an answer starts
-
 CHAT, R1 = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", "<\uff5cUser\uff5c>Hi"
 AI = "<\uff5cAssistant\uff5c>"
 OPEN, SHUT = "<think>\n", "<think>\n\n</think>\n\n"
@@ -369,11 +367,11 @@ def test_formats_of_whole_answers_start_where_the_prompt_has_left_off_too(name: 
 
 def test_a_marker_in_an_earlier_turn_says_nothing() -> None:
     asked = "<|im_start|>user\nWhat does <think> mean?<|im_end|>\n<|im_start|>assistant\n"
-    assert not starts_inside(asked, REASONING["qwen3"])
-    assert starts_inside(asked + "<think>\nI thought", REASONING["qwen3"])
+    assert not start(REASONING["qwen3"], asked).inside
+    assert start(REASONING["qwen3"], asked + "<think>\nI thought").inside
     earlier = "<|im_start|>assistant\n<think>\nx\n</think>\n\ny<|im_end|>\n" + CHAT
-    assert not starts_inside(earlier, REASONING["qwen3"])
-    assert starts_inside(earlier, REASONING["minimax_m2"])
+    assert not start(REASONING["qwen3"], earlier).inside
+    assert start(REASONING["minimax_m2"], earlier).inside
 
 
 def test_with_reasoning_switched_off_markers_are_text_only_where_the_format_says_so() -> None:

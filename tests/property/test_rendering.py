@@ -13,7 +13,7 @@ import pytest
 import tokenizers
 
 from gateway.formats.events import ToolCall
-from gateway.formats.parser import Lexicon, MarkerToken, Piece
+from gateway.formats.lexicon import Lexicon, MarkerToken, Piece
 from gateway.formats.reasoning import REASONING
 from gateway.formats.registry import REASONING_OF_ANSWER_SYNTAX, TOOLS, parser_state
 from gateway.served_model import ModelOptions, ServedModel
@@ -239,7 +239,7 @@ def memory(sample: Sample, text: str) -> int:
 
 
 @pytest.mark.parametrize("name", BY_NAME)
-def test_what_a_format_remembers_does_not_grow_with_what_it_tells(name: str) -> None:
+def test_the_state_of_a_parser_does_not_grow_with_its_output(name: str) -> None:
     """Neither with text, nor with reasoning, nor with a string among a call's arguments."""
     sample, _ = BY_NAME[name]
     call = sample.write([Call("run", {"code": "X", "path": "Y"})], 0)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.api.responses.events import Frame, ResponseEvents, last_frame
-from gateway.api.responses.response import Json, ResponseHead
+from gateway.api.responses.responses import ResponseObject
 from gateway.api.responses.stream import ResponseSink, TextLogprobs
 from gateway.engine.base import Subscriber
 from gateway.formats.choice_parser import AnswerOptions, ParserFactory
@@ -21,13 +21,13 @@ from gateway.generation.request import PromptRequest
 from gateway.text.tokenizer import Tokenizer
 from protocol.messages import Accepted, Output
 from protocol.sampling import SamplingParams
-from tests.support.responses import items_of, typed_events
+from tests.support.responses import a_queued_response, items_of, typed_events
 from tests.support.scripted_engine import EOS, marked_ids, scripted_logprob, thinking_card
 
 CARD = thinking_card()
 TOKENIZER = Tokenizer(CARD)
 READING = ModelOutputFormat(CARD, TOKENIZER)
-HEAD = ResponseHead("resp_" + "0" * 32, {}, created_at=1)
+QUEUED = a_queued_response("resp_" + "0" * 32)
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "é"}}\n</tool_call>'
 ANSWERS = [
     "Plain text with 🙂 in it.",
@@ -45,17 +45,17 @@ class CutFrames:
 
     def __init__(self) -> None:
         self.data = b""
-        self.response: Json = {}
+        self.response: dict[str, Any] = {}
 
-    def start(self, response: Json) -> None:
+    def start(self, response: ResponseObject) -> None:
         pass
 
     def write(self, frames: list[Frame]) -> None:
         self.data += b"".join(frames)
 
-    def close(self, response: Json, number: int) -> None:
+    def close(self, response: ResponseObject, number: int) -> None:
         self.data += last_frame(number, response)
-        self.response = response
+        self.response = msgspec.to_builtins(response)
 
 
 class CutLine:
@@ -81,7 +81,7 @@ def told(text: str, sizes: list[int], finish: str, pauses: Iterable[bool] = ()) 
     line, taken = CutLine(), CutFrames()
     answer = ChoiceGroup(line, asks)
     answer.open()
-    events = ResponseEvents(HEAD)
+    events = ResponseEvents(QUEUED)
     sink = ResponseSink(answer, events, taken, TextLogprobs(TOKENIZER, 1))
     answer.attach(sink)
     is_paused = iter(pauses)
@@ -133,10 +133,10 @@ def test_logprobs_of_a_text_are_those_of_its_tokens_however_they_came(
     assert b"".join(bytes(entry["bytes"]) for entry in part["logprobs"]) == part["text"].encode()
 
 
-def comparable(response: Json) -> Json:
+def comparable(response: dict[str, Any]) -> dict[str, Any]:
     """Without the time, and without logprobs: where markup is told as text, in pieces that no
     tokens spell, what belongs to which depends on the cut."""
-    copy: Json = msgspec.json.decode(msgspec.json.encode(response))
+    copy: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(response))
     for item in copy["output"]:
         for part in item.get("content", ()):
             part.pop("logprobs", None)

@@ -123,7 +123,7 @@ def model(name: str, tokens: bool) -> Model:
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(schema=parameters, seed=st.integers(0, 999), tokens=st.booleans())
-def test_what_is_admitted_fits_the_schema(
+def test_every_admitted_text_fits_the_schema(
     name: str, schema: dict[str, Any], seed: int, tokens: bool
 ) -> None:
     spoken, tool = model(name, tokens), DeclaredTool("f", schema)

@@ -7,7 +7,8 @@ from typing import cast
 
 import pytest
 
-from gateway.formats.parser import FormatParser, Lexicon, MarkerToken, Piece
+from gateway.formats.lexicon import Lexicon, MarkerToken, Piece
+from gateway.formats.parser import FormatParser
 from gateway.formats.registry import format_of
 from gateway.formats.standard import StandardParser
 
@@ -74,7 +75,7 @@ def test_with_or_without_them_a_piece_is_told_the_same_and_the_same_is_remembere
             if has_tokens and text in MARKERS:
                 piece = MarkerToken(MARKERS.index(text), text)
             else:
-                shortcuts += quick._fast_event(text) is not None
+                shortcuts += quick.fast_event(text) is not None
             assert quick.push(piece) == FormatParser.push(plain, piece)
             assert quick.state() == plain.state()
             assert quick.builder.state() == plain.builder.state()
@@ -87,6 +88,21 @@ def test_all_that_are_worth_one_have_one() -> None:
     machine = cast(StandardParser, format_of("hermes", "qwen3").parser(Lexicon()))
     told = []
     for text in ("<think>", "Hm", ".", "</think>", "Well", " then", "<tool_call>", CALL, "a", "b"):
-        told.append(machine._fast_event(text) is not None)
+        told.append(machine.fast_event(text) is not None)
         machine.push(text)
     assert told == [False, False, True, False, False, True, False, False, True, True]
+
+
+def test_a_string_in_arguments_after_a_name_is_told_the_same_with_the_shortcut() -> None:
+    quick, plain = (
+        cast(StandardParser, format_of("kimi_k2", None).parser(Lexicon(), new_id=lambda: "id"))
+        for _ in range(2)
+    )
+    head = '<|tool_call_begin|>f<|tool_call_argument_begin|>{"a": "'
+    shortcuts = 0
+    for text in (head, "b", " c", "\\", "n", "d", "\x01", "e", "<", "f", '"', ", ", "g", "h", '"}'):
+        shortcuts += quick.fast_event(text) is not None
+        assert quick.push(text) == FormatParser.push(plain, text)
+        assert quick.state() == plain.state()
+        assert quick.builder.state() == plain.builder.state()
+    assert shortcuts == 6

@@ -10,10 +10,10 @@ from functools import cache
 import pytest
 
 from engine_core.grammar.markers import is_marker
-from gateway.formats.calls_grammar import ANSWER_WRITERS, CALL_WRITERS, required, strict
+from gateway.formats.calls_grammar import required, strict
 from gateway.formats.event_builder import DeclaredTool
 from gateway.formats.harmony import Harmony
-from gateway.formats.parser import AnswerSyntax
+from gateway.formats.parser import AnswerSyntax, CallSyntax
 from gateway.formats.registry import TOOLS, Format, ToolSyntax
 from gateway.formats.response_template import ResponseTemplate
 from gateway.formats.response_template_loader import load
@@ -32,7 +32,7 @@ from tests.property import (
 from tests.support.format_tools import TYPED_TOOLS, tool
 from tests.support.formats import Fixture, Sample, fixtures
 from tests.support.response_templates import TEMPLATES
-from tests.support.tokenizers import card_of, family, real_tokenizer
+from tests.support.tokenizers import REAL_NAMES, family_card
 from tests.support.tool_grammars import TOOLS as DECLARED
 from tests.support.tool_grammars import Model, Walk, calls_of, fault
 
@@ -42,9 +42,12 @@ BY_NAME = {declared.name: declared for declared in DECLARED}
 
 def test_every_syntax_has_a_writer() -> None:
     for syntax in TOOLS.values():
-        assert type(syntax) in (
-            ANSWER_WRITERS if isinstance(syntax, AnswerSyntax) else CALL_WRITERS
-        )
+        if isinstance(syntax, AnswerSyntax):
+            assert type(syntax).write_required is not AnswerSyntax.write_required
+            assert type(syntax).write_strict is not AnswerSyntax.write_strict
+            assert type(syntax).frame is not AnswerSyntax.frame
+        else:
+            assert type(syntax).write_calls is not CallSyntax.write_calls
 
 
 SYNTAXES: Mapping[str, ToolSyntax] = {
@@ -71,7 +74,7 @@ def thought(name: str) -> str:
 @EVERY
 @BOTH
 @pytest.mark.parametrize("seed", SEEDS)
-def test_what_is_demanded_is_read_as_calls_that_fit(name: str, tokens: bool, seed: int) -> None:
+def test_a_demanded_answer_is_read_as_calls_that_fit(name: str, tokens: bool, seed: int) -> None:
     spoken = model(name, tokens)
     said = Walk(spoken, random.Random(seed))(required(spoken.bound, DECLARED, many=True))
     calls = calls_of(spoken.read([*spoken.ids(thought(name)), *said], DECLARED))
@@ -92,8 +95,6 @@ def test_one_call_is_one_and_of_the_tool_that_was_named(name: str, tokens: bool)
 
 
 # ---- what the templates write is admitted
-
-
 def behind_the_prompt(sample: Sample) -> list[Fixture]:
     """A template's cases, without what the prompt writes of the first part."""
     opened = ("</think>", "<|start|>assistant")
@@ -166,7 +167,9 @@ def speaker(name: str) -> Model:
 
 
 @each(without=ODD + OTHERS)
-def test_what_templates_write_can_be_demanded(sample: Sample, cases: Sequence[Fixture]) -> None:
+def test_calls_as_templates_write_them_can_be_demanded(
+    sample: Sample, cases: Sequence[Fixture]
+) -> None:
     spoken = speaker(sample.name)
     body = required(spoken.bound, TYPED_TOOLS, many=True)
     texts = [case.text.strip("\n") for case in cases if case.name in calls_in(sample)]
@@ -185,10 +188,7 @@ def test_strict_tools_leave_text_free_and_calls_possible(
             assert (case.name, spoken.refused(body, case.text)) == (case.name, None)
 
 
-STRICT = (
-    tool("get_weather", city={"type": "string"}, days={"enum": [1, 2]}),
-    *TYPED_TOOLS[1:],
-)
+STRICT = (tool("get_weather", city={"type": "string"}, days={"enum": [1, 2]}), *TYPED_TOOLS[1:])
 LOOSE = (DeclaredTool("get_weather"), *TYPED_TOOLS[1:])
 
 
@@ -219,28 +219,26 @@ def test_without_parallel_calls_an_answer_ends_with_its_first(
             assert spoken.refused(body, text.strip("\n")) is not None
 
 
-# ---- with vocabularies of real families
-
-FAMILIES = [
+# ---- with vocabularies of families
+FORMATS_OF_FAMILIES = [
     ("qwen3", "hermes"),
     ("qwen3", "qwen3_coder"),
     ("llama3_1", "llama3_json"),
     ("deepseek_v3", "deepseek_v3"),
     ("deepseek_v3", "deepseek_v31"),
 ]
-ENDS = {
-    "qwen3": "<|im_end|>",
-    "llama3_1": "<|eot_id|>",
-    "deepseek_v3": "<\uff5cend▁of▁sentence\uff5c>",
-}
+FORMATS_OF_FAMILIES += [
+    (f"real {family}", name)
+    for family, name in FORMATS_OF_FAMILIES
+    if f"real {family}" in REAL_NAMES
+]
 
 
-@pytest.mark.parametrize(("family_name", "name"), FAMILIES)
-def test_real_tokens_are_admitted_as_the_family_cuts_its_calls(family_name: str, name: str) -> None:
-    tokenizer, _ = family(family_name)
-    end = real_tokenizer(family_name).token_id(ENDS[family_name])
-    assert end is not None
-    spoken = Model(Format(TOOLS[name]), card=card_of(tokenizer, eos_token_ids=[end]))
+@pytest.mark.parametrize(("family", "name"), FORMATS_OF_FAMILIES)
+def test_tokens_are_admitted_as_the_family_cuts_its_calls(family: str, name: str) -> None:
+    card = family_card(family)
+    (end,) = card.eos_token_ids
+    spoken = Model(Format(TOOLS[name]), card=card)
     matcher = spoken.start(required(spoken.bound, TYPED_TOOLS, many=True))
     cases = next(cases for sample, cases in SAMPLES if sample.name == name)
     text = next(case.text for case in cases if case.name == "three calls")

@@ -8,23 +8,12 @@ from typing import Any
 import pytest
 
 from gateway.formats.arg_pairs import FORMATS, ArgPairs
-from gateway.formats.events import OutputWarning, ToolCall, ToolCallEnd, merged
-from gateway.formats.parser import marker_suffix
+from gateway.formats.events import OutputWarning, ToolCall, ToolCallEnd
+from gateway.formats.lexicon import marker_suffix
 from gateway.formats.reasoning import THINK
 from gateway.formats.registry import Format
-from tests.support.format_tools import TYPED_TOOLS, arguments_of, plain
-from tests.support.formats import (
-    Call,
-    Sample,
-    check,
-    content,
-    cut_off,
-    dumps,
-    fixtures,
-    lexicon,
-    reasoning_writer,
-    units,
-)
+from tests.support.format_tools import TYPED_TOOLS, arguments_of, plain, said
+from tests.support.formats import Call, Sample, content, dumps, reasoning_writer
 
 Writer = Callable[[Sequence[Call], int], str]
 TYPES = {str: "string", int: "integer", float: "number", dict: "object", list: "array"}
@@ -78,32 +67,12 @@ EACH = pytest.mark.parametrize("sample", SAMPLES, ids=[s.name for s in SAMPLES])
 
 
 def say(name: str, text: str, tools: Any = TYPED_TOOLS, tokens: bool = True) -> list[Any]:
-    s = sample(name, FORMATS[name], pairs(FORMATS[name]))
-    words = lexicon(s, tokens=tokens)
-    machine = s.format.parser(words, tools=tools, new_id=lambda: "id")
-    events = [event for piece in units(text, words) for event in machine.push(piece)]
-    return merged(events + machine.finish())
+    return said(sample(name, FORMATS[name], pairs(FORMATS[name])), text, tools=tools, tokens=tokens)
 
 
 def one(value: str, key: str = "z", name: str = "types") -> str:
     body = f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>"
     return f"<tool_call>{name}\n{body}\n</tool_call>"
-
-
-@EACH
-def test_the_way_an_answer_is_cut_never_changes_what_it_says(sample: Sample) -> None:
-    row = check(sample, fixtures(sample))
-    assert row.fixtures >= 8
-    assert not row.differences, row.first
-
-
-@EACH
-def test_an_answer_cut_off_inside_a_call_shows_no_markup(sample: Sample) -> None:
-    case = next(fixture for fixture in fixtures(sample) if fixture.name == "text before a call")
-    said = content(case.events)
-    for tokens in (True, False):
-        for events in cut_off(sample, case, tokens=tokens):
-            assert said.startswith(content(events).rstrip())
 
 
 @pytest.mark.parametrize(

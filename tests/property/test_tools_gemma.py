@@ -8,27 +8,17 @@ from typing import Any
 
 import pytest
 
-from gateway.formats.events import (
-    Content,
-    OutputWarning,
-    ToolArguments,
-    ToolCall,
-    ToolCallEnd,
-    merged,
-)
+from gateway.formats.events import Content, OutputWarning, ToolArguments, ToolCall, ToolCallEnd
 from gateway.formats.gemma import FORMATS, Gemma
 from gateway.formats.reasoning import THINK
 from gateway.formats.registry import Format
-from tests.support.format_tools import TYPED_TOOLS, arguments_of
+from tests.support.format_tools import TYPED_TOOLS, arguments_of, said
 from tests.support.formats import (
     Call,
     Fixture,
     Sample,
-    check,
     content,
-    cut_off,
     dumps,
-    fixtures,
     lexicon,
     read,
     reasoning_writer,
@@ -67,30 +57,11 @@ EACH = pytest.mark.parametrize("sample", SAMPLES, ids=[s.name for s in SAMPLES])
 
 
 def say(text: str, tools: Any = TYPED_TOOLS, tokens: bool = True) -> list[Any]:
-    words = lexicon(SAMPLES[0], tokens=tokens)
-    machine = SAMPLES[0].format.parser(words, tools=tools, new_id=lambda: "id")
-    events = [event for piece in units(text, words) for event in machine.push(piece)]
-    return merged(events + machine.finish())
+    return said(SAMPLES[0], text, tools=tools, tokens=tokens)
 
 
 def call(body: str) -> str:
     return f"<|tool_call>{body}<tool_call|>"
-
-
-@EACH
-def test_the_way_an_answer_is_cut_never_changes_what_it_says(sample: Sample) -> None:
-    row = check(sample, fixtures(sample))
-    assert row.fixtures >= 8
-    assert not row.differences, row.first
-
-
-@EACH
-def test_an_answer_cut_off_inside_a_call_shows_no_markup(sample: Sample) -> None:
-    case = next(fixture for fixture in fixtures(sample) if fixture.name == "text before a call")
-    said = content(case.events)
-    for tokens in (True, False):
-        for events in cut_off(sample, case, tokens=tokens):
-            assert said.startswith(content(events).rstrip())
 
 
 @pytest.mark.parametrize(

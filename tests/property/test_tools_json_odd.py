@@ -16,7 +16,7 @@ from gateway.formats.events import (
     ToolCallEnd,
     merged,
 )
-from gateway.formats.parser import Lexicon
+from gateway.formats.lexicon import Lexicon
 from gateway.formats.registry import TOOLS, Format
 from tests.support.formats import joined, units
 
@@ -106,6 +106,11 @@ def test_a_call_is_found_however_its_object_is_written(body: str, arguments: str
     assert said("hermes", hermes(body)) == call(arguments)
 
 
+def test_half_a_character_in_a_name_is_replaced_so_that_the_name_can_be_sent() -> None:
+    body = '{"name": "f\\ud83d", "arguments": {}}'
+    assert said("hermes", hermes(body)) == call(name="f\ufffd")
+
+
 MENDED = [
     ('{"a": "b\nc\td"}', r'{"a": "b\nc\td"}'),
     ('{"a": 1,}', '{"a": 1}'),
@@ -149,7 +154,7 @@ def test_arguments_that_are_no_json_are_told_raw_with_a_warning(body: str, argum
 @pytest.mark.parametrize(
     "body", ["{'name': 'f'}", '{"x": 1}', '{"name": 5}', "", '{"name": "f', "[]", "[ {} ]"]
 )
-def test_what_is_no_call_is_given_back_as_content_with_a_warning(body: str) -> None:
+def test_text_that_is_no_call_becomes_content_with_a_warning(body: str) -> None:
     for tokens in (True, False):
         events = without_messages(said("hermes", "a " + hermes(body), tokens=tokens))
         assert events == [Content("a " + hermes(body)), OutputWarning(UNREADABLE, "")]
@@ -188,7 +193,7 @@ def test_an_answer_that_ends_inside_a_call_has_no_end_of_it() -> None:
     assert said("hermes", 'a <tool_call>{"na', complete=False) == [Content("a ")]
 
 
-def test_in_the_open_only_what_is_surely_a_call_is_one() -> None:
+def test_text_outside_markers_is_a_call_only_if_it_is_surely_one() -> None:
     for text in (
         '{"answer": 42, "name": "x"}',
         '{"name": "Bob", "age": 5} hi',

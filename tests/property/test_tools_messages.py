@@ -17,11 +17,10 @@ from gateway.formats.events import (
     ToolArguments,
     ToolCall,
     ToolCallEnd,
-    merged,
 )
 from gateway.formats.harmony import FORMATS, MAX_HEADER_CHARS
 from gateway.formats.registry import Format
-from tests.support.format_tools import TYPED_TOOLS, arguments_of, plain, tool
+from tests.support.format_tools import TYPED_TOOLS, arguments_of, plain, said, tool
 from tests.support.formats import (
     Call,
     Fixture,
@@ -116,17 +115,7 @@ def cases(sample: Sample) -> list[Fixture]:
 
 
 def say(sample: Sample, text: str, tools: Any = None, *, inside: bool = False) -> list[Any]:
-    words = lexicon(sample, tokens=True)
-    machine = sample.format.parser(words, tools=tools, new_id=lambda: "id", starts_inside=inside)
-    events = [event for piece in units(text, words) for event in machine.push(piece)]
-    return merged(events + machine.finish())
-
-
-@EACH
-def test_the_way_an_answer_is_cut_never_changes_what_it_says(sample: Sample) -> None:
-    row = check(sample, cases(sample))
-    assert row.fixtures >= 8
-    assert not row.differences, row.first
+    return said(sample, text, tools=tools, inside=inside)
 
 
 SCRAPS = (

@@ -9,31 +9,25 @@ from typing import Any
 import pytest
 
 from gateway.formats import named_json, nested_elements
-from gateway.formats.events import OutputWarning, ToolArguments, ToolCall, ToolCallEnd, merged
+from gateway.formats.events import OutputWarning, ToolArguments, ToolCall, ToolCallEnd
 from gateway.formats.named_json import plamo_begin, plamo_end
 from gateway.formats.reasoning import THINK
 from gateway.formats.registry import Format
-from tests.support.format_tools import arguments_of, tool
+from tests.support.format_tools import arguments_of, said, tool
 from tests.support.formats import (
     Call,
     Sample,
     check,
     content,
-    cut_off,
     dumps,
-    fixtures,
     lexicon,
     reasoning_writer,
-    units,
     written,
 )
 
 NS = "]<]minimax[>["
 STRING = {"type": "string"}
-TREE = {
-    "type": "object",
-    "properties": {"b": {"type": "array"}, "語": STRING},
-}
+TREE = {"type": "object", "properties": {"b": {"type": "array"}, "語": STRING}}
 MIXED = {"anyOf": [{"type": "number"}, {"type": "boolean"}, {"type": "null"}, {"type": "object"}]}
 TREE["properties"]["b"]["items"] = MIXED | {"properties": {"c": {"type": "array"}}}  # type: ignore[index]
 TOOLS = (
@@ -98,30 +92,11 @@ EACH = pytest.mark.parametrize("sample", SAMPLES, ids=[s.name for s in SAMPLES])
 
 
 def say(text: str, tools: Any = TOOLS) -> list[Any]:
-    words = lexicon(M3, tokens=False)
-    machine = M3.format.parser(words, tools=tools, new_id=lambda: "id")
-    events = [event for piece in units(text, words) for event in machine.push(piece)]
-    return merged(events + machine.finish())
+    return said(M3, text, tools=tools, tokens=False)
 
 
 def call(body: str) -> str:
     return f'{NS}<tool_call>{NS}<invoke name="types">{body}{NS}</invoke>{NS}</tool_call>'
-
-
-@EACH
-def test_the_way_an_answer_is_cut_never_changes_what_it_says(sample: Sample) -> None:
-    row = check(sample, fixtures(sample))
-    assert row.fixtures >= 8
-    assert not row.differences, row.first
-
-
-@EACH
-def test_an_answer_cut_off_inside_a_call_shows_no_markup(sample: Sample) -> None:
-    case = next(fixture for fixture in fixtures(sample) if fixture.name == "text before a call")
-    said = content(case.events)
-    for tokens in (True, False):
-        for events in cut_off(sample, case, tokens=tokens):
-            assert said.startswith(content(events).rstrip())
 
 
 @pytest.mark.parametrize(

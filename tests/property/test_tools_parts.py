@@ -41,7 +41,7 @@ from tests.support.formats import (
 )
 from tests.support.response_templates import LLAMA
 from tests.support.scripted_engine import byte_tokenizer
-from tests.support.tokenizers import card_of, real_tokenizer
+from tests.support.tokenizers import card_of, tokenizer_of
 
 SAMPLES = {
     **{s.name: (s, fixtures(s)) for s in test_tools_nested.SAMPLES},
@@ -110,8 +110,6 @@ def test_however_the_tokens_are_cut_their_markers_are_found(name: str) -> None:
 
 
 # ---- a real vocabulary
-
-
 def llama(calls: Sequence[Call], before: int) -> str:
     return "".join(
         f"<|start_header_id|>call:{call.name}<|end_header_id|>\n{dumps(call.arguments)}<|eot_id|>"
@@ -143,7 +141,7 @@ def llama_cases() -> list[Fixture]:
 
 
 def test_headers_of_special_tokens_are_read_from_a_real_vocabulary() -> None:
-    tokenizer = real_tokenizer("llama3_1")
+    tokenizer = tokenizer_of("llama3_1")
     bound = bind(LLAMA_SAMPLE.format, tokenizer)
     assert set(bound.lexicon.tokens.values()) == {"<|eot_id|>"}
     assert set(bound.lexicon.parts.values()) == {"<|start_header_id|>", "<|end_header_id|>"}
@@ -152,7 +150,6 @@ def test_headers_of_special_tokens_are_read_from_a_real_vocabulary() -> None:
 
 
 # ---- what is no marker
-
 PLAMO = test_tools_nested.PLAMO
 TOKENIZER = vocabulary_of(PLAMO)
 FORMAT = format_of("plamo3", "plamo3")
@@ -175,7 +172,7 @@ def test_a_special_token_that_is_no_part_of_a_marker_has_no_text(text: str) -> N
         assert read(readers_of(TOKENIZER, FORMAT, skip=False), cut) == shown
 
 
-def test_where_special_tokens_have_text_markers_are_found_all_the_same() -> None:
+def test_markers_are_found_even_if_special_tokens_have_text() -> None:
     fixture = next(case for case in fixtures(PLAMO) if case.name == "three calls")
     readers = readers_of(TOKENIZER, PLAMO.format, skip=False)
     for cut in list(token_cuts(ids_of(TOKENIZER, fixture.text), seed=1))[::20]:
@@ -203,7 +200,7 @@ def test_half_a_character_before_a_part_is_told_before_it() -> None:
 
 
 def test_an_added_token_is_a_marker_and_an_ordinary_word_is_not() -> None:
-    words = bind(format_of("phi4_mini_json", "granite"), real_tokenizer("smollm2")).lexicon
+    words = bind(format_of("phi4_mini_json", "granite"), tokenizer_of("smollm2")).lexicon
     assert words.tokens == words.parts == {}
     inner = byte_tokenizer()
     inner.add_tokens([AddedToken("<tool_call>", single_word=True, normalized=False)])

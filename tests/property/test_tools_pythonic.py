@@ -22,11 +22,11 @@ from gateway.formats.events import (
     ToolCallEnd,
     merged,
 )
-from gateway.formats.literal import PythonScan, json_number, literal_to_json
+from gateway.formats.json_scanner import PYTHON, LiteralScan, json_number, python_to_json
 from gateway.formats.pythonic import FORMATS
 from gateway.formats.reasoning import THINK
 from gateway.formats.registry import Format
-from tests.support.format_tools import arguments_of
+from tests.support.format_tools import arguments_of, said
 from tests.support.formats import (
     JOINT,
     Call,
@@ -39,7 +39,6 @@ from tests.support.formats import (
     lexicon,
     read,
     reasoning_writer,
-    units,
 )
 
 
@@ -83,18 +82,7 @@ BEHIND_TEXT = ("text before a call", "reasoning before")
 
 
 def say(name: str, text: str, tools: Sequence[DeclaredTool] | None = None) -> list[Any]:
-    s = next(sample for sample in SAMPLES if sample.name == name)
-    words = lexicon(s, tokens=True)
-    machine = s.format.parser(words, tools=tools, new_id=lambda: "id")
-    events = [event for piece in units(text, words) for event in machine.push(piece)]
-    return merged(events + machine.finish())
-
-
-@EACH
-def test_the_way_an_answer_is_cut_never_changes_what_it_says(sample: Sample) -> None:
-    row = check(sample, cases(sample))
-    assert row.fixtures >= 8
-    assert not row.differences, row.first
+    return said(next(sample for sample in SAMPLES if sample.name == name), text, tools=tools)
 
 
 @EACH
@@ -114,7 +102,7 @@ VALUES = st.recursive(
 
 @given(VALUES)
 def test_every_literal_is_rewritten_as_the_json_of_its_value(value: Any) -> None:
-    text = literal_to_json(repr(value))
+    text = python_to_json(repr(value))
     if "inf" in repr(value):
         return
     assert text is not None
@@ -123,14 +111,14 @@ def test_every_literal_is_rewritten_as_the_json_of_its_value(value: Any) -> None
 
 @given(VALUES, st.integers(min_value=1, max_value=7))
 def test_a_literal_is_read_the_same_however_it_is_cut(value: Any, step: int) -> None:
-    text, scan, told = repr(value) + ",", PythonScan(), ""
+    text, scan, told = repr(value) + ",", LiteralScan(), ""
     for at in range(0, len(text), step):
-        position, status = scan.scan(text[at : at + step])
+        position, status = scan.scan(text[at : at + step], PYTHON)
         if status == "end":
             assert text[at + position :] == ","
             break
-    told = scan.writer.take()
-    assert told == literal_to_json(repr(value))
+    told = scan.take()
+    assert told == python_to_json(repr(value))
 
 
 @pytest.mark.parametrize(
@@ -152,17 +140,17 @@ def test_a_literal_is_read_the_same_however_it_is_cut(value: Any, step: int) -> 
         ("true", True),
     ],
 )
-def test_what_models_write_as_literals_is_understood(literal: str, meant: Any) -> None:
-    text = literal_to_json(literal)
+def test_literals_that_models_write_are_understood(literal: str, meant: Any) -> None:
+    text = python_to_json(literal)
     assert text is not None
     assert json.loads(text) == meant
 
 
 @pytest.mark.parametrize(
-    "literal", ["[1 2]", "{'a'}", "[1,,2]", "{'a':}", "[", "'a", "{1: }", "1 2"]
+    "literal", ["[1 2]", "'", "{'a'}", "[1,,2]", "{'a':}", "[", "'a", "{1: }", "1 2"]
 )
-def test_what_is_no_literal_is_none(literal: str) -> None:
-    assert literal_to_json(literal) is None
+def test_text_that_is_no_literal_is_none(literal: str) -> None:
+    assert python_to_json(literal) is None
 
 
 def test_numbers_are_written_as_json_writes_them() -> None:

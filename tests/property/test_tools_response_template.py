@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from gateway.formats.events import ToolArguments, ToolCall, merged
-from gateway.formats.parser import Lexicon
+from gateway.formats.lexicon import Lexicon
 from gateway.formats.registry import Format
 from gateway.formats.response_template_loader import load
 from gateway.formats.template_pattern import RegionOpening, closings, openings
 from gateway.formats.xml_parameters import XmlParameters
 from tests.property.test_tools_gemma import literal
-from tests.support.format_tools import TYPED_TOOLS, plain
+from tests.support.format_tools import TYPED_TOOLS, plain, said
 from tests.support.formats import (
     Call,
     Fixture,
@@ -25,13 +25,10 @@ from tests.support.formats import (
     Say,
     Think,
     answers,
-    check,
     content,
-    cut_off,
     dumps,
     expected,
     lexicon,
-    units,
 )
 from tests.support.response_templates import SMOLLM, TEMPLATES
 
@@ -175,27 +172,7 @@ def cases(sample: Sample) -> list[Fixture]:
 
 
 def say(name: str, text: str, *, inside: bool = False) -> list[Any]:
-    s = sample(name)
-    words = lexicon(s, tokens=False)
-    machine = s.format.parser(words, tools=TYPED_TOOLS, new_id=lambda: "id", starts_inside=inside)
-    events = [event for piece in units(text, words) for event in machine.push(piece)]
-    return merged(events + machine.finish())
-
-
-@EACH
-def test_the_way_an_answer_is_cut_never_changes_what_it_says(sample: Sample) -> None:
-    row = check(sample, cases(sample))
-    assert row.fixtures >= 8
-    assert not row.differences, row.first
-
-
-@EACH
-def test_an_answer_cut_off_anywhere_shows_no_markup(sample: Sample) -> None:
-    case = next(fixture for fixture in cases(sample) if fixture.name == "text before a call")
-    said = content(case.events)
-    for tokens in (True, False):
-        for events in cut_off(sample, case, tokens=tokens):
-            assert said.startswith(content(events).rstrip())
+    return said(sample(name), text, tools=TYPED_TOOLS, inside=inside, tokens=False)
 
 
 def test_what_begins_like_an_opening_and_is_none_is_what_stands_outside() -> None:
@@ -252,15 +229,15 @@ def test_a_closing_pattern_is_one_of_several_literals() -> None:
         (("fields", "summary"), {"open": "<s>"}, "only"),
         (("fields", "thinking", "content"), "json", "only text"),
         (("fields", "thinking", "open"), "<tool_call>", "same literal"),
-        (("fields", "tool_calls", "content"), "kv-lines", "not understood"),
+        (("fields", "tool_calls", "content"), "kv-lines", "not supported"),
         (("fields", "tool_calls", "transform"), "{content}", "name and the arguments"),
         (
             ("fields", "tool_calls", "transform"),
             {"name": "{n}", "arguments": "{content}"},
             "captures",
         ),
-        (("fields", "tool_calls", "open_pattern"), r"\w<a>", "exclude"),
-        (("fields", "tool_calls", "open"), [], "understood|list of strings|opening"),
+        (("fields", "tool_calls", "open_pattern"), r"\w<a>", "cannot both be set"),
+        (("fields", "tool_calls", "open"), [], "supported|list of strings|opening"),
     ],
 )
 def test_what_is_not_understood_is_refused_with_the_fields_name(

@@ -1,4 +1,4 @@
-"""Every syntax read from the tokens of a real vocabulary, however they are cut.
+"""Every syntax read from the tokens of a vocabulary, however they are cut.
 
 Of a family whose tokenizer is at hand all answers are read; the others' are read from the tokens of
 a vocabulary that is not theirs, so most of their markers are spelt out.
@@ -20,30 +20,12 @@ from gateway.formats.events import Event, Finished, ToolCall, merged
 from gateway.formats.reasoning import REASONING
 from gateway.formats.registry import REASONING_OF_ANSWER_SYNTAX, TOOLS, bind
 from protocol.messages import Output
-from tests.property import (
-    test_reasoning,
-    test_tools_arg_pairs,
-    test_tools_gemma,
-    test_tools_json,
-    test_tools_messages,
-    test_tools_nested,
-    test_tools_pythonic,
-    test_tools_xml,
-    test_tools_xtml,
-)
-from tests.support.formats import JOINT, ROWS, Fixture, FormatRow, Sample, fixtures, without_ids
-from tests.support.tokenizers import real_tokenizer
+from tests.property import test_reasoning
+from tests.property.test_tools_cuts import ANSWERS
+from tests.support.formats import JOINT, ROWS, Fixture, FormatRow, Sample, without_ids
+from tests.support.tokenizers import REAL_NAMES, tokenizer_of
 
-STREAMS = {
-    **{s.name: (s, fixtures(s)) for s in test_tools_json.SAMPLES},
-    **{s.name: (s, fixtures(s)) for s in test_tools_xml.SAMPLES},
-    **{s.name: (s, fixtures(s)) for s in test_tools_arg_pairs.SAMPLES},
-    **{s.name: (s, test_tools_pythonic.cases(s)) for s in test_tools_pythonic.SAMPLES},
-    **{s.name: (s, fixtures(s)) for s in test_tools_gemma.SAMPLES},
-    **{s.name: (s, fixtures(s)) for s in test_tools_nested.SAMPLES},
-    **{s.name: (s, test_tools_messages.cases(s)) for s in test_tools_messages.SAMPLES},
-    "kimi_k3": (test_tools_xtml.K3, test_tools_xtml.cases()),
-}
+STREAMS = {sample.name: (sample, cases) for sample, cases in ANSWERS}
 FAMILY = {
     "hermes": "qwen3",
     "qwen3_coder": "qwen3",
@@ -53,6 +35,11 @@ FAMILY = {
     "llama3_json (marker)": "llama3_1",
 }
 """Format -> the tokenizer of its family."""
+VOCABULARIES = [
+    *((name, FAMILY.get(name, "qwen3")) for name in STREAMS),
+    *((name, real) for name, own in FAMILY.items() if (real := f"real {own}") in REAL_NAMES),
+]
+"""(format, tokenizer)"""
 NAMES = ("closing tag in a string", "nested and unicode", "reasoning before and after")
 
 
@@ -70,7 +57,7 @@ def token_cuts(ids: list[int], seed: int) -> Iterator[list[list[int]]]:
 
 def tokens_of(text: str, family: str) -> list[int]:
     """Each part between joints for itself: so what is spelt out is never one token."""
-    tokenizer = real_tokenizer(family)
+    tokenizer = tokenizer_of(family)
     return [token for part in text.split(JOINT) for token in tokenizer.encode(part, False)]
 
 
@@ -84,11 +71,10 @@ def read(
     return without_ids(merged(events))
 
 
-@pytest.mark.parametrize("name", STREAMS)
-def test_the_way_the_tokens_are_cut_never_changes_what_is_said(name: str) -> None:
+@pytest.mark.parametrize(("name", "family"), VOCABULARIES)
+def test_the_way_the_tokens_are_cut_never_changes_what_is_said(name: str, family: str) -> None:
     sample, found = STREAMS[name]
-    family = FAMILY.get(name, "qwen3")
-    tokenizer = real_tokenizer(family)
+    tokenizer = tokenizer_of(family)
     bound = bind(sample.format, tokenizer)
     row = FormatRow(f"{name}, tokens of {family}")
     ROWS.append(row)

@@ -10,7 +10,7 @@ from protocol import sockets, wire
 from protocol.cluster_key import ClusterKey
 from protocol.messages import PROTOCOL_VERSION, Hello, Ping, Pong, SessionLost, ToClient, ToEngine
 from protocol.stats import EngineStats
-from tests.support.processes import HANG_S
+from tests.support.waiting import HANG_S, eventually
 
 ASK_AGAIN_MS = 1000
 
@@ -41,13 +41,13 @@ class EngineView:
 
     def wait_until_free(self, timeout_s: float = HANG_S) -> None:
         """Wait until nothing runs or waits and every block is free. Raises TimeoutError."""
-        give_up_at = time.monotonic() + timeout_s
-        while time.monotonic() < give_up_at:
+
+        def is_free() -> bool:
             now = self.stats()
-            if not now.running and not now.waiting and now.free_blocks == now.total_blocks:
-                return
-            time.sleep(0.01)
-        raise TimeoutError(f"still busy after {timeout_s} s: {self.stats()}")
+            return not now.running and not now.waiting and now.free_blocks == now.total_blocks
+
+        if not eventually(is_free, within_s=timeout_s):
+            raise TimeoutError(f"still busy after {timeout_s} s: {self.stats()}")
 
     def close(self) -> None:
         self._context.destroy(linger=0)

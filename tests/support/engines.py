@@ -58,12 +58,19 @@ def habitual_token(tokens: list[int], seed: int = 0, possible: list[int] | None 
 Say = Callable[[list[int], int, list[int] | None], int]
 
 
-def answer(prompt: list[int], max_tokens: int, seed: int = 0, say: Say = next_token) -> list[int]:
-    """The whole answer, computed without an engine: the oracle."""
+def answer(
+    prompt: list[int],
+    max_tokens: int,
+    seed: int = 0,
+    say: Say = next_token,
+    *,
+    ignore_eos: bool = False,
+) -> list[int]:
+    """Return the whole answer, computed without an engine: the oracle."""
     tokens = list(prompt)
     while len(tokens) < len(prompt) + max_tokens:
         tokens.append(say(tokens, seed, None))
-        if tokens[-1] == EOS:
+        if tokens[-1] == EOS and not ignore_eos:
             break
     return tokens[len(prompt) :]
 
@@ -87,6 +94,8 @@ class EchoWorker:
     limits: Limits
     say: Say = next_token
     guess: Say = next_token
+    bound: dict[int, int] = field(default_factory=dict)
+    generations: dict[int, int] = field(default_factory=dict)
     tokens: dict[int, list[int]] = field(default_factory=dict)
     tables: dict[int, list[int]] = field(default_factory=dict)
     seeds: dict[int, int] = field(default_factory=dict)
@@ -96,10 +105,14 @@ class EchoWorker:
 
     def execute(self, plan: StepPlan, masks: Masks | None = None) -> StepResult:
         self._possible = _possible(plan, masks)
-        for slot in plan.release.tolist():
+        for released in plan.release:
+            slot = released.slot
+            assert self.bound.pop(slot) == released.generation, "another's slot was released"
             del self.tokens[slot], self.tables[slot], self.seeds[slot]
         for init in plan.bind:
-            assert init.slot not in self.tokens, "a slot was bound twice"
+            assert init.slot not in self.bound, "a slot was bound twice"
+            assert init.generation > self.generations.get(init.slot, 0), "a generation came twice"
+            self.bound[init.slot] = self.generations[init.slot] = init.generation
             self.tokens[init.slot] = init.tokens.tolist()
             self.tables[init.slot] = init.blocks.tolist()
             self.seeds[init.slot] = init.seed
@@ -271,6 +284,7 @@ class Bench:
         place: ClusterPlace | None = None,
         tiers: Sequence[str] = (),
         checks: bool = True,
+        draw_seed: Callable[[], int] = lambda: 0,
         **config: Any,
     ) -> None:
         """guess: what the draft model says; None: as `say`. step_costs: as a worker has measured
@@ -284,7 +298,7 @@ class Bench:
             token_budget=token_budget,
             prefix_cache=prefix_cache,
         )
-        settings = EngineConfig(
+        self.config = EngineConfig(
             worker=WorkerConfig(model="", draft_model=draft_model_for(config)),
             max_waiting=max_waiting,
             max_waiting_tokens=max_waiting_tokens,
@@ -292,12 +306,12 @@ class Bench:
             **config,
         )
         self.engine = Engine(
-            settings,
+            self.config,
             a_card(),
             self.limits,
             draft_cost=draft_cost,
             step_costs=step_costs,
-            draw_seed=lambda: 0,
+            draw_seed=draw_seed,
             cluster=None if place is None else place.cluster,
             tiers=tiers,
         )
@@ -318,7 +332,19 @@ class Bench:
         if self._checks:
             self.engine.check()
 
-    def add(
+    def add(self, prompt: list[int], *asked: Any, **more: Any) -> int:
+        """The number of the new request, which is accepted, or waits for its grammar."""
+        number = self.ask(prompt, *asked, **more)
+        assert isinstance(number, int), number
+        return number
+
+    def refusal(self, prompt: list[int], *asked: Any, **more: Any) -> Refused:
+        """Add a request that is refused at once. Return the refusal."""
+        reply = self.ask(prompt, *asked, **more)
+        assert isinstance(reply, Refused), reply
+        return reply
+
+    def ask(
         self,
         prompt: list[int],
         client: bytes = CLIENT,
@@ -333,7 +359,7 @@ class Bench:
         timeout_s: float = 0.0,
         queue_timeout_s: float = 0.0,
         **params: Any,
-    ) -> Any:
+    ) -> int | Refused:
         """The new request's number, or the refusal. A new grammar is for `compile` to compile."""
         self._next += 1
         message = Generate(

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from gateway.formats.event_builder import DeclaredTool
-from tests.support.formats import Call, dumps
+from gateway.formats.events import merged
+from tests.support.formats import Call, Sample, dumps, lexicon, units
 
 
 def tool(name: str, **properties: Any) -> DeclaredTool:
@@ -36,3 +37,18 @@ def lines(calls: Sequence[Call], write: Any) -> str:
 def arguments_of(events: Sequence[Any]) -> list[Any]:
     """The arguments of all calls, as values."""
     return [json.loads(e.fragment) for e in events if type(e).__name__ == "ToolArguments"]
+
+
+def said(
+    sample: Sample,
+    text: str,
+    *,
+    tools: Sequence[DeclaredTool] | None = None,
+    tokens: bool = True,
+    inside: bool = False,
+) -> list[Any]:
+    """The merged events of a text that comes unit by unit. Calls have the id "id"."""
+    words = lexicon(sample, tokens=tokens)
+    parser = sample.format.parser(words, tools=tools, new_id=lambda: "id", starts_inside=inside)
+    events = [event for piece in units(text, words) for event in parser.push(piece)]
+    return merged(events + parser.finish())

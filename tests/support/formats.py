@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from gateway.formats.argument_types import is_json
 from gateway.formats.event_builder import DeclaredTool
 from gateway.formats.events import (
     Content,
@@ -31,7 +32,7 @@ from gateway.formats.events import (
     ToolCallEnd,
     merged,
 )
-from gateway.formats.parser import Lexicon, Piece
+from gateway.formats.lexicon import Lexicon, Piece
 from gateway.formats.reasoning import ReasoningFormat
 from gateway.formats.registry import Format, parser_state
 from tests.support.cpu_time import best_cpu_s
@@ -114,6 +115,10 @@ class Fixture:
 
 def dumps(values: Any) -> str:
     return json.dumps(values, ensure_ascii=False)
+
+
+def is_json_object(text: str) -> bool:
+    return is_json(text) and text.lstrip(" \t\r\n").startswith("{")
 
 
 # ---- abstract answers

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import time
 from typing import Any, Self
 
 import requests
 
-from tests.support.processes import HANG_S, ROOT, Program, free_port
+from tests.support.processes import ROOT, Program, free_port
+from tests.support.waiting import HANG_S, eventually
 
 CONFIG = ROOT / "gateway" / "gunicorn_conf.py"
 
@@ -47,19 +47,22 @@ class GatewayProcess(Program):
 
     def await_status(self, path: str, status: int, timeout_s: float = HANG_S) -> requests.Response:
         """Ask until the answer has this status."""
-        deadline = time.monotonic() + timeout_s
-        last: object = None
-        while time.monotonic() < deadline and self.process.poll() is None:
+        last: requests.Response | Exception | None = None
+
+        def is_answered() -> bool:
+            nonlocal last
             try:
-                response = requests.get(self.url + path, timeout=5)
+                last = requests.get(self.url + path, timeout=5)
             except (requests.ConnectionError, requests.Timeout) as error:  # it still starts
                 last = error
-            else:
-                if response.status_code == status:
-                    return response
-                last = (response.status_code, response.text)
-            time.sleep(0.02)
-        raise AssertionError(f"{path} never answered {status}; last: {last}")
+                return self.process.poll() is not None
+            return last.status_code == status
+
+        eventually(is_answered, within_s=timeout_s)
+        if isinstance(last, requests.Response) and last.status_code == status:
+            return last
+        told = last.text if isinstance(last, requests.Response) else ""
+        raise AssertionError(f"{path} never answered {status}; last: {last} {told}")
 
     def await_ready(self) -> Self:
         self.await_status("/readyz", 200)

@@ -89,7 +89,7 @@ class Paced:
             self.num_early += 1
             asked.refused = Refused(request=-1, error=early.info())
             return asked
-        reply = self.bench.add(
+        reply = self.bench.ask(
             prompt[:prompt_tokens], account=account, max_tokens=answer, ignore_eos=True, **terms
         )
         if isinstance(reply, Refused):

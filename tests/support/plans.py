@@ -7,7 +7,7 @@ from itertools import chain
 
 from protocol.arrays import Int32, UInt8
 from protocol.sampling import SamplingParams
-from protocol.steps import SlotInit, StepPlan
+from protocol.steps import SlotInit, SlotRelease, StepPlan
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -40,7 +40,7 @@ def slot_init(
 def step_plan(
     step: int = 0,
     *,
-    release: Sequence[int] = (),
+    release: Sequence[tuple[int, int]] = (),
     bind: Sequence[SlotInit] = (),
     extend: Sequence[tuple[int, int, int]] = (),
     zero: Sequence[int] = (),
@@ -50,6 +50,8 @@ def step_plan(
     follow: Mapping[int, tuple[int, int]] | None = None,
 ) -> StepPlan:
     """rows: (slot, first position, how many, sampled); those of one token are put first.
+
+    release: (slot, generation).
 
     masked: indexes into the sampled places, as they then are. drafts: of slots, which a row's `how
     many` counts along. follow: of slots, where the draft model begins and how many guesses are
@@ -61,7 +63,7 @@ def step_plan(
     slots, indexes, ids = zip(*extend, strict=True) if extend else ((), (), ())
     return StepPlan(
         step=step,
-        release=Int32.of(release),
+        release=[SlotRelease(slot=slot, generation=number) for slot, number in release],
         bind=list(bind),
         block_slots=Int32.of(slots),
         block_indexes=Int32.of(indexes),

@@ -9,15 +9,13 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
 from protocol.process_state import ZOMBIE, read_all_stats, read_command_line, read_stat
+from tests.support.waiting import HANG_S, eventually
 
-HANG_S = 60.0
-"""After this long nothing is waited for any more: a bound against hanging, never a promise."""
 ROOT = Path(__file__).parents[2]
 AUDITED = Path(__file__).parent / "audited"
 """Where Python finds what ends a program that unpickles."""
@@ -87,9 +85,8 @@ class Program:
 
         with self._news:
             self._news.wait_for(lambda: found() or self.process.poll() is not None, timeout_s)
-        if not found():
-            time.sleep(0.2)  # it has ended: let the readers catch up
-        assert found(), f"no line with {words!r}:\n{self.said}"
+        # If it has ended, the readers catch up.
+        assert eventually(found, within_s=0.2), f"no line with {words!r}:\n{self.said}"
         return found()[0]
 
     def say(self, line: str) -> None:
@@ -147,13 +144,3 @@ def rss_mib(pid: int) -> int:
     except (FileNotFoundError, ProcessLookupError):
         return 0
     return sum(int(line.split()[1]) >> 10 for line in lines if line.startswith("VmRSS"))
-
-
-def eventually(claim: Callable[[], object], *, within_s: float = HANG_S) -> bool:
-    """Return whether `claim` becomes true in time; look every 20 ms."""
-    give_up = time.monotonic() + within_s
-    while time.monotonic() < give_up:
-        if claim():
-            return True
-        time.sleep(0.02)
-    return bool(claim())

@@ -33,8 +33,9 @@ from tests.support.replica import (
     slot_table,
 )
 from tests.support.tiny_checkpoint import VOCAB, write_tiny_llama
+from worker.debug.slot_registry import Poison
 from worker.models.load import LoadedModel
-from worker.slots.table import Poison, SlotTable
+from worker.slots.table import SlotTable
 
 BLOCK_TOKENS = 4
 NUM_BLOCKS = 33
@@ -210,7 +211,7 @@ def own_slots(steps: Iterable[Executed]) -> list[Executed]:
     lives, rewritten = 0, []
     for step in steps:
         plan = step.plan
-        release = [now.pop(slot) for slot in plan.release.tolist()]
+        release = [changed(released, slot=now.pop(released.slot)) for released in plan.release]
         bind = []
         for init in plan.bind:
             now[init.slot] = lives
@@ -218,7 +219,7 @@ def own_slots(steps: Iterable[Executed]) -> list[Executed]:
             lives += 1
         plan = changed(
             plan,
-            release=Int32.of(release),
+            release=release,
             bind=bind,
             block_slots=Int32.of(now[slot] for slot in plan.block_slots.tolist()),
             row_slots=Int32.of(now[slot] for slot in plan.row_slots.tolist()),

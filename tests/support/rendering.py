@@ -12,22 +12,24 @@ from typing import Any
 import msgspec
 
 from gateway.api.openai import requests
-from gateway.api.openai.completion import Completion
-from gateway.api.openai.prepare import Preparation
-from gateway.api.openai.respond import prompt_shape
-from gateway.api.openai.response_builder import ChatResponseBuilder, OpenAIEnvelope, ResponseBuilder
-from gateway.api.openai.stream import ChunkStream
-from gateway.api.openai.whole import whole_response
-from gateway.api.render.bodies import ChatDerendering, CompletionDerendering
+from gateway.api.openai.prepare import Completion, Preparation
+from gateway.api.openai.response_builder import (
+    ChatResponseBuilder,
+    OpenAIEnvelope,
+    ResponseBuilder,
+    prompt_logprobs_builder,
+)
+from gateway.api.openai.stream import ChunkStream, whole_response
+from gateway.api.render.derender import ChatDerendering, CompletionDerendering
 from gateway.api.render.render import rendered_chat, rendered_completion
 from gateway.api.render.requests import (
     Carried,
-    derender_chat_decoder,
-    derender_completion_decoder,
+    DerenderChat,
+    DerenderCompletion,
 )
-from gateway.api.tokens import generate_prepare as asking
-from gateway.api.tokens import generate_stream as telling
-from gateway.api.tokens.generate_requests import generate_decoder
+from gateway.api.tokens import prepare as asking
+from gateway.api.tokens import stream as telling
+from gateway.api.tokens.requests import GenerateBody
 from gateway.engine.base import Subscriber
 from gateway.generation.group import ChoiceGroup
 from gateway.generation.sinks import CollectSink
@@ -112,7 +114,7 @@ class Trip:
 
     def chat(self) -> tuple[dict[str, Any], list[Any]]:
         """(whole, stream)"""
-        body = requests.chat_decoder.decode(encode(self.body))
+        body = msgspec.json.decode(encode(self.body), type=requests.ChatBody)
         preparation = Preparation(body, self.model)
         ask = preparation.prompt_request(preparation.prompt(body.messages))
 
@@ -124,7 +126,7 @@ class Trip:
         return self._told(body, [ask], dialect, "chatcmpl")
 
     def completion(self) -> tuple[dict[str, Any], list[Any]]:
-        body = requests.completion_decoder.decode(encode(self.body))
+        body = msgspec.json.decode(encode(self.body), type=requests.CompletionBody)
         completion = Completion(body, self.model, max_prompts=99)
         return self._told(body, completion.prompt_requests, completion.builder, "cmpl")
 
@@ -152,14 +154,14 @@ class Trip:
             dialect(),
             origin,
             includes_ids=includes_ids,
-            prompt_logprobs=prompt_shape(body, self.model),
+            prompt_logprobs=prompt_logprobs_builder(body, self.model),
         )
         return json.loads(whole), played.events
 
     # ---- rendered, generated
 
     def render_chat(self, carried: Carried | None = None) -> dict[str, Any]:
-        body = requests.chat_decoder.decode(encode(self.body))
+        body = msgspec.json.decode(encode(self.body), type=requests.ChatBody)
         preparation = Preparation(body, self.model)
         prompt = preparation.prompt(body.messages)
         rendered = rendered_chat(preparation, prompt, carried or Carried(), "chatcmpl-7")
@@ -167,7 +169,7 @@ class Trip:
         return told
 
     def render_completion(self) -> list[dict[str, Any]]:
-        body = requests.completion_decoder.decode(encode(self.body))
+        body = msgspec.json.decode(encode(self.body), type=requests.CompletionBody)
         completion = Completion(body, self.model, max_prompts=99)
         rendered = rendered_completion(completion, self.model, Carried(), "cmpl-7")
         told: list[dict[str, Any]] = json.loads(encode(rendered))
@@ -175,8 +177,8 @@ class Trip:
 
     def generate(self, rendered: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
         """(whole, stream)"""
-        body = generate_decoder.decode(
-            encode(rendered | {"stream_options": {"include_usage": True}})
+        body = msgspec.json.decode(
+            encode(rendered | {"stream_options": {"include_usage": True}}), type=GenerateBody
         )
         told = telling.GenerateEnvelope.from_request(body, self.model, rendered["request_id"], [])
 
@@ -190,13 +192,13 @@ class Trip:
 
     def derender_chat(self, response: dict[str, Any], **more: Any) -> dict[str, Any]:
         body = {"chat_request": self.body, "generate_response": response, **more}
-        decoded = derender_chat_decoder.decode(encode(body))
+        decoded = msgspec.json.decode(encode(body), type=DerenderChat)
         told: dict[str, Any] = json.loads(ChatDerendering(decoded, self.model, CONFIG).whole())
         return told
 
     def derender_completion(self, responses: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         body = {"completion_request": self.body, "generate_responses": responses, **more}
-        decoded = derender_completion_decoder.decode(encode(body))
+        decoded = msgspec.json.decode(encode(body), type=DerenderCompletion)
         whole = CompletionDerendering(decoded, self.model, CONFIG).whole()
         told: dict[str, Any] = json.loads(whole)
         return told
@@ -205,7 +207,7 @@ class Trip:
         self, chunk: dict[str, Any], state: str | None, **more: Any
     ) -> tuple[dict[str, Any] | None, str]:
         body = {"chat_request": self.streaming, "generate_chunk": chunk, "stream_state": state}
-        decoded = derender_chat_decoder.decode(encode(body | {"stream": True} | more))
+        decoded = msgspec.json.decode(encode(body | {"stream": True} | more), type=DerenderChat)
         told, state = ChatDerendering(decoded, self.model, CONFIG).chunk()
         return json.loads(encode(told)), state
 
@@ -214,7 +216,7 @@ class Trip:
     ) -> tuple[dict[str, Any] | None, str]:
         body = {"completion_request": self.streaming, "generate_chunk": chunk}
         body |= {"stream_state": state, "stream": True} | more
-        decoded = derender_completion_decoder.decode(encode(body))
+        decoded = msgspec.json.decode(encode(body), type=DerenderCompletion)
         told, state = CompletionDerendering(decoded, self.model, CONFIG).chunk()
         return json.loads(encode(told)), state
 

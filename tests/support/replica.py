@@ -27,12 +27,14 @@ from protocol.messages import Accepted, Generate, Limits, Output
 from protocol.sampling import SamplingParams
 from protocol.steps import Masks, StepPlan, StepResult
 from tests.support.handover import ClusterPlace, EchoMover
+from tests.support.tiny_model import new_slots
 from worker.attention.select import select_attention
+from worker.debug.slot_registry import Poison
 from worker.draft.model import DraftModel
 from worker.kv.cache import KVCache
 from worker.models.load import LoadedModel, load_model
 from worker.slots.fields import slot_fields
-from worker.slots.table import Poison, SlotTable
+from worker.slots.table import SlotTable
 from worker.step import Runner
 
 CLIENT = b"test"
@@ -251,7 +253,7 @@ def slot_table(
     kind: type[SlotTable] = SlotTable,
 ) -> SlotTable:
     fields = slot_fields(max_len, -(-max_len // block_tokens))
-    return kind(fields, max_slots, torch.device("cpu"), poison=poison)
+    return new_slots(fields, max_slots, torch.device("cpu"), poison=poison, kind=kind)
 
 
 def new_cache(loaded: LoadedModel, num_blocks: int, block_tokens: int) -> KVCache:

@@ -6,8 +6,31 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
+
+from gateway.api.responses.requests import ResponsesBody
+from gateway.api.responses.responses import ResponseObject, new_response
+from protocol.sampling import SamplingParams
+
 RESPONSES = "/v1/responses"
 ENDS = ("response.completed", "response.incomplete", "response.failed")
+
+
+def a_queued_response(
+    response_id: str,
+    body: bytes = b'{"input":"hi"}',
+    params: SamplingParams | None = None,
+    **extensions: Any,
+) -> ResponseObject:
+    response = new_response(
+        msgspec.json.decode(body, type=ResponsesBody),
+        params or SamplingParams(),
+        model="m",
+        fingerprint="fp",
+        stores=True,
+        extensions=extensions,
+    )
+    return msgspec.structs.replace(response, id=response_id, created_at=12)
 
 
 def typed_events(data: bytes) -> list[dict[str, Any]]:

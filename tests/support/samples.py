@@ -86,6 +86,7 @@ from protocol.steps import (
     Logprobs,
     Masks,
     SlotInit,
+    SlotRelease,
     StepPlan,
     StepResult,
     Stop,
@@ -325,7 +326,7 @@ MESSAGES: list[Message] = [
     EngineStopped(error=ERROR),
     StepPlan(
         step=3,
-        release=Int32.of([2]),
+        release=[SlotRelease(slot=2, generation=3)],
         bind=[
             SlotInit(
                 slot=1,

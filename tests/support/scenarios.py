@@ -8,7 +8,7 @@ from typing import Any
 
 from engine_core.grammar.compiler import Compiler
 from protocol.errors import InvalidRequest
-from protocol.grammar_check import check_grammar
+from protocol.grammar import check_grammar
 from protocol.messages import Generate
 from tests.support.gateway_process import GatewayProcess
 from tests.support.grammars import possible

@@ -56,10 +56,11 @@ from protocol.messages import (
 )
 from protocol.model_card import ModelCard, SamplingDefaults
 from protocol.stats import EngineStats
-from tests.support.processes import HANG_S
+from tests.support.waiting import HANG_S, eventually
 
 BOS, EOS, END = 256, 257, 258
 BLOCK_TOKENS = 16
+LOOK_S = 0.001
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -189,6 +190,9 @@ class _Talk:
     has_spoken: bool = False
 
 
+BEHAVIOUR = ("script", "computes", "step_s", "is_paused", "ignores_aborts", "is_silent", "welcomes")
+
+
 @dataclass
 class ScriptedEngine:
     """script      what is answered to a Generate
@@ -225,11 +229,18 @@ class ScriptedEngine:
     def __post_init__(self) -> None:
         self.epoch = f"epoch-{time.monotonic_ns()}"
         self.stats = EngineStats(running=1, free_blocks=7, num_finished={"stop": 3})
+        self._first = {name: getattr(self, name) for name in BEHAVIOUR}
         self._talks: dict[tuple[bytes, int], _Talk] = {}
         self._stopping = False
         self._next_step = 0.0
         self._failure: BaseException | None = None
         self._decoder: wire.Decoder[ToEngine] = wire.Decoder(ToEngine)
+
+    def reset(self) -> None:
+        """Be as at the start, except for what is open. What was asked is forgotten."""
+        for name, value in self._first.items():
+            setattr(self, name, value)
+        self.generates.clear()
 
     def __enter__(self) -> Self:
         self._stopping = False
@@ -252,10 +263,8 @@ class ScriptedEngine:
 
     def await_idle(self, timeout_s: float = HANG_S) -> None:
         """Until no request is open: each has ended or was aborted."""
-        deadline = time.monotonic() + timeout_s
-        while self._talks:
-            assert time.monotonic() < deadline, f"still open: {[n for _, n in self._talks]}"
-            time.sleep(0.001)
+        is_idle = eventually(lambda: not self._talks, within_s=timeout_s, every_s=LOOK_S)
+        assert is_idle, f"still open: {[n for _, n in self._talks]}"
 
     def lose_clients(self) -> None:
         """End what clients have open that are gone without a word, as a lease does."""
@@ -263,24 +272,21 @@ class ScriptedEngine:
 
     def await_abort(self, number: int, timeout_s: float = HANG_S) -> float:
         """When the Abort of request `number` came, on time.monotonic's clock."""
-        deadline = time.monotonic() + timeout_s
-        while number not in self.aborts:
-            assert time.monotonic() < deadline, f"request {number} was not aborted"
-            time.sleep(0.001)
+        came = eventually(lambda: number in self.aborts, within_s=timeout_s, every_s=LOOK_S)
+        assert came, f"request {number} was not aborted"
         return self.aborts[number]
 
     def await_generates(self, count: int, timeout_s: float = HANG_S) -> None:
-        deadline = time.monotonic() + timeout_s
-        while len(self.generates) < count:
-            assert time.monotonic() < deadline, f"{len(self.generates)} of {count} requests came"
-            time.sleep(0.001)
+        came = eventually(lambda: len(self.generates) >= count, within_s=timeout_s, every_s=LOOK_S)
+        assert came, f"{len(self.generates)} of {count} requests came"
 
     def await_steps(self, count: int, timeout_s: float = HANG_S) -> None:
         """Until so many more steps have been told, of whatever is open."""
-        deadline, before = time.monotonic() + timeout_s, self.num_steps
-        while self.num_steps < before + count:
-            assert time.monotonic() < deadline, f"{self.num_steps - before} of {count} steps"
-            time.sleep(0.001)
+        before = self.num_steps
+        came = eventually(
+            lambda: self.num_steps >= before + count, within_s=timeout_s, every_s=LOOK_S
+        )
+        assert came, f"{self.num_steps - before} of {count} steps"
 
     def _run(self) -> None:
         try:

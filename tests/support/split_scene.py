@@ -26,10 +26,10 @@ from protocol.kv_peers import KVChunk
 from protocol.stats import EngineStats
 from tests.support.engine_view import EngineView
 from tests.support.kv_proxy import Proxy
-from tests.support.processes import eventually
 from tests.support.router import Router, RouterCase, all_ended, greedy
 from tests.support.tiny_checkpoint import VOCAB
 from tests.support.tiny_side import START_S, TinySide
+from tests.support.waiting import eventually
 
 KV_LEASE_S, KV_TIMEOUT_S, CLIENT_LEASE_S = 1.0, 3.0, 3.0
 STOPPED_S = 600.0

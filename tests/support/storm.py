@@ -94,7 +94,7 @@ class RequestStorm:
         prompt, seed = self.prompt(), self.random.randrange(3)
         max_tokens = self.random.randrange(20)
         grammar = self.grammar() if self.random.random() < 0.2 else None
-        number = self.bench.add(
+        number = self.bench.ask(
             prompt,
             grammar=None if grammar is None else grammar[0],
             client=client,
@@ -150,9 +150,11 @@ class RequestStorm:
     def abort_named(self) -> None:
         """Names that several clients' requests may share, and one that none has."""
         names = [*self.random.sample(LABELS, 2), "nobody"]
-        known = {name: any(name in r.labels for r in self.bench.engine._open) for name in names}
+        known = {
+            name: any(name in r.labels for r in self.bench.engine.open_requests) for name in names
+        }
         assert self.bench.abort_named(*names) == known
-        assert not any(name in r.labels for r in self.bench.engine._open for name in names)
+        assert not any(name in r.labels for r in self.bench.engine.open_requests for name in names)
 
     def drop(self) -> None:
         client = self.random.choice([b"a", b"b", b"c"])
@@ -168,7 +170,7 @@ class RequestStorm:
         """All is over: every block is free, and everybody was told the truth, once."""
         bench, stats = self.bench, self.bench.engine.stats()
         assert bench.engine.is_idle
-        assert not bench.engine._open.labels
+        assert not bench.engine.open_requests.labels
         assert stats.free_blocks == stats.total_blocks
         assert stats.num_accepted == len(self.asked) == sum(stats.num_finished.values())
         assert stats.num_refused == self.refused
@@ -197,7 +199,6 @@ class RequestStorm:
     def _alone(self, prompt: list[int], body: Body, max_tokens: int, seed: int) -> list[int]:
         fresh = Bench(max_len=self.bench.limits.max_len, say=self.say)
         number = fresh.add(prompt, grammar=body, max_tokens=max_tokens, seed=seed)
-        assert isinstance(number, int)
         fresh.compile()
         fresh.run()
         return fresh.tokens(number)

@@ -36,6 +36,11 @@ def write_tiny_llama(folder: Path, seed: int = 3, **changes: object) -> Path:
     return folder
 
 
+def write_roomy_llama(folder: Path) -> Path:
+    """One with a context in which answers last as long as a test needs."""
+    return write_tiny_llama(folder, max_position_embeddings=16384)
+
+
 def tiny_tokenizer_json() -> dict[str, object]:
     """One word a token."""
     vocab = {f"w{number}": number for number in range(VOCAB)}

@@ -6,16 +6,19 @@ shows. No dimension equals another, and none is 13: tests recognise per-slot ten
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
 from worker.attention.base import Attention, AttentionBatch
 from worker.attention.torch_paged import TorchPagedAttention
 from worker.batch.readback import Mark, mark
+from worker.debug.slot_registry import Poison, PoisonedSlots
 from worker.draft.model import DraftModel
 from worker.kv.cache import KVCache
 from worker.slots.fields import slot_fields
-from worker.slots.table import Poison, SlotTable
+from worker.slots.table import SlotField, SlotTable
 from worker.step import Runner
 
 VOCAB = 97
@@ -68,7 +71,23 @@ def tiny_slots(
     device: torch.device = CPU,
 ) -> SlotTable:
     fields = slot_fields(MAX_LEN, -(-MAX_LEN // BLOCK_TOKENS))
-    return kind(fields, max_slots, device, poison=poison)
+    return new_slots(fields, max_slots, device, poison=poison, kind=kind)
+
+
+def new_slots(
+    fields: Iterable[SlotField],
+    max_slots: int,
+    device: torch.device,
+    *,
+    poison: Poison | None,
+    kind: type[SlotTable] = SlotTable,
+) -> SlotTable:
+    """A table of this kind, with or without poison in its free rows."""
+    if poison is None:
+        return kind(fields, max_slots, device)
+    poisoned = type(f"Poisoned{kind.__name__}", (PoisonedSlots, kind), {})
+    table: SlotTable = poisoned(fields, max_slots, device, poison=poison)
+    return table
 
 
 def tiny_runner(
@@ -77,6 +96,7 @@ def tiny_runner(
     model: TinyModel | None = None,
     mark: Mark = mark,
     draft: TinyModel | None = None,
+    kind: type[Runner] = Runner,
 ) -> Runner:
     device = slots.device
     attention = TorchPagedAttention(BLOCK_TOKENS, torch.float32)
@@ -85,4 +105,4 @@ def tiny_runner(
         beside = tiny_cache(cache.num_blocks, device)
         draft_model = DraftModel(draft, beside, attention, VOCAB)
     target = model or TinyModel(device=device)
-    return Runner(target, slots, cache, attention, draft_model=draft_model, mark=mark)
+    return kind(target, slots, cache, attention, draft_model=draft_model, mark=mark)

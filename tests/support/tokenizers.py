@@ -1,16 +1,19 @@
-"""Real tokenizers for tests, as the bytes of a tokenizer.json, and cards around them."""
+"""Tokenizers for tests, as the bytes of a tokenizer.json, and cards around them.
+
+The default model's is real. Those of other families cut texts as the published ones do, and have a
+small vocabulary that is learnt on the spot.
+"""
 
 from __future__ import annotations
 
-import json
 import random
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import pytest
 import tokenizers as hf
-from tokenizers import decoders, models
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from gateway.text.tokenizer import Tokenizer
 from protocol.model_card import ModelCard
@@ -19,18 +22,127 @@ from worker.loading.fields import Fields
 from worker.loading.gguf_file import GGUFFile
 from worker.loading.gguf_tokenizer import tokenizer_json
 
-FAMILIES = Path(__file__).parents[3] / "shared" / "tokenizers"
-"""Present on developers' machines only; tests that want one of these skip where it is absent."""
-FAMILY_NAMES = ("qwen3", "llama3_1", "deepseek_v3")
+REAL_TOKENIZERS = Path(__file__).parents[3] / "shared" / "tokenizers"
+"""If this folder exists, tests use the real vocabularies in it as well."""
+DATA = Path(__file__).parents[1] / "data"
+_LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+_BLANKS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
-def family(name: str) -> tuple[bytes, dict[str, Any]]:
-    """(tokenizer.json, tokenizer_config.json) of a model family; skips the test where absent."""
-    folder = FAMILIES / name
-    if not folder.exists():
-        pytest.skip(f"the tokenizer of {name} is not on this machine")
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    return (folder / "tokenizer.json").read_bytes(), config
+@dataclass(frozen=True, kw_only=True)
+class TokenizerFamily:
+    """How the tokenizers of a model family cut texts, without their vocabulary.
+
+    splits    patterns; a text is cut by the first, its parts by the second, and so on
+    special   added tokens that stand for no text;  marks: added tokens that are text
+    begins    whether an encoded text starts with the BOS token
+    """
+
+    splits: tuple[str, ...]
+    bos: str | None
+    eos: str
+    special: tuple[str, ...] = ()
+    marks: tuple[str, ...] = ()
+    begins: bool = False
+    normalizer: normalizers.Normalizer | None = None
+    ignore_merges: bool = False
+
+    def build(self) -> bytes:
+        """Return a tokenizer.json of the family, with a small vocabulary learnt from our texts."""
+        inner = hf.Tokenizer(models.BPE(ignore_merges=self.ignore_merges))
+        if self.normalizer is not None:
+            inner.normalizer = self.normalizer
+        cut = [pre_tokenizers.Split(hf.Regex(split), "isolated") for split in self.splits]
+        bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        inner.pre_tokenizer = pre_tokenizers.Sequence([*cut, bytes_of])
+        inner.decoder = decoders.ByteLevel()
+        learn = trainers.BpeTrainer(
+            vocab_size=1000,
+            show_progress=False,
+            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        )
+        inner.train_from_iterator([(DATA / "prose.txt").read_text(), *OTHER_SCRIPTS * 9], learn)
+        ends = [token for token in (self.bos, self.eos) if token]
+        inner.add_special_tokens([*ends, *self.special])
+        inner.add_tokens([hf.AddedToken(m, special=False, normalized=False) for m in self.marks])
+        if self.begins and self.bos is not None:
+            known = [(self.bos, inner.token_to_id(self.bos))]
+            inner.post_processor = processors.TemplateProcessing(
+                single=f"{self.bos} $A", pair=None, special_tokens=known
+            )
+        return inner.to_str().encode()
+
+
+OTHER_SCRIPTS = [
+    "Grüße aus Köln, ¿qué tal? naïve façade; Ωμέγα, русский текст, 한국어, العربية",
+    "日本語のテキスト 你好世界! 👩🏽‍🚀 says: 🙂",
+    "def f(x: int) -> int:\n    return x ** 2\n\n\nclass A:\n\tpass\n",
+    '{"name": "get_weather", "arguments": {"city": "Köln", "days": [1, 2.5e-3, null]}}\n```json\n',
+    '{"x": [{"y": {}}]}',
+]
+_DEEPSEEK_TOOLS = ("calls", "call", "outputs", "output")
+FAMILIES = {
+    "qwen3": TokenizerFamily(
+        splits=(_LETTERS % r"\p{N}" + _BLANKS,),
+        bos=None,
+        eos="<|im_end|>",
+        special=("<|endoftext|>", "<|im_start|>"),
+        marks=tuple(
+            f"<{slash}{name}>"
+            for name in ("tool_call", "tool_response", "think")
+            for slash in ("", "/")
+        ),
+        normalizer=normalizers.NFC(),
+    ),
+    "llama3_1": TokenizerFamily(
+        splits=(_LETTERS % r"\p{N}{1,3}" + _BLANKS,),
+        bos="<|begin_of_text|>",
+        eos="<|eot_id|>",
+        special=("<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>"),
+        begins=True,
+        ignore_merges=True,
+    ),
+    "deepseek_v3": TokenizerFamily(
+        splits=(
+            r"\p{N}{1,3}",
+            "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+            r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|"""
+            r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|" + _BLANKS,
+        ),
+        bos="<\uff5cbegin▁of▁sentence\uff5c>",
+        eos="<\uff5cend▁of▁sentence\uff5c>",
+        special=("<\uff5c▁pad▁\uff5c>", "<|EOT|>"),
+        marks=(
+            *(f"<\uff5c{name}\uff5c>" for name in ("User", "Assistant", "tool▁sep")),
+            *(
+                f"<\uff5ctool▁{name}▁{end}\uff5c>"
+                for name in _DEEPSEEK_TOOLS
+                for end in ("begin", "end")
+            ),
+        ),
+        normalizer=normalizers.Sequence([]),
+    ),
+}
+REAL_NAMES = tuple(f"real {name}" for name in FAMILIES if (REAL_TOKENIZERS / name).exists())
+FAMILY_NAMES = (*FAMILIES, *REAL_NAMES)
+
+
+@cache
+def family_json(name: str) -> bytes:
+    """Return a tokenizer.json: of a family, or the published one of "real" and a family."""
+    if name in FAMILIES:
+        return FAMILIES[name].build()
+    return (REAL_TOKENIZERS / name.removeprefix("real ") / "tokenizer.json").read_bytes()
+
+
+def chat_template(name: str) -> str:
+    """Return the chat template of a family; `name` as for `family_json`."""
+    return (DATA / "chat_templates" / f"{name.removeprefix('real ')}.jinja").read_text()
+
+
+def family_of(name: str) -> TokenizerFamily:
+    """Return the family; `name` as for `family_json`."""
+    return FAMILIES[name.removeprefix("real ")]
 
 
 def byte_fallback_json(*, decoder: str = "strip") -> bytes:
@@ -59,16 +171,16 @@ def byte_fallback_json(*, decoder: str = "strip") -> bytes:
 
 
 @cache
-def real_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer of "smollm2" or of a family, made once for all tests; skips where absent."""
+def tokenizer_of(name: str) -> Tokenizer:
+    """The tokenizer of "smollm2" or of a family, made once for all tests."""
     if name == "smollm2":
         return Tokenizer(card_of(smollm2_tokenizer_json(), eos_token_ids=[2]))
-    return Tokenizer(card_of(family(name)[0]))
+    return Tokenizer(card_of(family_json(name)))
 
 
 @cache
 def smollm2_tokenizer_json() -> bytes:
-    """As the worker exports it from the model's file; skips where that is absent."""
+    """Return the default model's tokenizer.json, as the worker exports it."""
     path = smollm2_gguf()
     return tokenizer_json(Fields(GGUFFile(path).metadata, str(path)))
 
@@ -84,6 +196,13 @@ def card_of(tokenizer: bytes, **fields: Any) -> ModelCard:
         "eos_token_ids": [],
     }
     return ModelCard(tokenizer=tokenizer, **(known | fields))
+
+
+def family_card(name: str) -> ModelCard:
+    """Return the card of a model that is nothing but a family's tokenizer and its end token."""
+    inner = hf.Tokenizer.from_buffer(family_json(name))
+    end = inner.token_to_id(family_of(name).eos)
+    return card_of(family_json(name), vocab_size=inner.get_vocab_size(), eos_token_ids=[end])
 
 
 def cuts(items: Any, seed: int) -> list[Any]:

@@ -18,11 +18,10 @@ from engine_core.grammar.matcher import Matcher
 from gateway.formats.choice_parser import AnswerOptions, ParserFactory
 from gateway.formats.event_builder import DeclaredTool
 from gateway.formats.events import Event, Finished, ToolArguments, ToolCall, ToolCallEnd, merged
-from gateway.formats.parser import MarkerToken
+from gateway.formats.lexicon import MarkerToken
 from gateway.formats.registry import BoundFormat, Format, bind
 from gateway.text.tokenizer import Tokenizer
-from protocol.grammar import Body, Grammar, LiteralForm, Rules, Until
-from protocol.grammar_check import forms_of
+from protocol.grammar import Body, Grammar, LiteralForm, Rules, Until, forms_of
 from protocol.messages import Output
 from protocol.model_card import ModelCard
 from tests.support.formats import units

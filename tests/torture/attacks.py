@@ -32,7 +32,7 @@ from protocol.sampling import SamplingParams
 from tests.support.http import connect, exchange, read_body, read_head
 from tests.support.processes import rss_mib
 from tests.support.server import Server
-from tests.torture.signals import write_model
+from tests.support.tiny_checkpoint import write_roomy_llama
 from tests.torture.table import print_table
 from tests.torture.witnesses import Witnessed, Witnesses, run_attacker
 
@@ -216,16 +216,23 @@ def send(name: str, at_once: int, port: int, address: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n", maxsplit=1)[0])
-    parser.add_argument("--attack", choices=ATTACKS, action="append")
-    parser.add_argument("--at-once", type=int, default=16)
-    parser.add_argument("--slack", type=float, default=1.0, help="stretches what is promised")
-    parser.add_argument("--port", type=int, help="be the attacker of this server")
-    parser.add_argument("--address", default="", help="of its engine")
+    parser.add_argument(
+        "--attack", choices=ATTACKS, action="append", help="attack to run (default: all)"
+    )
+    parser.add_argument(
+        "--at-once", type=int, default=16, help="number of attacks at the same time"
+    )
+    parser.add_argument("--slack", type=float, default=1.0, help="factor for all time limits")
+    parser.add_argument("--port", type=int, help="attack the server at this port")
+    parser.add_argument("--address", default="", help="address of the server's engine")
     said = parser.parse_args()
     if said.port:
         send(said.attack[0], said.at_once, said.port, said.address)
         return 0
-    with tempfile.TemporaryDirectory() as folder, AttackTarget(write_model(Path(folder))) as target:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        AttackTarget(write_roomy_llama(Path(folder))) as target,
+    ):
         target.strike("token ids", 1)  # pools are filled once
         rows = (target.strike(name, said.at_once) for name in said.attack or ATTACKS)
         return print_table(COLUMNS, rows, said.slack)

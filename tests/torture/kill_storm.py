@@ -33,9 +33,10 @@ from typing import Any
 import requests
 
 from tests.benchmarks.small_requests import FINISHED, LEFT, REFUSED
-from tests.support.processes import descendants_of, eventually
+from tests.support.processes import descendants_of
 from tests.support.server import Server
-from tests.torture.signals import write_model
+from tests.support.tiny_checkpoint import write_roomy_llama
+from tests.support.waiting import eventually
 
 CLIENTS = 12
 PAUSE_S = 1.0
@@ -271,11 +272,11 @@ def storm(model: Path, num_requests: int, num_kills: int) -> tuple[KillStorm, li
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n", maxsplit=1)[0])
-    parser.add_argument("--requests", type=int, default=10_000)
-    parser.add_argument("--kills", type=int, default=5)
+    parser.add_argument("--requests", type=int, default=10_000, help="number of requests")
+    parser.add_argument("--kills", type=int, default=5, help="how often a process is killed")
     said = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        weather, found = storm(write_model(Path(folder)), said.requests, said.kills)
+        weather, found = storm(write_roomy_llama(Path(folder)), said.requests, said.kills)
     print(f"ends as clients saw them: {dict(weather.tally.ends)}")
     print(f"gateway: {weather.slope():.0f} KiB per 1,000 requests; {weather.memory}")
     print("\n".join(found) or "all agree")

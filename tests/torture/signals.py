@@ -26,9 +26,10 @@ from typing import Any, Self
 import requests
 
 from protocol.exit_codes import KILLED, ExitCode
-from tests.support.processes import Program, descendants_of, eventually, is_alive
+from tests.support.processes import Program, descendants_of, is_alive
 from tests.support.server import Server
-from tests.support.tiny_checkpoint import write_tiny_llama
+from tests.support.tiny_checkpoint import write_roomy_llama
+from tests.support.waiting import eventually
 from tests.torture.observers import Eye, TortureClient
 from tests.torture.table import print_table
 
@@ -358,17 +359,24 @@ def torture(cell: Cell, model: Path) -> TortureRow:
     return row
 
 
-def write_model(folder: Path) -> Path:
-    return write_tiny_llama(folder, max_position_embeddings=16384)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n", maxsplit=1)[0])
-    parser.add_argument("--kind", choices=KINDS, action="append")
-    parser.add_argument("--victim", choices=VICTIMS, action="append")
-    parser.add_argument("--moment", choices=MOMENTS, action="append")
-    parser.add_argument("--signal", choices=[each.name for each in SIGNALS], action="append")
-    parser.add_argument("--slack", type=float, default=1.0, help="stretches what is promised")
+    parser.add_argument(
+        "--kind", choices=KINDS, action="append", help="kind of server to test (default: all)"
+    )
+    parser.add_argument(
+        "--victim", choices=VICTIMS, action="append", help="process to signal (default: all)"
+    )
+    parser.add_argument(
+        "--moment", choices=MOMENTS, action="append", help="when to send the signal (default: all)"
+    )
+    parser.add_argument(
+        "--signal",
+        choices=[each.name for each in SIGNALS],
+        action="append",
+        help="signal to send (default: all)",
+    )
+    parser.add_argument("--slack", type=float, default=1.0, help="factor for all time limits")
     said = parser.parse_args()
     cells = [
         cell
@@ -379,7 +387,7 @@ def main() -> int:
         and (not said.signal or cell.signal.name in said.signal)
     ]
     with tempfile.TemporaryDirectory() as folder:
-        model = write_model(Path(folder))
+        model = write_roomy_llama(Path(folder))
         return print_table(COLUMNS, (torture(cell, model) for cell in cells), said.slack)
 
 

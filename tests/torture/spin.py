@@ -46,10 +46,11 @@ from protocol.messages import (
 )
 from protocol.stats import EngineStats
 from tests.support.gateway_process import GatewayProcess
-from tests.support.processes import ROOT, Program, descendants_of, eventually
+from tests.support.processes import ROOT, Program, descendants_of
 from tests.support.raw_client import RawClient
 from tests.support.scripted_engine import ScriptedEngine, says, scripted_card
 from tests.support.tiny_engine import tiny_engine
+from tests.support.waiting import eventually
 
 IDLE_CPU = 0.02
 WINDOW_S, TRIES = 2.0, 5
@@ -275,8 +276,10 @@ def messages_to_engine(count: int) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.torture.spin", description=__doc__)
-    parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--messages", type=int, default=1_000_000)
+    parser.add_argument("--kills", type=int, default=100, help="number of clients to kill")
+    parser.add_argument(
+        "--messages", type=int, default=1_000_000, help="number of messages to exchange"
+    )
     parser.add_argument("--be-client", metavar="ADDRESS", help=argparse.SUPPRESS)
     parser.add_argument("--be-gateway", metavar="ADDRESS", help=argparse.SUPPRESS)
     options = parser.parse_args()

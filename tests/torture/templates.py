@@ -5,7 +5,7 @@ against a real `tidegate serve` with a tiny model.
 
 Meanwhile other clients stream chats, which the model's own template renders, and /livez is asked
 all the time. Each template must be refused in words, no stream may be lost, /livez must answer in
-time, and the gateway and its limited processes may not grow. The command prints a row for each
+time, and the gateway and its sandbox processes may not grow. The command prints a row for each
 template and ends with 1 if there is any complaint. `make torture` runs all.
 """
 
@@ -24,11 +24,11 @@ from typing import Any, Self
 import msgspec
 import requests
 
-from gateway.limited import process as limited_process
+from gateway.sandbox import process as sandbox_process
 from tests.support.hostile_templates import LARGE, REFUSED, SLOW
 from tests.support.processes import descendants_of, rss_mib
 from tests.support.server import Server
-from tests.torture.signals import write_model
+from tests.support.tiny_checkpoint import write_roomy_llama
 from tests.torture.table import print_table
 from tests.torture.witnesses import Witnessed, Witnesses, run_attacker
 
@@ -36,7 +36,7 @@ MODULE = "tests.torture.templates"
 TEMPLATES = SLOW | LARGE | REFUSED
 REFUSALS = (400, 429)
 FLAT_MIB = 64
-"""What the gateway, or all of its limited processes, may have grown by: pools keep some pages."""
+"""Most memory that the gateway, or all of its sandbox processes, may gain: pools keep pages."""
 NUM_WITNESSES, WITNESS_TOKENS = 2, 50
 REQUEST_S = 300.0
 CHAT = "/v1/chat/completions"
@@ -94,7 +94,7 @@ class TemplateTarget(Server):
     """A server that accepts templates of requests. `strike` sends one while others stream chats."""
 
     def __init__(self, folder: Path) -> None:
-        model = write_model(folder)
+        model = write_roomy_llama(folder)
         (model / "chat_template.jinja").write_text(OWN)
         super().__init__("--max-slots", "8", "--trust-request-chat-template", model=str(model))
 
@@ -126,7 +126,7 @@ class TemplateTarget(Server):
 
     def _sizes(self) -> dict[str, int]:
         family = descendants_of(self._gateway_pid)
-        limited = [pid for pid, line in family if limited_process.MODULE in line]
+        limited = [pid for pid, line in family if sandbox_process.MODULE in line]
         return {"gateway": rss_mib(self._gateway_pid), "limited": sum(map(rss_mib, limited))}
 
 
@@ -147,10 +147,12 @@ def send_all(name: str, at_once: int, port: int) -> Answers:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n", maxsplit=1)[0])
-    parser.add_argument("--template", choices=TEMPLATES, action="append")
-    parser.add_argument("--at-once", type=int, default=4)
-    parser.add_argument("--slack", type=float, default=1.0, help="stretches what is promised")
-    parser.add_argument("--port", type=int, help="be the attacker of this server")
+    parser.add_argument(
+        "--template", choices=TEMPLATES, action="append", help="template to try (default: all)"
+    )
+    parser.add_argument("--at-once", type=int, default=4, help="number of attacks at the same time")
+    parser.add_argument("--slack", type=float, default=1.0, help="factor for all time limits")
+    parser.add_argument("--port", type=int, help="attack the server at this port")
     said = parser.parse_args()
     if said.port:
         answers = send_all(said.template[0], said.at_once, said.port)

@@ -20,7 +20,8 @@ from typing import Self
 
 import requests
 
-from tests.support.processes import ROOT, eventually
+from tests.support.processes import ROOT
+from tests.support.waiting import eventually
 from tests.torture.observers import TortureClient
 
 LIVEZ_MS = 100.0

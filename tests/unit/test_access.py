@@ -12,10 +12,9 @@ import pytest
 from werkzeug.datastructures import Headers
 
 from gateway.auth.caller import Caller
-from gateway.auth.gate import Gate, Visit
+from gateway.auth.gate import Forbidden, Gate, MalformedTarget, NoSuchRoute, Unauthenticated, Visit
 from gateway.auth.hosts import HostRule, name_in
 from gateway.auth.keys import Keyring, KeyWatch
-from gateway.auth.refusals import Forbidden, MalformedTarget, NoSuchRoute, Unauthenticated
 from gateway.auth.scopes import Scopes
 from gateway.auth.target import fault_in, printable, spells
 from protocol.api_keys import KeyEntry, digest_of
@@ -58,8 +57,6 @@ def visit(
 
 
 # ---- keys and scopes
-
-
 @pytest.mark.parametrize("header", [{"Authorization": "Bearer user"}, {"X_Api_Key": "user"}])
 def test_a_key_opens_what_its_scopes_name(header: dict[str, str]):
     assert gate().admit(visit("/chat", "POST", **header)).name == "user"
@@ -86,12 +83,12 @@ def test_without_a_good_key_nothing_is_told_not_even_what_exists(rule: str | Non
         gate().admit(visit(rule, "POST", Authorization=key))
 
 
-def test_what_is_public_needs_no_key_and_gives_no_rights():
+def test_a_public_route_needs_no_key_and_gives_no_rights():
     assert gate().admit(visit("/open")).scopes == frozenset()
     assert gate().admit(visit("/open", Authorization="Bearer wrong")).scopes == frozenset()
 
 
-def test_who_has_a_key_hears_that_there_is_no_such_route():
+def test_an_unknown_route_is_reported_to_a_client_with_a_key():
     assert gate().admit(visit(None, X_Api_Key="user")).name == "user"
 
 
@@ -111,7 +108,7 @@ def test_without_keys_only_this_machine_administers():
         gate(None).admit(visit("/drain", "POST", peer="10.0.0.7"))
 
 
-def test_who_stores_and_shares_is_told_apart_by_the_keys_name():
+def test_callers_are_told_apart_by_the_name_of_their_key():
     ring = Keyring({**KEYS, "other": KeyEntry(digest=digest_of("other"), namespace="user")})
     user, boss, other = (ring.find(key) for key in ("user", "boss", "other"))
     assert user
@@ -135,7 +132,7 @@ def test_a_key_ends_its_own_requests_and_an_admins_those_of_all():
     assert watch.abort_label("cmpl-1") not in told
 
 
-def test_what_a_key_may_not_ask_is_refused_with_the_fields_name():
+def test_a_field_that_a_key_may_not_use_is_refused_by_name():
     caller = Caller.from_key("a", KeyEntry(digest="0" * 64, max_n=4, priority=-2))
     caller.check_limits(4, -2)
     for n, priority, field in ((5, 0, "n"), (1, -3, "priority")):
@@ -145,8 +142,6 @@ def test_what_a_key_may_not_ask_is_refused_with_the_fields_name():
 
 
 # ---- the file, as it changes
-
-
 @pytest.fixture
 def keys_file(tmp_path: Path) -> Path:
     path = tmp_path / "keys.toml"
@@ -162,7 +157,6 @@ def rewrite(path: Path, *names: str) -> None:
 
 
 def opens(watch: KeyWatch) -> set[str]:
-    assert watch.keyring is not None
     return {name for name in ("alice", "bob", "carol") if watch.keyring.find(name)}
 
 
@@ -203,15 +197,11 @@ def test_a_key_by_option_opens_everything_beside_those_of_the_file(keys_file: Pa
     for name, value in (("api_key", "bob"), ("api_key_digests", digest_of("bob"))):
         watch = KeyWatch(GatewayConfig(api_keys=str(keys_file), **{name: [value]}))  # type: ignore[arg-type]
         assert opens(watch) == {"alice", "bob"}
-        assert watch.keyring is not None
         bob = watch.keyring.find("bob")
-        assert bob is not None
         assert bob.scopes == {"inference", "admin", "metrics"}
 
 
 # ---- hosts and origins
-
-
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "[::1]", "127.1.2.3"])
 def test_loopback(host: str):
     assert is_loopback(host)
@@ -309,8 +299,6 @@ def test_a_preflight_needs_no_key_but_an_allowed_origin():
 
 
 # ---- spellings
-
-
 @pytest.mark.parametrize(
     "path",
     [

@@ -1,12 +1,16 @@
-"""What an account may have: per minute, at once, and how long."""
+"""The limits of an account, the refusals that are cached, and the measured speed."""
 
 from __future__ import annotations
 
 import pytest
 
 from engine_core.policy import accounts
-from engine_core.policy.accounts import Accounts
-from protocol.errors import LimitReached
+from engine_core.policy.accounts import MAX_STANDS_S, Accounts
+from engine_core.policy.admission import check_load, repeat_s
+from engine_core.policy.queue import QueueLoad
+from engine_core.policy.throughput import LONG_S, Rate, Throughput
+from gateway.engine.refusal_cache import MAX_ENTRIES, RefusalCache
+from protocol.errors import ContextTooLong, LimitReached, Overloaded, ServingError
 from protocol.grammar import Lark
 from protocol.messages import Account, Refused
 from tests.support.engines import Bench
@@ -30,7 +34,7 @@ class Till:
         return None
 
 
-def test_a_minutes_requests_may_come_at_once_and_then_evenly():
+def test_a_minutes_requests_may_come_in_one_burst():
     till = Till()
     assert [till.ask(100.0, requests_per_minute=3) for _ in range(4)] == [None, None, None, 20.0]
     assert till.ask(119.9, requests_per_minute=3) == 1.0
@@ -39,13 +43,13 @@ def test_a_minutes_requests_may_come_at_once_and_then_evenly():
     assert [till.ask(1000.0, requests_per_minute=3) for _ in range(4)][2:] == [None, 20.0]
 
 
-def test_over_an_hour_no_more_is_taken_in_than_the_limit_and_one_minutes_worth():
+def test_an_hour_admits_the_limit_and_at_most_one_burst_more():
     till = Till()
     taken = sum(till.ask(s / 10, requests_per_minute=30) is None for s in range(36_000))
     assert 30 * 60 <= taken <= 30 * 60 + 30
 
 
-def test_a_prompt_larger_than_the_limit_runs_and_is_paid_for_by_waiting():
+def test_a_prompt_larger_than_the_limit_runs_and_the_next_one_waits():
     till = Till()
     assert till.ask(0.0, tokens=600, tokens_per_minute=100) is None
     assert till.ask(0.0, tokens_per_minute=100) == 301.0  # 501 tokens at 100 a minute
@@ -61,7 +65,7 @@ def test_a_new_limit_holds_from_the_next_request_on():
     assert till.ask(0.0) is None, "no limit"
 
 
-def test_accounts_that_are_as_good_as_new_are_forgotten(monkeypatch: pytest.MonkeyPatch):
+def test_accounts_with_full_buckets_are_forgotten(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(accounts, "MAX_KEPT", 10)
     kept = Accounts()
     for place in range(100):
@@ -72,7 +76,7 @@ def test_accounts_that_are_as_good_as_new_are_forgotten(monkeypatch: pytest.Monk
     assert len(kept) <= 11
 
 
-ALICE = Account(name="alice", concurrency=2)
+LIMITED_ALICE = Account(name="alice", concurrency=2)
 
 
 def code_of(reply: int | Refused) -> str | None:
@@ -81,39 +85,36 @@ def code_of(reply: int | Refused) -> str | None:
 
 def test_all_clients_of_the_engine_share_an_accounts_concurrency():
     bench = Bench()
-    first = bench.add([1, 2, 3], client=b"one", account=ALICE, max_tokens=4)
-    assert isinstance(first, int)
-    assert isinstance(bench.add([1, 2, 3], client=b"two", account=ALICE, max_tokens=4), int)
-    refused = bench.add([1, 2, 3], client=b"two", account=ALICE)
+    first = bench.add([1, 2, 3], client=b"one", account=LIMITED_ALICE, max_tokens=4)
+    bench.add([1, 2, 3], client=b"two", account=LIMITED_ALICE, max_tokens=4)
+    refused = bench.refusal([1, 2, 3], client=b"two", account=LIMITED_ALICE)
     assert code_of(refused) == "rate_limit_exceeded"
-    assert isinstance(refused, Refused)
     assert refused.error.message.startswith("concurrency: this key already has 2 answers")
-    assert isinstance(bench.add([1, 2, 3], account=Account(name="bob", concurrency=1)), int)
+    bench.add([1, 2, 3], account=Account(name="bob", concurrency=1))
     bench.abort(first, client=b"one")
-    assert isinstance(bench.add([1, 2, 3], client=b"two", account=ALICE), int)
+    bench.add([1, 2, 3], client=b"two", account=LIMITED_ALICE)
 
 
-def test_a_request_whose_grammar_is_refused_frees_its_place():
+def test_a_request_with_a_refused_grammar_frees_its_concurrency():
     bench = Bench()
     one = Account(name="alice", concurrency=1)
     waiting = bench.add([1, 2], account=one, grammar=Lark(text="start: ("))
-    assert code_of(bench.add([1, 2], account=one)) == "rate_limit_exceeded"
+    assert code_of(bench.ask([1, 2], account=one)) == "rate_limit_exceeded"
     assert isinstance(bench.compile()[waiting], Refused)
-    assert isinstance(bench.add([1, 2], account=one), int)
+    bench.add([1, 2], account=one)
 
 
-def test_tokens_of_answers_are_paid_for_when_they_are_there():
+def test_generated_tokens_are_charged_when_the_answer_ends():
     bench = Bench()
     account = Account(name="alice", tokens_per_minute=12)
-    assert isinstance(bench.add([1, 2, 3], account=account, max_tokens=20, ignore_eos=True), int)
-    assert isinstance(bench.add([1, 2, 3], account=account, max_tokens=20, ignore_eos=True), int)
+    bench.add([1, 2, 3], account=account, max_tokens=20, ignore_eos=True)
+    bench.add([1, 2, 3], account=account, max_tokens=20, ignore_eos=True)
     bench.run()
-    refused = bench.add([1, 2, 3], account=account)
-    assert isinstance(refused, Refused)
+    refused = bench.refusal([1, 2, 3], account=account)
     assert refused.error.message.startswith("tokens_per_minute: this key has used up its 12 ")
     assert refused.error.retry_after_s == 175.0  # 46 were used, 12 were there: 35 until one is
     bench.tick(175.0)
-    assert isinstance(bench.add([1, 2, 3], account=account), int)
+    bench.add([1, 2, 3], account=account)
 
 
 def test_an_answer_of_many_choices_is_one_request():
@@ -121,18 +122,112 @@ def test_an_answer_of_many_choices_is_one_request():
     account = Account(name="alice", requests_per_minute=2)
     for _ in range(2):
         for place in range(3):
-            assert isinstance(bench.add([1, 2], account=account, is_first=place == 0), int)
-    assert code_of(bench.add([1, 2], account=account)) == "rate_limit_exceeded"
+            bench.add([1, 2], account=account, is_first=place == 0)
+    assert code_of(bench.ask([1, 2], account=account)) == "rate_limit_exceeded"
 
 
-def test_a_keys_own_length_is_the_length_of_what_it_asks():
+def test_a_keys_max_len_bounds_its_requests():
     bench = Bench(max_len=200)
     short = Account(name="alice", max_len=8)
-    too_long = bench.add(list(range(1, 10)), account=short)
-    assert isinstance(too_long, Refused)
+    too_long = bench.refusal(list(range(1, 10)), account=short)
     assert (too_long.error.code, too_long.error.param) == ("context_length_exceeded", "prompt")
     assert "this key takes 8 tokens" in too_long.error.message
     number = bench.add([1, 2, 3], account=short)
-    assert isinstance(number, int)
     bench.run()
     assert len(bench.tokens(number)) == 5
+
+
+# ---- refusals that hold for a moment
+ALICE, BOB = Account(name="alice"), Account(name="bob")
+FULL = Overloaded("full", retry_after_s=3, stands_s=0.2)
+MOST = QueueLoad(requests=100, tokens=6400)
+
+
+def refusal_of(num_tokens: int, waiting: QueueLoad, *, rate: float = 1000.0) -> Overloaded:
+    with pytest.raises(Overloaded) as refused:
+        check_load(num_tokens, waiting, own=waiting, max_load=MOST, num_accounts=1, rate=rate)
+    return refused.value
+
+
+def test_a_cached_refusal_holds_for_its_account_and_its_time() -> None:
+    standing = RefusalCache()
+    standing.add(ALICE, FULL, now=10.0)
+    found = standing.get(ALICE, now=10.19)
+    assert isinstance(found, Overloaded)
+    assert found.info() == FULL.info()
+    assert found is not FULL
+    assert standing.get(ALICE, now=10.1) is not found  # raising it adds a traceback to it
+    assert standing.get(BOB, now=10.1) is None
+    assert standing.get(None, now=10.1) is None
+    assert standing.get(ALICE, now=10.2) is None
+
+
+def test_requests_without_an_account_share_a_cached_refusal() -> None:
+    standing = RefusalCache()
+    standing.add(None, FULL, now=0.0)
+    assert standing.get(None, now=0.1) is not None
+
+
+@pytest.mark.parametrize("refusal", [Overloaded("full"), ContextTooLong("too long")])
+def test_a_refusal_that_depends_on_the_request_is_not_cached(refusal: ServingError) -> None:
+    standing = RefusalCache()
+    standing.add(ALICE, refusal, now=0.0)
+    assert standing.get(ALICE, now=0.0) is None
+
+
+def test_the_refusal_cache_is_bounded() -> None:
+    standing = RefusalCache()
+    for place in range(3 * MAX_ENTRIES):
+        standing.add(Account(name=f"a{place}"), FULL, now=float(place))
+    assert len(standing) <= MAX_ENTRIES
+    assert standing.get(Account(name=f"a{place}"), now=place + 0.1) is not None
+
+
+def test_a_refusal_from_a_queue_full_of_requests_is_cacheable() -> None:
+    assert refusal_of(8, QueueLoad(100, 3000)).stands_s > 0
+
+
+def test_a_refusal_from_a_queue_full_of_tokens_is_cacheable_if_no_small_prompt_fits() -> None:
+    assert refusal_of(1000, QueueLoad(50, 6000)).stands_s == 0
+    assert refusal_of(1000, QueueLoad(50, 6399)).stands_s > 0
+    assert refusal_of(1, QueueLoad(50, 6400)).stands_s > 0
+
+
+def test_a_refusal_holds_while_a_twentieth_of_the_queue_leaves() -> None:
+    assert repeat_s(2000, 1000.0) == 0.1  # a twentieth of it, at that speed
+    assert repeat_s(10**6, 1000.0) == MAX_STANDS_S
+    assert repeat_s(2000, 0.0) == 0  # unknown
+
+
+def test_a_rate_limit_refusal_holds_until_the_bucket_has_one_request() -> None:
+    bench = Bench()
+    for per_minute, stands_s in ((60, MAX_STANDS_S), (600, 0.1)):
+        account = Account(name=f"{per_minute}", requests_per_minute=per_minute)
+        for _ in range(per_minute):
+            number = bench.add([1], account=account)
+            bench.abort(number)
+        refused = bench.refusal([1], account=account)
+        assert refused.error.code == "rate_limit_exceeded"
+        assert refused.error.stands_s == pytest.approx(stands_s)
+
+
+# ---- throughput
+def test_a_rate_looks_back_about_ten_seconds() -> None:
+    rate = Rate()
+    for per_s in (100, 1000):
+        for _ in range(300):
+            rate.observe(per_s // 10, 0.1)
+    assert rate.per_s == pytest.approx(1000, rel=0.06)
+    rate.observe(1, 0.0)
+    assert rate.seconds == pytest.approx(60)
+
+
+def test_decode_steps_do_not_change_the_prefill_rate() -> None:
+    speed = Throughput()
+    assert not speed.is_long_step(1 << 20)  # unknown
+    speed.observe(1, 0.02, has_prompts=False)
+    assert not speed.is_long_step(1 << 20)
+    speed.observe(256, 0.2, has_prompts=True)
+    fits = int(256 / 0.2 * LONG_S)
+    assert [speed.is_long_step(tokens) for tokens in (0, fits, fits + 1)] == [False, False, True]
+    assert speed.busy_s == pytest.approx(0.22)

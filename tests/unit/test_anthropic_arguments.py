@@ -8,11 +8,11 @@ from typing import Any
 import jiter
 import pytest
 
-from gateway.api.anthropic.arguments import INVALID_JSON, MAX_SCALAR_CHARS, Arguments
+from gateway.api.anthropic.tool_input import INVALID_JSON, MAX_SCALAR_CHARS, ToolInput
 
 
 def told(*bits: str, complete: bool = True) -> str:
-    arguments = Arguments()
+    arguments = ToolInput()
     return "".join(map(arguments.push, bits)) + arguments.finish(complete=complete)
 
 
@@ -34,7 +34,7 @@ def test_an_object_is_told_as_it_is_however_it_is_cut(text: str) -> None:
 
 
 def test_text_of_a_string_is_told_as_it_comes() -> None:
-    arguments = Arguments()
+    arguments = ToolInput()
     assert arguments.push('{"content": "one ') == '{"content": "one '
     assert arguments.push("two") == "two"
     assert arguments.push(' "') == ' "'
@@ -90,7 +90,7 @@ def test_an_object_cut_off_anywhere_is_an_object_without_complaint(text: str) ->
 
 @pytest.mark.parametrize("text", [*OBJECTS, *(text for text, _ in BROKEN.values())])
 def test_a_client_that_reads_bit_by_bit_never_fails(text: str) -> None:
-    arguments = Arguments()
+    arguments = ToolInput()
     so_far = ""
     for char in text:
         so_far += arguments.push(char)

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import get_args
 
 from gateway.api.anthropic.conversation import LEFT_OUT
-from gateway.api.anthropic.errors import TYPES
 from gateway.api.anthropic.requests import CountBody
-from gateway.api.anthropic.responses import StopReason
+from gateway.api.anthropic.responses import ERROR_TYPES, StopReason
 from gateway.api.openai.requests import FormFields, SamplingFields
 from gateway.formats.event_builder import INVALID_ARGUMENTS
 
@@ -37,7 +36,7 @@ def test_every_reason_to_stop_is_told() -> None:
 
 
 def test_every_type_of_error_is_told_with_its_status() -> None:
-    for status, kind in TYPES.items():
+    for status, kind in ERROR_TYPES.items():
         assert re.search(rf"^\| {status} \| `{kind}`", PAGE, re.MULTILINE)
 
 

@@ -8,12 +8,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.api.anthropic.arguments import INVALID_JSON
-from gateway.api.anthropic.envelope import CONTEXT_FULL, AnthropicEnvelope
-from gateway.api.anthropic.errors import error_body
-from gateway.api.anthropic.responses import AnsweredMessage, MessagesErrorAnswer
-from gateway.api.anthropic.stream import EventWriter
-from gateway.api.anthropic.whole import whole_message
+from gateway.api.anthropic.responses import (
+    AnsweredMessage,
+    AnthropicEnvelope,
+    MessagesErrorAnswer,
+    error_body,
+)
+from gateway.api.anthropic.stream import EventWriter, whole_message
+from gateway.api.anthropic.tool_input import INVALID_JSON
 from gateway.auth.caller import secret_in
 from gateway.formats.event_builder import INVALID_ARGUMENTS
 from gateway.formats.events import (
@@ -186,6 +188,70 @@ def test_a_stream_of_all_kinds_has_these_bytes() -> None:
     assert streamed(THINKS_SAYS_CALLS).decode() == GOLDEN.replace("SIGNATURE", SIGNATURE)
 
 
+ALL_MEMBERS = AnthropicEnvelope(
+    "1",
+    "m",
+    extensions={"ignored_params": ["speed"], "effective": {"chat_template_kwargs": {"a": 1}}},
+    warnings=[OutputWarning("w", "x")],
+    block_tokens=1,
+)
+TEXT_AND_CALL: list[Event] = [
+    Content("I "),
+    Content("look."),
+    ToolCall(0, "c0", "weather"),
+    ToolArguments(0, '{"city": "K\u00f6ln", "n": 1.50}'),
+    ToolCallEnd(0),
+    OutputWarning("odd", "it is"),
+    Finished("tool_calls"),
+]
+WARNINGS = '"warnings":[{"code":"w","message":"x"},{"code":"odd","message":"it is"}]}'
+
+
+def test_a_whole_answer_with_all_members_has_these_bytes() -> None:
+    assert whole_message(an_answer(), TEXT_AND_CALL, ALL_MEMBERS).decode() == (
+        '{"id":"msg_1","type":"message","role":"assistant","model":"m","content":['
+        '{"type":"text","text":"I look."},'
+        '{"type":"tool_use","id":"c0","name":"weather","input":{"city": "K\u00f6ln", "n": 1.50}}],'
+        '"stop_reason":"tool_use","stop_sequence":null,"usage":{"input_tokens":1,'
+        '"cache_creation_input_tokens":0,"cache_read_input_tokens":2,"output_tokens":10,'
+        '"cache_creation":{"ephemeral_5m_input_tokens":0,"ephemeral_1h_input_tokens":0},'
+        '"service_tier":"standard"},"ignored_params":["speed"],'
+        '"effective":{"chat_template_kwargs":{"a":1}},' + WARNINGS
+    )
+
+
+def test_the_end_of_a_stream_with_all_members_has_these_bytes() -> None:
+    *_, end, stop, after = streamed(TEXT_AND_CALL, origin=ALL_MEMBERS).decode().split("\n\n")
+    assert end == (
+        'event: message_delta\ndata: {"type":"message_delta","delta":{"stop_reason":"tool_use",'
+        '"stop_sequence":null},"usage":{"input_tokens":1,"cache_creation_input_tokens":0,'
+        '"cache_read_input_tokens":2,"output_tokens":10},' + WARNINGS
+    )
+    assert (stop, after) == ('event: message_stop\ndata: {"type":"message_stop"}', "")
+
+
+@pytest.mark.parametrize(
+    ("error", "members"),
+    [
+        (
+            InvalidRequest("bad", param="x"),
+            '"type":"invalid_request_error","message":"bad","param":"x"',
+        ),
+        (
+            Overloaded("bad"),
+            '"type":"rate_limit_error","message":"bad","details":{"error_code":"overloaded"}',
+        ),
+    ],
+)
+def test_an_error_has_these_bytes(error: ServingError, members: str) -> None:
+    body = f'{{"type":"error","error":{{{members}}},"request_id":"1"}}'
+    assert error_body(fault_of(error), "1").decode() == body
+    data: list[bytes] = []
+    writer = EventWriter(an_answer(), ORIGIN, write=data.append, finish=lambda: None)
+    writer.fail(error)
+    assert b"".join(data).decode() == f"event: error\ndata: {body}\n\n"
+
+
 def test_a_whole_answer_has_its_blocks_in_order() -> None:
     assert whole(THINKS_SAYS_CALLS) == {
         "id": "msg_1",
@@ -280,7 +346,7 @@ def _letters(event: Event) -> list[Event]:
         (Finished("tool_calls", "END"), 100, "tool_use", "END"),
         (Finished("abort"), 100, "pause_turn", None),
         (Finished("length"), 10, "max_tokens", None),
-        (Finished("length"), 11, CONTEXT_FULL, None),
+        (Finished("length"), 11, "model_context_window_exceeded", None),
     ],
 )
 def test_why_an_answer_ended(
@@ -347,11 +413,7 @@ def test_a_message_starts_with_the_first_news_and_says_what_the_end_says_of_the_
     writer.end()
     start, ping, *_, last, _ = events = anthropic_events(b"".join(data))
     assert ping["type"] == "ping"
-    of_prompt = {
-        "input_tokens": 1,
-        "cache_creation_input_tokens": 1,
-        "cache_read_input_tokens": 1,
-    }
+    of_prompt = {"input_tokens": 1, "cache_creation_input_tokens": 1, "cache_read_input_tokens": 1}
     assert of_prompt.items() <= start["message"]["usage"].items()
     assert last["usage"] == of_prompt | {"output_tokens": 10}
     assert message_of(events)["usage"]["cache_creation"]["ephemeral_5m_input_tokens"] == 1

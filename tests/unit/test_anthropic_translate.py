@@ -8,9 +8,13 @@ import msgspec
 import pytest
 
 from gateway.api.anthropic.conversation import LEFT_OUT
-from gateway.api.anthropic.model_limits import NO_BUDGET, clamp_to_model
 from gateway.api.anthropic.requests import CountBody, MessagesBody
-from gateway.api.anthropic.translate import MessagesTranslation, chat_body, translate
+from gateway.api.anthropic.translate import (
+    NO_BUDGET,
+    MessagesTranslation,
+    clamp_to_model,
+    translate,
+)
 from gateway.api.openai.requests import ChatBody
 from gateway.formats.events import OutputWarning
 from gateway.formats.model_format import ModelOutputFormat
@@ -25,11 +29,11 @@ EPHEMERAL = {"cache_control": {"type": "ephemeral"}}
 
 def body(**fields: Any) -> MessagesBody:
     data = msgspec.json.encode({"model": "m", "max_tokens": 9, "messages": HI} | fields)
-    return decode(data, msgspec.json.Decoder(MessagesBody))
+    return decode(data, MessagesBody)
 
 
 def chat(**fields: Any) -> ChatBody:
-    return chat_body(body(**fields))
+    return translate(body(**fields)).chat
 
 
 def text(said: str) -> dict[str, Any]:
@@ -65,8 +69,6 @@ def refused(**fields: Any) -> InvalidRequest:
 
 
 # ---- conversations
-
-
 def test_system_and_turns_become_messages() -> None:
     told = chat(
         system=[text("Be kind."), {**text("Be brief."), **EPHEMERAL}],
@@ -269,8 +271,6 @@ def test_a_message_of_the_chat_has_its_place_in_the_request() -> None:
 
 
 # ---- tools
-
-
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 TOOL = {"name": "weather", "description": "Tells.", "input_schema": SCHEMA}
 
@@ -355,8 +355,6 @@ def test_errors_about_the_chat_speak_of_the_request(chat_name: str, own: str) ->
 
 
 # ---- the rest
-
-
 def test_every_field_has_its_counterpart() -> None:
     schema = {"type": "object"}
     told = chat(
@@ -394,9 +392,9 @@ def test_the_older_place_of_a_format_is_as_good() -> None:
 
 def test_max_tokens_is_required_of_an_answer_and_not_of_a_count() -> None:
     data = msgspec.json.encode({"messages": HI})
-    assert decode(data, msgspec.json.Decoder(CountBody)).max_tokens is None
+    assert decode(data, CountBody).max_tokens is None
     with pytest.raises(InvalidRequest) as raised:
-        decode(data, msgspec.json.Decoder(MessagesBody))
+        decode(data, MessagesBody)
     assert raised.value.param == "max_tokens"
 
 

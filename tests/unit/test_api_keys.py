@@ -1,4 +1,4 @@
-"""The keys file: what is read from it, and how it is changed."""
+"""The keys file: how it is read and changed."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_table_is_a_key():
         ("[key.alice]", "key"),
     ],
 )
-def test_what_is_wrong_in_the_file_is_said_in_one_line(text: str, says: str):
+def test_an_error_in_the_keys_file_is_reported_in_one_line(text: str, says: str):
     with pytest.raises(ValueError, match=says) as refused:
         parse(text)
     assert "\n" not in str(refused.value)
@@ -74,7 +74,7 @@ def test_a_file_that_others_may_write_is_refused(tmp_path: Path):
 
 
 @pytest.mark.parametrize("content", [b"\xff", b"#" * (api_keys.MAX_FILE_BYTES + 1)])
-def test_what_is_no_keys_file_is_refused_with_its_name(tmp_path: Path, content: bytes):
+def test_a_file_that_is_no_keys_file_is_refused_by_name(tmp_path: Path, content: bytes):
     path = tmp_path / "keys.toml"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=r"keys\.toml: "):
@@ -127,7 +127,7 @@ def test_the_command_makes_lists_and_revokes(tmp_path: Path, capsys: pytest.Capt
     assert os.listdir(tmp_path) == ["keys.toml"], "no draft is left behind"
 
 
-def test_somebodys_own_key_comes_by_stdin_and_is_not_shown(
+def test_a_key_from_stdin_is_not_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     path, key = str(tmp_path / "keys.toml"), "sk-" + "x" * 40

@@ -6,12 +6,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from gateway.api.tokens.generate_requests import (
-    REFUSED,
-    REFUSED_SAMPLING,
-    GenerateBody,
-    GenerateSampling,
-)
+from gateway.api.tokens.requests import REFUSED, REFUSED_SAMPLING, GenerateBody, GenerateSampling
 
 PAGE = (Path(__file__).parents[2] / "docs" / "api-tokens.md").read_text()
 

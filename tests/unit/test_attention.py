@@ -10,9 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.kernels import NAMES, assert_near, native_kernels
 from tests.support.paged import PagedCase, attention_batch
 from tests.support.paged import case_of as paged_case
 from worker.attention import torch_paged
+from worker.attention.native_paged import NativePagedAttention
 from worker.attention.reference import ReferenceAttention
 from worker.attention.torch_paged import TorchPagedAttention
 
@@ -40,7 +42,7 @@ def cases(draw: st.DrawFn) -> PagedCase:
 
 @settings(max_examples=60, deadline=None)
 @given(cases(), st.integers(0, 9))
-def test_any_mix_of_rows_equals_the_slow_twin_and_reads_no_foreign_block(
+def test_any_mix_of_rows_equals_the_reference_and_reads_no_foreign_block(
     case: PagedCase, padding: int
 ) -> None:
     expected = case.attend(ReferenceAttention())
@@ -48,7 +50,7 @@ def test_any_mix_of_rows_equals_the_slow_twin_and_reads_no_foreign_block(
     torch.testing.assert_close(case.attend(paged(case), padding), expected, rtol=0, atol=1e-5)
 
 
-def test_the_twin_itself_is_softmax_over_what_is_visible() -> None:
+def test_the_reference_is_softmax_over_the_visible_positions() -> None:
     case = case_of((2, 1), kv_heads=1, group=1)
     keys, values = (
         x[0][torch.tensor(case.rows[0].blocks)].flatten(0, 1)[:3, 0]
@@ -104,3 +106,78 @@ def test_groups_are_bounded_and_every_decode_row_is_in_exactly_one(
     torch.testing.assert_close(
         case.attend(paged(case)), case.attend(ReferenceAttention()), rtol=0, atol=1e-5
     )
+
+
+# ---- compiled
+@st.composite
+def native_cases(draw: st.DrawFn) -> PagedCase:
+    decodes = draw(st.lists(st.tuples(st.integers(0, 600), st.just(1)), max_size=5))
+    span = st.tuples(st.integers(0, 150), st.integers(2, 150))
+    prefills = draw(st.lists(span, min_size=not decodes, max_size=2))
+    return paged_case(
+        *decodes,
+        *prefills,
+        block_tokens=draw(st.sampled_from([1, 4, 16, 64])),
+        kv_heads=draw(st.integers(1, 3)),
+        group=draw(st.sampled_from([1, 2, 3, 4, 7])),
+        head_dim=draw(st.sampled_from([32, 64, 96])),
+    )
+
+
+def native(name: str, case: PagedCase) -> NativePagedAttention:
+    return NativePagedAttention(native_kernels(name), case.block_tokens)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=25)
+@given(case=native_cases(), padding=st.integers(0, 9))
+def test_any_mix_of_rows_equals_the_reference_on_compiled_kernels(
+    name: str, case: PagedCase, padding: int
+) -> None:
+    ours = case.attend(native(name, case), padding)
+    assert_near(ours, case.attend(ReferenceAttention()))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
+def test_bfloat16_is_as_near_as_it_can_be(name: str, head_dim: int) -> None:
+    case = paged_case((0, 1), (17, 1), (700, 1), (30, 90), head_dim=head_dim, dtype=torch.bfloat16)
+    theirs = case.attend(ReferenceAttention())
+    assert theirs.isfinite().all()
+    assert_near(case.attend(native(name, case)), theirs)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_row_has_the_same_bits_alone_and_among_others_for_any_threads(
+    name: str, dtype: torch.dtype
+) -> None:
+    rows = [(60, 1), (3, 1), (900, 1), (256, 1), (40, 1), (5, 70), (300, 66)]
+    case = paged_case(*rows, dtype=dtype)
+    together, cache = case.attend(native(name, case)), case.cache().layer(0)
+    start = 0
+    for row in case.rows:
+        queries = case.queries()[start : start + row.count]
+        attention = native(name, case)
+        alone = attention.run(queries, *cache, attention.plan(attention_batch([row], 16)))
+        assert torch.equal(alone, together[start : start + row.count])
+        start += row.count
+
+
+def test_queries_may_be_part_of_wider_rows() -> None:
+    case = paged_case((40, 1), (7, 20))
+    attention = NativePagedAttention(native_kernels(), case.block_tokens)
+    plan = attention.plan(attention_batch(case.rows, case.block_tokens))
+    wide = torch.cat([case.queries(), torch.full((21, 4, 64), float("nan"))], dim=1)
+    ours = attention.run(wide[:, : case.heads], *case.cache().layer(0), plan)
+    assert_near(ours, case.attend(ReferenceAttention()))
+
+
+def test_a_nan_in_a_rows_own_block_is_not_hidden() -> None:
+    case = paged_case((40, 1))
+    attention = NativePagedAttention(native_kernels(), case.block_tokens)
+    cache = case.cache()
+    cache.k[0, case.rows[0].blocks[1], 3] = float("nan")
+    plan = attention.plan(attention_batch(case.rows, case.block_tokens))
+    assert attention.run(case.queries(), *cache.layer(0), plan).isnan().all()

@@ -1,4 +1,4 @@
-"""Answers are read alike however their bytes were cut, and nothing that goes wrong is hidden."""
+"""Answers are read alike for any cut of their bytes, and every failure is reported."""
 
 from __future__ import annotations
 
@@ -82,9 +82,7 @@ def test_an_answer_is_the_same_for_any_cut(frame: Any) -> None:
         answer = read(pieces).answer
         assert (answer.error, answer.message) == ("", "")
         assert len(answer.times) == 2
-        assert answer.usage is not None
         assert (answer.usage.prompt_tokens, answer.output_tokens) == (11, 7)
-        assert answer.usage.prompt_tokens_details is not None
         assert answer.usage.prompt_tokens_details.cached_tokens == 4
 
 
@@ -97,7 +95,7 @@ def test_events_are_stamped_with_the_time_their_last_byte_came() -> None:
     assert answer.ttft_s == 3.0
 
 
-def test_what_a_response_says_of_its_end_is_believed() -> None:
+def test_a_response_ends_where_its_headers_say() -> None:
     assert read([chunked(STREAM)], closes=False).is_done
     assert read([chunked(STREAM, trailer=b"X-Sum: 1\r\n")], closes=False).is_done
     assert read([measured(STREAM)], closes=False).is_done
@@ -131,7 +129,7 @@ def test_a_connection_is_used_again_only_where_the_server_keeps_it(
         b"HTTP/1.1 200 OK\r\nX: " + b"x" * (1 << 17),
     ],
 )
-def test_what_is_no_response_is_said_to_be_none(data: bytes) -> None:
+def test_bytes_that_are_no_http_response_are_refused(data: bytes) -> None:
     with pytest.raises(BadResponse):
         ResponseReader().push(data)
 
@@ -149,14 +147,12 @@ def test_what_is_no_response_is_said_to_be_none(data: bytes) -> None:
         (text(" "), True),
     ],
 )
-def test_the_first_token_is_the_first_piece_of_an_answer_of_whatever_kind(
-    piece: bytes, brings: bool
-) -> None:
+def test_the_first_token_is_the_first_delta_of_any_kind(piece: bytes, brings: bool) -> None:
     answer = read([measured(piece + DONE)]).answer
     assert len(answer.times) == brings
 
 
-def test_tokens_are_counted_from_events_where_the_server_does_not_tell() -> None:
+def test_tokens_are_counted_from_events_without_usage() -> None:
     answer = read([measured(text("a") + text("b") + text("c") + DONE)]).answer
     assert (answer.counted, answer.output_tokens) == ("chunks", 3)
 

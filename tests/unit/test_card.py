@@ -1,4 +1,4 @@
-"""The card of a model that nobody here computes: whatever of its files there are."""
+"""The card of a model without weights, and the sampling defaults that it brings."""
 
 from __future__ import annotations
 
@@ -10,9 +10,14 @@ from typing import Any
 import pytest
 
 from gateway.text.tokenizer import Tokenizer
-from protocol import card_file
-from protocol.card_file import CardFile
+from protocol.config.gateway import GatewayConfig
+from protocol.model_card import CardFile, SamplingDefaults, read_card, sampling_defaults
 from tests.support.scripted_engine import EOS, byte_tokenizer
+from tools.__main__ import build_parser
+from tools.commands.serve import Plan, plan
+from tools.failure import Failure
+from tools.models.catalogue import CATALOGUE, DEFAULT
+from tools.processes.topology import with_model
 from worker.loading.errors import UnusableModel
 from worker.startup.card import UNKNOWN_CONTEXT, main, text_card
 
@@ -27,7 +32,7 @@ def directory(folder: Path, settings: dict[str, Any] = SETTINGS, **config: Any) 
     return folder
 
 
-def test_a_tokenizer_and_its_config_are_enough(tmp_path: Path) -> None:
+def test_a_card_needs_only_a_tokenizer_and_its_config(tmp_path: Path) -> None:
     card = text_card(directory(tmp_path))
     assert (card.name, card.vocab_size, card.eos_token_ids) == (tmp_path.name, 259, [EOS])
     assert (card.chat_template, card.context_tokens) == ("{{ messages }}", UNKNOWN_CONTEXT)
@@ -35,14 +40,14 @@ def test_a_tokenizer_and_its_config_are_enough(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("length", "context"), [(2048, 2048), (1e30, UNKNOWN_CONTEXT)])
-def test_what_the_tokenizer_was_made_for_is_the_context(
+def test_the_context_is_the_tokenizers_model_max_length(
     tmp_path: Path, length: float, context: int
 ) -> None:
     settings = SETTINGS | {"model_max_length": length}
     assert text_card(directory(tmp_path, settings)).context_tokens == context
 
 
-def test_any_architecture_will_do_and_no_weights_are_needed(tmp_path: Path) -> None:
+def test_a_card_is_made_for_any_architecture_without_weights(tmp_path: Path) -> None:
     inner = {"vocab_size": 300, "max_position_embeddings": 77}
     card = text_card(directory(tmp_path, architectures=["NewForCausalLM"], text_config=inner))
     assert (card.architecture, card.vocab_size, card.context_tokens) == ("NewForCausalLM", 300, 77)
@@ -61,12 +66,12 @@ def test_equal_files_have_an_equal_digest_and_others_do_not(tmp_path: Path) -> N
     assert digests[0] == digests[1] != digests[2]
 
 
-def test_a_directory_without_a_tokenizer_is_refused_in_a_line(tmp_path: Path) -> None:
+def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnusableModel, match=r"no tokenizer\.json"):
         text_card(tmp_path)
 
 
-def test_the_file_holds_the_card_and_the_shorter_length_that_was_asked_for(
+def test_a_card_file_holds_the_card_and_the_requested_length(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "card"
@@ -75,7 +80,7 @@ def test_the_file_holds_the_card_and_the_shorter_length_that_was_asked_for(
     directory(model)
     monkeypatch.setattr("sys.argv", ["card", str(model), str(file), "--max-len=99"])
     assert main() == 0
-    assert card_file.read(file) == CardFile(card=text_card(model), max_len=99)
+    assert read_card(file) == CardFile(card=text_card(model), max_len=99)
     shutil.rmtree(model)
     assert main() == 1
     assert "does not exist" in capsys.readouterr().err
@@ -85,4 +90,79 @@ def test_a_file_that_is_no_card_is_refused(tmp_path: Path) -> None:
     (tmp_path / "odd").write_bytes(b"\xff\x00")
     for name, words in (("odd", "is not a model card"), ("none", "cannot read")):
         with pytest.raises(ValueError, match=words):
-            card_file.read(tmp_path / name)
+            read_card(tmp_path / name)
+
+
+# ---- sampling defaults
+def serve(*words: str) -> Plan:
+    return plan(vars(build_parser().parse_args(["serve", *words])))
+
+
+def test_the_stronger_defaults_win_one_by_one() -> None:
+    strong = SamplingDefaults(temperature=0.0, presence_penalty=1.5)
+    weak = SamplingDefaults(temperature=0.9, top_p=0.8)
+    both = SamplingDefaults(temperature=0.0, top_p=0.8, presence_penalty=1.5)
+    assert strong.with_fallback(weak) == both
+
+
+def test_effective_sampling_defaults_are_complete() -> None:
+    assert SamplingDefaults(temperature=0.2).effective_values() == {
+        "temperature": 0.2,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+        "repetition_penalty": 1.0,
+    }
+
+
+def test_an_option_is_a_json_object_and_null_leaves_a_parameter_open() -> None:
+    text = '{"temperature": 0.6, "top_k": 20, "min_p": null}'
+    assert sampling_defaults(text) == SamplingDefaults(temperature=0.6, top_k=20)
+    assert sampling_defaults("") == SamplingDefaults()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("temperature=0.2", "not a JSON object"),
+        ("[0.2]", "not a JSON object"),
+        ('{"temperature": "low"}', "not a JSON object of numbers"),
+        ('{"temprature": 0.2}', "'temprature' has no default here; known: temperature, top_p"),
+        ('{"temperature": 9}', "temperature: Expected `float` <= 2.0"),
+        ('{"top_k": 1.5}', "top_k: Expected `int`"),
+    ],
+)
+def test_a_bad_option_is_a_usage_error_before_anything_starts(text: str, words: str) -> None:
+    with pytest.raises(Failure) as caught:
+        serve("--default-sampling", text)
+    assert caught.value.exit_code == 2
+    assert str(caught.value).startswith(f"--default-sampling: {words}")
+
+
+def test_the_default_model_has_recommended_sampling() -> None:
+    assert CATALOGUE[DEFAULT].sampling == SamplingDefaults(temperature=0.2, top_p=0.9)
+    engine = with_model(serve().engine, Path("/m.gguf"))
+    assert engine.worker.recommended_sampling == CATALOGUE[DEFAULT].sampling
+    other = with_model(serve("/other.gguf").engine, Path("/other.gguf"))
+    assert other.worker.recommended_sampling == SamplingDefaults()
+
+
+def test_a_card_uses_the_recommendation_for_parameters_its_files_omit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    directory(folder)
+    (folder / "generation_config.json").write_text('{"temperature": 0.7}')
+    said = '--recommended-sampling={"temperature": 0.2, "top_p": 0.9}'
+    monkeypatch.setattr("sys.argv", ["card", str(folder), str(tmp_path / "card"), said])
+    assert main() == 0
+    card = read_card(tmp_path / "card").card
+    assert card.defaults == SamplingDefaults(temperature=0.7, top_p=0.9)
+
+
+def test_a_config_that_was_written_by_hand_is_checked_too() -> None:
+    with pytest.raises(ValueError, match="default_sampling: temperature: "):
+        GatewayConfig(default_sampling='{"temperature": -1}')

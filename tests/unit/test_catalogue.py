@@ -1,17 +1,32 @@
-"""What MODEL may be, and when a cached file is believed."""
+"""The names of models, the check of cached files, and the progress of a download."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import msgspec
 import pytest
 
 from tools.commands.models import resolve
 from tools.failure import Failure
 from tools.models.catalogue import CATALOGUE, DEFAULT, Entry
-from tools.models.fetch import cached_file, fetch, home, is_cached
+from tools.models.fetch import (
+    cached_file,
+    fetch,
+    home,
+    is_cached,
+    largest_file,
+    print_on_stderr,
+    progress_bar,
+)
+from tools.terminal import Terminal
 
 CONTENT = b"GGUF and some weights"
 SMALL = dataclasses.replace(
@@ -32,7 +47,7 @@ def cached(entry: Entry, cache: Path) -> Path:
 
 
 @pytest.mark.parametrize("entry", CATALOGUE.values(), ids=lambda entry: entry.name)
-def test_every_entry_says_what_its_bytes_must_be(entry: Entry) -> None:
+def test_every_catalogue_entry_has_digests(entry: Entry) -> None:
     for digest in (entry.wheel_sha256, entry.file_sha256):
         assert len(bytes.fromhex(digest)) == hashlib.sha256().digest_size
     assert CATALOGUE[entry.name] is entry
@@ -59,13 +74,13 @@ def test_a_right_file_without_a_stamp_is_hashed_once_and_kept(tmp_path: Path) ->
     assert is_cached(SMALL, tmp_path)
 
 
-def test_a_file_that_changed_is_not_believed(tmp_path: Path) -> None:
+def test_a_changed_cached_file_is_not_used(tmp_path: Path) -> None:
     file = cached(SMALL, tmp_path)
     file.write_bytes(CONTENT[::-1])
     assert not is_cached(SMALL, tmp_path)
 
 
-def test_a_file_of_another_release_is_not_believed(tmp_path: Path) -> None:
+def test_a_cached_file_of_another_release_is_not_used(tmp_path: Path) -> None:
     cached(SMALL, tmp_path)
     newer = dataclasses.replace(SMALL, file_sha256=hashlib.sha256(b"newer").hexdigest())
     assert not is_cached(newer, tmp_path)
@@ -80,7 +95,7 @@ def test_a_local_path_is_a_model_if_it_looks_like_one(tmp_path: Path) -> None:
     assert resolve(str(folder), tmp_path) == folder
 
 
-def test_what_is_no_model_is_refused_in_words(tmp_path: Path) -> None:
+def test_a_path_without_a_model_is_refused_in_words(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("no model")
     for name, words in (
         ("qwen9-900b", DEFAULT),
@@ -89,3 +104,74 @@ def test_what_is_no_model_is_refused_in_words(tmp_path: Path) -> None:
     ):
         with pytest.raises(Failure, match=words):
             resolve(name, tmp_path)
+
+
+# ---- progress
+def test_a_folder_that_vanishes_before_it_is_entered_does_not_end_the_fetch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    doomed = tmp_path / "partial" / "pip-download-x"
+    doomed.mkdir(parents=True)
+    (doomed / "wheel").write_bytes(bytes(100))
+    (tmp_path / "pip.log").write_bytes(bytes(7))
+
+    monkeypatch.setattr(os, "scandir", _removing(doomed, os.scandir))
+
+    assert largest_file(tmp_path) == 7
+    assert not doomed.exists()
+
+
+def test_the_largest_file_is_found_in_any_folder(tmp_path: Path) -> None:
+    (tmp_path / "partial" / "deep").mkdir(parents=True)
+    (tmp_path / "partial" / "deep" / "wheel").write_bytes(bytes(100))
+    (tmp_path / "pip.log").write_bytes(bytes(7))
+
+    assert largest_file(tmp_path) == 100
+
+
+def test_without_a_terminal_progress_is_a_line_for_each_quarter(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with progress_bar(40_000_000, "downloading it", print_on_stderr) as bar:
+        for _ in range(8):
+            bar.update(5_000_000)
+    lines = [f"downloading it: {n} of 40 MB" for n in (0, 10, 20, 30, 40)]
+    assert capsys.readouterr().err == "\n".join(lines) + "\n"
+
+
+def test_progress_is_a_json_line_if_the_log_is_json(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress_bar(40_000_000, "downloading it", Terminal("json").progress):
+        pass
+    line = msgspec.json.decode(capsys.readouterr().err)
+    assert (line["level"], line["message"]) == ("INFO", "downloading it: 0 of 40 MB")
+
+
+@pytest.mark.parametrize(
+    ("free", "said"), [(12_000_000, "12 MB"), (300_000, "0.3 MB"), (0, "0.0 MB")]
+)
+def test_too_little_disk_is_found_before_anything_is_fetched(
+    free: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    usage = SimpleNamespace(free=free)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
+    entry = CATALOGUE[DEFAULT]
+    with pytest.raises(Failure) as caught:
+        fetch(entry, tmp_path)
+    folder = tmp_path / "models" / entry.name
+    assert str(caught.value).startswith(
+        f"not enough space in {folder}: 191 MB needed, {said} free; free some"
+    )
+    assert [path.name for path in folder.iterdir()] == [".lock"]
+
+
+def _removing(doomed: Path, scandir: Callable[..., Any]) -> Callable[..., Any]:
+    """os.scandir, with pip removing `doomed` just before we look into it."""
+
+    def looked(path: Any = ".") -> Any:
+        if path in (str(doomed), doomed):
+            (doomed / "wheel").unlink()
+            doomed.rmdir()
+        return scandir(path)
+
+    return looked

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
+from msgspec import UNSET
 
-from gateway.api.openai.errors import error_body
 from gateway.api.openai.response_builder import (
     ChatResponseBuilder,
     CompletionResponseBuilder,
     OpenAIEnvelope,
     ResponseBuilder,
 )
-from gateway.api.openai.stream import ChunkStream
-from gateway.api.openai.whole import whole_response
+from gateway.api.openai.responses import (
+    ChatChunk,
+    ChatChunkChoice,
+    CompletionChunk,
+    CompletionChunkChoice,
+    FunctionPart,
+    MessagePart,
+    ToolCallPart,
+    error_body,
+)
+from gateway.api.openai.stream import ChunkStream, whole_response
 from gateway.formats.choice_parser import ReadOptions
 from gateway.formats.events import (
     Content,
@@ -53,11 +64,18 @@ ORIGIN = OpenAIEnvelope("chatcmpl-1", 'model "m"', "print", created=12)
 class ReceivedChunks:
     """A stream and what it wrote."""
 
-    def __init__(self, answer: ChoiceGroup, dialect: ResponseBuilder, **options: Any) -> None:
+    def __init__(
+        self,
+        answer: ChoiceGroup,
+        dialect: ResponseBuilder,
+        model: str = ORIGIN.model,
+        **options: Any,
+    ) -> None:
         self.data = b""
         self.is_finished = False
+        envelope = replace(ORIGIN, model=model)
         self.stream = ChunkStream(
-            answer, dialect, ORIGIN, write=self._write, finish=self._finish, **options
+            answer, dialect, envelope, write=self._write, finish=self._finish, **options
         )
 
     def _write(self, data: bytes) -> None:
@@ -290,6 +308,71 @@ def test_an_error_says_whose_fault_it_is(
         assert body["message"] == "m"
 
 
+TEXTS = ["a", "", 'a"b\\c\n\u2028\x00</script>é', "\0"]
+
+
+@pytest.mark.parametrize("usage", [UNSET, None], ids=["", "include_usage"])
+@pytest.mark.parametrize("name", ["m", 'a "\0" model', "\0"])
+@pytest.mark.parametrize("index", [0, 1])
+def test_the_template_of_a_chats_text_has_the_bytes_of_the_struct(
+    usage: None, name: str, index: int
+) -> None:
+    group = an_answer(n=2)
+    options: Any = {"includes_usage": True} if usage is None else {}
+    told = ReceivedChunks(group, chat_dialect(), name, **options)
+    told.stream.delta(group.choices[index], OutputDelta())
+    for text in TEXTS:
+        function = FunctionPart(arguments=text)
+        parts: list[tuple[Event, MessagePart]] = [
+            (Content(text), MessagePart(content=text)),
+            (Reasoning(text), MessagePart(reasoning=text, reasoning_content=text)),
+        ]
+        for call in (0, 12):
+            part = MessagePart(tool_calls=[ToolCallPart(index=call, function=function)])
+            parts.append((ToolArguments(call, text), part))
+        for event, part in parts:
+            told.data = b""
+            told.stream.delta(group.choices[index], OutputDelta([event]))
+            choice = ChatChunkChoice(index=index, delta=part, logprobs=None, finish_reason=None)
+            chunk = ChatChunk(
+                id="chatcmpl-1",
+                object="chat.completion.chunk",
+                created=12,
+                model=name,
+                system_fingerprint="print",
+                service_tier="default",
+                choices=[choice],
+                usage=usage,
+            )
+            assert told.data == b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+
+
+@pytest.mark.parametrize("usage", [UNSET, None], ids=["", "include_usage"])
+@pytest.mark.parametrize("prompts", [None, ["abc"]], ids=["", "echo"])
+@pytest.mark.parametrize("index", [0, 1])
+def test_the_template_of_a_completions_text_has_the_bytes_of_the_struct(
+    usage: None, prompts: list[str] | None, index: int
+) -> None:
+    group = an_answer(n=2)
+    options: Any = {"includes_usage": True} if usage is None else {}
+    told = ReceivedChunks(group, _text_dialect(None, prompts), **options)
+    told.stream.delta(group.choices[index], OutputDelta())
+    for text in TEXTS:
+        told.data = b""
+        told.stream.delta(group.choices[index], OutputDelta([Content(text)]))
+        choice = CompletionChunkChoice(index=index, text=text, logprobs=None, finish_reason=None)
+        chunk = CompletionChunk(
+            id="chatcmpl-1",
+            object="text_completion",
+            created=12,
+            model='model "m"',
+            system_fingerprint="print",
+            choices=[choice],
+            usage=usage,
+        )
+        assert told.data == b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+
+
 @pytest.mark.parametrize("includes_usage", [False, True])
 def test_a_bit_that_comes_alone_is_the_chunk_that_it_is_among_others(includes_usage: bool) -> None:
     """Alone it takes a shorter way."""
@@ -308,7 +391,7 @@ def test_a_bit_that_comes_alone_is_the_chunk_that_it_is_among_others(includes_us
     for deltas in ([OutputDelta([bit]) for bit in bits], [OutputDelta(bits)]):
         answer = an_answer()
         told = ReceivedChunks(answer, chat_dialect(), includes_usage=includes_usage)
-        told.stream.start()
+        told.stream.delta(answer.choices[0], OutputDelta())
         for delta in deltas:
             told.stream.delta(answer.choices[0], delta)
         told.stream.end()

@@ -1,4 +1,4 @@
-"""Which clients an engine has, and when it drops one."""
+"""The clients of an engine, and when it drops one."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_client_is_dropped_when_its_lease_is_over() -> None:
     assert clients.all() == [TWO]
 
 
-def test_what_a_client_has_read_does_not_count_as_unread() -> None:
+def test_messages_that_a_client_has_read_do_not_count_as_unread() -> None:
     clients = greeted(ONE)
     for _ in range(10):
         clients.on_sent(ONE, MAX_UNREAD_BYTES)
@@ -50,14 +50,14 @@ def test_what_a_client_has_read_does_not_count_as_unread() -> None:
     assert clients.find_unread(ONE, 1.0) == ONE
 
 
-def test_a_client_cannot_have_read_what_was_not_sent() -> None:
+def test_a_client_cannot_report_more_bytes_read_than_sent() -> None:
     clients = greeted(ONE)
     clients.on_read(ONE, 1 << 60, 1.0)
     clients.on_sent(ONE, MAX_UNREAD_BYTES + 1)
     assert clients.find_unread(ONE, 1.0) == ONE
 
 
-def test_what_is_unread_still_counts_after_a_second_hello() -> None:
+def test_unread_messages_still_count_after_a_second_hello() -> None:
     clients = greeted(ONE)
     clients.on_sent(ONE, MAX_UNREAD_BYTES + 1)
     clients.add(ONE, 1.0, "again")
@@ -128,7 +128,7 @@ def test_a_client_that_does_not_read_is_ignored_for_a_while() -> None:
     assert not clients.is_ignored(ONE, 1.0)
 
 
-def test_only_so_many_are_ignored_at_once() -> None:
+def test_the_number_of_ignored_clients_is_bounded() -> None:
     clients = greeted()
     for number in range(MAX_IGNORED + 1):
         clients.ignore(str(number).encode(), 0.0)

@@ -1,23 +1,33 @@
-"""What the command line says to somebody who types something else than there is."""
+"""Options come from the config structs; unknown commands and options are refused."""
 
 from __future__ import annotations
 
+import argparse
 import re
 import signal
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from subprocess import PIPE
+from typing import Annotated, Any
 
+import msgspec
 import pytest
 
+from protocol.cluster_key import read_cluster_key
+from protocol.config.base import about
+from protocol.config.gateway import GatewayConfig
+from protocol.config.serve import ServeConfig
+from protocol.config.worker import WorkerConfig
 from tests.support.processes import ROOT
-from tools.__main__ import COMMANDS, main
+from tools.__main__ import COMMANDS, build_parser, main
 from tools.commands.models import resolve
-from tools.commands.serve import ROOMS
+from tools.commands.serve import ROOMS, plan
 from tools.failure import Failure
-from tools.flags import flags_of
-from tools.other_servers import LLAMA_CPP, OPTIONS, SGLANG, VLLM
+from tools.flags import Flag, OneLineParser, add_flags, build, flags_of
+from tools.models.fetch import home
+from tools.other_servers import OPTIONS, REPLACEMENTS
 
 OURS = {flag.name for _, config in ROOMS for flag in flags_of(config)}
 
@@ -40,9 +50,7 @@ def test_tidegate_alone_prints_its_help(capsys: pytest.CaptureFixture[str]) -> N
 def test_a_reader_that_leaves_early_is_no_error() -> None:
     command = [sys.executable, "-P", "-m", "tools", "models"]
     with subprocess.Popen(command, stdout=PIPE, stderr=PIPE, text=True, cwd=ROOT) as program:
-        assert program.stdout is not None
         program.stdout.close()
-        assert program.stderr is not None
         assert program.stderr.read() == ""
     assert program.returncode == 128 + signal.SIGPIPE
 
@@ -80,7 +88,7 @@ def test_an_unknown_option_is_refused_with_what_takes_its_place(
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_what_takes_the_place_of_anothers_option_exists(
+def test_the_replacement_of_another_servers_option_exists(
     option: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert option not in OURS, "it is an option here as well"
@@ -89,8 +97,8 @@ def test_what_takes_the_place_of_anothers_option_exists(
 
 
 def test_servers_that_share_a_name_for_an_option_share_its_meaning() -> None:
-    for one, other in ((VLLM, SGLANG), (VLLM, LLAMA_CPP), (SGLANG, LLAMA_CPP)):
-        assert {name for name in one.keys() & other.keys() if one[name] != other[name]} == set()
+    named = [option for options in REPLACEMENTS.values() for option in options.split()]
+    assert [option for option, count in Counter(named).items() if count > 1] == []
 
 
 @pytest.mark.parametrize(
@@ -107,3 +115,166 @@ def test_a_model_that_is_not_here_is_refused_with_what_to_type(
 ) -> None:
     with pytest.raises(Failure, match=re.escape(said)):
         resolve(model, tmp_path)
+
+
+# ---- options
+FLAGS = [flag for _, config in ROOMS for flag in flags_of(config)]
+NUMBERS = [flag for flag in FLAGS if hasattr(flag.shape, "ge")]
+
+
+def options(*words: str) -> dict[str, object]:
+    return vars(build_parser().parse_args(["serve", *words]))
+
+
+def test_every_field_but_wiring_is_an_option() -> None:
+    for _, config in ROOMS:
+        fields = {field.name for field in msgspec.structs.fields(config)}
+        wiring = {"model", "address", "worker", "engine", "card", "measurements"}
+        wiring |= {"recommended_sampling"}
+        wiring |= {"api_key_digests", "supervisor_digest", "metrics_directory", "tried_tokenizer"}
+        if config is not ServeConfig:
+            wiring |= {"log_format", "cluster_key", "kv_export", "kv_address"}
+        if config is GatewayConfig:
+            wiring |= {"prefill", "decode", "kv_on_failure"}
+        assert {flag.field for flag in flags_of(config)} == fields - wiring
+
+
+def test_no_two_structs_share_an_options_name() -> None:
+    names = [flag.field for flag in FLAGS]
+    assert len(set(names)) == len(names)
+    assert not {"model", "run"} & set(names)
+
+
+@pytest.mark.parametrize("flag", FLAGS, ids=lambda flag: flag.name)
+def test_help_describes_each_option(
+    flag: Flag, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "500")  # as wide as it takes not to break a word
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    words = " ".join(capsys.readouterr().out.split())
+    assert flag.name in words
+    assert " ".join(flag.description.split()) in words
+
+
+def test_options_that_are_not_given_leave_the_defaults_alone() -> None:
+    made = plan(options())
+    worker = made.engine.worker
+    assert worker == WorkerConfig(model="smollm2-135m", address=worker.address)
+    assert made.gateway == GatewayConfig(
+        engine=made.engine.address,
+        served_name=["smollm2-135m"],
+        response_store=str(home() / "responses" / "8000.db"),
+        metrics_directory=str(made.directory / "metrics"),
+    )
+
+
+@pytest.mark.parametrize("flag", NUMBERS, ids=lambda flag: flag.name)
+def test_a_number_beyond_its_bounds_is_one_line_that_names_option_and_bounds(
+    flag: Flag, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shape: Any = flag.shape
+    for bound, step in ((shape.ge, -1), (shape.le, 1)):
+        line = refusal(capsys, "serve", f"{flag.name}={bound + step}")
+        assert flag.name in line
+        assert f"from {shape.ge:g} to {int(shape.le)}" in line
+        assert flag.read(str(bound)) == bound
+
+
+@pytest.mark.parametrize("text", ["", "many", "1.5", "nan", " 8"])
+def test_an_option_that_is_no_whole_number_is_refused(
+    text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "--max-slots must be a whole number" in refusal(capsys, "serve", f"--max-slots={text}")
+
+
+def test_a_choice_that_does_not_exist_is_refused_with_those_that_do(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert "one of auto, bfloat16, float32, not 'int3'" in refusal(capsys, "serve", "--dtype=int3")
+
+
+def test_an_unknown_or_shortened_option_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--max-slo" in refusal(capsys, "serve", "--max-slo", "4")
+
+
+def test_an_error_of_a_struct_is_reported_in_option_names() -> None:
+    with pytest.raises(Failure, match="--block-tokens") as refused:
+        plan(options("--block-tokens", "24"))
+    assert refused.value.exit_code == 2
+
+
+def test_a_switch_that_is_on_by_default_is_switched_off() -> None:
+    assert plan(options()).engine.prefix_cache
+    assert not plan(options("--no-prefix-cache")).engine.prefix_cache
+
+
+def test_a_list_is_given_by_repeating_its_option() -> None:
+    given = options("--served-name", "a", "--served-name", "b")
+    assert plan(given).gateway.served_name == ["a", "b"]
+
+
+def test_any_struct_can_be_given_options() -> None:
+    class Oven(msgspec.Struct, frozen=True):
+        light: Annotated[bool, about("lights up")] = False
+        rack: Annotated[list[str], about("what lies on a rack")] = []
+        heat: Annotated[float, about("100% is 250 degrees", ge=0.5)] = 180
+
+    made = OneLineParser(prog="oven")
+    add_flags(made, Oven, title="oven")
+    given = vars(made.parse_args(["--light", "--rack=bread", "--rack=cake", "--heat=0.5"]))
+    assert build(Oven, given) == Oven(light=True, rack=["bread", "cake"], heat=0.5)
+    assert build(Oven, vars(made.parse_args([]))) == Oven()
+    assert "100% is 250 degrees (at least 0.5; default 180)" in made.format_help()
+
+
+def test_the_text_of_an_option_is_checked_by_the_fields_own_type() -> None:
+    (port,) = [flag for flag in flags_of(GatewayConfig) if flag.field == "port"]
+    assert port.read("8001") == 8001
+    with pytest.raises(argparse.ArgumentTypeError, match="from 1 to 65535, not '0'"):
+        port.read("0")
+
+
+def test_a_key_is_written_once_and_says_where(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(tmp_path / "cluster.key")
+    assert main(["key", path]) == 0
+    assert path in capsys.readouterr().out
+    assert read_cluster_key(path) is not None
+    assert main(["key", path]) == 1
+    assert capsys.readouterr().err == f"tidegate: cannot write {path}: File exists\n"
+
+
+class Numbers(msgspec.Struct):
+    """A tuple of numbers."""
+
+    sizes: Annotated[tuple[Annotated[int, msgspec.Meta(ge=1, le=9)], ...], about("how many")] = (
+        1,
+        2,
+    )
+    rates: Annotated[tuple[Annotated[float, msgspec.Meta(gt=0)], ...], about("how often")] = ()
+
+
+def numbers(*words: str) -> Numbers:
+    made = OneLineParser(prog="numbers")
+    add_flags(made, Numbers, title="numbers")
+    return build(Numbers, vars(made.parse_args(words)))
+
+
+def test_a_tuple_is_an_option_that_takes_its_numbers_with_commas() -> None:
+    assert numbers() == Numbers()
+    assert numbers("--sizes", "3,1", "--rates", "0.5") == Numbers(sizes=(3, 1), rates=(0.5,))
+    sizes, rates = flags_of(Numbers)
+    assert (sizes.metavar, rates.metavar) == ("N,...", "X,...")
+    assert sizes.help == "how many (from 1 to 9; default 1,2)"
+    assert rates.help == "how often (above 0)"
+
+
+@pytest.mark.parametrize("text", ["0", "1,10", "1,,2", "1 2", ""])
+def test_each_number_of_a_tuple_is_within_its_bounds(
+    text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        numbers("--sizes", text)
+    assert "--sizes must be a whole number from 1 to 9" in capsys.readouterr().err

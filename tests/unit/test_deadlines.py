@@ -1,9 +1,11 @@
-"""Requests that have only so much time: to be begun, and to be done."""
+"""Time: the deadlines of requests, where their time went, and when their resources are free."""
 
 from __future__ import annotations
 
 import random
+from typing import Any
 
+import msgspec
 import pytest
 
 from engine_core.policy import deadlines
@@ -13,8 +15,8 @@ from engine_core.request import Request
 from engine_core.stage_timer import EngineClock
 from protocol.arrays import Int32
 from protocol.errors import ErrorInfo
-from protocol.grammar import Lark
-from protocol.messages import Account, Generate, Output, Refused
+from protocol.grammar import ChoiceGrammar, Lark
+from protocol.messages import Account, Generate, Output, Times
 from tests.support.engines import CLIENT, Bench, a_card, answer
 
 
@@ -33,15 +35,15 @@ def a_busy_bench() -> Bench:
     return bench
 
 
-def test_who_is_not_begun_in_time_is_told_so_and_is_never_computed() -> None:
+@pytest.mark.parametrize("field", ["queue_timeout_s", "timeout_s"])
+def test_a_request_that_does_not_start_in_time_fails_and_is_never_computed(field: str) -> None:
     bench = a_busy_bench()
-    number = bench.add([5] * 20, queue_timeout_s=2.0)
-    assert isinstance(number, int)
+    number = bench.add([5] * 20, **{field: 2.0})
     bench.tick(101.9)
     assert bench.news[CLIENT, number] == []
     bench.tick(102.0)
     error = error_of(bench.end(number))
-    assert (error.code, error.param) == ("queue_timeout", "queue_timeout_s")
+    assert (error.code, error.param) == ("queue_timeout", field)
     assert "not started within 2 s" in error.message
     assert error.retry_after_s is not None
     bench.run()
@@ -49,19 +51,18 @@ def test_who_is_not_begun_in_time_is_told_so_and_is_never_computed() -> None:
     assert bench.engine.stats().num_timeouts == {"queued": 1}
 
 
-def test_who_has_been_begun_has_all_the_time_it_wants() -> None:
+def test_a_started_request_has_no_queue_timeout() -> None:
     bench = Bench()
     bench.tick(100.0)
     number = bench.add([5] * 4, queue_timeout_s=2.0, max_tokens=9, ignore_eos=True)
-    assert isinstance(number, int)
     bench.step()
     bench.tick(200.0)
     bench.run()
     assert bench.end(number).finish == "length"
-    assert bench.engine._deadlines.next_at == float("inf")
+    assert bench.engine.next_deadline == float("inf")
 
 
-def test_who_was_preempted_is_not_refused_for_waiting() -> None:
+def test_a_preempted_request_has_no_queue_timeout() -> None:
     bench = Bench(num_blocks=9, block_tokens=4, max_len=32)
     bench.tick(100.0)
     numbers = [
@@ -72,14 +73,13 @@ def test_who_was_preempted_is_not_refused_for_waiting() -> None:
         bench.step()
     bench.tick(110.0)
     bench.run()
-    assert [bench.end(n).finish for n in numbers if isinstance(n, int)] == ["length"] * 2
+    assert [bench.end(n).finish for n in numbers] == ["length"] * 2
 
 
-def test_an_answer_that_is_not_done_in_time_ends_with_what_there_is() -> None:
+def test_an_answer_past_its_timeout_ends_with_the_tokens_so_far() -> None:
     bench = Bench()
     bench.tick(100.0)
     number = bench.add([5] * 4, timeout_s=3.0, max_tokens=50, ignore_eos=True)
-    assert isinstance(number, int)
     for _ in range(5):
         bench.step()
     bench.plan()
@@ -95,58 +95,46 @@ def test_an_answer_that_is_not_done_in_time_ends_with_what_there_is() -> None:
     assert stats.num_timeouts == {"running": 1}
 
 
-def test_time_is_over_in_the_queue_too_and_nothing_was_computed() -> None:
-    bench = a_busy_bench()
-    number = bench.add([5] * 20, timeout_s=2.0)
-    assert isinstance(number, int)
-    bench.tick(103.0)
-    error = error_of(bench.end(number))
-    assert (error.code, error.param) == ("queue_timeout", "timeout_s")
-
-
-def test_a_grammar_that_is_compiled_too_late_is_no_answer() -> None:
+def test_a_request_whose_grammar_compiles_too_late_ends_with_queue_timeout() -> None:
     bench = Bench()
     bench.tick(100.0)
     number = bench.add([5, 6], grammar=Lark(text='start: "a"'), queue_timeout_s=1.0)
-    assert isinstance(number, int)
     bench.tick(101.0)
     assert error_of(bench.end(number)).code == "queue_timeout"
     assert bench.compile() == {}
     assert bench.engine.is_idle
 
 
-def test_who_cannot_be_begun_in_time_is_refused_at_once() -> None:
+def test_a_request_that_cannot_start_in_time_is_refused_at_once() -> None:
     bench = a_busy_bench()
-    bench.engine._throughput.admitted.observe(50, 5.0)
-    waiting = bench.add([5] * 50)
-    assert isinstance(waiting, int)
-    refused = bench.add([5] * 4, queue_timeout_s=4.0)
-    assert isinstance(refused, Refused)
+    bench.engine.throughput.admitted.observe(50, 5.0)
+    bench.add([5] * 50)
+    refused = bench.refusal([5] * 4, queue_timeout_s=4.0)
     assert (refused.error.code, refused.error.param) == ("queue_timeout", "queue_timeout_s")
     assert "about 5 s" in refused.error.message
     assert refused.error.retry_after_s == 3.0  # about half of it
-    assert isinstance(bench.add([5] * 4, queue_timeout_s=6.0), int)
-    assert isinstance(bench.add([5] * 4, timeout_s=4.0), Refused)
-    assert isinstance(bench.add([5] * 4, queue_timeout_s=4.0, priority=-1000), int), "it goes first"
+    bench.add([5] * 4, queue_timeout_s=6.0)
+    bench.refusal([5] * 4, timeout_s=4.0)
+    assert bench.add([5] * 4, queue_timeout_s=4.0, priority=-1000), "it goes first"
     bob = Account(name="bob")
-    assert isinstance(bench.add([5] * 4, queue_timeout_s=4.0, account=bob), int), "so does he"
+    assert bench.add([5] * 4, queue_timeout_s=4.0, account=bob), "so does he"
 
 
-def test_without_a_measured_rate_nobody_is_refused_for_it() -> None:
+def test_without_a_measured_rate_no_request_is_refused_for_its_timeout() -> None:
     bench = Bench(max_slots=1)
     bench.tick(100.0)
     for _ in range(3):
-        assert isinstance(bench.add([5] * 50, queue_timeout_s=0.001), int)
+        bench.add([5] * 50, queue_timeout_s=0.001)
 
 
-def test_how_fast_the_queue_moves_is_measured_while_somebody_waits() -> None:
+def test_the_queue_rate_is_measured_while_requests_wait() -> None:
     bench = Bench(max_slots=1, prefix_cache=False)
-    assert bench.engine._throughput.queue_per_s == 0.0
+    assert bench.engine.throughput.queue_per_s == 0.0
     for _ in range(100):
         bench.add([5] * 10, max_tokens=2, ignore_eos=True)
     bench.run()
     # A request of 10 tokens takes two steps of 10 ms.
-    assert bench.engine._throughput.queue_per_s == pytest.approx(500, rel=0.1)
+    assert bench.engine.throughput.queue_per_s == pytest.approx(500, rel=0.1)
 
 
 def watched(order: int, start_deadline: float, deadline: float) -> Request:
@@ -158,7 +146,7 @@ def watched(order: int, start_deadline: float, deadline: float) -> Request:
     return request
 
 
-def test_deadlines_come_in_their_order_whoever_leaves_meanwhile() -> None:
+def test_deadlines_are_due_in_order_although_requests_leave() -> None:
     rng = random.Random(1)
     book, left = Deadlines(), {}
     for order in range(300):
@@ -188,3 +176,117 @@ def test_a_request_that_has_ended_is_not_kept_by_its_deadline(
         book.add(request)
         book.remove(request)
     assert len(book) <= 11
+
+
+# ---- where a request's time went
+class Timed:
+    """A bench whose clock goes on by one second with each step, and by `wait`."""
+
+    def __init__(self, **options: Any) -> None:
+        self.bench = Bench(**options)
+        self.now = 0.0
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self.bench.tick(self.now)
+
+    def step(self) -> None:
+        """Planned now, committed a second later."""
+        assert self.bench.plan() is not None
+        self.wait(1)
+        self.bench.finish()
+
+    def run(self) -> None:
+        while self.bench.engine.num_in_flight or self.bench.plan() is not None:
+            self.wait(1)
+            self.bench.finish()
+
+    def times(self, number: int) -> Times:
+        """Return the last reported times."""
+        told = [output.usage for output in self.bench.news[CLIENT, number] if output.usage]
+        assert told[-1].times is not None
+        return told[-1].times
+
+
+def in_all(times: Times) -> float:
+    return sum(msgspec.structs.asdict(times).values())
+
+
+def test_times_are_reported_by_stage() -> None:
+    timed = Timed(token_budget=8)
+    number = timed.bench.add([5] * 20, max_tokens=4, ignore_eos=True)
+    timed.wait(3)
+    timed.run()
+    assert timed.times(number) == Times(queued_s=3, prefill_s=3, decode_s=3)
+
+
+def test_times_are_sent_with_the_first_token_and_with_the_end() -> None:
+    timed = Timed()
+    number = timed.bench.add([5] * 6, max_tokens=3, ignore_eos=True)
+    timed.run()
+    told = [output.usage and output.usage.times for output in timed.bench.news[CLIENT, number]]
+    assert told == [Times(prefill_s=1), None, Times(prefill_s=1, decode_s=2)]
+
+
+def test_an_answer_of_one_token_has_not_decoded() -> None:
+    timed = Timed()
+    number = timed.bench.add([5] * 6, max_tokens=1)
+    timed.run()
+    assert timed.times(number) == Times(prefill_s=1)
+
+
+def test_grammar_time_is_separate_from_queue_time() -> None:
+    timed = Timed()
+    number = timed.bench.add([5] * 6, grammar=ChoiceGrammar(choices=["a"]), max_tokens=3)
+    timed.wait(2)
+    timed.bench.compile()
+    timed.wait(5)
+    timed.run()
+    times = timed.times(number)
+    assert (times.grammar_s, times.queued_s) == (2, 5)
+
+
+def test_the_times_of_preempted_requests_add_up() -> None:
+    timed = Timed(num_blocks=11, max_slots=4, max_len=40)
+    numbers = [timed.bench.add([10 + i] * 8, max_tokens=20, ignore_eos=True) for i in range(3)]
+    ended: dict[int, float] = {}
+    while len(ended) < len(numbers):
+        timed.step()
+        for number in numbers:
+            news = timed.bench.news[CLIENT, number]
+            if news and news[-1].finish and number not in ended:
+                ended[number] = timed.now
+    for number, at in ended.items():
+        assert in_all(timed.times(number)) == at
+    assert any(timed.times(number).preempted_s for number in ended)
+    assert all(timed.times(number).prefill_s == 1 for number in ended)
+
+
+def test_a_waiting_request_is_free_as_soon_as_it_is_aborted() -> None:
+    bench = Bench(max_slots=1)
+    _, second = bench.add([1] * 6), bench.add([2] * 6)
+    bench.plan()
+    bench.abort(second)
+    assert bench.engine.freed == {CLIENT: [second]}
+
+
+def test_a_request_in_flight_is_free_after_its_step_has_committed() -> None:
+    bench = Bench()
+    number = bench.add([1] * 6, max_tokens=50, ignore_eos=True)
+    bench.plan()
+    bench.abort(number, number, 77)
+    assert bench.engine.freed == {}
+    bench.finish()
+    assert bench.engine.freed == {CLIENT: [number]}
+    assert bench.engine.stats().free_blocks == bench.engine.stats().total_blocks
+
+
+def test_freed_resources_are_reported_only_after_an_abort() -> None:
+    bench = Bench()
+    bench.add([1] * 6, max_tokens=2, ignore_eos=True)
+    bench.run()
+    bench.add([1] * 6, max_tokens=50, client=b"other")
+    bench.plan()
+    bench.engine.on_client_lost(b"other")
+    bench.finish()
+    assert bench.engine.freed == {}

@@ -17,12 +17,12 @@ from tests.support.checkpoints import VOCAB, random_llama, write_directory
 from tests.support.kernels import NAMES, native_kernels
 from tests.support.plans import GREEDY, slot_init, step_plan
 from worker.attention.select import select_attention
+from worker.debug.slot_registry import PoisonedSlots
 from worker.kernels.native import NativeKernels
 from worker.kv.cache import KVCache
 from worker.models.llama import Llama
 from worker.models.load import load_model
 from worker.slots.fields import slot_fields
-from worker.slots.table import Poison, SlotTable
 from worker.step import Runner
 
 CPU = torch.device("cpu")
@@ -32,7 +32,7 @@ BENT = SamplingParams(temperature=0.4, repetition_penalty=1.4, logprobs=1, logpr
 
 
 class InPieces:
-    """A model of which nobody knows that it computes a step in one call."""
+    """A model that hides its way to compute a step in one call."""
 
     def __init__(self, model: Llama) -> None:
         self._model = model
@@ -46,7 +46,7 @@ def runner_of(model: Llama, dtype: torch.dtype, *, pieces: bool) -> Runner:
     config = model.config
     shape = (config.num_layers, 1 + SLOTS * BLOCKS_EACH, BLOCK_TOKENS, config.num_kv_heads)
     cache = KVCache(*shape, config.head_dim, dtype, CPU)
-    slots = SlotTable(slot_fields(MAX_LEN, BLOCKS_EACH), SLOTS, CPU, poison=Poison.WILD)
+    slots = PoisonedSlots(slot_fields(MAX_LEN, BLOCKS_EACH), SLOTS, CPU)
     attention = select_attention(BLOCK_TOKENS, dtype=dtype, kernels=model.kernels)
     whole: Any = InPieces(model) if pieces else model
     return Runner(whole, slots, cache, attention)
@@ -109,7 +109,7 @@ def beside(model: Llama, dtype: torch.dtype, params: Sequence[SamplingParams]) -
     [[GREEDY] * 4, [GREEDY, DRAWN, BENT, DRAWN], [DRAWN]],
     ids=["greedy", "mixed", "one that draws"],
 )
-def test_one_call_says_and_leaves_behind_what_the_pieces_do(
+def test_one_call_returns_and_leaves_behind_what_the_pieces_do(
     folder: Path, name: str, dtype: torch.dtype, params: list[SamplingParams]
 ) -> None:
     model = load(folder, native_kernels(name), dtype)
@@ -124,7 +124,7 @@ def test_one_call_says_and_leaves_behind_what_the_pieces_do(
     assert torch.equal(one.components.cache.v, other.components.cache.v)
 
 
-def test_of_equally_likely_tokens_the_first_is_chosen(folder: Path) -> None:
+def test_the_first_of_equally_likely_tokens_is_chosen(folder: Path) -> None:
     model = load(folder, native_kernels(), torch.float32)
     runner = runner_of(model, torch.float32, pieces=False)
     runner.step(first_step([GREEDY] * 4))
@@ -132,7 +132,7 @@ def test_of_equally_likely_tokens_the_first_is_chosen(folder: Path) -> None:
     assert max(said) < VOCAB // 2
 
 
-def test_a_row_whose_logits_are_no_numbers_fails_alone(folder: Path) -> None:
+def test_a_row_with_non_finite_logits_fails_alone(folder: Path) -> None:
     model = load(folder, native_kernels(), torch.float32)
     runners = beside(model, torch.float32, [GREEDY] * 3)
     bad = int(runners[0].components.slots["token_ids"][1, len(prompt_of(1))])
@@ -166,7 +166,7 @@ def test_masks_hold_in_a_plain_step(folder: Path) -> None:
         ((0, 20, 1, True), "slot 0 holds a token outside the vocabulary of 320"),
     ],
 )
-def test_what_no_slot_holds_is_refused(
+def test_a_row_outside_its_slot_is_refused(
     folder: Path, row: tuple[int, int, int, bool], why: str
 ) -> None:
     """The last: beyond what slot 0 knows there is poison."""

@@ -21,11 +21,11 @@ import pytest
 import yaml
 from dockerfile_parse import DockerfileParser
 
-from gateway.api.admin.operations import OPERATIONS
+from gateway.app import operations
 from gateway.observe.metrics import Metrics
 from protocol.config.gateway import GatewayConfig
 from protocol.exit_codes import ExitCode
-from tests.unit.test_metrics_docs import SERIES, every_name
+from tests.unit.test_metrics_docs import SERIES, every_name, labels_of_series
 from tools.__main__ import main
 from tools.processes.restart_policy import PERMANENT
 
@@ -53,7 +53,7 @@ def expressions(dashboard: dict[str, Any]) -> Iterator[str]:
 
 def kinds() -> dict[str, str]:
     """Our series that are no gauges of the engine -> what they are."""
-    return {metric.name: metric.type for metric in Metrics(list)._registry.collect()}
+    return {metric.name: metric.type for metric in Metrics(list).registry.collect()}
 
 
 def test_every_expression_names_series_that_exist(dashboard: dict[str, Any]) -> None:
@@ -70,12 +70,7 @@ def test_every_expression_names_series_that_exist(dashboard: dict[str, Any]) -> 
 
 
 def test_every_expression_sums_over_labels_that_exist(dashboard: dict[str, Any]) -> None:
-    registry = Metrics(list)._registry
-    labels = {"le"} | {
-        label
-        for collector in set(registry._collector_to_names)
-        for label in getattr(collector, "_labelnames", ())
-    }
+    labels = {"le"}.union(*labels_of_series().values())
     for text in expressions(dashboard):
         assert text.count("(") == text.count(")")
         assert text.count("{") == text.count("}")
@@ -208,7 +203,7 @@ def test_the_manifest_probes_routes_that_exist_and_lets_a_drain_end(
     check_serve([*entrypoint(dockerfile), *container["args"]], capsys)
     paths = {name: container[name]["httpGet"]["path"] for name in PROBES}
     assert paths == PROBES
-    assert set(PROBES.values()) <= {each.rule for each in OPERATIONS if each.scope == "public"}
+    assert set(PROBES.values()) <= {each.rule for each in operations() if each.scope == "public"}
     (port,) = container["ports"]
     assert port == {"name": "http", "containerPort": GatewayConfig().port}
     drain_s = float(container["args"][container["args"].index("--drain-s") + 1])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import tomllib
 from pathlib import Path
 
 import pytest
 
+from protocol.bench import PARTS
 from tests.support import docs_blocks
 from tests.support.docs_blocks import (
     COMMANDS,
@@ -20,13 +22,17 @@ from tests.support.docs_blocks import (
     blocks_of,
     commands_of,
 )
-from tools.__main__ import _join_bench_step, build_parser
+from tools.__main__ import build_parser, join_bench_step
+from tools.bench.config import BenchConfig
+from tools.bench.report import METRICS
+from tools.commands.bench import facts
+from tools.flags import build
 
 BLOCKS = all_blocks()
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
-def test_a_block_says_what_it_is(block: Block) -> None:
+def test_every_code_block_names_its_language(block: Block) -> None:
     teaching = (
         f"{block}: name the block's language behind its ```: sh or console if it can be pasted "
         "into a shell, python, json, toml, yaml, or text for what is only shown"
@@ -57,7 +63,7 @@ def test_a_block_of_python_is_python(block: Block) -> None:
 @pytest.mark.parametrize("block", [b for b in BLOCKS if b.language in SHELL], ids=str)
 def test_a_command_of_ours_has_the_options_that_it_is_shown_with(block: Block) -> None:
     for command in commands_of(block.script):
-        options, unknown = build_parser().parse_known_args(_join_bench_step(shlex.split(command)))
+        options, unknown = build_parser().parse_known_args(join_bench_step(shlex.split(command)))
         assert callable(options.run)
         assert not unknown, f"{block}: tidegate {command}"
 
@@ -78,3 +84,30 @@ def test_a_page_is_cut_into_its_blocks(tmp_path: Path, monkeypatch: pytest.Monke
         "make serve\n",
         "it never ends",
     )
+
+
+# ---- the output that docs/bench.md shows
+PAGE = (Path(__file__).parents[2] / "docs" / "bench.md").read_text()
+BENCH_COMMANDS = re.findall(r"^\$ tidegate (.*)$", PAGE, re.MULTILINE)
+
+
+def test_the_bench_page_has_an_example_of_each_command() -> None:
+    kinds = {re.match(r"bench step|bench|profile", command)[0] for command in BENCH_COMMANDS}  # type: ignore[index]
+    assert kinds == {"bench", "bench step", "profile"}
+
+
+def test_the_shown_bench_output_has_todays_form() -> None:
+    command, _, output = PAGE.partition("\n$ tidegate bench ")[2].partition("\n")
+    output = output.partition("\n```")[0]
+    options = vars(build_parser().parse_args(["bench", *shlex.split(command)]))
+    config = build(BenchConfig, options, url=options["url"])
+    first, *lines = output.splitlines()
+    assert first == facts(config, 7)
+    rows = {line.split("   ")[0].split(" (")[0].strip() for line in lines if "   " in line}
+    assert rows - {""} <= {metric.name for metric in METRICS}
+    assert len(rows) > 15
+
+
+def test_the_shown_parts_of_a_step_are_the_current_ones() -> None:
+    (head,) = re.findall(r"^context +batch .*$", PAGE, re.MULTILINE)
+    assert re.split(r"\s{2,}", head)[-len(PARTS) :] == list(PARTS)

@@ -27,7 +27,6 @@ def bench(*tiers: str, num_blocks: int = 25, **options: object) -> Bench:
 
 def ask(engine: Bench, prompt: list[int] = PROMPT, max_tokens: int = 5, **options: object) -> int:
     number = engine.add(prompt, max_tokens=max_tokens, **options)  # type: ignore[arg-type]
-    assert isinstance(number, int)
     return number
 
 
@@ -43,18 +42,18 @@ def evicted(*tiers: str, **options: Any) -> Bench:
 
 
 def forget(engine: Bench) -> None:
-    """Fill the cache with something else, which the tiers do not tell of."""
+    """Fill the cache with other blocks, which the tiers do not report."""
     for name in ("this", "that"):
         ask(engine, OTHER, namespace=name)
         engine.run()
 
 
 def load(engine: Bench, fault: str = "", seconds: float = 0.001) -> None:
-    """The oldest fetch, and what the engine hears of it."""
+    """Complete the oldest fetch and report it to the engine."""
     engine.hear(engine.tiers.do(next(iter(engine.tiers.jobs)), fault, seconds))
 
 
-def test_what_was_computed_is_kept_block_by_block_as_it_is_published() -> None:
+def test_computed_blocks_are_stored_as_they_are_published() -> None:
     engine = bench(token_budget=10)
     ask(engine)
     engine.step()
@@ -64,14 +63,14 @@ def test_what_was_computed_is_kept_block_by_block_as_it_is_published() -> None:
     assert len(stored) == len(set(stored)) == 23
 
 
-def test_without_tiers_the_worker_is_told_nothing() -> None:
+def test_without_tiers_no_tier_commands_are_sent() -> None:
     engine = Bench()
     ask(engine)
     engine.run()
     assert (engine.tiers.stored, engine.tiers.used) == ([], [])
 
 
-def test_what_the_cache_forgot_is_loaded_and_not_computed() -> None:
+def test_evicted_blocks_are_loaded_and_not_computed() -> None:
     engine = evicted()
     before = engine.engine.stats().num_computed_tokens
     number = ask(engine)
@@ -82,8 +81,7 @@ def test_what_the_cache_forgot_is_loaded_and_not_computed() -> None:
     assert engine.tokens(number) == answer(PROMPT, 5)
     stats = engine.engine.stats()
     assert stats.num_computed_tokens - before == 2 + 4  # the rest of the prompt, then the answer
-    usage = engine.end(number).usage
-    assert usage is not None
+    usage = engine.usage(number)
     assert (usage.cached_tokens, usage.fetched_tokens) == (88, 0)
     assert (stats.num_fetched_tokens, stats.free_blocks) == (88, stats.total_blocks)
 
@@ -100,8 +98,7 @@ def test_only_what_is_not_in_the_cache_is_loaded() -> None:
     load(engine)
     engine.run()
     assert engine.tokens(number) == answer(PROMPT, 5)
-    usage = engine.end(number).usage
-    assert usage is not None
+    usage = engine.usage(number)
     assert usage.cached_tokens == 88
     assert engine.engine.stats().num_fetched_tokens == 84
 
@@ -113,12 +110,11 @@ def test_a_prompt_that_ends_with_a_block_computes_its_last_one() -> None:
     load(engine)
     engine.run()
     assert engine.tokens(number) == answer(PROMPT[:88], 5)
-    usage = engine.end(number).usage
-    assert usage is not None
+    usage = engine.usage(number)
     assert usage.cached_tokens == 84
 
 
-def test_what_another_namespace_computed_is_not_found() -> None:
+def test_blocks_of_another_namespace_are_not_found() -> None:
     engine = evicted()
     ask(engine, namespace="other")
     engine.plan()
@@ -127,7 +123,7 @@ def test_what_another_namespace_computed_is_not_found() -> None:
 
 @pytest.mark.parametrize("fault", ["lost", "damaged", "timeout"])
 @pytest.mark.parametrize("policy", ["recompute", "error"])
-def test_what_cannot_be_loaded_is_computed_whatever_is_promised_to_handles(
+def test_blocks_that_cannot_be_loaded_are_computed_for_every_failure_policy(
     fault: str, policy: str
 ) -> None:
     engine = evicted(kv_on_failure=policy)
@@ -136,8 +132,7 @@ def test_what_cannot_be_loaded_is_computed_whatever_is_promised_to_handles(
     load(engine, fault)
     engine.run()
     assert engine.tokens(number) == answer(PROMPT, 5)
-    usage = engine.end(number).usage
-    assert usage is not None
+    usage = engine.usage(number)
     assert usage.cached_tokens == 0
     assert engine.engine.stats().num_fetches_failed == {fault: 1}
 
@@ -168,7 +163,7 @@ def test_a_request_that_ends_while_it_is_being_loaded_gives_back_all_it_had() ->
     assert stats.num_fetches_failed == {"cancelled": 1}
 
 
-def test_a_few_tokens_are_computed() -> None:
+def test_a_prefix_below_kv_load_tokens_is_computed() -> None:
     engine = bench()
     ask(engine)
     engine.run()
@@ -184,7 +179,7 @@ def test_a_few_tokens_are_computed() -> None:
         engine.run()
 
 
-def test_where_loading_is_slower_than_computing_it_is_tried_now_and_then() -> None:
+def test_loading_that_is_slower_than_computing_is_tried_now_and_then() -> None:
     engine = evicted()
     loads = []
     for turn in range(40):
@@ -192,7 +187,7 @@ def test_where_loading_is_slower_than_computing_it_is_tried_now_and_then() -> No
         engine.plan()
         if engine.tiers.jobs:
             loads.append(turn)
-            load(engine, seconds=3 * 88 / engine.engine._throughput.tokens_per_s)
+            load(engine, seconds=3 * 88 / engine.engine.throughput.tokens_per_s)
         engine.run()
         assert engine.tokens(number) == answer(PROMPT, 5)
         forget(engine)
@@ -216,12 +211,11 @@ def test_a_preempted_request_goes_on_from_what_the_tiers_have() -> None:
     assert stats.num_fetched_tokens > 40
     for n, number in enumerate(numbers):
         assert engine.tokens(number) == answer([n, *PROMPT[:60]], 20)
-        usage = engine.end(number).usage
-        assert usage is not None
+        usage = engine.usage(number)
         assert usage.cached_tokens == 0, "of the first life alone"
 
 
-def test_the_beginning_of_what_was_used_is_told_last() -> None:
+def test_used_blocks_are_reported_from_last_to_first() -> None:
     engine = evicted()
     stored = [content for hashes in engine.tiers.stored for content in hashes]
     ask(engine)
@@ -231,7 +225,7 @@ def test_the_beginning_of_what_was_used_is_told_last() -> None:
     assert engine.tiers.used == [stored[:23][::-1]]
 
 
-def test_what_a_tier_has_lost_is_kept_again_when_it_is_computed() -> None:
+def test_blocks_that_a_tier_has_lost_are_stored_again_after_they_are_computed() -> None:
     engine = evicted("host", "disk")
     first = engine.tiers.stored[0][0]
     engine.tiers.lose("host", first)
@@ -243,7 +237,7 @@ def test_what_a_tier_has_lost_is_kept_again_when_it_is_computed() -> None:
     assert first in engine.tiers.kept["host"]
 
 
-def test_a_tier_tells_how_much_it_holds_and_what_it_did() -> None:
+def test_tier_reports_add_up_in_the_statistics() -> None:
     engine = bench()
     news = KVTierNews(
         tier="disk",

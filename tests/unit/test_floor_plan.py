@@ -33,16 +33,91 @@ UNSAFE_NAMES = {"recv_pyobj", "send_pyobj", "allow_pickle", "Unpickler"}
 UNSAFE_CALLS = {("torch", "load"), ("torch", "save"), ("numpy", "load"), ("np", "load")}
 """The same, by way of a library."""
 
-FLASK_IN = {"app.py", "body.py", "openapi_routes.py", "respond.py", "routes.py", "run.py", "sse.py"}
+FLASK_IN = ("gateway/app.py", "gateway/http/*.py", "gateway/api/*/*routes.py")
 """In the gateway, only these know that HTTP is spoken by Flask."""
 
 PURE = ("prompt", "text", "formats")
 """In the gateway, these turn values into values: no socket, no greenlet, no request object."""
 
+LEVELS = (
+    {"app", "gunicorn_conf", "unparsed", "check", "model_check"},
+    {"api"},
+    {"service", "context"},
+    {"store", "observe"},
+    {"generation", "served_model"},
+    {"prompt", "formats", "sandbox"},
+    {"engine"},
+    {"text", "http", "auth", "threads", "malloc", "config"},
+)
+"""The modules and folders of the gateway, from the entrances down. Each may import its own level
+and those below it."""
+
+UPWARD = {
+    # Closes the context of its request, and sends its choices by way of the service.
+    ("generation/run.py", "context"),
+    ("generation/run.py", "observe"),
+    ("generation/run.py", "service"),
+    # Shared by the chat, completion and batch bodies of one API.
+    ("generation/parameters.py", "api"),
+    # The ids that begin and end reasoning belong to the format, their count to the request.
+    ("formats/model_format.py", "generation"),
+    # Sets the K/V handle in the prompts and answers of a request.
+    ("engine/kv_params.py", "generation"),
+}
+"""Imports that go up, each with its reason."""
+
+BROAD_EXCEPTS = {
+    # A process's loop, or the end of a process.
+    "engine_core/loop.py": "sends every client the cause, then fails",
+    "engine_core/process.py": "reports the cause to the parent",
+    "engine_core/journal/__main__.py": "prints what the replayed engine raised",
+    "gateway/sandbox/__main__.py": "templates are foreign code: they may raise anything",
+    "gateway/sandbox/process.py": "a greenlet that is killed leaves a reply behind",
+    "gateway/store/runs.py": "the flusher goes on after a failure",
+    "worker/process.py": "reports the cause to the engine",
+    "worker/kv/report_queue.py": "raises a thread's exception in the loop",
+    # The boundary of a request.
+    "gateway/api/render/replay.py": "a forged state may make any parser fail",
+    "gateway/api/responses/stream.py": "the client must not wait forever",
+    "gateway/generation/group.py": "a parser's failure ends its own request only",
+    # Foreign code, mostly in a thread.
+    "engine_core/grammar/service.py": "llguidance may panic, which is no Exception",
+    "engine_core/grammar/source.py": "the converter of GBNF raises anything",
+    "gateway/text/tokenizer.py": "tokenizers raises bare Exceptions, and may panic",
+    "gateway/text/trial.py": "tokenizers may panic",
+    "gateway/threads.py": "the waiter raises what its thread raised",
+    "worker/kv/movers/nixl.py": "NIXL's errors have no common base class",
+}
+"""Files that may catch every exception, and why. Cleanup uses `with` or ExitStack instead."""
+
+ENVIRONMENT = {
+    # Configuration.
+    "gateway/config.py": "the gateway's config",
+    "protocol/lifeline.py": "the pipes to the parent process",
+    "protocol/sockets.py": "the directory of the sockets",
+    "tools/models/fetch.py": "the cache directory, and the environment of pip",
+    "tools/terminal.py": "whether to print colours",
+    # Commands of the command line.
+    "tools/commands/bench.py": "the API key",
+    "tools/commands/chat.py": "the API key",
+    "tools/commands/doctor.py": "the number of threads that the user has set",
+    "tools/commands/serve.py": "the API key, and the environment of the gateway",
+    # The environment of a child process.
+    "engine_core/worker_link.py": "the worker's",
+    "gateway/sandbox/process.py": "the sandbox process's",
+    "tools/models/preflight.py": "the model check's",
+    "tools/processes/children.py": "a server's processes'",
+    # Variables of libraries, which read them when they are imported.
+    "gateway/gunicorn_conf.py": "prometheus_client's directory",
+    "gateway/observe/metrics.py": "prometheus_client's directory",
+    "worker/startup/environment.py": "the defaults of OpenMP and oneDNN",
+}
+"""Files besides `__main__` that may read or set environment variables, and what for."""
+
 HEAVY = {"torch", "transformers", "numpy", "gguf", "safetensors"}
 LIGHT_ENTRANCES = {
     "gateway.app": HEAVY,
-    "gateway.limited.__main__": HEAVY | {"flask", "gevent", "gunicorn", "zmq"},
+    "gateway.sandbox.__main__": HEAVY | {"flask", "gevent", "gunicorn", "zmq"},
     "engine_core.process": HEAVY | {"flask", "gevent", "jinja2", "tokenizers", "llguidance"},
     "protocol.client": HEAVY | {"flask", "gevent", "jinja2", "tokenizers"},
     "tools.__main__": HEAVY | {"flask", "gevent", "jinja2", "tokenizers", "gunicorn"},
@@ -107,8 +182,18 @@ def test_a_program_under_test_that_unpickles_ends() -> None:
 
 def test_in_the_gateway_only_its_doors_know_flask() -> None:
     for path in files("gateway"):
-        if path.name not in FLASK_IN:
+        if not any(path.relative_to(ROOT).match(pattern) for pattern in FLASK_IN):
             assert "flask" not in imported_by(path), f"{path.relative_to(ROOT)} imports flask"
+
+
+def test_no_view_takes_state_from_flasks_globals() -> None:
+    """Views get the request's context as an argument."""
+    for path in files("gateway"):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        imports = [n for n in nodes if isinstance(n, ast.ImportFrom) and n.module == "flask"]
+        names = {alias.name for node in imports for alias in node.names}
+        names |= {ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute)}
+        assert not names & {"g", "flask.g"}, f"{path.relative_to(ROOT)} reads flask.g"
 
 
 @pytest.mark.parametrize("folder", PURE)
@@ -116,6 +201,83 @@ def test_what_the_gateway_makes_of_text_knows_no_socket_and_no_greenlet(folder: 
     for path in files(f"gateway/{folder}"):
         found = imported_by(path) & {"flask", "gevent", "zmq", "socket", "threading"}
         assert not found, f"{path.relative_to(ROOT)} imports {sorted(found)}"
+
+
+def gateway_imports(path: Path) -> set[str]:
+    """The gateway's modules and folders that a file of it imports, anywhere in it."""
+    modules = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            modules |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path} imports relatively"
+            module = node.module or ""
+            names = [alias.name for alias in node.names] if module == "gateway" else [""]
+            modules |= {f"{module}.{name}" for name in names}
+    return {each.split(".")[1] for each in modules if each.startswith("gateway.")}
+
+
+def level_of(part: str) -> int:
+    return next(level for level, parts in enumerate(LEVELS) if part in parts)
+
+
+def test_every_part_of_the_gateway_has_one_level() -> None:
+    folder = ROOT / "gateway"
+    found = {path.relative_to(folder).parts[0].removesuffix(".py") for path in files("gateway")}
+    assert sorted(part for parts in LEVELS for part in parts) == sorted(found - {"__init__"})
+
+
+def test_imports_in_the_gateway_go_down_only() -> None:
+    folder = ROOT / "gateway"
+    upward = set()
+    for path in files("gateway"):
+        own = path.relative_to(folder)
+        for part in gateway_imports(path):
+            if level_of(part) < level_of(own.parts[0].removesuffix(".py")):
+                upward.add((str(own), part))
+    assert upward - UPWARD == set(), "these import what is above them"
+    assert UPWARD - upward == set(), "these no longer do: remove the rows"
+
+
+def catches_everything(node: ast.AST) -> bool:
+    """Whether this is an `except`, or a `suppress`, of every exception."""
+    if isinstance(node, ast.ExceptHandler):
+        kinds = [node.type] if not isinstance(node.type, ast.Tuple) else node.type.elts
+    elif isinstance(node, ast.Call):
+        if "suppress" not in (getattr(node.func, "attr", ""), getattr(node.func, "id", "")):
+            return False
+        kinds = list(node.args)
+    else:
+        return False
+    return any(
+        kind is None or getattr(kind, "id", "") in ("Exception", "BaseException") for kind in kinds
+    )
+
+
+def test_only_listed_files_catch_every_exception() -> None:
+    found = {
+        str(path.relative_to(ROOT))
+        for room in ROOMS
+        for path in files(room)
+        if any(map(catches_everything, ast.walk(ast.parse(path.read_text()))))
+    }
+    assert found == set(BROAD_EXCEPTS)
+
+
+def test_only_listed_files_read_the_environment() -> None:
+    """Below them, a function that needs a value takes an argument."""
+    names = {"environ", "environb", "getenv", "putenv"}
+    found = set()
+    node: Any
+    for path in (path for room in ROOMS for path in files(room)):
+        for node in ast.walk(ast.parse(path.read_text())):
+            is_use = isinstance(node, ast.Attribute) and node.attr in names
+            if is_use and getattr(node.value, "id", "") == "os":
+                found.add(str(path.relative_to(ROOT)))
+            elif isinstance(node, ast.ImportFrom) and node.module == "os":
+                imported = names & {alias.name for alias in node.names}
+                assert not imported, f"{path.relative_to(ROOT)} hides that it uses {imported}"
+    assert {name for name in found if not name.endswith("__main__.py")} == set(ENVIRONMENT)
 
 
 @pytest.mark.parametrize("room", ROOMS)

@@ -12,7 +12,7 @@ class ThreadCalls(Exception):
     pass
 
 
-def test_what_a_thread_raises_is_raised_where_it_is_awaited_and_printed_nowhere(
+def test_an_exception_in_a_thread_is_raised_in_its_caller_and_printed_nowhere(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     def fail() -> None:

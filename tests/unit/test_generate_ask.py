@@ -7,11 +7,11 @@ from typing import Any, get_args, get_type_hints
 import msgspec
 import pytest
 
-from gateway.api.tokens import generate_prepare as asking
-from gateway.api.tokens.generate_requests import GenerateBody, GenerateSampling, generate_decoder
-from gateway.formats.choice_parser import ParserFactory
-from gateway.formats.token_passthrough import TokenPassthroughFactory
-from gateway.http.body import decode
+from gateway.api.tokens import prepare as asking
+from gateway.api.tokens.requests import GenerateBody, GenerateSampling
+from gateway.engine.kv_params import parse_kv_params
+from gateway.formats.choice_parser import ParserFactory, TokenPassthroughFactory
+from gateway.http.body import convert, decode
 from protocol.errors import InvalidRequest
 from protocol.grammar import ChoiceGrammar, Grammar, Regex, Thinking
 from protocol.sampling import SamplingParams
@@ -22,10 +22,16 @@ PLAIN, THINKER = served(scripted_card()), served(thinking_card())
 FORM = {"regex": "[ab]"}
 
 
-def request(sampling: dict[str, Any] | None = None, **fields: Any) -> tuple[bytes, GenerateBody]:
-    said: dict[str, Any] = {"token_ids": [72, 105], "sampling_params": sampling or {}, **fields}
-    data = msgspec.json.encode(said)
-    return data, decode(data, generate_decoder)
+def request(
+    sampling: dict[str, Any] | None = None, **fields: Any
+) -> tuple[dict[str, Any], GenerateBody]:
+    data: dict[str, Any] = {"token_ids": [72, 105], "sampling_params": sampling or {}, **fields}
+    return data, convert(data, GenerateBody)
+
+
+def ignored(data: dict[str, Any], body: GenerateBody) -> list[str]:
+    kv_params = parse_kv_params(body.kv_transfer_params, LIMITS)
+    return asking.ignored_fields(asking.unknown(data), body, kv_params)
 
 
 def body_of(sampling: dict[str, Any] | None = None, **fields: Any) -> GenerateBody:
@@ -36,7 +42,7 @@ def take(sampling: dict[str, Any], fields: dict[str, Any]) -> None:
     """Through every check."""
     data, body = request(sampling, **fields)
     asking.check(body, max_n=8)
-    asking.ignored_fields(asking.unknown(data), body, LIMITS)
+    ignored(data, body)
     asking.to_request(body, THINKER)
 
 
@@ -139,7 +145,7 @@ def test_what_is_said_is_what_the_engine_is_asked() -> None:
         ("token_ids[1]", {"structured_outputs": FORM}, {"token_ids": [1, 1 << 30]}),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(
+def test_an_invalid_field_is_refused_by_name(
     param: str, sampling: dict[str, Any], fields: dict[str, Any]
 ) -> None:
     with pytest.raises(InvalidRequest) as caught:
@@ -150,7 +156,7 @@ def test_what_cannot_be_is_refused_by_name(
 
 def test_a_body_without_sampling_params_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="sampling_params: this field is required"):
-        decode(b'{"token_ids": [1]}', generate_decoder)
+        decode(b'{"token_ids": [1]}', GenerateBody)
 
 
 def test_fields_of_the_peer_that_ask_for_nothing_are_taken() -> None:
@@ -166,25 +172,21 @@ def test_fields_of_the_peer_that_ask_for_nothing_are_taken() -> None:
     }
     data, body = request(idle, features=None, token_offsets=[[0, 1]])
     asking.check(body, max_n=8)
-    assert asking.ignored_fields(asking.unknown(data), body, LIMITS) == []
+    assert ignored(data, body) == []
     assert asking.grammar_of(body, THINKER) is None
 
 
 def test_fields_without_effect_are_listed_with_where_they_stand() -> None:
     data, body = request({"mood": 1}, mood=2, kv_transfer_params={"do_remote_decode": True})
-    assert asking.ignored_fields(asking.unknown(data), body, LIMITS) == [
-        "mood",
-        "sampling_params.mood",
-        "kv_transfer_params",
-    ]
+    assert ignored(data, body) == ["mood", "sampling_params.mood", "kv_transfer_params"]
 
 
 def test_text_is_read_only_where_the_request_needs_it() -> None:
     assert isinstance(
-        asking.to_request(body_of({"logprobs": 3}), PLAIN).readers, TokenPassthroughFactory
+        asking.to_request(body_of({"logprobs": 3}), PLAIN).parser_factory, TokenPassthroughFactory
     )
-    assert isinstance(asking.to_request(body_of({"stop": ["x"]}), PLAIN).readers, ParserFactory)
-    assert isinstance(asking.to_request(body_of(output_mode="text"), PLAIN).readers, ParserFactory)
+    for body in (body_of({"stop": ["x"]}), body_of(output_mode="text")):
+        assert isinstance(asking.to_request(body, PLAIN).parser_factory, ParserFactory)
 
 
 def grammar(prompt: str = "", sampling: dict[str, Any] | None = None, **fields: Any) -> Any:

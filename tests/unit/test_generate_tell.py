@@ -11,24 +11,19 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.api.openai.errors import error_body
-from gateway.api.tokens import generate_prepare as asking
-from gateway.api.tokens.generate_requests import GenerateBody
-from gateway.api.tokens.generate_responses import (
+from gateway.api.openai.responses import error_body
+from gateway.api.tokens import prepare as asking
+from gateway.api.tokens.requests import GenerateBody
+from gateway.api.tokens.responses import (
     GenerateChunk,
     GenerateResponse,
     GenerateTextChunk,
     GenerateTextResponse,
 )
-from gateway.api.tokens.generate_stream import (
-    GenerateEnvelope,
-    GenerateStream,
-    chosen_token,
-    whole_response,
-)
+from gateway.api.tokens.stream import GenerateEnvelope, GenerateStream, chosen_token, whole_response
 from gateway.engine.client import ZmqEngineClient
+from gateway.formats.choice_parser import TokenPassthrough
 from gateway.formats.events import Failed, Finished, OutputDelta
-from gateway.formats.token_passthrough import TokenPassthrough
 from gateway.generation.group import ChoiceGroup
 from gateway.generation.sinks import CollectSink
 from gateway.http.errors import fault_of
@@ -205,11 +200,23 @@ def test_chunks_join_to_the_whole_and_all_of_them_fit_the_documented_structs(cas
         assert parts[-1]["finish_reason"] == choice["finish_reason"] is not None
 
 
-def test_the_fast_frame_has_the_bytes_of_the_struct() -> None:
-    told = GeneratedChunks(body_of({"n": 2})).push(say(1), say(2, 3), choice=1)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"stream_options": {"include_usage": True}},
+        {"return_token_ids": True, "timings": True, "model": "scripted"},
+    ],
+)
+@pytest.mark.parametrize("ids", [[70000], [0], [1, 2]])
+@pytest.mark.parametrize("index", [0, 1])
+def test_the_fast_frame_has_the_bytes_of_the_struct(
+    fields: dict[str, Any], ids: list[int], index: int
+) -> None:
+    told = GeneratedChunks(body_of({"n": 2}, **fields)).push(say(1), say(2, 3), choice=1)
     told.data = b""
-    told.push(say(70000), choice=1)
-    part = told.telling.part(told.answer.choices[1], OutputDelta([], [70000]))
+    told.push(say(*ids), choice=index)
+    part = told.telling.part(told.answer.choices[index], OutputDelta([], ids))
     chunk = GenerateChunk(
         request_id="generate-tokens-7", system_fingerprint=MODEL.fingerprint, choices=[part]
     )
@@ -245,7 +252,7 @@ def test_a_stop_string_ends_the_tokens_too_and_is_named() -> None:
     assert told.whole["choices"][0]["token_ids"] == list(b"Hello!")
 
 
-def test_in_mode_text_the_stop_string_is_no_text_and_its_tokens_are_told() -> None:
+def test_mode_text_omits_the_stop_string_and_sends_its_tokens() -> None:
     told = GeneratedChunks(body_of({"stop": ["lo!"]}, output_mode="text")).push(
         *(say(i) for i in b"Hello!")
     )
@@ -294,8 +301,6 @@ def test_fields_without_effect_are_named_once() -> None:
 
 
 # ---- logprobs
-
-
 def test_the_chosen_token_comes_first_then_by_rank_then_those_asked_for_each_once() -> None:
     entry = TokenLogprobs(5, -2.0, 3, [8, 9, 5], [-0.5, -1.0, -2.0], [-7.0, -1.0])
     assert json.loads(msgspec.json.encode(chosen_token(entry, [4, 9]))) == {
@@ -329,7 +334,7 @@ def test_prompt_logprobs_are_told_by_id_and_null_for_the_first() -> None:
     assert second["2"] == {"logprob": -2 / 64, "rank": 1, "decoded_token": "\x02"}
 
 
-def test_in_mode_text_logprobs_are_a_chats() -> None:
+def test_mode_text_has_the_logprobs_of_a_chat() -> None:
     told = GeneratedChunks(body_of({"logprobs": 1}, output_mode="text"))
     told.push(say(72, logprobs=[scripted_logprob(72, 1)]), stop())
     (item,) = told.whole["choices"][0]["logprobs"]["content"]
@@ -337,8 +342,6 @@ def test_in_mode_text_logprobs_are_a_chats() -> None:
 
 
 # ---- the reader of tokens alone
-
-
 def test_tokens_alone_are_told_as_they_come_and_late_news_are_none() -> None:
     reader = TokenPassthrough([EOS])
     entry = scripted_logprob(8, 0)

@@ -1,4 +1,4 @@
-"""Which answers a grammar admits, token by token: the compiler on a vocabulary that can be read."""
+"""Which answers a grammar admits, token by token, on a vocabulary of readable characters."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from protocol.grammar import (
     Tag,
     Thinking,
     Until,
+    check_grammar,
 )
-from protocol.grammar_check import check_grammar
 from tests.support.cpu_time import cpu_s
 from tests.support.grammars import (
     MARKERS,
@@ -94,7 +94,7 @@ def test_blanks_between_items_are_bounded(compiler):
         assert read(compiler, JsonSchema(text=NUMBER), answer) == left
 
 
-def test_alternatives_that_begin_alike_are_told_apart_where_they_differ(compiler):
+def test_alternatives_with_a_common_prefix_differ_later(compiler):
     calls = {name: schema(name={"const": name}, x={"type": kind}) for name, kind in KINDS.items()}
     body = Lark(text="start: @add | @say", schemas=calls)
     assert read(compiler, body, '{"name":"say","x":"y"}') == "$$"
@@ -106,8 +106,6 @@ KINDS = {"add": "integer", "say": "string"}
 
 
 # ---- markers
-
-
 def test_a_marker_is_possible_only_where_a_grammar_names_it_and_never_as_text(compiler):
     by_id = Lark(text=f"start: <[{TOOL}]> @args </tool>", schemas={"args": NUMBER})
     assert read(compiler, by_id, TOOL, '{"x":1}', END_TOOL) == "$$"
@@ -152,8 +150,6 @@ def test_texts_are_written_sign_by_sign_and_markers_by_their_ids():
 
 
 # ---- thinking
-
-
 YES = ChoiceGrammar(choices=["yes"])
 BLOCK = Thinking(opens="<think>", closes="</think>")
 REST = Thinking(opens="<think>", closes="</think>", inside=True)
@@ -191,21 +187,20 @@ def test_the_body_begins_exactly_where_thinking_ends(compiler, thinking, answer,
     assert read(compiler, YES, *answer, thinking=thinking) == left
 
 
-@pytest.mark.parametrize("body", [JsonSchema(text=NUMBER), Regex(pattern=r'\{"x":1\}')])
-def test_any_body_may_follow_thinking(compiler, body):
-    answer: list[str | int] = [THINK, "hm", END_THINK, "\n\n", '{"x":1}']
-    assert read(compiler, body, *answer, thinking=BLOCK) == "$$"
-
-
-def test_a_grammar_of_the_clients_own_may_follow_thinking(compiler):
-    body = Lark(text=f"start: <[{TOOL}]> @args", schemas={"args": NUMBER})
-    answer: list[str | int] = [THINK, "hm", END_THINK, "\n\n", TOOL, '{"x":1}']
-    assert read(compiler, body, *answer, thinking=BLOCK) == "$$"
+@pytest.mark.parametrize(
+    ("body", "answer"),
+    [
+        (JsonSchema(text=NUMBER), []),
+        (Regex(pattern=r'\{"x":1\}'), []),
+        (Lark(text=f"start: <[{TOOL}]> @args", schemas={"args": NUMBER}), [TOOL]),
+    ],
+)
+def test_any_body_may_follow_thinking(compiler, body, answer):
+    thought = [THINK, "hm", END_THINK, "\n\n", *answer, '{"x":1}']
+    assert read(compiler, body, *thought, thinking=BLOCK) == "$$"
 
 
 # ---- tags in free text
-
-
 TAGS = [
     Tag(begin="<f=a>", schema=NUMBER, end="</f>"),
     Tag(begin="<f=b>", schema="{}", end="</f>"),
@@ -236,8 +231,6 @@ def test_a_trigger_in_free_text_must_become_one_of_its_tags(compiler, options, a
 
 
 # ---- rules
-
-
 NESTED = Rules(
     start=GrammarRule("list"),
     rules={
@@ -271,7 +264,7 @@ VALUE = Until("</v>", "[a-c]{2,3}")
         (Sequence([Repeat(LiteralForm("a"), 0, 1), LiteralForm("b")]), ["b"], "$$"),
     ],
 )
-def test_each_form_admits_what_it_says(compiler, start, answer, left):
+def test_each_rule_form_admits_its_texts(compiler, start, answer, left):
     body = Rules(start=start)
     check_grammar(Grammar(body=body))
     assert read(compiler, body, *answer) == left
@@ -293,8 +286,6 @@ def test_markup_stands_around_any_body_behind_the_thinking(compiler):
 
 
 # ---- refusals
-
-
 def nested(depth: int) -> Sequence:
     form = Sequence([])
     for _ in range(depth):
@@ -353,7 +344,7 @@ def chain(length: int) -> str:
         (Gbnf(text="root ::= " + "(" * 20_000), "nested"),
     ],
 )
-def test_what_cannot_be_enforced_is_refused_and_named(compiler, body, says):
+def test_a_schema_that_cannot_be_enforced_is_refused_and_named(compiler, body, says):
     with pytest.raises(InvalidRequest, match=says) as caught:
         compiler.compile(Grammar(body=body))
     assert caught.value.param == "grammar"
@@ -418,8 +409,8 @@ def test_a_copy_of_a_template_goes_its_own_way(compiler):
 
 
 def test_a_compiled_grammar_is_fast_from_its_first_token(compiler, monkeypatch):
-    """The first mask, which is slow, is made while compiling: compare with a compiler that does not
-    make it."""
+    """The first mask, which costs four times the second, is made while compiling: compare with a
+    compiler that does not make it."""
     prepared: list[float] = []
     unprepared: list[float] = []
     for number in range(40):
@@ -428,7 +419,7 @@ def test_a_compiled_grammar_is_fast_from_its_first_token(compiler, monkeypatch):
             patch.setattr(GrammarProbe, "find_fault", lambda probe, inner: "")
             unprepared.append(first_mask_s(compiler, grammar))
         prepared.append(first_mask_s(compiler, grammar))
-    assert min(prepared) < min(unprepared)
+    assert min(prepared) < 2.5 / 4 * min(unprepared)
 
 
 def first_mask_s(compiler: Compiler, grammar: Grammar) -> float:

@@ -20,7 +20,7 @@ from engine_core.grammar.service import NUM_THREADS, GrammarService
 from protocol.errors import InvalidRequest
 from protocol.grammar import Grammar, Regex
 from tests.support.grammars import signs_card
-from tests.support.processes import eventually
+from tests.support.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
 WAIT_MS = 60_000
@@ -39,16 +39,16 @@ def job(name: str, body: Any) -> CompileJob:
 
 
 def waited(service: GrammarService, count: int, now: float = 0.0) -> dict[str, CompiledGrammar]:
-    """What comes of so many jobs, as the loop would hear of it."""
+    """Return the results of `count` jobs, as the loop would receive them."""
     poller = select.poll()
     poller.register(service.fd, select.POLLIN)
     results: dict[str, CompiledGrammar] = {}
     while len(results) < count:
-        assert poller.poll(WAIT_MS), "nothing was heard"
+        assert poller.poll(WAIT_MS), "no result came"
         results |= {compiled.digest.decode(): compiled for compiled in service.drain(now)}
 
     def is_quiet() -> bool:
-        """A thread may say that there is news just after it was taken: once, for nothing."""
+        """A thread may signal once more after its result was drained."""
         assert not service.drain(now)
         return not poller.poll(0)
 
@@ -56,7 +56,7 @@ def waited(service: GrammarService, count: int, now: float = 0.0) -> dict[str, C
     return results
 
 
-def test_jobs_come_back_as_templates_or_as_the_clients_errors(service: GrammarService) -> None:
+def test_compile_jobs_return_templates_or_request_errors(service: GrammarService) -> None:
     service.submit(job("early", Regex(pattern="a")), 0.0)
     service.start(signs_card())
     service.submit(job("good", Regex(pattern="b")), 0.0)
@@ -69,7 +69,7 @@ def test_jobs_come_back_as_templates_or_as_the_clients_errors(service: GrammarSe
     assert service.drain(1e9) == []
 
 
-def test_a_job_is_refused_when_its_time_is_over_and_kept_when_it_comes_late(
+def test_a_job_past_its_time_is_refused_and_its_late_result_is_kept(
     service: GrammarService,
 ) -> None:
     service.submit(job("slow", Regex(pattern="a")), 100.0)
@@ -94,12 +94,12 @@ def test_without_a_usable_tokenizer_grammars_are_refused_and_everything_else_wor
     assert "this model cannot be constrained" in result.message
 
 
-def test_what_comes_after_the_end_is_for_nobody() -> None:
+def test_results_after_close_are_dropped() -> None:
     service = GrammarService(BUDGET_S)
     service.submit(job("late", Regex(pattern="a")), 0.0)
     service.close()
     other = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-    os.dup2(other, service.fd)  # the number is somebody else's now
+    os.dup2(other, service.fd)  # another owner has this number now
     before = set(threading.enumerate())
     service.start(signs_card())
     assert eventually(
@@ -135,7 +135,7 @@ while bodies:
 """
 
 
-def test_what_is_deep_but_within_bounds_does_not_overflow_the_stack() -> None:
+def test_a_deep_grammar_within_bounds_does_not_overflow_the_stack() -> None:
     """In a process of its own: otherwise a failure would be the end of the test run."""
     ran = subprocess.run([sys.executable, "-c", DEEP], cwd=ROOT, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr

@@ -7,16 +7,14 @@ from typing import Any
 
 import pytest
 
-from gateway.formats.arguments_grammar import arguments_form
 from gateway.formats.event_builder import DeclaredTool
-from gateway.formats.gemma import FORMATS, notation
+from gateway.formats.gemma import FORMATS
 from gateway.formats.grammar_builder import GrammarBuilder, NotWritable
 from gateway.formats.plain_values import PlainValues, ValueEnd
 from gateway.formats.pythonic import PYTHON_NOTATION
 from gateway.formats.schema_cases import SchemaCase, Schemas
-from gateway.formats.string_escapes import StringEscapes, free_of, signs
-from gateway.formats.string_limits import limited
-from gateway.formats.value_syntax import Values, json_notation
+from gateway.formats.string_limits import StringEscapes, free_of, limited, signs
+from gateway.formats.value_syntax import Values, arguments_form, json_notation
 from protocol.grammar import (
     Either,
     Form,
@@ -29,7 +27,7 @@ from protocol.grammar import (
     Until,
 )
 
-GEMMA = notation(FORMATS["gemma4"])
+GEMMA = FORMATS["gemma4"].notation()
 VERBATIM = StringEscapes()
 
 
@@ -91,7 +89,7 @@ def test_types_enumerations_and_combinations_become_cases() -> None:
         ({"allOf": 1}, "allOf"),
     ],
 )
-def test_what_cannot_be_enforced_is_refused_by_name(schema: Any, keyword: str) -> None:
+def test_a_constraint_that_cannot_be_enforced_is_refused_by_name(schema: Any, keyword: str) -> None:
     with pytest.raises(NotWritable, match=re.escape(keyword)) as caught:
         cases(schema, self={"$ref": "#/properties/self"})
     assert caught.value.field == "parameters"
@@ -147,14 +145,8 @@ PLAIN = ValueEnd(close="</p>", trim="newline", around="\n")
         ({"type": ["string", "null"]}, Until("</p>")),
         ({"type": ["string", "integer", "boolean"]}, Until("</p>")),
         ({}, Until("</p>")),
-        (
-            {"type": "boolean"},
-            Sequence([LiteralForm("\n"), Until("</p>", r"(?:true|false)\x{A}")]),
-        ),
-        (
-            {"enum": ["a", "</p>", 1]},
-            Sequence([LiteralForm("\n"), Until("</p>", r"(?:a|1)\x{A}")]),
-        ),
+        ({"type": "boolean"}, Sequence([LiteralForm("\n"), Until("</p>", r"(?:true|false)\x{A}")])),
+        ({"enum": ["a", "</p>", 1]}, Sequence([LiteralForm("\n"), Until("</p>", r"(?:a|1)\x{A}")])),
         (
             {"type": ["integer", "null"], "minimum": 1},
             Sequence(

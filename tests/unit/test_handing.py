@@ -11,10 +11,9 @@ from gateway.engine.kv_params import (
     MAX_HANDLE_CHARS,
     KVTransferParams,
     apply_kv_params,
-    has_no_effect,
     parse_kv_params,
 )
-from gateway.formats.token_passthrough import TokenPassthroughFactory
+from gateway.formats.choice_parser import TokenPassthroughFactory
 from gateway.generation.request import PromptRequest
 from protocol.errors import InvalidRequest
 from protocol.sampling import SamplingParams
@@ -34,12 +33,9 @@ def asks(num_prompts: int = 1, num_choices: int = 1) -> list[PromptRequest]:
 @pytest.mark.parametrize(
     ("given", "wish"),
     [
-        (None, KVTransferParams()),
-        ({}, KVTransferParams()),
-        (
-            {"do_remote_decode": False, "do_remote_prefill": False, "handle": None},
-            KVTransferParams(),
-        ),
+        (None, None),
+        ({}, None),
+        ({"do_remote_decode": False, "do_remote_prefill": False, "handle": None}, None),
         (KEEP, KVTransferParams(keeps=True)),
         (  # as vLLM's own router asks
             KEEP
@@ -51,8 +47,10 @@ def asks(num_prompts: int = 1, num_choices: int = 1) -> list[PromptRequest]:
         (GO_ON | {"do_remote_decode": False}, KVTransferParams(handle="abc")),
     ],
 )
-def test_what_is_understood(given: dict[str, Any] | None, wish: KVTransferParams) -> None:
-    assert parse_kv_params(given) == wish
+def test_parameters_that_do_something_are_parsed(
+    given: dict[str, Any] | None, wish: KVTransferParams | None
+) -> None:
+    assert parse_kv_params(given, KEEPING) == wish
 
 
 @pytest.mark.parametrize(
@@ -74,40 +72,33 @@ def test_what_is_understood(given: dict[str, Any] | None, wish: KVTransferParams
 )
 def test_clients_name_no_hosts_ports_or_blocks(field: str, given: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        parse_kv_params(given)
+        parse_kv_params(given, KEEPING)
     assert caught.value.param == f"kv_transfer_params.{field}"
 
 
 def test_a_prompt_is_kept_for_as_many_as_it_has_choices() -> None:
-    (ask,) = apply_kv_params(
-        asks(num_choices=3), KVTransferParams(keeps=True), KEEPING, streams=False
-    )
+    (ask,) = apply_kv_params(asks(num_choices=3), KVTransferParams(keeps=True), streams=False)
     assert (ask.kv_readers, len(ask.choices)) == (3, 1)
 
 
 def test_every_choice_goes_on_from_the_handle() -> None:
-    (ask,) = apply_kv_params(
-        asks(num_choices=3), KVTransferParams(handle="abc"), LIMITS, streams=True
-    )
+    (ask,) = apply_kv_params(asks(num_choices=3), KVTransferParams(handle="abc"), streams=True)
     assert (ask.kv_handle, ask.kv_readers, len(ask.choices)) == ("abc", 0, 3)
 
 
 @pytest.mark.parametrize("wish", [KVTransferParams(keeps=True), KVTransferParams(handle="abc")])
 def test_a_handle_goes_with_one_prompt(wish: KVTransferParams) -> None:
     with pytest.raises(InvalidRequest, match="one prompt"):
-        apply_kv_params(asks(num_prompts=2), wish, KEEPING, streams=False)
+        apply_kv_params(asks(num_prompts=2), wish, streams=False)
 
 
 def test_what_is_kept_is_not_told_in_a_stream() -> None:
     with pytest.raises(InvalidRequest, match="cannot be combined with stream"):
-        apply_kv_params(asks(), KVTransferParams(keeps=True), KEEPING, streams=True)
+        apply_kv_params(asks(), KVTransferParams(keeps=True), streams=True)
 
 
-def test_where_nothing_is_kept_for_others_the_wish_has_no_effect_and_is_named_so() -> None:
+def test_an_engine_that_keeps_nothing_ignores_do_remote_decode() -> None:
+    assert parse_kv_params(KEEP, LIMITS) is None
+    assert parse_kv_params(GO_ON, LIMITS) == KVTransferParams(handle="abc")
     given = asks()
-    assert apply_kv_params(given, KVTransferParams(keeps=True), LIMITS, streams=True) == given
-    assert has_no_effect(KEEP, LIMITS)
-    assert has_no_effect({}, KEEPING)
-    assert not has_no_effect(KEEP, KEEPING)
-    assert not has_no_effect(GO_ON, LIMITS)
-    assert not has_no_effect(None, LIMITS)
+    assert apply_kv_params(given, None, streams=True) == given

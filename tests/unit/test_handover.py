@@ -11,7 +11,6 @@ from engine_core.kv.peers import PeerCluster
 from engine_core.request import NEXT_PHASE, RequestEvent, RequestPhase
 from protocol.grammar import Regex
 from protocol.kv import KVCancel, KVExport, KVFailure, KVFetch, KVFetched, KVReport, KVWithdraw
-from protocol.messages import Refused
 from tests.support.engines import CLIENT, Bench, answer, habitual_token
 from tests.support.grammars import text_of
 from tests.support.handover import Air, ClusterPlace
@@ -19,9 +18,8 @@ from tests.support.pair import PROMPT, HandoffPair
 
 
 def usage_of(bench: Bench, number: int) -> tuple[int, int]:
-    """(cached, fetched) tokens, as the end tells them."""
-    usage = bench.end(number).usage
-    assert usage is not None
+    """Return the (cached, fetched) tokens in the usage of the last output."""
+    usage = bench.usage(number)
     return usage.cached_tokens, usage.fetched_tokens
 
 
@@ -30,8 +28,6 @@ def num_computed(bench: Bench) -> int:
 
 
 # ---- the way it goes
-
-
 def test_a_prompt_is_computed_once_and_its_answer_is_that_of_one_engine() -> None:
     pair = HandoffPair()
     handle = pair.prefill()
@@ -49,41 +45,28 @@ def test_a_prompt_is_computed_once_and_its_answer_is_that_of_one_engine() -> Non
     assert pair.is_free()
 
 
-@pytest.mark.parametrize("length", range(2, 19))
-def test_a_prompt_of_any_length_is_handed_over_whole(length: int) -> None:
-    """Also one that ends with a block, or begins one."""
+@pytest.mark.parametrize(
+    ("prefilled", "decoded"), [*((n, n) for n in range(2, 19)), (12, 30), (18, 17)]
+)
+def test_a_handle_covers_its_prompt_but_for_the_last_token(prefilled: int, decoded: int) -> None:
+    """This holds for prompts of any length, and if the decoded prompt is longer or shorter."""
     pair = HandoffPair()
-    prompt = PROMPT[:length]
-    number = pair.decode(pair.prefill(prompt), prompt, max_tokens=5)
+    prompt = PROMPT[:decoded]
+    number = pair.decode(pair.prefill(PROMPT[:prefilled]), prompt, max_tokens=5)
     pair.run()
+    fetched = min(prefilled, decoded) - 1
     assert pair.d.tokens(number) == answer(prompt, 5)
-    assert (num_computed(pair.p), usage_of(pair.d, number)[1]) == (length - 1, length - 1)
+    assert (num_computed(pair.p), usage_of(pair.d, number)) == (prefilled - 1, (fetched, fetched))
     assert pair.is_free()
 
 
-def test_of_one_token_there_is_nothing_to_hand_over() -> None:
+def test_a_prompt_of_one_token_is_not_handed_over() -> None:
     pair = HandoffPair()
     assert pair.prefill([7]) == ""
     assert pair.is_free()
 
 
-def test_a_handle_of_a_shorter_prompt_is_as_good_as_far_as_it_goes() -> None:
-    pair = HandoffPair()
-    number = pair.decode(pair.prefill(PROMPT[:12]), PROMPT, max_tokens=4)
-    pair.run()
-    assert pair.d.tokens(number) == answer(PROMPT, 4)
-    assert usage_of(pair.d, number) == (11, 11)
-
-
-def test_a_handle_of_all_tokens_leaves_the_last_one_to_be_computed() -> None:
-    pair = HandoffPair()
-    number = pair.decode(pair.prefill(PROMPT[:18]), PROMPT[:17], max_tokens=4)
-    pair.run()
-    assert pair.d.tokens(number) == answer(PROMPT[:17], 4)
-    assert usage_of(pair.d, number) == (16, 16)
-
-
-def test_what_the_cache_has_is_not_fetched() -> None:
+def test_cached_blocks_are_not_fetched() -> None:
     pair = HandoffPair()
     pair.d.add(PROMPT[:10], kv_handle=pair.prefill(PROMPT[:10]), max_tokens=1)
     pair.run()
@@ -96,7 +79,7 @@ def test_what_the_cache_has_is_not_fetched() -> None:
     assert usage_of(pair.d, number) == (29, 21)
 
 
-def test_nothing_is_fetched_where_the_cache_has_all() -> None:
+def test_a_fully_cached_prompt_fetches_nothing() -> None:
     pair = HandoffPair()
     prompt = PROMPT[:17]  # the last token begins a block
     pair.d.add(prompt, max_tokens=2)
@@ -108,12 +91,12 @@ def test_nothing_is_fetched_where_the_cache_has_all() -> None:
     assert usage_of(pair.d, number) == (16, 0)
 
 
-def test_what_was_fetched_is_findable_only_when_it_is_there() -> None:
+def test_fetched_blocks_are_findable_only_after_they_arrive() -> None:
     pair = HandoffPair()
     pair.decode(pair.prefill(), max_tokens=4)
-    assert len(pair.d.engine._scheduler.pool.cache) == 0
+    assert len(pair.d.engine.scheduler.pool.cache) == 0
     pair.move()
-    assert len(pair.d.engine._scheduler.pool.cache) == 7
+    assert len(pair.d.engine.scheduler.pool.cache) == 7
 
 
 def test_several_readers_each_fetch_and_the_last_one_ends_the_lease() -> None:
@@ -130,10 +113,9 @@ def test_several_readers_each_fetch_and_the_last_one_ends_the_lease() -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_others_stream_while_a_prompt_is_fetched_and_neither_notices(depth: int) -> None:
+def test_other_requests_stream_while_a_prompt_is_fetched(depth: int) -> None:
     pair = HandoffPair(d={"steps_in_flight": depth, "max_slots": 2})
     other = pair.d.add([40, 41], max_tokens=30, ignore_eos=True)
-    assert isinstance(other, int)
     pair.d.step()
     number = pair.decode(pair.prefill(), max_tokens=9)
     before = len(pair.d.tokens(other))
@@ -146,7 +128,7 @@ def test_others_stream_while_a_prompt_is_fetched_and_neither_notices(depth: int)
     assert len(pair.d.tokens(other)) == 30
 
 
-def test_a_prompt_that_has_come_streams_before_long_prompts_are_computed() -> None:
+def test_a_fetched_prompt_streams_before_long_prompts_are_computed() -> None:
     pair = HandoffPair(d={"token_budget": 8})
     pair.d.add([50] * 100, max_tokens=1)
     number = pair.decode(pair.prefill(), max_tokens=3)
@@ -157,11 +139,10 @@ def test_a_prompt_that_has_come_streams_before_long_prompts_are_computed() -> No
     assert len(pair.d.tokens(number)) == 1
 
 
-def test_an_answer_in_a_grammar_goes_on_from_a_fetched_prompt() -> None:
+def test_a_constrained_answer_continues_from_a_fetched_prompt() -> None:
     pair = HandoffPair()
     handle = pair.prefill()
     number = pair.d.add(PROMPT, kv_handle=handle, grammar=Regex(pattern="[ab]{4}c"), max_tokens=9)
-    assert isinstance(number, int)
     pair.d.compile()
     pair.run()
     assert text_of(pair.d.tokens(number)).endswith("c")
@@ -175,13 +156,12 @@ def test_drafts_are_guessed_from_a_fetched_prompt() -> None:
     pair.run()
     alone = Bench(say=habitual_token)
     plain = alone.add(PROMPT, max_tokens=60, ignore_eos=True)
-    assert isinstance(plain, int)
     alone.run()
     assert pair.d.tokens(number) == alone.tokens(plain)
     assert pair.d.engine.stats().num_accepted_tokens > 10
 
 
-def test_who_wants_the_prompts_logprobs_has_it_computed_here() -> None:
+def test_a_prompt_with_logprobs_is_computed_here() -> None:
     pair = HandoffPair()
     number = pair.decode(pair.prefill(), max_tokens=2, prompt_logprobs=0)
     assert not pair.movers[1].heard
@@ -193,21 +173,18 @@ def test_a_preempted_request_is_computed_again_and_fetches_nothing() -> None:
     pair = HandoffPair(d={"num_blocks": 17, "prefix_cache": False})
     number = pair.decode(pair.prefill(), max_tokens=24, ignore_eos=True)
     pair.move()
-    other = pair.d.add([90] * 8, priority=-1, max_tokens=50, ignore_eos=True)
+    pair.d.add([90] * 8, priority=-1, max_tokens=50, ignore_eos=True)
     pair.run()
-    assert isinstance(other, int)
     assert len([order for order in pair.movers[1].heard if isinstance(order, KVFetch)]) == 1
-    usage = pair.d.end(number).usage
-    assert usage is not None
+    usage = pair.d.usage(number)
     assert usage.preemptions == 1
     assert pair.d.tokens(number) == answer(PROMPT, 24)
 
 
-def test_who_fetches_is_nobodys_victim() -> None:
+def test_a_fetching_request_is_never_preempted() -> None:
     pair = HandoffPair(d={"num_blocks": 17})
     number = pair.decode(pair.prefill(), max_tokens=3)
     other = pair.d.add([90] * 8, priority=-1, max_tokens=50, ignore_eos=True)
-    assert isinstance(other, int)
     for _ in range(60):
         pair.d.step()
     assert pair.d.engine.stats().num_preemptions == 1, "the other one has no more blocks"
@@ -218,9 +195,7 @@ def test_who_fetches_is_nobodys_victim() -> None:
 
 
 # ---- what fails
-
-
-def test_a_failed_fetch_is_computed_here_in_blocks_that_are_zeroed() -> None:
+def test_a_failed_fetch_is_computed_locally_in_zeroed_blocks() -> None:
     pair = HandoffPair()
     number = pair.decode(pair.prefill(), max_tokens=9)
     pair.move("damaged")
@@ -230,12 +205,11 @@ def test_a_failed_fetch_is_computed_here_in_blocks_that_are_zeroed() -> None:
     assert pair.d.engine.stats().num_fetches_failed == {"damaged": 1}
 
 
-def test_a_failed_fetch_is_an_error_that_says_why_where_that_is_asked_for() -> None:
+def test_a_failed_fetch_is_an_error_with_its_reason_if_configured() -> None:
     pair = HandoffPair(d={"kv_on_failure": "error"})
     number = pair.decode(pair.prefill(), max_tokens=9)
     pair.move("unreachable")
     error = pair.d.end(number).error
-    assert error is not None
     assert error.code == "step_failed"
     assert error.message == (
         "the prompt's K/V could not be fetched (unreachable: as the test wants it)"
@@ -243,7 +217,7 @@ def test_a_failed_fetch_is_an_error_that_says_why_where_that_is_asked_for() -> N
     assert pair.d.engine.is_idle
 
 
-def test_an_abort_is_told_at_once_and_blocks_come_back_with_the_report() -> None:
+def test_an_aborted_fetch_ends_at_once_and_frees_its_blocks_with_the_report() -> None:
     pair = HandoffPair()
     number = pair.decode(pair.prefill(), max_tokens=9)
     free = pair.d.engine.stats().free_blocks
@@ -268,7 +242,7 @@ def test_a_report_on_a_job_that_is_not_out_is_the_workers_failure() -> None:
         pair.d.hear(KVReport(failed=[KVFailure(9, "expired", "")]))
 
 
-def test_it_is_known_for_how_long_the_worker_has_owed_a_report() -> None:
+def test_the_age_of_the_oldest_fetch_is_known() -> None:
     pair = HandoffPair()
     handle = pair.prefill()
     pair.d.tick(100.0)
@@ -279,9 +253,7 @@ def test_it_is_known_for_how_long_the_worker_has_owed_a_report() -> None:
 
 
 # ---- leases
-
-
-def test_a_lease_is_over_by_time_unless_it_is_kept() -> None:
+def test_a_lease_expires_unless_it_is_kept() -> None:
     pair = HandoffPair(p={"kv_lease_s": 30})
     handle = pair.prefill()
     pair.p.tick(29)
@@ -295,7 +267,7 @@ def test_a_lease_is_over_by_time_unless_it_is_kept() -> None:
     assert pair.is_free()
 
 
-def test_a_drain_waits_for_leases_which_nobody_can_keep_then() -> None:
+def test_a_drain_waits_for_leases_and_no_longer_extends_them() -> None:
     pair = HandoffPair(p={"kv_lease_s": 30})
     handle = pair.prefill()
     pair.p.engine.drain()
@@ -306,7 +278,7 @@ def test_a_drain_waits_for_leases_which_nobody_can_keep_then() -> None:
     assert pair.p.engine.is_idle
 
 
-def test_handles_that_mean_nothing_here_are_no_error() -> None:
+def test_unknown_handles_are_no_error() -> None:
     pair, other = HandoffPair(), HandoffPair()
     pair.prefill()
     foreign = other.prefill()
@@ -318,7 +290,7 @@ def test_handles_that_mean_nothing_here_are_no_error() -> None:
     assert pair.p.engine.stats().leases == 1
 
 
-def test_of_another_life_of_the_engine_a_handle_means_nothing() -> None:
+def test_a_handle_of_another_epoch_is_ignored() -> None:
     pair = HandoffPair()
     handle = pair.prefill()
     cluster = PeerCluster(b"k" * 32, epoch="p, anew", endpoint=None)
@@ -327,9 +299,7 @@ def test_of_another_life_of_the_engine_a_handle_means_nothing() -> None:
     assert not engine.drain_kv_commands()
 
 
-def test_a_lease_is_exported_before_its_handle_is_told_and_withdrawn_before_its_blocks_are() -> (
-    None
-):
+def test_a_lease_is_withdrawn_before_its_blocks_are_reused() -> None:
     """Blocks of an expired lease may be in the very next plan."""
     pair = HandoffPair(p={"num_blocks": 9, "prefix_cache": False})
     pair.prefill()
@@ -337,18 +307,16 @@ def test_a_lease_is_exported_before_its_handle_is_told_and_withdrawn_before_its_
     assert pair.p.plan() is None, "there is no block for it"
     pair.p.engine.tick(31)
     plan = pair.p.engine.plan()
-    assert plan is not None
     assert isinstance(pair.p.engine.drain_kv_commands()[0], KVWithdraw)
     exported = pair.movers[0].heard[0]
     assert isinstance(exported, KVExport)
     assert set(exported.blocks.tolist()) & set(plan.zero_blocks.tolist())
 
 
-def test_the_worker_hears_of_a_lease_before_the_step_that_completes_it_and_of_an_abort() -> None:
+def test_a_lease_is_exported_before_the_step_that_completes_it_and_withdrawn_on_abort() -> None:
     """A reader may be quicker at P's worker than a word of P's engine that was said later."""
     pair = HandoffPair(p={"token_budget": 16})
     number = pair.p.add(PROMPT, kv_readers=1)
-    assert isinstance(number, int)
     heard = pair.movers[0].heard
     assert pair.p.plan() is not None
     assert not heard, "13 tokens are left for another step"
@@ -373,16 +341,15 @@ def crowded(**p: Any) -> HandoffPair:
     return pair
 
 
-def test_a_running_request_takes_the_oldest_lease_rather_than_be_preempted() -> None:
+def test_a_running_request_ends_the_oldest_lease_rather_than_be_preempted() -> None:
     pair = crowded()
-    number = pair.p.add([90] * 15, max_tokens=30, ignore_eos=True)
+    pair.p.add([90] * 15, max_tokens=30, ignore_eos=True)
     pair.p.run()
-    assert isinstance(number, int)
     stats = pair.p.engine.stats()
     assert (stats.num_preemptions, stats.num_leases_ended) == (0, {"yielded": 2})
 
 
-def test_a_request_that_waits_takes_leases_beyond_their_share() -> None:
+def test_a_waiting_request_ends_leases_beyond_their_share() -> None:
     pair = crowded()
     pair.p.add([90] * 30, max_tokens=1)
     pair.p.step()
@@ -392,11 +359,10 @@ def test_a_request_that_waits_takes_leases_beyond_their_share() -> None:
     assert pair.p.engine.stats().leased_blocks == 8
 
 
-def test_a_prompt_for_others_waits_for_leases_to_end_but_not_beyond_their_first_term() -> None:
+def test_a_new_lease_waits_until_older_leases_end_or_complete_their_first_term() -> None:
     pair = crowded()
     handles = [pair.prefill([9, 8, 7])]  # kept below
     number = pair.p.add(list(range(50, 80)), kv_readers=1)
-    assert isinstance(number, int)
     assert pair.p.step() is None
     pair.p.tick(20)
     pair.p.engine.keep_kv(handles)
@@ -408,17 +374,14 @@ def test_a_prompt_for_others_waits_for_leases_to_end_but_not_beyond_their_first_
 
 
 # ---- refusals
-
-
 def refusal(bench: Bench, prompt: list[int] = PROMPT, **asked: Any) -> str:
-    reply = bench.add(prompt, **asked)
-    assert isinstance(reply, Refused)
+    reply = bench.refusal(prompt, **asked)
     assert (reply.error.code, reply.error.param) == ("invalid_request", "kv_transfer_params")
     assert "\n" not in reply.error.message
     return reply.error.message
 
 
-def test_engines_do_only_their_part() -> None:
+def test_an_engine_refuses_requests_of_another_role() -> None:
     pair = HandoffPair()
     assert "role prefill" in refusal(pair.p, max_tokens=5)
     assert "role prefill" in refusal(pair.p, kv_handle=pair.prefill())
@@ -429,7 +392,7 @@ def test_engines_do_only_their_part() -> None:
 
 
 @pytest.mark.parametrize("asked", [{"kv_readers": 1}, {"kv_handle": "x"}])
-def test_an_engine_alone_says_what_it_lacks(asked: dict[str, Any]) -> None:
+def test_an_engine_without_a_cluster_names_the_missing_part(asked: dict[str, Any]) -> None:
     assert "no cluster key" in refusal(Bench(), **asked)
     place = ClusterPlace(Air(), PeerCluster(b"k" * 32, epoch="e", endpoint=None))
     assert "worker transfers none" in refusal(Bench(place=place), **asked)
@@ -439,7 +402,7 @@ def test_a_worker_that_exports_nothing_can_still_fetch() -> None:
     pair = HandoffPair()
     bench = Bench(place=pair.air.place("x", address=""))
     assert "exports none" in refusal(bench, kv_readers=1)
-    assert isinstance(bench.add(PROMPT, kv_handle=pair.prefill()), int)
+    bench.add(PROMPT, kv_handle=pair.prefill())
 
 
 @pytest.mark.parametrize("readers", [-1, 1025])
@@ -455,10 +418,10 @@ def test_a_handle_is_for_its_prompt_in_its_namespace_alone() -> None:
     assert "another prompt" in refusal(d, kv_handle=handle)
     assert "29 tokens, but the prompt has 28" in refusal(d, PROMPT[:28], kv_handle=handle)
     assert "not written by an engine" in refusal(d, kv_handle="AQ" * 40)
-    assert isinstance(d.add(PROMPT, namespace="key", kv_handle=handle), int)
+    d.add(PROMPT, namespace="key", kv_handle=handle)
 
 
-def test_where_layouts_differ_both_are_told() -> None:
+def test_an_error_about_different_layouts_names_both() -> None:
     pair = HandoffPair()
     other = Bench(place=pair.air.place("x", layout=b"another", told="blocks of 8"))
     told = refusal(other, kv_handle=pair.prefill())
@@ -472,30 +435,26 @@ def test_a_handle_of_another_cluster_is_refused() -> None:
     assert "of this cluster" in refusal(Bench(place=place), kv_handle=pair.prefill())
 
 
-def test_what_a_request_for_others_says_of_its_answer_is_checked_and_means_nothing() -> None:
+def test_the_answer_parameters_of_a_remote_prefill_are_checked_and_unused() -> None:
     pair = HandoffPair()
     handle = pair.prefill(max_tokens=9, grammar=Regex(pattern="a+"), prompt_logprobs=2)
     assert handle
     assert not pair.p.jobs
     assert pair.p.tokens(1) == []
-    reply = pair.p.add(PROMPT, kv_readers=1, logit_bias={1000: 1.0})
-    assert isinstance(reply, Refused)
+    pair.p.refusal(PROMPT, kv_readers=1, logit_bias={1000: 1.0})
 
 
 # ---- the tables
-
-
-def test_what_is_not_in_a_table_is_illegal_and_changes_nothing() -> None:
+def test_a_move_that_is_in_no_table_raises_and_changes_nothing() -> None:
     pair = HandoffPair()
     number = pair.decode(pair.prefill(), max_tokens=1)
-    request = pair.d.engine._open.find(CLIENT, number)
-    assert request is not None
+    request = pair.d.engine.open_requests.find(CLIENT, number)
     assert request.phase is RequestPhase.FETCHING
     for event in RequestEvent:
         if (RequestPhase.FETCHING, event) not in NEXT_PHASE:
             with pytest.raises(RuntimeError, match="illegal in FETCHING"):
                 request.move(event)
-    fetch = pair.d.engine._kv_transfers.fetches._jobs[1]
+    fetch = fetches.Fetch(1, request, None, 0.0)  # type: ignore[arg-type]
     fetch.move(fetches.FetchEvent.CANCEL)
     with pytest.raises(RuntimeError, match="CANCEL is illegal in CANCELLED"):
         fetch.move(fetches.FetchEvent.CANCEL)

@@ -32,10 +32,10 @@ class FaultCase:
     at_d: int = 0
     handle: str = ""
     is_aborted: bool = False
-    is_gone: bool = False  # the gateway, and with it whoever could be told
+    is_gone: bool = False  # the gateway, and with it every receiver
 
     def phase(self, bench: Bench, number: int) -> RequestPhase:
-        request = bench.engine._open.find(CLIENT, number)
+        request = bench.engine.open_requests.find(CLIENT, number)
         return RequestPhase.FINISHED if request is None else request.phase
 
     def go_on(self) -> None:
@@ -53,7 +53,7 @@ class FaultCase:
             self.handle = news[-1].kv_handle
 
     def ask_d(self) -> None:
-        number = self.pair.d.add(
+        number = self.pair.d.ask(
             PROMPT, kv_handle=self.handle, max_tokens=NUM_TOKENS, ignore_eos=True
         )
         if isinstance(number, int):
@@ -61,11 +61,8 @@ class FaultCase:
 
 
 # ---- where a request stands, each from the one before
-
-
 def waits_at_p(case: FaultCase) -> None:
     number = case.pair.p.add(PROMPT, kv_readers=1)
-    assert isinstance(number, int)
     case.at_p = number
     assert case.phase(case.pair.p, number) is RequestPhase.WAITING
 
@@ -119,8 +116,6 @@ STATES: dict[str, Callable[[FaultCase], None]] = {
 
 
 # ---- what happens then
-
-
 def nothing(case: FaultCase) -> None:
     pass
 
@@ -204,8 +199,6 @@ FAULTS: dict[str, tuple[Callable[[FaultCase], None], str]] = {
 
 
 # ---- what becomes of it
-
-
 def outcome(state: str, fault: str) -> str:
     happen, policy = FAULTS[fault]
     case = FaultCase(
@@ -228,7 +221,7 @@ def end_of(case: FaultCase) -> str:
     news = bench.news[CLIENT, number]
     last = news[-1] if news else Output(request=number)
     if case.is_gone:
-        assert not case.at_d or last.finish is None, "somebody was told who is not there"
+        assert not case.at_d or last.finish is None, "output was sent to a lost client"
         return "nobody is told"
     if case.is_aborted:
         assert last.finish == ("abort" if case.at_d or not case.handle else "length")
@@ -236,10 +229,8 @@ def end_of(case: FaultCase) -> str:
     if not case.at_d:
         return "refused by D"
     if last.finish == "error":
-        assert last.error is not None
         return f"error `{last.error.code}`"
     assert bench.tokens(number) == answer_without_end()
-    assert last.usage is not None
     how = "fetched" if last.usage.fetched_tokens else "computed again"
     return f"answer: {how}" + ", preempted" * bool(last.usage.preemptions)
 
@@ -263,11 +254,11 @@ def documented() -> list[str]:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_becomes_of_a_request_is_what_the_documentation_says(fault: str) -> None:
+def test_each_fault_ends_a_request_as_the_documentation_says(fault: str) -> None:
     assert row(fault) in documented()
 
 
-def test_the_documentation_knows_no_other_states_and_faults() -> None:
+def test_the_documented_table_has_exactly_these_states_and_faults() -> None:
     head, line, *rows = documented()
     assert (head, line) == (HEAD, "|---" * (1 + len(STATES)) + "|")
     assert [entry.split("**")[1] for entry in rows] == list(FAULTS)

@@ -1,4 +1,4 @@
-"""Whether the worker gets on: a long step that is no longer than it should be does."""
+"""Whether the worker makes progress: a long step that was expected to be long is healthy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engine_core.health import LATE_S, Health
-from gateway.api.admin.activity import doing, in_words
+from gateway.api.admin.health import doing, in_words
 from protocol.messages import Limits
 from protocol.stats import EngineStats, WorkerView
 
@@ -28,16 +28,16 @@ def computing(step_s: float, expected_s: float, **more: Any) -> WorkerView:
         computing(0.5, 0.01),
         computing(LATE_S - 0.1, 0.01),
         computing(60.0, 59.0),
-        computing(120.0, 0.0),  # the first of all: nobody knows
+        computing(120.0, 0.0),  # the first of all: nothing is expected
     ],
 )
-def test_who_has_nothing_to_do_or_takes_its_time_is_well(view: WorkerView) -> None:
+def test_an_idle_or_slow_worker_is_healthy(view: WorkerView) -> None:
     health = Health(STOPPED_S)
     assert not health.update(view, False, 5.0)
     assert health.trouble == ""
 
 
-def test_a_step_that_takes_many_times_as_long_as_it_should_is_told_until_it_comes() -> None:
+def test_a_late_step_is_reported_until_it_completes() -> None:
     health = Health(STOPPED_S)
     assert health.update(computing(LATE_S, 0.5), False, 5.0)
     assert health.trouble == (
@@ -49,7 +49,7 @@ def test_a_step_that_takes_many_times_as_long_as_it_should_is_told_until_it_come
     assert health.trouble == ""
 
 
-def test_a_stopped_worker_is_told_at_once_and_lost_after_a_while() -> None:
+def test_a_stopped_worker_is_reported_at_once_and_later_lost() -> None:
     health = Health(STOPPED_S)
     assert health.update(WorkerView(pid=7), True, 5.0)
     assert health.trouble == "the worker (pid 7) has been stopped by a signal for 0.0 s"
@@ -79,11 +79,11 @@ def test_a_worker_that_goes_on_again_was_never_lost() -> None:
         (WorkerView(pid=7, trouble="stopped"), "stopped"),
     ],
 )
-def test_what_is_being_done_is_told_in_words(view: WorkerView, words: str) -> None:
+def test_the_workers_activity_is_described_in_words(view: WorkerView, words: str) -> None:
     assert in_words(view, 256) == words
 
 
-def test_where_no_heartbeat_has_come_nothing_is_told() -> None:
+def test_a_worker_without_a_heartbeat_is_not_reported() -> None:
     assert doing(None, LIMITS) == doing(EngineStats(), None) == {}
     told = doing(EngineStats(num_steps=9, worker=computing(0.5, 0.0, engine_pid=6)), LIMITS)
     assert (told["pid"], told["steps"]) == (6, 9)

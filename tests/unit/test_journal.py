@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from itertools import chain
 from pathlib import Path
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
-from engine_core.grammar.matcher import Matcher
 from engine_core.journal.file import KEPT_FILES, Writer, read
 from engine_core.journal.recorder import RecordedEngine
-from engine_core.journal.records import AnyRecord, Began, CommitRecord, PlanRecord, Ticked
+from engine_core.journal.records import (
+    AnyRecord,
+    Began,
+    CommitRecord,
+    KnownRecord,
+    PlanRecord,
+    Ticked,
+)
 from engine_core.journal.replay import NoJournal, ReplayDiffers, replay
-from engine_core.journal.state import FrozenObject, StateError, freeze, thaw
 from protocol.arrays import Int32
 from protocol.errors import WireError
 from protocol.grammar import ChoiceGrammar, Regex
-from tests.support.engines import Bench
+from tests.support.engines import Bench, a_card
 from tests.support.grammars import text_of
 from tests.support.storm import Forgetful, RequestStorm
 
@@ -39,9 +44,7 @@ class Journals:
         """From now on its engine writes one."""
         writer, engine = self.write(max_bytes), bench.engine
         tiers = list(bench.tiers.kept)
-        bench.engine = RecordedEngine(
-            writer, engine._config, engine._model, engine.limits, tiers=tiers
-        )
+        bench.engine = RecordedEngine(writer, bench.config, a_card(), engine.limits, tiers=tiers)
         return writer.path
 
     def close(self) -> None:
@@ -68,7 +71,7 @@ def stormy(
 
 
 @pytest.mark.parametrize("seed", [2, 3, 104, 205])
-def test_whatever_came_a_replay_decides_the_same(seed: int, journals: Journals) -> None:
+def test_a_replay_decides_the_same_for_any_input(seed: int, journals: Journals) -> None:
     bench, path = stormy(seed, journals)
     done = replay(read(path), checks=True)
     assert done.stats == bench.engine.stats()
@@ -107,9 +110,7 @@ def test_another_token_makes_another_answer(journals: Journals) -> None:
         replay(records)
 
 
-def test_what_made_an_engine_fail_is_written_and_makes_it_fail_again(
-    journals: Journals,
-) -> None:
+def test_the_input_that_made_an_engine_fail_is_recorded_and_fails_again(journals: Journals) -> None:
     bench = Bench()
     path = journals.of(bench)
     bench.add([5, 6], ignore_eos=True)
@@ -124,8 +125,7 @@ def test_what_made_an_engine_fail_is_written_and_makes_it_fail_again(
 
 
 def test_a_journal_that_was_cut_anywhere_is_read_up_to_its_last_whole_record(
-    journals: Journals,
-    tmp_path: Path,
+    journals: Journals, tmp_path: Path
 ) -> None:
     _, records = small(journals)
     (path,) = journals.directory.iterdir()
@@ -178,8 +178,6 @@ def test_an_answer_is_where_it_was_in_its_grammar(
     for now in range(9, 30):
         bench.engine.tick(float(now))
         bench.step()
-    assert isinstance(number, int)
-    assert isinstance(waits, int)
     assert text_of(bench.tokens(number)) in ("abcdefgh", "abcdxyzw")
     assert text_of(bench.tokens(waits)).endswith("c")
     masked = [replay(read(path), checks=True).kinds["masked"] for path in parts(journals)]
@@ -214,21 +212,19 @@ def test_a_long_life_is_bounded_the_oldest_part_goes_and_the_rest_replays(
     assert told[-1].stats == bench.engine.stats()
 
 
-def test_what_one_turn_brings_may_fill_a_file_and_the_next_turn_begins_another(
-    journals: Journals,
-) -> None:
+def test_a_full_journal_file_is_followed_by_another_at_the_next_turn(journals: Journals) -> None:
     bench = Bench(checks=False)
     path = journals.of(bench, 1 << 17)
     numbers = [bench.add(list(range(50)), max_tokens=1) for _ in range(800)]
     assert replay(read(path)).is_full
     assert path.stat().st_size < (1 << 17) + 100
-    bench.abort(*[number for number in numbers if isinstance(number, int)])
+    bench.abort(*numbers)
     busy(bench, 1.0)
     (_, second) = parts(journals)
     assert replay(read(second)).stats == bench.engine.stats()
 
 
-def test_an_engine_that_knows_more_than_half_a_file_goes_on_without_a_journal(
+def test_an_engine_whose_snapshot_exceeds_half_a_file_continues_without_a_journal(
     journals: Journals,
 ) -> None:
     bench = Bench(checks=False)
@@ -240,24 +236,44 @@ def test_an_engine_that_knows_more_than_half_a_file_goes_on_without_a_journal(
     assert second.stat().st_size <= (1 << 13) + 100
 
 
-def test_a_part_of_an_engine_that_consisted_of_something_else_is_refused(
-    journals: Journals, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def second_part(journals: Journals, monkeypatch: pytest.MonkeyPatch) -> list[AnyRecord]:
+    """The records of a part that starts with a snapshot of one open request."""
     monkeypatch.setattr("engine_core.journal.file.SPARE", 1)
     bench = Bench()
     journals.of(bench)
-    vars(bench.engine._scheduler)["of_old"] = 1
+    bench.add([5, 6, 7], max_tokens=4)
     bench.engine.tick(1.0)
-    with pytest.raises(NoJournal, match="Scheduler differ: of_old"):
-        replay(read(parts(journals)[-1]))
+    return list(read(parts(journals)[-1]))
 
 
-def test_a_state_names_no_class_but_ours_and_calls_none() -> None:
-    for name in ("subprocess:Popen", "engine_core.engine:secrets", "engine_core.nowhere:Engine"):
-        with pytest.raises(StateError):
-            thaw(FrozenObject([["object", name, {}, []]]), str, lambda digest: Matcher(None))
-    with pytest.raises(StateError, match="subprocess:list2cmdline"):
-        freeze([subprocess.list2cmdline], {})
+@pytest.mark.parametrize("part", ["the engine", "its scheduler"])
+def test_a_snapshot_of_an_engine_with_another_attribute_is_refused(
+    part: str, journals: Journals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = second_part(journals, monkeypatch)[1]
+    data = msgspec.msgpack.decode(msgspec.msgpack.encode(known))
+    changed = data["snapshot"] if part == "the engine" else data["snapshot"]["scheduler"]
+    changed["of_old"] = 1
+    with pytest.raises(msgspec.ValidationError, match="unknown field `of_old`"):
+        msgspec.msgpack.decode(msgspec.msgpack.encode(data), type=KnownRecord)
+
+
+def test_a_snapshot_that_contradicts_itself_is_refused(
+    journals: Journals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, known, *rest = second_part(journals, monkeypatch)
+    assert isinstance(known, KnownRecord)
+    replay([began, known, *rest])
+    wrong = replace(known.snapshot, ended_in_flight=[7])
+    with pytest.raises(NoJournal, match="the snapshot in this journal is damaged"):
+        replay([began, replace(known, snapshot=wrong), *rest])
+
+
+def test_a_journal_of_another_format_is_refused(journals: Journals) -> None:
+    _, (began, *rest) = small(journals)
+    assert isinstance(began, Began)
+    with pytest.raises(NoJournal, match="has format 2; this release reads 3"):
+        replay([replace(began, format=2), *rest])
 
 
 def test_an_idle_engines_clock_is_written_when_it_matters(journals: Journals) -> None:
@@ -270,7 +286,9 @@ def test_an_idle_engines_clock_is_written_when_it_matters(journals: Journals) ->
     assert [record for record in kinds if isinstance(record, Ticked)] == [Ticked(now=99.0)]
 
 
-def test_it_is_its_owners_alone_and_the_oldest_ones_go(journals: Journals, tmp_path: Path) -> None:
+def test_a_journal_is_private_and_the_oldest_files_are_deleted(
+    journals: Journals, tmp_path: Path
+) -> None:
     (tmp_path / "open").mkdir(mode=0o755)
     with pytest.raises(PermissionError, match="only its owner"):
         Writer(tmp_path / "open", 1000)
@@ -288,12 +306,12 @@ def test_it_is_its_owners_alone_and_the_oldest_ones_go(journals: Journals, tmp_p
 
 
 @pytest.mark.parametrize("data", [b"\xff" * 50, b"\x01\0\0\0\x03\0\0\0abc", b"#!/bin/sh\n" * 9])
-def test_what_is_no_journal_is_refused(data: bytes, tmp_path: Path) -> None:
+def test_a_file_that_is_no_journal_is_refused(data: bytes, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(data)
     with pytest.raises((WireError, NoJournal)):
         replay(read(tmp_path / "file"))
 
 
-def test_nothing_is_no_journal() -> None:
+def test_an_empty_journal_is_refused() -> None:
     with pytest.raises(NoJournal):
         replay([])

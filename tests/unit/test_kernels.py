@@ -46,7 +46,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.mark.parametrize(("rows", "size"), [(1, 16), (3, 96), (5, 576), (2, 1040)])
 @pytest.mark.parametrize("has_delta", [False, True])
-def test_a_sum_and_its_norm(
+def test_add_norm_equals_its_reference(
     native: NativeKernels, dtype: torch.dtype, rows: int, size: int, has_delta: bool
 ) -> None:
     x, weight = randn(rows, size, dtype=dtype), randn(size, dtype=dtype, seed=1)
@@ -58,14 +58,16 @@ def test_a_sum_and_its_norm(
 
 
 @pytest.mark.parametrize(("rows", "inner"), [(1, 16), (4, 1536), (9, 272)])
-def test_the_activation(native: NativeKernels, dtype: torch.dtype, rows: int, inner: int) -> None:
+def test_silu_mul_equals_its_reference(
+    native: NativeKernels, dtype: torch.dtype, rows: int, inner: int
+) -> None:
     gate_up = randn(rows, 2 * inner, dtype=dtype, scale=4.0)
     gate_up[0, :3] = torch.tensor([-200.0, 200.0, 0.0])  # beyond what e^x can be
     assert_near(native.silu_mul(gate_up), TorchKernels().silu_mul(gate_up))
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(9, 3, 64), (4, 4, 32), (5, 1, 128)])
-def test_rotation_and_the_write_into_the_cache(
+def test_rotation_and_cache_write_equal_their_reference(
     native: NativeKernels, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int
 ) -> None:
     tokens = 5
@@ -89,14 +91,13 @@ def test_quantised_weights_compute_what_their_numbers_would(
     blocks = random_blocks(kind, outputs, inputs)
     linear = PackedLinear(native, pack_blocks(native, blocks), randn(outputs, dtype=dtype))
     x = randn(max(ROWS), inputs, dtype=dtype)
-    assert linear.bias is not None
     expected = x.double() @ dequantised(blocks).double().T + linear.bias.double()
     for rows in ROWS:
         assert_near(linear(x[:rows]), expected[:rows].to(dtype))
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(32, 32), (70, 64), (33, 544)])
-def test_weights_that_are_not_quantised(
+def test_dense_packed_weights_compute_what_their_numbers_would(
     native: NativeKernels, dtype: torch.dtype, outputs: int, inputs: int
 ) -> None:
     weight = randn(outputs, inputs, dtype=dtype)
@@ -109,7 +110,7 @@ def test_weights_that_are_not_quantised(
 
 
 @pytest.mark.parametrize("kind", BlockKind)
-def test_every_number_of_the_file_is_there_exactly(
+def test_packed_weights_hold_every_number_of_the_file_exactly(
     native: NativeKernels, dtype: torch.dtype, kind: BlockKind
 ) -> None:
     """One input at a time gives the weights themselves: scale times integer, and what is added."""
@@ -135,7 +136,7 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(
     assert torch.equal(linear(x[:17]), together[:17])
 
 
-def test_scales_from_the_smallest_to_the_largest(native: NativeKernels, dtype: torch.dtype) -> None:
+def test_extreme_scales_are_unpacked_exactly(native: NativeKernels, dtype: torch.dtype) -> None:
     blocks = random_blocks(BlockKind.Q4_0, 32, 32)
     scales = torch.tensor([2.0**-24, 3 * 2.0**-24, 1023 * 2.0**-24, 2.0**-14, -4092.0, 0.0])
     halves = scales.half().repeat(6)[:32].numpy().view("uint8").reshape(32, 1, 2)
@@ -146,7 +147,9 @@ def test_scales_from_the_smallest_to_the_largest(native: NativeKernels, dtype: t
     torch.testing.assert_close(ours, dequantised(blocks), rtol=0, atol=0)
 
 
-def test_what_would_crash_is_refused(native: NativeKernels, dtype: torch.dtype) -> None:
+def test_arguments_that_would_crash_a_kernel_are_refused(
+    native: NativeKernels, dtype: torch.dtype
+) -> None:
     linear = PackedLinear(native, pack_dense(native, randn(32, 64, dtype=dtype)))
     with pytest.raises(ValueError, match=r"must be \[N, 64\]"):
         linear(randn(2, 32, dtype=dtype))

@@ -1,5 +1,5 @@
-"""Blocks as bytes: cut alike at both ends, gathered and put where they belong; two layouts differ
-if, and only if, their caches do."""
+"""The paged cache, and its blocks as bytes: cut alike at both ends, gathered and put where they
+belong. Two layouts differ if, and only if, their caches do."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import torch
 
 from protocol.kv_peers import ShmOffer
 from worker.kv.blocks import HostBlocks
-from worker.kv.cache import KVCache
+from worker.kv.cache import KVCache, block_bytes
 from worker.kv.layout import KVLayout
 from worker.kv.movers.base import DamagedTransfer, TransferLost
 from worker.kv.movers.shm import ShmMover
-from worker.kv.transfer.cuts import Cuts
+from worker.kv.movers.zmq import Cuts
 from worker.kv.transfer.shared_memory import SharedMemory, map_offered
 
 ROWS, BLOCKS, PIECE = 6, 11, 20
@@ -30,8 +30,6 @@ def rows_of(num_blocks: int = BLOCKS) -> np.ndarray:
 
 
 # ---- cuts
-
-
 @pytest.mark.parametrize("num_blocks", [1, 2, 7, 30])
 @pytest.mark.parametrize("most_bytes", [1, 19, 20, 59, 119, 120, 121, 480, 10**6])
 def test_every_piece_is_in_exactly_one_chunk_and_none_is_too_large(num_blocks, most_bytes):
@@ -55,9 +53,7 @@ def test_there_is_no_chunk_beyond_the_last(chunk):
 
 
 # ---- blocks
-
-
-def test_what_is_gathered_and_put_elsewhere_is_the_same_in_the_rows_named_and_nowhere_else():
+def test_gathered_blocks_are_put_into_the_named_rows_and_nowhere_else():
     theirs, ours = rows_of(), rows_of()
     before = ours.copy()
     pieces = HostBlocks(theirs).gather(2, 5, np.array([9, 1, 4]))
@@ -93,7 +89,6 @@ def test_the_rows_of_a_cache_are_its_keys_and_values_block_by_block():
 
 
 # ---- layouts
-
 LAYOUT = KVLayout(
     model="ab" * 32, dtype="float32", num_layers=2, num_kv_heads=3, head_dim=8, block_tokens=16
 )
@@ -124,9 +119,7 @@ def test_the_digest_of_a_layout_never_changes():
 
 
 # ---- shared memory
-
-
-def test_what_one_writes_another_maps_and_cannot_write():
+def test_shared_blocks_are_mapped_read_only():
     memory = SharedMemory(8192)
     assert not memory.content.any(), "zero at first"
     found = map_offered(memory.offer(1))
@@ -137,14 +130,14 @@ def test_what_one_writes_another_maps_and_cannot_write():
     path = memory.offer(1).path
     fd = os.open(path, os.O_RDWR)
     with pytest.raises(PermissionError), mmap.mmap(fd, 8192):
-        pass  # sealed: nobody but its owner writes
+        pass  # sealed: only its owner writes
     with pytest.raises(PermissionError):
         os.ftruncate(fd, 0)
     os.close(fd)
     assert os.stat(path).st_mode & 0o777 == 0o600
 
 
-def test_a_map_outlives_its_memory_and_with_both_all_is_gone():
+def test_a_map_outlives_its_memory():
     memory = SharedMemory(4096)
     memory.content[0] = 9
     offer = memory.offer(1)
@@ -168,7 +161,7 @@ def test_a_map_outlives_its_memory_and_with_both_all_is_gone():
         {"path": "/dev/zero"},
     ],
 )
-def test_what_is_not_the_memory_that_was_offered_is_not_mapped(wrong):
+def test_memory_that_was_not_offered_is_not_mapped(wrong):
     memory = SharedMemory(4096)
     with pytest.raises(TransferLost):
         map_offered(msgspec.structs.replace(memory.offer(1), **wrong))
@@ -198,3 +191,52 @@ def test_an_offer_that_contradicts_itself_is_damage(theirs, changed):
     blocks = HostBlocks(rows_of())
     with pytest.raises(DamagedTransfer):
         ShmMover(blocks, np.arange(1, len(theirs) + 1), np.array(theirs), offer)
+
+
+# ---- the cache
+SHAPE = (3, 5, 4, 2, 8)
+
+
+def cache_of_ones() -> KVCache:
+    cache = KVCache(*SHAPE, torch.float32, torch.device("cpu"))
+    cache.k.fill_(1)
+    cache.v.fill_(1)
+    return cache
+
+
+def test_a_fresh_cache_is_zero_and_has_the_shape_it_was_asked_for() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        cache = KVCache(*SHAPE, dtype, torch.device("cpu"))
+        for tensor in (cache.k, cache.v):
+            assert (tensor.shape, tensor.dtype) == (SHAPE, dtype)
+            assert not tensor.any()
+        assert (cache.num_blocks, cache.block_tokens) == (5, 4)
+
+
+def test_tokens_are_written_where_their_slots_say_and_in_their_layer_only() -> None:
+    cache = cache_of_ones()
+    k, v = torch.full((2, 2, 8), 5.0), torch.full((2, 2, 8), 7.0)
+    cache.write(1, k, v, torch.tensor([4 * 4 + 3, 2 * 4]))
+    for tensor, value in ((cache.k, 5), (cache.v, 7)):
+        assert (tensor[1, 4, 3] == value).all()
+        assert (tensor[1, 2, 0] == value).all()
+        assert (tensor == value).sum() == 2 * 2 * 8
+
+
+def test_zeroing_a_block_clears_it_in_every_layer_and_leaves_the_others() -> None:
+    cache = cache_of_ones()
+    cache.zero(torch.tensor([1, 4]))
+    for tensor in (cache.k, cache.v):
+        assert not tensor[:, [1, 4]].any()
+        assert tensor[:, [0, 2, 3]].all()
+
+
+def test_zeroing_no_block_is_nothing() -> None:
+    cache = cache_of_ones()
+    cache.zero(torch.tensor([], dtype=torch.int64))
+    assert cache.k.all()
+
+
+def test_the_bytes_of_a_block_are_those_of_the_tensors() -> None:
+    cache = KVCache(*SHAPE, torch.bfloat16, torch.device("cpu"))
+    assert 5 * block_bytes(3, 4, 2, 8, torch.bfloat16) == cache.k.nbytes + cache.v.nbytes

@@ -1,11 +1,21 @@
-"""Leases: who may read what, until when, and when all have been there."""
+"""Transfers of K/V: the readers of a lease, when it ends, and the states of a fetch."""
 
 from __future__ import annotations
+
+from itertools import product
 
 import numpy as np
 import pytest
 
 from worker.kv.transfer.exports import EndedLease, Exports
+from worker.kv.transfer.fetch_job import (
+    FAILURES,
+    NEXT_STATE,
+    PEER_EVENTS,
+    FetchJob,
+    FetchJobEvent,
+    FetchJobState,
+)
 
 LEASE, ONE, TWO = b"lease", b"one", b"two"
 RIGHT, WRONG = EndedLease(is_live=True, is_taken=False), EndedLease(is_live=False, is_taken=False)
@@ -18,17 +28,15 @@ def exported(num_readers: int = 1) -> Exports:
     return exports
 
 
-def test_a_reader_is_told_the_blocks_it_asked_for_in_their_order():
+def test_a_reader_gets_the_requested_blocks_in_order():
     exports = exported()
     blocks, opened = exports.open(LEASE, ONE, 1, 2), exports.opened(LEASE, ONE)
-    assert blocks is not None
-    assert opened is not None
     assert blocks.tolist() == opened.tolist() == [3, 9]
     assert exports.opened(LEASE, TWO) is None
 
 
 @pytest.mark.parametrize(("first", "count"), [(0, 5), (4, 1), (-1, 2), (0, 0), (2, -1)])
-def test_blocks_that_a_lease_has_not_are_refused_and_nothing_is_opened(first, count):
+def test_blocks_outside_a_lease_are_refused_and_nothing_is_opened(first, count):
     exports = exported()
     with pytest.raises(ValueError, match="a lease with 4"):
         exports.open(LEASE, ONE, first, count)
@@ -43,7 +51,7 @@ def test_a_lease_is_taken_when_its_last_reader_has_done():
     assert exports.on_reader_done(LEASE, TWO) == LAST
 
 
-def test_to_be_done_twice_is_to_be_done_once():
+def test_a_reader_that_is_done_twice_counts_once():
     exports = exported(num_readers=2)
     exports.open(LEASE, ONE, 0, 4)
     assert [exports.on_reader_done(LEASE, ONE) for _ in range(3)] == [RIGHT, RIGHT, RIGHT]
@@ -51,11 +59,11 @@ def test_to_be_done_twice_is_to_be_done_once():
     assert [exports.on_reader_done(LEASE, TWO) for _ in range(3)] == [LAST, RIGHT, RIGHT]
 
 
-def test_a_reader_that_never_opened_has_read_nothing_right_but_will_not_come_again():
+def test_a_reader_that_never_opened_counts_as_done_but_not_as_live():
     assert exported().on_reader_done(LEASE, ONE) == EndedLease(is_live=False, is_taken=True)
 
 
-def test_a_lease_that_was_never_there_is_over():
+def test_an_unknown_lease_is_over():
     exports = Exports()
     assert exports.open(LEASE, ONE, 0, 1) is None
     assert exports.opened(LEASE, ONE) is None
@@ -63,13 +71,13 @@ def test_a_lease_that_was_never_there_is_over():
     exports.withdraw(LEASE)
 
 
-def test_one_that_is_withdrawn_before_it_is_opened_is_over():
+def test_a_lease_withdrawn_before_it_is_opened_is_over():
     exports = exported()
     exports.withdraw(LEASE)
     assert exports.open(LEASE, ONE, 0, 1) is None
 
 
-def test_what_was_read_of_one_that_is_withdrawn_since_is_not_right():
+def test_data_read_from_a_withdrawn_lease_is_not_live():
     exports = exported()
     exports.open(LEASE, ONE, 0, 4)
     exports.withdraw(LEASE)
@@ -77,7 +85,7 @@ def test_what_was_read_of_one_that_is_withdrawn_since_is_not_right():
     assert exports.on_reader_done(LEASE, ONE) == WRONG
 
 
-def test_one_that_is_taken_may_still_be_read_until_it_is_withdrawn():
+def test_a_taken_lease_may_be_read_until_it_is_withdrawn():
     exports = exported()
     exports.open(LEASE, ONE, 0, 4)
     assert exports.on_reader_done(LEASE, ONE) == LAST
@@ -85,13 +93,13 @@ def test_one_that_is_taken_may_still_be_read_until_it_is_withdrawn():
     assert exports.on_reader_done(LEASE, TWO) == RIGHT
 
 
-def test_a_name_is_exported_once():
+def test_a_lease_name_is_exported_once():
     exports = exported()
     with pytest.raises(ValueError, match="already exported"):
         exports.add(LEASE, np.array([1]), 1)
 
 
-def test_it_is_being_read_from_the_first_opening_to_the_last_word():
+def test_an_export_is_being_read_until_its_last_reader_is_done():
     exports = exported(num_readers=2)
     assert not exports.is_being_read
     exports.open(LEASE, ONE, 0, 1)
@@ -101,3 +109,68 @@ def test_it_is_being_read_from_the_first_opening_to_the_last_word():
     exports.open(LEASE, TWO, 0, 1)
     exports.withdraw(LEASE)
     assert not exports.is_being_read
+
+
+# ---- the states of a fetch
+OVER = (FetchJobState.FETCHED, FetchJobState.FAILED)
+WAYS = {
+    FetchJobState.OPENING: [],
+    FetchJobState.MOVING: [FetchJobEvent.OPENED],
+    FetchJobState.CONFIRMING: [FetchJobEvent.OPENED, FetchJobEvent.CHUNK, FetchJobEvent.PLACED],
+    FetchJobState.STOPPING: [FetchJobEvent.OPENED, FetchJobEvent.LATE],
+    FetchJobState.FETCHED: [FetchJobEvent.OPENED, FetchJobEvent.PLACED, FetchJobEvent.LIVE],
+    FetchJobState.FAILED: [FetchJobEvent.CANCEL, FetchJobEvent.QUIET],
+}
+
+
+def job_in(state: FetchJobState) -> FetchJob:
+    job = FetchJob()
+    for event in WAYS[state]:
+        job.on(event, "at first")
+    assert job.state is state
+    return job
+
+
+@pytest.mark.parametrize(("state", "event"), list(product(FetchJobState, FetchJobEvent)))
+def test_every_event_in_every_state_leads_on_is_damage_or_cannot_be(state, event):
+    job = job_in(state)
+    if (state, event) in NEXT_STATE:
+        assert job.on(event, "now") is NEXT_STATE[state, event] is job.state
+    elif event in PEER_EVENTS and state not in OVER:
+        assert job.on(event) is FetchJobState.STOPPING
+        assert job.failure == "damaged"
+        assert job.reason == f"the peer sent {event.name} in state {state.name}"
+    else:
+        with pytest.raises(ValueError, match=f"{event.name} in state {state.name}"):
+            job.on(event)
+        assert job.state is state
+
+
+@pytest.mark.parametrize("event", FAILURES)
+@pytest.mark.parametrize(
+    "state", [FetchJobState.OPENING, FetchJobState.MOVING, FetchJobState.CONFIRMING]
+)
+def test_a_failure_is_reported_when_nothing_writes_any_more(state, event):
+    job = job_in(state)
+    job.on(event, "why")
+    assert not job.is_over
+    job.on(FetchJobEvent.QUIET)
+    assert (job.is_over, job.failure, job.reason) == (True, FAILURES[event], "why")
+
+
+@pytest.mark.parametrize(
+    "later", [event for event in FetchJobEvent if event is not FetchJobEvent.QUIET]
+)
+def test_the_first_failure_reason_is_kept(later):
+    job = job_in(FetchJobState.STOPPING)
+    assert job.on(later, "later") is FetchJobState.STOPPING
+    assert (job.failure, job.reason) == ("timeout", "at first")
+
+
+def test_only_a_live_lease_makes_a_transfer_good():
+    into = {pair for pair, state in NEXT_STATE.items() if state is FetchJobState.FETCHED}
+    assert into == {(FetchJobState.CONFIRMING, FetchJobEvent.LIVE)}
+
+
+def test_an_ended_export_has_no_next_state():
+    assert not [pair for pair in NEXT_STATE if pair[0] in OVER]

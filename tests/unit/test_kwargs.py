@@ -253,8 +253,6 @@ def test_the_arguments_are_not_changed() -> None:
 
 
 # ---- the budget
-
-
 @pytest.mark.parametrize(
     ("fields", "budget"),
     [
@@ -283,7 +281,7 @@ def test_every_spelling_of_a_budget_is_one_budget(
         ({"thinking_token_budget": 5, "reasoning": {"max_tokens": 6}}, "reasoning.max_tokens"),
     ],
 )
-def test_what_is_no_budget_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+def test_an_invalid_thinking_budget_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         thinking_budget(ThinkingFields(**fields))
     assert caught.value.param == param

@@ -1,4 +1,4 @@
-"""Which engines a command starts, and who is told where they are. Nothing is started here."""
+"""Which engines a command starts, and their addresses. Nothing is started here."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def names(made: Plan) -> list[str]:
     return [command.name for command in commands(made, lock=0)]
 
 
-def test_by_default_there_is_one_engine_and_it_hands_nothing_over() -> None:
+def test_by_default_one_engine_starts_without_a_cluster() -> None:
     made = serve()
     (only,) = made.engines.values()
     assert names(made) == ["gateway", "engine"]
@@ -111,7 +111,7 @@ def test_options_that_contradict_each_other_are_refused(words: tuple[str, ...], 
     assert refused.value.exit_code == 2
 
 
-def test_an_engine_alone_is_where_it_was_told_to_be() -> None:
+def test_a_single_engine_uses_its_configured_addresses() -> None:
     made = engine("--address", "tcp://0.0.0.0:5600", "--kv-address", "tcp://me:5601", *KEYED)
     key = str(Path("some.key").absolute())
     assert (made.address, made.cluster_key, made.worker.cluster_key) == (
@@ -135,7 +135,9 @@ def test_an_engine_alone_is_where_it_was_told_to_be() -> None:
         (("--kv-address", "tcp://*:1", *KEYED), "the host must be one"),
     ],
 )
-def test_an_engine_that_could_not_do_its_part_is_refused(words: tuple[str, ...], why: str) -> None:
+def test_an_engine_without_the_options_of_its_role_is_refused(
+    words: tuple[str, ...], why: str
+) -> None:
     with pytest.raises(Failure, match=why) as refused:
         engine(*words)
     assert refused.value.exit_code == 2

@@ -18,8 +18,7 @@ from protocol.model_card import SamplingDefaults
 from tests.support.checkpoints import TEMPLATE, VOCAB, random_llama, write_gguf
 from worker.loading import gguf_llama
 from worker.loading.errors import UnusableModel
-from worker.loading.ggml_types import GGMLType
-from worker.loading.gguf_file import GGUFFile
+from worker.loading.gguf_file import GGMLType, GGUFFile
 from worker.loading.gguf_llama import read_tensor
 from worker.models.load import load_model
 
@@ -86,7 +85,7 @@ def test_metadata_and_tensors_are_those_that_the_gguf_package_sees(tiny: Path) -
         assert ours.raw(tensor.name).tobytes() == tensor.data.tobytes()
 
 
-def test_the_card_tells_all_that_the_file_says(tiny: Path) -> None:
+def test_the_card_holds_all_fields_of_the_gguf_file(tiny: Path) -> None:
     card = load_model(tiny, dtype=torch.float32, device=torch.device("cpu")).card
     assert (card.name, card.architecture) == ("tiny", "LlamaForCausalLM")
     assert (card.vocab_size, card.context_tokens) == (VOCAB, 512)
@@ -185,7 +184,7 @@ def test_the_context_ends_with_the_attention_window(tmp_path: Path) -> None:
     assert (loaded.card.context_tokens, loaded.config.window) == (100, 100)
 
 
-def test_kinds_that_no_code_reads_are_known(tmp_path: Path) -> None:
+def test_readable_kinds_are_those_that_the_gguf_package_dequantises(tmp_path: Path) -> None:
     for kind in Kind:
         one = np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8)
         try:

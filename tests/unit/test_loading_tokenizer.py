@@ -7,14 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import (
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    processors,
-    trainers,
-)
+from tokenizers import Tokenizer, decoders, models, normalizers, processors, trainers
 
 from tests.support.checkpoints import SPECIAL, tiny_tokenizer
 from tests.support.gguf_tokenizers import TEXTS, as_metadata, assert_same, rebuilt
@@ -23,7 +16,7 @@ from worker.loading.fields import Fields
 from worker.loading.gguf_tokenizer import tokenizer_json
 
 
-def test_the_plain_family_is_gpt2_and_also_what_a_silent_file_means() -> None:
+def test_the_default_pretokenizer_is_gpt2() -> None:
     original = json.loads(tiny_tokenizer().to_str())
     for pre in ("gpt-2", "default"):
         assert_same(rebuilt(as_metadata(original, pre)), tiny_tokenizer())
@@ -102,7 +95,9 @@ def test_sentencepiece_vocabularies_get_their_merges_back_from_the_scores() -> N
         ({"token_type": [1]}, "token_type is not a list of"),
     ],
 )
-def test_what_cannot_be_rebuilt_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+def test_a_tokenizer_that_cannot_be_rebuilt_is_refused_by_name(
+    changes: dict[str, Any], message: str
+) -> None:
     metadata = as_metadata(json.loads(tiny_tokenizer().to_str()), "gpt-2")
     with pytest.raises(UnusableModel, match=message):
         rebuilt(metadata | changes)

@@ -1,4 +1,4 @@
-"""Log lines as text, in colour and as JSON, and what they show of requests and exceptions."""
+"""Log lines as text, in colour and as JSON, and which fields of requests they show."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def failed() -> logging.LogRecord:
         return a_line("it failed", exc_info=sys.exc_info())
 
 
-def test_a_message_says_who_speaks_when_and_how_gravely() -> None:
+def test_a_json_line_has_message_event_level_and_time() -> None:
     told = as_json(a_line('a "quoted" %s\nof two', "line"))
     assert told["message"] == 'a "quoted" line\nof two'
     assert (told["event"], told["level"]) == ("gateway.x", "WARNING")
@@ -59,15 +59,13 @@ def test_a_message_says_who_speaks_when_and_how_gravely() -> None:
 
 
 @pytest.mark.parametrize("shows_content", [False, True])
-def test_an_exception_is_told_with_its_words_only_where_they_are_wanted(
-    shows_content: bool,
-) -> None:
+def test_exception_messages_are_logged_only_if_content_is_shown(shows_content: bool) -> None:
     told = as_json(failed(), shows_content=shows_content)
     assert "ValueError" in told["exception"]
     assert (CANARY in told["exception"]) == shows_content
 
 
-def test_a_request_is_its_fields(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_access_line_has_the_fields_of_the_request(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="gateway.access"):
         access_log.log_request(RECORD)
     (line,) = caplog.records

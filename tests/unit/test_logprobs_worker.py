@@ -51,7 +51,7 @@ def test_scores_have_the_same_bits_alone_and_among_others_and_for_any_number_of_
         assert torch.equal(alone.top_ids[0], together.top_ids[row, :3])
 
 
-def test_equally_likely_tokens_are_told_by_rising_id_and_share_a_rank():
+def test_equally_likely_tokens_are_reported_by_rising_id_and_share_a_rank():
     logits = torch.zeros(1, 50)
     logits[0, [40, 10, 30]] = 2.0
     scores = score(logits, torch.tensor([30]), 4)
@@ -65,8 +65,6 @@ def test_no_tops_may_be_asked_for():
 
 
 # ---- through the runner
-
-
 @dataclass
 class CountingTensor(TinyModel):
     """Remembers how many rows of logits were made at once."""
@@ -95,19 +93,28 @@ def bound(slot: int, tokens: list[int], params: SamplingParams, **more):
 PROMPT = [5, 9, 2, 77, 31, 8, 64, 3, 3, 90]
 
 
+class RecordingModel(TinyModel):
+    """Keeps the logits that it made last."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.made = super().logits(hidden)
+        return self.made
+
+
+def logits_after(prompt: list[int]) -> torch.Tensor:
+    """The model's logits of the token after `prompt`."""
+    model = RecordingModel()
+    plan = step_plan(bind=[bound(0, prompt, GREEDY)], rows=[(0, 0, len(prompt), True)])
+    runner_of(model).step(plan)
+    return model.made[0]
+
+
 def reference(tokens: list[int]) -> torch.Tensor:
     """log_softmax after every position of `tokens`, each computed by a step of its own."""
     rows = []
     for position in range(len(tokens)):
-        runner = runner_of()
-        kept: list[torch.Tensor] = []
-        make = runner._model.logits
-        runner._model.logits = lambda hidden, make=make, kept=kept: (
-            kept.append(make(hidden)) or kept[0]
-        )
         prompt = tokens[: position + 1]
-        runner.step(step_plan(bind=[bound(0, prompt, GREEDY)], rows=[(0, 0, len(prompt), True)]))
-        rows.append(kept[0][0].double().log_softmax(-1))
+        rows.append(logits_after(prompt).double().log_softmax(-1))
     return torch.stack(rows)
 
 
@@ -138,7 +145,7 @@ def test_prompt_logprobs_are_of_each_prompt_token_after_the_first_however_it_is_
         torch.testing.assert_close(torch.tensor(values).double(), wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_only_rows_that_ask_are_told_and_only_about_their_prompt():
+def test_prompt_logprobs_are_only_of_rows_that_request_them():
     asks = SamplingParams(temperature=0.0, prompt_logprobs=0, logprobs=1)
     runner = runner_of()
     result = runner.step(
@@ -153,7 +160,6 @@ def test_only_rows_that_ask_are_told_and_only_about_their_prompt():
     )
     told = result.prompt_logprobs
     assert told.rows.tolist() == [1, 1, 1, 2, 2]
-    assert told is not None
     assert told.ids.tolist() == [9, 2, 77, 4, 4]
     assert told.top_ids.shape == (5, 0)
     assert result.logprobs.rows.tolist() == [1, 2]
@@ -162,7 +168,7 @@ def test_only_rows_that_ask_are_told_and_only_about_their_prompt():
     assert result.logprobs.top_ids.tolist() == result.tokens.tolist()[1:]
 
 
-def test_logprobs_are_the_models_own_whatever_the_parameters_make_of_them():
+def test_logprobs_are_of_the_unmodified_logits():
     plain = SamplingParams(temperature=0.0, logprobs=3)
     bent = SamplingParams(
         temperature=0.0, logprobs=3, logit_bias={50: 100.0}, repetition_penalty=1.5
@@ -188,13 +194,12 @@ def test_long_prompts_are_scored_a_chunk_of_logits_at_a_time():
         rows=[(slot, 0, 36, True) for slot in range(4)],
     )
     told = runner.step(plan).prompt_logprobs
-    assert told is not None
     assert told.ids.tolist() == [token for row in tokens for token in row[1:]]
     assert max(model.sizes) <= CHUNK
     assert sum(model.sizes) == 4 * 35 + 4
 
 
-def test_named_tokens_are_told_in_the_requests_order_with_or_without_the_most_likely_ones():
+def test_logprobs_of_named_tokens_are_in_the_requests_order():
     asks = [
         SamplingParams(temperature=0.0, logprob_token_ids=[60, 4, 33], logprobs=2),
         GREEDY,
@@ -215,7 +220,7 @@ def test_named_tokens_are_told_in_the_requests_order_with_or_without_the_most_li
     torch.testing.assert_close(values[1, :1], expected[[96]], rtol=1e-4, atol=1e-4)
 
 
-def test_where_nobody_names_tokens_nothing_of_them_is_told():
+def test_without_named_tokens_no_column_for_them_is_sent():
     asks = SamplingParams(temperature=0.0, logprobs=1)
     plan = step_plan(bind=[bound(0, PROMPT, asks)], rows=[(0, 0, len(PROMPT), True)])
     told = runner_of().step(plan).logprobs
@@ -223,8 +228,6 @@ def test_where_nobody_names_tokens_nothing_of_them_is_told():
 
 
 # ---- of the distribution that a token is drawn from
-
-
 BENT = SamplingParams(
     temperature=0.7,
     top_k=12,
@@ -240,17 +243,7 @@ BENT = SamplingParams(
 
 def raw_logits() -> list[float]:
     """What the model says after PROMPT."""
-    seen: list[torch.Tensor] = []
-    runner = runner_of()
-    make = runner._model.logits
-
-    def recorded(hidden: torch.Tensor) -> torch.Tensor:
-        seen.append(make(hidden))
-        return seen[0]
-
-    runner._model.logits = recorded
-    runner.step(step_plan(bind=[bound(0, PROMPT, GREEDY)], rows=[(0, 0, len(PROMPT), True)]))
-    return [float(x) for x in seen[0][0]]
+    return [float(x) for x in logits_after(PROMPT)]
 
 
 def bent(params: SamplingParams) -> list[float]:
@@ -267,7 +260,7 @@ def bent(params: SamplingParams) -> list[float]:
 
 
 def logprobs_told(*asks: SamplingParams) -> list[TokenLogprobs]:
-    """Of one sampled token of each, as the engine hears it."""
+    """Return the logprobs of one sampled token of each, as the engine receives them."""
     plan = step_plan(
         bind=[bound(slot, PROMPT, params) for slot, params in enumerate(asks)],
         rows=[(slot, 0, len(PROMPT), True) for slot in range(len(asks))],
@@ -288,7 +281,7 @@ def logprobs_told(*asks: SamplingParams) -> list[TokenLogprobs]:
         SamplingParams(min_p=0.3, logprobs=4, bad_words=[[31]]),
     ],
 )
-def test_of_sampling_is_the_distribution_after_every_parameter(params):
+def test_sampling_logprobs_are_the_distribution_after_every_parameter(params):
     (told,) = logprobs_told(replace(params, logprobs_of="sampling"))
     shares = {token: math.log(share) for token, share in kept(bent(params), params).items()}
     best = sorted(shares, key=lambda token: -shares[token])
@@ -301,7 +294,7 @@ def test_of_sampling_is_the_distribution_after_every_parameter(params):
     assert told.drawn_logprobs == []
 
 
-def test_both_are_the_models_and_beside_them_those_of_the_same_tokens_as_drawn():
+def test_both_logprobs_are_the_models_and_the_drawn_ones_of_the_same_tokens():
     (model,), (drawn,) = logprobs_told(BENT), logprobs_told(replace(BENT, logprobs_of="sampling"))
     (both,) = logprobs_told(replace(BENT, logprobs_of="both"))
     assert replace(both, drawn_logprobs=[]) == model
@@ -313,14 +306,9 @@ def test_both_are_the_models_and_beside_them_those_of_the_same_tokens_as_drawn()
     assert -math.inf in both.drawn_logprobs
 
 
-def test_rows_that_ask_for_different_distributions_do_not_meet():
+def test_rows_with_different_distributions_do_not_mix():
     plain = SamplingParams(logprobs=2, logprobs_of="both")
-    asks = [
-        replace(BENT, logprobs_of="both"),
-        replace(BENT, logprobs_of="sampling"),
-        GREEDY,
-        plain,
-    ]
+    asks = [replace(BENT, logprobs_of="both"), replace(BENT, logprobs_of="sampling"), GREEDY, plain]
     together = logprobs_told(*asks)
     alone = [entry for ask in asks for entry in logprobs_told(ask)]
     for entry, wanted in zip(together, alone, strict=True):

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import pytest
 
 from gateway.formats.events import Content
+from gateway.formats.lexicon import Lexicon, MarkerPart, MarkerToken, Piece
 from gateway.formats.parser import (
     BLOCK_CHARS,
     FormatParser,
     FormatParserState,
-    Lexicon,
-    MarkerPart,
-    MarkerToken,
+    Moves,
     ParserContext,
-    Piece,
 )
 
 
@@ -28,8 +24,8 @@ class Switching(FormatParser):
 
     State = CountingReads
 
-    def table(self) -> Mapping[str, tuple[str, ...]]:
-        return {"a": ("<A>",), "b": ("<B>",)}
+    def moves(self) -> Moves:
+        return {"a": ((("<A>",), self._say),), "b": ((("<B>",), self._say),)}
 
     def on_text(self, text: str) -> str:
         read, dot, rest = text.partition(".")
@@ -38,7 +34,7 @@ class Switching(FormatParser):
             self.s.at = "b" if self.s.at == "a" else "a"
         return rest
 
-    def on_marker(self, marker: str) -> None:
+    def _say(self, marker: str) -> None:
         self.builder.content(f"[{marker}]")
 
 
@@ -94,6 +90,5 @@ def test_a_marker_is_found_in_no_more_than_its_own_automaton() -> None:
     words = Lexicon({1: "<A>"})
     assert words.automaton(("<A>",)) is None
     found = words.automaton(("<A>", "<B>"))
-    assert found is not None
     assert found.markers == ("<B>",)
     assert words.automaton(("<A>", "<B>")) is found

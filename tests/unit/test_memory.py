@@ -1,21 +1,43 @@
-"""How many KV blocks fit, what the machine grants, and what follows from it."""
+"""What a model takes, how many KV blocks fit, what the machine grants, and what is refused."""
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType
 from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.config.worker import WorkerConfig
-from protocol.preflight import GIB
-from worker.loading.errors import UnusableModel
-from worker.startup import device, machine, memory
-from worker.startup.memory_plan import KVBudget, kv_budget
+from protocol.facts import GIB, ModelPlan
+from tests.support.checkpoints import random_llama, write_directory, write_gguf
+from tests.support.kernels import native_kernels
+from tests.support.sparse_checkpoint import write_sparse_llama
+from worker.kernels import sizes
+from worker.kernels.native import NativeKernels
+from worker.kv.cache import block_bytes
+from worker.loading.errors import NotEnoughMemory, UnusableModel
+from worker.loading.header import read_header
+from worker.models.load import load_model
+from worker.startup import device, machine
+from worker.startup.memory_plan import (
+    DTYPE_BYTES,
+    KVBudget,
+    PlannedModel,
+    expanded_kinds,
+    is_packed,
+    kv_budget,
+    plan_memory,
+    weights_bytes,
+)
+from worker.startup.memory_plan import block_bytes as planned_block_bytes
 
 CPU = torch.device("cpu")
 
@@ -30,23 +52,23 @@ def budget(context_tokens: int = 8192, free: int = 64 * GIB, **config: Any) -> K
     )
 
 
-def test_blocks_that_are_named_are_the_blocks_there_are() -> None:
+def test_kv_blocks_sets_the_number_of_blocks() -> None:
     assert budget(kv_blocks=100) == KVBudget(100, 99 * 16)
     assert budget(kv_blocks=100, max_len=50) == KVBudget(100, 50)
     assert budget(kv_blocks=10_000) == KVBudget(10_000, 8192)
 
 
-def test_memory_that_is_named_is_filled_with_blocks() -> None:
+def test_kv_memory_gib_is_filled_with_blocks() -> None:
     assert budget(kv_memory_gib=1.5) == KVBudget(1536, 8192)
 
 
-def test_else_every_slot_gets_an_average_request_and_one_the_longest() -> None:
+def test_by_default_every_slot_gets_an_average_request_and_one_the_longest() -> None:
     assert budget(max_slots=64) == KVBudget(64 * 64 + 1, 8192)
     assert budget(max_slots=1) == KVBudget(512 + 1, 8192)
     assert budget(max_slots=8, max_len=100) == KVBudget(8 * 100 // 16 + 1, 100)
 
 
-def test_but_no_more_than_a_quarter_of_what_is_free() -> None:
+def test_the_default_kv_memory_is_at_most_a_quarter_of_the_free_memory() -> None:
     assert budget(max_slots=64, free=8 * GIB) == KVBudget(2048, 8192)
     assert budget(max_slots=64, free=GIB) == KVBudget(256, 255 * 16)
 
@@ -64,7 +86,7 @@ def test_but_no_more_than_a_quarter_of_what_is_free() -> None:
     ],
     ids=str,
 )
-def test_what_cannot_be_kept_is_refused_with_the_numbers(
+def test_memory_that_is_not_there_is_refused_with_the_numbers(
     config: dict[str, Any], free: int, message: str
 ) -> None:
     with pytest.raises(UnusableModel) as refused:
@@ -99,7 +121,7 @@ def test_a_budget_holds_its_longest_request_and_fits_into_what_is_free(
     assert found.num_blocks << 20 <= free
 
 
-def test_the_container_counts_and_pages_that_can_be_dropped_are_free(tmp_path: Path) -> None:
+def test_free_memory_is_the_containers_with_droppable_pages(tmp_path: Path) -> None:
     assert machine.cgroup_free_bytes(tmp_path) is None
     (tmp_path / "memory.max").write_text("1000\n")
     (tmp_path / "memory.current").write_text("700\n")
@@ -109,7 +131,7 @@ def test_the_container_counts_and_pages_that_can_be_dropped_are_free(tmp_path: P
     assert machine.cgroup_free_bytes(tmp_path) is None
 
 
-def test_older_containers_say_it_elsewhere(tmp_path: Path) -> None:
+def test_free_memory_of_older_control_groups_is_found(tmp_path: Path) -> None:
     old = tmp_path / "memory"
     old.mkdir()
     (old / "memory.limit_in_bytes").write_text("1000\n")
@@ -118,13 +140,13 @@ def test_older_containers_say_it_elsewhere(tmp_path: Path) -> None:
     assert machine.cgroup_free_bytes(tmp_path) == 150
 
 
-def test_the_machine_says_what_is_available(tmp_path: Path) -> None:
+def test_available_memory_is_read_from_meminfo(tmp_path: Path) -> None:
     (tmp_path / "meminfo").write_text("MemTotal: 100 kB\nMemAvailable:   42 kB\n")
     assert machine.available_bytes(tmp_path / "meminfo") == 42 * 1024
-    assert memory.free_bytes(CPU) > 0
+    assert device.free_bytes(CPU) > 0
 
 
-def test_threads_are_the_cores_we_may_use() -> None:
+def test_the_default_number_of_threads_is_that_of_allowed_cores() -> None:
     assert machine.choose_threads(3, cores=8, quota=1.0) == 3
     assert machine.choose_threads(0, cores=8, quota=None) == 8
     assert machine.choose_threads(0, cores=8, quota=2.5) == 2
@@ -169,7 +191,7 @@ def test_auto_is_bfloat16_where_the_cpu_computes_in_it(
     assert device.choose_dtype("auto", cuda, cpu_flags=frozenset()) == torch.bfloat16
 
 
-def test_the_cpu_is_had_everywhere_and_cuda_where_there_is_one() -> None:
+def test_the_cpu_can_always_be_chosen_and_cuda_only_if_present() -> None:
     assert device.choose_device("cpu") == CPU
     if not torch.cuda.is_available():
         assert device.choose_device("auto") == CPU
@@ -179,7 +201,7 @@ def test_the_cpu_is_had_everywhere_and_cuda_where_there_is_one() -> None:
             device.choose_device("cuda:3")
 
 
-def test_a_gpu_is_called_what_others_call_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpus_identity_is_its_uuid_or_pci_address(monkeypatch: pytest.MonkeyPatch) -> None:
     told = SimpleNamespace(uuid="0a1b-2c", pci_domain_id=0, pci_bus_id=59, pci_device_id=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: told)
     gpu = torch.device("cuda", 1)
@@ -189,3 +211,206 @@ def test_a_gpu_is_called_what_others_call_it_too(monkeypatch: pytest.MonkeyPatch
     assert device.identity_of(gpu) == "gpu-00:3b:00"
     del told.pci_bus_id
     assert device.identity_of(gpu) == "gpu-1"
+
+
+# ---- the plan before a model is loaded
+KINDS = ("F32", "F16", "Q4_0", "Q4_1", "Q8_0", "Q5_0")
+
+
+def planned(path: Path, *, packs: bool = True) -> PlannedModel:
+    header = read_header(path)
+    return PlannedModel(header.name, header.config, header.kinds, packs)
+
+
+@pytest.fixture(scope="module", params=["directory", *KINDS])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The kernels pack its matrices; half of the kinds have tied embeddings."""
+    path = tmp_path_factory.mktemp("models")
+    tied = request.param in ("directory", "Q4_0", "Q5_0")
+    theirs = random_llama(tie_word_embeddings=tied, attention_bias=request.param == "F16")
+    if request.param == "directory":
+        return write_directory(path, theirs)
+    return write_gguf(path / "tiny.gguf", theirs, GGMLQuantizationType[request.param])
+
+
+@pytest.mark.parametrize("form", ["packed", "dense"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_planned_weights_are_those_that_are_loaded(model: Path, form: Any, dtype: Any) -> None:
+    loaded = load_model(model, dtype=dtype, device=CPU, kernels=native_kernels(), weights=form)
+    name = str(dtype).removeprefix("torch.")
+    packs = is_packed(loaded.config, form, has_kernels=True)
+    assert weights_bytes(planned(model, packs=packs), name) == loaded.card.weights_bytes
+
+
+def test_packed_sizes_are_those_of_the_kernels() -> None:
+    kernels = native_kernels()
+    assert isinstance(kernels, NativeKernels)
+    for fmt in (sizes.Q4, sizes.Q8, sizes.BF16, sizes.F32):
+        for outputs, inputs in ((1, 32), (32, 64), (33, 96), (1000, 4096)):
+            ours = sizes.packed_bytes(fmt, outputs, inputs)
+            assert ours == kernels.library.packed_bytes(fmt, outputs, inputs)
+
+
+def test_a_block_takes_what_the_cache_takes(model: Path) -> None:
+    config = read_header(model).config
+    shape = (config.num_layers, 16, config.num_kv_heads, config.head_dim)
+    for name, item in DTYPE_BYTES.items():
+        assert planned_block_bytes(config, 16, item) == block_bytes(*shape, getattr(torch, name))
+
+
+def test_types_that_are_no_longer_packed_are_expanded(tmp_path: Path) -> None:
+    def expanded(kind: GGMLQuantizationType, *, packs: bool) -> set[str]:
+        path = write_gguf(tmp_path / f"{kind.name}{packs}.gguf", random_llama(), kind)
+        return expanded_kinds(planned(path, packs=packs))
+
+    assert expanded(GGMLQuantizationType.Q8_0, packs=True) == set()
+    assert expanded(GGMLQuantizationType.Q8_0, packs=False) == {"Q8_0"}
+    assert expanded(GGMLQuantizationType.Q5_0, packs=True) == {"Q5_0"}
+    assert expanded(GGMLQuantizationType.F16, packs=False) == set()
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> PlannedModel:
+    """70 billion weights: 128 GiB in bfloat16; 320 KiB of K/V per token."""
+    return planned(write_sparse_llama(tmp_path_factory.mktemp("large")))
+
+
+def plan(
+    model: PlannedModel, free_gib: float, dtype: str = "bfloat16", **options: Any
+) -> ModelPlan:
+    return plan_memory(
+        WorkerConfig(model="m", **options),
+        [model],
+        device="cpu",
+        dtype=dtype,
+        free_bytes=int(free_gib * GIB),
+        host_bytes=int(free_gib * GIB),
+    )
+
+
+def test_a_plan_adds_up_and_fits(large: PlannedModel) -> None:
+    for free in (150, 200, 1000):
+        found = plan(large, free)
+        assert found.weights_bytes + found.kv_bytes + found.work_bytes <= found.free_bytes
+    assert found.max_len == 131072
+    assert plan(large, 150).max_len < 131072
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "options", "said", "remedy"),
+    [
+        (
+            100,
+            {},
+            "needs 12[0-9].* GiB for weights \\(bfloat16\\) and .* 100.00 GiB are free",
+            "^use a GGUF file of type Q4_0, Q4_1, Q8_0, which stay packed, or a smaller model$",
+        ),
+        (200, {"dtype": "float32"}, "\\(float32\\)", "--dtype bfloat16, or a GGUF"),
+        (150, {"max_len": 131072}, "less than max_len \\(131,072\\)", "--max-len [0-9]+$"),
+        (200, {"max_len": 131072}, "less than max_len", "^--kv-memory-gib 40.0[0-9], or --max-len"),
+        (150, {"kv_memory_gib": 60}, "60.00 GiB; .* are free", "--kv-memory-gib [0-9.]+, or less"),
+        (150, {"kv_blocks": 1 << 20}, "KV blocks take", "--kv-blocks [0-9]+, or less"),
+    ],
+    ids=str,
+)
+def test_too_little_memory_is_refused_with_numbers_and_options(
+    large: PlannedModel, free_gib: float, options: dict[str, Any], said: str, remedy: str
+) -> None:
+    with pytest.raises(NotEnoughMemory, match=said) as refused:
+        plan(large, free_gib, **options)
+    assert re.search(remedy, refused.value.remedy)
+
+
+def test_host_memory_for_dropped_blocks_is_planned(large: PlannedModel) -> None:
+    without, found = plan(large, 200), plan(large, 200, kv_host_gib=40)
+    assert (without.tier_bytes, found.tier_bytes) == (0, 40 * GIB)
+    assert found.kv_bytes == pytest.approx(without.kv_bytes - 10 * GIB, abs=GIB)  # a quarter
+    with pytest.raises(NotEnoughMemory, match="kv_host_gib is 80") as refused:
+        plan(large, 200, kv_host_gib=80)
+    gib = float(refused.value.remedy.split()[1].rstrip(","))
+    assert plan(large, 200, kv_host_gib=gib).max_len > 0
+
+
+def test_a_gpu_keeps_dropped_blocks_outside(large: PlannedModel) -> None:
+    def on_gpu(**options: Any) -> ModelPlan:
+        return plan_memory(
+            WorkerConfig(model="m", **options),
+            [large],
+            device="cuda:0",
+            dtype="bfloat16",
+            free_bytes=200 * GIB,
+            host_bytes=16 * GIB,
+        )
+
+    assert on_gpu(kv_host_gib=16).kv_bytes == on_gpu().kv_bytes
+    with pytest.raises(NotEnoughMemory) as refused:
+        on_gpu(kv_host_gib=17)
+    assert refused.value.remedy == "--kv-host-gib 16, or less"
+
+
+def test_following_the_remedy_helps(large: PlannedModel) -> None:
+    with pytest.raises(NotEnoughMemory) as refused:
+        plan(large, 200, max_len=131072)
+    more, shorter = refused.value.remedy.split(", or ")
+    gib, tokens = float(more.split()[1]), int(shorter.split()[1])
+    assert plan(large, 200, max_len=131072, kv_memory_gib=gib).max_len == 131072
+    assert plan(large, 200, max_len=tokens).max_len == tokens
+
+
+def test_a_length_the_model_was_not_made_for_is_no_matter_of_memory(large: PlannedModel) -> None:
+    with pytest.raises(UnusableModel, match="context is 131,072 tokens") as refused:
+        plan(large, 1000, max_len=1 << 20)
+    assert refused.value.remedy == "--max-len 131072, or less"
+
+
+def test_a_window_that_is_in_the_way_is_named(tmp_path: Path) -> None:
+    mistral = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+    windowed = planned(write_sparse_llama(tmp_path, **mistral, sliding_window=4096))
+    assert plan(windowed, 1000).window == 4096
+    with pytest.raises(UnusableModel, match="the model's is 4,096 tokens"):
+        plan(windowed, 1000, max_len=8192)
+
+
+# ---- the heap
+STEPS, PIECES, PIECE_BYTES, PAGE_BYTES = 8, 3, 12 << 20, 4096
+PROGRAM = f"""
+import ctypes, resource, sys
+from worker.startup import malloc
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+libc.free.restype, libc.free.argtypes = None, [ctypes.c_void_p]
+if sys.argv[1] == "kept" and not malloc.keep_pages():
+    sys.exit("no glibc")
+
+
+def step():
+    pieces = [libc.malloc({PIECE_BYTES}) for _ in range({PIECES})]
+    for piece in pieces:
+        ctypes.memset(piece, 1, {PIECE_BYTES})
+    for piece in pieces:
+        libc.free(piece)
+
+
+step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range({STEPS}):
+    step()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def faults(way: str) -> int:
+    """Pages that the system gave anew, in all steps but the first."""
+    ran = subprocess.run(
+        [sys.executable, "-c", PROGRAM, way], capture_output=True, text=True, check=False
+    )
+    if "no glibc" in ran.stderr:
+        pytest.skip("needs glibc")
+    assert ran.returncode == 0, ran.stderr
+    return int(ran.stdout)
+
+
+def test_freed_pages_are_kept_for_the_next_step() -> None:
+    pages_of_a_step = PIECES * PIECE_BYTES // PAGE_BYTES
+    assert faults("kept") < pages_of_a_step // 10

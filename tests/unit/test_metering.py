@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from gateway.generation.reasoning_tokens import ThinkingMarks, ThinkingMeter
+from gateway.generation.reasoning_tokens import ReasoningCounter, ThinkingMarks
 
 OPEN, CLOSE, CALL = 1, 2, 3
 
@@ -18,7 +18,7 @@ def test_ids_together_count_as_one_by_one(many: bool, starts_inside: bool) -> No
     for seed in range(200):
         chance = random.Random(seed)
         ids = chance.choices((OPEN, CLOSE, CALL, 7, 8, 9), (1, 1, 1, 4, 4, 4), k=30)
-        together, alone = (ThinkingMeter(marks, starts_inside=starts_inside) for _ in range(2))
+        together, alone = (ReasoningCounter(marks, starts_inside=starts_inside) for _ in range(2))
         for token in ids:
             alone.push([token])
         while ids:
@@ -30,7 +30,7 @@ def test_ids_together_count_as_one_by_one(many: bool, starts_inside: bool) -> No
 
 def test_markers_and_what_is_outside_of_them_do_not_count() -> None:
     marks = ThinkingMarks(opens=frozenset({OPEN}), closes=frozenset({CLOSE}), many=True)
-    meter = ThinkingMeter(marks, starts_inside=False)
+    meter = ReasoningCounter(marks, starts_inside=False)
     for ids in ([7, 8], [OPEN], [7, 8, 9], [CLOSE, 7], [7]):
         meter.push(ids)
     assert meter.count == 3

@@ -6,7 +6,7 @@ import msgspec
 from prometheus_client.core import Metric
 
 from gateway.context import RequestContext
-from gateway.observe.engine_metrics import ENGINE_SERIES, engine_series
+from gateway.observe.engine_metrics import ENGINE_METRICS, engine_metrics
 from gateway.observe.metrics import Metrics
 from protocol.messages import Accepted, Output, Usage
 from protocol.stats import EngineStats
@@ -16,10 +16,10 @@ from tests.support.answers import an_answer
 def test_every_number_that_an_engine_tells_has_its_series() -> None:
     stats = msgspec.structs.asdict(EngineStats())
     del stats["worker"]  # what is done now, and by which processes: /readyz tells it
-    assert {series.field: bool(series.label) for series in ENGINE_SERIES} == {
+    assert {series.field: bool(series.labels) for series in ENGINE_METRICS} == {
         name: isinstance(value, dict) for name, value in stats.items()
     }
-    assert len({series.name for series in ENGINE_SERIES}) == len(ENGINE_SERIES)
+    assert len({series.name for series in ENGINE_METRICS}) == len(ENGINE_METRICS)
 
 
 def samples(metrics: list[Metric]) -> dict[tuple[str, ...], float]:
@@ -42,7 +42,7 @@ def test_each_tier_has_its_series_and_each_engine_its_labels() -> None:
         num_tier_failed={"host": 9},
     )
     told = [(["decode", "here"], one), (["prefill", "there"], EngineStats(running=7))]
-    found = samples(list(engine_series(told, ["role", "address"])))
+    found = samples(list(engine_metrics(told, ["role", "address"])))
     assert found["running", "decode", "here"] == 1
     assert found["running", "prefill", "there"] == 7
     expected = {
@@ -68,12 +68,10 @@ def test_each_request_for_which_something_was_guessed_is_told_with_its_share() -
         )
         answer.on_report(answer.choices[0], Accepted(request=0))
         answer.on_report(answer.choices[0], Output(request=0, tokens=[72], usage=usage))
-        exchange = RequestContext(
-            metrics, method="POST", path="/v1/x", route="/v1/x", request_id="1"
-        )
-        exchange.journal = answer.journal
-        exchange.start(answer)
-        exchange.close(200)
+        context = RequestContext(metrics, method="POST", path="/v1/x", route="/v1/x")
+        context.timeline = answer.timeline
+        context.start(answer)
+        context.close(200)
     text = metrics.text().decode()
     assert "tidegate_draft_acceptance_count 2.0" in text
     assert "tidegate_draft_acceptance_sum 0.75" in text

@@ -6,13 +6,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import msgspec
 from prometheus_client.core import Metric
 
-from gateway.observe.engine_metrics import engine_series
-from gateway.observe.metric_specs import Series
+from gateway.observe.engine_metrics import engine_metrics
 from gateway.observe.metrics import Metrics
 from gateway.observe.vllm_names import ALIASES, PREFIX, aliased
 from protocol.stats import EngineStats
@@ -31,8 +30,8 @@ def told_names(metrics: Iterable[Metric]) -> set[str]:
 def every_name() -> set[str]:
     """All that a server can tell."""
     ours = Metrics(list)
-    engine = list(engine_series([([], EngineStats(total_blocks=1))], []))
-    sources = told_names([*ours._registry.collect(), *engine]) | {"tidegate_engine_up"}
+    engine = list(engine_metrics([([], EngineStats(total_blocks=1))], []))
+    sources = told_names([*ours.registry.collect(), *engine]) | {"tidegate_engine_up"}
     counters = {name.removesuffix("_total") for name in sources if name.endswith("_total")}
     aliases = {
         f"{PREFIX}{name}{'_total' if alias.source in counters else ''}"
@@ -50,14 +49,14 @@ def test_every_series_is_in_the_documentation_and_no_other() -> None:
 def labels_of_series() -> dict[str, set[str]]:
     """Names as in the documentation -> labels."""
     labels = {"tidegate_engine_up": set[str]()}
-    for _, told in map(get_args, get_type_hints(Series, include_extras=True).values()):
-        labels[told.name] = set(told.labels)
+    for spec in Metrics(list).specs:
+        labels[spec.name] = set(spec.labels)
     mappings: dict[str, Any] = {
         field.name: {"any": 1}
         for field in msgspec.structs.fields(EngineStats)
         if isinstance(getattr(EngineStats(), field.name), dict)
     }
-    for metric in engine_series([([], EngineStats(**mappings))], []):
+    for metric in engine_metrics([([], EngineStats(**mappings))], []):
         (sample,) = [s for s in metric.samples if not s.name.endswith("_created")]
         labels[metric.name] = set(sample.labels)
     return labels
@@ -73,12 +72,31 @@ def test_every_series_has_the_labels_that_the_documentation_names() -> None:
     assert documented == labels_of_series()
 
 
+def test_every_alias_has_the_labels_that_the_documentation_names() -> None:
+    text = (ROOT / "docs" / "metrics.md").read_text()
+    section = text.partition("### Under vLLM's names")[2].partition("\n#")[0]
+    shared = CODE.findall(section.partition("The series have the labels")[2].partition(". ")[0])
+    assert shared == ["model_name", "engine"]
+    ours = Metrics(list)
+    ours.choices.labels("stop").inc()
+    ours.request_s.labels("/v1/completions").observe(1)
+    for stage in ("queue", "prefill", "decode"):
+        ours.stage_s.labels(stage).observe(1)
+    engine = engine_metrics([([], EngineStats(total_blocks=1))], [])
+    for metric in aliased([*ours.registry.collect(), *engine], "small"):
+        labels = set().union(*(sample.labels for sample in metric.samples)) - {"le"}
+        assert metric.samples, metric.name
+        own = {"finished_reason"} if metric.name == f"{PREFIX}request_success" else set()
+        assert labels == {*shared, *own}, metric.name
+        assert own <= set(CODE.findall(section))
+
+
 def test_every_alias_has_a_source() -> None:
     ours = Metrics(list)
-    engine = engine_series([([], EngineStats())], [])
-    known = {metric.name for metric in [*ours._registry.collect(), *engine]}
+    engine = engine_metrics([([], EngineStats())], [])
+    known = {metric.name for metric in [*ours.registry.collect(), *engine]}
     assert {alias.source for alias in ALIASES} <= known
 
 
 def test_nothing_is_told_under_other_names_before_the_model_is_known() -> None:
-    assert list(aliased(Metrics(list)._registry.collect(), "")) == []
+    assert list(aliased(Metrics(list).registry.collect(), "")) == []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.api.openai.naming import renaming
+from gateway.api.openai.prepare import renaming
 from protocol.errors import EngineLost, InvalidRequest, RequestError
 
 
@@ -14,7 +14,7 @@ def told(message: str, param: str | None) -> tuple[str, str | None]:
     return raised.value.message, raised.value.param
 
 
-def test_a_name_is_changed_where_it_stands_as_a_name() -> None:
+def test_a_field_name_is_replaced_only_as_a_whole_name() -> None:
     assert told("stop: five of them; stop takes four", "stop") == (
         "stop_sequences: five of them; stop_sequences takes four",
         "stop_sequences",
@@ -25,10 +25,10 @@ def test_a_name_is_changed_where_it_stands_as_a_name() -> None:
     )
 
 
-def test_an_error_that_names_nothing_is_as_it_was() -> None:
+def test_an_error_without_a_field_is_unchanged() -> None:
     assert told("stop", None) == ("stop", None)
 
 
-def test_a_failure_of_ours_is_as_it_was() -> None:
+def test_an_engine_error_is_unchanged() -> None:
     with pytest.raises(EngineLost, match="stop"), renaming(dict[str, str]().__getitem__):
         raise EngineLost("stop")

@@ -73,7 +73,7 @@ def directory(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("form", ["packed", "dense"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_kernels_say_what_torch_says(
+def test_compiled_kernels_compute_what_torch_computes(
     directory: Path, name: str, form: str, dtype: torch.dtype
 ) -> None:
     """Packed, all layers are one call; dense, each kernel is called by itself."""
@@ -88,7 +88,7 @@ def test_the_kernels_say_what_torch_says(
 
 
 @pytest.mark.parametrize("from_rows", [1, 10, 100])
-def test_steps_of_many_rows_compute_with_dense_weights_and_say_the_same(
+def test_steps_of_many_rows_use_dense_weights_with_the_same_answers(
     directory: Path, from_rows: int
 ) -> None:
     """The first step has 14 rows, the second 9: both, one or none of them is for dense weights."""
@@ -121,11 +121,10 @@ def test_a_model_too_small_to_measure_is_packed_alone(directory: Path) -> None:
     assert loaded.step_costs == []
     assert all(isinstance(layer.qkv, PackedLinear) for layer in loaded.model.weights.layers)
     assert isinstance(loaded.model.weights.head, PackedLinear)
-    assert loaded.model.whole is not None
     assert loaded.model.whole.is_for(1 << 20)
 
 
-def test_a_model_that_kernels_are_not_made_for_is_served_by_torch(tmp_path: Path) -> None:
+def test_a_model_that_the_kernels_do_not_support_runs_on_torch(tmp_path: Path) -> None:
     path = write_directory(tmp_path, random_llama(hidden_size=72, head_dim=24))
     loaded = load(path, native_kernels(), torch.float32)
     assert isinstance(loaded.model.kernels, TorchKernels)
@@ -146,7 +145,7 @@ def test_a_set_that_the_processor_lacks_is_refused_by_name() -> None:
         select_kernels("avx512", CPU, cpu_flags=frozenset({"avx2", "fma", "f16c"}))
 
 
-def test_nothing_compiled_is_said_once_and_served_by_torch(
+def test_without_compiled_kernels_one_warning_is_logged_and_torch_is_used(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(library, "FOLDER", tmp_path)
@@ -177,6 +176,6 @@ def test_kernels_compute_in_the_threads_that_torch_has() -> None:
         if Path(line.split()[-1]).name.startswith("libgomp")
     }
     torchs = {path for path in found if path.startswith(str(Path(torch.__file__).parent))}
-    path = library._loaded_runtime()
+    path = library.loaded_runtime()
     assert path in (torchs or found)
     assert ctypes.CDLL(path).omp_get_max_threads() == torch.get_num_threads()

@@ -49,7 +49,7 @@ def peak_per_s() -> float:
     return max(done_per_s(offered(per_s, 4.0)[1], 4.0) for per_s in (40, 60))
 
 
-def test_at_ten_times_the_load_as_much_is_done_and_the_rest_is_refused_with_a_time() -> None:
+def test_ten_times_the_load_does_the_same_work_and_refuses_the_rest_with_retry_after() -> None:
     paced, asked = offered(400, 4.0)
     assert done_per_s(asked, 4.0) >= 0.9 * peak_per_s()
     refused = [one.refused for one in asked if one.refused is not None]
@@ -62,7 +62,7 @@ def test_at_ten_times_the_load_as_much_is_done_and_the_rest_is_refused_with_a_ti
 
 
 @pytest.mark.parametrize(("max_waiting", "share"), [(1, 0.0), (MAX_WAITING, 0.5), (64, 0.7)])
-def test_what_a_gateway_refuses_itself_loses_nothing(max_waiting: int, share: float) -> None:
+def test_refusals_cached_by_a_gateway_lose_no_work(max_waiting: int, share: float) -> None:
     """Of a queue that has just one place, a refusal stands for a millisecond."""
     _, asked = offered(400, 4.0, max_waiting)
     remembering, asked_too = offered(400, 4.0, max_waiting, RefusalCache())
@@ -96,16 +96,15 @@ def asks(crowd: tuple[Paced, Account], **terms: float) -> PacedRequest:
 
 
 @pytest.mark.parametrize("accounts", [2, 4, 8])
-def test_among_several_accounts_it_is_known_who_cannot_be_begun_in_time(accounts: int) -> None:
+def test_queue_timeouts_are_predicted_among_several_accounts(accounts: int) -> None:
     wait_s = asks(a_crowd(accounts)).wait_s
     assert wait_s > 10 * STEP
     refused = asks(a_crowd(accounts), queue_timeout_s=0.8 * wait_s).refused
-    assert refused is not None
     assert "cannot be started within" in refused.error.message
     assert asks(a_crowd(accounts), queue_timeout_s=1.1 * wait_s).wait_s == pytest.approx(wait_s)
 
 
-def test_what_would_be_too_late_is_refused_or_ended_and_never_computed_in_vain() -> None:
+def test_requests_past_their_queue_timeout_are_never_computed() -> None:
     """Where nothing else bounds the queue."""
     paced, asked = offered(400, 4.0, max_waiting=10_000, queue_timeout_s=0.1)
     assert done_per_s(asked, 4.0) >= 0.9 * peak_per_s()
@@ -189,14 +188,14 @@ def flooded_in_large_steps(
 
 
 @pytest.mark.parametrize("length", [64, 100, 256, 600])
-def test_nor_does_it_double_that_of_prompts_shorter_than_a_step(length: int) -> None:
+def test_a_flood_does_not_double_the_ttft_of_prompts_shorter_than_a_step(length: int) -> None:
     (alone, _), (beside, _) = (flooded_in_large_steps(length, flood=f) for f in (False, True))
     assert median(beside) <= 2 * median(alone)
     assert max(beside) <= max(alone) + 2 * (STEP_S + (64 + 16) * TOKEN_S) + 0.2 * max(alone)
 
 
 @pytest.mark.parametrize("length", [8, 16, 32, 64, 256, 1024])
-def test_where_costs_are_known_nor_that_of_any_prompt_at_hardly_a_cost(length: int) -> None:
+def test_a_flood_does_not_double_the_ttft_of_any_prompt_with_known_costs(length: int) -> None:
     """The costs of a model of packed weights on a CPU: each token there is work of its own."""
     every_s = 0.263 + length / 600
     (alone, _), (beside, per_s) = (
@@ -209,7 +208,7 @@ def test_where_costs_are_known_nor_that_of_any_prompt_at_hardly_a_cost(length: i
 
 
 @pytest.mark.parametrize(("costs", "most"), [(PACKED, 1), ([(1, 0.010), (256, 0.012)], 2)])
-def test_who_comes_first_waits_for_one_step_if_it_is_long_and_else_for_two(
+def test_a_newcomer_waits_for_one_step_if_it_is_long_and_else_for_two(
     costs: list[tuple[int, float]], most: int
 ) -> None:
     full_s, waits = costs[-1][1], []
@@ -223,7 +222,7 @@ def test_who_comes_first_waits_for_one_step_if_it_is_long_and_else_for_two(
     assert per_s >= 0.95 * 256 / full_s
 
 
-def test_where_few_tokens_cost_as_much_as_many_steps_are_whole_and_nobody_waits_twice() -> None:
+def test_flat_step_costs_keep_steps_whole_and_ttft_bounded() -> None:
     flat = [(1, 0.010), (64, 0.010), (256, 0.012)]
     for length in (8, 200):
         (alone, _), (beside, per_s) = (
@@ -264,7 +263,7 @@ def test_one_account_alone_has_whole_steps() -> None:
 
 
 @pytest.mark.parametrize("length", [3, BUDGET // 2, BUDGET, 2 * BUDGET])
-def test_a_short_prompt_waits_for_the_steps_that_are_out_and_for_no_more(length: int) -> None:
+def test_a_short_prompt_waits_only_for_the_steps_in_flight(length: int) -> None:
     alone, beside = flooded(length, flood=False), flooded(length, flood=True)
     steps = -(-length // (BUDGET - 8))  # eight may stream
     assert max(beside) <= max(max(alone), steps * STEP) + 3 * STEP

@@ -48,7 +48,7 @@ def test_the_requests_own_word_goes_before_the_operators_and_nobody_waits_longer
     assert RequestTimeouts.from_request(own, 3.0, config, {READ: client}).queue_timeout_s == 3.0
 
 
-def test_of_a_client_that_hears_a_stream_no_header_counts() -> None:
+def test_a_timeout_header_does_not_count_for_a_stream() -> None:
     assert RequestTimeouts.from_request(None, None, GatewayConfig(), None) == RequestTimeouts(
         0.0, 0.0
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from msgspec.structs import replace
 
 from protocol.config.worker import WorkerConfig
-from protocol.preflight import GIB, Preflight
+from protocol.facts import GIB, Preflight
 from tests.support.checkpoints import random_llama, write_gguf
 from tests.support.sparse_checkpoint import write_sparse_llama
 from tests.support.tiny_checkpoint import write_tiny_llama
@@ -60,7 +61,7 @@ def test_the_plan_is_for_this_machine(tiny: Path) -> None:
     assert plan.weights_bytes + plan.kv_bytes + plan.work_bytes <= plan.free_bytes
 
 
-def test_what_one_worker_takes_the_next_has_not(tiny: Path) -> None:
+def test_memory_of_the_first_worker_is_not_free_for_the_second(tiny: Path) -> None:
     first, second = preflight([config(tiny, kv_memory_gib=0.25)] * 2).plans
     taken = first.weights_bytes + first.kv_bytes + first.work_bytes
     assert second.free_bytes <= first.free_bytes - taken + GIB  # others use memory meanwhile
@@ -90,7 +91,7 @@ def change(path: Path, **fields: Any) -> None:
         (lambda p: spoil(p, "model.safetensors", "\1" + 7 * "\0" + "["), "not valid JSON", "fetch"),
     ],
 )
-def test_a_model_that_cannot_be_served_is_told_with_a_remedy(
+def test_a_model_that_cannot_be_served_is_reported_with_a_remedy(
     tiny: Path, damage: Any, said: str, remedy: str
 ) -> None:
     damage(tiny)
@@ -101,7 +102,7 @@ def test_a_model_that_cannot_be_served_is_told_with_a_remedy(
     assert "\n" not in found.error + found.remedy
 
 
-def test_a_header_that_lies_about_its_bytes_is_damaged(tiny: Path) -> None:
+def test_a_header_that_contradicts_its_bytes_is_reported_as_damaged(tiny: Path) -> None:
     whole = (tiny / "model.safetensors").read_bytes()
     size = int.from_bytes(whole[:8], "little")
     header, data = json.loads(whole[8 : 8 + size]), whole[8 + size :]
@@ -122,7 +123,7 @@ def test_a_header_that_lies_about_its_bytes_is_damaged(tiny: Path) -> None:
     assert "its tensors end at byte" in preflight([config(tiny)]).error
 
 
-def test_too_little_memory_is_told_as_such(tmp_path: Path) -> None:
+def test_too_little_memory_is_reported_as_such(tmp_path: Path) -> None:
     found = preflight([config(write_sparse_llama(tmp_path, num_hidden_layers=1000))])
     assert found.is_memory
     assert "are free" in found.error
@@ -144,7 +145,7 @@ def test_a_draft_model_with_another_vocabulary_is_refused(tmp_path: Path, tiny: 
     ],
     ids=str,
 )
-def test_options_that_the_model_cannot_have_are_refused(
+def test_options_that_the_model_does_not_support_are_refused(
     tiny: Path, options: dict[str, Any], said: str
 ) -> None:
     assert said in preflight([config(tiny, **options)]).error
@@ -170,7 +171,7 @@ def test_the_installed_torch_is_known_without_importing_it() -> None:
         ("cuda:2", "cuda", [7, 8], "the driver shows 2 CUDA devices"),
     ],
 )
-def test_the_device_is_that_which_torch_will_choose(
+def test_the_device_is_the_one_that_torch_will_choose(
     monkeypatch: pytest.MonkeyPatch, wanted: str, build: str, devices: list[int], found: str
 ) -> None:
     monkeypatch.setattr(machine, "torch_build", lambda: ("2.13", build))
@@ -186,7 +187,7 @@ def test_the_device_is_that_which_torch_will_choose(
         assert free_bytes == devices[int(name[-1])]
 
 
-def test_what_shortens_requests_is_said(tiny: Path) -> None:
+def test_a_setting_that_shortens_requests_is_reported(tiny: Path) -> None:
     (plan,) = preflight([config(tiny)]).plans
     assert limit(plan) is None
     assert "window of 128 tokens" in str(limit(replace(plan, window=128)))
@@ -195,4 +196,66 @@ def test_what_shortens_requests_is_said(tiny: Path) -> None:
 
 def test_without_a_driver_there_are_no_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_driver, "DRIVER", "libnothing.so.1")
+    assert cuda_driver.free_bytes_of_devices() == []
+
+
+# ---- NVIDIA's driver, answered by a library that is made for the test
+SOURCE = r"""
+#include <string.h>
+typedef struct { unsigned long long total, free, used; } Memory;
+#ifndef DEVICES
+#define DEVICES 2
+#endif
+int cuInit(unsigned flags) { return INIT; }
+int cuDeviceGetCount(int *count) { *count = DEVICES; return 0; }
+int cuDeviceGet(int *device, int index) { *device = index + 10; return 0; }
+int cuDeviceTotalMem_v2(size_t *total, int device) { *total = (device - 9) * 8ull << 30; return 0; }
+#ifdef HAS_UUID
+int cuDeviceGetUuid_v2(unsigned char *uuid, int device) {
+    for (int i = 0; i < 16; i++) uuid[i] = 16 * i + device - 10;
+    return 0;
+}
+#endif
+int nvmlInit_v2(void) { return 0; }
+int nvmlDeviceGetHandleByUUID(const char *uuid, void **handle) {
+    *handle = (void *)0x1234567812345678;
+    return strcmp(uuid, "MIG-00102030-4050-6070-8090-a0b0c0d0e0f0");
+}
+int nvmlDeviceGetMemoryInfo(void *handle, Memory *memory) {
+    memory->total = 8ull << 30, memory->free = 5ull << 30, memory->used = 3ull << 30;
+    return handle != (void *)0x1234567812345678;
+}
+"""
+
+
+@pytest.fixture
+def library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        pytest.skip("there is no C compiler")
+    (tmp_path / "driver.c").write_text(SOURCE)
+    made = tmp_path / "driver.so"
+    files = [str(tmp_path / "driver.c"), "-o", str(made)]
+    subprocess.run([compiler, "-shared", "-fPIC", *request.param, *files], check=True)
+    monkeypatch.setattr(cuda_driver, "DRIVER", str(made))
+    monkeypatch.setattr(cuda_driver, "MANAGEMENT", str(made))
+
+
+@pytest.mark.parametrize("library", [["-DINIT=0", "-DHAS_UUID"]], indirect=True)
+@pytest.mark.usefixtures("library")
+def test_free_memory_is_found_by_uuid_and_else_is_the_total() -> None:
+    assert cuda_driver.free_bytes_of_devices() == [5 << 30, 16 << 30]
+
+
+@pytest.mark.parametrize("library", [["-DINIT=0"]], indirect=True)
+@pytest.mark.usefixtures("library")
+def test_a_driver_without_uuids_reports_the_total_memory() -> None:
+    assert cuda_driver.free_bytes_of_devices() == [8 << 30, 16 << 30]
+
+
+@pytest.mark.parametrize("library", [["-DINIT=100"], ["-DINIT=0", "-DDEVICES=0"]], indirect=True)
+@pytest.mark.usefixtures("library")
+def test_a_driver_without_devices_reports_none() -> None:
     assert cuda_driver.free_bytes_of_devices() == []

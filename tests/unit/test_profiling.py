@@ -1,4 +1,4 @@
-"""One profile at a time, ended when nobody waits for it; what is recorded; CPU read from /proc."""
+"""One profile at a time, ended when its client leaves; its file; CPU read from /proc."""
 
 from __future__ import annotations
 
@@ -22,7 +22,15 @@ ASKED = Profile(request=7, steps=3, directory="/traces")
 DONE = Traced(file="/traces/a.json.gz", steps=3, began=1.0, ended=2.0)
 
 
-def test_a_profile_is_ordered_once_and_told_to_whom_message() -> None:
+def started() -> Profiling:
+    """Return one that has sent its command to the worker."""
+    profiling = Profiling()
+    profiling.request(US, ASKED)
+    profiling.pop_command()
+    return profiling
+
+
+def test_a_profile_is_requested_once_and_answered_to_its_client() -> None:
     profiling = Profiling()
     assert profiling.pop_command() is None
     assert profiling.request(US, ASKED) is None
@@ -33,13 +41,12 @@ def test_a_profile_is_ordered_once_and_told_to_whom_message() -> None:
     assert profiling.request(THEM, ASKED) is None
 
 
-def test_a_second_profile_is_refused_until_the_first_has_been_told() -> None:
+def test_a_second_profile_is_refused_until_the_first_is_answered() -> None:
     profiling = Profiling()
     for prepare in (lambda: None, profiling.pop_command):
         profiling.request(US, ASKED)
         prepare()
         refused = profiling.request(THEM, ASKED)
-        assert refused is not None
         assert "another profile is being made" in refused.error.message
 
 
@@ -52,20 +59,17 @@ def test_a_second_profile_is_refused_until_the_first_has_been_told() -> None:
         (Profile(request=1, steps=1, directory="/a\0b"), "directory"),
     ],
 )
-def test_what_cannot_be_meant_is_refused_by_name_and_bars_nobody(
+def test_an_invalid_profile_request_is_refused_and_blocks_no_other(
     asked: Profile, field: str
 ) -> None:
     profiling = Profiling()
     refused = profiling.request(US, asked)
-    assert refused is not None
     assert (refused.request, refused.error.param) == (1, field)
     assert profiling.request(THEM, ASKED) is None
 
 
-def test_what_the_worker_could_not_write_is_told() -> None:
-    profiling = Profiling()
-    profiling.request(US, ASKED)
-    profiling.pop_command()
+def test_a_profile_that_the_worker_could_not_write_is_reported() -> None:
+    profiling = started()
     answer = profiling.on_traced(Traced(error="disk full"))
     assert answer is not None
     client, refused = answer
@@ -75,7 +79,9 @@ def test_what_the_worker_could_not_write_is_told() -> None:
 
 
 @pytest.mark.parametrize("requests", [None, [5, 7]])
-def test_who_leaves_before_the_worker_knows_leaves_nothing(requests: list[int] | None) -> None:
+def test_a_client_that_leaves_before_the_profile_starts_cancels_it(
+    requests: list[int] | None,
+) -> None:
     profiling = Profiling()
     profiling.request(US, ASKED)
     profiling.cancel(US, requests)
@@ -83,10 +89,8 @@ def test_who_leaves_before_the_worker_knows_leaves_nothing(requests: list[int] |
     assert profiling.request(THEM, ASKED) is None
 
 
-def test_who_leaves_later_ends_it_and_is_not_told() -> None:
-    profiling = Profiling()
-    profiling.request(US, ASKED)
-    profiling.pop_command()
+def test_a_client_that_leaves_later_ends_the_profile_without_a_reply() -> None:
+    profiling = started()
     profiling.cancel(US)
     assert profiling.request(THEM, ASKED) is not None
     assert profiling.pop_command() == Trace(steps=0)
@@ -95,16 +99,14 @@ def test_who_leaves_later_ends_it_and_is_not_told() -> None:
     assert profiling.request(THEM, ASKED) is None
 
 
-def test_a_trace_that_ends_while_it_is_given_up_is_not_told() -> None:
-    profiling = Profiling()
-    profiling.request(US, ASKED)
-    profiling.pop_command()
+def test_a_trace_that_ends_while_cancelled_has_no_answer() -> None:
+    profiling = started()
     profiling.cancel(US)
     assert profiling.on_traced(DONE) is None
     assert profiling.pop_command() is None
 
 
-def test_others_that_leave_change_nothing() -> None:
+def test_a_cancel_of_another_client_changes_nothing() -> None:
     profiling = Profiling()
     profiling.request(US, ASKED)
     profiling.cancel(THEM)
@@ -113,15 +115,13 @@ def test_others_that_leave_change_nothing() -> None:
 
 
 # ---- the worker's part
-
-
 def traced(directory: Path, *, wanted: int, made: int, ends: bool = False) -> Traced | None:
     """An order for so many steps, of which so many are made."""
     tracer, runner = Tracer(), tiny_runner(tiny_slots(3), tiny_cache(8))
     tracer.on_trace(Trace(steps=wanted, directory=str(directory)))
     for step in range(made):
         init = slot_init(0, [5, 9, 2], generation=step + 1, blocks=[3])
-        release = [0] if step else []
+        release = [(0, step)] if step else []
         tracer.before_step(step)
         runner.step(step_plan(step, release=release, bind=[init], rows=[(0, 0, 3, True)]))
         tracer.after_step(step)
@@ -134,7 +134,6 @@ def traced(directory: Path, *, wanted: int, made: int, ends: bool = False) -> Tr
 
 def test_a_trace_is_a_file_of_our_own_with_what_the_steps_did(tmp_path: Path) -> None:
     told = traced(tmp_path / "new" / "traces", wanted=2, made=4)
-    assert told is not None
     assert (told.error, told.steps) == ("", 2)
     assert told.began < told.ended
     file = Path(told.file)
@@ -149,7 +148,6 @@ def test_a_trace_is_a_file_of_our_own_with_what_the_steps_did(tmp_path: Path) ->
 def test_a_trace_that_is_ended_early_has_the_steps_there_were(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     told = traced(tmp_path, wanted=9, made=1, ends=True)
-    assert told is not None
     assert told.steps == 1
     assert Path(told.file).is_file()
 
@@ -163,14 +161,11 @@ def test_a_trace_without_any_step_is_none(tmp_path: Path) -> None:
 def test_a_directory_that_others_may_enter_is_refused_at_once(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     told = traced(tmp_path, wanted=1, made=1)
-    assert told is not None
     assert "only its owner can enter" in told.error
     assert list(tmp_path.iterdir()) == []
 
 
 # ---- the tool's part
-
-
 def process(
     proc: Path, pid: int, parent: int, ticks: int, *words: str, name: str = "python"
 ) -> None:

@@ -13,14 +13,14 @@ from gateway.formats.events import Content, Event, Failed, Finished, OutputDelta
 from gateway.text.tokenizer import Tokenizer
 from protocol.errors import ErrorInfo
 from protocol.messages import Output, TokenLogprobs
-from tests.support.tokenizers import cuts, real_tokenizer
+from tests.support.tokenizers import cuts, tokenizer_of
 
 EOS = 2  # <|im_end|>
 TEXT = "Hello, 👩🏽‍🚀! One, two, three.\n\nUser: four 語 five"
 
 
 def tokenizer() -> Tokenizer:
-    return real_tokenizer("smollm2")
+    return tokenizer_of("smollm2")
 
 
 def factory(**options: Any) -> ParserFactory:

@@ -1,4 +1,4 @@
-"""Readers of formatted answers: what is said depends on the tokens alone, with real tokenizers."""
+"""Parsers of formatted answers: their events depend on the tokens alone."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from gateway.formats.events import (
 from gateway.formats.registry import bind, format_of
 from protocol.messages import Output
 from tests.support.formats import all_cuts
-from tests.support.tokenizers import cuts, real_tokenizer
+from tests.support.tokenizers import REAL_NAMES, cuts, tokenizer_of
 
 HERMES = (
     "<think>\nWhere is </tool_call> 語?\n</think>\n\nI will look. 👩🏽‍🚀\n"
@@ -43,13 +43,14 @@ ANSWERS = {
     "deepseek_v3": ("deepseek_v3", "deepseek_r1", DEEPSEEK),
     "llama3_1": ("llama3_json", None, LLAMA),
 }
+ANSWERS |= {name: ANSWERS[name.removeprefix("real ")] for name in REAL_NAMES}
 
 
 def factory(
     family: str, options: ReadOptions | None = None, **answer: Any
 ) -> tuple[ParserFactory, list[int]]:
     """Readers of the family's answer, and its tokens."""
-    tokenizer = real_tokenizer(family)
+    tokenizer = tokenizer_of(family)
     tools, reasoning, text = ANSWERS[family]
     ids = itertools.count(1)
     bound = bind(format_of(tools, reasoning), tokenizer)
@@ -105,26 +106,24 @@ def test_the_way_the_tokens_are_cut_never_changes_what_is_said(
 
 def test_markers_are_known_by_their_ids_and_the_same_letters_are_text() -> None:
     readers, _ = factory("qwen3")
-    tokenizer = real_tokenizer("qwen3")
+    tokenizer = tokenizer_of("qwen3")
     letters = [i for char in "</tool_call> and <tool_call>" for i in tokenizer.encode(char, False)]
     assert read(readers, [letters], finish="stop") == [
         Content("</tool_call> and <tool_call>"),
         Finished("stop"),
     ]
     assert bind(format_of("hermes", "qwen3"), tokenizer).lexicon.tokens.keys() == {
-        151657,
-        151658,
-        151667,
-        151668,
+        tokenizer.token_id(marker)
+        for marker in ("<tool_call>", "</tool_call>", "<think>", "</think>")
     }
 
 
 def test_an_ordinary_word_of_the_vocabulary_is_no_marker_token() -> None:
-    bound = bind(format_of("phi4_mini_json", "granite"), real_tokenizer("qwen3"))
+    bound = bind(format_of("phi4_mini_json", "granite"), tokenizer_of("qwen3"))
     assert bound.lexicon.tokens == {}
 
 
-@pytest.mark.parametrize("family", ["qwen3", "smollm2", "deepseek_v3", "llama3_1"])
+@pytest.mark.parametrize("family", ANSWERS)
 def test_an_answer_cut_off_anywhere_shows_no_markup_and_ends_no_open_call(family: str) -> None:
     readers, ids = factory(family)
     whole = read(readers, [ids], finish="stop")
@@ -157,7 +156,7 @@ def test_a_stop_string_ends_content_and_nothing_else() -> None:
 
 def test_a_stop_string_does_not_span_a_call() -> None:
     readers, ids = factory("qwen3", ReadOptions(stop=["🚀After"]))
-    ids = [*ids, *real_tokenizer("qwen3").encode("After", False)]
+    ids = [*ids, *tokenizer_of("qwen3").encode("After", False)]
     events = read(readers, [ids], finish="stop")
     assert events == [*hermes_events()[:-1], Content("After"), Finished("tool_calls")]
     assert read(readers, [[i] for i in ids], finish="stop") == events
@@ -168,7 +167,7 @@ def test_reasoning_that_is_not_asked_for_is_read_and_not_told() -> None:
     assert read(readers, [ids], finish="stop") == hermes_events()[1:]
 
 
-def test_where_one_call_is_allowed_the_answer_ends_with_it() -> None:
+def test_an_answer_that_may_have_one_call_ends_with_it() -> None:
     readers, ids = factory("qwen3", parallel_tool_calls=False)
     for pieces in ([ids], [[i] for i in ids], cuts(ids, 3)):
         reader, events = readers.new(), []
@@ -233,7 +232,7 @@ def test_no_token_is_lost() -> None:
 
 def test_half_a_character_before_a_marker_is_told_before_it() -> None:
     readers, _ = factory("qwen3")
-    tokenizer = real_tokenizer("qwen3")
+    tokenizer = tokenizer_of("qwen3")
     half = tokenizer.encode("𒀀", False)[:1]
     think = tokenizer.encode("<think>a</think>b", False)
     expected = [Content("\ufffd"), Reasoning("a"), Content("b"), Finished("stop")]

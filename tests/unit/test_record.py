@@ -21,7 +21,7 @@ def usage(times: Times) -> Usage:
 
 def told(answer: ChoiceGroup, status: int = 200) -> RequestRecord:
     return record_of(
-        answer.journal,
+        answer.timeline,
         answer,
         request_id="1",
         method="POST",
@@ -40,23 +40,21 @@ def accepted(n: int = 1) -> ChoiceGroup:
     return answer
 
 
-def test_what_the_engine_refused_was_no_prompt() -> None:
+def test_a_refused_request_has_no_prompt_tokens() -> None:
     answer = an_answer(n=2)
     answer.on_report(answer.choices[0], Accepted(request=0))
     error = ErrorInfo(code="overloaded", message="full")
     answer.on_report(answer.choices[1], Refused(request=0, error=error))
     record = told(answer, 429)
     assert record.end == "refused"
-    assert record.answer is not None
     assert (record.answer.finish, record.answer.prompt_tokens) == ("refused", 0)
     assert not record.answer.is_accepted
 
 
-def test_who_leaves_before_it_is_accepted_has_hung_up_and_used_nothing() -> None:
+def test_a_client_that_leaves_before_acceptance_has_hung_up_and_used_nothing() -> None:
     answer = an_answer()
     answer.abandon()
     record = told(answer, 499)
-    assert record.answer is not None
     assert (record.end, record.answer.is_accepted) == ("disconnected", False)
     assert record.answer.prompt_tokens == 0
 
@@ -68,7 +66,6 @@ def test_each_choice_ends_in_its_own_way() -> None:
     answer.on_report(two, Output(request=0, tokens=[72, 257], finish="stop", stop_token=257))
     answer.abandon()
     record = told(answer)
-    assert record.answer is not None
     assert [c.finish for c in record.answer.choices] == ["length", "stop", "disconnected"]
     assert (record.answer.finish, record.answer.generated_tokens) == ("disconnected", 3)
     assert record.answer.prompt_tokens == 3
@@ -81,11 +78,10 @@ def test_the_engines_last_word_is_the_time_it_took() -> None:
     whole = Times(queued_s=1.0, prefill_s=2.0, decode_s=4.0)
     answer.on_report(choice, Output(request=0, tokens=[72], finish="length", usage=usage(whole)))
     record = told(answer)
-    assert record.answer is not None
     assert record.answer.times == whole
 
 
-def test_who_left_early_decoded_until_then_by_the_gateways_clock(
+def test_an_abandoned_request_decoded_until_its_client_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = 100.0
@@ -97,10 +93,9 @@ def test_who_left_early_decoded_until_then_by_the_gateways_clock(
     now = 108.5
     answer.abandon()
     now = 120.0
-    answer.journal.note(TimelineMoment.ENDED)
+    answer.timeline.note(TimelineMoment.ENDED)
     record = told(answer)
     assert record.took_s == 20.0
-    assert record.answer is not None
     assert (record.answer.first_token_s, record.answer.answered_s) == (3.0, 8.5)
     assert record.answer.times == Times(queued_s=1.0, prefill_s=2.0, decode_s=5.5)
 
@@ -115,7 +110,7 @@ def test_what_asks_for_no_answer_ends_as_its_status_says(status: int, end: str) 
     assert (record.end, record.answer) == (end, None)
 
 
-def test_of_several_choices_each_stage_is_that_of_the_slowest() -> None:
+def test_each_stage_of_several_choices_is_that_of_the_slowest() -> None:
     one, two = Times(queued_s=1.0, decode_s=5.0), Times(queued_s=3.0, decode_s=4.0)
     assert slowest([one, two]) == Times(queued_s=3.0, decode_s=5.0)
     assert slowest([]) == Times()
@@ -123,7 +118,7 @@ def test_of_several_choices_each_stage_is_that_of_the_slowest() -> None:
 
 def test_nothing_is_divided_by_nothing() -> None:
     answer = accepted()
-    timings = timings_of(answer_record(answer.journal, answer), 0.0)
+    timings = timings_of(answer_record(answer.timeline, answer), 0.0)
     assert timings.predicted_per_second is None
     assert timings.prompt_per_token_ms is None
     assert timings.first_token_ms is None

@@ -12,18 +12,13 @@ import msgspec
 import pytest
 
 from gateway.api.openai.responses import ChatCompletion, CompletionResponse, TokenChance
-from gateway.api.render.bodies import ChatDerendering, CompletionDerendering
+from gateway.api.render.derender import ChatDerendering, CompletionDerendering
 from gateway.api.render.recorded import entry_of, prompt_entries
-from gateway.api.render.requests import (
-    MAX_STATE_CHARS,
-    Carried,
-    derender_chat_decoder,
-    derender_completion_decoder,
-)
+from gateway.api.render.requests import MAX_STATE_CHARS, Carried, DerenderChat, DerenderCompletion
 from gateway.api.render.responses import DerenderedChatPart
 from gateway.api.render.stream_state import StreamState, key_of, opened, sealed
-from gateway.api.tokens.generate_requests import GenerateBody
-from gateway.api.tokens.generate_stream import chosen_token
+from gateway.api.tokens.requests import GenerateBody
+from gateway.api.tokens.stream import chosen_token
 from gateway.served_model import ServedModel
 from gateway.text.logprobs import prompt_chances
 from protocol.errors import ContextTooLong, InvalidRequest
@@ -74,8 +69,6 @@ def trip(text: str = "Hello", size: int = 3, **body: Any) -> Trip:
 
 
 # ---- render
-
-
 def test_a_rendered_chat_is_a_body_of_the_token_endpoint_with_everything_resolved() -> None:
     body: dict[str, Any] = {
         "max_tokens": 7,
@@ -140,8 +133,6 @@ def test_a_completion_is_rendered_once_for_each_prompt() -> None:
 
 
 # ---- completions, logprobs, n
-
-
 @pytest.mark.parametrize(
     "more",
     [
@@ -174,10 +165,7 @@ def test_a_stop_string_ends_what_it_ends_in_a_chat(stop: str) -> None:
     streamed = one.derender_stream(chunks, one.derender_chat_chunk)
     assert without_ids(spoken(streamed)) == without_ids(said_whole(whole))
     told = response["choices"][0]
-    assert (told["finish_reason"], told["stop_reason"]) == (
-        "stop",
-        stop if stop == "ook" else None,
-    )
+    assert (told["finish_reason"], told["stop_reason"]) == ("stop", stop if stop == "ook" else None)
 
 
 def without_ids(said: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
@@ -302,8 +290,6 @@ def test_the_prompts_own_tokens_say_where_the_answer_starts() -> None:
 
 
 # ---- without the request
-
-
 PLAIN = served(scripted_card())
 """A model whose answers have no parts."""
 
@@ -315,13 +301,13 @@ def spoken_by_a_peer(text: str, **more: Any) -> dict[str, Any]:
 
 
 def derendered(model: ServedModel = PLAIN, /, **body: Any) -> dict[str, Any]:
-    decoded = derender_chat_decoder.decode(msgspec.json.encode(body))
+    decoded = msgspec.json.decode(msgspec.json.encode(body), type=DerenderChat)
     told: dict[str, Any] = json.loads(ChatDerendering(decoded, model, CONFIG).whole())
     return told
 
 
 def derendered_texts(**body: Any) -> dict[str, Any]:
-    decoded = derender_completion_decoder.decode(msgspec.json.encode(body))
+    decoded = msgspec.json.decode(msgspec.json.encode(body), type=DerenderCompletion)
     told: dict[str, Any] = json.loads(CompletionDerendering(decoded, PLAIN, CONFIG).whole())
     return told
 
@@ -380,7 +366,7 @@ def test_without_a_request_a_stream_is_its_text() -> None:
             choice["finish_reason"] = "length"
         chunk = {"request_id": "x", "prompt_token_ids": None, "usage": None, "choices": [choice]}
         body = {"stream": True, "generate_chunk": chunk, "stream_state": state}
-        decoded = derender_chat_decoder.decode(msgspec.json.encode(body))
+        decoded = msgspec.json.decode(msgspec.json.encode(body), type=DerenderChat)
         told, state = ChatDerendering(decoded, PLAIN, CONFIG).chunk()
         for part in told["choices"] if told else ():
             said += part["delta"].get("content", "")
@@ -394,7 +380,7 @@ def test_without_a_request_choices_of_a_stream_are_known_when_they_come() -> Non
     for index, token in [(2, 72), (0, 65), (2, 105)]:
         chunk = {"request_id": "x", "choices": [{"index": index, "token_ids": [token]}]}
         body = {"stream": True, "generate_chunk": chunk, "stream_state": state}
-        decoded = derender_completion_decoder.decode(msgspec.json.encode(body))
+        decoded = msgspec.json.decode(msgspec.json.encode(body), type=DerenderCompletion)
         told, state = CompletionDerendering(decoded, PLAIN, CONFIG).chunk()
         assert told is not None
         (part,) = told["choices"]
@@ -438,8 +424,6 @@ def test_no_responses_are_no_completion() -> None:
 
 
 # ---- what is wrong
-
-
 @pytest.mark.parametrize(
     ("change", "field"),
     [
@@ -460,7 +444,7 @@ def test_what_is_wrong_with_a_whole_answer_is_named(change: dict[str, Any], fiel
     one = trip()
     response, _ = one.generate(one.render_chat())
     body = {"chat_request": one.body, "generate_response": response} | change
-    decoded = derender_chat_decoder.decode(msgspec.json.encode(body))
+    decoded = msgspec.json.decode(msgspec.json.encode(body), type=DerenderChat)
     with pytest.raises(InvalidRequest) as raised:
         ChatDerendering(decoded, MODEL, CONFIG).whole()
     assert raised.value.param == field
@@ -493,8 +477,6 @@ def test_a_chunk_of_an_answer_that_nobody_asked_for_is_refused() -> None:
 
 
 # ---- the state
-
-
 def after(one: Trip, count: int) -> tuple[str, list[Any]]:
     """The state behind so many chunks, and the chunks that follow."""
     _, chunks = one.generate(one.render_chat())
@@ -536,8 +518,8 @@ def test_a_state_that_is_damaged_or_of_another_answer_is_refused() -> None:
 def test_a_state_that_someone_forged_is_refused_and_never_our_fault() -> None:
     one = trip(f"<think>\nhm\n</think>\n\nI look.{CALL}", tools=LOOK)
     state, (chunk, *_) = after(one, 8)
-    request = derender_chat_decoder.decode(
-        msgspec.json.encode({"chat_request": one.streaming})
+    request = msgspec.json.decode(
+        msgspec.json.encode({"chat_request": one.streaming}), type=DerenderChat
     ).chat_request
     key = key_of(MODEL, request)
     plain = msgspec.to_builtins(opened(state, key))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 from collections import defaultdict
 from pathlib import Path
@@ -16,6 +17,8 @@ TOP = {
     *("pyproject.toml", "MANIFEST.in", ".gitignore"),
 }
 LARGEST_BYTES = 256 << 10
+NUM_LAWS = 18
+NOT_BUILT = {14}
 
 
 @pytest.fixture(scope="module")
@@ -45,3 +48,86 @@ def test_no_class_name_stands_twice(tracked: list[Path]) -> None:
                 if isinstance(node, ast.ClassDef):
                     places[node.name].append(f"{path.relative_to(ROOT)}:{node.lineno}")
     assert {name: at for name, at in places.items() if len(at) > 1} == {}
+
+
+def test_each_law_names_its_tests() -> None:
+    """docs/architecture.md has a row for each law, and its tests exist."""
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    section = page.partition("## The laws and their tests")[2].partition("\n#")[0]
+    rows = re.findall(r"^\| (\d+) \| (.+) \| (.+) \|$", section, re.MULTILINE)
+    assert [int(number) for number, _, _ in rows] == list(range(1, NUM_LAWS + 1))
+    for number, _, tests in rows:
+        names = re.findall(r"`(tests/[\w/*]+\.py)`", tests)
+        assert names, f"law {number} names no test"
+        missing = [name for name in names if not list(ROOT.glob(name))]
+        assert not missing, f"law {number} names tests that do not exist: {missing}"
+        assert ("not built" in tests) == (int(number) in NOT_BUILT), f"law {number}"
+
+
+def test_documents_name_only_python_files_that_exist(tracked: list[Path]) -> None:
+    ours = {str(path) for path in tracked if path.suffix == ".py"}
+    named = {
+        (str(path), name)
+        for path in tracked
+        if path.suffix == ".md" and (ROOT / path).exists()
+        for name in re.findall(r"`([\w/]+\.py)`", (ROOT / path).read_text(encoding="utf-8"))
+    }
+    assert len(named) > 50
+    assert {
+        (page, name)
+        for page, name in named
+        if not any(f"/{each}".endswith(f"/{name}") for each in ours)
+    } == set()
+
+
+WAITING = Path("tests/support/waiting.py")
+"""The one file that sleeps."""
+PROGRAMS = ("tests/benchmarks/", "tests/torture/")
+"""They measure a server over time, and may let time pass."""
+OWN_NAMES = ("self", "cls", "super", "os", "sys")
+PRIVATE_PATH = re.compile(r"(protocol|gateway|engine_core|worker|tools)[\w.]*\._[a-z]\w*")
+
+
+@pytest.fixture(scope="module")
+def nodes_of_tests(tracked: list[Path]) -> list[tuple[str, ast.AST]]:
+    """(file and line, node) of everything in the tests."""
+    return [
+        (f"{path}:{getattr(node, 'lineno', 0)}", node)
+        for path in tracked
+        if path.parts[0] == "tests" and path.suffix == ".py" and (ROOT / path).exists()
+        for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8")))
+    ]
+
+
+def is_private_access(node: ast.AST) -> bool:
+    match node:
+        case ast.Attribute(attr=name, value=holder):
+            while isinstance(holder, ast.Call):  # super()
+                holder = holder.func
+            is_own = isinstance(holder, ast.Name) and holder.id in OWN_NAMES
+            return name.startswith("_") and not name.startswith("__") and not is_own
+        case ast.ImportFrom(names=names):
+            return any(name.name.startswith("_") for name in names)
+        case ast.Constant(value=str(text)):
+            return PRIVATE_PATH.fullmatch(text) is not None
+    return False
+
+
+def test_no_test_uses_a_private_name(nodes_of_tests: list[tuple[str, ast.AST]]) -> None:
+    assert [place for place, node in nodes_of_tests if is_private_access(node)] == []
+
+
+def is_sleep(node: ast.AST) -> bool:
+    """`sleep(0)` lets others run, and takes no time."""
+    match node:
+        case ast.Call(func=ast.Attribute(attr="sleep"), args=[ast.Constant(value=0)]):
+            return False
+        case ast.Call(func=ast.Attribute(attr="sleep")):
+            return True
+    return False
+
+
+def test_no_test_waits_for_a_duration(nodes_of_tests: list[tuple[str, ast.AST]]) -> None:
+    places = [place for place, node in nodes_of_tests if is_sleep(node)]
+    outside = (str(WAITING), *PROGRAMS)
+    assert [place for place in places if not place.startswith(outside)] == []

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from gateway.api.responses.events import Frame, ResponseEvents, last_frame
-from gateway.api.responses.interrupted import interrupted_response
+from gateway.api.responses.events import (
+    Frame,
+    ResponseEvents,
+    frame,
+    interrupted_response,
+    last_frame,
+)
 from gateway.api.responses.items import item_id, response_of, seal
-from gateway.api.responses.response import Json, ResponseHead
+from gateway.api.responses.responses import ResponseEvent, ResponseObject
 from gateway.api.responses.stream import ResponseSink, TextLogprobs
 from gateway.formats.events import (
     Content,
@@ -25,12 +32,23 @@ from gateway.formats.events import (
     ToolCallEnd,
 )
 from protocol.errors import EngineLost, ErrorInfo, Overloaded
+from protocol.sampling import SamplingParams
 from tests.support.answers import TOKENIZER, an_answer
-from tests.support.responses import items_of, kinds, typed_events
+from tests.support.responses import a_queued_response, items_of, kinds, typed_events
 from tests.support.scripted_engine import EOS, scripted_logprob
 
 NUMBER = "0123456789abcdef" * 2
-HEAD = ResponseHead("resp_" + NUMBER, {"model": "m"}, created_at=12)
+QUEUED = a_queued_response("resp_" + NUMBER)
+FIELDS = (
+    '"model":"m","instructions":null,"previous_response_id":null,"max_output_tokens":null,'
+    '"max_tool_calls":null,"user":null,"safety_identifier":null,"prompt_cache_key":null,'
+    '"temperature":1.0,"top_p":1.0,"frequency_penalty":0.0,"presence_penalty":0.0,'
+    '"background":false,"store":true,"tools":[],"tool_choice":"auto","parallel_tool_calls":true,'
+    '"top_logprobs":0,"reasoning":{"effort":null,"summary":null},"text":{"format":'
+    '{"type":"text"},"verbosity":"medium"},"truncation":"disabled","metadata":{},'
+    '"service_tier":"default","conversation":null,"prompt":null,"system_fingerprint":"fp"'
+)
+GOLDEN = Path(__file__).parents[1] / "data" / "responses_stream.txt"
 
 
 class TakenFrames:
@@ -38,10 +56,10 @@ class TakenFrames:
 
     def __init__(self) -> None:
         self.frames: list[Frame] = []
-        self.snapshots: list[Json] = []
-        self.response: Json | None = None
+        self.snapshots: list[ResponseObject] = []
+        self.response: ResponseObject | None = None
 
-    def start(self, response: Json) -> None:
+    def start(self, response: ResponseObject) -> None:
         self.snapshots.append(response)
 
     def write(self, frames: list[Frame]) -> None:
@@ -49,7 +67,7 @@ class TakenFrames:
         assert frames
         self.frames += frames
 
-    def close(self, response: Json, number: int) -> None:
+    def close(self, response: ResponseObject, number: int) -> None:
         assert self.response is None
         self.response = response
         self.frames.append(last_frame(number, response))
@@ -62,11 +80,18 @@ class TakenFrames:
 class Telling:
     """A sink, and what it told."""
 
-    def __init__(self, *, num_top: int | None = None, seals: bool = False, **options: Any) -> None:
+    def __init__(
+        self,
+        response: ResponseObject = QUEUED,
+        *,
+        num_top: int | None = None,
+        seals: bool = False,
+        **options: Any,
+    ) -> None:
         self.answer = an_answer()
         self.told = TakenFrames()
         logprobs = None if num_top is None else TextLogprobs(TOKENIZER, num_top)
-        events = ResponseEvents(HEAD, seals=seals)
+        events = ResponseEvents(response, seals=seals)
         self.sink = ResponseSink(self.answer, events, self.told, logprobs, **options)
 
     def say(self, *events: Event, ids: list[int] | None = None) -> Telling:
@@ -113,7 +138,7 @@ def test_the_bytes_of_a_short_stream() -> None:
     begun = (
         f'"response":{{"id":"resp_{NUMBER}","object":"response","created_at":12,'
         '"status":"in_progress","completed_at":null,"error":null,"incomplete_details":null,'
-        '"output":[],"usage":null,"model":"m"}'
+        f'"output":[],"usage":null,{FIELDS}}}'
     )
     assert [frame.decode() for frame in frames[:-1]] == [
         f'event: {kind}\ndata: {{"type":"{kind}",{rest},"sequence_number":{n}}}\n\n'
@@ -142,6 +167,46 @@ def test_the_bytes_of_a_short_stream() -> None:
     assert final.startswith('event: response.completed\ndata: {"type":"response.completed",')
     assert f'"output":[{item}],{usage}' in final
     assert final.endswith('"sequence_number":9}\n\n')
+
+
+def test_a_stream_of_all_kinds_has_these_bytes() -> None:
+    """A queued response with all members; then how a failed one and an interrupted one end."""
+    response = a_queued_response(
+        "resp_" + NUMBER,
+        b"""{"input": "hi", "instructions": "be brief", "tool_choice": "auto",
+        "tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}}],
+        "max_output_tokens": 9, "metadata": {"a": "b"}, "reasoning": {"effort": "low"},
+        "text": {"format": {"type": "text"}}, "top_logprobs": 1, "user": "u"}""",
+        SamplingParams(temperature=0.5, top_p=0.25, frequency_penalty=1.0),
+        ignored_params=["text.verbosity"],
+        effective={"chat_template_kwargs": {"a": 1}},
+    )
+
+    def say_all(telling: Telling) -> Telling:
+        telling.say(Reasoning("h\u00e9"), Reasoning("m"))
+        telling.say(Content('H"i'), ids=list(b'H"i')).say(*CALLS[:4])
+        telling.say(OutputWarning("odd", "it is"), ToolCall(1, "call_2", "g"))
+        return telling.say(ToolArguments(1, "{"), Finished("length"))
+
+    queued = say_all(Telling(response, num_top=1, seals=True, queued=True))
+    queued.end()
+    failed = say_all(Telling(response, num_top=1, seals=True))
+    failed.sink.fail(Overloaded("too much"))
+    body = msgspec.json.encode(response.in_status("in_progress"))
+    interrupted = interrupted_response(response.id, 7, body)
+    frames = [*queued.told.frames, failed.told.frames[-1], interrupted.frame]
+    assert b"".join(frames) == GOLDEN.read_bytes()
+
+
+@pytest.mark.parametrize("num_top", [None, 1])
+def test_every_frame_is_the_encoding_of_its_struct(num_top: int | None) -> None:
+    """The frames of text deltas are made from templates."""
+    telling = Telling(num_top=num_top).say(Reasoning("h\u00e9"), Reasoning('"%d'), *CALLS)
+    telling.say(Content('"delta":""'), Content("%b"), ids=[*b'"delta":""%b']).end()
+    for data in telling.told.frames:
+        name, body = data.removesuffix(b"\n\n").split(b"\n")
+        event = msgspec.json.decode(body.removeprefix(b"data: "), type=ResponseEvent)
+        assert frame(event) == data, name
 
 
 def test_each_item_is_opened_told_and_closed_before_the_next() -> None:
@@ -215,10 +280,10 @@ def test_a_queued_response_says_when_it_is_queued_no_more() -> None:
     telling = Telling(queued=True)
     assert telling.told.snapshots == []
     telling.say(Content("a"))
-    assert [snapshot["status"] for snapshot in telling.told.snapshots] == ["in_progress"]
+    assert [snapshot.status for snapshot in telling.told.snapshots] == ["in_progress"]
     events = telling.say(Finished("stop")).end()
     assert [e["type"] for e in events[:3]] == [
-        *("response.created", "response.queued", "response.in_progress"),
+        *("response.created", "response.queued", "response.in_progress")
     ]
     assert [e["response"]["status"] for e in events[:3]] == ["queued", "queued", "in_progress"]
 
@@ -271,15 +336,15 @@ def test_sealed_reasoning_is_told_with_the_whole_item() -> None:
 
 
 def test_ids_name_their_response() -> None:
-    assert response_of(item_id("reasoning", HEAD.id, 3)) == HEAD.id
-    assert response_of(item_id("message", HEAD.id, 0, of_input=True)) == HEAD.id
+    assert response_of(item_id("reasoning", QUEUED.id, 3)) == QUEUED.id
+    assert response_of(item_id("message", QUEUED.id, 0, of_input=True)) == QUEUED.id
     for other in ("msg_1", "resp_" + NUMBER, f"rs_{NUMBER}_x", f"rs_{NUMBER[1:]}_1"):
         assert response_of(other) is None
 
 
 def test_the_dead_have_failed() -> None:
-    body = json.dumps(HEAD.response("in_progress")).encode()
-    told = interrupted_response(HEAD.id, 7, body)
+    body = msgspec.json.encode(QUEUED.in_status("in_progress"))
+    told = interrupted_response(QUEUED.id, 7, body)
     (event,) = typed_events(told.frame)
     assert (event["type"], event["sequence_number"]) == ("response.failed", 7)
     assert told.body is not None

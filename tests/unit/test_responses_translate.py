@@ -6,9 +6,9 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
 
-from gateway.api.responses.checks import check
 from gateway.api.responses.items import (
     PREVIOUS,
     PlacedItem,
@@ -17,10 +17,9 @@ from gateway.api.responses.items import (
     reasoning_text,
     seal,
 )
-from gateway.api.responses.kept.listing import page_of
-from gateway.api.responses.messages import check_outputs
-from gateway.api.responses.requests import ResponsesBody, responses_decoder
-from gateway.api.responses.translate import SAME, ResponsesTranslation, chat_body
+from gateway.api.responses.requests import ResponsesBody, check
+from gateway.api.responses.stored_routes import page_of
+from gateway.api.responses.translate import SAME, ResponsesTranslation, chat_body, check_outputs
 from gateway.api.responses.truncation import (
     items_after,
     possible_cuts,
@@ -39,7 +38,7 @@ def said(role: str, text: str) -> dict[str, Any]:
 
 
 def body(**fields: Any) -> ResponsesBody:
-    return responses_decoder.decode(json.dumps({"input": "hi"} | fields))
+    return msgspec.json.decode(json.dumps({"input": "hi"} | fields), type=ResponsesBody)
 
 
 def translated(
@@ -160,12 +159,7 @@ def test_every_field_that_both_have_goes_over_or_is_translated() -> None:
 )
 def test_names_of_the_chat_have_names_in_the_request(name: str, own: str) -> None:
     translation = translated(
-        said("user", "a"),
-        THOUGHT,
-        CALL,
-        OUTPUT,
-        before=[said("user", "earlier")],
-        instructions="i",
+        said("user", "a"), THOUGHT, CALL, OUTPUT, before=[said("user", "earlier")], instructions="i"
     )
     told = translation.rename_error(InvalidRequest(f"{name}: wrong", param=name))
     assert told.param == own
@@ -179,8 +173,6 @@ def test_ids_are_given_and_kept() -> None:
 
 
 # ---- too long
-
-
 def placed(*items: dict[str, Any]) -> list[PlacedItem]:
     return [PlacedItem(item, f"input[{n}]") for n, item in enumerate(items)]
 
@@ -256,28 +248,24 @@ def test_room_is_left_for_the_answer() -> None:
 
 
 # ---- lists
-
-
 def test_pages_cover_a_list() -> None:
     items = [{"id": str(n)} for n in range(7)]
     seen: list[str] = []
     after = None
     while True:
         page = page_of(items, 3, after)
-        seen += [item["id"] for item in page["data"]]
-        assert (page["first_id"], page["last_id"]) == (page["data"][0]["id"], seen[-1])
-        if not page["has_more"]:
+        seen += [item["id"] for item in page.data]
+        assert (page.first_id, page.last_id) == (page.data[0]["id"], seen[-1])
+        if not page.has_more:
             break
-        after = page["last_id"]
+        after = page.last_id
     assert seen == [str(n) for n in range(7)]
-    assert page_of([], 3, None)["first_id"] is None
+    assert page_of([], 3, None).first_id is None
     with pytest.raises(InvalidRequest):
         page_of(items, 3, "nobody")
 
 
 # ---- outputs of calls
-
-
 def call_of(call_id: str) -> dict[str, Any]:
     return CALL | {"call_id": call_id}
 

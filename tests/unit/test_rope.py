@@ -52,7 +52,7 @@ def test_frequencies_are_those_of_transformers(kind: str) -> None:
     assert attention_factor(ours.rope) == pytest.approx(theirs.attention_scaling)
 
 
-def test_older_configs_say_the_same_in_other_words() -> None:
+def test_older_rope_configs_are_read_as_newer_ones() -> None:
     older = {"rope_theta": 500000.0, "rope_scaling": {"type": "llama3", **LLAMA3}}
     assert llama_config(SIZES | older) == llama_config(SIZES | {"rope_parameters": KINDS["llama3"]})
 

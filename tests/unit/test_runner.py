@@ -1,14 +1,36 @@
-"""One step: what it does in which order, and what it tells."""
+"""One step: its tensors, the order of its work, what it reads back, and what it reports."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from protocol.sampling import SamplingParams
-from tests.support.plans import slot_init, step_plan
-from tests.support.tiny_model import TinyModel, tiny_cache, tiny_runner, tiny_slots
-from worker.slots.table import Poison
+from protocol.steps import StepPlan
+from tests.support.plans import GREEDY, slot_init, step_plan
+from tests.support.tiny_model import (
+    BLOCK_TOKENS,
+    CPU,
+    MAX_LEN,
+    TinyModel,
+    tiny_cache,
+    tiny_runner,
+    tiny_slots,
+)
+from worker.batch.batch import StepBatch, read_rows
+from worker.batch.batch import build_batch as build
+from worker.batch.readback import Readback
+from worker.debug.slot_registry import Poison
+from worker.sampling import features
+from worker.sampling.logprob_columns import LogprobColumns
+from worker.slots.table import SlotTable
 
 PROMPT = [5, 9, 2, 77, 31]
 
@@ -37,7 +59,7 @@ def test_a_slot_may_change_hands_within_one_plan():
     runner = runner_of(max_slots=1)
     runner.step(step_plan(bind=[bound(0, [8] * 9)], rows=[(0, 0, 9, True)]))
     plan = step_plan(
-        release=[0], bind=[bound(0, generation=2)], zero=[1, 2], rows=[(0, 0, 5, True)]
+        release=[(0, 1)], bind=[bound(0, generation=2)], zero=[1, 2], rows=[(0, 0, 5, True)]
     )
     fresh = runner_of().step(step_plan(bind=[bound(0)], rows=[(0, 0, 5, True)]))
     assert runner.step(plan).tokens == fresh.tokens
@@ -52,11 +74,11 @@ def test_blocks_are_appended_before_the_step_that_writes_them():
     assert growing.step(plan).tokens == expected.tokens
 
 
-def test_a_step_may_only_release_or_compute_without_sampling():
+def test_a_step_may_sample_nothing_or_only_release():
     runner = runner_of()
     result = runner.step(step_plan(7, bind=[bound(0)], rows=[(0, 0, 4, False)]))
     assert (result.step, result.tokens.tolist(), result.logprobs) == (7, [], None)
-    result = runner.step(step_plan(8, release=[0]))
+    result = runner.step(step_plan(8, release=[(0, 1)]))
     assert (result.step, result.tokens.tolist(), result.failed.tolist()) == (8, [], [])
 
 
@@ -81,7 +103,7 @@ class BrokenModel(TinyModel):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_row_whose_logits_are_not_finite_fails_alone(temperature):
+def test_a_sampled_row_with_non_finite_logits_fails_alone(temperature):
     params = SamplingParams(temperature=temperature, logprobs=2)
     binds = [bound(0, params=params), bound(1, [3, 90], params=params), bound(2, params=params)]
     rows = [(0, 0, 5, True), (1, 0, 2, True), (2, 0, 5, True)]
@@ -95,7 +117,8 @@ def test_a_row_whose_logits_are_not_finite_fails_alone(temperature):
 @pytest.mark.parametrize(
     ("plan", "says"),
     [
-        (step_plan(release=[1]), "slot 1 is free"),
+        (step_plan(release=[(1, 1)]), "slot 1 is free"),
+        (step_plan(release=[(0, 2)]), "slot 0 is bound to generation 1; generation 2 cannot"),
         (step_plan(extend=[(1, 0, 3)]), "free slots"),
         (step_plan(bind=[bound(0, generation=5)]), "already bound"),
     ],
@@ -107,11 +130,250 @@ def test_a_plan_that_contradicts_the_slots_is_refused(plan, says):
         runner.step(plan)
 
 
-def test_nothing_of_a_step_can_require_a_gradient():
+def test_no_tensor_of_a_step_requires_a_gradient():
     model = TinyModel()
     model.embedding.requires_grad_()
     runner = runner_of(model)
     runner.step(step_plan(bind=[bound(0)], rows=[(0, 0, 5, True)]))
-    found = [*runner._slots.tensors(), runner._cache.k, runner._cache.v]
+    slots, cache = runner.components.slots, runner.components.cache
+    found = [*slots.tensors(), cache.k, cache.v]
     assert not any(tensor.requires_grad for tensor in found)
     assert isinstance(found[0], torch.Tensor)
+
+
+# ---- features
+NOTHING = {"temperature": 0.0, "top_p": 0.5, "top_k": 3, "min_p": 0.1, "max_tokens": 4}
+
+
+@pytest.mark.parametrize(
+    ("params", "bits"),
+    [
+        ({}, 0),
+        ({"temperature": 0.1}, features.DRAW),
+        ({"logit_bias": {1: 0.5}}, features.BIAS),
+        ({"repetition_penalty": 1.1}, features.REPETITION),
+        ({"frequency_penalty": -0.5}, features.COUNTS),
+        ({"presence_penalty": 0.5}, features.COUNTS),
+        ({"allowed_token_ids": [1]}, features.ALLOWED),
+        ({"bad_words": [[1]]}, features.BAD_WORDS),
+        ({"min_tokens": 1}, features.MIN_TOKENS),
+        ({"logprobs": 0}, features.LOGPROBS),
+        ({"logprob_token_ids": [1]}, features.LOGPROBS),
+        ({"prompt_logprobs": 0}, features.PROMPT_LOGPROBS),
+    ],
+)
+def test_each_requested_feature_has_its_bit(params: dict[str, object], bits: int) -> None:
+    asked = SamplingParams(**{**NOTHING, **params})  # type: ignore[arg-type]
+    assert features.features_of(slot_init(0, [1], params=asked)) == bits
+
+
+# ---- readback
+class ReadbackPlace:
+    """A place in a queue that the test moves up to."""
+
+    is_reached = False
+
+    def query(self) -> bool:
+        return self.is_reached
+
+    def synchronize(self) -> None:
+        self.is_reached = True
+
+
+def test_on_the_cpu_a_copy_is_the_tensor_itself_and_a_step_is_done_at_once():
+    readback, tensor = Readback(CPU), torch.arange(3)
+    assert readback.copy(tensor) is tensor
+    readback.seal()
+    assert readback.is_done
+    readback.wait()
+
+
+def test_a_launched_step_is_done_when_its_own_place_is_reached():
+    places: list[ReadbackPlace] = []
+
+    def mark(device: torch.device) -> ReadbackPlace:
+        places.append(ReadbackPlace())
+        return places[-1]
+
+    runner = tiny_runner(tiny_slots(2), tiny_cache(9), mark=mark)
+    init = slot_init(0, [4, 5], blocks=[1], params=GREEDY)
+    one = runner.launch(step_plan(1, bind=[init], rows=[(0, 0, 2, True)], zero=[1]))
+    two = runner.launch(step_plan(2, rows=[(0, 2, 1, True)]))
+    assert not one.is_done
+    assert one.result().step == 1
+    assert one.is_done
+    assert not two.is_done, "to read a step waits for no later one"
+
+
+def columns(**more: Any) -> LogprobColumns:
+    return LogprobColumns(
+        rows=np.array([0, 2]),
+        counts=np.array([2, 0], np.int32),
+        possible=torch.tensor([1, 2]),
+        ids=torch.tensor([7, 8]),
+        logprobs=torch.tensor([-1.0, -2.0]),
+        ranks=torch.tensor([1, 5]),
+        top_ids=torch.tensor([[7, 3], [4, 6]]),
+        top_logprobs=torch.tensor([[-1.0, float("-inf")], [-0.5, -1.0]]),
+        **more,
+    )
+
+
+@pytest.mark.parametrize("more", [{}, {"asked": torch.ones(2, 3)}, {"drawn": torch.ones(1, 3)}])
+def test_every_tensor_of_the_columns_is_copied_and_nothing_else_changes(more):
+    copied = []
+
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        copied.append(tensor)
+        return tensor + 1
+
+    before = columns(**more)
+    after = before.map_tensors(copy)
+    assert len(copied) == 6 + len(more)
+    assert after.ids.tolist() == [8, 9]
+    assert after.rows is before.rows
+    assert (after.asked is None) == ("asked" not in more)
+
+
+def test_columns_report_no_more_top_tokens_than_are_possible():
+    told = columns().to_message()
+    assert told.counts.tolist() == [1, 0]
+    assert told.rows.tolist() == [0, 2]
+    assert told.top_ids.shape == (2, 2)
+    assert told.asked is None
+    assert told.drawn_at is None
+
+
+# ---- the tensors of a step
+@dataclass
+class BatchRow:
+    """A row in plain Python: its slot, tokens and blocks, what is computed, whether sampled."""
+
+    slot: int
+    tokens: list[int]
+    blocks: list[int]
+    start: int
+    count: int
+    sampled: bool
+
+
+@dataclass
+class Naive:
+    """What the batch must say, list by list."""
+
+    token_ids: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    slot_mapping: list[int] = field(default_factory=list)
+    row_starts: list[int] = field(default_factory=lambda: [0])
+    context_lens: list[int] = field(default_factory=list)
+    block_table: list[list[int]] = field(default_factory=list)
+    sampled: list[tuple[int, int, int]] = field(default_factory=list)
+
+
+def naive(rows: list[BatchRow]) -> Naive:
+    out = Naive()
+    most = max(-(-(row.start + row.count) // BLOCK_TOKENS) for row in rows)
+    for row in rows:
+        for position in range(row.start, row.start + row.count):
+            out.token_ids.append(row.tokens[position])
+            out.positions.append(position)
+            block = row.blocks[position // BLOCK_TOKENS]
+            out.slot_mapping.append(block * BLOCK_TOKENS + position % BLOCK_TOKENS)
+        out.row_starts.append(len(out.token_ids))
+        out.context_lens.append(row.start + row.count)
+        out.block_table.append((row.blocks + [0] * most)[:most])
+        if row.sampled:
+            out.sampled.append((row.slot, row.start + row.count, len(out.token_ids) - 1))
+    return out
+
+
+def as_naive(batch: StepBatch) -> Naive:
+    attention, sampled = batch.attention, batch.sampled
+    columns = (sampled.slots.tolist(), sampled.known.tolist(), sampled.last.tolist())
+    assert sampled.host_slots.tolist() == columns[0]
+    assert sampled.host_known.tolist() == columns[1]
+    return Naive(
+        token_ids=batch.token_ids.tolist(),
+        positions=attention.positions.tolist(),
+        slot_mapping=attention.slot_mapping.tolist(),
+        row_starts=attention.row_starts.tolist(),
+        context_lens=attention.context_lens.tolist(),
+        block_table=attention.block_table.tolist(),
+        sampled=list(zip(*columns, strict=True)),
+    )
+
+
+def build_batch(plan: StepPlan, table: SlotTable, *, block_tokens: int) -> StepBatch:
+    return build(plan, read_rows(plan), table, block_tokens=block_tokens)
+
+
+def table_of(rows: list[BatchRow]) -> SlotTable:
+    table = tiny_slots(8, poison=Poison.WILD)
+    for row in rows:
+        table.bind(slot_init(row.slot, row.tokens, blocks=row.blocks))
+    table.flush()
+    return table
+
+
+def plan_of(rows: list[BatchRow]):
+    return step_plan(rows=[(row.slot, row.start, row.count, row.sampled) for row in rows])
+
+
+@st.composite
+def steps(draw) -> list[BatchRow]:
+    slots = draw(st.lists(st.integers(0, 7), min_size=1, max_size=8, unique=True))
+    rows = []
+    for slot in slots:
+        known = draw(st.integers(1, MAX_LEN - 1))
+        start = draw(st.integers(0, known - 1))
+        count = draw(st.one_of(st.just(1), st.integers(1, known - start)))
+        tokens = draw(st.lists(st.integers(0, 96), min_size=known, max_size=known))
+        needed = -(-known // BLOCK_TOKENS)
+        blocks = draw(st.lists(st.integers(1, 500), min_size=needed, max_size=needed, unique=True))
+        # A row may own blocks for less than all it knows; what it computes is covered.
+        blocks = blocks[: -(-(start + count) // BLOCK_TOKENS)]
+        rows.append(BatchRow(slot, tokens, blocks, start, count, draw(st.booleans())))
+    return sorted(rows, key=lambda row: row.count != 1)
+
+
+@given(rows=steps())
+@settings(max_examples=80, deadline=None)
+def test_the_vectorised_batch_equals_the_one_built_row_by_row(rows):
+    batch = build_batch(plan_of(rows), table_of(rows), block_tokens=BLOCK_TOKENS)
+    assert as_naive(batch) == naive(rows)
+    assert batch.attention.num_decodes == sum(row.count == 1 for row in rows)
+
+
+def test_shapes_and_types_are_those_that_attention_expects():
+    rows = [BatchRow(0, [5], [3], 0, 1, True), BatchRow(4, list(range(9)), [1, 2, 7], 2, 7, False)]
+    batch = build_batch(plan_of(rows), table_of(rows), block_tokens=BLOCK_TOKENS)
+    attention = batch.attention
+    tensors = {name: getattr(attention, name) for name in attention.__slots__[:5]}
+    assert {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()} == {
+        "positions": (torch.int64, (8,)),
+        "slot_mapping": (torch.int64, (8,)),
+        "row_starts": (torch.int64, (3,)),
+        "context_lens": (torch.int64, (2,)),
+        "block_table": (torch.int64, (2, 3)),
+    }
+
+
+def test_a_step_may_sample_nothing():
+    rows = [BatchRow(0, [5, 6, 7], [3], 0, 2, False)]
+    batch = build_batch(plan_of(rows), table_of(rows), block_tokens=BLOCK_TOKENS)
+    assert batch.sampled.last.shape == (0,)
+
+
+@pytest.mark.parametrize(("known", "sampled"), [(MAX_LEN + 1, False), (MAX_LEN, True)])
+def test_a_row_that_would_leave_its_slot_is_refused(known, sampled):
+    table = table_of([BatchRow(0, [5] * MAX_LEN, [1] * 12, 0, 1, False)])
+    with pytest.raises(ValueError, match=f"exceeds {MAX_LEN} tokens"):
+        build_batch(step_plan(rows=[(0, known - 1, 1, sampled)]), table, block_tokens=BLOCK_TOKENS)
+
+
+def test_decode_rows_that_do_not_come_first_are_refused():
+    rows = [BatchRow(0, [5], [3], 0, 1, True), BatchRow(4, list(range(9)), [1, 2, 7], 2, 7, False)]
+    for num_decodes in (2, 3, -1):
+        plan = replace(plan_of(rows), num_decodes=num_decodes)
+        with pytest.raises(ValueError, match="must be the first"):
+            build_batch(plan, table_of(rows), block_tokens=BLOCK_TOKENS)

@@ -9,21 +9,19 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from protocol.arrays import Int32
 from protocol.sampling import SamplingParams
 from protocol.steps import StepResult
-from tests.support.plans import slot_init, step_plan
-from tests.support.tiny_model import (
-    VOCAB,
-    TinyModel,
-    tiny_cache,
-    tiny_runner,
-    tiny_slots,
-)
-from worker.slots.table import Poison
+from tests.support.plans import GREEDY, slot_init, step_plan
+from tests.support.tiny_model import VOCAB, TinyModel, tiny_cache, tiny_runner, tiny_slots
+from worker.debug.slot_registry import Poison
+from worker.sampling.verify import NO_DRAFT, VerifiedDrafts, verify
 from worker.step import Runner
 
 PROMPT = [5, 9, 2, 77, 31]
@@ -61,7 +59,6 @@ class DraftedStep:
 def entries(result: StepResult) -> list[tuple[object, ...]]:
     """Per token: its row, id, rank and top ids, and then all numbers, rounded as floats may be."""
     columns = result.logprobs
-    assert columns is not None
     width, count = columns.top_ids.shape[1], len(columns.ids)
     numbers = [columns.logprobs, columns.top_logprobs, columns.asked, columns.drawn]
     told: list[tuple[object, ...]] = []
@@ -114,7 +111,7 @@ def guessed(
     )
     at = len(PROMPT)
     plan = step_plan(
-        release=[2], bind=[init], zero=blocks, rows=[(2, 0, at, True), (1, at, 1, True)]
+        release=[(2, 1)], bind=[init], zero=blocks, rows=[(2, 0, at, True), (1, at, 1, True)]
     )
     result = runner.step(plan)
     told.take(only_last(result))
@@ -125,12 +122,8 @@ def guessed(
         if drafts and rng.random() < 0.5:
             wrong = rng.randrange(len(drafts))
             drafts[wrong] = (drafts[wrong] + 1 + rng.randrange(VOCAB - 1)) % VOCAB
-        rows = [
-            (1, at + num_other - 1, 1, True),
-            (2, at + done - 1, 1 + len(drafts), True),
-        ]
+        rows = [(1, at + num_other - 1, 1, True), (2, at + done - 1, 1 + len(drafts), True)]
         result = runner.step(step_plan(rows=rows, drafts={2: drafts}))
-        assert result.counts is not None
         told.take(only_last(result))
         num_other += 1
         assert result.counts.tolist() == [1, len(told.tokens) - done]
@@ -143,7 +136,7 @@ def only_last(result: StepResult) -> StepResult:
 
 
 @pytest.mark.parametrize("params", SPECS, ids=str)
-def test_with_drafts_the_same_is_said_with_the_same_logprobs(params: SamplingParams) -> None:
+def test_drafts_change_neither_tokens_nor_logprobs(params: SamplingParams) -> None:
     steps = 0
     for seed in range(4):
         slow = plain(params, seed)
@@ -165,7 +158,7 @@ class BrokenDraftModel(TinyModel):
         self.embedding[90] = float("nan")
 
 
-def test_a_row_whose_drafts_are_no_numbers_fails_alone() -> None:
+def test_a_row_with_non_finite_drafts_fails_alone() -> None:
     params = SamplingParams(temperature=0.0)
     runner = runner_of(BrokenDraftModel())
     binds, blocks = zip(*(binding(slot, params, 0) for slot in range(2)), strict=True)
@@ -173,7 +166,6 @@ def test_a_row_whose_drafts_are_no_numbers_fails_alone() -> None:
     drafts = {0: [90, 4], 1: [4, 4]}
     plan = step_plan(bind=binds, zero=[*blocks[0], *blocks[1]], rows=rows, drafts=drafts)
     result = runner.step(plan)
-    assert result.counts is not None
     assert (result.failed.tolist(), result.counts.tolist()) == ([0], [1, 1])
     assert result.tokens.tolist() == [0, *plain(params, 0).tokens[:1]]
 
@@ -191,3 +183,186 @@ def test_drafts_without_a_known_token_or_a_sample_are_refused(rows, drafts) -> N
     init, blocks = binding(0, SPECS[0], 0)
     with pytest.raises(ValueError, match="drafts must follow"):
         runner.step(step_plan(bind=[init], zero=blocks, rows=rows, drafts=drafts))
+
+
+# ---- verify
+def row_by_row(rows: list[list[tuple[int, bool, int]]]) -> tuple[list[int], list[int]]:
+    """Return places and counts as `verify` does; `rows` holds (token, finite, guess) per place."""
+    places: list[int] = []
+    counts: list[int] = []
+    place = 0
+    for row in rows:
+        count = 1
+        for token, finite, guess in row[:-1]:
+            if token != guess or not finite:
+                break
+            count += 1
+        places += range(place, place + count)
+        counts.append(count)
+        place += len(row)
+    return places, counts
+
+
+def verified(rows: list[list[tuple[int, bool, int]]]) -> VerifiedDrafts:
+    tokens, finite, guesses = zip(*(place for row in rows for place in row), strict=True)
+    return verify(np.array(tokens), np.array(finite), np.array(guesses))
+
+
+SMALL = st.tuples(st.integers(0, 1), st.sampled_from([True, True, True, False]), st.integers(0, 1))
+ROW = st.lists(SMALL, min_size=1, max_size=5).map(
+    lambda row: [*row[:-1], (row[-1][0], row[-1][1], NO_DRAFT)]
+)
+
+
+@given(st.lists(ROW, min_size=1, max_size=6))
+def test_verifying_all_rows_at_once_equals_row_by_row(
+    rows: list[list[tuple[int, bool, int]]],
+) -> None:
+    kept = verified(rows)
+    assert (kept.places.tolist(), kept.counts.tolist()) == row_by_row(rows)
+    assert kept.last.tolist() == [sum(kept.counts[: i + 1]) - 1 for i in range(len(rows))]
+
+
+def test_no_draft_after_a_non_finite_place_is_accepted() -> None:
+    kept = verified([[(7, True, 7), (0, False, 0), (5, True, NO_DRAFT)]])
+    assert kept.counts.tolist() == [2]
+
+
+# ---- the draft model
+OTHER = [8, 3, 90]
+BLOCKS = 11
+
+
+def runner_with_draft_model(draft: TinyModel | None = None) -> Runner:
+    """Return a runner whose slots and caches hold NaN where nothing was written."""
+    cache = tiny_cache(40)
+    runner = tiny_runner(tiny_slots(3, poison=Poison.WILD), cache, draft=draft or TinyModel(seed=8))
+    for each in (cache, runner.draft_model.cache):  # type: ignore[union-attr]
+        each.k[:, 1:] = each.v[:, 1:] = float("nan")
+    return runner
+
+
+def bound_to(slot: int, tokens: list[int], **more):
+    blocks = list(range(1 + BLOCKS * slot, 1 + BLOCKS * (slot + 1)))
+    return slot_init(slot, tokens, blocks=blocks, **more), blocks
+
+
+def alone(model: TinyModel, tokens: list[int], count: int) -> list[int]:
+    """The slow twin: the model's own greedy answer, one token a step."""
+    runner = tiny_runner(tiny_slots(1), tiny_cache(1 + BLOCKS), model)
+    init, blocks = bound_to(0, tokens)
+    said = runner.step(
+        step_plan(bind=[init], zero=blocks, rows=[(0, 0, len(tokens), True)])
+    ).tokens.tolist()
+    while len(said) < count:
+        plan = step_plan(rows=[(0, len(tokens) + len(said) - 1, 1, True)])
+        said += runner.step(plan).tokens.tolist()
+    return said
+
+
+def proposed(result: StepResult) -> list[int]:
+    return result.proposed.tolist()
+
+
+def test_the_draft_model_guesses_after_a_prompt_as_it_would_answer() -> None:
+    init, blocks = bound_to(0, PROMPT)
+    plan = step_plan(bind=[init], zero=blocks, rows=[(0, 0, 5, True)], follow={0: (0, 4)})
+    result = runner_with_draft_model().step(plan)
+    (token,) = result.tokens.tolist()
+    assert proposed(result) == alone(TinyModel(seed=8), [*PROMPT, token], 4)
+    assert alone(TinyModel(), [*PROMPT, token], 4) != proposed(result)
+
+
+def test_a_step_with_a_draft_model_has_the_same_tokens_and_logprobs() -> None:
+    init, blocks = bound_to(0, PROMPT, params=SamplingParams(temperature=1.0, logprobs=3))
+    rows = [(0, 0, 5, True)]
+    plain = runner_with_draft_model().step(step_plan(bind=[init], zero=blocks, rows=rows))
+    plan = step_plan(bind=[init], zero=blocks, rows=rows, follow={0: (0, 4)})
+    result = runner_with_draft_model().step(plan)
+    assert (result.tokens, result.logprobs) == (plain.tokens, plain.logprobs)
+    assert plain.proposed is None
+
+
+def test_rows_request_different_numbers_of_proposals() -> None:
+    """Slot 1 has an incomplete prompt; the draft model does not follow slot 2."""
+    runner = runner_with_draft_model()
+    (one, a), (two, b), (three, c) = (
+        bound_to(slot, tokens) for slot, tokens in enumerate((PROMPT, [*OTHER, 1, 2], OTHER))
+    )
+    rows = [(0, 0, 5, True), (1, 0, 3, False), (2, 0, 3, True)]
+    follow = {0: (0, 2), 1: (0, 0)}
+    result = runner.step(
+        step_plan(bind=[one, two, three], zero=a + b + c, rows=rows, follow=follow)
+    )
+    first, third = result.tokens.tolist()
+    model = TinyModel(seed=8)
+    assert proposed(result) == alone(model, [*PROMPT, first], 2)
+    rows = [(0, 5, 1, True), (1, 3, 2, True), (2, 3, 1, True)]
+    follow = {0: (6, 1), 1: (3, 5), 2: (0, 3)}
+    result = runner.step(step_plan(rows=rows, follow=follow))
+    said = result.tokens.tolist()  # rows of one token come first
+    guesses = proposed(result)
+    assert guesses[:1] == alone(model, [*PROMPT, first, said[0]], 1)
+    assert guesses[1:4] == alone(model, [*OTHER, third, said[1]], 3), "after it lagged behind"
+    assert guesses[4:] == alone(model, [*OTHER, 1, 2, said[2]], 5)
+
+
+@pytest.mark.parametrize("right", range(5))
+def test_the_draft_model_continues_after_the_last_right_draft(right: int) -> None:
+    """What it had computed for its own guesses is computed again, or was right."""
+    runner, model = runner_with_draft_model(), TinyModel(seed=8)
+    init, blocks = bound_to(0, PROMPT)
+    plan = step_plan(bind=[init], zero=blocks, rows=[(0, 0, 5, True)], follow={0: (0, 4)})
+    known = [*PROMPT, *runner.step(plan).tokens.tolist()]
+    answer = alone(TinyModel(), PROMPT, 8)[1:]
+    drafts = answer[:right] + [(token + 1) % 97 for token in answer[right:4]]
+    plan = step_plan(rows=[(0, 5, 5, True)], drafts={0: drafts}, follow={0: (6, 3)})
+    result = runner.step(plan)
+    said = result.tokens.tolist()
+    assert said == answer[: right + 1]
+    assert proposed(result) == alone(model, known + said, 3)
+
+
+def test_shared_blocks_hold_the_draft_models_keys() -> None:
+    """A request that found its prompt's blocks is followed from there."""
+    runner, tokens = runner_with_draft_model(), [*PROMPT, 4, 8, 15, 16]
+    init, blocks = bound_to(0, tokens)
+    runner.step(step_plan(bind=[init], zero=blocks, rows=[(0, 0, 9, True)], follow={0: (0, 1)}))
+    found = slot_init(1, tokens, num_computed=8, blocks=[*blocks[:2], 30, 31], params=GREEDY)
+    plan = step_plan(bind=[found], zero=[30, 31], rows=[(1, 8, 1, True)], follow={1: (8, 3)})
+    result = runner.step(plan)
+    assert proposed(result) == alone(TinyModel(seed=8), [*tokens, *result.tokens.tolist()], 3)
+
+
+def test_a_padded_draft_vocabulary_proposes_only_real_tokens() -> None:
+    wide = TinyModel(vocab=130, seed=8)
+    wide.head[:, 97:] = 100 * wide.head[:, :33]
+    init, blocks = bound_to(0, PROMPT)
+    plan = step_plan(bind=[init], zero=blocks, rows=[(0, 0, 5, True)], follow={0: (0, 6)})
+    assert max(proposed(runner_with_draft_model(wide).step(plan))) < 97
+
+
+@pytest.mark.parametrize(
+    ("follow", "says"),
+    [
+        ({0: (-1, 2)}, "can have proposals"),
+        ({0: (0, -1)}, "can have proposals"),
+        ({0: (6, 1)}, "unknown tokens"),
+        ({0: (5, 0)}, "unknown tokens"),
+        ({1: (0, 1)}, "can have proposals"),
+    ],
+)
+def test_a_plan_that_contradicts_itself_is_refused(follow, says) -> None:
+    (one, a), (two, b) = bound_to(0, PROMPT), bound_to(1, OTHER)
+    plan = step_plan(
+        bind=[one, two], zero=a + b, rows=[(0, 0, 5, True), (1, 0, 2, False)], follow=follow
+    )
+    with pytest.raises(ValueError, match=says):
+        runner_with_draft_model().step(plan)
+
+
+def test_a_worker_without_a_draft_model_refuses_to_follow() -> None:
+    init, blocks = bound_to(0, PROMPT)
+    plan = step_plan(bind=[init], zero=blocks, rows=[(0, 0, 5, True)], follow={0: (0, 1)})
+    with pytest.raises(ValueError, match="no draft model"):
+        tiny_runner(tiny_slots(1), tiny_cache(1 + BLOCKS)).step(plan)

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from gateway.api.openai import requests
-from gateway.api.openai.checks import check_batch, check_chat, ignored_fields
+from gateway.api.openai.prepare import check_batch, check_chat, ignored_fields
 from gateway.generation.parameters import choices_of, read_options
 from gateway.http.body import decode
 from gateway.served_model import usable_defaults
@@ -21,11 +21,11 @@ SILENT_MODEL = SamplingDefaults()
 
 
 def chat_body(**fields: Any) -> requests.ChatBody:
-    return decode(msgspec.json.encode({"messages": HI, **fields}), requests.chat_decoder)
+    return decode(msgspec.json.encode({"messages": HI, **fields}), requests.ChatBody)
 
 
 def text_body(**fields: Any) -> requests.CompletionBody:
-    return decode(msgspec.json.encode({"prompt": "x", **fields}), requests.completion_decoder)
+    return decode(msgspec.json.encode({"prompt": "x", **fields}), requests.CompletionBody)
 
 
 @pytest.mark.parametrize("kind", [requests.ChatBody, requests.CompletionBody])
@@ -149,7 +149,7 @@ def test_what_changes_nothing_is_taken_and_what_would_change_meaning_is_not() ->
 def test_a_batch_is_bounded_and_answered_as_a_whole() -> None:
     def body(**fields: Any) -> requests.BatchBody:
         data = msgspec.json.encode({"messages": [HI, HI], **fields})
-        return decode(data, requests.batch_decoder)
+        return decode(data, requests.BatchBody)
 
     check_batch(body(), 2)
     for limit, fields, param in ((1, {}, "messages"), (2, {"stream": True}, "stream")):

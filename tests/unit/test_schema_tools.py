@@ -25,7 +25,7 @@ def named(name: str) -> dict[str, Any]:
 
 def plan(**fields: Any) -> ToolPlan:
     data = msgspec.json.encode({"messages": [{"role": "user", "content": "hi"}], **fields})
-    return tool_plan(decode(data, requests.chat_decoder))
+    return tool_plan(decode(data, requests.ChatBody))
 
 
 ALLOWED = "tool_choice.allowed_tools"

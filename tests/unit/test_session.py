@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 from msgspec.structs import replace
 
+from protocol import session as sessions
+from protocol import sockets, wire
+from protocol.client import Client
 from protocol.errors import EngineLost, EngineNotReady, ErrorInfo
 from protocol.messages import (
     PROTOCOL_VERSION,
@@ -29,17 +34,20 @@ from protocol.messages import (
     Refused,
     SessionLost,
     ToClient,
+    ToEngine,
     Welcome,
 )
 from protocol.sampling import SamplingParams
 from protocol.session import Session
 from protocol.stats import EngineStats
 from tests.support.engines import a_card
+from tests.support.waiting import HANG_S
 
 LIMITS = Limits(
     max_len=64, max_slots=2, block_tokens=4, num_blocks=9, token_budget=8, prefix_cache=True
 )
 OVERLOADED = ErrorInfo(code="overloaded", message="later")
+STOPPED = EngineStopped(error=ErrorInfo(code="engine_lost", message="worker died"))
 
 
 def welcome(epoch: str = "e1", protocol: int = PROTOCOL_VERSION) -> Welcome:
@@ -66,7 +74,7 @@ def ends(news: Sequence[tuple[int, Any]]) -> dict[int, str]:
     }
 
 
-def test_before_the_engine_has_answered_nothing_can_be_asked() -> None:
+def test_a_request_before_the_welcome_is_refused() -> None:
     session = Session("test")
     assert not session.is_ready
     with pytest.raises(EngineNotReady):
@@ -111,23 +119,35 @@ def test_nothing_comes_after_an_end_or_an_abort() -> None:
     assert session.receive(Refused(request=three, error=OVERLOADED), 0.2) == []
 
 
-def test_aborting_twice_or_after_the_end_says_nothing() -> None:
+def test_a_second_abort_sends_nothing() -> None:
     session = connected()
     request = opened(session)
     assert session.abort(request) is not None
     assert session.abort(request) is None
 
 
-def test_an_engine_that_says_it_is_gone_ends_every_open_request() -> None:
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        (STOPPED, "worker died"),
+        (SessionLost(why="the connection to the engine broke"), "to the engine broke"),
+        (Pong(epoch="e2", stats=EngineStats()), ""),
+        (Refused(request=-1, error=OVERLOADED), ""),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_lost_engine_ends_every_open_request_and_is_sent_hello(
+    message: ToClient, words: str
+) -> None:
     session = connected()
     requests = [opened(session), opened(session)]
-    news: Any = session.receive(
-        EngineStopped(error=ErrorInfo(code="engine_lost", message="worker died")), 0.1
-    )
+    news: Any = session.receive(message, 0.1)
     assert ends(news) == dict.fromkeys(requests, "engine_lost")
-    assert news[0][1].error.message == "worker died"
-    with pytest.raises(EngineLost, match="worker died"):
+    assert words in news[0][1].error.message
+    with pytest.raises(EngineLost, match=words or "engine"):
         opened(session)
+    if message is not STOPPED:
+        assert isinstance(session.tick(0.2)[0][0], Hello)
 
 
 def test_silence_beyond_the_lease_ends_every_open_request_once() -> None:
@@ -147,26 +167,26 @@ def test_a_connection_that_breaks_ends_every_open_request_at_once() -> None:
     session.tick(1.0)
     assert session.tick(1.1)[0] == []
     session.on_connected()
-    assert isinstance(session.tick(1.2)[0][0], Hello), "who comes is greeted at once"
+    assert isinstance(session.tick(1.2)[0][0], Hello), "Hello is sent at once"
 
 
-def test_what_the_engine_said_of_its_end_is_not_forgotten_when_the_connection_breaks() -> None:
+def test_the_reason_of_engine_stopped_survives_a_broken_connection() -> None:
     session = connected()
-    session.receive(EngineStopped(error=ErrorInfo(code="engine_lost", message="worker died")), 0.1)
+    session.receive(STOPPED, 0.1)
     session.on_disconnected()
     assert session.not_ready_error.message == "worker died"
 
 
-def test_who_slept_himself_has_not_heard_an_engine_fall_silent() -> None:
+def test_a_client_that_slept_does_not_take_the_engine_for_silent() -> None:
     session = connected()
     session.tick(0.5)
     request = opened(session)
-    assert session.tick(60.0)[1] == [], "nobody asked it anything meanwhile"
+    assert session.tick(60.0)[1] == [], "no ping was sent meanwhile"
     news = [each for tenth in range(601, 680) for each in session.tick(tenth / 10)[1]]
     assert ends(news) == {request: "engine_lost"}
 
 
-def test_after_a_silence_the_session_greets_again() -> None:
+def test_the_session_sends_hello_after_a_silence() -> None:
     session = connected()
     messages = [each for tenth in range(1, 66) for each in session.tick(tenth / 10)[0]]
     assert isinstance(messages[-1], Hello)
@@ -174,22 +194,14 @@ def test_after_a_silence_the_session_greets_again() -> None:
     assert session.is_ready
 
 
-def test_a_pong_of_another_epoch_means_that_everything_is_lost() -> None:
-    session = connected()
-    request = opened(session)
-    news = session.receive(Pong(epoch="e2", stats=EngineStats()), 1.0)
-    assert ends(news) == {request: "engine_lost"}
-    assert isinstance(session.tick(1.0)[0][0], Hello)
-
-
 @pytest.mark.parametrize("epoch", ["e1", "e2"])
-def test_a_late_pong_does_not_say_another_cause_of_a_loss_that_was_told(epoch: str) -> None:
+def test_a_late_pong_does_not_change_the_reported_cause_of_a_loss(epoch: str) -> None:
     """Whoever asks before the next Welcome is told why there is no engine: not that one was
     restarted which only was silent, or which said itself why it ended."""
     silent, ended = connected(), connected()
     for tenth in range(1, 66):
         silent.tick(tenth / 10)
-    ended.receive(EngineStopped(error=ErrorInfo(code="engine_lost", message="worker died")), 0.1)
+    ended.receive(STOPPED, 0.1)
     for session, why in ((silent, "silent for"), (ended, "worker died")):
         assert session.receive(Pong(epoch=epoch, stats=EngineStats()), 6.6) == []
         with pytest.raises(EngineLost, match=why):
@@ -210,14 +222,6 @@ def test_a_new_welcome_of_another_epoch_ends_what_was_open() -> None:
     assert ends(session.receive(welcome("e2"), 1.0)) == {request: "engine_lost"}
     assert session.is_ready
     assert opened(session) != request
-
-
-def test_when_the_engine_could_not_read_us_everything_ends_and_begins_anew() -> None:
-    session = connected()
-    request = opened(session)
-    news = session.receive(Refused(request=-1, error=OVERLOADED), 0.1)
-    assert ends(news) == {request: "engine_lost"}
-    assert isinstance(session.tick(0.2)[0][0], Hello)
 
 
 def test_leaving_ends_the_session_and_says_goodbye() -> None:
@@ -242,7 +246,7 @@ def test_an_abort_by_name_is_answered_once_and_like_any_request_lost_with_the_en
         session.abort_by_label(["a"])
 
 
-def test_a_ping_is_said_about_twice_a_second() -> None:
+def test_pings_are_sent_about_twice_a_second() -> None:
     session = connected()
     said = [message for i in range(40) for message in session.tick(i / 10)[0]]
     assert all(isinstance(message, Ping) for message in said)
@@ -255,7 +259,7 @@ def test_a_pong_brings_the_statistics() -> None:
     assert session.stats.running == 3
 
 
-def test_what_is_no_answer_to_what_was_asked_is_dropped() -> None:
+def test_a_reply_of_the_wrong_kind_is_dropped() -> None:
     session = connected()
     generation, aborting = opened(session), session.abort_by_label(["x"]).request
     profiling = session.profile(3, "/tmp").request
@@ -274,25 +278,16 @@ def test_what_is_no_answer_to_what_was_asked_is_dropped() -> None:
     assert session.receive(answer, 1.0) == [(profiling, answer)]
 
 
-def test_what_a_client_refused_itself_is_told_with_the_next_heartbeat_and_once() -> None:
+def test_early_refusals_are_reported_once_with_the_next_ping() -> None:
     session = connected()
     session.num_refused_early += 3
     pings = [message for now in (50.0, 60.0) for message in session.tick(now)[0]]
     assert pings == [Ping(num_early=3), Ping()]
 
 
-def test_an_engine_that_does_not_know_us_ends_every_open_request_and_is_greeted() -> None:
+def test_session_lost_does_not_hide_the_reason_of_engine_stopped() -> None:
     session = connected()
-    request = opened(session)
-    news: Any = session.receive(SessionLost(why="the connection to the engine broke"), 0.1)
-    assert ends(news) == {request: "engine_lost"}
-    assert news[0][1].error.message == "the connection to the engine broke"
-    assert isinstance(session.tick(0.2)[0][0], Hello)
-
-
-def test_an_answer_to_what_was_sent_to_the_engine_before_does_not_hide_why_it_ended() -> None:
-    session = connected()
-    session.receive(EngineStopped(error=ErrorInfo(code="engine_lost", message="worker died")), 0.1)
+    session.receive(STOPPED, 0.1)
     assert session.receive(SessionLost(why="the connection to the engine broke"), 0.2) == []
     assert session.not_ready_error.message == "worker died"
 
@@ -310,7 +305,7 @@ def test_while_the_model_is_loading_requests_are_refused_with_the_time_so_far() 
     assert opened(session)
 
 
-def test_an_engine_that_dies_while_it_loads_is_not_said_to_load() -> None:
+def test_an_engine_that_dies_while_loading_is_reported_as_lost() -> None:
     session = Session("test")
     session.receive(Loading(elapsed_s=3.0), 1.0)
     session.on_disconnected()
@@ -318,7 +313,7 @@ def test_an_engine_that_dies_while_it_loads_is_not_said_to_load() -> None:
         opened(session)
 
 
-def test_a_ping_says_how_much_was_read() -> None:
+def test_a_ping_reports_the_bytes_read() -> None:
     session = connected()
     session.receive(Pong(epoch="e1", stats=EngineStats(), sent_bytes=700), 1.0)
     session.receive(Pong(epoch="e1", stats=EngineStats()), 1.1)  # unasked
@@ -335,7 +330,7 @@ def test_a_probe_is_answered_with_the_next_tick() -> None:
     assert session.tick(10.2)[0] == [Ping()]
 
 
-def test_the_stats_are_asked_for_as_soon_as_the_engine_has_answered() -> None:
+def test_the_stats_are_requested_right_after_the_welcome() -> None:
     session = Session("test")
     session.tick(0.0)
     session.receive(welcome(), 0.01)
@@ -346,3 +341,37 @@ def test_the_stats_are_asked_for_as_soon_as_the_engine_has_answered() -> None:
     assert session.has_stats
     session.receive(welcome("e2"), 1.0)
     assert not session.has_stats
+
+
+# ---- the blocking client
+QUIET_MS = 300
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> str:
+    (tmp_path / "run").mkdir(mode=0o700)
+    return f"ipc://{tmp_path}/run/engine.sock"
+
+
+def sent_to(router: zmq.Socket[bytes]) -> Iterator[ToEngine]:
+    """Yield what has come, until nothing does for a while after the first."""
+    decoder: wire.Decoder[ToEngine] = wire.Decoder(ToEngine)
+    timeout_ms = int(HANG_S * 1000)
+    while router.poll(timeout_ms):
+        _, *frames = router.recv_multipart()
+        yield decoder.decode(frames)
+        timeout_ms = QUIET_MS
+
+
+def test_a_client_that_gives_up_sends_nothing_after_its_goodbye(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions, "PING_EVERY_S", 0.0)  # each tick greets
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    router = sockets.bind_router(context, address)
+    with pytest.raises(EngineNotReady):
+        Client(address, wait_s=0)
+    *greetings, last = sent_to(router)
+    context.destroy(linger=0)
+    assert all(isinstance(message, Hello) for message in greetings)
+    assert isinstance(last, Goodbye)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from gateway.formats.choice_parser import TokenPassthroughFactory
 from gateway.formats.events import (
     Content,
     Finished,
@@ -10,7 +11,6 @@ from gateway.formats.events import (
     ToolCall,
     ToolCallEnd,
 )
-from gateway.formats.token_passthrough import TokenPassthroughFactory
 from gateway.generation.choice import Choice
 from gateway.generation.request import NOT_CALLED, PromptRequest, ToolChoiceCheck
 from gateway.generation.sinks import CollectSink
@@ -24,7 +24,7 @@ END = Finished("stop", None)
 def a_choice(index: int = 0) -> Choice:
     params = SamplingParams(seed=1)
     ask = PromptRequest([1, 2, 3], [params], TokenPassthroughFactory([2]))
-    return Choice(index, 0, ask, params, ask.readers.new())
+    return Choice(index, 0, ask, params, ask.parser_factory.new())
 
 
 def test_a_whole_answer_joins_the_deltas_of_each_choice() -> None:

@@ -1,7 +1,10 @@
-"""The slot table: one entry, one declared list, generations, no value that outlives its owner."""
+"""The slot table: one entry, one declared list, generations, no value that outlives its owner;
+and the walk that finds per-slot tensors outside it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -9,12 +12,24 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+import worker.sampling.sampler
 from protocol.sampling import SamplingParams
 from protocol.steps import SlotInit
-from tests.support.plans import slot_init
-from tests.support.tiny_model import BLOCK_TOKENS, CPU, MAX_LEN, tiny_slots
+from tests.support.plans import GREEDY, slot_init, step_plan
+from tests.support.tiny_model import (
+    BLOCK_TOKENS,
+    CPU,
+    MAX_LEN,
+    TinyModel,
+    tiny_cache,
+    tiny_runner,
+    tiny_slots,
+)
+from worker.debug.slot_registry import CheckedRunner, Poison, check_registry, rows_for, strays
 from worker.sampling.features import ALL
-from worker.slots.table import Poison, RestPolicy, SlotField, SlotRef, SlotTable
+from worker.sampling.sampler import TokenChoice
+from worker.slots.table import RestPolicy, SlotField, SlotTable
+from worker.step import Runner
 
 
 def scalar(name: str, **more: Any) -> SlotField:
@@ -59,7 +74,7 @@ FULL = SamplingParams(
 def test_binding_writes_every_field_of_the_row():
     table = tiny_slots(3)
     init = slot_init(1, [7, 8, 9], prompt_tokens=2, blocks=[5], seed=-3, stop_ids=[1], params=FULL)
-    assert table.bind(init) == SlotRef(1, 1)
+    table.bind(init)
     table.flush()
     no_blocks = [0] * (MAX_LEN // BLOCK_TOKENS - 1)
     assert rows(table, 1) == {
@@ -67,7 +82,6 @@ def test_binding_writes_every_field_of_the_row():
         "len": 3,
         "block_table": [5, *no_blocks],
         "prompt_len": 2,
-        "generation": 1,
         "temperature": 0.5,
         "top_p": 0.25,
         "min_p": 0.125,
@@ -146,15 +160,27 @@ def test_a_sampled_token_is_the_token_at_its_position():
     assert rows(table, 2)["token_ids"] == [1, 2, 3, 50]
 
 
-def test_a_late_arrival_of_an_earlier_generation_frees_nothing():
+@pytest.mark.parametrize("stale", [4, 6])
+def test_a_release_of_another_generation_raises_and_frees_nothing(stale: int):
     table = tiny_slots(1)
-    old = table.bind(slot_init(0, [1], generation=4))
-    assert table.release(0, 4)
-    new = table.bind(slot_init(0, [2], generation=5))
-    assert not table.release(old.slot, old.generation)
-    assert not table.is_current(old)
-    assert table.is_current(new)
-    assert table.occupant(0) == new
+    table.bind(slot_init(0, [1], generation=4))
+    table.release(0, 4)
+    table.bind(slot_init(0, [2], generation=5))
+    with pytest.raises(ValueError, match=f"bound to generation 5; generation {stale} cannot"):
+        table.release(0, stale)
+    with pytest.raises(ValueError, match="already bound"):
+        table.bind(slot_init(0, [3], generation=7))
+    table.flush()
+    assert rows(table, 0)["token_ids"] == [2]
+    table.release(0, 5)
+
+
+def test_a_second_release_raises():
+    table = tiny_slots(1)
+    table.bind(slot_init(0, [1], generation=4))
+    table.release(0, 4)
+    with pytest.raises(ValueError, match="slot 0 is free; generation 4 cannot be released"):
+        table.release(0, 4)
 
 
 def test_a_binding_released_before_the_flush_leaves_no_trace():
@@ -226,9 +252,7 @@ def test_poison_covers_the_whole_row_of_a_freed_slot_and_no_other(poison):
 
 
 # ---- declaring a field
-
-
-def test_a_field_must_say_what_becomes_of_the_rest_of_its_row():
+def test_a_slot_field_must_declare_the_rest_of_its_row():
     with pytest.raises(TypeError, match="rest"):
         SlotField(name="x", dtype=torch.int32, init=lambda init: 0)  # type: ignore[call-arg]
 
@@ -276,3 +300,107 @@ def test_a_derived_field_is_rebuilt_from_the_new_owners_fields():
     table.bind(replace(init, generation=2, seed=4))
     table.flush()
     assert table["twice"].tolist() == [0, 8]
+
+
+# ---- tensors outside the table
+NUM_ROWS = 13
+
+
+def runner_of() -> Runner:
+    """It has computed something: what is made at the first step is there."""
+    runner = tiny_runner(tiny_slots(NUM_ROWS), tiny_cache(20))
+    plan = step_plan(bind=[slot_init(2, [1, 2, 3], blocks=[4], params=GREEDY)], zero=[4])
+    runner.step(plan)
+    runner.step(step_plan(rows=[(2, 0, 3, True)]))
+    return runner
+
+
+def kept() -> torch.Tensor:
+    return torch.zeros(NUM_ROWS, 2)
+
+
+def closure(project: Any) -> Any:
+    hidden = kept()
+    return lambda x: project(x) + hidden.sum()
+
+
+def cached() -> Any:
+    made = lru_cache(kept)
+    made()
+    return made
+
+
+class Holder:
+    __slots__ = ("held",)
+
+    def __init__(self) -> None:
+        self.held = kept()
+
+    def call(self) -> None: ...
+
+
+HIDINGS: dict[str, Callable[[Any], tuple[Any, str, Any]]] = {
+    "a dict": lambda c: (c.model, "memory", {"last": [kept()]}),
+    "the cache": lambda c: (c.cache, "lengths", kept()),
+    "numpy in attention": lambda c: (c.attention, "seen", (np.zeros((2, NUM_ROWS)),)),
+    "a closure": lambda c: (c.model, "logits", closure(c.model.logits)),
+    "a default": lambda c: (c.model, "logits", lambda x, memory=kept(): x),  # noqa: B008
+    "a partial": lambda c: (c.model, "logits", partial(torch.add, kept())),
+    "an lru_cache": lambda c: (c.model, "made", cached()),
+    "a bound method": lambda c: (c.model, "held", Holder().call),
+}
+"""place -> (owner, attribute, value that keeps a tensor)"""
+
+
+def test_a_worker_has_no_tensors_outside_the_slot_table():
+    check_registry(runner_of())
+
+
+@pytest.mark.parametrize("place", HIDINGS)
+def test_a_stray_tensor_is_found_in_every_hiding_place(place):
+    runner: Any = runner_of()
+    setattr(*HIDINGS[place](runner.components))
+    assert len(strays(runner)) == 1
+    with pytest.raises(RuntimeError, match="outside the slot table"):
+        check_registry(runner)
+
+
+def test_a_stray_tensor_in_a_module_or_a_class_is_found(monkeypatch):
+    runner: Any = runner_of()
+    monkeypatch.setattr(worker.sampling.sampler, "LAST", {1: kept()}, raising=False)
+    assert len(strays(runner)) == 1
+    monkeypatch.setattr(TokenChoice, "last", kept(), raising=False)
+    assert len(strays(runner)) == 2
+
+
+def test_the_holder_of_a_stray_tensor_is_named():
+    runner: Any = runner_of()
+    runner.components.model.memory = {"last": [kept()]}
+    (told,) = strays(runner)
+    assert told == "(13, 2) torch.float32 held by tests.support.tiny_model.TinyModel"
+
+
+def test_a_view_of_the_slot_table_is_not_a_stray():
+    runner: Any = runner_of()
+    tables = [runner.components.slots["token_ids"].view(-1), runner.components.slots["len"].numpy()]
+    runner.components.model.views = [*tables, runner.components.slots["block_table"][3:].t()]
+    assert strays(runner) == []
+
+
+def test_the_number_of_rows_is_one_that_no_other_dimension_has():
+    model: Any = TinyModel(vocab=11, max_len=13)
+    model.odd = np.zeros((2, 3, 17))
+    assert rows_for(5, [model]) == 19
+    assert rows_for(19, [model]) == 19
+    assert rows_for(20, [model]) == 23
+
+
+def test_a_checked_runner_searches_itself_after_1_2_4_and_8_steps() -> None:
+    runner = tiny_runner(tiny_slots(NUM_ROWS), tiny_cache(20), kind=CheckedRunner)
+    runner.step(step_plan())
+    runner.step(step_plan())
+    runner.kept = kept()  # type: ignore[attr-defined]
+    runner.step(step_plan())
+    with pytest.raises(RuntimeError, match="outside the slot table"):
+        runner.step(step_plan())
+    runner.step(step_plan())

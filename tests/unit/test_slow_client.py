@@ -76,8 +76,6 @@ def folded(told: SentFrames) -> list[tuple[object, ...]]:
 
 
 # ---- what waits
-
-
 def test_what_waits_is_one_piece_for_each_choice_in_the_order_they_were_heard_of() -> None:
     one, two = an_answer(2).choices
     untold, told = PendingOutput(), SentFrames(2)
@@ -137,8 +135,6 @@ def test_tokens_are_measured_and_told_read_or_not(
 
 
 # ---- an answer whose client takes nothing now and then
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_with_any_pauses_the_same_is_told(seed: int) -> None:
     """Three choices whose news interleave; the client stops and goes on reading at any of them."""
@@ -213,7 +209,7 @@ def test_an_error_waits_behind_the_words_that_came_before_it() -> None:
     assert isinstance(failure, EngineLost)
 
 
-def test_who_hung_up_while_it_took_nothing_is_told_nothing_more() -> None:
+def test_a_slow_client_that_hung_up_gets_nothing_more() -> None:
     answer = an_answer()
     told = SentFrames(1)
     answer.attach(told)
@@ -225,7 +221,7 @@ def test_who_hung_up_while_it_took_nothing_is_told_nothing_more() -> None:
     assert not told.ends
 
 
-def test_what_is_too_much_to_wait_is_told_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_beyond_the_buffer_is_sent_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then it waits as bytes, which are bounded."""
     monkeypatch.setattr("gateway.generation.backpressure.MAX_PENDING", 10)
     monkeypatch.setattr("gateway.generation.backpressure.MAX_UNPARSED", 5)

@@ -32,21 +32,21 @@ def test_no_request_is_longer_than_all_blocks_but_the_null_block() -> None:
     ("role", "key", "lease_s"),
     [("both", KEY, 7.0), ("prefill", KEY, 7.0), ("decode", KEY, 0.0), ("both", None, 0.0)],
 )
-def test_a_lease_is_promised_by_who_hands_over(
+def test_only_an_engine_that_hands_over_promises_a_lease(
     role: str, key: ClusterKey | None, lease_s: float
 ) -> None:
     config = replace(CONFIG, role=role)
     assert engine_for(READY, config, epoch="e", key=key).limits.kv_lease_s == lease_s
 
 
-def test_an_engine_with_a_journal_writes_down_what_it_is_told(tmp_path: Path) -> None:
+def test_an_engine_with_a_journal_is_a_recorded_engine(tmp_path: Path) -> None:
     with closing(Writer(tmp_path, 1 << 20)) as journal:
         assert isinstance(engine_for(READY, CONFIG, epoch="e", journal=journal), RecordedEngine)
     assert not isinstance(engine_for(READY, CONFIG, epoch="e"), RecordedEngine)
 
 
 @pytest.mark.parametrize(("cost", "warnings"), [(None, 0), (0.5, 0), (1.0, 1)])
-def test_a_draft_model_that_costs_what_the_model_costs_is_told_of(
+def test_a_draft_model_as_slow_as_the_model_logs_a_warning(
     cost: float | None, warnings: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine_for(replace(READY, draft_cost=cost), CONFIG, epoch="e")

@@ -5,25 +5,26 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gateway.store.database import LEASE_S, SWEEP_EVERY_S, BrokenChain, Database
-from gateway.store.queries import Interruption, NewRun, Page, RunBatch, StoredRecord
+from gateway.store.queries import Interruption, NewRun, RunBatch, RunPage, StoredRecord
 
 NOW = 1_000_000.0
 MIB = 1 << 20
 
 
-def epitaph(run: str, number: int, body: bytes | None) -> Interruption:
+def interrupt(run: str, number: int, body: bytes | None) -> Interruption:
     return Interruption(b"%b died at %d" % (run.encode(), number), body and body + b" (died)")
 
 
 def opened(path: Path, runner: str = "me", **options: Any) -> Database:
     bounds = {"max_bytes": 64 * MIB, "max_age_s": 1000.0} | options
-    return Database(str(path), {"kind": epitaph}, runner=runner, **bounds)
+    return Database(str(path), {"kind": interrupt}, runner=runner, **bounds)
 
 
 @pytest.fixture
@@ -56,7 +57,7 @@ def says(run: str, first: int, *frames: bytes, **options: Any) -> list[RunBatch]
     return [RunBatch(run, first, list(frames), **options)]
 
 
-def test_what_is_put_is_got_by_its_owner_from_any_process(
+def test_a_stored_response_is_read_by_its_owner_from_any_process(
     database: Database, other: Database
 ) -> None:
     database.put(record("a"), NOW)
@@ -87,7 +88,7 @@ def test_a_chain_that_lacks_a_link_says_which(database: Database) -> None:
     assert broken.value.missing == "a"
 
 
-def test_what_nobody_used_for_long_goes(database: Database) -> None:
+def test_a_response_that_is_unused_for_long_is_deleted(database: Database) -> None:
     database.put(record("old"), NOW)
     database.put(record("young"), NOW + SWEEP_EVERY_S + 900)
     database.put(record("last"), NOW + 2 * SWEEP_EVERY_S + 1000)
@@ -124,15 +125,14 @@ def test_a_run_is_heard_from_any_event_on_page_by_page(database: Database, other
     database.start_run(NewRun("run", "o", "kind"), record("run"), NOW)
     frames = [b"f%d" % n for n in range(10)]
     database.append(says("run", 0, *frames[:6]), NOW, 60)
-    assert other.page("run", "o", -1, NOW, limit=4) == Page(frames[:4], is_last=False)
-    assert other.page("run", "o", 3, NOW, limit=4) == Page(frames[4:6], is_last=False)
-    assert other.page("run", "o", 5, NOW) == Page([], is_last=False)
+    assert other.page("run", "o", -1, NOW, limit=4) == RunPage(frames[:4], is_last=False)
+    assert other.page("run", "o", 3, NOW, limit=4) == RunPage(frames[4:6], is_last=False)
+    assert other.page("run", "o", 5, NOW) == RunPage([], is_last=False)
     assert other.page("run", "somebody", -1, NOW) is None
     database.append(says("run", 6, *frames[6:], is_last=True, body=b"whole"), NOW, 60)
-    assert other.page("run", "o", 5, NOW) == Page(frames[6:], is_last=True)
-    assert other.page("run", "o", 9, NOW) == Page([], is_last=True)
+    assert other.page("run", "o", 5, NOW) == RunPage(frames[6:], is_last=True)
+    assert other.page("run", "o", 9, NOW) == RunPage([], is_last=True)
     found = other.get("run", "o", NOW)
-    assert found is not None
     assert found.body == b"whole"
 
 
@@ -140,24 +140,22 @@ def test_a_response_may_change_before_its_end(database: Database) -> None:
     database.start_run(NewRun("run", "o", "kind"), record("run"), NOW)
     database.append(says("run", 0, body=b"in progress"), NOW, 60)
     found = database.get("run", "o", NOW)
-    assert found is not None
     assert found.body == b"in progress"
 
 
-def test_whose_lease_is_over_is_dead_and_whoever_looks_says_so(
+def test_a_run_whose_lease_is_over_is_ended_by_any_reader(
     database: Database, other: Database
 ) -> None:
     database.start_run(NewRun("run", "o", "kind"), record("run", size=1), NOW)
     database.append(says("run", 0, b"f0", b"f1"), NOW, 60)
     still = other.page("run", "o", -1, NOW + LEASE_S - 1)
-    assert still == Page([b"f0", b"f1"], is_last=False)
+    assert still == RunPage([b"f0", b"f1"], is_last=False)
     found = other.get("run", "o", NOW + LEASE_S + 1)
-    assert found is not None
     assert found.body == b"x (died)"
     told = other.page("run", "o", 1, NOW + LEASE_S + 1)
-    assert told == Page([b"run died at 2"], is_last=True)
+    assert told == RunPage([b"run died at 2"], is_last=True)
     heard_more = other.page("run", "o", 7, NOW + LEASE_S + 1)
-    assert heard_more == Page([b"run died at 2"], is_last=True)
+    assert heard_more == RunPage([b"run died at 2"], is_last=True)
 
 
 def test_a_beat_keeps_it_alive(database: Database, other: Database) -> None:
@@ -165,11 +163,10 @@ def test_a_beat_keeps_it_alive(database: Database, other: Database) -> None:
     for beat in range(1, 5):
         assert set(database.renew_leases([], 0, NOW + beat * LEASE_S * 0.9)) == {"run"}
     page = other.page("run", "o", -1, NOW + 4 * LEASE_S)
-    assert page is not None
     assert not page.is_last
 
 
-def test_who_was_thought_dead_hears_so_and_says_nothing_more(
+def test_a_process_that_was_thought_dead_writes_nothing_more(
     database: Database, other: Database
 ) -> None:
     database.start_run(NewRun("run", "o", "kind"), record("run"), NOW)
@@ -181,7 +178,9 @@ def test_who_was_thought_dead_hears_so_and_says_nothing_more(
     assert other.append(says("run", 5, b"not mine"), NOW, 60) == ["run"]
 
 
-def test_what_others_want_is_heard_with_the_next_beat(database: Database, other: Database) -> None:
+def test_a_cancellation_by_another_process_arrives_with_the_next_renewal(
+    database: Database, other: Database
+) -> None:
     database.start_run(NewRun("run", "o", "kind"), record("run"), NOW)
     other.cancel("run", "somebody")
     assert not database.renew_leases([], 0, NOW)["run"].is_cancelled
@@ -207,7 +206,9 @@ def test_a_response_needs_no_listener(database: Database) -> None:
     assert database.renew_leases(["run"], NOW + 1, NOW)["run"].wanted_until is None
 
 
-def test_a_stream_without_a_response_is_gone_after_its_window(database: Database) -> None:
+def test_a_stream_without_a_response_is_gone_after_its_window(
+    path: Path, database: Database
+) -> None:
     database.start_run(NewRun("run", "o", "kind", wanted_until=NOW + 5), None, NOW)
     database.append(says("run", 0, b"f0", is_last=True), NOW, 60)
     assert database.page("run", "o", -1, NOW + 59) is not None
@@ -215,7 +216,8 @@ def test_a_stream_without_a_response_is_gone_after_its_window(database: Database
     assert database.page("run", "o", -1, NOW + 99) is not None
     assert database.page("run", "o", -1, NOW + 101) is None
     database.put(record("a"), NOW + SWEEP_EVERY_S + 101)
-    rows = database._connection.execute("SELECT COUNT(*) FROM events").fetchone()
+    with closing(sqlite3.connect(path)) as connection:
+        rows = connection.execute("SELECT COUNT(*) FROM events").fetchone()
     assert rows == (0,)
 
 
@@ -229,17 +231,18 @@ def test_a_response_that_is_deleted_takes_its_run_with_it(
     assert database.page("run", "o", -1, NOW) is None
 
 
-def test_what_fails_changes_nothing(database: Database) -> None:
+def test_a_failed_write_changes_nothing(database: Database) -> None:
     database.start_run(NewRun("run", "o", "kind"), record("run"), NOW)
     database.append(says("run", 0, b"f0"), NOW, 60)
     with pytest.raises(sqlite3.IntegrityError):
         database.append(says("run", 0, b"f0 again", is_last=True, body=b"y"), NOW, 60)
-    assert database.page("run", "o", -1, NOW) == Page([b"f0"], is_last=False)
+    assert database.page("run", "o", -1, NOW) == RunPage([b"f0"], is_last=False)
     assert database.get("run", "o", NOW) == record("run")
 
 
 def test_a_file_of_another_version_is_refused(path: Path, database: Database) -> None:
-    database._connection.execute("PRAGMA user_version = 99")
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("PRAGMA user_version = 99")
     with pytest.raises(sqlite3.DatabaseError, match="version 99"):
         opened(path)
 

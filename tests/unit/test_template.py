@@ -59,7 +59,7 @@ def test_the_clock_is_the_one_it_was_given() -> None:
     assert template.render(USER) == "04 Jul 2024"
 
 
-def test_what_a_template_raises_is_shown_and_names_the_messages() -> None:
+def test_an_error_raised_by_a_template_is_shown_and_names_the_messages() -> None:
     with pytest.raises(InvalidRequest, match="roles must alternate") as caught:
         rendered("{{ raise_exception('roles must alternate') }}")
     assert caught.value.param == "messages"

@@ -9,7 +9,7 @@ import pytest
 from gateway.prompt.content import template_messages
 from gateway.prompt.template import ChatTemplate, TemplateTraits
 from protocol.errors import InvalidRequest
-from tests.support.tokenizers import family
+from tests.support.tokenizers import chat_template
 
 PLAIN = TemplateTraits()
 TAKES_STRINGS = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
@@ -163,7 +163,7 @@ def test_null_fields_are_absent_and_the_callers_message_is_not_changed() -> None
     ],
 )
 def test_a_call_without_content_gets_through_real_templates(name: str, written: str) -> None:
-    template = ChatTemplate(family(name)[1]["chat_template"])
+    template = ChatTemplate(chat_template(name))
     messages = [
         {"role": "user", "content": "?"},
         {"role": "assistant", "content": None, "tool_calls": [call('{"a": "é"}')]},

@@ -11,7 +11,13 @@ from gateway.prompt.render import ChatRenderer, PromptConversation
 from gateway.text.tokenizer import Tokenizer
 from protocol.errors import ContextTooLong, InvalidRequest
 from tests.support.templates import UnlimitedTemplates
-from tests.support.tokenizers import card_of, family, real_tokenizer, smollm2_tokenizer_json
+from tests.support.tokenizers import (
+    FAMILIES,
+    card_of,
+    chat_template,
+    smollm2_tokenizer_json,
+    tokenizer_of,
+)
 
 CHATML = (
     "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}"
@@ -27,7 +33,7 @@ def renderer(template: str | None = CHATML) -> ChatRenderer:
         chat_template=template,
         special_tokens={"bos_token": "<|endoftext|>"},
     )
-    return ChatRenderer(card, real_tokenizer("smollm2"), UnlimitedTemplates())
+    return ChatRenderer(card, tokenizer_of("smollm2"), UnlimitedTemplates())
 
 
 def text(messages: Any = HELLO, template: str | None = CHATML, **options: Any) -> str:
@@ -40,7 +46,7 @@ def test_a_conversation_with_tools_has_the_template_for_them() -> None:
         chat_template="{% if enable_thinking %}{% endif %}plain",
         tool_use_template="{% for tool in tools %}{{ tool.function.name }}{% endfor %}",
     )
-    both = ChatRenderer(card, real_tokenizer("smollm2"), UnlimitedTemplates())
+    both = ChatRenderer(card, tokenizer_of("smollm2"), UnlimitedTemplates())
     tools = [{"type": "function", "function": {"name": "now"}}]
     assert both.text(PromptConversation(messages=HELLO)) == "plain"
     assert both.text(PromptConversation(messages=HELLO, tools=[])) == "plain"
@@ -52,7 +58,7 @@ def test_a_conversation_with_tools_has_the_template_for_them() -> None:
 
 def test_a_model_may_have_a_template_for_tools_alone() -> None:
     card = card_of(b"", tool_use_template="{{ tools | length }}")
-    only = ChatRenderer(card, real_tokenizer("smollm2"), UnlimitedTemplates())
+    only = ChatRenderer(card, tokenizer_of("smollm2"), UnlimitedTemplates())
     assert only.text(PromptConversation(messages=HELLO, tools=[{}])) == "1"
     with pytest.raises(InvalidRequest, match="no chat template"):
         only.text(PromptConversation(messages=HELLO))
@@ -66,17 +72,13 @@ def test_a_conversation_becomes_ids_with_special_tokens_written_by_the_template_
 
 
 def test_bos_is_not_doubled_where_the_tokenizer_would_add_one() -> None:
-    config = family("llama3_1")[1]
-    card = card_of(
-        b"",
-        chat_template=config["chat_template"],
-        special_tokens={"bos_token": config["bos_token"]},
-    )
-    tokenizer = real_tokenizer("llama3_1")
+    bos = FAMILIES["llama3_1"].bos or ""
+    card = card_of(b"", chat_template=chat_template("llama3_1"), special_tokens={"bos_token": bos})
+    tokenizer = tokenizer_of("llama3_1")
     ids = ChatRenderer(card, tokenizer, UnlimitedTemplates()).tokens(
         PromptConversation(messages=HELLO)
     )
-    assert ids.count(tokenizer.token_id("<|begin_of_text|>") or 0) == 1
+    assert ids.count(tokenizer.token_id(bos) or 0) == 1
 
 
 def test_an_answer_can_go_on_where_the_final_message_ends_blanks_and_all() -> None:

@@ -4,7 +4,6 @@ every way to say on, off, nothing, or how hard."""
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 import pytest
 
@@ -17,7 +16,13 @@ from protocol.model_card import ModelCard
 from tests.support.model import smollm2_gguf
 from tests.support.scripted_engine import thinking_card
 from tests.support.templates import THINKING_TEMPLATES
-from tests.support.tokenizers import FAMILY_NAMES, card_of, family, smollm2_tokenizer_json
+from tests.support.tokenizers import (
+    FAMILIES,
+    card_of,
+    chat_template,
+    family_json,
+    smollm2_tokenizer_json,
+)
 from worker.loading.gguf_file import GGUFFile
 
 SETTINGS: dict[str, ThinkingFields] = {
@@ -26,7 +31,7 @@ SETTINGS: dict[str, ThinkingFields] = {
     "off": ThinkingFields(enable_thinking=False),
     **{effort: ThinkingFields(reasoning_effort=effort) for effort in REASONING_EFFORTS},
 }
-TEMPLATES = (*FAMILY_NAMES, "smollm2", *THINKING_TEMPLATES)
+TEMPLATES = (*FAMILIES, "smollm2", *THINKING_TEMPLATES)
 USER = [{"role": "user", "content": "What does <think> mean? And </think>?"}]
 """Markers in what the user wrote say nothing about the answer."""
 
@@ -45,17 +50,9 @@ def _card(name: str) -> ModelCard:
         metadata = GGUFFile(smollm2_gguf()).metadata
         source = metadata["tokenizer.chat_template"]
         return card_of(smollm2_tokenizer_json(), chat_template=source)
-    data, config = family(name)
-    return card_of(data, chat_template=config["chat_template"], special_tokens=_texts(config))
-
-
-def _texts(config: dict[str, Any]) -> dict[str, str]:
-    tokens = {name: config.get(name) for name in ("bos_token", "eos_token")}
-    return {
-        name: token["content"] if isinstance(token, dict) else token
-        for name, token in tokens.items()
-        if token
-    }
+    texts = {"bos_token": FAMILIES[name].bos, "eos_token": FAMILIES[name].eos}
+    special = {role: text for role, text in texts.items() if text}
+    return card_of(family_json(name), chat_template=chat_template(name), special_tokens=special)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -113,7 +110,7 @@ def test_real_templates_are_understood_as_they_are_known_to_be() -> None:
     for name in ("llama3_1", "deepseek_v3", "smollm2"):
         profile = model(name)[1].profile
         assert (profile.has_switch, profile.reads_effort) == (False, False), name
-    formats = {name: model(name)[2] for name in (*FAMILY_NAMES, "smollm2")}
+    formats = {name: model(name)[2] for name in (*FAMILIES, "smollm2")}
     assert (formats["qwen3"].tools, formats["qwen3"].reasoning) == ("hermes", "qwen3")
     assert formats["deepseek_v3"].tools == "deepseek_v3"
     assert (formats["smollm2"].tools, formats["smollm2"].reasoning) == (None, None)

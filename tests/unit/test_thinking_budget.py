@@ -24,12 +24,12 @@ from protocol.grammar import (
     Rules,
     Thinking,
     ThinkingBudget,
+    check_grammar,
 )
-from protocol.grammar_check import check_grammar
 from tests.support.engines import Bench
 from tests.support.grammars import MARKERS, ids_of, possible, signs_card, text_of
 from tests.support.scripted_engine import thinking_card
-from tests.support.tokenizers import card_of, family
+from tests.support.tokenizers import family_card, tokenizer_of
 
 TOKENS = {"opens": ["<think>"], "closes": ["</think>"]}
 SPELT = {"opens": ["((", "[["], "closes": ["))", "]]"]}
@@ -129,7 +129,7 @@ def test_nothing_is_constrained_but_the_closing_marker(compiler):
     ids=["choice", "json", "call"],
 )
 @pytest.mark.parametrize("inside", [True, False])
-def test_a_grammar_goes_on_behind_the_closed_block(compiler, markers, close, body: Body, inside):
+def test_the_body_follows_the_closed_block(compiler, markers, close, body: Body, inside):
     opens = markers["opens"][0]
     thinking = Thinking(opens=opens, closes=close, inside=inside, optional=not inside)
     grammar = Grammar(body=body, thinking=thinking, budget=budget(4, markers, inside=inside))
@@ -178,10 +178,8 @@ def test_a_form_with_a_budget_is_reached_through_one_block_at_most(
 
 
 def test_a_character_is_completed_before_the_block_is_closed() -> None:
-    tokenizer, _ = family("qwen3")
-    compiler = Compiler(card_of(tokenizer, vocab_size=151_936, eos_token_ids=[151_645]))
-    close = compiler._markers["</think>"]
-    smile = compiler._tokenizer.tokenize_bytes("𓀀".encode())
+    tokenizer, compiler = tokenizer_of("qwen3"), Compiler(family_card("qwen3"))
+    smile = tokenizer.encode("𓀀", False)
     assert len(smile) > 1, "a character of several tokens"
     limit = ThinkingBudget(most=1, closes=["</think>"], opens=["<think>"], inside=True)
     thinking = Thinking(opens="<think>", closes="</think>", inside=True)
@@ -191,11 +189,11 @@ def test_a_character_is_completed_before_the_block_is_closed() -> None:
     ):
         matcher = compiler.compile(grammar).start()
         answer = written(matcher, compiler.vocab_size, [*smile, *smile], most=len(smile) + 1)
-        assert answer == [*smile, close]
+        assert answer == [*smile, tokenizer.token_id("</think>")]
 
 
 @pytest.mark.parametrize("text", ["a", "é", "語", "𓀀", "", "ab\xff"])
-def test_a_text_is_cut_where_a_character_is(text: str) -> None:
+def test_a_text_is_cut_if_its_last_character_is(text: str) -> None:
     data = text.encode()
     assert not is_cut(data)
     last = text[-1:].encode()
@@ -205,13 +203,13 @@ def test_a_text_is_cut_where_a_character_is(text: str) -> None:
 
 def test_bytes_that_are_no_text_do_not_put_off_the_end() -> None:
     """A model that writes nothing but beginnings of characters."""
-    tokenizer, _ = family("qwen3")
-    compiler = Compiler(card_of(tokenizer, vocab_size=151_936, eos_token_ids=[151_645]))
-    (lead,) = compiler._tokenizer.tokenize_bytes(b"\xf0")
+    tokenizer, compiler = tokenizer_of("qwen3"), Compiler(family_card("qwen3"))
+    lead = tokenizer.token_id("ð") or 0  # the byte F0, in the alphabet of bytes
     limit = ThinkingBudget(most=5, closes=["</think>"], inside=True)
     matcher = compiler.compile(Grammar(budget=limit)).start()
     answer = written(matcher, compiler.vocab_size, repeat(lead), most=12)
-    assert answer.index(compiler._markers["</think>"]) == 9
+    assert answer[9] == tokenizer.token_id("</think>")
+    assert set(answer[:9]) == {lead}
 
 
 @pytest.mark.parametrize(
@@ -230,14 +228,12 @@ def test_bytes_that_are_no_text_do_not_put_off_the_end() -> None:
         (Grammar(budget=ThinkingBudget(most=1, closes=["x" * 257], inside=True)), "257 char"),
     ],
 )
-def test_a_budget_that_is_none_is_refused(grammar: Grammar, said: str) -> None:
+def test_an_invalid_thinking_budget_is_refused(grammar: Grammar, said: str) -> None:
     with pytest.raises(InvalidRequest, match=said):
         check_grammar(grammar)
 
 
 # ---- in the engine: "(" and ")" stand for the markers
-
-
 def answered(bench: Bench, prompts: int, **params: Any) -> list[str]:
     grammar = Grammar(budget=ThinkingBudget(most=7, opens=["("], closes=[")"], inside=True))
     numbers = [bench.add([n], grammar=grammar, **params) for n in range(1, prompts + 1)]
@@ -269,7 +265,6 @@ def test_only_rows_at_the_end_of_their_budget_are_masked() -> None:
 
 
 # ---- what the gateway asks for
-
 CONTROL_TOKENS = "{# <|channel|>analysis<|message|> <|tool_calls_section_begin|> #}"
 """A template with the control tokens that the formats below must begin with."""
 
@@ -291,11 +286,7 @@ def asked(reasoning: str, prompt: str, most: int = 5, tools: str = "none", **kwa
         (
             "k2_horizon",
             "<assistant><ifm|think_fast>",
-            (
-                ["<ifm|think_fast>", "<ifm|think>", "<ifm|think_faster>"],
-                "</ifm|think_fast>",
-                True,
-            ),
+            (["<ifm|think_fast>", "<ifm|think>", "<ifm|think_faster>"], "</ifm|think_fast>", True),
         ),
         ("openai_gptoss", "<|start|>", (["<|channel|>analysis<|message|>"], "<|end|>", False)),
     ],
@@ -307,7 +298,7 @@ def test_a_formats_markers_are_what_opens_and_closes_the_block(reasoning, prompt
     assert made.most == 5
 
 
-def test_a_call_ends_the_thinking_where_the_format_says_so() -> None:
+def test_a_call_marker_ends_thinking_in_formats_that_say_so() -> None:
     assert "<|tool_calls_section_begin|>" in asked("kimi_k2", "", tools="kimi_k2").closes
     assert "<tool_call>" not in asked("qwen3", "", tools="hermes").closes
 

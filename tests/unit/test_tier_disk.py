@@ -15,8 +15,16 @@ from typing import Any
 
 import pytest
 
-from worker.kv.tiers.block_file import HEADER_BYTES, DamagedBlockFile, check, header_of
-from worker.kv.tiers.disk import PAUSE_S, SCAN_S, BlockLost, DiskTier
+from worker.kv.tiers.disk import (
+    HEADER_BYTES,
+    PAUSE_S,
+    SCAN_S,
+    BlockLost,
+    DamagedBlockFile,
+    DiskTier,
+    check_block_file,
+    header_of,
+)
 
 LAYOUT, OTHER = b"l" * 16, b"o" * 16
 SIZE = 64
@@ -43,6 +51,11 @@ def disk(root: Path, *, blocks: int = 4, layout: bytes = LAYOUT, **more: Any) ->
     return DiskTier(root, layout, payload_bytes=SIZE, max_bytes=blocks * FILE, **more)
 
 
+def store(tier: DiskTier, *numbers: int) -> None:
+    for number in numbers:
+        assert tier.store(content(number), payload(number))
+
+
 def loaded(tier: DiskTier, number: int) -> bytes:
     into = bytearray(SIZE)
     tier.load(content(number), memoryview(into))
@@ -60,17 +73,15 @@ def age(root: Path, *numbers: int, layout: bytes = LAYOUT) -> None:
 
 
 # ---- the file
-
-
 def test_the_bytes_of_a_file_do_not_change() -> None:
     header = header_of(LAYOUT, b"c" * 32, b"payload")
     fields = b"tidegate" + b"\1\0\0\0" + b"\7\0\0\0\0\0\0\0" + LAYOUT + b"c" * 32
     assert header == fields + sha256(fields + b"payload").digest()
     assert len(header) == HEADER_BYTES
-    check(header, b"payload", LAYOUT, b"c" * 32)
+    check_block_file(header, b"payload", LAYOUT, b"c" * 32)
 
 
-def test_a_bit_that_flips_anywhere_is_damage_and_the_file_goes(tmp_path: Path) -> None:
+def test_a_file_with_any_flipped_bit_is_damaged_and_deleted(tmp_path: Path) -> None:
     tier, path = disk(tmp_path / "kv"), path_of(tmp_path / "kv", 1)
     for byte in range(FILE):
         assert tier.store(content(1), payload(1))
@@ -85,7 +96,7 @@ def test_a_bit_that_flips_anywhere_is_damage_and_the_file_goes(tmp_path: Path) -
 @pytest.mark.parametrize("size", [0, 1, HEADER_BYTES - 1, HEADER_BYTES, FILE - 1, FILE + 1])
 def test_a_file_of_another_size_is_damage(tmp_path: Path, size: int) -> None:
     tier, path = disk(tmp_path / "kv"), path_of(tmp_path / "kv", 1)
-    tier.store(content(1), payload(1))
+    store(tier, 1)
     path.write_bytes((path.read_bytes() + b"x")[:size])
     with pytest.raises(DamagedBlockFile, match=f"{size} bytes instead of {FILE}"):
         loaded(tier, 1)
@@ -94,16 +105,14 @@ def test_a_file_of_another_size_is_damage(tmp_path: Path, size: int) -> None:
 
 def test_a_whole_file_under_another_name_is_damage(tmp_path: Path) -> None:
     tier = disk(tmp_path / "kv")
-    tier.store(content(1), payload(1))
+    store(tier, 1)
     path_of(tmp_path / "kv", 1).rename(path_of(tmp_path / "kv", 2))
     with pytest.raises(DamagedBlockFile, match="not the one of this block"):
         loaded(tier, 2)
 
 
 # ---- storing and loading
-
-
-def test_what_is_stored_is_loaded_also_by_the_next_server(tmp_path: Path) -> None:
+def test_a_stored_block_is_loaded_also_by_the_next_server(tmp_path: Path) -> None:
     first = disk(tmp_path / "kv")
     assert first.store(content(1), payload(1))
     assert loaded(first, 1) == payload(1)
@@ -112,9 +121,9 @@ def test_what_is_stored_is_loaded_also_by_the_next_server(tmp_path: Path) -> Non
     assert loaded(second, 1) == payload(1)
 
 
-def test_only_its_owner_may_read_what_prompts_are_made_of(tmp_path: Path) -> None:
+def test_block_files_are_private_to_their_owner(tmp_path: Path) -> None:
     tier = disk(tmp_path / "kv")
-    tier.store(content(1), payload(1))
+    store(tier, 1)
     modes = [stat.S_IMODE(path.stat().st_mode) for path in sorted((tmp_path / "kv").rglob("*"))]
     assert modes == [0o700, 0o600]
     assert stat.S_IMODE((tmp_path / "kv").stat().st_mode) == 0o700
@@ -126,9 +135,9 @@ def test_a_directory_that_others_may_enter_is_refused(tmp_path: Path) -> None:
         disk(tmp_path / "kv")
 
 
-def test_a_block_that_is_gone_is_lost_and_that_is_told(tmp_path: Path) -> None:
+def test_a_deleted_block_file_is_reported_as_lost(tmp_path: Path) -> None:
     tier = disk(tmp_path / "kv")
-    tier.store(content(1), payload(1))
+    store(tier, 1)
     tier.drain_changes()
     path_of(tmp_path / "kv", 1).unlink()
     with pytest.raises(BlockLost, match="no longer exists"):
@@ -137,14 +146,11 @@ def test_a_block_that_is_gone_is_lost_and_that_is_told(tmp_path: Path) -> None:
 
 
 # ---- the bound
-
-
 def test_the_least_recently_used_go_when_there_is_no_room(tmp_path: Path) -> None:
     tier = disk(tmp_path / "kv", blocks=3)
-    for number in (1, 2, 3):
-        tier.store(content(number), payload(number))
+    store(tier, 1, 2, 3)
     loaded(tier, 1)
-    tier.store(content(4), payload(4))
+    store(tier, 4)
     assert [content(number) in tier for number in (1, 2, 3, 4)] == [True, False, True, True]
     assert not path_of(tmp_path / "kv", 2).exists()
     assert tier.num_bytes == 3 * FILE
@@ -152,8 +158,7 @@ def test_the_least_recently_used_go_when_there_is_no_room(tmp_path: Path) -> Non
 
 def test_the_order_of_use_survives_a_restart(tmp_path: Path) -> None:
     tier = disk(tmp_path / "kv")
-    for number in (1, 2, 3):
-        tier.store(content(number), payload(number))
+    store(tier, 1, 2, 3)
     age(tmp_path / "kv", 3, 1, 2)
     tier.touch(content(3))
     again = disk(tmp_path / "kv", blocks=2)
@@ -161,15 +166,14 @@ def test_the_order_of_use_survives_a_restart(tmp_path: Path) -> None:
     assert not path_of(tmp_path / "kv", 1).exists()
 
 
-def test_blocks_of_another_model_count_and_go_too_but_are_none_of_ours(tmp_path: Path) -> None:
+def test_blocks_of_another_model_count_towards_the_bound_and_are_not_loaded(tmp_path: Path) -> None:
     other = disk(tmp_path / "kv", layout=OTHER)
-    for number in (1, 2, 3):
-        other.store(content(number), payload(number))
+    store(other, 1, 2, 3)
     age(tmp_path / "kv", 1, 2, 3, layout=OTHER)
     tier = disk(tmp_path / "kv", blocks=3)
     assert tier.drain_changes() == ([], [])
     assert tier.num_bytes == 3 * FILE
-    tier.store(content(4), payload(4))
+    store(tier, 4)
     assert not path_of(tmp_path / "kv", 1, OTHER).exists()
     assert path_of(tmp_path / "kv", 2, OTHER).exists()
     with pytest.raises(BlockLost):
@@ -182,15 +186,12 @@ def test_a_bound_below_one_block_is_refused(tmp_path: Path) -> None:
 
 
 # ---- several servers
-
-
 def test_two_servers_learn_from_each_other_and_keep_the_bound(tmp_path: Path) -> None:
     clock = Clock()
     one, two = (disk(tmp_path / "kv", blocks=3, clock=clock) for _ in range(2))
-    for number in (1, 2, 3):
-        one.store(content(number), payload(number))
+    store(one, 1, 2, 3)
     age(tmp_path / "kv", 1, 2, 3)
-    two.store(content(4), payload(4))
+    store(two, 4)
     two.scan_if_due()  # it has written a third of the bound
     assert set(two.drain_changes()[0]) == {content(number) for number in (2, 3, 4)}
     one.drain_changes()
@@ -238,9 +239,7 @@ def test_four_servers_at_once_load_what_was_stored_or_nothing(tmp_path: Path) ->
     assert {bytes.fromhex(name) for name in names} == set(left)
 
 
-def test_what_a_killed_server_left_half_written_is_swept_but_not_what_is_being_written(
-    tmp_path: Path,
-) -> None:
+def test_only_old_partial_files_are_swept(tmp_path: Path) -> None:
     tier = disk(tmp_path / "kv")
     old, new = (tmp_path / "kv" / LAYOUT.hex() / name for name in (".old.part", ".new.part"))
     for part in (old, new):
@@ -262,9 +261,7 @@ def test_strange_files_are_left_alone(tmp_path: Path) -> None:
 
 
 # ---- a disk that fails
-
-
-def test_a_full_disk_is_told_once_and_tried_again_later(
+def test_a_full_disk_is_logged_once_and_retried_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     clock = Clock()
@@ -289,10 +286,10 @@ def test_a_full_disk_is_told_once_and_tried_again_later(
     assert [path.name for path in (tmp_path / "kv" / LAYOUT.hex()).iterdir()] == [content(1).hex()]
 
 
-def test_a_directory_that_somebody_moved_away_comes_back(tmp_path: Path) -> None:
+def test_a_directory_that_was_moved_away_is_created_again(tmp_path: Path) -> None:
     clock = Clock()
     tier = disk(tmp_path / "kv", clock=clock)
-    tier.store(content(1), payload(1))
+    store(tier, 1)
     tier.drain_changes()
     (tmp_path / "kv").rename(tmp_path / "away")
     assert not tier.store(content(2), payload(2))

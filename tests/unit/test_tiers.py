@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import select
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from worker.kv.blocks import blocks_of
 from worker.kv.cache import KVCache
 from worker.kv.report_queue import ReportQueue
 from worker.kv.tiers.disk import DiskTier
+from worker.kv.tiers.host import HostTier
 from worker.kv.tiers.store import TierStore
 
 SHAPE = (2, 9, 4, 2, 8)  # layers, blocks, tokens, heads, head dim
@@ -153,7 +155,7 @@ def test_blocks_come_back_from_disk_after_a_restart(make: Make, tmp_path: Path) 
     assert second.counts == {"disk loaded": 1}
 
 
-def test_what_waits_to_be_written_is_written_before_the_end(make: Make, tmp_path: Path) -> None:
+def test_waiting_blocks_are_written_before_the_end(make: Make, tmp_path: Path) -> None:
     bench = make(tmp_path / "kv")
     for number in range(1, 9):
         bench.keep([number], contents(number))
@@ -161,7 +163,7 @@ def test_what_waits_to_be_written_is_written_before_the_end(make: Make, tmp_path
     assert len(list((tmp_path / "kv" / LAYOUT.hex()).iterdir())) == 8
 
 
-def test_what_the_disk_brings_stays_in_host_memory(make: Make, tmp_path: Path) -> None:
+def test_blocks_loaded_from_disk_stay_in_host_memory(make: Make, tmp_path: Path) -> None:
     first = make(tmp_path / "kv")
     first.keep([1, 2], contents(1, 2))
     first.tiers.close()
@@ -184,7 +186,7 @@ def test_host_memory_forgets_and_the_disk_still_knows(make: Make, tmp_path: Path
     assert bench.bytes_of(8) == was
 
 
-def test_what_was_used_last_stays(make: Make) -> None:
+def test_the_most_recently_used_blocks_stay(make: Make) -> None:
     bench = make(host_blocks=2)
     bench.keep([1, 2], contents(1, 2))
     bench.tiers.touch(KVUsed(hashes=contents(2, 1)))
@@ -193,7 +195,7 @@ def test_what_was_used_last_stays(make: Make) -> None:
     bench.await_known("host", 1, 3)
 
 
-def test_a_fetch_of_what_is_gone_fails_as_lost(make: Make) -> None:
+def test_a_fetch_of_a_dropped_block_fails_as_lost(make: Make) -> None:
     bench = make(host_blocks=1)
     bench.keep([1], contents(1))
     bench.await_known("host", 1)
@@ -205,7 +207,7 @@ def test_a_fetch_of_what_is_gone_fails_as_lost(make: Make) -> None:
     assert bench.counts["host failed"] == 1
 
 
-def test_a_fetch_of_a_damaged_file_fails_and_nobody_tries_again(make: Make, tmp_path: Path) -> None:
+def test_a_fetch_of_a_damaged_file_fails_and_is_not_repeated(make: Make, tmp_path: Path) -> None:
     bench = make(tmp_path / "kv")
     bench.keep([1], contents(1))
     bench.await_known("disk", 1)
@@ -243,7 +245,7 @@ def test_a_fetch_that_comes_too_late_fails(make: Make) -> None:
     assert end.kind == "timeout"
 
 
-def test_what_is_being_written_makes_way_for_nothing(
+def test_a_block_that_is_being_written_is_not_evicted(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A place that were given away meanwhile would put one block's bytes under another's name."""
@@ -307,10 +309,106 @@ def test_the_config_says_which_tiers_there_are(tmp_path: Path) -> None:
         tiers(kv_host_gib=1e-9)
 
 
-def test_a_thread_that_fails_is_told_in_the_loop(make: Make) -> None:
+def test_a_failure_of_a_tier_thread_is_raised_in_the_loop(make: Make) -> None:
     bench = make(host_blocks=2)
     bench.tiers.store(KVStore(blocks=Int32.of([1]), hashes=contents(1)))
     bench.await_known("host", 1)
     bench.begin(contents(1), [99])  # there is no such block
     with pytest.raises(IndexError):
         bench.hear_until(lambda: False)
+
+
+# ---- places of host memory
+def filled(tier: HostTier, *contents: bytes) -> list[int]:
+    """The place of each."""
+    places = []
+    for content in contents:
+        place = tier.reserve()
+        assert place is not None
+        tier.publish(content, place)
+        places.append(place)
+    tier.check()
+    return places
+
+
+def test_a_published_block_is_found_in_its_tier() -> None:
+    tier = HostTier(2)
+    a, b = filled(tier, b"a", b"b")
+    assert {a, b} == {0, 1}
+    assert (tier.hold(b"a"), tier.hold(b"b"), tier.hold(b"c")) == (a, b, None)
+
+
+def test_a_place_that_is_being_filled_is_not_found_and_not_given_away() -> None:
+    tier = HostTier(1)
+    place = tier.reserve()
+    assert place is not None
+    assert (tier.reserve(), len(tier)) == (None, 0)
+    tier.give_back(place)
+    assert tier.reserve() == place
+
+
+def test_the_least_recently_used_block_is_dropped_and_reported() -> None:
+    tier = HostTier(2)
+    a, b = filled(tier, b"a", b"b")
+    tier.touch(b"a")
+    assert filled(tier, b"c") == [b]
+    assert tier.drain_changes() == ([b"a", b"c"], [b"b"])
+    assert tier.hold(b"a") == a
+    assert tier.drain_changes() == ([], [])
+
+
+def test_a_held_block_is_evicted_only_after_its_last_holder() -> None:
+    tier = HostTier(1)
+    (place,) = filled(tier, b"a")
+    tier.hold(b"a")
+    tier.hold(b"a")
+    tier.release(b"a")
+    assert tier.reserve() is None
+    tier.release(b"a")
+    assert tier.reserve() == place
+    assert b"a" not in tier
+
+
+def test_the_same_content_has_one_place() -> None:
+    tier = HostTier(2)
+    filled(tier, b"a", b"a")
+    assert len(tier) == 1
+    tier.hold(b"a")
+    assert tier.reserve() is not None
+
+
+def test_places_that_were_never_used_are_taken_last() -> None:
+    tier = HostTier(100)
+    place = tier.reserve()
+    assert place is not None
+    tier.give_back(place)
+    assert tier.reserve() == place
+
+
+def test_a_tier_without_places_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one block"):
+        HostTier(0)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_under_a_storm_places_are_free_or_filled_or_found(seed: int) -> None:
+    rng, tier = random.Random(seed), HostTier(6)
+    filling: list[int] = []
+    held: list[tuple[bytes, int]] = []
+    for _ in range(2000):
+        content = bytes([rng.randrange(20)])
+        match rng.randrange(6):
+            case 0 | 1 if (place := tier.reserve()) is not None:
+                filling.append(place)
+            case 2 if filling:
+                tier.publish(content, filling.pop(rng.randrange(len(filling))))
+            case 3 if filling:
+                tier.give_back(filling.pop())
+            case 4 if (place := tier.hold(content)) is not None:
+                held.append((content, place))
+            case 5 if held:
+                tier.release(held.pop(rng.randrange(len(held)))[0])
+        tier.check()
+        assert all(tier.hold(content) == place for content, place in held)
+        for content, _ in held:
+            tier.release(content)

@@ -16,13 +16,13 @@ from tests.support.tokenizers import (
     FAMILY_NAMES,
     byte_fallback_json,
     card_of,
-    real_tokenizer,
     smollm2_tokenizer_json,
+    tokenizer_of,
 )
 
 
 def smollm2() -> Tokenizer:
-    return real_tokenizer("smollm2")
+    return tokenizer_of("smollm2")
 
 
 def test_a_real_text_is_encoded_and_decoded_back() -> None:
@@ -115,7 +115,7 @@ def test_special_ids_and_spellings_come_from_the_vocabulary() -> None:
 
 @pytest.mark.parametrize("name", ["smollm2", *FAMILY_NAMES])
 def test_the_bytes_of_single_tokens_make_up_the_text_exactly(name: str) -> None:
-    tok = real_tokenizer(name)
+    tok = tokenizer_of(name)
     for text in ("naïve 👩🏽‍🚀 語 \u0301", "\x00\x7f\xa0\xad ĠĊ", " a  b\t\n"):
         ids = tok.encode(text, False)
         spelled = b"".join(tok.token_bytes(i) for i in ids)

@@ -15,11 +15,11 @@ from gateway.text.logprobs import (
 )
 from gateway.text.tokenizer import Tokenizer
 from protocol.messages import TokenLogprobs
-from tests.support.tokenizers import real_tokenizer
+from tests.support.tokenizers import tokenizer_of
 
 
 def tokenizer() -> Tokenizer:
-    return real_tokenizer("smollm2")
+    return tokenizer_of("smollm2")
 
 
 def test_the_chat_shape_names_tokens_and_their_exact_bytes() -> None:

@@ -10,12 +10,12 @@ import pytest
 
 from gateway.api.openai.prepare import Preparation
 from gateway.api.openai.requests import ChatBody
-from gateway.api.openai.tool_grammar import tool_grammar
-from gateway.api.openai.tools import ToolPlan
+from gateway.api.openai.tools import ToolPlan, tool_grammar
 from gateway.formats.calls_grammar import preferred_opener, required
 from gateway.formats.event_builder import DeclaredTool
-from gateway.formats.grammar_forms import pattern_not_starting_with, sequence
-from gateway.formats.parser import CallSyntax, Lexicon
+from gateway.formats.grammar_builder import pattern_not_starting_with, sequence
+from gateway.formats.lexicon import Lexicon
+from gateway.formats.parser import CallSyntax
 from gateway.formats.registry import TOOLS, BoundFormat, Format
 from protocol.errors import InvalidRequest
 from protocol.grammar import (
@@ -28,8 +28,8 @@ from protocol.grammar import (
     Repeat,
     Rules,
     Sequence,
+    check_grammar,
 )
-from protocol.grammar_check import check_grammar
 from tests.support.scripted_engine import scripted_card
 from tests.support.served import served
 
@@ -99,11 +99,7 @@ V3 = "{}{}function{}now\n```json\n@\n```{}{}".format(
             f'<|START_ACTION|>[{BLANKS}{{"tool_call_id": "/[0-9]{{1,3}}/", "tool_name": "now", '
             f'"parameters": @}}{BLANKS}]<|END_ACTION|>',
         ),
-        (
-            "inkling",
-            (),
-            '<|content_invoke_tool_json|>{"name": "now", "args": @}<|end_message|>',
-        ),
+        ("inkling", (), '<|content_invoke_tool_json|>{"name": "now", "args": @}<|end_message|>'),
         ("deepseek_v3", (), V3),
         (
             "kimi_k2",
@@ -118,11 +114,7 @@ V3 = "{}{}function{}now\n```json\n@\n```{}{}".format(
             f'[, "id": "/[a-zA-Z0-9]{{9}}/"]}}{BLANKS}]',
         ),
         ("mistral", ("[TOOL_CALLS]", "[ARGS]"), "[TOOL_CALLS]now[ARGS]@"),
-        (
-            "mistral",
-            ("[ARGS]", "[CALL_ID]"),
-            "[TOOL_CALLS]now[[CALL_ID]/[a-zA-Z0-9]{9}/][ARGS]@",
-        ),
+        ("mistral", ("[ARGS]", "[CALL_ID]"), "[TOOL_CALLS]now[[CALL_ID]/[a-zA-Z0-9]{9}/][ARGS]@"),
         (
             "openai",
             (),
@@ -146,7 +138,7 @@ def test_arguments_are_an_object_even_where_the_schema_does_not_say_so() -> None
     }
 
 
-def test_of_several_openers_the_one_in_the_vocabulary_is_preferred() -> None:
+def test_the_opener_in_the_vocabulary_is_preferred() -> None:
     syntax = TOOLS["kimi_k2"]
     assert isinstance(syntax, CallSyntax)
     older = "<|tool_call_section_begin|>"
@@ -202,7 +194,7 @@ def test_a_tool_that_a_format_cannot_write_is_refused_at_its_place() -> None:
     assert caught.value.param == "tools[1].function.name"
 
 
-def test_of_tools_that_are_not_strict_any_arguments_are_taken() -> None:
+def test_a_tool_that_is_not_strict_takes_any_arguments() -> None:
     tools = [NOW, DeclaredTool("f", {"type": "object", "maxProperties": 2})]
     plan = ToolPlan(declared=tools, mode="auto", strict=frozenset({"now"}))
     body = tool_grammar(bound("hermes"), plan)

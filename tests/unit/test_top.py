@@ -1,4 +1,4 @@
-"""`tidegate top` as a picture: what it shows, that it fits, that no name commands a terminal."""
+"""The picture of `tidegate top`: its content, its size, and that no name controls a terminal."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import pytest
 
 from protocol.messages import EngineStatus, Limits, RequestView
 from protocol.stats import EngineStats
-from tools.printable import clean
-from tools.top.picture import Canvas, TopScene, age, bar, curve, render
-from tools.top.rates import Rates, rates
+from tools.terminal import clean
+from tools.top.picture import Canvas, Rates, TopScene, age, bar, curve, rates, render
 
 LIMITS = Limits(
     max_len=512, max_slots=8, block_tokens=16, num_blocks=101, token_budget=64, prefix_cache=True
@@ -53,7 +52,7 @@ def test_rates_are_differences_by_the_engines_own_clock() -> None:
     assert rates(now, now) == rates(now, before) == Rates()
 
 
-def test_the_picture_says_what_the_engine_does_and_who_waits_for_it() -> None:
+def test_the_picture_shows_the_engines_load_and_requests() -> None:
     row = a_row(prompt_tokens=20, cached_tokens=16, generated_tokens=30, decode_s=2.0)
     view = a_view(11.0, row, waiting=3, waiting_tokens=1234, num_generated_tokens=50)
     text = "\n".join(drawn(a_view(10.0), view, width=120))
@@ -75,7 +74,7 @@ def test_an_engine_that_drains_or_is_lost_says_so_first() -> None:
 
 @pytest.mark.parametrize("width", [10, 40, 61, 80, 200])
 @pytest.mark.parametrize("height", [5, 9, 12, 37, 38])
-def test_it_fits_whatever_the_size_is(width: int, height: int) -> None:
+def test_the_picture_fits_any_terminal(width: int, height: int) -> None:
     rows = [a_row("x" * 90, account="y" * 90, client="z" * 90) for _ in range(30)]
     views = [a_view(s, *rows, num_generated_tokens=s * s, num_draft_tokens=s) for s in range(90)]
     lines = drawn(*views, width=width, height=height, has_colours=True)
@@ -86,13 +85,13 @@ def test_it_fits_whatever_the_size_is(width: int, height: int) -> None:
     assert height == 5 or (f"and {30 - shown} more" in lines[-1]) == (shown < 30)
 
 
-def test_what_is_not_shown_is_counted() -> None:
+def test_hidden_rows_are_counted() -> None:
     rows = [a_row(f"r{i}") for i in range(5)]
     assert drawn(a_view(1.0, *rows, num_open=12))[-1] == "and 7 more"
     assert "more" not in drawn(a_view(1.0, *rows))[-1]
 
 
-def test_no_name_commands_the_terminal() -> None:
+def test_no_name_controls_the_terminal() -> None:
     evil = "a\x1b[2Jb\rc\x07d\u202ee\u0301f語"
     assert clean(evil) == "a?[2Jb?c?d?e?f?"
     lines = drawn(a_view(1.0, a_row(evil, account=evil, client=evil)), width=200)

@@ -7,8 +7,8 @@ import logging
 import pytest
 from gunicorn.http import errors
 
-from gateway.http.unparsed import fault_of
-from gateway.observe.redaction import Redacted
+from gateway.observe.logging import Redacted
+from gateway.unparsed import fault_of
 
 SECRET = "sk-secret"
 
@@ -33,7 +33,7 @@ SECRET = "sk-secret"
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )
-def test_what_was_sent_is_neither_answered_nor_logged(
+def test_an_unparsed_body_is_neither_echoed_nor_logged(
     error: Exception, status: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     fault = fault_of(error)

@@ -64,7 +64,7 @@ def test_the_bytes_of_a_message_do_not_change(message: Message) -> None:
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=name_of)
-def test_what_is_sent_is_what_arrives(message: Message) -> None:
+def test_a_decoded_message_equals_the_sent_one(message: Message) -> None:
     decoder: wire.Decoder[Message] = wire.Decoder(direction_of(message))
     assert decoder.decode(wire.encode(message)) == message
 
@@ -131,7 +131,7 @@ def prompt_as(value: Any) -> list[bytes]:
         [b"\x01" + b"\x91" * 5000],
     ],
 )
-def test_what_is_malformed_is_a_wire_error(frames: list[bytes]) -> None:
+def test_a_malformed_message_is_a_wire_error(frames: list[bytes]) -> None:
     with pytest.raises(WireError):
         wire.Decoder(messages.ToEngine).decode(frames)
 

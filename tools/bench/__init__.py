@@ -3,7 +3,7 @@
     config.py     the options                    datasets.py        the prompts
     answers.py    bytes -> one measured answer   client.py          HTTP, and arrival times
     load.py       sends the requests             stats.py           answers -> summary of a load
-    report.py     tables                         plot.py, page.py   plots and the HTML page
+    report.py     tables                         page.py            plots and the HTML page
 
 Only client.py and load.py do I/O; datasets.py reads the file of `--file`.
 """

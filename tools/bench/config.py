@@ -34,7 +34,7 @@ class BenchConfig(Config, frozen=True, kw_only=True):
     url: Annotated[str, about("the server", wiring=True)] = "http://127.0.0.1:8000"
     vs: Annotated[
         list[str],
-        about("compare with the server at this URL, under the same loads; may be repeated"),
+        about("compare with the server at this URL, under the same loads; repeat for several"),
     ] = []
     model: Annotated[str, about("model name; default: the server's first model")] = ""
     api: Annotated[
@@ -42,7 +42,7 @@ class BenchConfig(Config, frozen=True, kw_only=True):
         about("API to measure; only completions accepts prompts as token ids"),
     ] = "completions"
     header: Annotated[
-        list[str], about("send this header (NAME: VALUE) with each request; may be repeated")
+        list[str], about("send this header (NAME: VALUE) with each request; repeat for several")
     ] = []
 
     concurrency: Annotated[
@@ -54,10 +54,7 @@ class BenchConfig(Config, frozen=True, kw_only=True):
     ] = ()
     rate: Annotated[
         tuple[Annotated[float, Meta(gt=0, le=1e5)], ...],
-        about(
-            "send requests at this rate per second, at random times (Poisson); each number is a "
-            "separate load"
-        ),
+        about("requests per second, at random times (Poisson); each number is a separate load"),
     ] = ()
     requests: Annotated[
         int,
@@ -69,26 +66,22 @@ class BenchConfig(Config, frozen=True, kw_only=True):
         ),
     ] = 0
     duration_s: Annotated[
-        float,
-        about("send requests for this many seconds per load; 0: use --requests", ge=0, le=86400),
+        float, about("seconds of each load; 0: use --requests", ge=0, le=86400)
     ] = 0.0
     rounds: Annotated[
-        int, about("run every load this many times, and report all runs as one", ge=1, le=1000)
+        int, about("run every load this many times, and report its runs as one", ge=1, le=1000)
     ] = 1
-    warm_up: Annotated[
-        int, about("number of unmeasured requests before each load", ge=0, le=4096)
-    ] = 2
+    warm_up: Annotated[int, about("unmeasured requests before each load", ge=0, le=4096)] = 2
 
     dataset: Annotated[
         Literal["random", "shared-prefix", "file"],
         about(
-            "prompts to send. random: random tokens; shared-prefix: random tokens after a prefix "
-            "that requests share; file: the prompts in --file"
+            "prompts to send. random: random tokens; shared-prefix: random tokens after a shared "
+            "prefix; file: the prompts in --file"
         ),
     ] = "random"
     file: Annotated[
-        str,
-        about("file of JSON lines, each with a prompt or messages, and optionally max_tokens"),
+        str, about("file of JSON lines, each with a prompt or messages, and optionally max_tokens")
     ] = ""
     input_tokens: Annotated[int, about("length of a random prompt", ge=1, le=1 << 24)] = 128
     output_tokens: Annotated[int, about("length of an answer", ge=1, le=1 << 24)] = 128
@@ -100,8 +93,8 @@ class BenchConfig(Config, frozen=True, kw_only=True):
     prompt_as: Annotated[
         Literal["auto", "ids", "words"],
         about(
-            "form of a random prompt. ids: token ids, with an exact length; words: text of about "
-            "one token per word, which any server accepts; auto: ids if the API accepts them"
+            "form of a random prompt. ids: token ids, of exact length; words: about one token per "
+            "word, which any server accepts; auto: ids if the API accepts them"
         ),
     ] = "auto"
     vocabulary: Annotated[
@@ -109,32 +102,27 @@ class BenchConfig(Config, frozen=True, kw_only=True):
     ] = 20_000
     ignore_eos: Annotated[
         Literal["auto", "yes", "no"],
-        about(
-            "request answers of the exact length, if the server supports that; auto: yes, except "
-            "with --dataset file"
-        ),
+        about("request answers of the exact length; auto: yes, except with --dataset file"),
     ] = "auto"
     temperature: Annotated[float, about("sampling temperature", ge=0, le=2)] = 0.0
     seed: Annotated[
         int,
         about(
-            "seed of prompts and arrival times; 0: a new one each time, which is printed. If a "
-            "seed is used again, its prompts are in the server's prefix cache",
+            "seed of prompts and arrival times; 0: a new one, which is printed. The prompts of a "
+            "used seed are in the server's prefix cache",
             ge=0,
             le=1 << 48,
         ),
     ] = 0
 
     slo_ttft_ms: Annotated[
-        float,
-        about("objective for the time to first token of an answer; 0: none", ge=0, le=1e9),
+        float, about("objective for the time to first token; 0: none", ge=0, le=1e9)
     ] = 0.0
     slo_tpot_ms: Annotated[
-        float,
-        about("objective for the time per output token of an answer; 0: none", ge=0, le=1e9),
+        float, about("objective for the time per output token; 0: none", ge=0, le=1e9)
     ] = 0.0
     timeout_s: Annotated[
-        float, about("an answer that takes more seconds than this is an error", gt=0, le=86400)
+        float, about("give up an answer after this many seconds", gt=0, le=86400)
     ] = 600.0
     json: Annotated[str, about("write all figures to this file")] = ""
     html: Annotated[str, about("write a page with plots to this file")] = ""
@@ -178,10 +166,6 @@ class BenchConfig(Config, frozen=True, kw_only=True):
     def sends_ids(self) -> bool:
         return self.prompt_as == "ids" or (self.prompt_as == "auto" and self.api == "completions")
 
-    @property
-    def urls(self) -> list[str]:
-        return [self.url, *self.vs]
-
 
 def turns(config: BenchConfig) -> Iterator[tuple[int, int, list[int]]]:
     """Yield (round, load, servers in their order).
@@ -189,7 +173,7 @@ def turns(config: BenchConfig) -> Iterator[tuple[int, int, list[int]]]:
     Each load runs on every server before the next load starts. The first server alternates, so that
     a machine that becomes warm or busy favours none.
     """
-    servers = list(range(len(config.urls)))
+    servers = list(range(1 + len(config.vs)))
     turn = 0
     for number in range(config.rounds):
         for load in range(len(config.loads)):

@@ -35,7 +35,7 @@ def arrivals(rate: float, source: random.Random) -> Iterator[float]:
 def body_of(
     prompt: BenchPrompt, config: BenchConfig, model: str, accepted: frozenset[str]
 ) -> dict[str, Any]:
-    """Return the body of a request. accepted: see `client.accepted_fields`."""
+    """Return the body of a request with `accepted` fields only (`client.accepted_fields`)."""
     body: dict[str, Any] = {
         "model": model,
         "max_tokens": prompt.output_tokens,

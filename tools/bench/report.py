@@ -51,21 +51,17 @@ METRICS = [
 ]
 
 
-def with_values(summaries: Sequence[Summary]) -> list[Metric]:
-    """Return the metrics that have a value in at least one summary."""
-    return [metric for metric in METRICS if any(metric.value(s) is not None for s in summaries)]
-
-
-def table(summaries: Sequence[Summary]) -> str:
-    """Format the figures of one server."""
+def table(summaries: Sequence[Summary]) -> list[list[str]]:
+    """Return the figures of one server: a row per metric that has a value, a column per load."""
     rows = [["", *(str(summary.load) for summary in summaries)]]
-    for metric in with_values(summaries):
-        rows.append([metric.name, *(metric.format(summary) for summary in summaries)])
-    return aligned(rows)
+    for metric in METRICS:
+        if any(metric.value(summary) is not None for summary in summaries):
+            rows.append([metric.name, *map(metric.format, summaries)])
+    return rows
 
 
-def ratios(first: Sequence[Summary], other: Sequence[Summary]) -> str:
-    """Format the ratios of the first server's figures to the other's, one column per load."""
+def ratios(first: Sequence[Summary], other: Sequence[Summary]) -> list[list[str]]:
+    """Return the ratios of the first server's figures to the other's, a column per load."""
     rows = [["", *(str(summary.load) for summary in first)]]
     for metric in METRICS:
         if metric.lower_is_better is None:
@@ -75,7 +71,7 @@ def ratios(first: Sequence[Summary], other: Sequence[Summary]) -> str:
             better = "less is better" if metric.lower_is_better else "more is better"
             values = (NOTHING if value is None else f"{value:.2f}" for value in numbers)
             rows.append([f"{metric.name} ({better})", *values])
-    return aligned(rows)
+    return rows
 
 
 def ratio(metric: Metric, one: Summary, other: Summary) -> float | None:

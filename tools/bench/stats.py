@@ -44,21 +44,33 @@ class Spread(msgspec.Struct, frozen=True):
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """The figures of one server under one load. `--json` writes these fields."""
 
+    #: URL.
     server: str
+    #: The load that it was under.
     load: BenchLoad
+    #: Requests sent.
     requests: int
+    #: Requests without an error.
     completed: int
     #: Kind of error -> number of requests.
     errors: dict[str, int]
     #: Kind of error -> its first message.
     complaints: dict[str, str]
+    #: Total time of all runs.
     duration_s: float
+    #: Of the complete answers' prompts.
     input_tokens: int
+    #: How many of `input_tokens` the server found in its cache.
     cached_tokens: int
+    #: Of the complete answers.
     output_tokens: int
+    #: Events of all streams, also of failed ones.
     events: int
+    #: Complete answers per second.
     requests_per_s: float
+    #: `input_tokens` per second.
     input_tokens_per_s: float
+    #: `output_tokens` per second.
     output_tokens_per_s: float
     #: From the time when a request was due to the first piece of its answer.
     ttft_ms: Spread | None
@@ -76,6 +88,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     short_answers: int
     #: Complete answers within the objectives; None if there are no objectives.
     good: int | None
+    #: `good` per second.
     goodput_per_s: float | None
     #: CPU cores that the client used.
     client_cpu: float
@@ -93,7 +106,8 @@ def summarize(
     done = [answer for answer in answers if not answer.error]
     failed = [answer for answer in answers if answer.error]
     duration_s = sum(run.ended - run.began for run in runs)
-    good = sum(_is_good(answer, config) for answer in done) if _has_objectives(config) else None
+    has_objectives = config.slo_ttft_ms or config.slo_tpot_ms
+    good = sum(_is_good(answer, config) for answer in done) if has_objectives else None
     input_tokens = sum(a.usage.prompt_tokens for a in done if a.usage is not None)
     output_tokens = sum(answer.output_tokens for answer in done)
 
@@ -140,10 +154,6 @@ def spread(seconds: Iterable[float]) -> Spread | None:
 def percentile(ascending: Sequence[float], share: int) -> float:
     """Return the smallest value that is at least as large as `share` percent of all values."""
     return ascending[max(0, -(-share * len(ascending) // 100) - 1)]
-
-
-def _has_objectives(config: BenchConfig) -> bool:
-    return bool(config.slo_ttft_ms or config.slo_tpot_ms)
 
 
 def _is_good(answer: BenchAnswer, config: BenchConfig) -> bool:

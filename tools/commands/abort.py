@@ -8,9 +8,9 @@ from __future__ import annotations
 import argparse
 
 from protocol.errors import ServingError
-from tools.engine_options import add_engine_options, connect
 from tools.failure import Failure
-from tools.printable import clean
+from tools.processes.discovery import add_engine_options, connect
+from tools.terminal import clean
 
 DESCRIPTION = """\
 Abort open requests; the waiting clients are notified. The command connects to the engine directly,

@@ -24,13 +24,12 @@ from tools.bench.client import OPTIONAL, BenchClient, StampedLoop, accepted_fiel
 from tools.bench.config import BenchConfig, BenchLoad, turns
 from tools.bench.load import body_of, run_load
 from tools.bench.page import page
-from tools.bench.report import ratios, table, warnings
+from tools.bench.report import aligned, ratios, table, warnings
 from tools.bench.stats import BenchRun, Summary, summarize
 from tools.failure import Failure
 from tools.flags import add_flags, build
-from tools.http.conversation import no_server
-from tools.http.web import KEY_VARIABLE, WebServer
-from tools.processes.servers import add_server, server_url
+from tools.http.web import KEY_VARIABLE, WebServer, no_server
+from tools.processes.discovery import add_server, server_url
 
 DESCRIPTION = """\
 Measure the latency and throughput of a server under load. Works with any server that speaks the
@@ -176,11 +175,13 @@ def _report(
 ) -> None:
     print(facts(config, seed))
     for target, summaries in zip(targets, servers, strict=True):
-        print(f"\n{target.url}  {target.model}\n\n{table(summaries)}")
+        print(f"\n{target.url}  {target.model}\n\n{aligned(table(summaries))}")
     for other in servers[1:]:
-        print(f"\n{servers[0][0].server} : {other[0].server}\n\n{ratios(servers[0], other)}")
+        print(
+            f"\n{servers[0][0].server} : {other[0].server}\n\n{aligned(ratios(servers[0], other))}"
+        )
     unsupported = [
-        f"{target.url} does not support ignore_eos"
+        f"{target.url} does not support ignore_eos, so its answers may be short"
         for target in targets
         if "ignore_eos" not in target.accepted
     ]

@@ -16,12 +16,12 @@ import msgspec
 from protocol.bench import PARTS, StepBench, StepBenchLine, StepBenchReady, StepTiming
 from protocol.config.worker import WorkerConfig
 from tools.bench.report import aligned
-from tools.commands.models import resolve
+from tools.commands.models import add_model, resolve
 from tools.failure import Failure
 from tools.flags import add_flags, build
 from tools.models.catalogue import DEFAULT
 from tools.models.fetch import home
-from tools.processes.children import last_error_line
+from tools.processes.children import last_error_line, module_command
 
 DESCRIPTION = """\
 Measure one step of the worker by batch size and context length: its time, and the share of each
@@ -42,14 +42,7 @@ FIXED = frozenset(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model",
-        nargs="?",
-        default=DEFAULT,
-        metavar="MODEL",
-        help="a Hugging Face directory, a .gguf file, or a name from `tidegate models` "
-        f"(default {DEFAULT})",
-    )
+    add_model(parser, default=DEFAULT)
     parser.add_argument("--json", default="", metavar="FILE", help="write all figures to this file")
     add_flags(parser, StepBench, title="the steps")
     add_flags(parser, WorkerConfig, title="the worker", without=FIXED)
@@ -77,12 +70,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def measure(config: StepBench) -> Iterator[StepBenchLine]:
-    """Run the benchmark and yield its results as they arrive.
-
-    Raises Failure with the last error line of the process if it fails.
-    """
+    """Run the benchmark, and yield its results as they arrive. Raises Failure."""
     encoded = msgspec.json.encode(config).decode()
-    command = [sys.executable, "-P", "-m", "worker.debug.benchmark", "--config", encoded]
+    command = module_command("worker.debug.benchmark", "--config", encoded)
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:

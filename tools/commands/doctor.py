@@ -10,7 +10,6 @@ import os
 import re
 import resource
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from importlib import metadata
@@ -31,6 +30,7 @@ from tools.flags import flags_of
 from tools.models.catalogue import CATALOGUE
 from tools.models.fetch import cached_file, home, is_cached
 from tools.models.preflight import preflight
+from tools.processes.children import module_command, run_module
 from tools.processes.run_lock import check_port_is_free, holder
 
 DESCRIPTION = """\
@@ -143,17 +143,14 @@ def _machine_facts() -> MachineFacts | str:
 
     A process of its own is needed because only the worker imports torch.
     """
-    command = [sys.executable, "-P", "-m", "worker.startup.facts"]
+    command = module_command("worker.startup.facts")
     try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=FACTS_TIMEOUT_S
-        )
-    except subprocess.TimeoutExpired:
-        return f"did not report within {FACTS_TIMEOUT_S} s"
-    if done.returncode:
-        lines = done.stderr.decode(errors="replace").strip().splitlines()
-        return lines[-1] if lines else f"exited with code {done.returncode}"
-    return msgspec.json.decode(done.stdout, type=MachineFacts)
+        done = run_module("examining this machine", command, timeout_s=FACTS_TIMEOUT_S)
+    except Failure as failure:
+        return str(failure)
+    if done.code:
+        return done.error or f"exited with code {done.code}"
+    return msgspec.json.decode(done.output, type=MachineFacts)
 
 
 def _versions(extra: str) -> dict[str, str | None]:

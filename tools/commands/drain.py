@@ -10,8 +10,8 @@ import time
 
 from protocol.client import Client
 from protocol.errors import EngineError
-from tools.engine_options import add_engine_options, connect
 from tools.failure import Failure
+from tools.processes.discovery import add_engine_options, connect
 
 DESCRIPTION = """\
 Drain an engine: it finishes its open requests, refuses new ones, and exits. Its server stops with
@@ -60,4 +60,7 @@ def _wait(engine: Client, deadline: float) -> None:
         except EngineError:
             return
         time.sleep(POLL_EVERY_S)
-    raise Failure(f"the engine still runs, with {num_open} open requests")
+    raise Failure(
+        f"the engine still runs, with {num_open} open requests; to stop it at once, run "
+        "on its machine: tidegate stop --kill"
+    )

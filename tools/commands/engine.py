@@ -19,7 +19,7 @@ from protocol.config.worker import WorkerConfig
 from protocol.errors import EngineNotReady
 from protocol.log_lines import LogStyle
 from protocol.sockets import local_address, run_directory
-from tools.commands.models import resolve
+from tools.commands.models import add_model, resolve
 from tools.commands.serve import (
     check_installation,
     check_key,
@@ -55,7 +55,7 @@ example with three hosts that share a cluster.key (tidegate key cluster.key):
 """
 
 ROOMS = (
-    ("this command", SoloConfig),
+    ("the supervisor", SoloConfig),
     ("the engine", EngineConfig),
     ("the worker", WorkerConfig),
 )
@@ -64,14 +64,7 @@ IN_USE = ("an engine already runs at this address ({})", "--address")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model",
-        nargs="?",
-        default=DEFAULT,
-        metavar="MODEL",
-        help="a Hugging Face directory, a .gguf file, or a name from `tidegate models` "
-        f"(default {DEFAULT})",
-    )
+    add_model(parser, default=DEFAULT)
     for title, config in ROOMS:
         add_flags(parser, config, title=title)
 

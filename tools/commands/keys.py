@@ -8,6 +8,7 @@ file atomically because servers read it at any time.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -47,9 +48,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(
         title="actions", metavar="ACTION", required=True, parser_class=OneLineParser
     )
-    adding = actions.add_parser("add", help="create a key and print it")
-    listing = actions.add_parser("list", help="list the keys with their scopes and limits")
-    revoking = actions.add_parser("revoke", help="remove a key")
+    adding, listing, revoking = (
+        actions.add_parser(name, help=about, description=f"{about.capitalize()}.")
+        for name, about in (
+            ("add", "create a key and print it"),
+            ("list", "list the keys with their scopes and limits"),
+            ("revoke", "remove a key"),
+        )
+    )
     for action in (adding, listing, revoking):
         action.add_argument("file", metavar="FILE", help="the keys file")
     for action in (adding, revoking):
@@ -153,13 +159,14 @@ def write(path: Path, text: str) -> None:
     """Replace the file atomically: a reader gets the old text or the new one."""
     target = path.resolve()  # replace a link's target, not the link
     mode = target.stat().st_mode & 0o777 if target.exists() else MODE
-    with tempfile.NamedTemporaryFile("w", dir=target.parent, prefix=".keys-", delete=False) as new:
-        try:
-            os.fchmod(new.fileno(), mode)
-            new.write(text)
-            new.flush()
-            os.fsync(new.fileno())
-            os.replace(new.name, target)
-        except BaseException:
-            os.unlink(new.name)
-            raise
+    with (
+        tempfile.NamedTemporaryFile("w", dir=target.parent, prefix=".keys-", delete=False) as new,
+        contextlib.ExitStack() as on_failure,
+    ):
+        on_failure.callback(os.unlink, new.name)
+        os.fchmod(new.fileno(), mode)
+        new.write(text)
+        new.flush()
+        os.fsync(new.fileno())
+        os.replace(new.name, target)
+        on_failure.pop_all()

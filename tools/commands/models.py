@@ -13,7 +13,7 @@ from pathlib import Path
 
 from protocol.exit_codes import ExitCode
 from tools.failure import Failure
-from tools.models.catalogue import CATALOGUE
+from tools.models.catalogue import CATALOGUE, DEFAULT
 from tools.models.fetch import (
     PrintLine,
     cached_file,
@@ -29,6 +29,18 @@ EXAMPLES = """\
 examples:
   tidegate models
 """
+
+
+def add_model(parser: argparse.ArgumentParser, *, default: str | None = None) -> None:
+    """Add MODEL. `default` is its value if it is missing."""
+    parser.add_argument(
+        "model",
+        nargs="?",
+        default=default,
+        metavar="MODEL",
+        help="a Hugging Face directory, a .gguf file, or a name from `tidegate models` "
+        f"(default {DEFAULT})",
+    )
 
 
 def resolve(
@@ -65,7 +77,7 @@ def _suggestion(model: str) -> str:
             "models are not downloaded from the Hugging Face hub; download it first (hf download "
             f"{model} --local-dir {hub[1]}), then give its directory"
         )
-    return f"it is neither a path nor a name in {_names()}"
+    return f"it is neither a path nor a name in the catalogue ({', '.join(CATALOGUE)})"
 
 
 def _bad_model(message: str) -> Failure:
@@ -85,7 +97,3 @@ def run(options: argparse.Namespace) -> int:
         print(f"  {entry.licence}, {entry.file_bytes / 1e6:.0f} MB; {where}")
     print(f"\ncache: {cache}  (set $TIDEGATE_HOME to change it)")
     return 0
-
-
-def _names() -> str:
-    return "the catalogue (" + ", ".join(CATALOGUE) + ")"

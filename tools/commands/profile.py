@@ -21,7 +21,7 @@ from protocol.process_state import PROC, program_name, read_all_stats, with_desc
 from protocol.sockets import engine_address
 from tools.bench.report import aligned
 from tools.failure import Failure
-from tools.processes.servers import add_server, local_server
+from tools.processes.discovery import add_server, local_server
 
 DESCRIPTION = """\
 Record the next steps of a running server's worker as a Chrome trace, and measure the CPU use of

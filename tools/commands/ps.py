@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from protocol.process_state import memory_bytes, process_age_s
-from tools.processes.server_discovery import Found, RunDirectory, base_directory, discover
+from tools.processes.discovery import Found, RunDirectory, base_directory, discover
 
 DESCRIPTION = """\
 List your servers and engines on this machine: model, URL, uptime, memory, processes, and the

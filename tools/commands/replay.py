@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import subprocess
-import sys
+
+from tools.processes.children import module_command
 
 DESCRIPTION = """\
 Replay the journal of an engine (`tidegate serve --journal DIRECTORY`) in this version, without a
@@ -30,5 +31,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    command = [sys.executable, "-P", "-m", "engine_core.journal", options.path]
-    return subprocess.run([*command, *(["--check"] if options.check else [])]).returncode
+    command = module_command("engine_core.journal", options.path)
+    return subprocess.run([*command, *["--check"] * options.check]).returncode

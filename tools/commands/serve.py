@@ -11,8 +11,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,17 +19,18 @@ from typing import Any
 
 import msgspec
 
-from protocol import api_keys, card_file
+from protocol import api_keys
 from protocol.cluster_key import read_cluster_key, write_cluster_key
 from protocol.config.engine import EngineConfig
 from protocol.config.gateway import GatewayConfig
 from protocol.config.serve import ServeConfig
 from protocol.config.worker import WorkerConfig
 from protocol.exit_codes import ExitCode
+from protocol.facts import ModelPlan
 from protocol.log_lines import LogStyle
-from protocol.preflight import ModelPlan
+from protocol.model_card import read_card
 from protocol.sockets import engine_address, run_directory
-from tools.commands.models import resolve
+from tools.commands.models import add_model, resolve
 from tools.failure import Failure
 from tools.flags import add_flags, build
 from tools.http.web import KEY_VARIABLE, WebServer, local_url
@@ -39,7 +38,7 @@ from tools.models.catalogue import CATALOGUE, DEFAULT
 from tools.models.fetch import home
 from tools.models.preflight import ModelCheck, check_models, limit
 from tools.processes import run_lock
-from tools.processes.children import Child, Command, last_error_line
+from tools.processes.children import Child, Command, module_command, run_module
 from tools.processes.supervisor import STOP_S
 from tools.processes.topology import Engines, check_reachable, engines_of, wired, with_model
 from tools.processes.watch import supervise
@@ -109,13 +108,7 @@ class Plan:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model",
-        nargs="?",
-        metavar="MODEL",
-        help="a Hugging Face directory, a .gguf file, or a name from `tidegate models` "
-        f"(default {DEFAULT})",
-    )
+    add_model(parser)
     for title, config in ROOMS:
         add_flags(parser, config, title=title)
 
@@ -173,15 +166,13 @@ def _with_digests(config: GatewayConfig, key: str) -> GatewayConfig:
 def commands(plan: Plan, *, lock: int) -> list[Command]:
     """Return the commands that start the children, in the order in which a drain stops them.
 
-    `-P` keeps the working directory out of sys.path. Otherwise a directory of the user could shadow
-    one of our packages. gunicorn adds it again, so the gateway's working directory is the run
-    directory, which contains only sockets.
+    gunicorn adds the working directory to sys.path, so the gateway's is the run directory, which
+    contains only sockets.
     """
-    python = [sys.executable, "-P", "-m"]
     conf = f"--config={_folder_of('gateway') / 'gunicorn_conf.py'}"
     gateway = Command(
         "gateway",
-        [*python, "gunicorn", conf, "gateway.app:create_app()"],
+        module_command("gunicorn", conf, "gateway.app:create_app()"),
         environment={"TIDEGATE_GATEWAY": msgspec.json.encode(plan.gateway).decode()},
         directory=plan.directory,
         keeps_open=[lock],
@@ -197,10 +188,9 @@ def commands(plan: Plan, *, lock: int) -> list[Command]:
 
 def engine_command(name: str, engine: EngineConfig, lock: int) -> Command:
     config = msgspec.json.encode(engine).decode()
-    arguments = [sys.executable, "-P", "-m", "engine_core", "--config", config]
     return Command(
         name,
-        arguments,
+        module_command("engine_core", "--config", config),
         keeps_open=[lock],
         exit_code=ExitCode.ENGINE_LOST,
         exit_codes=ENGINE_EXIT_CODES,
@@ -222,7 +212,9 @@ def run(options: argparse.Namespace) -> int:
     with run_lock.holding(planned.directory) as lock:
         run_lock.check_port_is_free(planned.gateway.host, planned.gateway.port)
         if planned.serve.split:
-            _make_key(planned.directory / run_lock.RUN_KEY)
+            key_file = planned.directory / run_lock.RUN_KEY  # the directory is private
+            key_file.unlink(missing_ok=True)
+            write_cluster_key(str(key_file))
         _describe(lock, planned, planned.gateway.served_name)
         return _serve(_with_model_path(planned, terminal), lock, started, terminal)
 
@@ -231,12 +223,6 @@ def _describe(lock: int, plan: Plan, names: Sequence[str | None]) -> None:
     """Write the server's URL and the first known model name into the lock, for other tools."""
     model = next(filter(None, names), "")
     run_lock.describe(lock, run_lock.LockFacts(url=plan.url, model=model))
-
-
-def _make_key(file: Path) -> None:
-    """Write a new cluster key for this run. The directory is private."""
-    file.unlink(missing_ok=True)
-    write_cluster_key(str(file))
 
 
 def check_key(path: str) -> None:
@@ -268,17 +254,14 @@ def _check_gateway(config: GatewayConfig) -> None:
     default = GatewayConfig()
     if all(getattr(config, name) == getattr(default, name) for name in CHECKED):
         return
-    environment = {**os.environ, "TIDEGATE_GATEWAY": msgspec.json.encode(config).decode()}
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "gateway.check"],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=CHECK_TIMEOUT_S,
+    done = run_module(
+        "checking the gateway's options",
+        module_command("gateway.check"),
+        timeout_s=CHECK_TIMEOUT_S,
+        TIDEGATE_GATEWAY=msgspec.json.encode(config).decode(),
     )
-    if done.returncode == ExitCode.USAGE:
-        raise Failure(last_error_line(done.stderr.splitlines()), exit_code=ExitCode.USAGE)
+    if done.code == ExitCode.USAGE:
+        raise Failure(done.error, exit_code=ExitCode.USAGE)
 
 
 def _with_model_path(plan: Plan, terminal: Terminal) -> Plan:
@@ -297,7 +280,7 @@ def _with_model_path(plan: Plan, terminal: Terminal) -> Plan:
     with ModelCheck(plan.gateway) as check:
         if render_only:
             file = _write_card(engine.worker, plan.directory / run_lock.CARD_FILE)
-            gateway = check.run(card_file.read(file).card)
+            gateway = check.run(read_card(file).card)
             return replace(found, gateway=msgspec.structs.replace(gateway, card=str(file)))
         models = check_models([each.worker for each in found.engines.values()])
         assert models.card is not None
@@ -316,22 +299,14 @@ def log_limits(plans: Iterable[ModelPlan], terminal: Terminal) -> None:
 def _write_card(worker: WorkerConfig, file: Path) -> Path:
     """Write the model card, in a worker process because only the worker reads model files."""
     model, sampling = worker.model, worker.recommended_sampling
-    command = [sys.executable, "-P", "-m", "worker.startup.card", model, str(file)]
-    command += [f"--max-len={worker.max_len}"]
-    command += [f"--recommended-sampling={msgspec.json.encode(sampling).decode()}"]
-    try:
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=CARD_TIMEOUT_S,
-        )
-    except subprocess.TimeoutExpired:
-        raise Failure(f"reading {model} took more than {CARD_TIMEOUT_S} s") from None
-    if done.returncode:
-        message = last_error_line(done.stderr.splitlines()) or f"cannot read {model}"
-        raise Failure(message, exit_code=ExitCode.BAD_MODEL)
+    command = module_command(
+        "worker.startup.card",
+        *(model, str(file), f"--max-len={worker.max_len}"),
+        f"--recommended-sampling={msgspec.json.encode(sampling).decode()}",
+    )
+    done = run_module(f"reading {model}", command, timeout_s=CARD_TIMEOUT_S)
+    if done.code:
+        raise Failure(done.error or f"cannot read {model}", exit_code=ExitCode.BAD_MODEL)
     return file
 
 
@@ -355,7 +330,7 @@ def _serve(plan: Plan, lock: int, started: float, terminal: Terminal) -> int:
         max_restarts=plan.serve.max_restarts,
         on_started=log_start,
         on_listening=lambda: terminal.log(
-            "gateway answers" + ("; the model is loading" if plan.engines else "")
+            f"listening at {plan.url}" + ("; the model is loading" if plan.engines else "")
         ),
         on_ready=show_banner,
     )

@@ -12,14 +12,15 @@ from http import HTTPStatus
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from protocol.client import Client
 from protocol.errors import EngineError
 from protocol.messages import Limits
 from protocol.sockets import engine_address
 from protocol.stats import EngineStats
-from tools.http.web import WebServer
-from tools.processes.servers import RunningServer, add_server, local_server
+from tools.http.web import WebServer, engine_states
+from tools.processes.discovery import RunningServer, add_server, local_server
 
 DESCRIPTION = """\
 Show whether a server is ready and how busy it is. The exit code is 0 if the server and all its
@@ -56,7 +57,9 @@ class ServerStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
     #: Process id of the supervisor.
     pid: int
+    #: Of the gateways.
     url: str
+    #: The server and all its engines are ready.
     ready: bool
     #: HTTP status of /readyz; None if there is no answer.
     http: int | None
@@ -64,26 +67,28 @@ class ServerStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     engines: list[tuple[str, dict[str, Any]]] = []
     #: Why the engine cannot be reached.
     why: str | None = None
+    #: Name of the engine's model, like the next fields None if it cannot be reached.
     model: str | None = None
+    #: As in the model card.
     architecture: str | None = None
+    #: Of weights and K/V.
     dtype: str | None = None
+    #: As the engine announces them.
     limits: Limits | None = None
+    #: As the engine reports them.
     stats: EngineStats | None = None
 
 
 def _get_status(server: RunningServer, http: int | None, body: bytes) -> ServerStatus:
-    pid, address = server.pid, engine_address(server.port)
     is_ready = http == HTTPStatus.OK
-    if several := _several(body):
+    status = ServerStatus(pid=server.pid, url=server.url, ready=is_ready, http=http)
+    if several := engine_states(body):
         is_ready = is_ready and all(state["ready"] for _, state in several)
-        return ServerStatus(pid=pid, url=server.url, ready=is_ready, http=http, engines=several)
+        return replace(status, ready=is_ready, engines=several)
     try:
-        with Client(address, name="status", wait_s=WAIT_S) as engine:
-            return ServerStatus(
-                pid=pid,
-                url=server.url,
-                ready=is_ready,
-                http=http,
+        with Client(engine_address(server.port), name="status", wait_s=WAIT_S) as engine:
+            return replace(
+                status,
                 model=engine.model.name,
                 architecture=engine.model.architecture,
                 dtype=engine.model.dtype,
@@ -91,7 +96,7 @@ def _get_status(server: RunningServer, http: int | None, body: bytes) -> ServerS
                 stats=engine.get_status(0).stats,
             )
     except EngineError as error:
-        return ServerStatus(pid=pid, url=server.url, ready=False, http=http, why=str(error))
+        return replace(status, ready=False, why=str(error))
 
 
 def _format(status: ServerStatus) -> str:
@@ -102,12 +107,6 @@ def _format(status: ServerStatus) -> str:
     if status.stats is not None and status.limits is not None:
         lines.append(_engine(status, status.limits, status.stats))
     return "\n".join(lines)
-
-
-def _several(body: bytes) -> list[tuple[str, dict[str, Any]]]:
-    """Return (role, state) of each engine in the body of /readyz, if the server has several."""
-    facts = msgspec.json.decode(body) if body else {}
-    return [(role, state) for role in ("prefill", "decode") for state in facts.get(role, [])]
 
 
 def _one_of_several(role: str, state: dict[str, Any]) -> str:

@@ -15,16 +15,17 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tools.failure import Failure
-from tools.processes.server_discovery import (
+from tools.processes.discovery import (
     Found,
     RunDirectory,
     RunningProcess,
+    add_server,
     base_directory,
     clear,
     discover,
+    local_server,
     processes,
 )
-from tools.processes.servers import add_server, local_server
 
 DESCRIPTION = """\
 Stop your servers after their open requests finish. The command also ends processes whose supervisor
@@ -94,9 +95,10 @@ def select(found: Found, names: Sequence[str]) -> list[RunDirectory]:
 
 
 def signal_targets(place: RunDirectory, *, kill: bool) -> list[RunningProcess]:
-    """Return the processes to signal: the supervisor alone, which stops the others, if it runs.
+    """Return the processes to signal.
 
-    kill   all processes
+    If the supervisor runs, it is the only one, because it stops the others. With `kill`, all
+    processes are returned.
     """
     if place.leads and not kill:
         return [each for each in place.processes if each.pid == place.pid]

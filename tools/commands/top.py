@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections import deque
@@ -14,10 +13,10 @@ from protocol.client import Client
 from protocol.errors import ServingError
 from protocol.messages import EngineStatus
 from protocol.session import PING_EVERY_S
-from tools.engine_options import add_engine_options, connect
 from tools.failure import Failure
-from tools.top.picture import Canvas, TopScene, render
-from tools.top.rates import rates
+from tools.processes.discovery import add_engine_options, connect
+from tools.terminal import use_colors
+from tools.top.picture import Canvas, TopScene, rates, render
 from tools.top.screen import open_screen
 
 DESCRIPTION = """\
@@ -68,7 +67,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _once(engine: Client, options: argparse.Namespace) -> str:
-    """Return the state as text or JSON. It takes two views, because rates are differences."""
+    """Return the engine's status as text or JSON.
+
+    The status is fetched twice, because a rate is the difference between two statuses.
+    """
     before = engine.get_status(0)
     time.sleep(options.every_s)
     view = engine.get_status(ALL_ROWS)
@@ -76,18 +78,14 @@ def _once(engine: Client, options: argparse.Namespace) -> str:
         facts = {"model": engine.model.name, "limits": engine.limits, "rates": rates(before, view)}
         return msgspec.json.encode({**facts, "view": view}).decode()
     scene = TopScene(engine.model.name, engine.limits, [before, view])
-    return "\n".join(render(scene, Canvas(ONCE_WIDTH, has_colours=_use_colours())))
-
-
-def _use_colours() -> bool:
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    return "\n".join(render(scene, Canvas(ONCE_WIDTH, has_colours=use_colors())))
 
 
 def _watch(engine: Client, every_s: float) -> None:
     """Update the screen until the user quits. If the engine is lost, keep trying."""
     views: deque[EngineStatus] = deque(maxlen=KEPT_VIEWS)
     error_text = ""
-    with open_screen(has_colours=_use_colours()) as screen:
+    with open_screen(has_colours=use_colors()) as screen:
         polled_at = float("-inf")
         while True:
             if time.monotonic() - polled_at >= every_s:

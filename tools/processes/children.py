@@ -18,11 +18,13 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from protocol.exit_codes import ExitCode
 from protocol.lifeline import Lifeline
 from protocol.log_lines import LineFormatter, LogStyle, without_style
 from protocol.process_state import explain_kill, is_stopped, num_oom_kills
+from tools.failure import Failure
 from tools.processes.supervisor import ProcessExit, StoppedProcess
 
 KEPT_LINES = 40
@@ -34,7 +36,9 @@ LOOKS_LIKE_AN_ERROR = re.compile(r"\w*(Error|Exception)\b.*:|\b(ERROR|CRITICAL|F
 class Command:
     """A process to start."""
 
+    #: Role, as logs and messages show it.
     name: str
+    #: Program and its arguments.
     arguments: Sequence[str]
     #: Variables added to our environment.
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -171,6 +175,46 @@ def _children_of(pid: int) -> list[int]:
     with contextlib.suppress(OSError):
         return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     return []
+
+
+class ModuleResult(NamedTuple):
+    """How a module that ran in a process of its own ended."""
+
+    code: int
+    output: bytes
+    #: The line of its stderr that gives the reason; "" if it wrote nothing.
+    error: str
+
+
+def module_command(module: str, *arguments: str) -> list[str]:
+    """Return the command that runs one of our modules.
+
+    `-P` keeps the working directory out of sys.path. Otherwise a directory of the user could shadow
+    one of our packages.
+    """
+    return [sys.executable, "-P", "-m", module, *arguments]
+
+
+def run_module(
+    purpose: str, command: Sequence[str], *, timeout_s: float, **environment: str
+) -> ModuleResult:
+    """Run a `module_command`, and wait for its end. Raises Failure if it takes too long.
+
+    purpose       for the error message, such as "reading the model's files"
+    environment   variables added to our environment
+    """
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=timeout_s,
+            env={**os.environ, **environment},
+        )
+    except subprocess.TimeoutExpired:
+        raise Failure(f"{purpose} took more than {timeout_s:g} s") from None
+    error = last_error_line(done.stderr.decode(errors="replace").splitlines())
+    return ModuleResult(done.returncode, done.stdout, error)
 
 
 def last_error_line(lines: Iterable[str]) -> str:

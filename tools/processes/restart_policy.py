@@ -36,10 +36,7 @@ class RestartPolicy:
         return f"restart {number} of at most {self._limit} in {WINDOW_S / 60:g} minutes"
 
     def delay(self, server_code: int, code: int, now: float) -> float | None:
-        """Return the seconds to wait before a restart, or None if there is none.
-
-        server_code, code   see `ProcessExit`
-        """
+        """Return the seconds to wait before a restart; None: no restart. See `ProcessExit`."""
         if not self.is_enabled or (code > 0 and server_code in PERMANENT):
             return None
         while self._restarts and now - self._restarts[0] > WINDOW_S:

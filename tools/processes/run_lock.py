@@ -104,10 +104,7 @@ def _try_lock(directory: Path, flags: int = 0) -> int | None:
 
 
 def clear(directory: Path) -> list[str]:
-    """Remove the files of a server from its directory, and return their names.
-
-    The caller must hold the lock.
-    """
+    """Remove the files of a server from a directory that we hold. Returns their names."""
     removed = []
     for path in sorted(directory.iterdir()):
         if path.name == METRICS and path.is_dir():

@@ -52,6 +52,10 @@ class SupervisorPhase(Enum):
     ENDED = auto()  # no child is left
 
 
+UNSTOPPED = {SupervisorPhase.STARTING, SupervisorPhase.SERVING, SupervisorPhase.RESTARTING}
+"""Phases in which no process was sent a stop signal."""
+
+
 class SupervisorEvent(Enum):
     READY = auto()  # the server is ready
     LOST = auto()  # a child exited and will be restarted
@@ -218,11 +222,7 @@ class Supervisor:
         for stopped in [each for each in self._stopped_since if each.child == exit.child]:
             del self._stopped_since[stopped]
         actions: list[Action] = []
-        if self.phase in (
-            SupervisorPhase.STARTING,
-            SupervisorPhase.SERVING,
-            SupervisorPhase.RESTARTING,
-        ):
+        if self.phase in UNSTOPPED:
             was_drained = exit.code == ExitCode.OK
             actions = self._follow(exit, now) if was_drained else self._on_failure(exit, now)
         elif self.phase in (SupervisorPhase.FOLLOWING, SupervisorPhase.DRAINING):
@@ -252,7 +252,7 @@ class Supervisor:
         before = self.phase
         assert self._transition(SupervisorEvent.LATE), f"{before} has no deadline"
         if self.phase is SupervisorPhase.STOPPING:
-            cause = f"not ready after {self._start_timeout_s:g} s"
+            cause = f"not ready after {self._start_timeout_s:g} s; --start-timeout-s allows more"
             return actions + self._stop(cause, ExitCode.NOT_READY, before, now)
         if before is SupervisorPhase.STOPPING:  # the cause is already reported
             return self._kill()
@@ -266,11 +266,7 @@ class Supervisor:
         since = {each: self._stopped_since.get(each, now) for each in stopped}
         self._stopped_since = since
         actions: list[Action] = []
-        if self.phase not in (
-            SupervisorPhase.STARTING,
-            SupervisorPhase.SERVING,
-            SupervisorPhase.RESTARTING,
-        ):
+        if self.phase not in UNSTOPPED:
             return actions
         for each in [each for each, began in since.items() if now - began >= STOPPED_S]:
             is_restarted = (
@@ -298,7 +294,7 @@ class Supervisor:
         self._transition(SupervisorEvent.DRAINED)
         self._restart_at.clear()
         has_reason = exit.reason.startswith(DRAINED)
-        how = exit.reason if has_reason else "exited, but not because of its supervisor"
+        how = exit.reason if has_reason else "exited without a signal from its supervisor"
         return [LogAction(f"{exit.child} {how}; the server stops"), *self._drain_next(now)]
 
     def _on_failure(self, exit: ProcessExit, now: float) -> list[Action]:

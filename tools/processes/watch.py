@@ -97,13 +97,12 @@ class ReadinessPoller:
             if answer is not None and not has_answered:
                 has_answered = True
                 self._sender.send(LISTENING)
-            if answer is not None and answer.is_ready and self._is_new(answer):
+            if answer is None or not answer.is_ready:
+                continue
+            if not self._epochs or answer.epochs != self._epochs:
                 self.model, self._epochs = answer.model, answer.epochs
                 self._is_needed.clear()
                 self._sender.send(READY)
-
-    def _is_new(self, answer: ServerReadiness) -> bool:
-        return not self._epochs or answer.epochs != self._epochs
 
 
 @contextlib.contextmanager
@@ -116,7 +115,8 @@ def stop_signals() -> Iterator[socket.socket]:
     receiver, sender = socket.socketpair()
     receiver.setblocking(False)
     sender.setblocking(False)
-    handled = [number for number in STOP_SIGNALS if not _under_nohup(number)]
+    under_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    handled = [n for n in STOP_SIGNALS if n is not signal.SIGHUP or not under_nohup]
     before = {number: signal.signal(number, lambda *_: None) for number in handled}
     old = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
     try:
@@ -127,10 +127,6 @@ def stop_signals() -> Iterator[socket.socket]:
             signal.signal(number, handler)
         receiver.close()
         sender.close()
-
-
-def _under_nohup(number: signal.Signals) -> bool:
-    return number is signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
 
 
 class Watch:

@@ -1,4 +1,4 @@
-"""Renders views of an engine as lines of text, with or without colours. Pure."""
+"""Renders views of an engine, and the rates between them, as lines of text. Pure."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import msgspec
+
 from protocol.messages import EngineStatus, Limits, RequestView
-from tools.printable import clean, cut
-from tools.top.rates import Rates, rates
+from tools.terminal import clean, cut
 
 MIN_WIDTH = 40
 NAME_WIDTH = 24
@@ -20,6 +21,49 @@ FAINT, BOLD, GREEN, YELLOW, RED, CYAN, PLAIN = (
 BUSY, FULL = 0.7, 0.9
 """A bar is yellow from the first share on, and red from the second."""
 STAGE_COLOURS = {"decode": GREEN, "prefill": CYAN, "preempted": RED}
+
+
+class Rates(msgspec.Struct, frozen=True, kw_only=True):
+    """Rates of one engine between two views."""
+
+    #: Generated tokens.
+    tokens_per_s: float = 0.0
+    #: Computed positions of prompts, answers and drafts.
+    computed_per_s: float = 0.0
+    steps_per_s: float = 0.0
+    requests_per_s: float = 0.0
+    #: Share of the new prompt tokens that were cached; None: there were none.
+    cache_hits: float | None = None
+    #: Share of the draft tokens that were accepted; None: there were none.
+    drafts_right: float | None = None
+    #: Share of the time in which the worker computed.
+    busy: float = 0.0
+
+
+def rates(before: EngineStatus, now: EngineStatus) -> Rates:
+    """Return the rates between two views; all zero if no time passed or the engine restarted."""
+    seconds = now.now_s - before.now_s
+    old, new = before.stats, now.stats
+    if seconds <= 0 or new.num_steps < old.num_steps:
+        return Rates()
+
+    def grown(field: str) -> float:
+        return float(getattr(new, field) - getattr(old, field))
+
+    ended = sum(new.num_finished.values()) - sum(old.num_finished.values())
+    return Rates(
+        tokens_per_s=grown("num_generated_tokens") / seconds,
+        computed_per_s=grown("num_computed_tokens") / seconds,
+        steps_per_s=grown("num_steps") / seconds,
+        requests_per_s=ended / seconds,
+        cache_hits=_share(grown("num_cached_tokens"), grown("num_prompt_tokens")),
+        drafts_right=_share(grown("num_accepted_tokens"), grown("num_draft_tokens")),
+        busy=min(1.0, grown("busy_s") / seconds),
+    )
+
+
+def _share(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,10 +174,7 @@ def curve(values: Sequence[float], width: int) -> str:
 
 
 def _rows(view: EngineStatus, canvas: Canvas, room: int | None) -> list[str]:
-    """Return the table of requests. The last line counts those that are not shown.
-
-    room   maximum number of lines; None: no limit
-    """
+    """Return the table of requests in at most `room` lines; the last line counts the rest."""
     head = f"{'request':<{NAME_WIDTH}} {'stage':<9} {'age':>7} {'prompt':>7} {'cached':>7} "
     head += f"{'answer':>13} {'tokens/s':>8}  {'account':<12} client"
     shown = len(view.rows)

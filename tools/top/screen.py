@@ -51,10 +51,7 @@ class TopScreen:
 
 @contextlib.contextmanager
 def open_screen(*, has_colours: bool) -> Iterator[TopScreen]:
-    """Switch to the alternate screen, and restore the terminal afterwards.
-
-    stdin and stdout must be a terminal.
-    """
+    """Switch the terminal to the alternate screen, and restore it afterwards."""
     stdin = sys.stdin.fileno()
     before = termios.tcgetattr(stdin)
     ours, kernels = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)

@@ -72,7 +72,10 @@ class PagedPlan:
 
 
 class TorchPagedAttention:
-    """`dtype` is the model's: masks are built in it once, or every layer would convert them."""
+    """Attention over the paged cache with torch's own kernels.
+
+    `dtype` is the model's. Masks are built in it, so that no layer has to convert them.
+    """
 
     def __init__(self, block_tokens: int, dtype: torch.dtype) -> None:
         self._block_tokens = block_tokens
@@ -137,7 +140,8 @@ class TorchPagedAttention:
         return PrefillSpan(batch.block_table[row, :num_blocks].contiguous(), tiles)
 
     def _mask(self, last: Tensor, num_keys: int) -> Tensor:
-        """last [n]: the last key each query sees -> [n, num_keys]: 0 where visible, else -inf."""
+        """Return the mask [n, num_keys]: 0 up to the last key that a query sees, last [n], and -inf
+        after it."""
         hidden = torch.arange(num_keys, device=last.device) > last[:, None]
         mask = torch.zeros(hidden.shape, dtype=self._dtype, device=last.device)
         return mask.masked_fill_(hidden, float("-inf"))

@@ -84,7 +84,7 @@ class DecodeFastPath:
         if call is None or call.num_rows != count:
             call = self._call = self._prepared(count)
         step = call.step
-        self._whole.meet(self._cache)
+        self._whole.use_cache(self._cache)
         step.slots, step.starts = slots.ctypes.data, starts.ctypes.data
         choice = _no_choice(count) if choose else None
         step.tokens, step.finite = (

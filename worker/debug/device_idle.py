@@ -1,6 +1,6 @@
 """Idle time of the device between steps: from the end of one to the start of the next.
 
-Only the latest steps count. Waiting without work is no loss, so the median and the minimum tell
+Only the latest steps count. Waiting without work is not a loss, so the median and the minimum tell
 more than the sum.
 """
 

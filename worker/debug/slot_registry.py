@@ -1,4 +1,7 @@
-"""Searches a worker for per-slot tensors that are not fields of the slot table.
+"""What `--poison-slots` adds to a worker: poisoned slots, and a search for stray per-slot tensors.
+
+Free rows of the slot table hold poison, so that a value read after its request has ended gives
+visibly wrong results.
 
 A tensor with one item per slot in some dimension that is kept from step to step is request state.
 Outside the table it is never reset, so a later request could read an earlier one's values. The
@@ -6,7 +9,10 @@ search starts at given objects and at the worker's own modules, and follows attr
 closures, defaults and caches. Modules and classes of other libraries are left out.
 
 A tensor counts as per-slot if one of its dimensions equals the number of slots, so no other
-dimension may equal it: `rows_for` chooses such a number. Only `--poison-slots` uses this module.
+dimension may equal it: `rows_for` chooses such a number.
+
+This module is imported with `--poison-slots` only. A worker then has `PoisonedSlots` and a
+`CheckedRunner`.
 """
 
 from __future__ import annotations
@@ -15,12 +21,17 @@ import gc
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from enum import Enum
 from types import BuiltinFunctionType, FunctionType, ModuleType
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from worker.slots.table import SlotTable
+from protocol.steps import StepPlan
+from worker.batch.pending_step import PendingStep
+from worker.slots.table import SlotField, SlotTable
+from worker.step import Runner, no_masks
 
 ROOM = __name__.partition(".")[0]
 MIN_ROWS = 11
@@ -30,15 +41,54 @@ Held = tuple[str, Tensor | np.ndarray[tuple[int, ...], np.dtype[np.generic]]]
 """A holder's name, and a tensor that it holds."""
 
 
-def periodic_check(root: object) -> Callable[[int], None]:
-    """Return a function of the number of steps done that runs `check_registry` after steps 1, 2, 4,
-    8, ..."""
+class Poison(Enum):
+    """(integer, float) that free rows are filled with."""
 
-    def check(num_steps: int) -> None:
-        if num_steps.bit_count() == 1:
-            check_registry(root)
+    ZEROS = (0, 0.0)
+    PLAUSIBLE = (1, 7.25)
+    WILD = (-1_000_000_007, float("nan"))
 
-    return check
+
+class PoisonedSlots(SlotTable):
+    """A slot table whose free rows hold poison."""
+
+    def __init__(
+        self,
+        fields: Iterable[SlotField],
+        max_slots: int,
+        device: torch.device,
+        *,
+        poison: Poison = Poison.WILD,
+    ) -> None:
+        self._poison = poison
+        super().__init__(fields, max_slots, device)
+
+    def release(self, slot: int, generation: int) -> None:
+        super().release(slot, generation)
+        for field in self.fields.values():
+            self[field.name][slot : slot + 1].fill_(self._poison_of(field))
+            if field.host:
+                self.host(field.name)[slot : slot + 1].fill_(self._poison_of(field))
+
+    def _new(self, field: SlotField, device: torch.device) -> Tensor:
+        return super()._new(field, device).fill_(self._poison_of(field))
+
+    def _poison_of(self, field: SlotField) -> int | float:
+        integer, floating = self._poison.value
+        return floating if field.dtype.is_floating_point else integer
+
+
+class CheckedRunner(Runner):
+    """A runner that runs `check_registry` on itself after it has launched 1, 2, 4, 8, ... steps."""
+
+    _num_steps = 0
+
+    def launch(self, plan: StepPlan, receive_masks: Callable[[], object] = no_masks) -> PendingStep:
+        pending = super().launch(plan, receive_masks)
+        self._num_steps += 1
+        if self._num_steps.bit_count() == 1:
+            check_registry(self)
+        return pending
 
 
 def check_registry(root: object) -> None:
@@ -49,7 +99,8 @@ def check_registry(root: object) -> None:
 
 
 def strays(root: object) -> list[str]:
-    """Describe these tensors. A tensor that shares memory with a table's tensor is not listed."""
+    """Return descriptions of the per-slot tensors that are reachable from `root` or from the
+    worker's modules and share no memory with a slot table."""
     things = list(_walk([root, *_own_modules()]))
     tables = [thing for _, thing in things if isinstance(thing, SlotTable)]
     numbers = {table.max_slots for table in tables}

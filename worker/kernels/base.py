@@ -13,12 +13,12 @@ from worker.kv.cache import KVCache
 
 
 class Kernels(Protocol):
-    """Stateless. Numbers are computed in float32 or better and rounded to the tensors' dtype."""
+    """Operations without state: computed in float32 or better, rounded to the tensors' dtype."""
 
     name: str
 
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        """x [T, hidden] += delta, in place; then its RMS norm, times weight [hidden]."""
+        """Add delta to x [T, hidden] in place. Return the RMS norm of x, times weight [hidden]."""
         ...
 
     def place(
@@ -29,10 +29,11 @@ class Kernels(Protocol):
         layer: int,
         slot_mapping: Tensor,
     ) -> Tensor:
-        """qkv [T, (H + 2 H_kv) * D]: queries and keys turned (layers/rope.py), keys and values
-        written to the cache at slot_mapping [T] -> queries [T, H, D]. May change qkv."""
+        """Rotate the queries and keys of qkv [T, (H + 2 H_kv) * D] (layers/rope.py), write keys and
+        values to the cache at slot_mapping [T], and return the queries [T, H, D]. May change
+        qkv."""
         ...
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """gate_up [T, 2 I] -> silu(gate) * up [T, I]."""
+        """Return silu(gate) * up [T, I] of gate_up [T, 2 I]."""
         ...

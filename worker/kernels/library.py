@@ -19,10 +19,10 @@ from worker.kernels.sets import INSTRUCTION_SETS, InstructionSet
 log = logging.getLogger(__name__)
 
 VERSION = 4
-"""Of signatures and structs: `kernels_version` in csrc/kernels.cpp."""
+"""Version of the signatures and structs: `kernels_version` in csrc/kernels.cpp."""
 FOLDER = Path(__file__).parent
 ENTRY_POINT = "GOMP_parallel"
-"""Of the OpenMP runtime; GNU's, which those of LLVM and Intel have as well."""
+"""Entry point of GNU's OpenMP runtime. Those of LLVM and Intel have it too."""
 
 
 class NoKernels(Exception):
@@ -30,12 +30,13 @@ class NoKernels(Exception):
 
 
 def runnable(cpu_flags: frozenset[str]) -> list[InstructionSet]:
-    """Instruction sets of a processor with such flags, best first."""
+    """Return the instruction sets of a processor with these flags, the best first."""
     return [each for each in INSTRUCTION_SETS if each.needs <= cpu_flags]
 
 
 def load(sets: Iterable[InstructionSet]) -> tuple[str, ctypes.CDLL]:
-    """The first of the sets whose library is there, and its name. Raises NoKernels."""
+    """Load the library of the first set that has one. Return its name and the library. Raises
+    NoKernels."""
     names = [each.name for each in sets]
     for name in names:
         path = _path(name)
@@ -66,8 +67,8 @@ def _path(name: str) -> Path | None:
 
 
 def _runtime() -> ctypes.c_void_p:
-    """The address of ENTRY_POINT in the runtime that is loaded; null where there is none."""
-    path = _loaded_runtime()
+    """Return the address of ENTRY_POINT in the loaded runtime; null if no runtime is loaded."""
+    path = loaded_runtime()
     if path is None:
         log.warning("torch has not loaded an OpenMP runtime; kernels compute with one thread")
         return ctypes.c_void_p()
@@ -75,9 +76,10 @@ def _runtime() -> ctypes.c_void_p:
     return ctypes.cast(getattr(loaded, ENTRY_POINT), ctypes.c_void_p)
 
 
-def _loaded_runtime(maps: Path = Path("/proc/self/maps")) -> str | None:
-    """The file of torch's OpenMP runtime, where the system says what is loaded. torch's own
-    libraries come first: another package may have brought another runtime."""
+def loaded_runtime(maps: Path = Path("/proc/self/maps")) -> str | None:
+    """Return the file of torch's OpenMP runtime; None if it is not loaded, or the system does not
+    list loaded files. torch's own libraries come first, because another package may have loaded
+    another runtime."""
     try:
         lines = maps.read_text().splitlines()
     except OSError:

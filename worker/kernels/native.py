@@ -34,22 +34,23 @@ SIGNATURES = {
     "pack_blocks": "iipiip",
     "pack_dense": "iipiip",
 }
-"""By kernels.cpp: i int64, p an address, d double."""
-TELLING = {"packed_bytes", "decode"}
-"""Those that return an int64; the others return nothing."""
+"""Arguments as in kernels.cpp: i int64, p address, d double."""
+RETURNS_INT = {"packed_bytes", "decode"}
+"""Functions that return an int64; the others return nothing."""
 _TYPES: dict[str, Any] = {"i": ctypes.c_int64, "p": ctypes.c_void_p, "d": ctypes.c_double}
 
 
 def declare(library: ctypes.CDLL) -> None:
-    """Tell ctypes the library's signatures."""
+    """Declare the library's signatures for ctypes."""
     for name, letters in SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes = [_TYPES[letter] for letter in letters]
-        function.restype = ctypes.c_int64 if name in TELLING else None
+        function.restype = ctypes.c_int64 if name in RETURNS_INT else None
 
 
 def address(tensor: Tensor | None) -> int | None:
-    """Of a tensor's first item; None stays null. Raises ValueError where it is not contiguous."""
+    """Return the address of a tensor's first item; None for None. Raises ValueError if it is not
+    contiguous."""
     if tensor is None:
         return None
     if not tensor.is_contiguous():
@@ -58,7 +59,7 @@ def address(tensor: Tensor | None) -> int | None:
 
 
 def rows_of(batch: AttentionBatch, block_tokens: int) -> structs.CRows:
-    """The step's rows; `batch` is to be kept as long as they are used."""
+    """Return the step's rows. `batch` must be kept alive as long as they are used."""
     integers = (batch.slot_mapping, batch.row_starts, batch.context_lens, batch.block_table)
     assert all(tensor.dtype == torch.int64 for tensor in integers)
     return structs.CRows(
@@ -128,7 +129,7 @@ class NativeKernels:
         return out
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rows: structs.CRows) -> Tensor:
-        """As Attention.run; q [T, H, D] may be part of wider rows."""
+        """Compute attention like `Attention.run`. q [T, H, D] may be part of wider rows."""
         tokens, heads, head_dim = q.shape
         assert q.stride()[1:] == (head_dim, 1)
         out = q.new_empty(tokens, heads, head_dim)
@@ -145,7 +146,8 @@ class NativeKernels:
 
 
 def numbers(*tensors: Tensor) -> int:
-    """Which numbers all of them hold. Raises ValueError where they differ or C++ knows them not."""
+    """Return the code of the dtype of all tensors. Raises ValueError if dtypes differ or are not
+    supported by the kernels."""
     dtypes = {tensor.dtype for tensor in tensors}
     if len(dtypes) > 1 or not dtypes <= NUMBERS.keys():
         raise ValueError(f"kernels support {list(NUMBERS)}, not {dtypes}")

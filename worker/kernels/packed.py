@@ -24,7 +24,7 @@ DENSE_FORMATS = {torch.bfloat16: BF16, torch.float32: F32}
 
 
 class PackedMatrix:
-    """[outputs, inputs], in memory of its own."""
+    """A packed matrix [outputs, inputs] in memory of its own."""
 
     def __init__(self, kernels: NativeKernels, fmt: int, outputs: int, inputs: int) -> None:
         if inputs % BLOCK_WEIGHTS:
@@ -60,7 +60,7 @@ def pack_blocks(kernels: NativeKernels, blocks: QuantBlocks) -> PackedMatrix:
 
 
 def pack_dense(kernels: NativeKernels, values: Tensor) -> PackedMatrix:
-    """values [outputs, inputs] float32 or bfloat16, kept in these numbers."""
+    """Pack values [outputs, inputs] of float32 or bfloat16, without changing the dtype."""
     outputs, inputs = values.shape
     matrix = PackedMatrix(kernels, DENSE_FORMATS[values.dtype], outputs, inputs)
     kernels.library.pack_dense(
@@ -91,7 +91,7 @@ class PackedLinear:
         return self._into(x, x.new_empty(len(x), self.matrix.outputs))
 
     def to_float(self, x: Tensor) -> Tensor:
-        """x [N, in] -> [N, out] float32, not rounded to x's dtype on the way."""
+        """Return [N, out] float32 of x [N, in], never rounded to x's dtype."""
         assert self.bias is None
         y = x.new_empty(len(x), self.matrix.outputs, dtype=torch.float32)
         self.kernels.library.linear_to_float(*self._input(x), byref(self.matrix.struct), address(y))

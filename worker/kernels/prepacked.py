@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 TYPICAL_ROWS = 64
-"""oneDNN chooses an order for a number of rows; it computes with it for all others as well."""
+"""oneDNN chooses a layout for this number of rows, and uses it for all others too."""
 
 
 class Prepacked:
@@ -30,12 +30,12 @@ class Prepacked:
         return self(x).float()
 
     def tensors(self) -> Iterator[Tensor]:
-        """The matrix has no address that could be told."""
+        """Yield the bias only: the matrix has no address."""
         if self._bias is not None:
             yield self._bias
 
 
 def is_possible() -> bool:
-    """Whether torch was built with oneDNN, and has what is called here."""
+    """Whether torch was built with oneDNN, and has the functions used here."""
     names = ("_reorder_linear_weight", "_linear_pointwise")
     return bool(torch._C._has_mkldnn) and all(hasattr(torch.ops.mkldnn, name) for name in names)

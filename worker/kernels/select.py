@@ -1,5 +1,6 @@
-"""Choice of the kernels: compiled for the best instruction set of the processor, or torch's. The
-only place of this choice; attention/select.py follows it.
+"""Chooses the kernels: those compiled for the processor's best instruction set, or torch's.
+
+attention/select.py follows this choice.
 """
 
 from __future__ import annotations
@@ -22,8 +23,11 @@ log = logging.getLogger(__name__)
 def select_kernels(
     wanted: KernelSet, device: torch.device, *, cpu_flags: frozenset[str]
 ) -> Kernels:
-    """`cpu_flags` as device.cpu_flags reads them. Raises UnusableModel where a set is asked for
-    that the processor lacks or that is not compiled."""
+    """Return the kernels for `wanted`. Raises UnusableModel if the processor lacks the instruction
+    set, or its kernels are not compiled.
+
+    cpu_flags   as `machine.cpu_flags` returns them
+    """
     if wanted == "torch" or device.type != "cpu":
         return TorchKernels()
     sets = runnable(cpu_flags)

@@ -17,7 +17,7 @@ MAX_DIM, MAX_GROUP = 256, 32
 
 
 def fits(*, heads: int, kv_heads: int, head_dim: int, sizes: tuple[int, ...]) -> bool:
-    """Return whether the kernels are made for such a model; `sizes`: hidden and intermediate."""
+    """Return whether the kernels support these dimensions; `sizes`: hidden and intermediate."""
     return (
         head_dim % DIM_MULTIPLE == 0
         and head_dim <= MAX_DIM
@@ -27,10 +27,10 @@ def fits(*, heads: int, kv_heads: int, head_dim: int, sizes: tuple[int, ...]) ->
 
 
 def can_pack(inputs: int) -> bool:
-    """Return whether a matrix of so many columns can be packed."""
+    """Return whether a matrix with `inputs` columns can be packed."""
     return inputs % GROUP == 0
 
 
 def packed_bytes(fmt: int, outputs: int, inputs: int) -> int:
-    """Return the memory of a packed matrix, without what aligns it."""
+    """Return the bytes of a packed matrix, without those for its alignment."""
     return -(-outputs // PANEL) * (inputs // GROUP) * GROUP_BYTES[fmt]

@@ -60,7 +60,7 @@ def blocks_of(cache: KVCache) -> CacheBlocks:
 
 
 class HostBlocks:
-    """The cache itself in host memory, rows [R, B, P]."""
+    """The blocks of a cache in host memory, rows [R, B, P]. Reads and writes the cache directly."""
 
     def __init__(self, rows: Pieces) -> None:
         self.num_rows, self.num_blocks, self.piece_bytes = rows.shape

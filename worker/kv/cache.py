@@ -1,7 +1,7 @@
 """Paged KV cache: the keys and values, and three operations on them: read, write, zero.
 
 Legend: L layers, B blocks (block 0 is the null block), H_kv key/value heads, D head dim, T tokens.
-The engine assigns blocks to requests; the cache does not know the assignment.
+The engine assigns blocks to requests; the cache does not store the assignment.
 """
 
 from __future__ import annotations

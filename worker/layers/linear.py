@@ -35,7 +35,7 @@ class Linear(Protocol):
 
 @dataclass(slots=True)
 class Dense:
-    """weight [out, in], bias [out] or None."""
+    """A linear layer with dense weights: weight [out, in], bias [out] or None."""
 
     weight: Tensor
     bias: Tensor | None = None

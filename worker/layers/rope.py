@@ -68,7 +68,9 @@ def attention_factor(rope: RopeConfig) -> float:
 def rotation(
     positions: Tensor, inv_freq: Tensor, dtype: torch.dtype, factor: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """positions [T] int64 -> cos [T, 1, D] and sin [T, 1, D], the first half of sin negated.
+    """Return cos and sin [T, 1, D] of the rotary angles at positions [T] int64, times `factor`.
+
+    The first half of sin is negated, as `rotate` expects.
 
     Angles are float32 in every dtype, because distant positions need the precision.
     """

@@ -9,8 +9,7 @@ import struct
 
 from worker.loading.errors import UnusableModel
 from worker.loading.fields import Fields
-from worker.loading.ggml_types import GGMLType
-from worker.loading.gguf_file import GGUFFile
+from worker.loading.gguf_file import GGMLType, GGUFFile
 from worker.models.config import LlamaConfig, within_window
 from worker.models.rope_config import FactorScaling, LinearScaling, NoScaling, RopeConfig, Scaling
 

@@ -12,8 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from worker.loading.ggml_types import GGMLType
-from worker.loading.gguf_file import GGUFFile
+from worker.loading.gguf_file import GGMLType, GGUFFile
 from worker.loading.gguf_header import hf_names
 from worker.loading.quant_blocks import BLOCK_WEIGHTS, BlockKind, QuantBlocks, dequantized
 from worker.models.config import LlamaConfig

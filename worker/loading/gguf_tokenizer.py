@@ -1,19 +1,86 @@
-"""Rebuilds `tokenizer.json` from the vocabulary of a GGUF file.
+"""Text side of a GGUF file: templates, defaults, and `tokenizer.json`, rebuilt from the vocabulary.
 
 The llama architecture has two kinds: "gpt2" is byte-level BPE with explicit merges, and "llama" is
 SentencePiece BPE with a score per piece and byte fallback. The output is built as plain dicts,
-because the library that reads it runs in another process.
+because the library that reads it runs in another process. GGUF files only name the family whose
+pre-tokenizer splits the text before merging; `Family` has its parts. Needs no torch.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
+from protocol.model_card import SamplingDefaults
 from worker.loading.errors import UnusableModel
 from worker.loading.fields import Fields
-from worker.loading.pretokenizers import FAMILIES, Family, Part
+from worker.loading.text import TOOL_USE, TextFacts
+
+Part = dict[str, Any]
+
+_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_WORD = r"|[^\r\n\p{L}\p{N}]?\p{L}+"
+LLAMA3_SPLIT = _CONTRACTIONS + _WORD + r"|\p{N}{1,3}" + _REST
+QWEN2_SPLIT = _CONTRACTIONS + _WORD + r"|\p{N}" + _REST
+
+
+def _bytes(*, use_regex: bool) -> Part:
+    """Map bytes to printable characters; `use_regex` splits as GPT-2 does first."""
+    return {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": use_regex,
+    }
+
+
+def _split(regex: str) -> Part:
+    return {
+        "type": "Split",
+        "pattern": {"Regex": regex},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Splitting rules of one family of byte-level BPE tokenizers.
+
+    ignore_merges   whether a piece that is itself a token becomes that token without merges
+    adds_bos        whether a BOS token is added, if the file does not set it
+    """
+
+    steps: tuple[Part, ...]
+    normalizer: Part | None = None
+    ignore_merges: bool = False
+    adds_bos: bool = False
+
+    @property
+    def pre_tokenizer(self) -> Part:
+        return {"type": "Sequence", "pretokenizers": list(self.steps)}
+
+
+GPT2 = Family((_bytes(use_regex=True),))
+SMOLLM = Family(({"type": "Digits", "individual_digits": True}, _bytes(use_regex=True)))
+LLAMA3 = Family((_split(LLAMA3_SPLIT), _bytes(use_regex=False)), ignore_merges=True, adds_bos=True)
+QWEN2 = Family((_split(QWEN2_SPLIT), _bytes(use_regex=False)), normalizer={"type": "NFC"})
+
+FAMILIES = {
+    "default": GPT2,
+    "gpt-2": GPT2,
+    "smollm": SMOLLM,
+    "llama-bpe": LLAMA3,
+    "llama3": LLAMA3,
+    "llama-v3": LLAMA3,
+    "qwen2": QWEN2,
+    "deepseek-r1-qwen": QWEN2,
+}
+"""`tokenizer.ggml.pre` -> family."""
+
 
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
 SPACE = "\u2581"
@@ -189,3 +256,47 @@ def _numbers(fields: Fields, name: str, count: int) -> list[Any]:
     ):
         raise UnusableModel(f"tokenizer.ggml.{name} is not a list of {count:,} numbers")
     return values
+
+
+def gguf_text(fields: Fields, vocab_size: int) -> TextFacts:
+    tokens: Any = fields.get("tokenizer.ggml.tokens")
+    if not isinstance(tokens, list) or len(tokens) > vocab_size:
+        raise UnusableModel(f"the tokenizer does not fit a vocabulary of {vocab_size:,}")
+    ids = {name: _token_id(fields, name, len(tokens)) for name in ("bos", "eos", "eot", "eom")}
+    unknown, padding = (_token_id(fields, n, len(tokens)) for n in ("unknown", "padding"))
+    named = {"bos": ids["bos"], "eos": ids["eos"], "unk": unknown, "pad": padding}
+    ends = [ids[name] for name in ("eos", "eot", "eom")]
+    return TextFacts(
+        tokenizer=tokenizer_json(fields),
+        eos_token_ids=list(dict.fromkeys(end for end in ends if end is not None)),
+        bos_token_id=ids["bos"],
+        pad_token_id=padding,
+        special_tokens={f"{n}_token": tokens[i] for n, i in named.items() if i is not None},
+        chat_template=fields.text("tokenizer.chat_template", "") or None,
+        tool_use_template=fields.text(f"tokenizer.chat_template.{TOOL_USE}", "") or None,
+        defaults=_defaults(fields),
+        license=fields.text("general.license", "") or None,
+    )
+
+
+def _token_id(fields: Fields, name: str, num_tokens: int) -> int | None:
+    key = f"tokenizer.ggml.{name}_token_id"
+    token = fields.integer(key, -1)
+    if token >= num_tokens:
+        raise UnusableModel(f"{key} is {token:,}; there are {num_tokens:,} tokens")
+    return token if token >= 0 else None
+
+
+def _defaults(fields: Fields) -> SamplingDefaults:
+    def number(name: str) -> float | None:
+        key = f"general.sampling.{name}"
+        return None if fields.get(key) is None else fields.number(key)
+
+    top_k = fields.get("general.sampling.top_k")
+    return SamplingDefaults(
+        temperature=number("temp"),
+        top_p=number("top_p"),
+        top_k=None if top_k is None else fields.integer("general.sampling.top_k"),
+        min_p=number("min_p"),
+        repetition_penalty=number("penalty_repeat"),
+    )

@@ -12,14 +12,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from worker.loading.directory_text import directory_text
 from worker.loading.errors import UnusableModel
 from worker.loading.fields import Fields, read_json
 from worker.loading.gguf_file import GGUFFile
 from worker.loading.gguf_header import gguf_config, hf_names
-from worker.loading.gguf_text import gguf_text
+from worker.loading.gguf_tokenizer import gguf_text
 from worker.loading.safetensors_files import DTYPE_BYTES, PICKLES, SafetensorsFiles, weight_files
-from worker.loading.text import TextFacts
+from worker.loading.text import TextFacts, directory_text
 from worker.models.config import LlamaConfig, llama_config
 from worker.models.tensors import EMBEDDING, HEAD_WEIGHT, check_tensors
 

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 import msgspec
 
 CLEARLY = 0.6
-"""Dense is chosen where it takes no more than this part of packed's time, there and for all more
-rows: it takes memory, its calls are many where packed weights are one, and a row's bits are not
-the same in every batch any more."""
+"""Dense weights are used from a number of rows on if they take at most this part of the time of
+packed ones, there and for all larger numbers. They must win clearly: they take memory, need many
+calls instead of one, and make a row's bits depend on its batch."""
 
 
 class RowTime(msgspec.Struct, frozen=True):
-    """Seconds of one layer's linears for so many rows; dense_s None: there is no such form."""
+    """Seconds of one layer's linears for `rows` rows. `dense_s` is None without dense weights."""
 
     rows: int
     packed_s: float
@@ -25,9 +25,9 @@ class RowTime(msgspec.Struct, frozen=True):
 
 
 def dense_from(table: Sequence[RowTime]) -> int | None:
-    """The fewest rows from which dense weights win; None where they never do, or are not known.
+    """Return the fewest rows from which dense weights win; None if they never do.
 
-    `table` by growing rows.
+    `table` is sorted by rows.
     """
     winning: int | None = None
     for fewer, more in zip([None, *table[:-1]], table, strict=True):
@@ -39,8 +39,10 @@ def dense_from(table: Sequence[RowTime]) -> int | None:
 
 
 def step_costs(table: Sequence[RowTime], layers: int) -> list[tuple[int, float]]:
-    """(rows, seconds of all layers' linears), as the faster form does it. Fewer rows never cost
-    more: where it was measured so, something came between."""
+    """Return (rows, seconds of all layers' linears) with the faster form.
+
+    Fewer rows never cost more than more rows: such a measurement was disturbed, and is corrected.
+    """
     from_rows = dense_from(table)
     least, costs = float("inf"), []
     for time in reversed(table):
@@ -52,7 +54,7 @@ def step_costs(table: Sequence[RowTime], layers: int) -> list[tuple[int, float]]
 
 
 def in_words(table: Sequence[RowTime]) -> str:
-    """As the log says it."""
+    """Return the choice in words, for the log."""
     winning = dense_from(table)
     if winning is None:
         return "all rows packed"
@@ -66,7 +68,7 @@ def _wins(time: RowTime) -> bool:
 
 
 def _crossing(fewer: RowTime, more: RowTime) -> int:
-    """The first number of rows behind `fewer` at which dense wins, by straight lines."""
+    """Return the first number of rows after `fewer` at which dense wins, interpolated linearly."""
     assert fewer.dense_s is not None
     assert more.dense_s is not None
     for rows in range(fewer.rows + 1, more.rows):

@@ -30,15 +30,15 @@ log = logging.getLogger(__name__)
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 LEAST_TURNS, MOST_TURNS = 2, 5
 BUDGET_S = 0.3
-"""Of all turns together: each number of rows has its part, and LEAST_TURNS at least."""
+"""Time of all turns together. Each number of rows has an equal part, but at least LEAST_TURNS."""
 COLD_ROWS = 32
-"""Up to so many rows it counts that a step finds none of its weights in the caches ..."""
+"""Up to this number of rows, a step is timed without any of its weights in the caches ..."""
 COLD_BYTES = 1 << 26
-"""... which are filled with other things before each turn."""
+"""... which are filled with this much other data before each turn."""
 
 
 class KeptTimes(msgspec.Struct, frozen=True):
-    """A file's content. `of`: what was measured, and where."""
+    """Content of a file of measurements. `of` names what was measured, and on which machine."""
 
     of: list[str]
     table: list[RowTime]
@@ -51,8 +51,13 @@ def row_times(
     inputs: Sequence[Tensor],
     folder: Path | None,
 ) -> list[RowTime]:
-    """A layer's table. `inputs`: of each linear [max(ROWS), in]; `read_dense` is called if there is
-    no file; `folder`: where files are, None: nowhere."""
+    """Return a layer's table, from the file if there is one.
+
+    of           everything that the times depend on
+    read_dense   reads the dense linears; called only without a file
+    inputs       [max(ROWS), in] for each linear
+    folder       directory of the files; None: no files
+    """
     path = None if folder is None else folder / f"{_digest(of)}.json"
     if path is not None and (table := _read(path, of)) is not None:
         return table
@@ -66,7 +71,7 @@ def row_times(
 def measure(
     packed: Sequence[Linear], dense: Sequence[Linear] | None, inputs: Sequence[Tensor]
 ) -> list[RowTime]:
-    """The forms in turn, and the best turn of each."""
+    """Time the forms in turns, and return the best turn of each."""
     forms = [packed] if dense is None else [packed, dense]
     other = torch.zeros(COLD_BYTES, dtype=torch.uint8)
     table = []
@@ -83,7 +88,7 @@ def measure(
 
 
 def _seconds(linears: Sequence[Linear], inputs: Sequence[Tensor], cold: Tensor) -> float:
-    """As if all threads had been at work all the time."""
+    """Return the CPU time per thread, as if all threads had worked all the time."""
     cold.add_(1)
     started = process_time()
     for linear, x in zip(linears, inputs, strict=True):
@@ -101,14 +106,14 @@ def _read(path: Path, of: Sequence[str]) -> list[RowTime] | None:
     except FileNotFoundError:
         return None
     except (OSError, msgspec.DecodeError) as error:  # a ValidationError is a DecodeError
-        log.warning("measuring anew: %s: %s", path, error)
+        log.warning("cannot read %s, so the weights are measured again: %s", path, error)
         return None
     is_whole = tuple(time.rows for time in kept.table) == ROWS
     return kept.table if kept.of == list(of) and is_whole else None
 
 
 def _write(path: Path, kept: KeptTimes) -> None:
-    """Whole or not at all: several workers may start at once. Without it they measure again."""
+    """Replace the file atomically, because several workers may start at once."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, name = tempfile.mkstemp(dir=path.parent)
@@ -116,4 +121,4 @@ def _write(path: Path, kept: KeptTimes) -> None:
             file.write(msgspec.json.encode(kept))
         os.replace(name, path)
     except OSError as error:
-        log.warning("what was measured is not kept: %s", error)
+        log.warning("cannot keep the measurements: %s", error)

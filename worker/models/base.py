@@ -11,14 +11,14 @@ from worker.kv.cache import KVCache
 
 
 class StepModel(Protocol):
-    """Weights; no state of any request. T tokens in the step, S rows, V vocabulary."""
+    """A model, without state of any request. T tokens in the step, S rows, V vocabulary."""
 
     def __call__(
         self, token_ids: Tensor, batch: AttentionBatch, cache: KVCache, attention: Attention
     ) -> Tensor:
-        """token_ids [T] int64 -> hidden [T, hidden]; writes the tokens' K/V into the cache."""
+        """Return hidden [T, hidden] of token_ids [T] int64, and write their K/V into the cache."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [S, hidden] -> [S, V] float32."""
+        """Return the logits [S, V] float32 of hidden [S, hidden]."""
         ...

@@ -73,10 +73,13 @@ CONFIG_CLASSES = (
 
 @dataclass(frozen=True, slots=True)
 class LlamaConfig:
-    """H query heads share H_kv key/value heads; head dim D need not be hidden / H.
+    """The config of a Llama or Mistral model.
 
-    window   how far back attention reaches, if that is less than the model's whole context. It is
-             not computed. Within the window the result is the same, so it limits the context
+    H query heads share H_kv key/value heads. The head dim D need not be hidden / H.
+
+    window   tokens that attention reaches back, if fewer than the model's whole context. Windows
+             are not implemented. Contexts within the window give the same result, so it limits
+             the context
     """
 
     architecture: str

@@ -24,7 +24,8 @@ from worker.models.llama_native import WholePass
 
 @dataclass(slots=True)
 class LlamaLayer:
-    """qkv [(H + 2 H_kv) * D, hidden]: queries, keys, values; gate_up [2 I, hidden]: gate, up."""
+    """Weights of a layer. qkv [(H + 2 H_kv) * D, hidden]: queries, keys, values; gate_up [2 I,
+    hidden]: gate, up."""
 
     attention_norm: Tensor
     qkv: Linear
@@ -36,7 +37,8 @@ class LlamaLayer:
 
 @dataclass(slots=True)
 class LlamaWeights:
-    """embedding [V, hidden]; `head` maps hidden to V, with the same numbers where they are tied."""
+    """All weights: embedding [V, hidden]; `head` maps hidden to V, with the same numbers if
+    they are tied."""
 
     embedding: Tensor
     layers: list[LlamaLayer]
@@ -45,10 +47,10 @@ class LlamaWeights:
 
 
 class Llama:
-    """Weights and the two things done with them. Holds no state of any request.
+    """The model: its forward pass and its logits. It has no state of any request.
 
-    whole   all of it in one call, where kernels and weights allow it; what comes out of the layers
-            is float32 then. None: one layer after the other
+    whole   the forward pass in one call, if kernels and weights support it; its result is float32.
+            None: layers are computed one after the other
     """
 
     def __init__(
@@ -65,7 +67,7 @@ class Llama:
     def __call__(
         self, token_ids: Tensor, batch: AttentionBatch, cache: KVCache, attention: Attention
     ) -> Tensor:
-        """token_ids [T] int64 -> hidden [T, hidden], before the final norm (see `logits`).
+        """Return hidden [T, hidden], before the final norm, of token_ids [T] int64.
 
         Writes this step's keys and values to the cache.
         """
@@ -87,7 +89,7 @@ class Llama:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [S, hidden], as the forward pass returns it -> [S, V] float32."""
+        """Return the logits [S, V] float32 of hidden [S, hidden]."""
         if self.whole is not None and hidden.dtype == torch.float32:
             return self.whole.logits(hidden)
         normed = self.kernels.add_norm(hidden, None, self.weights.norm, self.config.norm_eps)

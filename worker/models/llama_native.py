@@ -1,7 +1,7 @@
 """Llama forward pass in one call of the compiled kernels per step, if all linears are packed.
 
 csrc/forward.h and decode.h correspond to llama.py line by line. Nothing returns to Python between
-linears, and threads are woken once per step. Steps with so many rows that dense weights are faster
+linears, and threads are woken once per step. Steps with enough rows for dense weights to be faster
 do not use it (layers/hybrid_linear.py).
 
 Legend in llama.py.
@@ -37,7 +37,10 @@ LINEARS = ("qkv", "output", "gate_up", "down")
 
 
 class WholePass:
-    """Keeps the weights, whose addresses it holds. The caches' are filled in when one is met."""
+    """The whole forward pass. Keeps the weights alive, because it holds their addresses.
+
+    The addresses of the KV cache are filled in by `use_cache`.
+    """
 
     def __init__(
         self, config: LlamaConfig, weights: LlamaWeights, head: PackedMatrix, kernels: NativeKernels
@@ -57,7 +60,7 @@ class WholePass:
 
     @classmethod
     def of(cls, config: LlamaConfig, weights: LlamaWeights, kernels: Kernels) -> Self | None:
-        """None where the kernels are not compiled ones, or a linear is not packed."""
+        """Return the pass; None if the kernels are not compiled ones, or a linear is not packed."""
         linears = (getattr(layer, name) for layer in weights.layers for name in LINEARS)
         if not isinstance(kernels, NativeKernels) or not isinstance(weights.head, PackedLinear):
             return None
@@ -66,11 +69,11 @@ class WholePass:
         return cls(config, weights, weights.head.matrix, kernels)
 
     def is_for(self, tokens: int) -> bool:
-        """Whether a step of so many tokens is computed with packed weights."""
+        """Whether a step of `tokens` tokens is computed with packed weights."""
         return tokens < self._from_rows
 
     def __call__(self, token_ids: Tensor, plan: NativePlan, cache: KVCache) -> Tensor:
-        """As Llama does, but hidden [T, hidden] is float32. Writes to the cache."""
+        """Compute a step as `Llama` does, but return hidden [T, hidden] in float32."""
         count, batch = len(token_ids), plan.batch
         if not 0 <= int(token_ids.min()) <= int(token_ids.max()) < self.vocab:
             raise ValueError("a token is not in the vocabulary")
@@ -86,7 +89,7 @@ class WholePass:
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [S, hidden] float32, as the pass returns it -> [S, V] float32."""
+        """Return the logits [S, V] float32 of hidden [S, hidden] float32."""
         assert hidden.dtype == torch.float32
         assert hidden.shape[1:] == (self._config.hidden,)
         logits = torch.empty(len(hidden), self.head.weight.outputs)
@@ -103,9 +106,9 @@ class WholePass:
         return logits
 
     def forward(self, count: int, cache: KVCache, memory: PassMemory) -> structs.CForward:
-        """What does not depend on which tokens and rows they are, for `count` tokens."""
+        """Return the struct of a step of `count` tokens, except the fields of tokens and rows."""
         config, size = self._config, self._weights.embedding.itemsize
-        self.meet(cache)
+        self.use_cache(cache)
         q_width = config.num_heads * config.head_dim
         widths = (
             config.head_dim,
@@ -132,25 +135,25 @@ class WholePass:
             **dict(zip(names, scratch, strict=True)),
         )
 
-    def meet(self, cache: KVCache) -> None:
-        """From now on this is the cache that is read and written."""
+    def use_cache(self, cache: KVCache) -> None:
+        """Read from and write to `cache` from now on."""
         if self._cache == cache.k.data_ptr():
             return
         assert numbers(cache.k, cache.v) == self.numbers
-        for index, told in enumerate(self._layers):
-            told.k_cache, told.v_cache = map(address, cache.layer(index))
+        for index, layer in enumerate(self._layers):
+            layer.k_cache, layer.v_cache = map(address, cache.layer(index))
         self._cache = cache.k.data_ptr()
 
 
 class PassMemory:
-    """What a step works in. Kept for the next one, whose pages are then there already, unless it is
-    very large."""
+    """Scratch memory of a step. It is kept for the next step, so that its pages exist already,
+    unless it is very large."""
 
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def take(self, sizes: Sequence[int]) -> list[int]:
-        """Addresses of so many bytes each, valid until the next call."""
+        """Return the addresses of areas of these sizes in bytes, valid until the next call."""
         ends = list(accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes))
         needed = ends[-1] + ALIGNMENT
         if not needed <= len(self._bytes) <= max(needed, KEPT_BYTES):

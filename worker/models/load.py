@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """step_costs: see WorkerReady."""
+    """A model that is ready to compute. For `step_costs` see WorkerReady."""
 
     model: Llama
     card: ModelCard
@@ -46,10 +46,10 @@ def load_model(
     weights: WeightForm = "auto",
     measurements: Path | None = None,
 ) -> LoadedModel:
-    """From a Hugging Face directory or a .gguf file. Raises UnusableModel, saying why in a line.
+    """Load a Hugging Face directory or a .gguf file. Raises UnusableModel, in one line.
 
-    kernels        torch's, if none are given; they must fit the model, or torch's are used
-    measurements   folder where those of other starts are kept
+    kernels        torch's are used if this is None, or if these do not support the model
+    measurements   directory of the measurements of earlier starts
     """
     header = read_header(Path(path))
     config = header.config
@@ -72,7 +72,7 @@ def open_weights(header: ModelHeader) -> WeightSource:
 
 def _card(header: ModelHeader, weights: LlamaWeights, dtype: torch.dtype) -> ModelCard:
     text = header.text
-    memory = {tensor.data_ptr(): tensor.nbytes for tensor in _tensors(weights)}
+    memory = {tensor.data_ptr(): tensor.nbytes for tensor in weight_tensors(weights)}
     return ModelCard(
         name=header.name,
         architecture=header.config.architecture,
@@ -95,8 +95,8 @@ def _card(header: ModelHeader, weights: LlamaWeights, dtype: torch.dtype) -> Mod
     )
 
 
-def _tensors(weights: LlamaWeights) -> Iterator[Tensor]:
-    """All memory of the weights; what is held twice comes twice."""
+def weight_tensors(weights: LlamaWeights) -> Iterator[Tensor]:
+    """Yield the tensors of all weights; a shared tensor comes several times."""
     yield weights.embedding
     yield weights.norm
     yield from weights.head.tensors()
@@ -108,7 +108,7 @@ def _tensors(weights: LlamaWeights) -> Iterator[Tensor]:
 
 
 def _num_parameters(weights: LlamaWeights, *, tied: bool) -> int:
-    """A tied head is the embedding."""
+    """Return the number of parameters. A tied head is not counted twice."""
     total = weights.embedding.numel() + weights.norm.numel()
     total += 0 if tied else weights.head.num_weights
     for layer in weights.layers:

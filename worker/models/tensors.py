@@ -19,12 +19,12 @@ NORM = "model.norm.weight"
 HEAD = "lm_head"
 HEAD_WEIGHT = f"{HEAD}.weight"
 COMPUTED = "rotary_emb.inv_freq"
-"""How the name of a tensor ends that older checkpoints hold although it follows from the config."""
+"""End of the name of a tensor in older checkpoints that follows from the config."""
 
 
 @dataclass(frozen=True, slots=True)
 class FusedMatrix:
-    """Matrices of one input that are computed as one: `parts` (name -> rows) below one another."""
+    """Matrices with the same input, computed as one: `parts` (name -> rows) are stacked."""
 
     parts: Mapping[str, int]
     columns: int
@@ -40,13 +40,13 @@ class FusedMatrix:
 
     @property
     def biases(self) -> dict[str, Shape]:
-        """Empty if it has none."""
+        """Name -> shape of the biases; empty if there are none."""
         return {f"{name}.bias": (rows,) for name, rows in self.parts.items() if self.has_bias}
 
 
 @dataclass(frozen=True, slots=True)
 class LayerTensors:
-    """The two norms are names of vectors."""
+    """The tensors of a layer. The two norms are names of vectors."""
 
     attention_norm: str
     qkv: FusedMatrix

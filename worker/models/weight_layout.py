@@ -28,17 +28,18 @@ from worker.models.config import LlamaConfig
 from worker.models.llama import LlamaWeights
 from worker.models.llama_native import LINEARS
 from worker.startup import machine
-from worker.startup.memory import free_bytes
+from worker.startup.device import free_bytes
 from worker.startup.memory_plan import FREE_SHARE
 
 log = logging.getLogger(__name__)
 
 LEAST_WEIGHTS = 1 << 20
-"""Of a layer: smaller ones have nothing to gain, and their times say little."""
+"""Weights of the smallest layer that is measured. Smaller ones gain nothing, and their times are
+unreliable."""
 
 
 def fitting(kernels: Kernels, config: LlamaConfig) -> Kernels:
-    """The kernels, if they are made for such a model; else torch's."""
+    """Return `kernels` if they support the model, else torch's."""
     fits = sizes.fits(
         heads=config.num_heads,
         kv_heads=config.num_kv_heads,
@@ -49,9 +50,10 @@ def fitting(kernels: Kernels, config: LlamaConfig) -> Kernels:
 
 
 def maker(kernels: Kernels, form: WeightForm) -> MakeLinear:
-    """Raises UnusableModel where packed weights are asked for and there are no kernels for them.
+    """Return the function that makes a linear layer in `form`.
 
-    auto   packed until `settle` says otherwise
+    With `auto`, layers are packed until `settle` decides. Raises UnusableModel if packed weights
+    are requested and there are no kernels for them.
     """
     if isinstance(kernels, NativeKernels) and form == "packed":
         return lambda matrix: pack(kernels, matrix)
@@ -63,7 +65,7 @@ def maker(kernels: Kernels, form: WeightForm) -> MakeLinear:
 
 
 def by_rows(linear: Linear, matrix: Matrix) -> Linear:
-    """What is packed can be dense as well."""
+    """Return a layer that can also be dense, if `linear` is packed; otherwise `linear`."""
     if not isinstance(linear, PackedLinear):
         return linear
     return HybridLinear(linear, lambda: prepacked.Prepacked(matrix.values(), matrix.bias))
@@ -76,10 +78,11 @@ def settle(
     kernels: Kernels,
     folder: Path | None,
 ) -> list[tuple[int, float]]:
-    """Measure a layer, let each linear know from how many rows on it is dense, and make the copies.
-    -> what the linears of a step cost by its rows, in seconds; none where nothing is measured.
+    """Measure a layer, choose the number of rows from which layers are dense, and make the copies.
 
-    folder   where measurements are kept
+    Return (rows, seconds) of a step's linears; empty if nothing was measured.
+
+    folder   directory of the measurements
     """
     layer = [getattr(weights.layers[0], name) for name in LINEARS]
     num_weights = sum(linear.num_weights for linear in layer)
@@ -104,7 +107,8 @@ def settle(
 
 
 def may_be_dense(layer: Sequence[HybridLinear], dtype: torch.dtype, layers: int) -> bool:
-    """In float32 packed weights are exact, and stay alone; copies are for those who have room."""
+    """Whether dense copies may be made: only in bfloat16, as packed float32 is exact, and only if
+    they fit into memory."""
     if dtype != torch.bfloat16 or not prepacked.is_possible():
         return False
     needed = layers * sum(each.dense_bytes for each in layer)
@@ -115,8 +119,8 @@ def may_be_dense(layer: Sequence[HybridLinear], dtype: torch.dtype, layers: int)
 
 
 def _settle(weights: LlamaWeights, from_rows: int) -> None:
-    """Layers are dense from so many rows on; the head, whose rows are those that are sampled, never
-    is."""
+    """Make the layers dense from `from_rows` rows on. The head, which computes only sampled
+    rows, stays packed."""
     copied = 0
     with torch.inference_mode():
         for layer in weights.layers:
@@ -137,7 +141,7 @@ def _reader(layer: Sequence[HybridLinear]) -> Callable[[], list[Linear]]:
 
 
 def _inputs(config: LlamaConfig, dtype: torch.dtype) -> list[Tensor]:
-    """Noise for each linear of LINEARS."""
+    """Return noise as the input of each linear of LINEARS."""
     seen = config.num_heads * config.head_dim
     widths = (config.hidden, seen, config.hidden, config.intermediate)
     noise = torch.Generator().manual_seed(0)
@@ -151,7 +155,7 @@ def _circumstances(
     kernels: Kernels,
     may_be: bool,
 ) -> list[object]:
-    """All that the times depend on."""
+    """Return everything that the times depend on."""
     sizes = [
         (x.shape[1], linear.num_weights, sum(tensor.nbytes for tensor in linear.tensors()))
         for x, linear in zip(inputs, layer, strict=True)
@@ -162,7 +166,8 @@ def _circumstances(
 
 
 def pack(kernels: NativeKernels, matrix: Matrix) -> Linear:
-    """From the file's blocks, if all parts have sound ones of one kind; else from numbers."""
+    """Pack a matrix from the file's blocks if all parts have valid ones of one kind, else from
+    numbers."""
     blocks = stacked(matrix.blocks())
     if blocks is not None:
         return PackedLinear(kernels, packed.pack_blocks(kernels, blocks), matrix.bias)

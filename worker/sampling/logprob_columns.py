@@ -25,19 +25,31 @@ Ints = NDArray[np.integer]
 
 @dataclass(frozen=True, slots=True)
 class LogprobColumns:
-    """possible [N]: number of the K tokens that are not banned; counts [N]: number requested."""
+    """The fields of Logprobs, and `possible`."""
 
+    #: [N] index into the tokens, or into the rows for prompt logprobs.
     rows: Ints
+    #: [N] number of most likely tokens that were requested.
     counts: Ints
+    #: [N] number of the K tokens that are not banned.
     possible: Tensor
+    #: [N] token id.
     ids: Tensor
+    #: [N] logprob of `ids`.
     logprobs: Tensor
+    #: [N] rank of `ids`.
     ranks: Tensor
+    #: [N, K] the most likely tokens.
     top_ids: Tensor
+    #: [N, K] their logprobs.
     top_logprobs: Tensor
+    #: [N] number of `asked` columns; None: no request named tokens.
     asked_counts: Ints | None = None
+    #: [N, A] logprobs of the named tokens.
     asked: Tensor | None = None
+    #: [D] indexes into N with both distributions.
     drawn_at: Ints | None = None
+    #: [D, 1 + K + A] logprobs under the distribution that the token was drawn from.
     drawn: Tensor | None = None
 
     def map_tensors(self, copy: Callable[[Tensor], Tensor]) -> LogprobColumns:

@@ -142,8 +142,11 @@ def _with_drawn(
     slots: SlotTable,
     sampled: Sampled,
 ) -> Tensor:
-    """Return the logits [n, V] to score sampled rows [n] with: `part`, the model's own, or what the
-    row drew from if is_drawn [n]."""
+    """Return the logits [n, V] that score the sampled rows `rows` [n].
+
+    A row is scored with the distribution it drew from if is_drawn [n] says so, else with the
+    model's own logits in `part` [n, V]. `part` is modified.
+    """
     at = np.flatnonzero(is_drawn)
     if len(at):
         filtered = _drawn_from(processed, slots, sampled, rows[at])

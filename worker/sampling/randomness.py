@@ -20,14 +20,17 @@ UNIFORM_BITS = 53
 
 
 def hash_words(seeds: Tensor, positions: Tensor, draw: int = 0) -> Tensor:
-    """seeds, positions [N] int64 -> [N] int64 with 64 well-mixed bits each."""
+    """Return hashes [N] int64, all 64 bits well mixed, for seeds and positions [N] int64."""
     state = _mix(seeds + _signed(GAMMA))
     state = _mix((state ^ positions) + _signed(GAMMA))
     return _mix((state ^ draw) + _signed(GAMMA))
 
 
 def uniform(seeds: Tensor, positions: Tensor, draw: int = 0) -> Tensor:
-    """seeds, positions [N] int64 -> [N] float64, multiples of 2**-53 in [0, 1)."""
+    """Return uniform numbers [N] float64 in [0, 1), for seeds and positions [N] int64.
+
+    They are multiples of 2**-53.
+    """
     bits = _shift(hash_words(seeds, positions, draw), 64 - UNIFORM_BITS)
     return bits.to(torch.float64) * 2.0**-UNIFORM_BITS
 

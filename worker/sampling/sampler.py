@@ -181,7 +181,7 @@ def _checked(peaks: Tensor, tokens: Tensor) -> TokenChoice:
 
 
 def _kth(shares: Tensor, top_k: Tensor, max_k: int) -> Tensor:
-    """Return the top_k[n]-th largest share of each row; `max_k` is the largest top_k."""
+    """Return the top_k[n]-th largest share in each row n; `max_k` is the largest top_k."""
     best = shares.topk(max_k).values
     return best.gather(1, (top_k - 1)[:, None]).squeeze(1)
 

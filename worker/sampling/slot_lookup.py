@@ -1,7 +1,7 @@
 """Gathers lists and tokens from the slots of some rows as dense tensors on the device.
 
 `rows` [N] index the step's sampled rows, on the host. A list shorter than the longest is padded
-with its first item, and a second tensor tells which items are real.
+with its first item, and a second tensor shows which items are real.
 
 Legend: S sampled rows, N rows of a group, K items of the longest list, L tokens of the longest row.
 """

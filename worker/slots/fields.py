@@ -43,11 +43,7 @@ def slot_fields(max_len: int, max_blocks: int) -> tuple[SlotField, ...]:
 
 def _tokens_and_blocks(max_len: int, max_blocks: int) -> tuple[SlotField, ...]:
     """token_ids[slot, p] is the request's token p, whether it came from the prompt, the sampler or
-    an earlier run of the request.
-
-    `generation` is the device's copy of the generation that SlotTable keeps on the host. It is for
-    work that is in flight when a slot changes hands.
-    """
+    an earlier run of the request."""
     return (
         SlotField(
             name="token_ids",
@@ -75,7 +71,6 @@ def _tokens_and_blocks(max_len: int, max_blocks: int) -> tuple[SlotField, ...]:
             written_by=EXTENDED,
         ),
         _scalar("prompt_len", torch.int32, lambda init: init.prompt_tokens, host=True),
-        _scalar("generation", torch.int64, lambda init: init.generation),
     )
 
 

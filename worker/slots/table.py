@@ -40,33 +40,29 @@ class RestPolicy(Enum):
     """The field has no init; its row is computed from other fields after they are written."""
 
 
-class Poison(Enum):
-    """(integer, float) that free rows are filled with in tests, so that leaks show."""
-
-    ZEROS = (0, 0.0)
-    PLAUSIBLE = (1, 7.25)
-    WILD = (-1_000_000_007, float("nan"))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotField:
-    """One per-slot buffer, [slots, *shape] of `dtype`.
+    """One per-slot buffer, [slots, *shape] of `dtype`."""
 
-    shape        () for a scalar, (width,) for a row
-    init         returns the value of a scalar, or a prefix of the row (int64 or float64)
-    written_by   methods that may write the field after binding; empty: constant while bound
-    host         keep a copy in host memory, which decides what work a step needs (constant scalars)
-    """
-
+    #: Key of the buffer in the table. Unique.
     name: str
+    #: Type of the items on the device.
     dtype: torch.dtype
+    #: () for a scalar, (width,) for a row.
     shape: tuple[int, ...] = ()
+    #: What happens to the part of a row that `init` does not write.
     rest: RestPolicy
+    #: Returns the value of a scalar, or a prefix of the row (int64 or float64).
     init: Callable[[SlotInit], Value] | None = None
+    #: Value of the rest of the row, if it is FILLed.
     fill: int | float = 0
+    #: The FILL scalar that bounds what readers see of the row, if it is GUARDED.
     guard: str | None = None
+    #: Computes the rows of newly bound slots, if they are DERIVED.
     derive: Derive | None = None
+    #: Methods that may write the field after binding. Empty: constant while bound.
     written_by: tuple[str, ...] = ()
+    #: Keep a copy in host memory, which decides what work a step needs (constant scalars).
     host: bool = False
 
     def __post_init__(self) -> None:
@@ -91,14 +87,6 @@ class SlotField:
 
 
 @dataclass(frozen=True, slots=True)
-class SlotRef:
-    """A slot and the generation of its occupant."""
-
-    slot: int
-    generation: int
-
-
-@dataclass(frozen=True, slots=True)
 class SlotWrite:
     """A staged write: field.flatten()[index[i]] = values[i]; values of eight bytes each."""
 
@@ -114,21 +102,15 @@ class SlotWrite:
 class SlotTable:
     """The buffers of all fields, and the occupants of the rows."""
 
-    def __init__(
-        self,
-        fields: Iterable[SlotField],
-        max_slots: int,
-        device: torch.device,
-        *,
-        poison: Poison | None = None,
-    ) -> None:
+    def __init__(self, fields: Iterable[SlotField], max_slots: int, device: torch.device) -> None:
         self.fields = {field.name: field for field in fields}
         self.max_slots = max_slots
         self.device = device
-        self._poison = poison
         self._tensors = {f.name: self._new(f, device) for f in self.fields.values()}
         self._host = {f.name: self._host_copy(f) for f in self.fields.values() if f.host}
+        #: bound slot -> the generation of its binding
         self._occupants: dict[int, int] = {}
+        #: slot -> the last generation that was bound
         self._generations: dict[int, int] = {}
         self._binds: dict[int, SlotInit] = {}
         self._items: list[SlotWrite] = []
@@ -148,7 +130,7 @@ class SlotTable:
 
     # ---- occupants
 
-    def bind(self, init: SlotInit) -> SlotRef:
+    def bind(self, init: SlotInit) -> None:
         """Assign a free slot to a request; the next flush applies it. There is no other way in.
 
         Raises ValueError if the slot does not exist or is occupied, the generation is not newer
@@ -164,27 +146,19 @@ class SlotTable:
         self._check_widths(init)
         self._occupants[slot] = self._generations[slot] = init.generation
         self._binds[slot] = init
-        return SlotRef(slot, init.generation)
 
-    def release(self, slot: int, generation: int) -> bool:
-        """Free a slot. Return False and do nothing if its generation has changed."""
-        if self._occupants.get(slot) != generation:
-            return False
+    def release(self, slot: int, generation: int) -> None:
+        """Free a slot. Raises ValueError and does nothing if no binding has this generation."""
+        if slot not in self._occupants:
+            raise ValueError(f"slot {slot} is free; generation {generation} cannot be released")
+        if self._occupants[slot] != generation:
+            raise ValueError(
+                f"slot {slot} is bound to generation {self._occupants[slot]}; generation "
+                f"{generation} cannot be released"
+            )
         del self._occupants[slot]
         self._binds.pop(slot, None)
         self._items = [write.without(slot) for write in self._items]
-        if self._poison is not None:
-            self._overwrite(slot, self._poison)
-        return True
-
-    def occupant(self, slot: int) -> SlotRef:
-        """Return the occupant of the slot. Raises ValueError if the slot is free."""
-        if slot not in self._occupants:
-            raise ValueError(f"slot {slot} is free")
-        return SlotRef(slot, self._occupants[slot])
-
-    def is_current(self, ref: SlotRef) -> bool:
-        return self._occupants.get(ref.slot) == ref.generation
 
     # ---- staged writes
 
@@ -247,7 +221,7 @@ class SlotTable:
         self[field.name].index_fill_(0, slots, field.fill)
 
     def _derive(self, field: SlotField, slots: Tensor) -> None:
-        """Compute the rows of the new occupants' slots [N] from other fields."""
+        """Compute the rows of `field` for the new occupants' slots [N] from their other fields."""
         assert field.derive is not None
         field.derive(self, slots)
 
@@ -264,20 +238,11 @@ class SlotTable:
 
     def _new(self, field: SlotField, device: torch.device) -> Tensor:
         shape = (self.max_slots, *field.shape)
-        if self._poison is None:
-            return torch.zeros(shape, dtype=field.dtype, device=device)
-        return torch.full(shape, _poison_of(field, self._poison), dtype=field.dtype, device=device)
+        return torch.zeros(shape, dtype=field.dtype, device=device)
 
     def _host_copy(self, field: SlotField) -> Tensor:
         tensor = self._tensors[field.name]
         return tensor if tensor.device.type == "cpu" else self._new(field, torch.device("cpu"))
-
-    def _overwrite(self, slot: int, poison: Poison) -> None:
-        for field in self.fields.values():
-            value = _poison_of(field, poison)
-            self[field.name][slot : slot + 1].fill_(value)
-            if field.host:
-                self.host(field.name)[slot : slot + 1].fill_(value)
 
     def _check_guards(self) -> None:
         for field in self.fields.values():
@@ -295,11 +260,6 @@ class SlotTable:
                     raise ValueError(
                         f"{size} items do not fit into {field.name}, which holds {field.width}"
                     )
-
-
-def _poison_of(field: SlotField, poison: Poison) -> int | float:
-    integer, floating = poison.value
-    return floating if field.dtype.is_floating_point else integer
 
 
 def _column(values: Iterable[int]) -> NDArray[np.int64]:

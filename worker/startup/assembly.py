@@ -27,14 +27,14 @@ from worker.kernels.select import select_kernels
 from worker.kv.cache import KVCache, block_bytes
 from worker.kv.transfer.shared_memory import SharedMemory
 from worker.loading.errors import UnusableModel
-from worker.loading.vocabulary import check_draft
+from worker.loading.text import check_draft
 from worker.models.config import LlamaConfig
 from worker.models.load import LoadedModel, load_model
 from worker.slots.fields import slot_fields
-from worker.slots.table import Poison, SlotField, SlotTable
+from worker.slots.table import SlotField, SlotTable
 from worker.startup import device as devices
 from worker.startup import machine, malloc
-from worker.startup.memory import free_bytes
+from worker.startup.device import free_bytes
 from worker.startup.memory_plan import kv_budget
 from worker.startup.timing import StartupTiming
 from worker.step import Runner
@@ -104,7 +104,8 @@ def assemble(config: WorkerConfig, timing: StartupTiming) -> tuple[Runner, Worke
         draft_cost=None if draft is None else _cost(draft.card, loaded.card),
         step_costs=loaded.step_costs,
     )
-    return Runner(loaded.model, slots, caches[0], attention, draft_model=draft_model), ready
+    kind = _runner_class(config)
+    return kind(loaded.model, slots, caches[0], attention, draft_model=draft_model), ready
 
 
 def _with_recommended_sampling(card: ModelCard, config: WorkerConfig) -> ModelCard:
@@ -173,10 +174,18 @@ def _slot_table(
     so that a search can recognise per-slot tensors: see debug/slot_registry.py."""
     if config.poison_slots == "off":
         return SlotTable(fields, config.max_slots, device)
-    from worker.debug.slot_registry import rows_for
+    from worker.debug.slot_registry import Poison, PoisonedSlots, rows_for
 
     rows = rows_for(config.max_slots, others)
-    return SlotTable(fields, rows, device, poison=Poison[config.poison_slots.upper()])
+    return PoisonedSlots(fields, rows, device, poison=Poison[config.poison_slots.upper()])
+
+
+def _runner_class(config: WorkerConfig) -> type[Runner]:
+    if config.poison_slots == "off":
+        return Runner
+    from worker.debug.slot_registry import CheckedRunner
+
+    return CheckedRunner
 
 
 def _threads(config: WorkerConfig) -> int:
@@ -223,7 +232,7 @@ def _one_row(
     none = Int32.of([])
     return StepPlan(
         step=0,
-        release=none,
+        release=[],
         bind=bind,
         block_slots=none,
         block_indexes=none,

@@ -16,15 +16,12 @@ from typing import Any
 
 import msgspec
 
-from protocol import card_file
-from protocol.card_file import CardFile
-from protocol.model_card import ModelCard, sampling_defaults
-from worker.loading.directory_text import directory_text, token_ids
+from protocol.model_card import CardFile, ModelCard, sampling_defaults, write_card
 from worker.loading.errors import REMEDY, UnusableModel
 from worker.loading.fields import Fields, read_json
 from worker.loading.gguf_file import GGUFFile
-from worker.loading.gguf_text import gguf_text
-from worker.loading.text import TextFacts
+from worker.loading.gguf_tokenizer import gguf_text
+from worker.loading.text import TextFacts, directory_text, token_ids
 
 UNKNOWN_CONTEXT = 1 << 20
 """Context length if the files give none."""
@@ -113,9 +110,7 @@ def main() -> int:
     except UnusableModel as error:
         print(f"{error.message}; {error.remedy or REMEDY}", file=sys.stderr)
         return 1
-    card_file.write(
-        options.file, CardFile(card=card, max_len=options.max_len or card.context_tokens)
-    )
+    write_card(options.file, CardFile(card=card, max_len=options.max_len or card.context_tokens))
     return 0
 
 

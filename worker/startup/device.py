@@ -1,13 +1,21 @@
-"""Device, precision and number of threads of torch, chosen once before the first tensor. Facts
-about the machine are in machine.py."""
+"""The device: its choice, precision and threads, its free memory, and the lock on a GPU.
+
+All is decided once, before the first tensor. Facts about the machine are in machine.py.
+"""
 
 from __future__ import annotations
 
+import os
+import time
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
 import torch
 
-from protocol.config.worker import Dtype
+from protocol import devices
+from protocol.config.worker import Dtype, WorkerConfig
 from worker.loading.errors import UnusableModel
-from worker.startup.machine import dtype_name
+from worker.startup.machine import dtype_name, free_host_bytes
 
 
 def choose_device(wanted: str) -> torch.device:
@@ -51,3 +59,34 @@ def set_threads(threads: int) -> None:
     creates its thread pools then."""
     torch.set_num_threads(threads)
     torch.set_num_interop_threads(1)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the memory that can still be allocated, on the device or in this container."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return free_host_bytes()
+
+
+def lock_device(config: WorkerConfig) -> AbstractContextManager[object]:
+    """Lock the configured device until the context exits, before anything is loaded onto it.
+
+    A second worker fails at once, with the name of the holder. The CPU is not locked. Raises
+    DeviceInUse, UnusableModel.
+    """
+    name = identity_of(choose_device(config.device))
+    if name is None:
+        return nullcontext()
+    return devices.claim_device(devices.directory(), name, _holder(config))
+
+
+def _holder(config: WorkerConfig) -> devices.DeviceHolder:
+    """Return the description of this worker that a later one shows in its error. The socket's
+    address lies in the run directory of this worker's server."""
+    return devices.DeviceHolder(
+        pid=os.getpid(),
+        place=Path(config.address.removeprefix("ipc://")).parent.name,
+        model=Path(config.model).name,
+        since=time.time(),
+        shares=config.share_device,
+    )

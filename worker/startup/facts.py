@@ -13,7 +13,7 @@ import torch
 from protocol.facts import MachineFacts
 from worker.startup import device as devices
 from worker.startup import machine
-from worker.startup.memory import free_bytes
+from worker.startup.device import free_bytes
 
 SPEED_FLAGS = frozenset(
     {"avx2", "fma", "avx512f", "avx512vl", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16"}

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from protocol.config.worker import WeightForm, WorkerConfig
-from protocol.preflight import GIB, ModelPlan
+from protocol.facts import GIB, ModelPlan
 from protocol.sampling import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_SEQUENCES,
@@ -112,8 +112,7 @@ def plan_memory(
     fitting = max(free_bytes - weights - work, 0) // block * options.block_tokens
     work += 4 * options.max_slots * min(options.max_len or context_tokens, fitting)
     expanded = sorted({kind for each in models for kind in expanded_kinds(each)})
-    takes = f"{model.name} needs {_gib(weights)} for weights ({_form(dtype, expanded)})"
-    takes += f" and {_gib(work)} for working memory; {_gib(free_bytes)} are free"
+    takes = _demand(model.name, weights, _form(dtype, expanded), work, free_bytes)
     left = free_bytes - weights - work
     # The null block and one more. By default the cache takes only a part of what is left.
     is_named = bool(options.kv_blocks or options.kv_memory_gib)
@@ -146,6 +145,14 @@ def plan_memory(
         tier_bytes=tier,
         free_bytes=free_bytes,
         expanded=expanded,
+    )
+
+
+def _demand(name: str, weights: int, form: str, work: int, free_bytes: int) -> str:
+    """Return a sentence on the memory that the model needs and that is free, all in bytes."""
+    return (
+        f"{name} needs {_gib(weights)} for weights ({form}) and {_gib(work)} for working memory; "
+        f"{_gib(free_bytes)} are free"
     )
 
 

@@ -16,12 +16,12 @@ from pathlib import Path
 import msgspec
 
 from protocol.config.worker import WorkerConfig
+from protocol.facts import ModelPlan, Preflight
 from protocol.model_card import ModelCard
-from protocol.preflight import ModelPlan, Preflight
 from worker.kernels.library import is_compiled, runnable
 from worker.loading.errors import REMEDY, NotEnoughMemory, UnusableModel
 from worker.loading.header import ModelHeader, read_header
-from worker.loading.vocabulary import check_draft
+from worker.loading.text import check_draft
 from worker.startup import cuda_driver, machine
 from worker.startup.card import card_of_text
 from worker.startup.memory_plan import PlannedModel, is_packed, plan_memory

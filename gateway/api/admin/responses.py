@@ -77,7 +77,7 @@ class Live(msgspec.Struct, frozen=True):
 
 
 class Startup(msgspec.Struct, frozen=True):
-    """why  the reason no model is available yet; null once one was available"""
+    """Whether a model has been available; `why` gives the reason if not, and is null otherwise."""
 
     started: bool
     why: str | None

@@ -13,7 +13,7 @@ import base64
 import hashlib
 from typing import Literal, Protocol
 
-from gateway.api.anthropic.arguments import INVALID_JSON, Arguments
+from gateway.api.anthropic.tool_input import INVALID_JSON, ToolInput
 from gateway.formats.event_builder import INVALID_ARGUMENTS
 from gateway.formats.events import (
     Content,
@@ -27,14 +27,14 @@ from gateway.formats.events import (
     ToolCallEnd,
 )
 
-Kind = Literal["text", "thinking", "tool_use"]
+BlockKind = Literal["text", "thinking", "tool_use"]
 SIGNATURE_BYTES = 32
 
 
 class BlockSink(Protocol):
     """Receives one block at a time: `start`, any number of `block_delta`s, `stop`."""
 
-    def start(self, index: int, kind: Kind, call: ToolCall | None) -> None: ...
+    def start(self, index: int, kind: BlockKind, call: ToolCall | None) -> None: ...
     def block_delta(self, text: str) -> None: ...
     def stop(self, signature: str | None) -> None: ...
 
@@ -47,25 +47,14 @@ class ContentBlocks:
     finished        the Finished event, once it has arrived
     """
 
-    __slots__ = (
-        "_arguments",
-        "_digest",
-        "_index",
-        "_open",
-        "_shows_thinking",
-        "_sink",
-        "finished",
-        "warnings",
-    )
-
     def __init__(self, sink: BlockSink, *, shows_thinking: bool = True) -> None:
         self.warnings: list[OutputWarning] = []
         self.finished: Finished | None = None
         self._sink = sink
         self._shows_thinking = shows_thinking
         self._index = -1
-        self._open: Kind | None = None
-        self._arguments = Arguments()
+        self._open: BlockKind | None = None
+        self._input = ToolInput()
         self._digest = new_digest()
 
     def push(self, event: Event) -> None:
@@ -78,9 +67,9 @@ class ContentBlocks:
                 self._push_reasoning(text)
             case ToolCall():
                 self._start("tool_use", event)
-                self._arguments = Arguments()
+                self._input = ToolInput()
             case ToolArguments(_, fragment):
-                self._push_arguments(self._arguments.push(fragment))
+                self._push_arguments(self._input.push(fragment))
             case ToolCallEnd():
                 self._stop_call(complete=True)
             case OutputWarning():
@@ -99,7 +88,7 @@ class ContentBlocks:
         if self._shows_thinking:
             self._sink.block_delta(text)
 
-    def _start(self, kind: Kind, call: ToolCall | None = None) -> None:
+    def _start(self, kind: BlockKind, call: ToolCall | None = None) -> None:
         self._stop()
         self._index += 1
         self._open = kind
@@ -118,8 +107,8 @@ class ContentBlocks:
             self._sink.stop(signature)
 
     def _stop_call(self, *, complete: bool) -> None:
-        self._push_arguments(self._arguments.finish(complete=complete))
-        if self._arguments.is_broken:
+        self._push_arguments(self._input.finish(complete=complete))
+        if self._input.is_broken:
             self._warn_broken()
         self._open = None
         self._sink.stop(None)
@@ -128,13 +117,9 @@ class ContentBlocks:
         """Warn about invalid arguments, unless the parser did so already. The parser does not warn
         about lone surrogates, which JSON can express and UTF-8 cannot."""
         if not self.warnings or self.warnings[-1].code != INVALID_ARGUMENTS:
-            self.warnings.append(
-                OutputWarning(
-                    INVALID_ARGUMENTS,
-                    f"content[{self._index}].input: the model did not write a JSON object; its "
-                    f"text is in `{INVALID_JSON}`",
-                )
-            )
+            problem = f"the model did not write a JSON object; its text is in `{INVALID_JSON}`"
+            at = f"content[{self._index}].input"
+            self.warnings.append(OutputWarning(INVALID_ARGUMENTS, f"{at}: {problem}"))
 
 
 def new_digest() -> hashlib.blake2b:

@@ -2,25 +2,22 @@
 
 Anthropic's turns have blocks. A chat's messages have text, calls and reasoning, and each tool
 result is a message of its own. Blocks keep their order. Consecutive turns of one role are one turn,
-as in Anthropic's API. Each call must be answered exactly once, in the next turn; otherwise the
-error names the block.
+as in Anthropic's API. Each call must be answered exactly once, in the next turn.
+
+Blocks that are not text are refused in a user's turn. In a tool result, which the user cannot
+change, they are replaced by a line that names the missing block, and the response has a warning.
+
+Errors are InvalidRequest and name the path of the invalid value.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
 
-from gateway.api.anthropic.pieces import (
-    blocks_of,
-    members_of,
-    text_in,
-    text_of_block,
-    unexpected,
-)
-from gateway.api.anthropic.text_blocks import readable, result_text
 from gateway.formats.events import OutputWarning
 from protocol.errors import InvalidRequest
 
@@ -32,7 +29,7 @@ changes with every request and would defeat the prefix cache."""
 Block = Mapping[str, Any]
 
 
-class Chat(msgspec.Struct):
+class ChatConversation(msgspec.Struct):
     """The translated conversation.
 
     messages   the `messages` of a ChatBody
@@ -46,8 +43,7 @@ class Chat(msgspec.Struct):
     continues: bool = False
 
 
-def translate_conversation(system: Any, messages: Sequence[Any]) -> Chat:
-    """Translate a conversation. Raise InvalidRequest naming the path of the invalid value."""
+def translate_conversation(system: Any, messages: Sequence[Any]) -> ChatConversation:
     writer = _ConversationWriter()
     if system is not None:
         writer.system(system)
@@ -64,43 +60,40 @@ class _ConversationWriter:
     """
 
     def __init__(self) -> None:
-        self.chat = Chat()
+        self.chat = ChatConversation()
         self.names: dict[str, str] = {}
         self.unanswered: dict[str, str] = {}
         self.blocks: Mapping[str, Mapping[str, Callable[[Block, str], None]]] = {
             "user": {
-                "text": self._user_block,
-                "document": self._user_block,
-                "search_result": self._user_block,
-                "image": self._user_block,
+                **dict.fromkeys((*_CONVERTERS, "image"), partial(self._text, "user")),
                 "tool_result": self._tool_result,
             },
             "assistant": {
-                "text": self._assistant_text,
+                "text": partial(self._text, "assistant"),
                 "thinking": self._thinking,
-                "redacted_thinking": self._redacted_thinking,
+                "redacted_thinking": lambda block, at: None,  # encrypted by another server
                 "tool_use": self._tool_use,
             },
-            "system": {"text": self._system_text},
+            "system": {"text": partial(self._text, "system")},
         }
 
     def system(self, system: Any) -> None:
-        texts = [
-            text_of_block(block, at) if block.get("type") == "text" else _refuse_system(block, at)
-            for at, block in blocks_of(system, "system")
-        ]
-        texts = [text for text in texts if text and not text.startswith(BILLING)]
+        texts = []
+        for at, block in blocks_of(system, "system"):
+            if block.get("type") != "text":
+                raise unexpected(block.get("type"), at, ("text",))
+            texts.append(text_in(block, "text", at))
         for text in texts:
-            self._add_text("system", text, "system")
+            if text and not text.startswith(BILLING):
+                self._add_text("system", text, "system")
 
     def turn(self, message: Any, at: str) -> None:
         message = members_of(message, at)
         role = message.get("role")
         kinds = self.blocks.get(role) if isinstance(role, str) else None
         if kinds is None:
-            raise InvalidRequest(
-                f"{at}.role: must be one of {', '.join(self.blocks)}; got {role!r}",
-                param=f"{at}.role",
+            raise InvalidRequest.at(
+                f"{at}.role", f"must be one of {', '.join(self.blocks)}; got {role!r}"
             )
         blocks = blocks_of(message.get("content"), f"{at}.content")
         if role == "assistant":
@@ -115,7 +108,7 @@ class _ConversationWriter:
             write(block, place)
         self.chat.continues = role == "assistant"
 
-    def finish(self) -> Chat:
+    def finish(self) -> ChatConversation:
         self._check_answered()
         for message in self.chat.messages:
             if "reasoning" in message:
@@ -128,9 +121,12 @@ class _ConversationWriter:
         """Return the last message if it has this role, else append a new one."""
         messages = self.chat.messages
         if not messages or messages[-1]["role"] != role:
-            messages.append({"role": role, "content": []})
-            self.chat.places.append(at)
+            self._append({"role": role, "content": []}, at)
         return messages[-1]
+
+    def _append(self, message: dict[str, Any], at: str) -> None:
+        self.chat.messages.append(message)
+        self.chat.places.append(at)
 
     def _start_assistant(self, at: str) -> None:
         messages = self.chat.messages
@@ -140,9 +136,8 @@ class _ConversationWriter:
 
     def _check_answered(self) -> None:
         for call_id, at in self.unanswered.items():
-            raise InvalidRequest(
-                f"{at}: the next message must have a tool_result for the tool_use {call_id!r}",
-                param=at,
+            raise InvalidRequest.at(
+                at, f"the next message must have a tool_result for the tool_use {call_id!r}"
             )
 
     def _add_text(self, role: str, text: str, at: str) -> None:
@@ -150,14 +145,8 @@ class _ConversationWriter:
 
     # ---- blocks
 
-    def _user_block(self, block: Block, at: str) -> None:
-        self._add_text("user", readable(block, at), at)
-
-    def _system_text(self, block: Block, at: str) -> None:
-        self._add_text("system", text_of_block(block, at), at)
-
-    def _assistant_text(self, block: Block, at: str) -> None:
-        self._add_text("assistant", text_of_block(block, at), at)
+    def _text(self, role: str, block: Block, at: str) -> None:
+        self._add_text(role, readable(block, at), at)
 
     def _thinking(self, block: Block, at: str) -> None:
         """Add thinking. Its signature is not checked."""
@@ -165,18 +154,12 @@ class _ConversationWriter:
         if text:
             self._current("assistant", at).setdefault("reasoning", []).append(text)
 
-    def _redacted_thinking(self, block: Block, at: str) -> None:
-        """Ignore thinking that another server encrypted."""
-
     def _tool_use(self, block: Block, at: str) -> None:
         call_id, name = text_in(block, "id", at), text_in(block, "name", at)
         if call_id in self.names:
-            raise InvalidRequest(
-                f"{at}.id: an earlier tool_use has the id {call_id!r} too", param=f"{at}.id"
-            )
+            raise InvalidRequest.at(f"{at}.id", f"an earlier tool_use has the id {call_id!r} too")
         self.names[call_id], self.unanswered[call_id] = name, at
-        arguments = members_of(block.get("input"), f"{at}.input")
-        function = {"name": name, "arguments": arguments}
+        function = {"name": name, "arguments": members_of(block.get("input"), f"{at}.input")}
         calls = self._current("assistant", at).setdefault("tool_calls", [])
         calls.append({"id": call_id, "type": "function", "function": function})
 
@@ -186,18 +169,14 @@ class _ConversationWriter:
             problem = f"the previous message has no tool_use with the id {call_id!r}"
             if call_id in self.names:
                 problem = f"the tool_use {call_id!r} already has a tool_result"
-            raise InvalidRequest(
-                f"{at}.tool_use_id: {problem}",
-                param=f"{at}.tool_use_id",
-            )
+            raise InvalidRequest.at(f"{at}.tool_use_id", problem)
         message = {
             "role": "tool",
             "tool_call_id": call_id,
             "name": self.names[call_id],
             "content": self._result_parts(block, at),
         }
-        self.chat.messages.append(message)
-        self.chat.places.append(at)
+        self._append(message, at)
 
     def _result_parts(self, block: Block, at: str) -> list[dict[str, str]]:
         content = block.get("content")
@@ -205,25 +184,122 @@ class _ConversationWriter:
         for place, inner in [] if content is None else blocks_of(content, f"{at}.content"):
             text, left_out = result_text(inner, place)
             if left_out is not None:
-                self.chat.warnings.append(
-                    OutputWarning(
-                        LEFT_OUT,
-                        f"{place}: left out, because its type is {left_out!r} and this model reads "
-                        "text only",
-                    )
-                )
+                problem = f"its type is {left_out!r} and this model reads text only"
+                warning = OutputWarning(LEFT_OUT, f"{place}: left out, because {problem}")
+                self.chat.warnings.append(warning)
             texts.append(text)
-        if _flag(block, "is_error", at) and not "".join(texts[:1]).lower().startswith("error"):
+        is_error = block.get("is_error")
+        if is_error is not None and not isinstance(is_error, bool):
+            raise InvalidRequest.at(f"{at}.is_error", "must be true or false")
+        if is_error and not "".join(texts[:1]).lower().startswith("error"):
             texts.insert(0, "Error:")
         return [{"type": "text", "text": text} for text in texts]
 
 
-def _flag(block: Block, name: str, at: str) -> bool:
-    value = block.get(name)
-    if value is not None and not isinstance(value, bool):
-        raise InvalidRequest(f"{at}.{name}: must be true or false", param=f"{at}.{name}")
-    return bool(value)
+# ---- the text of blocks
 
 
-def _refuse_system(block: Block, at: str) -> str:
-    raise unexpected(block.get("type"), at, ("text",))
+def readable(block: Block, at: str) -> str:
+    """Return a block's text. Raise InvalidRequest if it has none."""
+    kind = block.get("type")
+    convert = _CONVERTERS.get(kind) if isinstance(kind, str) else None
+    if convert is not None:
+        return convert(block, at)
+    if kind == "image":
+        raise _not_text(f"{at}.type", kind)
+    raise unexpected(kind, at, tuple(_CONVERTERS))
+
+
+def result_text(block: Block, at: str) -> tuple[str, str | None]:
+    """Return the text of a block in a tool result, and its type if it was left out."""
+    kind = block.get("type")
+    if not isinstance(kind, str):
+        raise unexpected(kind, at, tuple(_CONVERTERS))
+    is_readable = kind in _CONVERTERS and (
+        kind != "document"
+        or members_of(block.get("source"), f"{at}.source").get("type") in _TEXT_SOURCES
+    )
+    if is_readable:
+        return readable(block, at), None
+    return f"[{kind} left out: this model reads text only]", kind
+
+
+def _text(block: Block, at: str) -> str:
+    return text_in(block, "text", at)
+
+
+def _document(block: Block, at: str) -> str:
+    at_source = f"{at}.source"
+    source = members_of(block.get("source"), at_source)
+    match source.get("type"):
+        case "text":
+            text = text_in(source, "data", at_source)
+        case "content":
+            text = _texts(source.get("content"), f"{at_source}.content")
+        case kind:
+            raise _not_text(f"{at_source}.type", kind)
+    return _titled(block, at, ("title", "context"), text)
+
+
+def _search_result(block: Block, at: str) -> str:
+    return _titled(block, at, ("title", "source"), _texts(block.get("content"), f"{at}.content"))
+
+
+def _texts(content: Any, at: str) -> str:
+    texts = []
+    for place, block in blocks_of(content, at):
+        if block.get("type") != "text":
+            raise _not_text(f"{place}.type", block.get("type"))
+        texts.append(text_in(block, "text", place))
+    return "\n".join(texts)
+
+
+def _titled(block: Block, at: str, names: tuple[str, ...], text: str) -> str:
+    """Return `text` preceded by one line per member of `names` that the block has."""
+    given = [name for name in names if block.get(name) is not None]
+    values = [(name, text_in(block, name, at)) for name in given]
+    head = "".join(f"{name}: {value}\n" for name, value in values if value)
+    return f"{head}\n{text}" if head else text
+
+
+def _not_text(at: str, kind: Any) -> InvalidRequest:
+    return InvalidRequest.at(at, f"this model reads text only; got {kind!r}")
+
+
+_CONVERTERS: Mapping[str, Callable[[Block, str], str]] = {
+    "text": _text,
+    "document": _document,
+    "search_result": _search_result,
+}
+_TEXT_SOURCES = ("text", "content")
+"""Types of a document's source that are text."""
+
+
+# ---- members of JSON without a schema
+
+
+def members_of(value: Any, at: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise InvalidRequest.at(at, "must be an object")
+    return value
+
+
+def text_in(value: Mapping[str, Any], name: str, at: str) -> str:
+    text = value.get(name)
+    if not isinstance(text, str):
+        raise InvalidRequest.at(f"{at}.{name}", "must be a string")
+    return text
+
+
+def blocks_of(content: Any, at: str) -> list[tuple[str, Block]]:
+    """Return the blocks as (path, block). A string is one text block."""
+    if isinstance(content, str):
+        return [(at, {"type": "text", "text": content})]
+    if not isinstance(content, Sequence):
+        raise InvalidRequest.at(at, "must be a string or a list of blocks")
+    places = [f"{at}[{i}]" for i in range(len(content))]
+    return [(at, members_of(block, at)) for at, block in zip(places, content, strict=True)]
+
+
+def unexpected(kind: Any, at: str, known: Sequence[str]) -> InvalidRequest:
+    return InvalidRequest.at(f"{at}.type", f"must be one of {', '.join(known)}; got {kind!r}")

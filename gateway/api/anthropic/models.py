@@ -8,8 +8,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from typing import Literal
 
-from gateway.api.anthropic.responses import ModelInfo, ModelPage
+import msgspec
+
 from gateway.served_model import ServedModel
 from protocol.errors import InvalidRequest
 
@@ -19,8 +21,33 @@ MAX_LIMIT = 1000
 _NUMBER = re.compile(r"[0-9]{1,4}")
 
 
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True, tag="model"):
+    """A served model.
+
+    display_name       the model's own name; `id` may be an alias set by the operator
+    created_at         when the server began to serve it
+    max_input_tokens   the context length for prompt and answer together; so is `max_tokens`
+    """
+
+    id: str
+    display_name: str
+    created_at: str
+    max_input_tokens: int
+    max_tokens: int
+    lifecycle: Literal["active"]
+
+
+class ModelPage(msgspec.Struct, frozen=True, kw_only=True):
+    """first_id, last_id  ids in `data`; null if it is empty"""
+
+    data: list[ModelInfo]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+
+
 def model_info(served: ServedModel, name: str) -> ModelInfo:
-    """`name` is one of the served names."""
+    """Return the model under `name`, one of its served names."""
     since = datetime.fromtimestamp(served.since, UTC)
     return ModelInfo(
         id=name,
@@ -33,7 +60,7 @@ def model_info(served: ServedModel, name: str) -> ModelInfo:
 
 
 def model_page(served: ServedModel, query: Mapping[str, str]) -> ModelPage:
-    """Raises InvalidRequest naming the parameter of `query`."""
+    """Return a page of the served names. Raise InvalidRequest naming a parameter of `query`."""
     limit = _limit(query.get("limit", ""))
     names, is_backward = list(served.names), False
     if after := query.get("after_id"):

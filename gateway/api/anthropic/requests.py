@@ -7,12 +7,11 @@ so that an error can name the exact path. Unknown fields have no effect; the res
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-import msgspec
 from msgspec import Meta
 
-from gateway.api.anthropic.documented import Message, System, Thinking, Tool, ToolChoice
 from gateway.api.openai.requests import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -24,9 +23,91 @@ from gateway.api.openai.requests import (
     Timeout,
 )
 from gateway.text.stop import MAX_STOP_STRINGS
-from protocol.sampling import (
-    MaxTokens,
+from protocol.sampling import MaxTokens
+
+# ---- JSON Schemas of values that `conversation` and `translate` check, for the OpenAPI document
+
+_Schema = dict[str, Any]
+_TEXT: _Schema = {"type": "string"}
+_FLAG: _Schema = {"type": "boolean"}
+
+
+def _object(required: Sequence[str], **properties: _Schema) -> _Schema:
+    return {"type": "object", "required": list(required), "properties": properties}
+
+
+def _block(kind: str, optional: Mapping[str, _Schema] | None = None, **members: _Schema) -> _Schema:
+    """Return the schema of a content block with these required members."""
+    return _object(["type", *members], type={"const": kind}, **members, **(optional or {}))
+
+
+def _content(*blocks: _Schema) -> _Schema:
+    return {"anyOf": [_TEXT, {"type": "array", "items": {"anyOf": list(blocks)}}]}
+
+
+def _turn(role: str, *blocks: _Schema) -> _Schema:
+    return _object(["role", "content"], role={"const": role}, content=_content(*blocks))
+
+
+_TEXT_BLOCK = _block("text", text=_TEXT)
+_SOURCE = {"anyOf": [_block("text", data=_TEXT), _block("content", content=_content(_TEXT_BLOCK))]}
+_READABLE = (
+    _TEXT_BLOCK,
+    _block("document", source=_SOURCE),
+    _block(
+        "search_result", title=_TEXT, source=_TEXT, content={"type": "array", "items": _TEXT_BLOCK}
+    ),
 )
+_TOOL_RESULT = _block(
+    "tool_result", {"content": _content(*_READABLE), "is_error": _FLAG}, tool_use_id=_TEXT
+)
+_FROM_ASSISTANT = (
+    _TEXT_BLOCK,
+    _block("thinking", {"signature": _TEXT}, thinking=_TEXT),
+    _block("redacted_thinking", data=_TEXT),
+    _block("tool_use", id=_TEXT, name=_TEXT, input={"type": "object"}),
+)
+_MESSAGE = {
+    "title": "AnthropicMessage",
+    "anyOf": [
+        _turn("user", *_READABLE, _TOOL_RESULT),
+        _turn("assistant", *_FROM_ASSISTANT),
+        _turn("system", _TEXT_BLOCK),
+    ],
+}
+_TOOL = {"title": "AnthropicTool"} | _object(
+    ["name", "input_schema"],
+    type={"anyOf": [{"const": "custom"}, {"type": "null"}]},
+    name={"type": "string", "pattern": "^[A-Za-z0-9_.:/-]{1,128}$"},
+    description=_TEXT,
+    input_schema={
+        "type": "object",
+        "description": "A JSON Schema of type object.",
+        "properties": {"type": {"const": "object"}},
+    },
+    strict={"type": ["boolean", "null"]},
+)
+_TOOL_CHOICE = _object(
+    ["type"],
+    type={"enum": ["auto", "any", "tool", "none"]},
+    name=_TEXT,
+    disable_parallel_tool_use=_FLAG,
+)
+_THINKING = _object(
+    ["type"],
+    type={"enum": ["enabled", "disabled", "adaptive"]},
+    budget_tokens={"type": "integer", "minimum": 0},
+    display={"enum": ["summarized", "omitted"]},
+)
+
+Message = Annotated[Any, Meta(extra_json_schema=_MESSAGE)]
+System = Annotated[Any, Meta(extra_json_schema=_content(_TEXT_BLOCK))]
+Tool = Annotated[Any, Meta(extra_json_schema=_TOOL)]
+ToolChoice = Annotated[Any, Meta(extra_json_schema=_TOOL_CHOICE)]
+Thinking = Annotated[Any, Meta(extra_json_schema=_THINKING)]
+
+
+# ---- bodies
 
 
 class CountBody(FormFields, frozen=True, kw_only=True):
@@ -76,7 +157,3 @@ class MessagesBody(CountBody, frozen=True, kw_only=True):
     """POST /v1/messages."""
 
     max_tokens: MaxTokens
-
-
-count_decoder = msgspec.json.Decoder(CountBody)
-messages_decoder = msgspec.json.Decoder(MessagesBody)

@@ -1,17 +1,22 @@
-"""Response bodies of the Messages routes, for the OpenAPI document and for tests.
-
-`whole` and `stream` encode the responses themselves.
-"""
+"""Response bodies of the Messages routes, and what streams and complete messages share."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from gateway.api.anthropic.blocks import BlockKind
 from gateway.api.openai.responses import Effective
-from gateway.observe.timings import Timings
+from gateway.formats.events import Finished, OutputWarning, ToolCall
+from gateway.generation.group import ChoiceGroup
+from gateway.http.errors import HTTPFault
+from gateway.observe.timings import Timings, timings_of_group
+
+encode = msgspec.json.encode
 
 StopReason = Literal[
     "end_turn",
@@ -21,6 +26,40 @@ StopReason = Literal[
     "pause_turn",
     "model_context_window_exceeded",
 ]
+STOP_REASONS: Mapping[str, StopReason] = {
+    "stop": "end_turn",
+    "length": "max_tokens",
+    "tool_calls": "tool_use",
+    "abort": "pause_turn",
+}
+"""Finish reason -> stop reason, if no stop string matched and the context is not full."""
+
+ErrorType = Literal[
+    "invalid_request_error",
+    "authentication_error",
+    "permission_error",
+    "not_found_error",
+    "conflict_error",
+    "request_too_large",
+    "rate_limit_error",
+    "overloaded_error",
+    "timeout_error",
+    "api_error",
+]
+ERROR_TYPES: Mapping[int, ErrorType] = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    409: "conflict_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""Status -> error type. Other statuses are invalid_request_error or api_error."""
+
+
+# ---- errors
 
 
 class ErrorCode(msgspec.Struct, frozen=True):
@@ -30,18 +69,7 @@ class ErrorCode(msgspec.Struct, frozen=True):
 class MessagesError(msgspec.Struct, frozen=True, kw_only=True):
     """param  the path of the request field at fault: `messages[2].content[0]`"""
 
-    type: Literal[
-        "invalid_request_error",
-        "authentication_error",
-        "permission_error",
-        "not_found_error",
-        "conflict_error",
-        "request_too_large",
-        "rate_limit_error",
-        "overloaded_error",
-        "timeout_error",
-        "api_error",
-    ]
+    type: ErrorType
     message: str
     param: str | UnsetType = UNSET
     details: ErrorCode | UnsetType = UNSET
@@ -50,6 +78,24 @@ class MessagesError(msgspec.Struct, frozen=True, kw_only=True):
 class MessagesErrorAnswer(msgspec.Struct, frozen=True, kw_only=True, tag="error"):
     error: MessagesError
     request_id: str
+
+
+def error_answer(fault: HTTPFault, request_id: str) -> MessagesErrorAnswer:
+    default: ErrorType = "invalid_request_error" if fault.status < 500 else "api_error"
+    error = MessagesError(
+        type=ERROR_TYPES.get(fault.status, default),
+        message=fault.message,
+        param=UNSET if fault.param is None else fault.param,
+        details=UNSET if fault.code is None else ErrorCode(fault.code),
+    )
+    return MessagesErrorAnswer(error=error, request_id=request_id)
+
+
+def error_body(fault: HTTPFault, request_id: str) -> bytes:
+    return encode(error_answer(fault, request_id))
+
+
+# ---- usage
 
 
 class OutputTokensDetails(msgspec.Struct, frozen=True):
@@ -81,6 +127,38 @@ class MessagesUsage(MessageDeltaUsage, frozen=True, kw_only=True):
     service_tier: Literal["standard"]
 
 
+def usage_of(group: ChoiceGroup, block_tokens: int) -> MessageDeltaUsage:
+    """Return the usage so far. `block_tokens` is the block size of the prefix cache; 0: there is no
+    cache.
+
+    The blocks that the same prompt can find later count as written: all that are full without the
+    last token, which is always computed.
+    """
+    prompt, cached = group.num_prompt_tokens, group.num_cached_tokens
+    cacheable = (prompt - 1) // block_tokens * block_tokens if block_tokens else 0
+    written = max(0, cacheable - cached)
+    thinking = group.num_reasoning_tokens
+    return MessageDeltaUsage(
+        input_tokens=prompt - cached - written,
+        cache_creation_input_tokens=written,
+        cache_read_input_tokens=cached,
+        output_tokens=group.num_generated_tokens,
+        output_tokens_details=UNSET if thinking is None else OutputTokensDetails(thinking),
+    )
+
+
+def _full_usage(usage: MessageDeltaUsage) -> MessagesUsage:
+    """Return the usage of a message. No token is guaranteed to stay cached for an hour."""
+    written = CacheCreation(
+        ephemeral_5m_input_tokens=usage.cache_creation_input_tokens, ephemeral_1h_input_tokens=0
+    )
+    counts = msgspec.structs.asdict(usage)
+    return MessagesUsage(**counts, cache_creation=written, service_tier="standard")
+
+
+# ---- messages
+
+
 class TextBlock(msgspec.Struct, frozen=True, tag="text"):
     text: str
 
@@ -101,6 +179,21 @@ class ToolUseBlock(msgspec.Struct, frozen=True, tag="tool_use"):
 ContentBlock = TextBlock | ThinkingBlock | ToolUseBlock
 
 
+def content_block(
+    kind: BlockKind, call: ToolCall | None, text: str = "", signature: str = ""
+) -> ContentBlock:
+    """Return a block; without a text, as `content_block_start` has it. The text of a call is a JSON
+    object, which is encoded as the model wrote it."""
+    match kind:
+        case "text":
+            return TextBlock(text)
+        case "thinking":
+            return ThinkingBlock(text, signature)
+    assert call is not None
+    arguments = cast("dict[str, Any]", msgspec.Raw(text.encode() or b"{}"))
+    return ToolUseBlock(call.id, call.name, arguments)
+
+
 class MessagesWarning(msgspec.Struct, frozen=True, kw_only=True):
     """A problem that did not prevent the answer."""
 
@@ -108,20 +201,111 @@ class MessagesWarning(msgspec.Struct, frozen=True, kw_only=True):
     message: str
 
 
-class AnsweredMessage(msgspec.Struct, frozen=True, kw_only=True, tag="message"):
+class MessageEnd(msgspec.Struct, frozen=True):
+    stop_reason: StopReason
+    stop_sequence: str | None
+
+
+def end_of(finished: Finished, group: ChoiceGroup) -> MessageEnd:
+    """Return the stop reason. An answer cut off before the request's `max_tokens` filled the
+    context."""
+    (choice,) = group.choices
+    reason = STOP_REASONS[finished.reason]
+    matched = finished.stop_reason if isinstance(finished.stop_reason, str) else None
+    if finished.reason == "stop" and matched is not None:
+        reason = "stop_sequence"
+    limit = choice.params.max_tokens
+    if finished.reason == "length" and limit is not None and choice.num_generated < limit:
+        reason = "model_context_window_exceeded"
+    return MessageEnd(reason, matched)
+
+
+class AnsweredMessage(msgspec.Struct, frozen=True, kw_only=True):
     """ignored_params  request fields that had no effect"""
 
     id: str
+    type: Literal["message"]
     role: Literal["assistant"]
     model: str
     content: list[ContentBlock]
     stop_reason: StopReason | None
     stop_sequence: str | None
     usage: MessagesUsage
-    warnings: list[MessagesWarning] | UnsetType = UNSET
     ignored_params: list[str] | UnsetType = UNSET
     effective: Effective | UnsetType = UNSET
+    warnings: list[MessagesWarning] | UnsetType = UNSET
     timings: Timings | UnsetType = UNSET
+
+
+@dataclass(frozen=True, slots=True)
+class AnthropicEnvelope:
+    """The members of a message that do not depend on the answer.
+
+    request_id     the id in errors and headers; the message id contains it
+    model          the model name from the request
+    extensions     our own members, sent with the complete message or in `message_start`
+    warnings       warnings about the request
+    block_tokens   block size of the prefix cache; 0: there is no cache
+    """
+
+    request_id: str
+    model: str
+    shows_thinking: bool = True
+    extensions: Mapping[str, Any] = field(default_factory=dict)
+    warnings: Sequence[OutputWarning] = ()
+    block_tokens: int = 0
+
+    @property
+    def id(self) -> str:
+        return f"msg_{self.request_id}"
+
+    def message_at_start(self, group: ChoiceGroup) -> AnsweredMessage:
+        """Return the message as `message_start` has it."""
+        return AnsweredMessage(
+            id=self.id,
+            type="message",
+            role="assistant",
+            model=self.model,
+            content=[],
+            stop_reason=None,
+            stop_sequence=None,
+            usage=_full_usage(usage_of(group, self.block_tokens)),
+            **self.extensions,
+        )
+
+    def message(
+        self,
+        group: ChoiceGroup,
+        content: list[ContentBlock],
+        finished: Finished,
+        warnings: Sequence[OutputWarning],
+    ) -> AnsweredMessage:
+        """Return the complete message. `warnings` are those about the answer."""
+        end = end_of(finished, group)
+        return msgspec.structs.replace(
+            self.message_at_start(group),
+            content=content,
+            stop_reason=end.stop_reason,
+            stop_sequence=end.stop_sequence,
+            warnings=self.all_warnings(warnings),
+            timings=timings_of_group(group),
+        )
+
+    def all_warnings(self, of_answer: Sequence[OutputWarning]) -> list[MessagesWarning] | UnsetType:
+        """Return the warnings about the request and the answer; UNSET if there are none."""
+        return [
+            MessagesWarning(code=warning.code, message=warning.message)
+            for warning in [*self.warnings, *of_answer]
+        ] or UNSET
+
+
+class InputTokenCount(msgspec.Struct, frozen=True, kw_only=True):
+    input_tokens: int
+    ignored_params: list[str] | UnsetType = UNSET
+    effective: Effective | UnsetType = UNSET
+
+
+# ---- events of a stream
 
 
 class MessageStart(msgspec.Struct, frozen=True, tag="message_start"):
@@ -164,11 +348,6 @@ class ContentBlockStop(msgspec.Struct, frozen=True, tag="content_block_stop"):
     index: int
 
 
-class MessageEnd(msgspec.Struct, frozen=True):
-    stop_reason: StopReason
-    stop_sequence: str | None
-
-
 class MessageDelta(msgspec.Struct, frozen=True, kw_only=True, tag="message_delta"):
     """The stop reason, and the usage of the complete answer."""
 
@@ -192,34 +371,3 @@ StreamEvent = (
     | MessageStop
     | MessagesErrorAnswer
 )
-
-
-class InputTokenCount(msgspec.Struct, frozen=True, kw_only=True):
-    input_tokens: int
-    ignored_params: list[str] | UnsetType = UNSET
-    effective: Effective | UnsetType = UNSET
-
-
-class ModelInfo(msgspec.Struct, frozen=True, kw_only=True, tag="model"):
-    """A served model.
-
-    display_name       the model's own name; `id` may be an alias set by the operator
-    created_at         when the server began to serve it
-    max_input_tokens   the context length for prompt and answer together; so is `max_tokens`
-    """
-
-    id: str
-    display_name: str
-    created_at: str
-    max_input_tokens: int
-    max_tokens: int
-    lifecycle: Literal["active"]
-
-
-class ModelPage(msgspec.Struct, frozen=True, kw_only=True):
-    """first_id, last_id  ids in `data`; null if it is empty"""
-
-    data: list[ModelInfo]
-    has_more: bool
-    first_id: str | None
-    last_id: str | None

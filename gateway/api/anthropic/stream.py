@@ -1,4 +1,4 @@
-"""Writes an answer as Anthropic's events.
+"""Writes an answer as Anthropic's events, or as one message: the sum of those events.
 
     message_start  ping  [content_block_start  content_block_delta ...  content_block_stop] ...
     message_delta  message_stop
@@ -9,47 +9,37 @@
   ping, with comments.
 - `message_delta` has the final usage, the warnings and the timings.
 - After an error, one `error` event ends the stream.
-- Most of a frame's JSON is encoded once per block. Usually only the new text is encoded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
 
-from gateway.api.anthropic.blocks import ContentBlocks, Kind
-from gateway.api.anthropic.envelope import (
-    NO_END,
-    AnthropicEnvelope,
-    empty_block,
-    encode,
-    end_of,
-    usage_at_start,
-    usage_of,
-    warnings_member,
-)
-from gateway.api.anthropic.errors import error_body
-from gateway.formats.events import OutputDelta, ToolCall
+from gateway.api.anthropic import responses
+from gateway.api.anthropic.blocks import BlockKind, ContentBlocks
+from gateway.api.anthropic.responses import AnthropicEnvelope, content_block, encode
+from gateway.formats.events import Event, OutputDelta, ToolCall
 from gateway.generation.choice import Choice
 from gateway.generation.group import ChoiceGroup
 from gateway.http.errors import fault_of
-from gateway.observe.timings import told_timings
+from gateway.observe.timings import timings_of_group
 from protocol.errors import ServingError
 
-PING = b'event: ping\ndata: {"type":"ping"}\n\n'
-_DELTA = b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":%b'
-_DELTA_TYPES: Mapping[Kind, bytes] = {
-    "text": b'{"type":"text_delta","text":',
-    "thinking": b'{"type":"thinking_delta","thinking":',
-    "tool_use": b'{"type":"input_json_delta","partial_json":',
+_DELTAS: Mapping[
+    BlockKind,
+    Callable[[str], responses.TextDelta | responses.ThinkingDelta | responses.InputJsonDelta],
+] = {
+    "text": responses.TextDelta,
+    "thinking": responses.ThinkingDelta,
+    "tool_use": responses.InputJsonDelta,
 }
-_SIGNATURE = b'{"type":"signature_delta","signature":'
-_DELTA_END = b"}}\n\n"
 
 
-def event(kind: str, **members: Any) -> bytes:
-    name = kind.encode()
-    return b"event: %b\ndata: %b\n\n" % (name, encode({"type": kind, **members}))
+def frame(event: responses.StreamEvent) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (str(event.__struct_config__.tag).encode(), encode(event))
+
+
+PING = frame(responses.AnthropicPing())
 
 
 class EventWriter:
@@ -78,7 +68,7 @@ class EventWriter:
         self._blocks = ContentBlocks(self, shows_thinking=envelope.shows_thinking)
         self._frames: list[bytes] = []
         self._index = 0
-        self._delta_head = b""
+        self._make_delta = _DELTAS["text"]
 
     # ---- for the answer
 
@@ -92,21 +82,17 @@ class EventWriter:
     def end(self) -> None:
         finished = self._blocks.finished
         assert finished is not None, "an answer that has ended has a Finished event"
-        warnings = warnings_member([*self._envelope.warnings, *self._blocks.warnings])
-        last = event(
-            "message_delta",
-            delta=end_of(finished, self._group),
-            usage=self._usage(),
-            **warnings,
-            **told_timings(self._group),
+        last = responses.MessageDelta(
+            delta=responses.end_of(finished, self._group),
+            usage=responses.usage_of(self._group, self._envelope.block_tokens),
+            warnings=self._envelope.all_warnings(self._blocks.warnings),
+            timings=timings_of_group(self._group),
         )
-        self._write(self._opening() + last + event("message_stop"))
+        self._write(self._opening() + frame(last) + frame(responses.MessageStop()))
         self._finish()
 
     def fail(self, error: ServingError) -> None:
-        self._write(
-            b"event: error\ndata: %b\n\n" % error_body(fault_of(error), self._envelope.request_id)
-        )
+        self._write(frame(responses.error_answer(fault_of(error), self._envelope.request_id)))
         self._finish()
 
     def _opening(self) -> bytes:
@@ -115,25 +101,56 @@ class EventWriter:
             return b""
         self._has_started = True
         self._on_start()
-        message = self._envelope.message([], NO_END, usage_at_start(self._usage()))
-        return event("message_start", message=message) + PING
-
-    def _usage(self) -> dict[str, Any]:
-        return usage_of(self._group, self._envelope.block_tokens)
+        return frame(responses.MessageStart(self._envelope.message_at_start(self._group))) + PING
 
     # ---- for the blocks
 
-    def start(self, index: int, kind: Kind, call: ToolCall | None) -> None:
+    def start(self, index: int, kind: BlockKind, call: ToolCall | None) -> None:
         self._index = index
-        self._delta_head = _DELTA % (index, _DELTA_TYPES[kind])
-        block = empty_block(kind, call)
-        self._frames.append(event("content_block_start", index=index, content_block=block))
+        self._make_delta = _DELTAS[kind]
+        self._add(responses.ContentBlockStart(index, content_block(kind, call)))
 
     def block_delta(self, text: str) -> None:
-        self._frames.append(self._delta_head + encode(text) + _DELTA_END)
+        self._add(responses.ContentBlockDelta(self._index, self._make_delta(text)))
 
     def stop(self, signature: str | None) -> None:
         if signature is not None:
-            head = _DELTA % (self._index, _SIGNATURE)
-            self._frames.append(head + encode(signature) + _DELTA_END)
-        self._frames.append(event("content_block_stop", index=self._index))
+            delta = responses.SignatureDelta(signature)
+            self._add(responses.ContentBlockDelta(self._index, delta))
+        self._add(responses.ContentBlockStop(self._index))
+
+    def _add(self, event: responses.StreamEvent) -> None:
+        self._frames.append(frame(event))
+
+
+class _BlockCollector:
+    """The sink that collects complete blocks."""
+
+    def __init__(self) -> None:
+        self.content: list[responses.ContentBlock] = []
+        self._kind: BlockKind = "text"
+        self._call: ToolCall | None = None
+        self._deltas: list[str] = []
+
+    def start(self, index: int, kind: BlockKind, call: ToolCall | None) -> None:
+        self._kind, self._call, self._deltas = kind, call, []
+
+    def block_delta(self, text: str) -> None:
+        self._deltas.append(text)
+
+    def stop(self, signature: str | None) -> None:
+        text = "".join(self._deltas)
+        self.content.append(content_block(self._kind, self._call, text, signature or ""))
+
+
+def whole_message(
+    group: ChoiceGroup, events: Iterable[Event], envelope: AnthropicEnvelope
+) -> bytes:
+    """Return the body of a 200 for a group that ended without an error. `events` are all of its
+    events."""
+    collector = _BlockCollector()
+    blocks = ContentBlocks(collector, shows_thinking=envelope.shows_thinking)
+    for event in events:
+        blocks.push(event)
+    assert blocks.finished is not None
+    return encode(envelope.message(group, collector.content, blocks.finished, blocks.warnings))

@@ -1,7 +1,8 @@
 """Translates a Messages request into a chat request, and the chat's field names back.
 
-Fields that both have are copied. Errors about the chat name the fields of the client's request.
-Raises InvalidRequest naming the field.
+Fields that both have are copied. Errors are InvalidRequest and name the fields of the client's
+request. `openai.tools` checks what both APIs share: names, schemas, and whether the chosen tool
+exists.
 """
 
 from __future__ import annotations
@@ -13,23 +14,29 @@ from typing import Any, Literal
 
 import msgspec
 
-from gateway.api.anthropic.conversation import translate_conversation
-from gateway.api.anthropic.pieces import members_of
+from gateway.api.anthropic.conversation import (
+    members_of,
+    text_in,
+    translate_conversation,
+    unexpected,
+)
 from gateway.api.anthropic.requests import CountBody
-from gateway.api.anthropic.tools import chat_tool_choice, chat_tools
-from gateway.api.openai.checks import check_chat, unsupported
-from gateway.api.openai.naming import renaming
-from gateway.api.openai.requests import ChatBody
+from gateway.api.openai.prepare import check_chat, renaming
+from gateway.api.openai.requests import ChatBody, unsupported
 from gateway.formats.events import OutputWarning
+from gateway.formats.model_format import ModelOutputFormat
 from gateway.http.body import check_depth
+from gateway.prompt.kwargs import thinking_budget
 from protocol.errors import InvalidRequest
 
+NO_BUDGET = "thinking_budget_not_kept"
 Display = Literal["summarized", "omitted"]
 _TRANSLATED = frozenset({"messages", "tools", "tool_choice", "thinking"})
-SHARED = frozenset(CountBody.__struct_fields__) & frozenset(ChatBody.__struct_fields__)
-SAME = SHARED - _TRANSLATED
+_SHARED = frozenset(CountBody.__struct_fields__) & frozenset(ChatBody.__struct_fields__)
+SAME = _SHARED - _TRANSLATED
 """Fields with the same meaning in both; they are copied."""
-_OF_TOOLS = {
+_TOOL_CHOICES: Mapping[str, str] = {"auto": "auto", "any": "required", "none": "none"}
+_TOOL_PATHS = {
     r"^(tools\[\d+\])\.function\.parameters": r"\1.input_schema",
     r"^(tools\[\d+\])\.function\b": r"\1",
     r"^tool_choice\.function\.name$": "tool_choice.name",
@@ -61,11 +68,11 @@ class MessagesTranslation(msgspec.Struct, frozen=True):
         """Return the path in the request of a chat field."""
         if (found := _PLACE.match(name)) and int(found[1]) < len(self.places):
             return self.places[int(found[1])]
-        for pattern, own in {**_OF_TOOLS, **self._of_formats()}.items():
+        for pattern, own in {**_TOOL_PATHS, **self._format_paths()}.items():
             name = re.sub(pattern, own, name)
         return name
 
-    def _of_formats(self) -> Mapping[str, str]:
+    def _format_paths(self) -> Mapping[str, str]:
         return {
             r"^response_format\.json_schema\b": self.format_field,
             r"^response_format\b": self.format_field,
@@ -73,10 +80,6 @@ class MessagesTranslation(msgspec.Struct, frozen=True):
             r"^stop\b": "stop_sequences",
             r"^continue_final_message$": "messages",
         }
-
-
-def chat_body(body: CountBody) -> ChatBody:
-    return translate(body).chat
 
 
 def translate(body: CountBody) -> MessagesTranslation:
@@ -89,10 +92,12 @@ def translate(body: CountBody) -> MessagesTranslation:
     conversation = translate_conversation(body.system, body.messages)
     effort, format_field, form = _output(body)
     thinking, display = _thinking(body.thinking)
-    choice, parallel = chat_tool_choice(body.tool_choice)
+    choice, parallel = _chat_tool_choice(body.tool_choice)
     chat = ChatBody(
         messages=conversation.messages,
-        tools=None if body.tools is None else chat_tools(body.tools),
+        tools=None
+        if body.tools is None
+        else [_chat_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools)],
         tool_choice=choice,
         parallel_tool_calls=parallel,
         stop=body.stop_sequences,
@@ -116,9 +121,8 @@ def _thinking(thinking: Any) -> tuple[Any, Display]:
         return thinking, "summarized"
     display = thinking.get("display")
     if display not in (None, "summarized", "omitted"):
-        raise InvalidRequest(
-            f"thinking.display: must be one of summarized, omitted; got {display!r}",
-            param="thinking.display",
+        raise InvalidRequest.at(
+            "thinking.display", f"must be one of summarized, omitted; got {display!r}"
         )
     rest = {name: value for name, value in thinking.items() if name != "display"}
     return rest, display or "summarized"
@@ -134,9 +138,8 @@ def _output(body: CountBody) -> tuple[Any, str, dict[str, Any] | None]:
     forms = {"output_config.format": config.get("format"), "output_format": body.output_format}
     formats = {field: form for field, form in forms.items() if form is not None}
     if len(formats) > 1:
-        raise InvalidRequest(
-            "output_format: cannot be combined with output_config.format; set only one of them",
-            param="output_format",
+        raise InvalidRequest.at(
+            "output_format", "cannot be combined with output_config.format; set only one of them"
         )
     for field, form in formats.items():
         return config.get("effort"), field, _form(form, field)
@@ -146,7 +149,74 @@ def _output(body: CountBody) -> tuple[Any, str, dict[str, Any] | None]:
 def _form(form: Any, at: str) -> dict[str, Any]:
     form = members_of(form, at)
     if form.get("type") != "json_schema":
-        raise InvalidRequest(
-            f"{at}.type: must be json_schema; got {form.get('type')!r}", param=f"{at}.type"
-        )
+        raise InvalidRequest.at(f"{at}.type", f"must be json_schema; got {form.get('type')!r}")
     return {"type": "json_schema", "json_schema": {k: v for k, v in form.items() if k != "type"}}
+
+
+# ---- tools
+
+
+def _chat_tool(tool: Any, at: str) -> dict[str, Any]:
+    tool = members_of(tool, at)
+    kind = tool.get("type")
+    if kind not in (None, "custom"):
+        raise InvalidRequest.at(
+            f"{at}.type",
+            "must be 'custom' or absent; this server does not run Anthropic's own tools such as "
+            f"{kind!r}",
+        )
+    schema = members_of(tool.get("input_schema"), f"{at}.input_schema")
+    function = {"name": tool.get("name"), "parameters": schema}
+    given = {name: tool[name] for name in ("description", "strict") if tool.get(name) is not None}
+    return {"type": "function", "function": function | given}
+
+
+def _chat_tool_choice(choice: Any) -> tuple[str | dict[str, Any] | None, bool | None]:
+    """Return (tool_choice, parallel_tool_calls) of a chat."""
+    if choice is None:
+        return None, None
+    choice = members_of(choice, "tool_choice")
+    kind = choice.get("type")
+    alone = choice.get("disable_parallel_tool_use")
+    if alone is not None and not isinstance(alone, bool):
+        raise InvalidRequest.at("tool_choice.disable_parallel_tool_use", "must be true or false")
+    parallel = None if alone is None else not alone
+    if kind == "tool":
+        name = text_in(choice, "name", "tool_choice")
+        return {"type": "function", "function": {"name": name}}, parallel
+    if not isinstance(kind, str) or kind not in _TOOL_CHOICES:
+        raise unexpected(kind, "tool_choice", (*_TOOL_CHOICES, "tool"))
+    return _TOOL_CHOICES[kind], parallel
+
+
+# ---- limits of the model
+
+
+def clamp_to_model(
+    chat: ChatBody, max_len: int, output_format: ModelOutputFormat
+) -> tuple[ChatBody, list[OutputWarning]]:
+    """Return the request within the model's limits, and warnings about changes.
+
+    These clients send the same `max_tokens` to every model, so a larger value is cut to `max_len`;
+    an answer that fills the context then has the stop reason `model_context_window_exceeded`. They
+    also send a thinking budget to models without a reasoning format, where it is dropped.
+    """
+    warnings = []
+    changes: dict[str, Any] = {}
+    if chat.max_tokens is not None and chat.max_tokens > max_len:
+        changes["max_tokens"] = max_len
+    budget = thinking_budget(chat.thinking_fields)
+    if output_format.reasoning is None and budget:
+        changes |= {"thinking": _without_budget(chat.thinking), "thinking_token_budget": None}
+        message = (
+            f"{budget[0]}: ignored, because this model's reasoning format is unknown; leave the "
+            "field out, or restart the server with --reasoning-format"
+        )
+        warnings.append(OutputWarning(NO_BUDGET, message))
+    return msgspec.structs.replace(chat, **changes), warnings
+
+
+def _without_budget(thinking: object) -> object:
+    if not isinstance(thinking, Mapping):
+        return thinking
+    return {name: value for name, value in thinking.items() if name != "budget_tokens"}

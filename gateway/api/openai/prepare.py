@@ -1,26 +1,38 @@
-"""Turns a chat body into prompt requests: a prompt, sampling parameters, a grammar and a parser.
+"""Checks a body and turns it into prompt requests: prompt, sampling parameters, grammar, parser.
 
-All APIs with conversations use it. The effective template arguments are computed here, once per
-conversation. The parser starts in the state in which the rendered prompt ends.
+All APIs with conversations use `Preparation`. The effective template arguments are computed here,
+once per conversation. The parser starts in the state in which the rendered prompt ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from gateway.api.openai.naming import rename_error
-from gateway.api.openai.requests import BatchBody, ChatBody, empty_prompt
-from gateway.api.openai.structured import answer_form
-from gateway.api.openai.tool_grammar import calls_instead, tool_grammar
-from gateway.api.openai.tools import ToolPlan, tool_plan
+from gateway.api.openai.requests import (
+    BatchBody,
+    ChatBody,
+    CompletionBody,
+    CompletionPrompt,
+    GenerationBody,
+    empty_prompt,
+    prompts_of,
+    unsupported,
+)
+from gateway.api.openai.response_builder import CompletionResponseBuilder
+from gateway.api.openai.responses import Effective
+from gateway.api.openai.structured import FORM_FIELDS, answer_form
+from gateway.api.openai.tools import ToolPlan, calls_instead, tool_grammar, tool_plan
 from gateway.formats.choice_parser import AnswerOptions, ParserFactory
 from gateway.formats.model_format import AnswerStart
 from gateway.generation.parameters import choices_of, first, read_options
-from gateway.generation.reasoning_tokens import ThinkingMeter
+from gateway.generation.reasoning_tokens import ReasoningCounter
 from gateway.generation.request import PromptRequest, ToolChoiceCheck
+from gateway.http.body import MAX_LISTED_FIELDS, check_depth
 from gateway.prompt import tool_prompt
 from gateway.prompt.kwargs import effective_kwargs, thinking_budget
 from gateway.prompt.render import PromptConversation
@@ -29,6 +41,7 @@ from gateway.served_model import ServedModel
 from gateway.service import offload
 from protocol.errors import InvalidRequest, RequestError
 from protocol.grammar import Body, Grammar
+from protocol.sampling import check_token_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +53,9 @@ class Prompt:
     kwargs: dict[str, Any]
 
     @property
-    def effective(self) -> dict[str, Any]:
+    def effective(self) -> Effective:
         """The `effective` member of the response."""
-        return {"chat_template_kwargs": self.kwargs}
+        return Effective(self.kwargs)
 
 
 def _schema_field(plan: ToolPlan) -> str:
@@ -162,14 +175,15 @@ class Preparation:
         """Return the request for one prompt without a grammar, to parse an existing answer."""
         body, model, plan = self.body, self.model, self.plan
         marks, inside = start.marks, start.inside
+        new_counter = partial(ReasoningCounter, marks, starts_inside=inside) if marks else None
         return PromptRequest(
             prompt.ids,
             choices_of(body, model.defaults, model.tokenizer),
             ParserFactory(
                 model.tokenizer, read_options(body, continues=False), self._parser_options(start)
             ),
-            new_meter=partial(ThinkingMeter, marks, starts_inside=inside) if marks else None,
-            demand=ToolChoiceCheck(plan.name) if plan.demands_call else None,
+            new_reasoning_counter=new_counter,
+            tool_choice_check=ToolChoiceCheck(plan.name) if plan.demands_call else None,
         )
 
     def _grammar(self, start: AnswerStart) -> Grammar | None:
@@ -199,3 +213,212 @@ class Preparation:
             parallel_tool_calls=self.plan.many,
             calls_or_text=self.is_calls_or_form,
         )
+
+
+class Completion:
+    """Prepares the prompts of one completion body. Raises InvalidRequest naming the field.
+
+    prompt_requests  one per prompt
+    ignored          paths of structured output members that have no effect
+    ids              the prompts' token ids, if they are known already
+    """
+
+    def __init__(
+        self,
+        body: CompletionBody,
+        model: ServedModel,
+        *,
+        max_prompts: int,
+        ids: Sequence[list[int]] | None = None,
+    ) -> None:
+        self.body = body
+        self._model = model
+        self._prompts = prompts_of(body, max_prompts)
+        self._options = read_options(body, continues=True)
+        form = answer_form(body)
+        self.ignored: list[str] = form.ignored if form else []
+        self._form_field = form.field if form else ""
+        choices = choices_of(body, model.defaults, model.tokenizer)
+        parsers = ParserFactory(model.tokenizer, self._options)
+        grammar = Grammar(body=form.body) if form is not None else None
+        if ids is None:
+            is_list = self._prompts is body.prompt  # else it is a single prompt
+            ids = [
+                _prompt_ids(prompt, model, f"prompt[{place}]" if is_list else "prompt")
+                for place, prompt in enumerate(self._prompts)
+            ]
+        self.prompt_requests = [
+            PromptRequest(prompt_ids, choices, parsers, grammar=grammar) for prompt_ids in ids
+        ]
+
+    def builder(self) -> CompletionResponseBuilder:
+        body = self.body
+        texts = None
+        if body.echo:
+            skips = self._options.skip_special_tokens
+            texts = [_prompt_text(prompt, self._model, skips) for prompt in self._prompts]
+        return CompletionResponseBuilder(
+            self._model.tokenizer,
+            body.num_logprobs,
+            self._options,
+            texts,
+            body.logprob_token_ids or (),
+        )
+
+    def rename_field(self, error: RequestError) -> RequestError:
+        """Rename the engine's "grammar" in an error to the field of the request."""
+        error.param = self._form_field if error.param == "grammar" else error.param
+        return error
+
+
+def _prompt_ids(prompt: CompletionPrompt, model: ServedModel, param: str) -> list[int]:
+    """Return the prompt's token ids, or raise InvalidRequest naming `param`. An empty text becomes
+    the BOS token, if the model has one."""
+    if isinstance(prompt, str):
+        bos = model.card.bos_token_id
+        ids = model.tokenizer.encode(prompt, True, offload=offload, param=param)
+        ids = ids or ([] if bos is None else [bos])
+    else:
+        check_token_ids(prompt, model.card.vocab_size, param)
+        ids = prompt
+    if not ids:
+        raise empty_prompt(param)
+    return ids
+
+
+def _prompt_text(prompt: CompletionPrompt, model: ServedModel, skip_special_tokens: bool) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    return model.tokenizer.decode(prompt, skip_special_tokens=skip_special_tokens)
+
+
+# ---- errors about a translated request
+
+RequestPath = Callable[[str], str]
+"""Maps the path of a chat field to its path in the client's request."""
+
+
+@contextmanager
+def renaming(request_path: RequestPath) -> Iterator[None]:
+    """Rename the fields of each RequestError raised inside the block."""
+    try:
+        yield
+    except RequestError as error:
+        raise rename_error(error, request_path) from None
+
+
+def rename_error(error: RequestError, request_path: RequestPath) -> RequestError:
+    """Replace the field path in the error's `param` and message."""
+    if error.param:
+        path = request_path(error.param)
+        pattern = rf"(?<![\w.]){re.escape(error.param)}(?!\w)"
+        error.message = re.sub(pattern, lambda _: path, error.message)
+        error.param = path
+    return error
+
+
+# ---- checks across the fields of a body
+#
+# An unsupported field that would change the answer is never ignored silently. All functions raise
+# InvalidRequest.
+
+_NESTED = (
+    "tools",
+    "tool_choice",
+    "documents",
+    "chat_template_kwargs",
+    "reasoning",
+    "thinking",
+)
+_REFUSED = {
+    "guided_whitespace_pattern": "JSON values are separated by at most 8 blanks",
+    "grammar_lazy": "set `strict: true` on a tool to enforce its arguments",
+    "grammar_triggers": "use the triggers of structural_tag",
+}
+"""Unsupported field -> advice."""
+_REPLACED = {
+    "functions": 'use `tools`, with each function as {"type": "function", "function": ...}',
+    "function_call": "use `tool_choice`",
+    "audio": "this model writes text only",
+}
+"""Unsupported field of a conversation -> advice."""
+_REASONING_MEMBERS = ("effort", "enabled", "max_tokens")
+_THINKING_MEMBERS = ("type", "budget_tokens")
+
+
+def check_chat(body: ChatBody) -> None:
+    check_depth(body.messages, "messages")
+    check_conversation(body)
+
+
+def check_batch(body: BatchBody, max_conversations: int) -> None:
+    if body.stream:
+        raise InvalidRequest("stream: must be false; batches cannot be streamed", param="stream")
+    if len(body.messages) > max_conversations:
+        raise InvalidRequest(
+            f"messages: {len(body.messages):,} conversations exceed this server's limit of "
+            f"{max_conversations:,} per batch",
+            param="messages",
+        )
+    for place, messages in enumerate(body.messages):
+        check_depth(messages, f"messages[{place}]")
+    check_conversation(body)
+
+
+def check_conversation(body: ChatBody | BatchBody) -> None:
+    _check_common(body)
+    for field in _NESTED:
+        check_depth(getattr(body, field), field)
+    if body.top_logprobs and not body.logprobs:
+        raise InvalidRequest("top_logprobs: requires logprobs to be true", param="top_logprobs")
+    if body.modalities not in (None, ["text"]):
+        raise unsupported("modalities", "the only supported value is ['text']")
+    for field, instead in _REPLACED.items():
+        if getattr(body, field):
+            raise unsupported(field, instead)
+    _check_members(body.reasoning, "reasoning", _REASONING_MEMBERS)
+    _check_members(body.thinking, "thinking", _THINKING_MEMBERS)
+
+
+def _check_members(value: Any, field: str, known: Sequence[str]) -> None:
+    if isinstance(value, Mapping):
+        for name, member in value.items():
+            if name not in known and member is not None:
+                raise unsupported(f"{field}.{name}", f"supported members: {', '.join(known)}")
+
+
+def check_completion(body: CompletionBody) -> None:
+    _check_common(body)
+    if body.suffix:
+        raise unsupported("suffix")
+    if body.max_tokens == 0 and not body.echo:
+        raise InvalidRequest("max_tokens: 0 requires echo to be true", param="max_tokens")
+
+
+def _check_common(body: ChatBody | BatchBody | CompletionBody) -> None:
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("stream_options: requires stream to be true", param="stream_options")
+    if body.prompt_logprobs is not None and body.stream:
+        raise InvalidRequest("prompt_logprobs: not available with stream", param="prompt_logprobs")
+    if body.logprob_token_ids and body.num_logprobs is None:
+        raise InvalidRequest("logprob_token_ids: requires logprobs", param="logprob_token_ids")
+    if body.best_of not in (None, body.n or 1):
+        raise unsupported("best_of", "the only supported value is that of n")
+    for field, instead in _REFUSED.items():
+        if getattr(body, field):
+            raise unsupported(field, instead)
+    for field in FORM_FIELDS:
+        check_depth(getattr(body, field), field)
+
+
+def ignored_fields(ignored: Iterable[str], body: GenerationBody) -> list[str]:
+    """Return the fields without effect for `ignored_params`, each once. Raise InvalidRequest if
+    the body has strict_params."""
+    fields = list(dict.fromkeys(ignored))[:MAX_LISTED_FIELDS]
+    if fields and body.strict_params:
+        raise InvalidRequest(
+            f"{fields[0]}: without effect here, and strict_params is true; fields without effect: "
+            f"{', '.join(fields)}",
+            param=fields[0],
+        )
+    return fields

@@ -16,7 +16,6 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from gateway.api.openai.documented import Message, Tool
 from gateway.prompt.kwargs import ThinkingFields
 from gateway.text.stop import MAX_STOP_STRINGS
 from protocol.errors import InvalidRequest
@@ -53,6 +52,66 @@ Priority = Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
 Timeout = Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)]
 CacheSalt = Annotated[str, Meta(min_length=1, max_length=128)]
 Object = dict[str, Any]
+
+
+# ---- messages and tools: schemas for the OpenAPI document
+#
+# Decoding does not use them. `prompt.content` and `openai.tools` check these values step by step,
+# so that an error can name the exact path; a decoder of unions cannot.
+
+
+def _object(*required: str, **properties: Any) -> dict[str, Any]:
+    return {"type": "object", "required": list(required), "properties": properties}
+
+
+_TEXT = {"type": "string"}
+_PART = _object("type", "text", type={"enum": ["text", "input_text", "output_text"]}, text=_TEXT)
+_CONTENT = {"anyOf": [_TEXT, {"type": "array", "items": _PART, "minItems": 1}]}
+_ARGUMENTS = {**_TEXT, "description": "The JSON text of an object."}
+_CALLED = _object("name", "arguments", name=_TEXT, arguments=_ARGUMENTS)
+_CALL = _object("id", "function", id=_TEXT, type={"const": "function"}, function=_CALLED)
+_MESSAGE = {
+    "title": "Message",
+    "anyOf": [
+        _object(
+            "role",
+            "content",
+            role={"enum": ["system", "developer", "user"]},
+            content=_CONTENT,
+            name=_TEXT,
+        ),
+        _object(
+            "role",
+            role={"const": "assistant"},
+            content={"anyOf": [*_CONTENT["anyOf"], {"type": "null"}]},
+            reasoning={"type": ["string", "null"]},
+            tool_calls={"type": "array", "items": _CALL},
+        ),
+        _object("role", "content", role={"const": "tool"}, content=_CONTENT, tool_call_id=_TEXT),
+    ],
+}
+_FUNCTION = _object(
+    "name",
+    name={"type": "string", "pattern": "^[A-Za-z0-9_.:/-]{1,128}$"},
+    description=_TEXT,
+    parameters={
+        "type": "object",
+        "description": "A JSON Schema of type object.",
+        "properties": {"type": {"const": "object"}},
+    },
+    strict={"type": ["boolean", "null"]},
+)
+_TOOL = {
+    "title": "Tool",
+    **_object("type", "function", type={"const": "function"}, function=_FUNCTION),
+}
+Message = Annotated[Any, Meta(extra_json_schema=_MESSAGE)]
+"""An OpenAI message."""
+Tool = Annotated[Any, Meta(extra_json_schema=_TOOL)]
+"""An OpenAI tool."""
+
+
+# ---- bodies
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -270,14 +329,10 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True):
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default, for completions only. A chat has no limit but the context length."""
 
-Prompt = str | list[int]
-
-chat_decoder = msgspec.json.Decoder(ChatBody)
-batch_decoder = msgspec.json.Decoder(BatchBody)
-completion_decoder = msgspec.json.Decoder(CompletionBody)
+CompletionPrompt = str | list[int]
 
 
-def prompts_of(body: CompletionBody, max_prompts: int) -> list[Prompt]:
+def prompts_of(body: CompletionBody, max_prompts: int) -> list[CompletionPrompt]:
     """Return the prompts of a body. Raise InvalidRequest if they are of different kinds."""
     prompt = body.prompt
     if isinstance(prompt, str):
@@ -301,3 +356,8 @@ def prompts_of(body: CompletionBody, max_prompts: int) -> list[Prompt]:
 
 def empty_prompt(param: str) -> InvalidRequest:
     return InvalidRequest(f"{param}: the prompt has no tokens", param=param)
+
+
+def unsupported(field: str, instead: str = "") -> InvalidRequest:
+    advice = f"; {instead}" if instead else ""
+    return InvalidRequest(f"{field}: not supported by this server{advice}", param=field)

@@ -1,39 +1,65 @@
-"""The JSON that streamed chunks and complete responses share, so that they cannot differ.
+"""Builds the structs of one route from events: chat completions, or text completions.
 
-`OpenAIEnvelope` has the members that are the same in all chunks of a response. A `ResponseBuilder`
-formats the choices of one route: where the text goes, how logprobs look.
+Streams and complete responses use the same builder, so they cannot differ.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import Any, Protocol
+from functools import partial
+from itertools import chain
+from typing import Any, Protocol, TypeVar
 
 import msgspec
+from msgspec import UNSET
 
-from gateway.api.openai.message import MessageBuilder, call_of
+from gateway.api.openai.requests import GenerationBody
+from gateway.api.openai.responses import (
+    SERVICE_TIER,
+    AssistantMessage,
+    BatchChoice,
+    ChatBatch,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatLogprobs,
+    CompletionChoice,
+    CompletionChunk,
+    CompletionChunkChoice,
+    CompletionResponse,
+    Function,
+    FunctionPart,
+    MessagePart,
+    OpenAIToolCall,
+    ToolCallPart,
+)
 from gateway.formats.choice_parser import ReadOptions
 from gateway.formats.events import (
+    Content,
     Event,
     OutputDelta,
-    OutputWarning,
     Reasoning,
     ToolArguments,
     ToolCall,
 )
 from gateway.generation.choice import Choice
-from gateway.generation.group import ChoiceGroup
+from gateway.served_model import ServedModel
 from gateway.text.detokenizer import DetokenizerState
-from gateway.text.logprobs import TextOffsets, chat_logprobs, completion_logprobs
+from gateway.text.logprobs import (
+    CompletionLogprobs,
+    TextOffsets,
+    chat_logprobs,
+    completion_logprobs,
+    prompt_chances,
+)
 from gateway.text.tokenizer import Tokenizer
 from protocol.messages import TokenLogprobs
 
-encode = msgspec.json.encode
-SERVICE_TIER = "default"
-"""The only tier."""
+L = TypeVar("L", ChatLogprobs, CompletionLogprobs)
+Members = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +70,6 @@ class OpenAIEnvelope:
     model       the model name from the request
     extensions  our own members about the request; sent with a complete response, or with the first
                 chunk of a stream
-    warnings    warnings about the request
     """
 
     id: str
@@ -52,85 +77,37 @@ class OpenAIEnvelope:
     fingerprint: str
     created: int = field(default_factory=lambda: int(time.time()))
     extensions: dict[str, Any] = field(default_factory=dict)
-    warnings: list[OutputWarning] = field(default_factory=list)
 
-    def fields(self, kind: str, constants: Mapping[str, str]) -> dict[str, Any]:
+    @property
+    def head(self) -> Members:
         return {
             "id": self.id,
-            "object": kind,
             "created": self.created,
             "model": self.model,
             "system_fingerprint": self.fingerprint,
-            **constants,
         }
 
 
-def usage_of(group: ChoiceGroup) -> dict[str, Any]:
-    """Return the usage so far: each prompt once, and all choices."""
-    prompt, generated = group.num_prompt_tokens, group.num_generated_tokens
-    usage: dict[str, Any] = {
-        "prompt_tokens": prompt,
-        "completion_tokens": generated,
-        "total_tokens": prompt + generated,
-        "prompt_tokens_details": {"cached_tokens": group.num_cached_tokens},
-    }
-    if details := _completion_details(group):
-        usage["completion_tokens_details"] = details
-    return usage
-
-
-def usage_of_choice(group: ChoiceGroup, choice: Choice, num_tokens: int) -> dict[str, Any]:
-    """Return the usage of one choice after `num_tokens` of its tokens were sent."""
-    prompt = group.num_prompt_tokens
-    if len(group.asks) > 1:
-        prompt = len(choice.ask.prompt_ids)
-    usage: dict[str, Any] = {
-        "prompt_tokens": prompt,
-        "completion_tokens": num_tokens,
-        "total_tokens": prompt + num_tokens,
-        "prompt_tokens_details": {"cached_tokens": choice.num_cached},
-    }
-    if choice.meter is not None:
-        reasoning = min(choice.meter.count, num_tokens)  # more may be generated than was sent
-        usage["completion_tokens_details"] = {"reasoning_tokens": reasoning}
-    return usage
-
-
-def _completion_details(group: ChoiceGroup) -> dict[str, int]:
-    details = {}
-    if (reasoning := group.num_reasoning_tokens) is not None:
-        details["reasoning_tokens"] = reasoning
-    accepted, rejected = group.num_predictions
-    if accepted or rejected:
-        details["accepted_prediction_tokens"] = accepted
-        details["rejected_prediction_tokens"] = rejected
-    return details
-
-
 class ResponseBuilder(Protocol):
-    """Formats the choices of one route. An instance serves one response."""
+    """Builds the structs of one route. An instance serves one response."""
 
-    kind: str
-    chunk_kind: str
     num_logprobs: int | None
     prompt_ids_on_top: bool  # in the response, not in each choice
     ends_with_text: bool  # the finish reason comes with the last text, not in its own chunk
-    constants: Mapping[str, str]  # more members of the envelope
+    empty: Members  # of a chunk without text, such as a finish chunk
+    chunk: Callable[..., Any]
+    chunk_choice: Callable[..., Any]
+    whole: Callable[..., Any]
+    whole_choice: Callable[..., Any]
 
-    def content(self, text: str) -> bytes:
-        """Return the members of a chunk's choice for a delta of content."""
+    def part(self, event: Event) -> Members | None:
+        """Return the members of a chunk's choice for an event, or None if it is not sent."""
 
-    def event(self, event: Event) -> bytes | None:
-        """Return the members for any other event, or None if it is not sent."""
-
-    def opening(self, choice: Choice) -> bytes | None:
+    def opening(self, choice: Choice) -> Members | None:
         """Return the members of the first chunk of a choice, or None if it has no such chunk."""
 
-    def empty(self) -> bytes:
-        """Return the members of a chunk without text, such as a finish chunk."""
-
-    def whole(self, choice: Choice, message: MessageBuilder) -> dict[str, Any]:
-        """Return the members of a choice in a complete response."""
+    def fold(self, choice: Choice, chunks: Sequence[Any]) -> Members:
+        """Fold the choices of chunks into the message or text, and the logprobs."""
 
     def logprobs(self, choice: Choice, delta: OutputDelta) -> Any:
         """Return the logprobs of the delta's tokens; None if they are not requested."""
@@ -138,21 +115,20 @@ class ResponseBuilder(Protocol):
     def echo_logprobs(self, choice: Choice) -> Any:
         """Return the logprobs of an echoed prompt; None if there are none."""
 
-    def echo(self, choice: Choice) -> str:
-        """Return the text of an echoed prompt, else an empty string."""
-
 
 class ChatResponseBuilder:
-    """Formats chat completions. Reasoning is sent under both names in use: `reasoning` and
+    """Builds chat completions. Reasoning is sent under both names in use: `reasoning` and
     `reasoning_content`.
 
     in_batch  the choices belong to several conversations
     """
 
-    kind = "chat.completion"
-    chunk_kind = "chat.completion.chunk"
     ends_with_text = False
-    constants: Mapping[str, str] = MappingProxyType({"service_tier": SERVICE_TIER})
+    empty: Members = {"delta": MessagePart()}
+    chunk: Callable[..., Any] = partial(
+        ChatChunk, object="chat.completion.chunk", service_tier=SERVICE_TIER
+    )
+    chunk_choice: Callable[..., Any] = ChatChunkChoice
 
     def __init__(
         self,
@@ -167,72 +143,95 @@ class ChatResponseBuilder:
         self._in_batch = in_batch
         self.num_logprobs = num_logprobs
         self.prompt_ids_on_top = not in_batch
+        self.whole_choice: Callable[..., Any] = BatchChoice if in_batch else ChatChoice
+        kind: Callable[..., Any] = ChatBatch if in_batch else ChatCompletion
+        self.whole: Callable[..., Any] = partial(
+            kind, object="chat.completion", service_tier=SERVICE_TIER
+        )
 
-    def content(self, text: str) -> bytes:
-        return b'"delta":{"content":%b}' % encode(text)
+    def part(self, event: Event) -> Members | None:
+        match event:
+            case Content(text):
+                part = MessagePart(content=text)
+            case Reasoning(text):
+                part = MessagePart(reasoning=text, reasoning_content=text)
+            case ToolArguments(index, fragment):
+                function = FunctionPart(arguments=fragment)
+                part = MessagePart(tool_calls=[ToolCallPart(index=index, function=function)])
+            case ToolCall(index, call_id, name):
+                function = FunctionPart(name=name, arguments="")
+                call = ToolCallPart(index=index, id=call_id, type="function", function=function)
+                part = MessagePart(tool_calls=[call])
+            case _:
+                return None
+        return {"delta": part}
 
-    def event(self, event: Event) -> bytes | None:
-        if type(event) is Reasoning:
-            text = encode(event.text)
-            return b'"delta":{"reasoning":%b,"reasoning_content":%b}' % (text, text)
-        if type(event) is ToolArguments:
-            return b'"delta":{"tool_calls":[{"index":%d,"function":{"arguments":%b}}]}' % (
-                event.index,
-                encode(event.fragment),
-            )
-        if type(event) is ToolCall:
-            call = {"index": event.index, **call_of(event, "")}
-            return b'"delta":{"tool_calls":[%b]}' % encode(call)
-        return None
+    def opening(self, choice: Choice) -> Members:
+        return {"delta": MessagePart(role="assistant", content="", refusal=None)}
 
-    def opening(self, choice: Choice) -> bytes | None:
-        return b'"delta":{"role":"assistant","content":"","refusal":null}'
-
-    def empty(self) -> bytes:
-        return b'"delta":{}'
-
-    def whole(self, choice: Choice, message: MessageBuilder) -> dict[str, Any]:
-        """Return the message. `content` is null if it has only reasoning or tool calls."""
-        has_other = bool(message.calls or message.reasoning)
-        json: dict[str, Any] = {
-            "role": "assistant",
-            "content": None if has_other and not message.text else message.text,
-            "refusal": None,
-            "annotations": [],
-            "reasoning": message.reasoning or None,
-            "reasoning_content": message.reasoning or None,
-        }
-        if message.calls:
-            json["tool_calls"] = message.calls
+    def fold(self, choice: Choice, chunks: Sequence[ChatChunkChoice]) -> Members:
         place = {"conversation": choice.prompt_index} if self._in_batch else {}
-        return {**place, "message": json}
+        message = _message([chunk.delta for chunk in chunks])
+        return {**place, "message": message, "logprobs": _joined([c.logprobs for c in chunks])}
 
-    def logprobs(self, choice: Choice, delta: OutputDelta) -> Any:
+    def logprobs(self, choice: Choice, delta: OutputDelta) -> ChatLogprobs | None:
         if self.num_logprobs is None:
             return None
         items = chat_logprobs(
-            self._tokenizer,
-            delta.logprobs,
-            num_top=self.num_logprobs,
-            asked_ids=self._asked_ids,
+            self._tokenizer, delta.logprobs, num_top=self.num_logprobs, asked_ids=self._asked_ids
         )
-        return {"content": items, "refusal": None}
+        return ChatLogprobs(items, None)
 
-    def echo_logprobs(self, choice: Choice) -> Any:
+    def echo_logprobs(self, choice: Choice) -> None:
         return None
 
-    def echo(self, choice: Choice) -> str:
-        return ""
+
+def _message(parts: Iterable[MessagePart]) -> AssistantMessage:
+    """Return the message that the parts add up to, in linear time. A call that was cut off is
+    included. `content` is null if there is only reasoning or tool calls."""
+    text: list[str] = []
+    reasoning: list[str] = []
+    calls: list[tuple[str, str, list[str]]] = []
+    for part in parts:
+        if part.content is not UNSET:
+            text.append(part.content)
+        if part.reasoning is not UNSET:
+            reasoning.append(part.reasoning)
+        for call in part.tool_calls or ():
+            if call.id is UNSET or call.function.name is UNSET:
+                calls[call.index][2].append(call.function.arguments)
+            else:
+                calls.append((call.id, call.function.name, []))
+    content, thoughts = "".join(text), "".join(reasoning) or None
+    return AssistantMessage(
+        role="assistant",
+        content=None if (calls or thoughts) and not content else content,
+        refusal=None,
+        annotations=[],
+        reasoning=thoughts,
+        reasoning_content=thoughts,
+        tool_calls=[
+            OpenAIToolCall(
+                id=call_id,
+                type="function",
+                function=Function(name=name, arguments="".join(fragments)),
+            )
+            for call_id, name, fragments in calls
+        ]
+        or UNSET,
+    )
 
 
 class CompletionResponseBuilder:
-    """Formats text completions. `prompts` has the texts to echo; None if `echo` is off."""
+    """Builds text completions. `prompts` has the texts to echo; None if `echo` is off."""
 
-    kind = "text_completion"
-    chunk_kind = "text_completion"
     prompt_ids_on_top = False
     ends_with_text = True
-    constants: Mapping[str, str] = MappingProxyType({})
+    empty: Members = {"text": ""}
+    chunk: Callable[..., Any] = partial(CompletionChunk, object="text_completion")
+    chunk_choice: Callable[..., Any] = CompletionChunkChoice
+    whole: Callable[..., Any] = partial(CompletionResponse, object="text_completion")
+    whole_choice: Callable[..., Any] = CompletionChoice
 
     def __init__(
         self,
@@ -249,33 +248,38 @@ class CompletionResponseBuilder:
         self._offsets: dict[int, TextOffsets] = {}
         self.num_logprobs = num_logprobs
 
-    def content(self, text: str) -> bytes:
-        return b'"text":%b' % encode(text)
+    def part(self, event: Event) -> Members | None:
+        return {"text": event.text} if isinstance(event, Content) else None
 
-    def event(self, event: Event) -> bytes | None:
-        return None
+    def opening(self, choice: Choice) -> Members | None:
+        return None if self._prompts is None else {"text": self._prompts[choice.prompt_index]}
 
-    def opening(self, choice: Choice) -> bytes | None:
-        return None if self._prompts is None else self.content(self.echo(choice))
+    def fold(self, choice: Choice, chunks: Sequence[CompletionChunkChoice]) -> Members:
+        text = "".join([chunk.text for chunk in chunks])
+        return {"text": text, "logprobs": _joined([chunk.logprobs for chunk in chunks])}
 
-    def empty(self) -> bytes:
-        return b'"text":""'
+    def logprobs(self, choice: Choice, delta: OutputDelta) -> CompletionLogprobs | None:
+        return self._logprobs(choice, delta.token_ids, delta.logprobs)
 
-    def whole(self, choice: Choice, message: MessageBuilder) -> dict[str, Any]:
-        return {"text": self.echo(choice) + message.text}
+    def echo_logprobs(self, choice: Choice) -> CompletionLogprobs | None:
+        if self._prompts is None:
+            return None
+        ids = choice.prompt_request.prompt_ids
+        return self._logprobs(choice, ids, [None, *choice.prompt_logprobs])
 
-    def echo(self, choice: Choice) -> str:
-        return "" if self._prompts is None else self._prompts[choice.prompt_index]
-
-    def logprobs(self, choice: Choice, delta: OutputDelta) -> Any:
+    def _logprobs(
+        self, choice: Choice, ids: Sequence[int], entries: Sequence[TokenLogprobs | None]
+    ) -> CompletionLogprobs | None:
         if self.num_logprobs is None:
             return None
-        return self._shaped(choice, delta.token_ids, delta.logprobs)
-
-    def echo_logprobs(self, choice: Choice) -> Any:
-        if self.num_logprobs is None or self._prompts is None:
-            return None
-        return self._shaped(choice, choice.ask.prompt_ids, [None, *choice.prompt_logprobs])
+        return completion_logprobs(
+            self._tokenizer,
+            ids,
+            entries,
+            offsets=self.offsets(choice.index),
+            num_top=self.num_logprobs,
+            asked_ids=self._asked_ids,
+        )
 
     def offsets(self, index: int, state: tuple[DetokenizerState, int] | None = None) -> TextOffsets:
         """Return a choice's text offsets. The first call restores them from `state`, if given."""
@@ -288,25 +292,22 @@ class CompletionResponseBuilder:
             self._offsets[index] = TextOffsets(detokenizer, state[1] if state else 0)
         return self._offsets[index]
 
-    def _shaped(
-        self, choice: Choice, ids: Sequence[int], entries: Sequence[TokenLogprobs | None]
-    ) -> Any:
-        return completion_logprobs(
-            self._tokenizer,
-            ids,
-            entries,
-            offsets=self.offsets(choice.index),
-            num_top=self.num_logprobs or 0,
-            asked_ids=self._asked_ids,
-        )
+
+def _joined(parts: Iterable[L | None]) -> L | None:
+    """Concatenate the lists of logprobs; None if all parts are None."""
+    found = [part for part in parts if part is not None]
+    if len(found) < 2:
+        return found[0] if found else None
+    kind: Callable[..., L] = type(found[0])
+    columns = zip(*map(msgspec.structs.astuple, found), strict=True)
+    return kind(*[None if c[0] is None else list(chain(*c)) for c in columns])
 
 
-def concatenated(parts: Sequence[Any]) -> Any:
-    """Return the concatenation of logprobs objects; None if all parts are None."""
-    found = [msgspec.to_builtins(part) for part in parts if part is not None]
-    if not found:
+def prompt_logprobs_builder(
+    body: GenerationBody, model: ServedModel
+) -> Callable[[Choice], list[Any] | None] | None:
+    """Return a function that builds a choice's prompt logprobs; None if they are not requested."""
+    num_top = body.prompt_logprobs
+    if num_top is None:
         return None
-    return {
-        name: [item for part in found for item in part[name]] if value is not None else None
-        for name, value in found[0].items()
-    }
+    return lambda choice: prompt_chances(model.tokenizer, choice.prompt_logprobs, num_top)

@@ -1,6 +1,6 @@
-"""Response bodies of the OpenAI routes, for the OpenAPI document and for tests.
+"""Response bodies of the OpenAI routes. These structs are what is encoded.
 
-`whole` and `stream` encode the responses themselves.
+msgspec encodes fields in the order of their declaration, and omits those that are UNSET.
 """
 
 from __future__ import annotations
@@ -10,12 +10,21 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from gateway.formats.events import OutputWarning
+from gateway.generation.choice import Choice
+from gateway.generation.group import ChoiceGroup
+from gateway.http.errors import HTTPFault
 from gateway.observe.timings import Timings
 from gateway.text.logprobs import ChatLogprob, CompletionLogprobs
 
 FinishReason = Literal["stop", "length", "tool_calls", "abort"]
 ServiceTier = Literal["default"]
+SERVICE_TIER: ServiceTier = "default"
 """The only tier."""
+_ERROR_TYPES = {429: "rate_limit_error", 503: "service_unavailable_error", 504: "timeout_error"}
+
+
+# ---- errors, warnings
 
 
 class ErrorDetails(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,6 +41,35 @@ class ErrorDetails(msgspec.Struct, frozen=True, kw_only=True):
 
 class ErrorAnswer(msgspec.Struct, frozen=True):
     error: ErrorDetails
+
+
+def error_body(fault: HTTPFault) -> bytes:
+    default = "invalid_request_error" if fault.status < 500 else "server_error"
+    details = ErrorDetails(
+        message=fault.message,
+        type=_ERROR_TYPES.get(fault.status, default),
+        param=fault.param,
+        code=fault.code,
+    )
+    return msgspec.json.encode(ErrorAnswer(details))
+
+
+class AnswerWarning(msgspec.Struct, frozen=True, kw_only=True):
+    """A problem that did not prevent the answer.
+
+    choice  the index of the choice concerned; null if the warning is about the request
+    """
+
+    code: str
+    message: str
+    choice: int | None
+
+    @classmethod
+    def from_event(cls, warning: OutputWarning, choice: int | None) -> AnswerWarning:
+        return cls(code=warning.code, message=warning.message, choice=choice)
+
+
+# ---- usage
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
@@ -63,59 +101,92 @@ class OpenAIUsage(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
+def usage_of(group: ChoiceGroup) -> OpenAIUsage:
+    """Return the usage so far: each prompt once, and all choices."""
+    details: dict[str, int] = {}
+    if (reasoning := group.num_reasoning_tokens) is not None:
+        details["reasoning_tokens"] = reasoning
+    accepted, rejected = group.num_predictions
+    if accepted or rejected:
+        details["accepted_prediction_tokens"] = accepted
+        details["rejected_prediction_tokens"] = rejected
+    return _usage(
+        group.num_prompt_tokens, group.num_generated_tokens, group.num_cached_tokens, details
+    )
+
+
+def usage_of_choice(group: ChoiceGroup, choice: Choice, num_tokens: int) -> OpenAIUsage:
+    """Return the usage of one choice after `num_tokens` of its tokens were sent."""
+    prompt = group.num_prompt_tokens
+    if len(group.prompt_requests) > 1:
+        prompt = len(choice.prompt_request.prompt_ids)
+    details: dict[str, int] = {}
+    if choice.reasoning_counter is not None:  # more may be generated than was sent
+        details["reasoning_tokens"] = min(choice.reasoning_counter.count, num_tokens)
+    return _usage(prompt, num_tokens, choice.num_cached, details)
+
+
+def _usage(prompt: int, generated: int, cached: int, details: dict[str, int]) -> OpenAIUsage:
+    return OpenAIUsage(
+        prompt_tokens=prompt,
+        completion_tokens=generated,
+        total_tokens=prompt + generated,
+        prompt_tokens_details=PromptTokensDetails(cached),
+        completion_tokens_details=CompletionTokensDetails(**details) if details else UNSET,
+    )
+
+
+# ---- members of responses and chunks
+
+
 class TokenChance(msgspec.Struct, frozen=True, kw_only=True):
     logprob: float
     rank: int
     decoded_token: str
 
 
-class AnswerWarning(msgspec.Struct, frozen=True, kw_only=True):
-    """A problem that did not prevent the answer.
-
-    choice  the index of the choice concerned; null if the warning is about the request
-    """
-
-    code: str
-    message: str
-    choice: int | None
+PromptLogprobs = list[dict[str, TokenChance] | None]
 
 
 class Effective(msgspec.Struct, frozen=True):
-    """chat_template_kwargs  the arguments that the chat template received"""
+    """The arguments that the chat template received."""
 
     chat_template_kwargs: dict[str, Any]
 
 
-class Answered(msgspec.Struct, frozen=True, kw_only=True):
-    """Members of every response and chunk.
+class ChatLogprobs(msgspec.Struct, frozen=True):
+    content: list[ChatLogprob]
+    refusal: None
+
+
+class OpenAIResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """The first members of every response and chunk.
 
     system_fingerprint  the server's version and the digest of the weights
+
+    More members that several of them have:
+
     ignored_params      request fields that had no effect
     timings             how long each stage took, if requested; in a stream, in the last chunk
+    stop_reason         the request's stop string or stop token id that ended the choice, if any
     """
 
     id: str
+    object: str
     created: int
     model: str
     system_fingerprint: str
-    warnings: list[AnswerWarning] | UnsetType = UNSET
-    ignored_params: list[str] | UnsetType = UNSET
-    effective: Effective | list[Effective] | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    timings: Timings | UnsetType = UNSET
 
 
-class FinishedChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """stop_reason  the request's stop string or stop token id that ended this choice, if any"""
+# ---- chat completions
 
-    index: int
-    finish_reason: FinishReason
-    stop_reason: str | int | None
-    token_ids: list[int] | UnsetType = UNSET
+
+class ChatResponse(OpenAIResponse, frozen=True, kw_only=True):
+    service_tier: ServiceTier
 
 
 class Function(msgspec.Struct, frozen=True, kw_only=True):
-    """arguments  JSON text"""
+    """The function that a tool call names. `arguments` is JSON text, not an object."""
 
     name: str
     arguments: str
@@ -140,41 +211,53 @@ class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True):
     tool_calls: list[OpenAIToolCall] | UnsetType = UNSET
 
 
-class ChatLogprobs(msgspec.Struct, frozen=True):
-    content: list[ChatLogprob]
-    refusal: None
-
-
-class ChatChoice(FinishedChoice, frozen=True, kw_only=True):
+class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
+    index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+    stop_reason: str | int | None
+    token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatCompletion(Answered, frozen=True, kw_only=True):
+class ChatCompletion(ChatResponse, frozen=True, kw_only=True):
     """kv_transfer_params  for the decode request to another server, after do_remote_decode"""
 
     object: Literal["chat.completion"]
-    service_tier: ServiceTier
     choices: list[ChatChoice]
     usage: OpenAIUsage
+    warnings: list[AnswerWarning] | UnsetType = UNSET
+    prompt_token_ids: list[int] | None
+    prompt_logprobs: PromptLogprobs | None
+    ignored_params: list[str] | UnsetType = UNSET
+    effective: Effective | UnsetType = UNSET
     kv_transfer_params: dict[str, Any] | UnsetType = UNSET
-    prompt_token_ids: list[int] | None  # type: ignore[assignment]  # narrower, and frozen
-    prompt_logprobs: list[dict[str, TokenChance] | None] | None
+    timings: Timings | UnsetType = UNSET
 
 
-class BatchChoice(ChatChoice, frozen=True, kw_only=True):
+class BatchChoice(msgspec.Struct, frozen=True, kw_only=True):
     """conversation  the index of the conversation that this choice answers"""
 
+    index: int
     conversation: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+    stop_reason: str | int | None
+    token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | None
-    prompt_logprobs: list[dict[str, TokenChance] | None] | None
+    prompt_logprobs: PromptLogprobs | None
 
 
-class ChatBatch(Answered, frozen=True, kw_only=True):
+class ChatBatch(ChatResponse, frozen=True, kw_only=True):
     object: Literal["chat.completion"]
-    service_tier: ServiceTier
     choices: list[BatchChoice]
     usage: OpenAIUsage
+    warnings: list[AnswerWarning] | UnsetType = UNSET
+    ignored_params: list[str] | UnsetType = UNSET
+    effective: list[Effective] | UnsetType = UNSET
+    kv_transfer_params: dict[str, Any] | UnsetType = UNSET
+    timings: Timings | UnsetType = UNSET
 
 
 class FunctionPart(msgspec.Struct, frozen=True, kw_only=True):
@@ -183,7 +266,8 @@ class FunctionPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ToolCallPart(msgspec.Struct, frozen=True, kw_only=True):
-    """The first delta of a call has its id, type and name; the others append to the arguments."""
+    """A delta of a tool call. The first one of a call has its id, type and name; the others append
+    to the arguments."""
 
     index: int
     id: str | UnsetType = UNSET
@@ -192,7 +276,8 @@ class ToolCallPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MessagePart(msgspec.Struct, frozen=True, kw_only=True):
-    """The first delta has the role and `refusal`; the others append to the message."""
+    """A delta of a message. The first one has the role and `refusal`; the others append to the
+    message."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
@@ -202,51 +287,68 @@ class MessagePart(msgspec.Struct, frozen=True, kw_only=True):
     tool_calls: list[ToolCallPart] | UnsetType = UNSET
 
 
-class ChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
+class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
     index: int
-    logprobs: Any
-    finish_reason: FinishReason | None
-    stop_reason: str | int | UnsetType | None = UNSET
-    token_ids: list[int] | UnsetType = UNSET
-
-
-class ChatChunkChoice(ChunkChoice, frozen=True, kw_only=True):
     delta: MessagePart
     logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+    token_ids: list[int] | UnsetType = UNSET
+    stop_reason: str | int | UnsetType | None = UNSET
 
 
-class ChatChunk(Answered, frozen=True, kw_only=True):
+class ChatChunk(ChatResponse, frozen=True, kw_only=True):
     """A streamed chunk. With `include_usage`, the last chunk has the usage and no choices."""
 
     object: Literal["chat.completion.chunk"]
-    service_tier: ServiceTier
     choices: list[ChatChunkChoice]
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    ignored_params: list[str] | UnsetType = UNSET
+    effective: Effective | UnsetType = UNSET
+    warnings: list[AnswerWarning] | UnsetType = UNSET
     usage: OpenAIUsage | UnsetType | None = UNSET
+    timings: Timings | UnsetType = UNSET
 
 
-class CompletionChoice(FinishedChoice, frozen=True, kw_only=True):
+# ---- completions
+
+
+class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
+    index: int
     text: str
     logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason
+    stop_reason: str | int | None
+    token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | None
-    prompt_logprobs: list[dict[str, TokenChance] | None] | None
+    prompt_logprobs: PromptLogprobs | None
 
 
-class CompletionResponse(Answered, frozen=True, kw_only=True):
+class CompletionResponse(OpenAIResponse, frozen=True, kw_only=True):
     """kv_transfer_params  for the decode request to another server, after do_remote_decode"""
 
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
     usage: OpenAIUsage
+    warnings: list[AnswerWarning] | UnsetType = UNSET
+    ignored_params: list[str] | UnsetType = UNSET
     kv_transfer_params: dict[str, Any] | UnsetType = UNSET
+    timings: Timings | UnsetType = UNSET
 
 
-class CompletionChunkChoice(ChunkChoice, frozen=True, kw_only=True):
+class CompletionChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
+    index: int
     text: str
     logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason | None
     prompt_token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    stop_reason: str | int | UnsetType | None = UNSET
 
 
-class CompletionChunk(Answered, frozen=True, kw_only=True):
+class CompletionChunk(OpenAIResponse, frozen=True, kw_only=True):
     object: Literal["text_completion"]
     choices: list[CompletionChunkChoice]
+    ignored_params: list[str] | UnsetType = UNSET
+    warnings: list[AnswerWarning] | UnsetType = UNSET
     usage: OpenAIUsage | UnsetType | None = UNSET
+    timings: Timings | UnsetType = UNSET

@@ -1,115 +1,184 @@
 """The OpenAI routes: chat completions, batches of them, and completions.
 
-A view checks and translates its API's fields; `respond` generates the response.
+A view reads and checks the body. What follows is the same for all: prepare the prompts, run the
+choices, and return a stream of chunks or one JSON object.
 """
 
 from __future__ import annotations
 
-from flask import Blueprint, Response, g, request
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from gateway.api.openai import checks, requests
-from gateway.api.openai.completion import Completion
-from gateway.api.openai.prepare import Preparation
-from gateway.api.openai.respond import envelope_of, respond
-from gateway.api.openai.response_builder import ChatResponseBuilder
-from gateway.engine.kv_params import has_no_effect
-from gateway.generation.run import raise_cached_refusal
+from flask import Response, request
+
+from gateway.api.openai import prepare, requests, responses
+from gateway.api.openai.response_builder import (
+    ChatResponseBuilder,
+    OpenAIEnvelope,
+    ResponseBuilder,
+    prompt_logprobs_builder,
+)
+from gateway.api.openai.stream import ChunkStream, chunk_options, whole_response
+from gateway.api.resume import routes as resume
+from gateway.context import RequestContext
+from gateway.engine.kv_params import (
+    KVTransferParams,
+    apply_kv_params,
+    parse_kv_params,
+    response_kv_params,
+)
+from gateway.generation import run
+from gateway.generation.group import ChoiceGroup
+from gateway.generation.parameters import check_counts
+from gateway.generation.request import PromptRequest
+from gateway.http.route import Routes, Stream, json_response
 from gateway.served_model import ServedModel
 from gateway.service import Service
 from protocol.errors import RequestError
 from protocol.kv import KV_FIELD
 
-
-def blueprint(service: Service) -> Blueprint:
-    routes = Blueprint("openai", __name__)
-    routes.post("/v1/chat/completions", endpoint="chat")(lambda: chat(service))
-    routes.post("/v1/chat/completions/batch", endpoint="batch")(lambda: batch(service))
-    routes.post("/v1/completions", endpoint="completions")(lambda: completions(service))
-    return routes
+routes = Routes("OpenAI", responses.ErrorAnswer)
 
 
-def chat(service: Service) -> Response:
-    body, unknown = service.bodies.parse_known(request, requests.chat_decoder)
-    checks.check_chat(body)
-    model = service.model(body.model)
-    raise_cached_refusal(service)
-    preparation = _preparation(service, body, model)
-    _note_ignored([*unknown, *preparation.ignored], body, model)
-    with g.context.journal.tokenizing():
-        prompt = preparation.prompt(body.messages)
-    effective = prompt.effective if body.return_effective_kwargs else None
-    try:
-        return respond(
-            service,
-            body,
-            [preparation.prompt_request(prompt)],
-            ChatResponseBuilder(model.tokenizer, body.num_logprobs, body.logprob_token_ids or ()),
-            envelope_of("chatcmpl", body.model, model, effective=effective),
-        )
-    except RequestError as error:
-        raise preparation.rename_field(error) from None
+@routes.post(
+    "/v1/chat/completions",
+    about="Create a chat completion.",
+    takes=(requests.ChatBody,),
+    gives=responses.ChatCompletion,
+    streams=Stream(responses.ChatChunk, ends_with="[DONE]"),
+)
+def chat(service: Service, context: RequestContext) -> Response:
+    body, unknown = service.bodies.parse_known(request, requests.ChatBody)
+    prepare.check_chat(body)
+    return _answer_chats(service, context, body, unknown, {"messages": body.messages})
 
 
-def batch(service: Service) -> Response:
+@routes.post(
+    "/v1/chat/completions/batch",
+    about="Create chat completions for several conversations.\n"
+    "All fields except `messages` apply to every conversation.",
+    takes=(requests.BatchBody,),
+    gives=responses.ChatBatch,
+)
+def batch(service: Service, context: RequestContext) -> Response:
     """Answer several conversations. The choices are ordered by conversation; each conversation has
     its own template arguments, prompt and parsers."""
-    body, unknown = service.bodies.parse_known(request, requests.batch_decoder)
-    checks.check_batch(body, service.config.max_prompts)
-    model = service.model(body.model)
-    raise_cached_refusal(service)
-    preparation = _preparation(service, body, model)
-    _note_ignored([*unknown, *preparation.ignored], body, model)
-    with g.context.journal.tokenizing():
-        prompts = [
-            preparation.prompt(messages, f"messages[{place}]")
-            for place, messages in enumerate(body.messages)
-        ]
-    effective = None
+    body, unknown = service.bodies.parse_known(request, requests.BatchBody)
+    prepare.check_batch(body, service.config.max_prompts)
+    conversations = {f"messages[{place}]": value for place, value in enumerate(body.messages)}
+    return _answer_chats(service, context, body, unknown, conversations)
+
+
+def _answer_chats(
+    service: Service,
+    context: RequestContext,
+    body: requests.ChatBody | requests.BatchBody,
+    unknown: list[str],
+    conversations: Mapping[str, Sequence[Any]],
+) -> Response:
+    """Answer the conversations of a body, which are given by their paths."""
+    model, in_batch = service.model(body.model), isinstance(body, requests.BatchBody)
+    service.raise_cached_refusal(context)
+    trusts = service.config.trust_request_chat_template
+    preparation = prepare.Preparation(body, model, trusts_template=trusts)
+    with context.timeline.tokenizing():
+        prompts = [preparation.prompt(value, path) for path, value in conversations.items()]
+    kv_params = _kv_params(context, [*unknown, *preparation.ignored], body, model)
+    builder = ChatResponseBuilder(
+        model.tokenizer, body.num_logprobs, body.logprob_token_ids or (), in_batch=in_batch
+    )
+    envelope = _envelope(context, "chatcmpl", body, model)
     if body.return_effective_kwargs:
         effective = [prompt.effective for prompt in prompts]
+        envelope.extensions["effective"] = effective if in_batch else effective[0]
     try:
-        return respond(
-            service,
-            body,
-            [preparation.prompt_request(prompt) for prompt in prompts],
-            ChatResponseBuilder(
-                model.tokenizer, body.num_logprobs, body.logprob_token_ids or (), in_batch=True
-            ),
-            envelope_of("chatcmpl", body.model, model, effective=effective),
-        )
+        prompt_requests = [preparation.prompt_request(prompt) for prompt in prompts]
+        prompt_requests = apply_kv_params(prompt_requests, kv_params, streams=bool(body.stream))
+        return _respond(service, context, body, model, prompt_requests, builder, envelope)
     except RequestError as error:
         raise preparation.rename_field(error) from None
 
 
-def _preparation(
-    service: Service, body: requests.ChatBody | requests.BatchBody, model: ServedModel
-) -> Preparation:
-    trusts = service.config.trust_request_chat_template
-    return Preparation(body, model, trusts_template=trusts)
-
-
-def _note_ignored(ignored: list[str], body: requests.GenerationBody, model: ServedModel) -> None:
-    if has_no_effect(body.kv_transfer_params, model.limits):
-        ignored.append(KV_FIELD)
-    g.ignored = checks.ignored_fields(ignored, body)
-
-
-def completions(service: Service) -> Response:
+@routes.post(
+    "/v1/completions",
+    about="Create a completion of one or more prompts.",
+    takes=(requests.CompletionBody,),
+    gives=responses.CompletionResponse,
+    streams=Stream(responses.CompletionChunk, ends_with="[DONE]"),
+)
+def completions(service: Service, context: RequestContext) -> Response:
     bounds = service.id_bounds(service.config.max_prompts)
-    body, unknown = service.bodies.parse_known(request, requests.completion_decoder, bounds)
-    checks.check_completion(body)
+    body, unknown = service.bodies.parse_known(request, requests.CompletionBody, bounds)
+    prepare.check_completion(body)
     model = service.model(body.model)
-    raise_cached_refusal(service)
-    with g.context.journal.tokenizing():
-        completion = Completion(body, model, max_prompts=service.config.max_prompts)
-    _note_ignored([*unknown, *completion.ignored], body, model)
+    service.raise_cached_refusal(context)
+    with context.timeline.tokenizing():
+        completion = prepare.Completion(body, model, max_prompts=service.config.max_prompts)
+    kv_params = _kv_params(context, [*unknown, *completion.ignored], body, model)
+    envelope = _envelope(context, "cmpl", body, model)
     try:
-        return respond(
-            service,
-            body,
-            completion.prompt_requests,
-            completion.builder(),
-            envelope_of("cmpl", body.model, model),
+        prompt_requests = apply_kv_params(
+            completion.prompt_requests, kv_params, streams=bool(body.stream)
         )
+        builder = completion.builder()
+        return _respond(service, context, body, model, prompt_requests, builder, envelope)
     except RequestError as error:
         raise completion.rename_field(error) from None
+
+
+def _kv_params(
+    context: RequestContext, ignored: list[str], body: requests.GenerationBody, model: ServedModel
+) -> KVTransferParams | None:
+    """Return the body's K/V transfer, and note the fields without effect."""
+    params = parse_kv_params(body.kv_transfer_params, model.limits)
+    if params is None and body.kv_transfer_params is not None:
+        ignored.append(KV_FIELD)
+    context.ignored = prepare.ignored_fields(ignored, body)
+    return params
+
+
+def _envelope(
+    context: RequestContext, kind: str, body: requests.GenerationBody, model: ServedModel
+) -> OpenAIEnvelope:
+    return OpenAIEnvelope(
+        f"{kind}-{context.request_id}",
+        body.model or model.names[0],
+        model.fingerprint,
+        extensions=context.extensions(),
+    )
+
+
+def _respond(
+    service: Service,
+    context: RequestContext,
+    body: requests.GenerationBody,
+    model: ServedModel,
+    prompt_requests: list[PromptRequest],
+    builder: ResponseBuilder,
+    envelope: OpenAIEnvelope,
+) -> Response:
+    """Run the requests and return the response. A refusal raises before any header is sent."""
+    config = service.config
+    check_counts(prompt_requests, body, config.max_n, max(config.max_n, config.max_prompts))
+    options = run.RequestOptions.from_body(body, envelope.id)
+    if body.stream:
+
+        def make_sink(group: ChoiceGroup, outlet: resume.FrameDestination) -> ChunkStream:
+            write, finish = outlet.write, outlet.finish
+            more = chunk_options(body)
+            return ChunkStream(group, builder, envelope, write=write, finish=finish, **more)
+
+        stream = resume.start_resumable if resume.is_requested(context) else run.stream
+        return stream(service, context, prompt_requests, options, make_sink)
+    group, collected = run.whole(service, context, prompt_requests, options)
+    if (params := response_kv_params(group)) is not None:
+        envelope.extensions[KV_FIELD] = params
+    data = whole_response(
+        group,
+        collected,
+        builder,
+        envelope,
+        includes_ids=bool(body.return_token_ids),
+        prompt_logprobs=prompt_logprobs_builder(body, model),
+    )
+    return json_response(data)

@@ -1,4 +1,4 @@
-"""Writes an answer as a stream of chunks, in OpenAI's order.
+"""Turns an answer into OpenAI's chunks, which are streamed, or folded into one response.
 
     [role chunk per choice]  [chunk ...]  [finish chunk per choice]  [usage, timings]  [DONE]
 
@@ -10,25 +10,22 @@ yet), or a delta of its arguments. The chunks of several choices interleave.
 - The first chunks (a chat's role, an echoed prompt) are sent with the first token. Sent earlier,
   they would make the time to first token look shorter than it is.
 - After an error, one `{"error": ...}` event and [DONE] close the stream.
-- Most of a chunk's JSON is encoded once per stream. Usually only the new text is encoded.
+- A chunk with nothing but new text is not encoded: its text is put into a template of bytes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypedDict, Unpack
 
 import msgspec
+from msgspec import UNSET
 
-from gateway.api.openai.errors import error_body
-from gateway.api.openai.message import warning_of
-from gateway.api.openai.response_builder import (
-    OpenAIEnvelope,
-    ResponseBuilder,
-    encode,
-    usage_of,
-    usage_of_choice,
-)
+from gateway.api.openai.requests import GenerationBody
+from gateway.api.openai.response_builder import Members, OpenAIEnvelope, ResponseBuilder
+from gateway.api.openai.responses import AnswerWarning, error_body, usage_of, usage_of_choice
 from gateway.formats.events import (
     Content,
     Event,
@@ -38,21 +35,34 @@ from gateway.formats.events import (
     OutputWarning,
     Reasoning,
     ToolArguments,
+    merged,
+    with_text,
 )
 from gateway.generation.choice import Choice
 from gateway.generation.group import ChoiceGroup
+from gateway.generation.sinks import CollectSink
 from gateway.http import sse
 from gateway.http.errors import fault_of
-from gateway.observe.timings import told_timings
+from gateway.observe.timings import timings_of_group
 from protocol.errors import ServingError
+
+encode = msgspec.json.encode
+TemplateKey = tuple[int, type[Event], int]
+"""(choice, kind of event, tool call)"""
+_SENT = OutputDelta()
+"""Stands for a delta whose tokens were sent with an earlier chunk."""
+_HOLE = "\0"
+"""Stands for the text in a template."""
+MAX_TEMPLATES = 1 << 10
+"""More templates than this of one stream are forgotten, and made again when they are needed."""
 
 
 class ChunkStreamState(msgspec.Struct):
-    """The state of a ChunkStream: plain data, so that another process can continue the stream.
+    """The state of a stream: plain data, so that another process can continue the stream.
 
-    has_started   the first chunks were written
-    warnings    choice -> warnings to send with its finish chunk
-    num_tokens  choice -> number of tokens sent; counted only if each chunk has a usage
+    has_started  the first chunks were written
+    warnings     choice -> warnings to send with its finish chunk
+    num_tokens   choice -> number of tokens sent; counted only if each chunk has a usage
     """
 
     has_started: bool = False
@@ -60,15 +70,153 @@ class ChunkStreamState(msgspec.Struct):
     num_tokens: dict[int, int] = {}
 
 
-class ChunkStream:
-    """The sink that writes one answer as chunks.
+class ChunkOptions(TypedDict, total=False):
+    """The client's options of a stream.
 
-    write            receives each frame
-    finish           called after the last frame
     includes_usage   send a chunk with the total usage before [DONE], `"usage":null` in the others
     repeats_usage    add the usage so far of its choice to each chunk
     includes_ids     add token ids to each chunk, and prompt ids to the first
-    state            the state of the stream to continue; None starts a new one
+    """
+
+    includes_usage: bool
+    repeats_usage: bool
+    includes_ids: bool
+
+
+def chunk_options(body: GenerationBody) -> ChunkOptions:
+    return {
+        "includes_usage": body.includes_usage,
+        "repeats_usage": body.repeats_usage,
+        "includes_ids": bool(body.return_token_ids),
+    }
+
+
+class AnswerChunks:
+    """Turns the deltas of one answer into chunks, in order.
+
+    state  the state of the stream to continue; None starts a new one
+    """
+
+    def __init__(
+        self,
+        group: ChoiceGroup,
+        builder: ResponseBuilder,
+        envelope: OpenAIEnvelope,
+        *,
+        state: ChunkStreamState | None = None,
+        **options: Unpack[ChunkOptions],
+    ) -> None:
+        self._group = group
+        self._builder = builder
+        self._envelope = envelope
+        self._includes_usage = options.get("includes_usage", False)
+        self._repeats_usage = options.get("repeats_usage", False)
+        self._includes_ids = options.get("includes_ids", False)
+        self._new_chunk = partial(builder.chunk, **envelope.head)
+        self.state = state or ChunkStreamState()
+        #: Chunks have only text, except the first and the last of a choice.
+        self.is_plain = (
+            not (self._repeats_usage or self._includes_ids) and builder.num_logprobs is None
+        )
+
+    def start(self) -> list[Any]:
+        """Return the first chunks, once."""
+        if self.state.has_started:
+            return []
+        self.state.has_started = True
+        return list(filter(None, map(self._opening, self._group.choices)))
+
+    def push(self, choice: Choice, delta: OutputDelta) -> list[Any]:
+        """Return the chunks of `delta`, after the first chunks if they were not sent yet."""
+        events, builder = delta.events, self._builder
+        if events and isinstance(events[0], Failed):  # the error is sent by `ChunkStream.fail`
+            return []
+        chunks = self.start()
+        self.count(choice, delta)
+        parts = [part for event in events if (part := self._part(choice, event)) is not None]
+        end = events[-1] if events and isinstance(events[-1], Finished) else None
+        last = parts.pop() if parts and end and builder.ends_with_text else builder.empty
+        if not (parts or end or self.is_plain):  # no text yet, but tokens
+            parts.append(builder.empty)
+        for part in parts:
+            logprobs = builder.logprobs(choice, delta)
+            chunks.append(self.chunk(choice, part | self._ids(delta), logprobs))
+            delta = _SENT
+        if end is not None:
+            chunks.append(self._finish_chunk(choice, end, last, delta))
+        return chunks
+
+    def _part(self, choice: Choice, event: Event) -> Members | None:
+        """Return the members for an event, or None if nothing is sent now."""
+        if isinstance(event, OutputWarning):
+            self.state.warnings.setdefault(choice.index, []).append(event)
+            return None
+        return self._builder.part(event)
+
+    def count(self, choice: Choice, delta: OutputDelta) -> None:
+        """Count the tokens of `delta` as sent. A chunk's usage covers the text sent so far, which
+        may lag behind the tokens generated."""
+        if self._repeats_usage and delta.token_ids:
+            counts = self.state.num_tokens
+            counts[choice.index] = counts.get(choice.index, 0) + len(delta.token_ids)
+
+    def end(self) -> Any:
+        """Return the last chunk, or None if it would be empty."""
+        timings = timings_of_group(self._group)
+        usage = usage_of(self._group) if self._includes_usage else UNSET
+        if timings is UNSET and usage is UNSET:
+            return None
+        return self._new_chunk(choices=[], usage=usage, timings=timings)
+
+    def _opening(self, choice: Choice) -> Any:
+        part, top = self._builder.opening(choice), Members()
+        if not choice.index:  # what is about the request is sent once
+            top |= self._envelope.extensions
+        if part is None:
+            if not (self._includes_ids or top):
+                return None
+            part = self._builder.empty
+        if self._includes_ids:
+            ids = {"prompt_token_ids": choice.prompt_request.prompt_ids}
+            part, top = (part, top | ids) if self._builder.prompt_ids_on_top else (part | ids, top)
+        return self.chunk(choice, part, self._builder.echo_logprobs(choice), top)
+
+    def _finish_chunk(
+        self, choice: Choice, end: Finished, part: Members, delta: OutputDelta
+    ) -> Any:
+        """Return the finish chunk. It has the tokens of `delta` if no earlier chunk has them."""
+        logprobs = None if delta is _SENT else self._builder.logprobs(choice, delta)
+        part = part | {"finish_reason": end.reason, "stop_reason": end.stop_reason}
+        warnings = self.state.warnings.pop(choice.index, ())
+        listed = [AnswerWarning.from_event(warning, choice.index) for warning in warnings]
+        top = {"warnings": listed} if listed else {}
+        return self.chunk(choice, part | self._ids(delta), logprobs, top)
+
+    def _ids(self, delta: OutputDelta) -> Members:
+        return {"token_ids": delta.token_ids} if self._includes_ids else {}
+
+    def chunk(
+        self, choice: Choice, part: Members, logprobs: Any = None, top: Members | None = None
+    ) -> Any:
+        """Return a chunk. `part` has more members of its choice, and `top` of the chunk."""
+        usage: Any = None if self._includes_usage else UNSET
+        if self._repeats_usage:
+            num_tokens = self.state.num_tokens.get(choice.index, 0)
+            usage = usage_of_choice(self._group, choice, num_tokens)
+        part = {"index": choice.index, "logprobs": logprobs, "finish_reason": None, **part}
+        return self._new_chunk(
+            choices=[self._builder.chunk_choice(**part)], usage=usage, **(top or {})
+        )
+
+
+# ---- streamed, whole
+
+
+class ChunkStream:
+    """The sink that writes one answer as chunks.
+
+    write   receives each group of frames
+    finish  called after the last frame
     """
 
     def __init__(
@@ -79,168 +227,88 @@ class ChunkStream:
         *,
         write: Callable[[bytes], None],
         finish: Callable[[], None],
-        includes_usage: bool = False,
-        repeats_usage: bool = False,
-        includes_ids: bool = False,
-        state: ChunkStreamState | None = None,
+        **options: Unpack[ChunkOptions],
     ) -> None:
-        self._group = group
         self._builder = builder
         self._write = write
         self._finish = finish
-        self._includes_usage = includes_usage
-        self._repeats_usage = repeats_usage
-        self._includes_ids = includes_ids
-        self._envelope = envelope
-        self.state = state or ChunkStreamState()
-        self._is_plain = not (repeats_usage or includes_ids or builder.num_logprobs is not None)
-        shared = encode(envelope.fields(builder.chunk_kind, builder.constants))[:-1]
-        self._head = b"data: " + shared + b',"choices":['
-        self._heads = [self._head + b'{"index":%d,' % c.index for c in group.choices]
-        usage = b',"usage":null' if includes_usage else b""
-        self._plain_tail = b',"logprobs":null,"finish_reason":null}]' + usage + b"}\n\n"
+        self._chunks = AnswerChunks(group, builder, envelope, **options)
+        self._templates: dict[TemplateKey, list[bytes]] = {}
 
     def delta(self, choice: Choice, delta: OutputDelta) -> None:
         events = delta.events
-        if len(events) == 1 and self._is_plain and self.state.has_started:
-            members = self._plain_members(events[0])
-            if members is not None:  # the common case
-                self._write(self._heads[choice.index] + members + self._plain_tail)
+        if len(events) == 1 and self._chunks.is_plain and self._chunks.state.has_started:
+            event, text = events[0], ""
+            key: TemplateKey | None = None
+            if type(event) is Content or type(event) is Reasoning:
+                key, text = (choice.index, type(event), 0), event.text
+            elif type(event) is ToolArguments:
+                key, text = (choice.index, ToolArguments, event.index), event.fragment
+            if key is not None:
+                template = self._templates.get(key) or self._new_template(key, choice, event)
+                self._write(encode(text).join(template))
                 return
-        if events and isinstance(events[0], Failed):  # `fail` sends the error
-            return
-        frames = self._openings()
-        num_openings = len(frames)
-        self.count(choice, delta)
-        members_list = [
-            m for m in (self._members(choice, event) for event in events) if m is not None
-        ]
-        end = events[-1] if events else None
-        ending = self._builder.empty()
-        if members_list and type(end) is Finished and self._builder.ends_with_text:
-            ending = members_list.pop()
-        for members in members_list:
-            frames.append(self._delta_chunk(choice, members, delta))
-            delta = _SENT
-        if type(end) is Finished:
-            frames.append(self._finish_chunk(choice, end, delta, ending))
-        if len(frames) == num_openings and not self._is_plain:  # no text yet, but tokens
-            frames.append(self._delta_chunk(choice, self._builder.empty(), delta))
-        if frames:
-            self._write(b"".join(frames) if len(frames) > 1 else frames[0])
+        if chunks := self._chunks.push(choice, delta):
+            self._write(b"".join([sse.frame(encode(chunk)) for chunk in chunks]))
 
-    def count(self, choice: Choice, delta: OutputDelta) -> None:
-        """Count the tokens of `delta` as sent. A chunk's usage covers the text sent so far, which
-        may lag behind the tokens generated."""
-        if self._repeats_usage and delta.token_ids:
-            counts = self.state.num_tokens
-            counts[choice.index] = counts.get(choice.index, 0) + len(delta.token_ids)
-
-    def start(self) -> None:
-        """Write the first chunks now, instead of with the first delta."""
-        if frames := self._openings():
-            self._write(b"".join(frames))
-
-    def _openings(self) -> list[bytes]:
-        if self.state.has_started:
-            return []
-        self.state.has_started = True
-        return list(filter(None, map(self._opening, self._group.choices)))
-
-    def _plain_members(self, event: Event) -> bytes | None:
-        """Return the members for an event that can be sent as it is, else None."""
-        if type(event) is Content:
-            return self._builder.content(event.text)
-        return self._builder.event(event) if type(event) in _PLAIN_EVENTS else None
-
-    def _members(self, choice: Choice, event: Event) -> bytes | None:
-        """Return the members for an event, or None if nothing is sent now. Warnings wait for the
-        finish chunk of their choice."""
-        if type(event) is Content:
-            return self._builder.content(event.text)
-        if type(event) is OutputWarning:
-            self.state.warnings.setdefault(choice.index, []).append(event)
-            return None
-        return self._builder.event(event)
+    def _new_template(self, key: TemplateKey, choice: Choice, event: Event) -> list[bytes]:
+        """Return the frame of a chunk with nothing but text, cut where the text belongs."""
+        part = self._builder.part(with_text(event, _HOLE))
+        assert part is not None, "an answer has only events that its API sends"
+        frame = sse.frame(encode(self._chunks.chunk(choice, part)))
+        if len(self._templates) >= MAX_TEMPLATES:
+            self._templates.clear()
+        template = frame.rsplit(encode(_HOLE), 2 if type(event) is Reasoning else 1)
+        self._templates[key] = template
+        return template
 
     def end(self) -> None:
-        more: dict[str, Any] = {}
-        if self._includes_usage:
-            more["usage"] = usage_of(self._group)
-        more |= told_timings(self._group)
-        last = self._head + b"],%b}\n\n" % encode(more)[1:-1] if more else b""
-        self._write(last + sse.DONE)
+        last = self._chunks.end()
+        self._write((b"" if last is None else sse.frame(encode(last))) + sse.DONE)
         self._finish()
 
     def fail(self, error: ServingError) -> None:
         self._write(sse.frame(error_body(fault_of(error))) + sse.DONE)
         self._finish()
 
-    def _opening(self, choice: Choice) -> bytes | None:
-        members = self._builder.opening(choice)
-        if members is None:
-            if not (self._includes_ids or (self._extensions() and not choice.index)):
-                return None
-            members = self._builder.empty()
-        logprobs = encode(self._builder.echo_logprobs(choice))
-        on_top = in_choice = b""
-        if self._includes_ids:
-            ids = b',"prompt_token_ids":%b' % encode(choice.ask.prompt_ids)
-            on_top, in_choice = (ids, b"") if self._builder.prompt_ids_on_top else (b"", ids)
-        if not choice.index:
-            on_top += self._extensions()
-        return self._chunk(choice, members, logprobs, b"null", in_choice, on_top)
 
-    def _extensions(self) -> bytes:
-        """Return the members about the request. They are sent once."""
-        extensions = dict(self._envelope.extensions)
-        if self._envelope.warnings:
-            extensions["warnings"] = [warning_of(w, None) for w in self._envelope.warnings]
-        return b"," + encode(extensions)[1:-1] if extensions else b""
+def whole_response(
+    group: ChoiceGroup,
+    collected: CollectSink,
+    builder: ResponseBuilder,
+    envelope: OpenAIEnvelope,
+    *,
+    includes_ids: bool = False,
+    prompt_logprobs: Callable[[Choice], list[Any] | None] | None = None,
+) -> bytes:
+    """Return the body of a 200 for a group that ended without an error: its chunks, folded.
 
-    def _delta_chunk(self, choice: Choice, members: bytes, delta: OutputDelta) -> bytes:
-        if self._is_plain:
-            return self._heads[choice.index] + members + self._plain_tail
-        return self._chunk(
-            choice, members, self._logprobs(choice, delta), b"null", self._ids(delta)
-        )
-
-    def _finish_chunk(
-        self, choice: Choice, event: Finished, delta: OutputDelta, members: bytes
-    ) -> bytes:
-        """Return the finish chunk. It carries the tokens of `delta` if no earlier chunk did."""
-        logprobs = b"null" if delta is _SENT else self._logprobs(choice, delta)
-        more = self._ids(delta) + b',"stop_reason":%b' % encode(event.stop_reason)
-        warnings = self.state.warnings.pop(choice.index, ())
-        on_top = b""
-        if warnings:
-            on_top = b',"warnings":%b' % encode([warning_of(w, choice.index) for w in warnings])
-        return self._chunk(choice, members, logprobs, encode(event.reason), more, on_top)
-
-    def _logprobs(self, choice: Choice, delta: OutputDelta) -> bytes:
-        return encode(self._builder.logprobs(choice, delta))
-
-    def _ids(self, delta: OutputDelta) -> bytes:
-        return b',"token_ids":%b' % encode(delta.token_ids) if self._includes_ids else b""
-
-    def _chunk(
-        self,
-        choice: Choice,
-        members: bytes,
-        logprobs: bytes,
-        reason: bytes,
-        in_choice: bytes,
-        on_top: bytes = b"",
-    ) -> bytes:
-        """Return one frame. `in_choice` and `on_top` are more members, each preceded by a comma."""
-        usage = b',"usage":null' if self._includes_usage else b""
-        if self._repeats_usage:
-            num_tokens = self.state.num_tokens.get(choice.index, 0)
-            usage = b',"usage":%b' % encode(usage_of_choice(self._group, choice, num_tokens))
-        inner = b'%b,"logprobs":%b,"finish_reason":%b%b}' % (members, logprobs, reason, in_choice)
-        return b"%b%b]%b%b}\n\n" % (self._heads[choice.index], inner, on_top, usage)
-
-
-_PLAIN_EVENTS = (Reasoning, ToolArguments)
-_SENT = OutputDelta()
-"""Stands for a delta whose tokens were sent with an earlier chunk."""
+    collected        the output of each choice
+    includes_ids     add the token ids of prompt and answer
+    prompt_logprobs  formats a choice's prompt logprobs; None omits them
+    """
+    chunks = AnswerChunks(group, builder, replace(envelope, extensions={}))
+    pieces: list[list[Any]] = [[] for _ in group.choices]
+    warnings: list[AnswerWarning] = []
+    for choice in group.choices:
+        delta = collected.whole[choice.index]
+        delta = OutputDelta(merged(delta.events), delta.token_ids, delta.logprobs)
+        for chunk in chunks.push(choice, delta):
+            warnings += chunk.warnings or ()
+            for piece in chunk.choices:
+                pieces[piece.index].append(piece)
+    choices: list[Any] = []
+    top: Members = {"warnings": warnings} if warnings else {}
+    for choice, own in zip(group.choices, pieces, strict=True):
+        finish = {"finish_reason": own[-1].finish_reason, "stop_reason": own[-1].stop_reason}
+        members = {"index": choice.index, **builder.fold(choice, own), **finish}
+        if includes_ids:
+            members["token_ids"] = collected.whole[choice.index].token_ids
+        if choice.index == 0 or not builder.prompt_ids_on_top:
+            where = top if builder.prompt_ids_on_top else members
+            where["prompt_token_ids"] = choice.prompt_request.prompt_ids if includes_ids else None
+            where["prompt_logprobs"] = prompt_logprobs(choice) if prompt_logprobs else None
+        choices.append(builder.whole_choice(**members))
+    top |= {**envelope.head, "choices": choices, "usage": usage_of(group)}
+    top["timings"] = timings_of_group(group)
+    return encode(builder.whole(**top, **envelope.extensions))

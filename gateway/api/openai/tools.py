@@ -1,20 +1,28 @@
-"""Resolves tools, tool_choice and parallel_tool_calls into a ToolPlan.
+"""Resolves tools, tool_choice and parallel_tool_calls into a ToolPlan, and the plan into a grammar.
 
 An empty list of tools means no tools, because SDKs send it so. With `tool_choice` "none" the
 prompt has no tools, and the answer is not parsed for calls.
+
+The grammar enforces the plan in the model's own tool format. A constraint that cannot be enforced
+is refused: InvalidRequest names the field.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, Literal
 
 import msgspec
 
 from gateway.api.openai.requests import BatchBody, ChatBody
+from gateway.api.openai.structured import check_keywords
+from gateway.formats.calls_grammar import required, required_or_other, strict
 from gateway.formats.event_builder import DeclaredTool
+from gateway.formats.grammar_builder import NotWritable
+from gateway.formats.registry import BoundFormat
 from protocol.errors import InvalidRequest
+from protocol.grammar import Body, Rules
 
 Mode = Literal["none", "auto", "required", "named"]
 MODES = ("none", "auto", "required")
@@ -65,7 +73,10 @@ class ToolPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def tool_plan(body: ChatBody | BatchBody) -> ToolPlan:
-    """Return the plan of a body. Raise InvalidRequest naming the field."""
+    """Check a request's tools and `tool_choice`, and return the plan for them.
+
+    Raises InvalidRequest if one is invalid; the error names the field.
+    """
     tools = body.tools or []
     declared = [_declared(tool, f"tools[{place}]") for place, tool in enumerate(tools)]
     names = [tool.name for tool in declared]
@@ -202,3 +213,66 @@ def _named(choice: Mapping[str, Any], names: Sequence[str], at: str) -> str:
     if not isinstance(name, str) or name not in names:
         raise InvalidRequest(f"{at}: must be one of {', '.join(names)}; got {name!r}", param=at)
     return name
+
+
+# ---- the grammar of calls
+
+
+def tool_grammar(bound: BoundFormat | None, plan: ToolPlan) -> Body | None:
+    """Return the grammar of the answer, or None if it may be any text."""
+    if bound is None or not bound.format.has_calls:
+        if plan.demands_call or plan.is_narrowed:
+            problem = "required" if plan.demands_call else "restricted"
+            raise InvalidRequest(
+                f"tool_choice: tool calls cannot be {problem}, because this model's tool format is "
+                "unknown; set tool_choice to 'auto', or restart the server with --tool-format",
+                param="tool_choice",
+            )
+        return None
+    if not plan.is_enforced:
+        return None
+    names = {tool.name for tool in plan.declared} if plan.demands_call else plan.strict
+    _check_schemas(plan, names)
+    try:
+        if plan.demands_call:
+            return required(bound, plan.callable, many=plan.many)
+        return strict(bound, _loosened(plan), many=plan.many)
+    except NotWritable as error:
+        raise _refusal(error, plan) from None
+
+
+def calls_instead(bound: BoundFormat | None, plan: ToolPlan, form_field: str) -> Rules:
+    """Return the grammar of the calls that are allowed instead of the form set by `form_field`."""
+    if bound is None or not bound.format.has_calls:
+        raise InvalidRequest(
+            f"{form_field}: cannot be combined with tools, because this model's tool format is "
+            "unknown; set tool_choice to 'none', or restart the server with --tool-format",
+            param=form_field,
+        )
+    _check_schemas(plan, plan.strict)
+    try:
+        return required_or_other(bound, _loosened(plan), many=plan.many)
+    except NotWritable as error:
+        raise _refusal(error, plan) from None
+
+
+def _check_schemas(plan: ToolPlan, enforced: Set[str]) -> None:
+    """Raise InvalidRequest for a schema keyword that cannot be enforced."""
+    for place, tool in enumerate(plan.declared):
+        if tool.name in enforced and plan.may_call(tool.name):
+            at = f"tools[{place}].function.parameters"
+            check_keywords(tool.parameters, at, strict=tool.name in plan.strict)
+
+
+def _loosened(plan: ToolPlan) -> Sequence[DeclaredTool]:
+    """Return the callable tools, without the schemas of those that are not strict."""
+    return [
+        tool if tool.name in plan.strict else msgspec.structs.replace(tool, parameters=None)
+        for tool in plan.callable
+    ]
+
+
+def _refusal(error: NotWritable, plan: ToolPlan) -> InvalidRequest:
+    place = next(n for n, tool in enumerate(plan.declared) if tool.name == error.tool)
+    at = f"tools[{place}].function.{error.field}"
+    return InvalidRequest(f"{at}: {error}", param=at)

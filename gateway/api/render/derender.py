@@ -1,299 +1,312 @@
-"""Converts responses of a token endpoint into responses of the API, complete or in chunks.
-
-The outputs are replayed through the code that serves our own engine: parsers, finish reason,
-`whole_response`, `ChunkStream`. Between two chunks the client carries all state (`stream_state`),
-so the cost of a chunk does not depend on its position.
-"""
+"""Interprets the bodies of the derender routes. Errors name the fields of these bodies."""
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
-from msgspec import UNSET
 
-from gateway.api.openai.requests import GenerationBody
-from gateway.api.openai.respond import prompt_shape
-from gateway.api.openai.response_builder import (
-    CompletionResponseBuilder,
-    OpenAIEnvelope,
-    ResponseBuilder,
+from gateway.api.openai.prepare import (
+    Completion,
+    Preparation,
+    Prompt,
+    check_chat,
+    check_completion,
+    renaming,
 )
-from gateway.api.openai.stream import ChunkStream, ChunkStreamState
-from gateway.api.openai.whole import whole_response
-from gateway.api.render.merging import chunk_of
-from gateway.api.render.recorded import Recorded, RecordedOutputs, prompt_entries
-from gateway.api.render.stream_state import StreamState, restore, state_of, wrong_state
-from gateway.api.tokens.generate_responses import GenerateChunk, GeneratedChoice, GenerateResponse
-from gateway.formats.choice_parser import ChoiceParser
-from gateway.formats.events import OutputDelta
-from gateway.generation.choice import Choice
+from gateway.api.openai.requests import ChatBody, CompletionBody, prompts_of
+from gateway.api.openai.response_builder import ChatResponseBuilder
+from gateway.api.openai.responses import Effective
+from gateway.api.render.recorded import num_logprobs
+from gateway.api.render.replay import DerenderCase, derendered, derendered_chunk, first_state
+from gateway.api.render.requests import DerenderBody, DerenderChat, DerenderCompletion
+from gateway.api.render.stream_state import key_of, opened, sealed
+from gateway.api.tokens.prepare import TAIL_TOKENS
+from gateway.api.tokens.responses import GenerateChunk, GeneratedChoice, GenerateResponse
+from gateway.generation.parameters import check_counts
 from gateway.generation.request import PromptRequest
-from gateway.generation.sinks import CollectSink
 from gateway.served_model import ServedModel
-from gateway.text.detokenizer import DetokenizerState
-from protocol.errors import InvalidRequest, ServingError
+from protocol.config.gateway import GatewayConfig
+from protocol.errors import InvalidRequest
+from protocol.sampling import check_token_ids
 
-log = logging.getLogger(__name__)
-
-GENERATE_PREFIX = "generate-tokens-"
-MAX_WAITING_TOKENS = 64
-"""If more tokens than this wait for held-back text, they are sent before their text."""
+T = TypeVar("T")
+CHAT, COMPLETION = "chat_request", "completion_request"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DerenderCase:
-    """A rendered request of either API.
-
-    kind       prefix of the response id
-    builder    formats the choices of one response
-    effective  the `effective` member, if requested
-    """
-
-    request: GenerationBody
-    model: ServedModel
-    kind: str
-    builder: ResponseBuilder
-    effective: Any = None
-
-    @property
-    def num_logprobs(self) -> int | None:
-        return self.builder.num_logprobs
-
-    def envelope(
-        self, generated_id: str, fingerprint: Any, created: int, extensions: dict[str, Any]
-    ) -> OpenAIEnvelope:
-        extensions = dict(extensions)
-        if self.effective is not None:
-            extensions["effective"] = self.effective
-        return OpenAIEnvelope(
-            _response_id(generated_id, self.kind),
-            self.request.model or self.model.names[0],
-            self.model.fingerprint if fingerprint is UNSET else fingerprint,
-            created,
-            extensions,
-        )
-
-    def outputs(self, at: str, usage: Any) -> RecordedOutputs:
-        logprob_ids = self.request.logprob_token_ids or ()
-        return RecordedOutputs(
-            at, self.model, num_logprobs=self.num_logprobs, asked_ids=logprob_ids, usage=usage
-        )
+def _in(field: str) -> Callable[[str], str]:
+    return lambda param: f"{field}.{param}"
 
 
-def _response_id(generated_id: str, kind: str) -> str:
-    """Return the API's response id, which is part of the token endpoint's id."""
-    own = generated_id.removeprefix(GENERATE_PREFIX)
-    return own if own.startswith(f"{kind}-") else f"{kind}-{own}"
+def _required(value: T | None, field: str, when: str) -> T:
+    if value is None:
+        raise InvalidRequest(f"{field}: required {when}", param=field)
+    return value
 
 
-# ---- whole
+def _index_offset(chunk: dict[str, Any] | None, offset: int) -> dict[str, Any] | None:
+    for choice in chunk["choices"] if chunk else ():
+        choice["index"] += offset
+    return chunk
 
 
-def derendered(
-    case: DerenderCase,
-    prompt_requests: Sequence[PromptRequest],
-    responses: Sequence[GenerateResponse],
-    at: Sequence[str],
-    prompt_tokens: int | None = None,
-) -> bytes:
-    """Return the complete response. Raise InvalidRequest.
-
-    responses      one per prompt
-    at             the path of each response in the request
-    prompt_tokens  number of prompt tokens, if the ids are unknown
-    """
-    request, model = case.request, case.model
-    group = Recorded(prompt_requests, prompt_tokens)
-    collected = CollectSink(len(group.choices))
-    group.attach(collected)
-    for place, (response, where) in enumerate(zip(responses, at, strict=True)):
-        choices = [choice for choice in group.choices if choice.prompt_index == place]
-        _play_whole(case, choices, response, where, group)
-    group.wait()
-    first = responses[0]
-    extensions: dict[str, Any] = {}
-    if len(responses) == 1 and first.kv_transfer_params is not None:
-        extensions["kv_transfer_params"] = first.kv_transfer_params
-    return whole_response(
-        group,
-        collected,
-        case.builder,
-        case.envelope(
-            first.request_id,
-            first.system_fingerprint,
-            int(time.time()) if first.created is None else first.created,
-            extensions,
-        ),
-        includes_ids=bool(request.return_token_ids),
-        prompt_logprobs=prompt_shape(request, model) or _passed_on(responses),
-    )
+def _ids_of(chunk: GenerateChunk) -> list[int] | None:
+    return None if chunk.prompt_token_ids is msgspec.UNSET else chunk.prompt_token_ids
 
 
-def _passed_on(
-    responses: Sequence[GenerateResponse],
-) -> Callable[[Choice], list[Any] | None]:
-    """Return a function that passes on prompt logprobs unchanged, for requests without them."""
-    return lambda choice: responses[choice.prompt_index].prompt_logprobs
-
-
-def _play_whole(
-    case: DerenderCase,
-    choices: Sequence[Choice],
-    response: GenerateResponse,
-    at: str,
-    group: Recorded,
-) -> None:
-    parts = {part.index: (place, part) for place, part in enumerate(response.choices)}
-    if len(response.choices) != len(choices) or set(parts) != set(range(len(choices))):
+def _num_choices(
+    choices: Sequence[GeneratedChoice],
+    body: DerenderBody,
+    model: ServedModel,
+    config: GatewayConfig,
+    field: str,
+) -> int:
+    """Return the number of choices of an unknown request, from the choices in `field` and the
+    stream state. Raise InvalidRequest if there are too many."""
+    indexes = [choice.index for choice in choices]
+    if body.stream_state is not None:
+        indexes += opened(body.stream_state, key_of(model, None)).choices
+    count = 1 + max(indexes, default=0)
+    if not 0 < count <= config.max_n:
         raise InvalidRequest(
-            f"{at}.choices: must have each index from 0 to {len(choices) - 1} once (n is "
-            f"{len(choices)})",
-            param=f"{at}.choices",
+            f"{field}: the number of choices must be from 1 to {config.max_n:,}; got {count:,}",
+            param=field,
         )
-    outputs = case.outputs(at, response.usage)
-    for index, choice in enumerate(choices):
-        place, part = parts[index]
-        if part.finish_reason is None:
-            where = f"{at}.choices[{place}].finish_reason"
-            raise InvalidRequest(f"{where}: must not be null in a complete response", param=where)
-        if response.prompt_logprobs is not None and choice.params.prompt_logprobs is not None:
-            choice.prompt_logprobs = prompt_entries(
-                choice.ask.prompt_ids, response.prompt_logprobs, f"{at}.prompt_logprobs"
-            )
-        group.replay(choice, outputs.output(part, choice.params, place))
+    return count
 
 
-# ---- chunk by chunk
+class ChatDerendering:
+    """POST /v1/chat/completions/derender, once. Raises InvalidRequest naming the field."""
 
+    def __init__(self, body: DerenderChat, model: ServedModel, config: GatewayConfig) -> None:
+        self._body = body
+        self._model = model
+        self._config = config
+        self._request = body.chat_request or self._plain_request()
+        with renaming(_in(CHAT)):
+            check_chat(self._request)
+            trusts = config.trust_request_chat_template
+            self._preparation = Preparation(self._request, model, trusts_template=trusts)
+            self._kwargs = self._preparation.kwargs() if body.chat_request else {}
 
-def derendered_chunk(
-    case: DerenderCase,
-    prompt_request: PromptRequest,
-    state: StreamState,
-    chunk: GenerateChunk,
-    *,
-    is_first: bool,
-) -> tuple[dict[str, Any] | None, StreamState]:
-    """Return (the API's chunk or None if there is nothing to send yet, the next state).
-
-    The ids of the prompt are needed for the first chunk only. Raises InvalidRequest.
-    """
-    try:
-        derenderer = _ChunkDerenderer(case, prompt_request, state)
-        return derenderer.derender(chunk), derenderer.state()
-    except ServingError:
-        raise
-    except Exception:  # a forged state can make any parser fail
-        if is_first:
-            raise
-        log.info("cannot restore a stream_state", exc_info=True)
-        raise wrong_state() from None
-
-
-def first_state(ending: str, prompt_tokens: int) -> StreamState:
-    return StreamState(int(time.time()), ending, prompt_tokens, ChunkStreamState(), {})
-
-
-class _ChunkDerenderer:
-    """Derenders one chunk from one state to the next. It is the sink of its group."""
-
-    def __init__(
-        self, case: DerenderCase, prompt_request: PromptRequest, state: StreamState
-    ) -> None:
-        self._case = case
-        self._state = state
-        self._frames: list[bytes] = []
-        self._group = Recorded([prompt_request], state.prompt_tokens)
-        for index, choice_state in state.choices.items():
-            restore(self._group.choices[index], choice_state)
-            if choice_state.offsets is not None and isinstance(
-                case.builder, CompletionResponseBuilder
-            ):
-                case.builder.offsets(index, choice_state.offsets)
-        self._group.attach(self)
-
-    def derender(self, chunk: GenerateChunk) -> dict[str, Any] | None:
-        self._stream = self._new_stream(chunk)
-        if chunk.choices:
-            self._stream.start()
-        outputs = self._case.outputs("generate_chunk", chunk.usage)
-        for place, part in enumerate(chunk.choices):
-            choice = self._choice(part, place)
-            self._group.replay(choice, outputs.output(part, choice.params, place))
-            self._release(choice)
-        if not chunk.choices and chunk.usage is not None:
-            if (details := chunk.usage.prompt_tokens_details) is not None:
-                self._group.choices[0].num_cached = details.cached_tokens
-            self._stream.end()
-        merged = chunk_of(self._frames)
-        if merged is not None and isinstance(chunk.kv_transfer_params, dict):
-            merged["kv_transfer_params"] = chunk.kv_transfer_params
-        return merged
-
-    def state(self) -> StreamState:
-        """Return the state for the next chunk."""
-        choices = dict(self._state.choices)
-        for choice in self._group.choices:
-            if choice.num_generated or choice.index in choices:
-                choices[choice.index] = state_of(choice, self._offsets(choice))
-        return msgspec.structs.replace(self._state, choices=choices)
-
-    # ---- as a sink
-
-    def delta(self, choice: Choice, delta: OutputDelta) -> None:
-        self._stream.delta(choice, delta)
-
-    def end(self) -> None:
-        """Do nothing. The end is written with the usage, which has its own chunk."""
-
-    def fail(self, error: ServingError) -> None:
-        raise error
-
-    # ---- parts
-
-    def _new_stream(self, chunk: GenerateChunk) -> ChunkStream:
-        request, state = self._case.request, self._state
-        envelope = self._case.envelope(
-            chunk.request_id, chunk.system_fingerprint, state.created, {}
-        )
-        return ChunkStream(
-            self._group,
-            self._case.builder,
-            envelope,
-            write=self._frames.append,
-            finish=lambda: None,
-            includes_usage=request.includes_usage,
-            repeats_usage=request.repeats_usage,
-            includes_ids=bool(request.return_token_ids),
-            state=state.chunks,
-        )
-
-    def _choice(self, part: GeneratedChoice, place: int) -> Choice:
-        choices = self._group.choices
-        if not 0 <= part.index < len(choices):
-            at = f"generate_chunk.choices[{place}].index"
+    def _plain_request(self) -> ChatBody:
+        """Return a minimal request for an unknown one: all text is content."""
+        output_format = self._model.output_format
+        writes_calls = output_format.tools is not None and not self._model.renderer.writes_no_tools
+        if output_format.reasoning is not None or writes_calls:
             raise InvalidRequest(
-                f"{at}: {part.index} is out of range; the request has {len(choices)} choices (n)",
+                f"{CHAT}: required, because this model's answers are parsed for reasoning "
+                f"({output_format.reasoning}) and tool calls ({output_format.tools})",
+                param=CHAT,
+            )
+        body = self._body
+        if body.stream:
+            field = "generate_chunk"
+            choices = _required(body.generate_chunk, field, "with stream").choices
+        else:
+            field = "generate_response"
+            choices = _required(body.generate_response, field, "without stream").choices
+        num_top = num_logprobs(choices)
+        return ChatBody(
+            messages=[],
+            model=body.model,
+            n=_num_choices(choices, body, self._model, self._config, field),
+            logprobs=num_top is not None,
+            top_logprobs=num_top,
+            stream=body.stream,
+        )
+
+    def whole(self) -> bytes:
+        response = _required(self._body.generate_response, "generate_response", "without stream")
+        prompt = self._prompt(response.prompt_token_ids)
+        prompt_request = self._preparation.parse_request(
+            prompt, self._preparation.answer_start(prompt)
+        )
+        self._check_counts(prompt_request)
+        usage_tokens = response.usage.prompt_tokens if response.usage else 0
+        count = None if prompt.ids else self._body.prompt_tokens or usage_tokens
+        return derendered(self._case(), [prompt_request], [response], ["generate_response"], count)
+
+    def chunk(self) -> tuple[dict[str, Any] | None, str]:
+        """Return (derendered chunk, stream state after it)."""
+        body, preparation = self._body, self._preparation
+        chunk = _required(body.generate_chunk, "generate_chunk", "with stream")
+        key = key_of(self._model, body.chat_request)
+        if body.stream_state is None:
+            prompt = self._prompt(_ids_of(chunk))
+            start = preparation.answer_start(prompt)
+            count = len(prompt.ids) or body.prompt_tokens or 0
+            state = first_state(self._model.output_format.ending(start), count)
+        else:
+            state = opened(body.stream_state, key)
+            prompt = Prompt(state.ending, [], self._kwargs)
+            start = preparation.answer_start(prompt)
+        prompt_request = preparation.parse_request(prompt, start)
+        self._check_counts(prompt_request)
+        derendered, state = derendered_chunk(
+            self._case(), prompt_request, state, chunk, is_first=body.stream_state is None
+        )
+        return derendered, sealed(state, key)
+
+    def _check_counts(self, prompt_request: PromptRequest) -> None:
+        with renaming(_in(CHAT)):
+            check_counts([prompt_request], self._request, self._config.max_n, self._config.max_n)
+
+    def _case(self) -> DerenderCase:
+        request, model = self._request, self._model
+        return DerenderCase(
+            request=request,
+            model=model,
+            kind="chatcmpl",
+            builder=ChatResponseBuilder(
+                model.tokenizer, request.num_logprobs, request.logprob_token_ids or ()
+            ),
+            effective=Effective(self._kwargs) if request.return_effective_kwargs else None,
+        )
+
+    def _prompt(self, response_ids: Sequence[int] | None) -> Prompt:
+        """Return the prompt: from the body, else from the response, else rendered again."""
+        body = self._body
+        ids = body.prompt_token_ids or response_ids
+        if ids:
+            check_token_ids(ids, self._model.card.vocab_size, "prompt_token_ids")
+            end = self._model.tokenizer.decode(ids[-TAIL_TOKENS:], skip_special_tokens=False)
+            prompt = Prompt(end, list(ids), self._kwargs)
+        elif body.chat_request is None:
+            return Prompt("", [], self._kwargs)
+        else:
+            with renaming(_in(CHAT)):
+                prompt = self._preparation.prompt(body.chat_request.messages)
+        _check_count(body.prompt_tokens, len(prompt.ids), "prompt_tokens")
+        return prompt
+
+
+def _check_count(declared: int | None, count: int, at: str) -> None:
+    if declared not in (None, count):
+        raise InvalidRequest(f"{at}: {declared:,}, but the prompt has {count:,}", param=at)
+
+
+class CompletionDerendering:
+    """POST /v1/completions/derender, once. Raises InvalidRequest naming the field."""
+
+    def __init__(self, body: DerenderCompletion, model: ServedModel, config: GatewayConfig) -> None:
+        self._body = body
+        self._model = model
+        self._config = config
+        self._request = body.completion_request or self._plain_request()
+        with renaming(_in(COMPLETION)):
+            check_completion(self._request)
+            self._prompts = prompts_of(self._request, config.max_prompts)
+        for field in ("generate_responses", "prompt_tokens", "prompt_token_ids"):
+            given = getattr(body, field)
+            if given is not None and len(given) != len(self._prompts):
+                raise InvalidRequest(
+                    f"{field}: must have one item per prompt ({len(self._prompts):,}); got "
+                    f"{len(given):,}",
+                    param=field,
+                )
+
+    def _plain_request(self) -> CompletionBody:
+        """Return a minimal request for an unknown one: only its number of prompts is known."""
+        body = self._body
+        if body.stream:
+            field, count = "generate_chunk", 1 + body.prompt_index
+            choices = _required(body.generate_chunk, field, "with stream").choices
+        else:
+            field = "generate_responses"
+            responses = _required(body.generate_responses, field, "without stream")
+            choices = [choice for response in responses for choice in response.choices]
+            count = len(responses)
+        if not 0 < count <= self._config.max_prompts:
+            at = "prompt_index" if body.stream else field
+            raise InvalidRequest(
+                f"{at}: the number of prompts must be from 1 to {self._config.max_prompts:,}; got "
+                f"{count:,}",
                 param=at,
             )
-        return choices[part.index]
+        return CompletionBody(
+            prompt=[""] * count,
+            model=body.model,
+            n=_num_choices(choices, body, self._model, self._config, field),
+            logprobs=num_logprobs(choices),
+            stream=body.stream,
+        )
 
-    def _release(self, choice: Choice) -> None:
-        """Bound the tokens that wait for held-back text; drop them if they are not reported."""
-        reader = choice.reader
-        assert isinstance(reader, ChoiceParser)
-        if not (self._case.request.return_token_ids or self._case.num_logprobs is not None):
-            self._stream.count(choice, reader.release())
-        elif reader.num_waiting > MAX_WAITING_TOKENS:
-            self._stream.delta(choice, reader.release())
+    def whole(self) -> bytes:
+        body = self._body
+        responses = _required(body.generate_responses, "generate_responses", "without stream")
+        completion = self._completion(self._request, self._whole_ids(responses))
+        total = 0
+        for place, prompt_request in enumerate(completion.prompt_requests):
+            count = len(prompt_request.prompt_ids)
+            declared = body.prompt_tokens[place] if body.prompt_tokens else None
+            if count:
+                _check_count(declared, count, f"prompt_tokens[{place}]")
+            total += count or declared or 0
+        at = [f"generate_responses[{place}]" for place in range(len(responses))]
+        return derendered(self._case(completion), completion.prompt_requests, responses, at, total)
 
-    def _offsets(self, choice: Choice) -> tuple[DetokenizerState, int] | None:
-        builder = self._case.builder
-        if self._case.num_logprobs is None or not isinstance(builder, CompletionResponseBuilder):
+    def _whole_ids(self, responses: Sequence[GenerateResponse]) -> list[list[int]] | None:
+        """Return the prompts of the body or the responses; None to use those of the request."""
+        given = self._body.prompt_token_ids or [None] * len(responses)
+        found = [
+            ids or response.prompt_token_ids for ids, response in zip(given, responses, strict=True)
+        ]
+        if self._body.completion_request is None:
+            return [ids or [] for ids in found]
+        if not any(found):
             return None
-        return builder.offsets(choice.index).state()
+        rendered = self._completion(self._request, None).prompt_requests
+        return [
+            ids or prompt_request.prompt_ids
+            for ids, prompt_request in zip(found, rendered, strict=True)
+        ]
+
+    def chunk(self) -> tuple[dict[str, Any] | None, str]:
+        """Return (derendered chunk, stream state after it)."""
+        body, place = self._body, self._body.prompt_index
+        chunk = _required(body.generate_chunk, "generate_chunk", "with stream")
+        if place >= len(self._prompts):
+            raise InvalidRequest(
+                f"prompt_index: {place} is out of range; the request has {len(self._prompts):,} "
+                "prompts",
+                param="prompt_index",
+            )
+        request = msgspec.structs.replace(self._request, prompt=self._prompts[place])
+        key = key_of(self._model, request if body.completion_request else None)
+        is_first = body.stream_state is None
+        if body.stream_state is None:
+            completion = self._completion(request, self._own_ids(place, chunk))
+            declared = body.prompt_tokens[place] if body.prompt_tokens else 0
+            state = first_state("", len(completion.prompt_requests[0].prompt_ids) or declared)
+        else:
+            state = opened(body.stream_state, key)
+            completion = self._completion(request, [[]])
+        derendered, state = derendered_chunk(
+            self._case(completion), completion.prompt_requests[0], state, chunk, is_first=is_first
+        )
+        return _index_offset(derendered, place * (request.n or 1)), sealed(state, key)
+
+    def _own_ids(self, place: int, chunk: GenerateChunk) -> list[list[int]] | None:
+        given = self._body.prompt_token_ids
+        ids = (given[place] if given else None) or _ids_of(chunk)
+        if ids is None and self._body.completion_request is None:
+            return [[]]
+        return None if ids is None else [ids]
+
+    def _completion(self, request: CompletionBody, ids: Sequence[list[int]] | None) -> Completion:
+        for place, given in enumerate(ids or ()):
+            check_token_ids(given, self._model.card.vocab_size, f"prompt_token_ids[{place}]")
+        with renaming(_in(COMPLETION)):
+            completion = Completion(
+                request, self._model, max_prompts=self._config.max_prompts, ids=ids
+            )
+            max_choices = max(self._config.max_n, self._config.max_prompts)
+            check_counts(completion.prompt_requests, request, self._config.max_n, max_choices)
+        return completion
+
+    def _case(self, completion: Completion) -> DerenderCase:
+        return DerenderCase(
+            request=completion.body, model=self._model, kind="cmpl", builder=completion.builder()
+        )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from gateway.api.openai.responses import TokenChance
-from gateway.api.tokens.generate_responses import ChosenToken, GeneratedChoice, GenerateUsage
+from gateway.api.tokens.responses import ChosenToken, GeneratedChoice, GenerateUsage
 from gateway.generation.choice import Choice
 from gateway.generation.group import ChoiceGroup
 from gateway.generation.request import PromptRequest
@@ -27,7 +27,7 @@ class _NoEngine:
         pass
 
 
-class Recorded(ChoiceGroup):
+class RecordedGroup(ChoiceGroup):
     """A choice group that was generated elsewhere.
 
     prompt_tokens  number of prompt tokens, if the ids are unknown
@@ -130,7 +130,7 @@ def _stop_token(
 
 
 def entry_of(token: ChosenToken, num_top: int, asked_ids: Sequence[int]) -> TokenLogprobs:
-    """Invert `generate_stream.chosen_token`. Missing logprobs of `asked_ids` become NaN."""
+    """Invert `tokens.stream.chosen_token`. Missing logprobs of `asked_ids` become NaN."""
     logprob_of = {top.token_id: top.logprob for top in token.top_logprobs}
     others = {
         top.rank: (top.token_id, top.logprob)

@@ -10,12 +10,11 @@ from typing import Any
 
 import msgspec
 
-from gateway.api.openai.completion import Completion
-from gateway.api.openai.prepare import Preparation, Prompt
+from gateway.api.openai.prepare import Completion, Preparation, Prompt
 from gateway.api.openai.requests import GenerationBody
 from gateway.api.render.requests import Carried
 from gateway.api.render.responses import RenderedRequest
-from gateway.api.tokens.generate_requests import ReasoningParserKwargs
+from gateway.api.tokens.requests import ReasoningParserKwargs
 from gateway.generation.request import PromptRequest
 from gateway.served_model import ServedModel
 from protocol.errors import ContextTooLong

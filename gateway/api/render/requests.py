@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from gateway.api.openai.requests import ChatBody, CompletionBody, Object
-from gateway.api.tokens.generate_responses import GenerateChunk, GenerateResponse
+from gateway.api.tokens.responses import GenerateChunk, GenerateResponse
 from protocol.sampling import MAX_TOKENS, TokenId
 
 MAX_STATE_CHARS = 1 << 18
@@ -73,8 +73,3 @@ class DerenderCompletion(DerenderBody, frozen=True, kw_only=True):
     prompt_tokens: list[Count] | None = None
     prompt_token_ids: list[Ids | None] | None = None
     prompt_index: Count = 0
-
-
-carried_decoder = msgspec.json.Decoder(Carried)
-derender_chat_decoder = msgspec.json.Decoder(DerenderChat)
-derender_completion_decoder = msgspec.json.Decoder(DerenderCompletion)

@@ -9,7 +9,7 @@ from msgspec import UNSET, UnsetType
 
 from gateway.api.openai.requests import StreamOptions
 from gateway.api.openai.responses import ChatChunk, CompletionChunk
-from gateway.api.tokens.generate_requests import ReasoningParserKwargs
+from gateway.api.tokens.requests import ReasoningParserKwargs
 from protocol.grammar import Grammar
 
 

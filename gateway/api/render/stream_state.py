@@ -28,7 +28,6 @@ from gateway.api.openai.stream import ChunkStreamState
 from gateway.api.render.requests import MAX_STATE_CHARS
 from gateway.formats.choice_parser import ChoiceParser, ParserState
 from gateway.generation.choice import Choice
-from gateway.generation.reasoning_tokens import ThinkingMeter
 from gateway.served_model import ServedModel
 from gateway.text.detokenizer import DetokenizerState
 from protocol.errors import InvalidRequest
@@ -41,16 +40,16 @@ SEAL_BYTES = 16
 class ChoiceState(msgspec.Struct, frozen=True, array_like=True):
     """The state of one choice.
 
-    reader   the parser's state
-    meter    (inside a reasoning block, tokens counted)
-    begun    the name of the last call
-    called   names of complete calls, each once
-    offsets  where the next token's text starts: see `TextOffsets.state`
+    parser     the parser's state
+    reasoning  (inside a reasoning block, tokens counted)
+    last_call  the name of the last call
+    called     names of complete calls, each once
+    offsets    where the next token's text starts: see `TextOffsets.state`
     """
 
-    reader: ParserState
-    meter: tuple[bool, int] | None
-    begun: str
+    parser: ParserState
+    reasoning: tuple[bool, int] | None
+    last_call: str
     called: list[str]
     num_generated: int
     num_cached: int
@@ -125,12 +124,12 @@ def _seal(data: bytes, key: bytes) -> bytes:
 
 
 def state_of(choice: Choice, offsets: tuple[DetokenizerState, int] | None) -> ChoiceState:
-    assert isinstance(choice.reader, ChoiceParser)
-    meter = choice.meter
+    assert isinstance(choice.parser, ChoiceParser)
+    counter = choice.reasoning_counter
     return ChoiceState(
-        reader=choice.reader.state(),
-        meter=(meter.inside, meter.count) if meter else None,
-        begun=choice.last_call,
+        parser=choice.parser.state(),
+        reasoning=(counter.inside, counter.count) if counter else None,
+        last_call=choice.last_call,
         called=list(dict.fromkeys(choice.called)),
         num_generated=choice.num_generated,
         num_cached=choice.num_cached,
@@ -140,9 +139,9 @@ def state_of(choice: Choice, offsets: tuple[DetokenizerState, int] | None) -> Ch
 
 def restore(choice: Choice, state: ChoiceState) -> None:
     """Restore a choice. A forged state may raise any exception."""
-    readers: Any = choice.ask.readers
-    choice.reader = readers.new(state.reader)
-    choice.last_call, choice.called = state.begun, list(state.called)
+    factory: Any = choice.prompt_request.parser_factory
+    choice.parser = factory.new(state.parser)
+    choice.last_call, choice.called = state.last_call, list(state.called)
     choice.num_generated, choice.num_cached = state.num_generated, state.num_cached
-    if state.meter is not None and isinstance(choice.meter, ThinkingMeter):
-        choice.meter.inside, choice.meter.count = state.meter
+    if state.reasoning is not None and choice.reasoning_counter is not None:
+        choice.reasoning_counter.inside, choice.reasoning_counter.count = state.reasoning

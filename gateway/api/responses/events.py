@@ -6,19 +6,27 @@
     completed | incomplete | failed
 
 One item is open at a time; an event of another kind closes it. A frame is one event, with
-consecutive sequence numbers. Most of a frame's JSON is encoded once per item. Usually only the new
-text is encoded.
+consecutive sequence numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
-from gateway.api.responses.items import Item, item_id, seal
-from gateway.api.responses.response import Json, ResponseHead
+from gateway.api.responses import responses
+from gateway.api.responses.items import item_id, seal
+from gateway.api.responses.responses import (
+    ItemStatus,
+    OutputItem,
+    ResponseEvent,
+    ResponseObject,
+    ResponseStatus,
+)
 from gateway.formats.events import (
     Content,
     Event,
@@ -28,202 +36,214 @@ from gateway.formats.events import (
     ToolCall,
     ToolCallEnd,
 )
+from gateway.observe.timings import Timings
+from gateway.store.queries import Interruption
+from gateway.text.logprobs import ChatLogprob
 
 encode = msgspec.json.encode
 Frame = bytes
+TextKind = Literal["message", "reasoning"]
 
-COMPLETED, INCOMPLETE, IN_PROGRESS = "completed", "incomplete", "in_progress"
-LAST_EVENTS = {
-    COMPLETED: "response.completed",
-    INCOMPLETE: "response.incomplete",
+LAST_EVENTS: Mapping[ResponseStatus, str] = {
+    "completed": "response.completed",
+    "incomplete": "response.incomplete",
     "cancelled": "response.incomplete",
     "failed": "response.failed",
 }
 """Status -> the event that ends the stream. OpenAI defines no event for "cancelled"."""
-ENDS = {
-    "stop": (COMPLETED, None),
-    "tool_calls": (COMPLETED, None),
-    "length": (INCOMPLETE, "max_output_tokens"),
-    "abort": ("cancelled", None),
-}
-"""Finish reason -> (the response's status, reason in incomplete_details)."""
+_INTERRUPTED = responses.ResponseFault(
+    code="server_error",
+    message="the server process that generated this response ended before it was complete",
+    param=None,
+    type="engine_lost",
+)
 
 
-def frame(kind: str, number: int, **members: Any) -> Frame:
-    data = encode({"type": kind, **members, "sequence_number": number})
-    return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
+def frame(event: ResponseEvent) -> Frame:
+    return b"event: %b\ndata: %b\n\n" % (event.type.encode(), encode(event))
 
 
-def last_frame(number: int, response: Json) -> Frame:
+def last_frame(number: int, response: ResponseObject) -> Frame:
     """Return the event that ends the stream."""
-    return frame(LAST_EVENTS[response["status"]], number, response=response)
+    kind = LAST_EVENTS[response.status]
+    return frame(ResponseEvent(type=kind, response=response, sequence_number=number))
 
 
-def _delta_head(event: str, at: Json) -> bytes:
-    """Return the part of a delta frame that precedes the delta."""
-    head = encode({"type": event + ".delta", **at})[:-1]
-    return b"event: %b.delta\ndata: %b" % (event.encode(), head)
+def interrupted_response(response_id: str, number: int, body: bytes | None) -> Interruption:
+    """Return the end of a background response whose process died. `body` is the stored response,
+    perhaps of another version of the server; its output is kept."""
+    assert body is not None, "a background response is stored from its start"
+    response = msgspec.json.decode(body) | {"status": "failed", "error": _INTERRUPTED}
+    event = ResponseEvent(type="response.failed", response=response, sequence_number=number)
+    return Interruption(frame(event), encode(response))
 
 
-class _Text:
+class _OpenText:
     """An open message or reasoning item. It has one part, whose text arrives in deltas."""
 
-    def __init__(self, events: ResponseEvents, kind: str) -> None:
+    def __init__(self, events: ResponseEvents, kind: TextKind) -> None:
         self.kind = kind
-        self._part, self._event = _TEXTS[kind]
+        self._events = events
+        self._is_message = kind == "message"
+        self._event = f"response.{'output_text' if self._is_message else 'reasoning_text'}"
         self._deltas: list[str] = []
-        self._logprobs: list[Any] = []
-        self._place = len(events.output)
-        self._id = item_id(kind, events.head.id, self._place)
-        self._seals = events.seals
-        self._at = {"item_id": self._id, "output_index": self._place, "content_index": 0}
-        self._head = _delta_head(self._event, self._at)
-        item = self._item(IN_PROGRESS, [])
-        events.emit("response.output_item.added", output_index=self._place, item=item)
-        events.emit("response.content_part.added", **self._at, part=self._part_json())
+        self._logprobs: list[ChatLogprob] = []
+        self._at = events.next_place(kind)
+        self._template = self._delta_template()
+        events.emit_item("added", self._item("in_progress", []))
+        self._emit("response.content_part.added", part=self._part(""))
 
-    def push(self, events: ResponseEvents, text: str, logprobs: Sequence[Any] = ()) -> None:
+    def push(self, text: str, logprobs: Sequence[ChatLogprob] = ()) -> None:
         self._deltas.append(text)
         self._logprobs += logprobs
-        data = b',"delta":' + encode(text)
-        if self.kind == "message":
-            data += b',"logprobs":' + (encode(logprobs) if logprobs else b"[]")
-        events.put(b'%b%b,"sequence_number":%d}\n\n' % (self._head, data, events.next_number))
+        if logprobs:
+            self._emit(f"{self._event}.delta", delta=text, logprobs=logprobs)
+        else:
+            self._events.put(self._template % (encode(text), self._events.next_number))
 
-    def close(self, events: ResponseEvents, status: str) -> Item:
-        text, more = "".join(self._deltas), {}
-        if self.kind == "message":
-            more = {"logprobs": self._logprobs}
-        events.emit(self._event + ".done", **self._at, text=text, **more)
-        part = self._part_json(text)
-        events.emit("response.content_part.done", **self._at, part=part)
-        item = self._item(status, [part])
-        events.emit("response.output_item.done", output_index=self._place, item=item)
-        return item
+    def close(self, status: ItemStatus) -> OutputItem:
+        text = "".join(self._deltas)
+        logprobs = self._logprobs if self._is_message else UNSET
+        part = self._part(text)
+        self._emit(f"{self._event}.done", text=text, logprobs=logprobs)
+        self._emit("response.content_part.done", part=part)
+        return self._events.emit_item("done", self._item(status, [part]))
 
-    def _part_json(self, text: str = "") -> Json:
-        part: Json = {"type": self._part, "text": text}
-        if self.kind == "message":
-            part |= {"annotations": [], "logprobs": self._logprobs if text else []}
-        return part
+    def _emit(self, kind: str, **members: Any) -> None:
+        self._events.emit(kind, **self._at, content_index=0, **members)
 
-    def _item(self, status: str, content: list[Json]) -> Item:
-        item: Item = {"type": self.kind, "id": self._id, "status": status}
-        if self.kind == "message":
-            return item | {"role": "assistant", "content": content}
-        sealed = seal("".join(self._deltas)) if self._seals and content else None
-        return item | {"summary": [], "content": content, "encrypted_content": sealed}
+    def _delta_template(self) -> bytes:
+        """Return the frame of a delta with places for its text and number. Encoding the struct for
+        each delta takes six times as long."""
+        empty = ResponseEvent(
+            type=f"{self._event}.delta",
+            **self._at,
+            content_index=0,
+            delta="",
+            logprobs=[] if self._is_message else UNSET,
+            sequence_number=0,
+        )
+        template = frame(empty).replace(b'"delta":""', b'"delta":%b')
+        return template.replace(b'"sequence_number":0', b'"sequence_number":%d')
+
+    def _part(self, text: str) -> responses.OutputText | responses.ReasoningText:
+        if not self._is_message:
+            return responses.ReasoningText(text=text)
+        logprobs = self._logprobs if text else []
+        return responses.OutputText(text=text, annotations=[], logprobs=logprobs)
+
+    def _item(self, status: ItemStatus, content: list[Any]) -> OutputItem:
+        item_id = self._at["item_id"]
+        if self._is_message:
+            return responses.OutputMessage(
+                id=item_id, status=status, role="assistant", content=content
+            )
+        sealed = seal("".join(self._deltas)) if self._events.seals and content else None
+        return responses.ReasoningItem(
+            id=item_id, status=status, summary=[], content=content, encrypted_content=sealed
+        )
 
 
-_TEXTS = {
-    "message": ("output_text", "response.output_text"),
-    "reasoning": ("reasoning_text", "response.reasoning_text"),
-}
-"""Item type -> (part type, prefix of the event names)."""
-
-
-class _Call:
-    kind = "function_call"
+class _OpenCall:
+    """An open function call."""
 
     def __init__(self, events: ResponseEvents, call: ToolCall) -> None:
+        self._events = events
         self._call = call
         self._deltas: list[str] = []
-        self._place = len(events.output)
-        self._id = item_id(self.kind, events.head.id, self._place)
-        self._at = {"item_id": self._id, "output_index": self._place}
-        self._head = _delta_head("response.function_call_arguments", self._at)
-        item = self._item(IN_PROGRESS, "")
-        events.emit("response.output_item.added", output_index=self._place, item=item)
+        self._at = events.next_place("function_call")
+        events.emit_item("added", self._item("in_progress", ""))
 
-    def push(self, events: ResponseEvents, fragment: str) -> None:
+    def push(self, fragment: str) -> None:
         self._deltas.append(fragment)
-        data = self._head, encode(fragment), events.next_number
-        events.put(b'%b,"delta":%b,"sequence_number":%d}\n\n' % data)
+        self._emit("response.function_call_arguments.delta", delta=fragment)
 
-    def close(self, events: ResponseEvents, status: str) -> Item:
+    def close(self, status: ItemStatus) -> OutputItem:
         arguments = "".join(self._deltas)
         kind = "response.function_call_arguments.done"
-        events.emit(kind, **self._at, name=self._call.name, arguments=arguments)
-        item = self._item(status, arguments)
-        events.emit("response.output_item.done", output_index=self._place, item=item)
-        return item
+        self._emit(kind, name=self._call.name, arguments=arguments)
+        return self._events.emit_item("done", self._item(status, arguments))
 
-    def _item(self, status: str, arguments: str) -> Item:
-        return {
-            "type": self.kind,
-            "id": self._id,
-            "call_id": self._call.id,
-            "name": self._call.name,
-            "arguments": arguments,
-            "status": status,
-        }
+    def _emit(self, kind: str, **members: str) -> None:
+        self._events.emit(kind, **self._at, **members)
+
+    def _item(self, status: ItemStatus, arguments: str) -> OutputItem:
+        return responses.FunctionCall(
+            id=self._at["item_id"],
+            call_id=self._call.id,
+            name=self._call.name,
+            arguments=arguments,
+            status=status,
+        )
 
 
 class ResponseEvents:
     """The events of one response. Frames collect until `pop_frames`.
 
-    seals   add reasoning as `encrypted_content` too
-    output  the closed items
+    response  the response without its output
+    seals     add reasoning as `encrypted_content` too
     """
 
-    def __init__(self, head: ResponseHead, *, seals: bool = False) -> None:
-        self.head = head
+    def __init__(self, response: ResponseObject, *, seals: bool = False) -> None:
+        self.response = response
         self.seals = seals
-        self.output: list[Item] = []
         self.next_number = 0
-        self._open: _Text | _Call | None = None
+        self._output: list[OutputItem] = []
+        self._open: _OpenText | _OpenCall | None = None
         self._warnings: list[OutputWarning] = []
         self._frames: list[Frame] = []
 
     def start(self, *, queued: bool = False) -> None:
         """Write the first events. A `queued` response becomes in_progress with `proceed`."""
-        status = "queued" if queued else IN_PROGRESS
-        self.emit("response.created", response=self.head.response(status))
+        response = self.response.in_status("queued" if queued else "in_progress")
+        self.emit("response.created", response=response)
         if queued:
-            self.emit("response.queued", response=self.head.response(status))
+            self.emit("response.queued", response=response)
         else:
             self.proceed()
 
     def proceed(self) -> None:
-        self.emit("response.in_progress", response=self.head.response(IN_PROGRESS))
+        self.emit("response.in_progress", response=self.response.in_status("in_progress"))
 
-    def push(self, event: Event, logprobs: Sequence[Any] = ()) -> None:
-        """Write the frames of an event. `logprobs` are those of a Content event, formatted."""
+    def push(self, event: Event, logprobs: Sequence[ChatLogprob] = ()) -> None:
+        """Write the frames of an event. `logprobs` are those of a Content event."""
         match event:
             case Content(text):
-                self._text("message").push(self, text, logprobs)
+                self._text("message").push(text, logprobs)
             case Reasoning(text):
-                self._text("reasoning").push(self, text)
+                self._text("reasoning").push(text)
             case ToolCall():
-                self._close(INCOMPLETE if isinstance(self._open, _Call) else COMPLETED)
-                self._open = _Call(self, event)
+                self._close_for_next()
+                self._open = _OpenCall(self, event)
             case ToolArguments(_, fragment):
-                assert isinstance(self._open, _Call)
-                self._open.push(self, fragment)
+                assert isinstance(self._open, _OpenCall)
+                self._open.push(fragment)
             case ToolCallEnd():
-                self._close(COMPLETED)
+                self._close("completed")
             case OutputWarning():
                 self._warnings.append(event)
 
     def end(
         self,
-        status: str,
+        status: ResponseStatus,
         *,
-        usage: Json | None = None,
-        error: Json | None = None,
-        incomplete: str | None = None,
-        timings: Json | None = None,
-    ) -> Json:
+        usage: responses.ResponseUsage | None = None,
+        error: responses.ResponseFault | None = None,
+        incomplete: responses.IncompleteDetails | None = None,
+        timings: Timings | UnsetType = UNSET,
+    ) -> ResponseObject:
         """Close the open item and return the final response. `last_frame` makes its last event."""
-        whole = status == COMPLETED and not isinstance(self._open, _Call)
-        self._close(COMPLETED if whole else INCOMPLETE)
-        return self.head.response(
-            status,
-            self.output,
-            usage=usage,
+        whole = status == "completed" and not isinstance(self._open, _OpenCall)
+        self._close("completed" if whole else "incomplete")
+        return msgspec.structs.replace(
+            self.response,
+            status=status,
+            completed_at=int(time.time()) if status == "completed" else None,
             error=error,
-            incomplete=incomplete,
-            warnings=self._warnings,
+            incomplete_details=incomplete,
+            output=self._output,
+            usage=usage,
+            warnings=responses.warnings_of(self._warnings),
             timings=timings,
         )
 
@@ -235,22 +255,36 @@ class ResponseEvents:
     # ---- for the items
 
     def emit(self, kind: str, **members: Any) -> None:
-        self.put(frame(kind, self.next_number, **members))
+        self.put(frame(ResponseEvent(type=kind, sequence_number=self.next_number, **members)))
 
     def put(self, data: Frame) -> None:
         """Add a frame that has the next sequence number."""
         self._frames.append(data)
         self.next_number += 1
 
-    def _text(self, kind: str) -> _Text:
+    def emit_item(self, change: Literal["added", "done"], item: OutputItem) -> OutputItem:
+        place = len(self._output)
+        self.emit(f"response.output_item.{change}", output_index=place, item=item)
+        return item
+
+    def next_place(self, kind: str) -> dict[str, Any]:
+        """Return the members of events that name the next item."""
+        place = len(self._output)
+        return {"item_id": item_id(kind, self.response.id, place), "output_index": place}
+
+    def _text(self, kind: TextKind) -> _OpenText:
         """Return the open item of this kind, opening one if needed."""
-        if isinstance(self._open, _Text) and self._open.kind == kind:
+        if isinstance(self._open, _OpenText) and self._open.kind == kind:
             return self._open
-        self._close(INCOMPLETE if isinstance(self._open, _Call) else COMPLETED)
-        self._open = opened = _Text(self, kind)
+        self._close_for_next()
+        self._open = opened = _OpenText(self, kind)
         return opened
 
-    def _close(self, status: str) -> None:
+    def _close_for_next(self) -> None:
+        """Close the open item because another one starts. A call without an end was cut off."""
+        self._close("incomplete" if isinstance(self._open, _OpenCall) else "completed")
+
+    def _close(self, status: ItemStatus) -> None:
         if self._open is not None:
-            self.output.append(self._open.close(self, status))
+            self._output.append(self._open.close(status))
             self._open = None

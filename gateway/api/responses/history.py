@@ -14,9 +14,8 @@ import msgspec
 
 from gateway.api.responses.items import PREVIOUS, Item, PlacedItem, input_items, response_of
 from gateway.api.responses.requests import ResponsesBody
-from gateway.store.database import BrokenChain
+from gateway.store.database import BrokenChain, Store
 from gateway.store.queries import StoredRecord
-from gateway.store.store import Store
 from protocol.errors import InvalidRequest
 
 UNFINISHED = ("queued", "in_progress")
@@ -38,19 +37,23 @@ class History:
     def items_before(self, response_id: str) -> list[PlacedItem]:
         """Return all items up to the end of a response. Raise InvalidRequest if any is missing."""
         if self._store is None:
-            raise _wrong(PREVIOUS, "this server stores no responses (see --response-store)")
+            raise InvalidRequest.at(
+                PREVIOUS, "this server stores no responses (see --response-store)"
+            )
         try:
             records = self._store.call(
                 lambda database: database.chain(response_id, self._owner, time.time())
             )
         except BrokenChain as broken:
             if broken.missing == response_id:
-                raise _wrong(PREVIOUS, f"no response {response_id!r} is stored") from None
-            raise _wrong(
+                raise InvalidRequest.at(
+                    PREVIOUS, f"no response {response_id!r} is stored"
+                ) from None
+            raise InvalidRequest.at(
                 PREVIOUS, f"{response_id!r} continues {broken.missing!r}, which is no longer stored"
             ) from None
         if body_of(records[-1])["status"] in UNFINISHED:
-            raise _wrong(PREVIOUS, f"{response_id!r} is not complete yet")
+            raise InvalidRequest.at(PREVIOUS, f"{response_id!r} is not complete yet")
         return [PlacedItem(item, PREVIOUS) for record in records for item in all_items(record)]
 
     def resolved(self, items: Sequence[PlacedItem]) -> list[PlacedItem]:
@@ -72,7 +75,7 @@ class History:
             for item in all_items(record) if record else ():
                 if item.get("id") == name:
                     return item
-        raise _wrong(f"{placed.at}.id", f"no item {name!r} is stored")
+        raise InvalidRequest.at(f"{placed.at}.id", f"no item {name!r} is stored")
 
 
 def body_of(record: StoredRecord) -> dict[str, Any]:
@@ -88,7 +91,3 @@ def input_of(record: StoredRecord) -> list[Item]:
 def all_items(record: StoredRecord) -> list[Item]:
     """Return a stored response's own input and output."""
     return [*input_of(record), *body_of(record)["output"]]
-
-
-def _wrong(param: str, message: str) -> InvalidRequest:
-    return InvalidRequest(f"{param}: {message}", param=param)

@@ -21,6 +21,7 @@ from protocol.errors import InvalidRequest
 
 Item = dict[str, Any]
 ROLES = ("user", "assistant", "system", "developer")
+SYSTEM_ROLES = ("system", "developer")
 TEXT_PARTS = ("input_text", "output_text", "text")
 RESPONSE_PREFIX = "resp_"
 PREVIOUS = "previous_response_id"
@@ -60,7 +61,7 @@ def input_items(value: str | Sequence[Any]) -> list[PlacedItem]:
         part = {"type": "input_text", "text": value}
         return [PlacedItem({"type": "message", "role": "user", "content": [part]}, "input")]
     if not value:
-        raise InvalidRequest("input: must not be an empty list", param="input")
+        raise InvalidRequest.at("input", "must not be an empty list")
     places = [f"input[{place}]" for place in range(len(value))]
     return [PlacedItem(_checked(item, at), at) for item, at in zip(value, places, strict=True)]
 
@@ -97,7 +98,7 @@ def _unsealed(sealed: str, at: str) -> str:
             raise ValueError("wrong prefix")
         return base64.b64decode(sealed[len(_SEALED) :], validate=True).decode()
     except (ValueError, binascii.Error):
-        raise InvalidRequest(f"{at}: must be a value that this server wrote", param=at) from None
+        raise InvalidRequest.at(at, "must be a value that this server wrote") from None
 
 
 # ---- checks, by the item's type
@@ -105,16 +106,17 @@ def _unsealed(sealed: str, at: str) -> str:
 
 def _checked(item: Any, at: str) -> Item:
     if not isinstance(item, Mapping):
-        raise InvalidRequest(f"{at}: must be an object", param=at)
+        raise InvalidRequest.at(at, "must be an object")
     kind = item.get("type") or _kind_without_type(item)
-    check = _CHECKS.get(kind) if isinstance(kind, str) else None
-    if check is None:
-        raise InvalidRequest(
-            f"{at}.type: must be one of {', '.join(_CHECKS)}; got {kind!r}", param=f"{at}.type"
-        )
+    if not isinstance(kind, str) or kind not in _CHECKS:
+        raise InvalidRequest.at(f"{at}.type", f"must be one of {', '.join(_CHECKS)}; got {kind!r}")
     if item.get("id") is not None:
         _text(item, "id", at)
-    check(item, at)
+    required, check = _CHECKS[kind]
+    for name in required:
+        _text(item, name, at)
+    if check is not None:
+        check(item, at)
     return {**item, "type": kind}
 
 
@@ -128,19 +130,11 @@ def _kind_without_type(item: Mapping[str, Any]) -> str | None:
 def _message(item: Mapping[str, Any], at: str) -> None:
     role = item.get("role")
     if role not in ROLES:
-        raise InvalidRequest(
-            f"{at}.role: must be one of {', '.join(ROLES)}; got {role!r}", param=f"{at}.role"
-        )
+        raise InvalidRequest.at(f"{at}.role", f"must be one of {', '.join(ROLES)}; got {role!r}")
     _content(item.get("content"), f"{at}.content")
 
 
-def _call(item: Mapping[str, Any], at: str) -> None:
-    for field in ("call_id", "name", "arguments"):
-        _text(item, field, at)
-
-
 def _output(item: Mapping[str, Any], at: str) -> None:
-    _text(item, "call_id", at)
     _content(item.get("output"), f"{at}.output")
 
 
@@ -154,10 +148,6 @@ def _reasoning(item: Mapping[str, Any], at: str) -> None:
     reasoning_text(item, at)
 
 
-def _reference(item: Mapping[str, Any], at: str) -> None:
-    _text(item, "id", at)
-
-
 def _content(value: Any, at: str) -> None:
     if not isinstance(value, str):
         _parts(value, at, TEXT_PARTS)
@@ -165,28 +155,28 @@ def _content(value: Any, at: str) -> None:
 
 def _parts(value: Any, at: str, kinds: Sequence[str]) -> None:
     if not isinstance(value, list):
-        raise InvalidRequest(f"{at}: must be a list of content parts", param=at)
+        raise InvalidRequest.at(at, "must be a list of content parts")
     for place, part in enumerate(value):
         inner = f"{at}[{place}]"
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind not in kinds:
-            raise InvalidRequest(
-                f"{inner}.type: must be {kinds[0]}, because this model reads text only; got "
-                f"{kind!r}",
-                param=f"{inner}.type",
+            raise InvalidRequest.at(
+                f"{inner}.type",
+                f"must be {kinds[0]}, because this model reads text only; got {kind!r}",
             )
         _text(part, "text", inner)
 
 
 def _text(value: Mapping[str, Any], field: str, at: str) -> None:
     if not isinstance(value.get(field), str):
-        raise InvalidRequest(f"{at}.{field}: must be a string", param=f"{at}.{field}")
+        raise InvalidRequest.at(f"{at}.{field}", "must be a string")
 
 
-_CHECKS: Mapping[str, Callable[[Mapping[str, Any], str], None]] = {
-    "message": _message,
-    "function_call": _call,
-    "function_call_output": _output,
-    "reasoning": _reasoning,
-    "item_reference": _reference,
+_CHECKS: Mapping[str, tuple[Sequence[str], Callable[[Mapping[str, Any], str], None] | None]] = {
+    "message": ((), _message),
+    "function_call": (("call_id", "name", "arguments"), None),
+    "function_call_output": (("call_id",), _output),
+    "reasoning": ((), _reasoning),
+    "item_reference": (("id",), None),
 }
+"""Type of an item -> its required strings, and the check of its other members."""

@@ -1,12 +1,13 @@
 """Request body of /v1/responses: field types and bounds.
 
 Fields that a chat has too have the same type and meaning. A null field equals an absent field.
-Unsupported fields are declared so that `checks` can refuse them. Unknown fields have no effect; the
-response lists them.
+Unsupported fields are declared so that `check` can refuse them: a field that would change the
+answer is never ignored silently. Unknown fields have no effect; the response lists them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -21,12 +22,83 @@ from gateway.api.openai.requests import (
     Priority,
     Stop,
     Timeout,
+    unsupported,
 )
-from gateway.api.responses.documented import Item, Tool
-from protocol.sampling import (
-    MaxTokens,
-    NumLogprobs,
+from gateway.api.openai.tools import instead_of
+from gateway.http.body import check_depth
+from protocol.errors import InvalidRequest
+from protocol.sampling import MaxTokens, NumLogprobs
+
+# ---- JSON Schemas of values that `items` and `translate` check, for the OpenAPI document
+# A decoder of unions could not name the exact path of an error.
+
+_Schema = dict[str, Any]
+_TEXT: _Schema = {"type": "string"}
+_NULLABLE: _Schema = {"type": ["string", "null"]}
+
+
+def _object(required: Sequence[str], **properties: _Schema) -> _Schema:
+    return {"type": "object", "required": list(required), "properties": properties}
+
+
+def _item(kind: str, required: Sequence[str], **properties: _Schema) -> _Schema:
+    return _object(["type", *required], type={"const": kind}, id=_NULLABLE, **properties)
+
+
+def _part(*kinds: str) -> _Schema:
+    return _object(["type", "text"], type={"enum": list(kinds)}, text=_TEXT)
+
+
+_CONTENT = {
+    "anyOf": [
+        _TEXT,
+        {"type": "array", "items": _part("input_text", "output_text", "text"), "minItems": 1},
+    ]
+}
+_INPUT_ITEM = {
+    "title": "InputItem",
+    "anyOf": [
+        _object(
+            ["role", "content"],
+            type={"const": "message"},
+            role={"enum": ["user", "assistant", "system", "developer"]},
+            content=_CONTENT,
+        ),
+        _item(
+            "function_call",
+            ["call_id", "name", "arguments"],
+            call_id=_TEXT,
+            name=_TEXT,
+            arguments={**_TEXT, "description": "The JSON text of an object."},
+        ),
+        _item("function_call_output", ["call_id", "output"], call_id=_TEXT, output=_CONTENT),
+        _item(
+            "reasoning",
+            [],
+            content={"type": ["array", "null"], "items": _part("reasoning_text")},
+            encrypted_content=_NULLABLE,
+        ),
+        _object(["type", "id"], type={"const": "item_reference"}, id=_TEXT),
+    ],
+}
+_FUNCTION_TOOL = {"title": "FunctionTool"} | _object(
+    ["type", "name"],
+    type={"const": "function"},
+    name={"type": "string", "pattern": "^[A-Za-z0-9_.:/-]{1,128}$"},
+    description=_NULLABLE,
+    parameters={
+        "type": ["object", "null"],
+        "description": "A JSON Schema of type object.",
+        "properties": {"type": {"const": "object"}},
+    },
+    strict={"type": ["boolean", "null"]},
 )
+
+InputItem = Annotated[Any, Meta(extra_json_schema=_INPUT_ITEM)]
+FunctionTool = Annotated[Any, Meta(extra_json_schema=_FUNCTION_TOOL)]
+
+
+# ---- the body
 
 MAX_ID_CHARS = 256
 MAX_METADATA = 16
@@ -36,7 +108,7 @@ Metadata = Annotated[
     dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]],
     Meta(max_length=MAX_METADATA),
 ]
-Input = str | Annotated[list[Item], Meta(max_length=MAX_MESSAGES)]
+Input = str | Annotated[list[InputItem], Meta(max_length=MAX_MESSAGES)]
 
 
 class ResponseStreamOptions(msgspec.Struct, frozen=True):
@@ -87,7 +159,7 @@ class ResponsesBody(FormFields, frozen=True, kw_only=True):
     background: bool | None = None
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
-    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[FunctionTool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: str | Object | None = None
     parallel_tool_calls: bool | None = None
     max_tool_calls: Annotated[int, Meta(ge=1, le=1 << 20)] | None = None
@@ -142,4 +214,65 @@ LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED = "reasoning.encrypted_content"
 INCLUDES = (LOGPROBS, ENCRYPTED)
 
-responses_decoder = msgspec.json.Decoder(ResponsesBody)
+
+# ---- checks across fields
+
+_NESTED = ("input", "tools", "tool_choice", "prompt_cache_options")
+_REFUSED = {
+    "conversation": "use previous_response_id to continue a conversation",
+    "context_management": "use truncation 'auto' to drop the oldest items",
+    "moderation": "",
+    "prompt": "",
+    "messages": "use input",
+    "max_tokens": "use max_output_tokens",
+    "max_completion_tokens": "use max_output_tokens",
+    "response_format": "use text.format",
+}
+"""Unsupported field -> advice."""
+_TOOL_MEMBERS = ("type", "name", "description", "parameters", "strict")
+
+
+def check(body: ResponsesBody) -> None:
+    for field in _NESTED:
+        check_depth(getattr(body, field), field)
+    for field, instead in _REFUSED.items():
+        if getattr(body, field) not in (None, False, [], {}):
+            raise unsupported(field, instead)
+    if body.n not in (None, 1):
+        raise unsupported("n", "the only supported value is 1")
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest.at("stream_options", "requires stream to be true")
+    for place, name in enumerate(body.include or ()):
+        if name not in INCLUDES:
+            raise unsupported(
+                f"include[{place}]", f"must be one of {', '.join(INCLUDES)}; got {name!r}"
+            )
+    _check_tools(body)
+
+
+def _check_tools(body: ResponsesBody) -> None:
+    for place, tool in enumerate(body.tools or ()):
+        at = f"tools[{place}]"
+        if not isinstance(tool, dict):
+            raise InvalidRequest.at(at, "must be an object")
+        if tool.get("type") != "function":
+            kind = tool.get("type")
+            raise InvalidRequest.at(
+                f"{at}.type",
+                "must be 'function', because this server runs no tools of its own; got "
+                f"{kind!r}{instead_of(kind)}",
+            )
+        for name, value in tool.items():
+            if name not in _TOOL_MEMBERS and value is not None:
+                raise unsupported(f"{at}.{name}")
+
+
+def fields_without_effect(body: ResponsesBody, unknown: list[str]) -> list[str]:
+    """Return the fields without effect: unknown fields, and fields that are accepted because some
+    clients always send them."""
+    names = list(unknown)
+    if body.text is not None and body.text.verbosity is not None:
+        names.append("text.verbosity")
+    if body.prompt_cache_key is not None:
+        names.append("prompt_cache_key")
+    return names

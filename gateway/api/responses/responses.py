@@ -1,21 +1,38 @@
-"""Response bodies of /v1/responses, for the OpenAPI document and for tests.
+"""Response bodies of /v1/responses, and how they are made.
 
-`response` and `events` encode the responses themselves.
+A response has all members of the official SDK's model; those without a value are null.
 """
 
 from __future__ import annotations
 
+import time
+import uuid
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from gateway.api.openai.responses import AnswerWarning, Effective
+from gateway.api.openai.responses import SERVICE_TIER, AnswerWarning, Effective
+from gateway.api.responses.items import RESPONSE_PREFIX
+from gateway.api.responses.requests import ResponsesBody
+from gateway.formats.events import OutputWarning
+from gateway.generation.group import ChoiceGroup
+from gateway.http.errors import fault_of
 from gateway.observe.timings import Timings
 from gateway.text.logprobs import ChatLogprob
+from protocol.errors import ServingError
+from protocol.sampling import SamplingParams
 
-Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
+FaultCode = Literal["server_error", "rate_limit_exceeded", "invalid_prompt"]
+"""OpenAI defines only these codes."""
+_FAULT_CODES: Mapping[int, FaultCode] = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
+"""HTTP status -> error code. Others are "server_error"."""
+
+
+# ---- output items
 
 
 class OutputText(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="output_text"):
@@ -53,17 +70,20 @@ class FunctionCall(
     """status  "incomplete" if the call was cut off; `arguments` may then be invalid JSON"""
 
     id: str
-    status: ItemStatus
     call_id: str
     name: str
     arguments: str
+    status: ItemStatus
 
 
 OutputItem = OutputMessage | ReasoningItem | FunctionCall
 
 
+# ---- the response
+
+
 class ResponseFault(msgspec.Struct, frozen=True, kw_only=True):
-    code: Literal["server_error", "rate_limit_exceeded", "invalid_prompt"]
+    code: FaultCode
     message: str
     param: str | None
     type: str | None
@@ -90,12 +110,12 @@ class ResponseUsage(msgspec.Struct, frozen=True, kw_only=True):
     total_tokens: int
 
 
-class ToldReasoning(msgspec.Struct, frozen=True, kw_only=True):
+class ResponseReasoning(msgspec.Struct, frozen=True, kw_only=True):
     effort: Any
     summary: None
 
 
-class ToldText(msgspec.Struct, frozen=True, kw_only=True):
+class ResponseText(msgspec.Struct, frozen=True, kw_only=True):
     format: dict[str, Any]
     verbosity: str
 
@@ -110,8 +130,8 @@ class ResponseObject(msgspec.Struct, frozen=True, kw_only=True, rename={"object_
     id: str
     object_: Literal["response"]
     created_at: int
+    status: ResponseStatus
     completed_at: int | None
-    status: Status
     error: ResponseFault | None
     incomplete_details: IncompleteDetails | None
     output: list[OutputItem]
@@ -119,51 +139,154 @@ class ResponseObject(msgspec.Struct, frozen=True, kw_only=True, rename={"object_
     model: str
     instructions: str | None
     previous_response_id: str | None
+    max_output_tokens: int | None
+    max_tool_calls: int | None
+    user: str | None
+    safety_identifier: str | None
+    prompt_cache_key: str | None
+    temperature: float
+    top_p: float
+    frequency_penalty: float
+    presence_penalty: float
     background: bool
     store: bool
     tools: list[dict[str, Any]]
     tool_choice: Any
     parallel_tool_calls: bool
-    max_tool_calls: int | None
-    max_output_tokens: int | None
-    temperature: float
-    top_p: float
     top_logprobs: int
-    frequency_penalty: float
-    presence_penalty: float
-    reasoning: ToldReasoning
-    text: ToldText
+    reasoning: ResponseReasoning
+    text: ResponseText
     truncation: Literal["auto", "disabled"]
     metadata: dict[str, str]
     service_tier: str
-    user: str | None
-    safety_identifier: str | None
-    prompt_cache_key: str | None
     conversation: None
     prompt: None
     system_fingerprint: str
-    warnings: list[AnswerWarning] | UnsetType = UNSET
     ignored_params: list[str] | UnsetType = UNSET
     effective: Effective | UnsetType = UNSET
+    warnings: list[AnswerWarning] | UnsetType = UNSET
     timings: Timings | UnsetType = UNSET
+
+    def in_status(self, status: ResponseStatus) -> ResponseObject:
+        return msgspec.structs.replace(self, status=status)
+
+
+def new_response(
+    body: ResponsesBody,
+    params: SamplingParams,
+    *,
+    model: str,
+    fingerprint: str,
+    stores: bool,
+    extensions: Mapping[str, Any],
+) -> ResponseObject:
+    """Return a queued response. It repeats the request's fields, with defaults filled in.
+
+    params      the sampling parameters in effect
+    stores      whether the response is stored
+    extensions  our own members about the request
+    """
+    repeated = {name: getattr(body, name) for name in _REPEATED}
+    sampled = {name: getattr(params, name) for name in _SAMPLED}
+    return ResponseObject(
+        id=RESPONSE_PREFIX + uuid.uuid4().hex,
+        object_="response",
+        created_at=int(time.time()),
+        status="queued",
+        completed_at=None,
+        error=None,
+        incomplete_details=None,
+        output=[],
+        usage=None,
+        model=model,
+        **repeated,
+        **sampled,
+        background=bool(body.background),
+        store=stores,
+        tools=[_tool(tool) for tool in body.tools or ()],
+        tool_choice=body.tool_choice or "auto",
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        top_logprobs=body.top_logprobs or 0,
+        reasoning=ResponseReasoning(effort=body.reasoning and body.reasoning.effort, summary=None),
+        text=ResponseText(
+            format=(body.text and body.text.format) or {"type": "text"}, verbosity="medium"
+        ),
+        truncation=body.truncation or "disabled",
+        metadata=body.metadata or {},
+        service_tier=SERVICE_TIER,
+        conversation=None,
+        prompt=None,
+        system_fingerprint=fingerprint,
+        **extensions,
+    )
+
+
+_REPEATED = (
+    *("instructions", "previous_response_id", "max_output_tokens", "max_tool_calls"),
+    *("user", "safety_identifier", "prompt_cache_key"),
+)
+_SAMPLED = ("temperature", "top_p", "frequency_penalty", "presence_penalty")
+
+
+def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool with all members of a function tool."""
+    rest = {"description": None, "parameters": None, "strict": False}
+    return rest | {name: value for name, value in tool.items() if value is not None}
+
+
+def usage_of(group: ChoiceGroup) -> ResponseUsage:
+    """Return the usage so far. `reasoning_tokens` is 0 if they cannot be counted."""
+    prompt, generated = group.num_prompt_tokens, group.num_generated_tokens
+    return ResponseUsage(
+        input_tokens=prompt,
+        input_tokens_details=ResponseInputDetails(
+            cached_tokens=group.num_cached_tokens,
+            cache_write_tokens=0,  # cache writes are not charged
+        ),
+        output_tokens=generated,
+        output_tokens_details=ResponseOutputDetails(group.num_reasoning_tokens or 0),
+        total_tokens=prompt + generated,
+    )
+
+
+def response_fault(error: ServingError) -> ResponseFault:
+    """Return the `error` of a failed response. The message of an internal error is an error id; the
+    log has the details."""
+    fault = fault_of(error)
+    return ResponseFault(
+        code=_FAULT_CODES.get(fault.status, "server_error"),
+        message=fault.message,
+        param=fault.param,
+        type=fault.code,
+    )
+
+
+def warnings_of(warnings: Sequence[OutputWarning]) -> list[AnswerWarning] | UnsetType:
+    return [
+        AnswerWarning(code=warning.code, message=warning.message, choice=None)
+        for warning in warnings
+    ] or UNSET
+
+
+# ---- other bodies
 
 
 class ResponseEvent(msgspec.Struct, frozen=True, kw_only=True):
     """A typed stream event. Its members depend on its type."""
 
     type: str
-    sequence_number: int
     response: ResponseObject | UnsetType = UNSET
-    item: OutputItem | UnsetType = UNSET
-    part: OutputText | ReasoningText | UnsetType = UNSET
     item_id: str | UnsetType = UNSET
     output_index: int | UnsetType = UNSET
     content_index: int | UnsetType = UNSET
+    item: OutputItem | UnsetType = UNSET
+    part: OutputText | ReasoningText | UnsetType = UNSET
     delta: str | UnsetType = UNSET
     text: str | UnsetType = UNSET
     name: str | UnsetType = UNSET
     arguments: str | UnsetType = UNSET
     logprobs: list[ChatLogprob] | UnsetType = UNSET
+    sequence_number: int
 
 
 class ResponseInputTokens(msgspec.Struct, frozen=True, kw_only=True, rename={"object_": "object"}):

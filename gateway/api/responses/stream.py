@@ -1,79 +1,51 @@
-"""The sink of a response: passes an answer's events to a frame writer.
+"""Writes an answer as typed events to its destination: the client's stream, a complete response, or
+a run that continues without its client.
 
-Streamed, complete and background responses differ only in the frame writer, so their content
-cannot differ. Called from the hub.
+The three differ only in the frame writer, so their content cannot differ. Called from the hub.
+
+A stored response is in the store before its last event is sent, because the client may continue it
+at once, on any process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import repeat
 from typing import Any, Protocol
 
-import msgspec
+import gevent
 
-from gateway.api.responses.events import ENDS, IN_PROGRESS, Frame, ResponseEvents
-from gateway.api.responses.response import Json, error_of, usage_of
+from gateway.api.responses.events import Frame, ResponseEvents, encode, last_frame
+from gateway.api.responses.responses import (
+    IncompleteDetails,
+    ResponseObject,
+    ResponseStatus,
+    response_fault,
+    usage_of,
+)
 from gateway.formats.events import Content, Failed, Finished, OutputDelta
 from gateway.generation.choice import Choice
 from gateway.generation.group import ChoiceGroup
-from gateway.observe.timings import told_timings
-from gateway.text.logprobs import chat_logprobs
+from gateway.http.client_socket import Outlet
+from gateway.observe.timings import timings_of_group
+from gateway.store.runs import DetachedRun
+from gateway.text.logprobs import ChatLogprob, chat_logprobs
 from gateway.text.tokenizer import Tokenizer
 from protocol.errors import ServingError
 from protocol.messages import TokenLogprobs
 
-
-class TextLogprobs:
-    """The logprobs of one response's text, in the shape of `output_text`.
-
-    Each token is reported with the text it spells. Tokens that spell none (markup, thinking, stop
-    tokens) are omitted. Text may be emitted later than its tokens (blanks, incomplete characters),
-    so tokens after the last text wait.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, num_top: int) -> None:
-        self._tokenizer = tokenizer
-        self._num_top = num_top
-        self._waiting: list[TokenLogprobs] = []
-
-    def for_texts(self, entries: Sequence[TokenLogprobs], texts: Sequence[str]) -> list[list[Any]]:
-        """Return the logprobs for each text of a delta; `entries` are the delta's tokens. The
-        search starts at the end, because the reasoning may contain the same text."""
-        known = [*self._waiting[-MAX_WAITING:], *entries]
-        self._waiting = known
-        found: list[list[Any]] = []
-        end = len(known)
-        for text in reversed(texts):
-            window = self._window(known[:end], text.encode())
-            if window is None:  # a stop string was cut off: use all new tokens
-                window = (min(end, len(known) - len(entries)), end)
-            if not found:
-                self._waiting = known[window[1] :]
-            end = window[0]
-            found.append(self._formatted(known[slice(*window)]))
-        return found[::-1]
-
-    def _window(self, known: Sequence[TokenLogprobs], wanted: bytes) -> tuple[int, int] | None:
-        """Return the range of the last consecutive tokens that spell `wanted`."""
-        spelt = [self._tokenizer.token_bytes(entry.token_id) for entry in known]
-        for end in range(len(spelt), 0, -1):
-            left = len(wanted)
-            for start in range(end - 1, -1, -1):
-                if not wanted.endswith(spelt[start], 0, left):
-                    break
-                left -= len(spelt[start])
-                if not left:
-                    return start, end
-        return None
-
-    def _formatted(self, entries: Sequence[TokenLogprobs]) -> list[Any]:
-        found = chat_logprobs(self._tokenizer, entries, num_top=self._num_top)
-        return list(msgspec.to_builtins(found))
-
-
 MAX_WAITING = 64
-"""Limit on waiting tokens. No format holds back more text than this."""
+"""Limit on tokens that wait for their text. No format holds back more text than this."""
+_STATUSES: Mapping[str, ResponseStatus] = {
+    "stop": "completed",
+    "tool_calls": "completed",
+    "length": "incomplete",
+    "abort": "cancelled",
+}
+"""Finish reason -> the response's status."""
+StoreResponse = Callable[[ResponseObject], ResponseObject]
+"""Stores a response, if it is to be stored, and returns the response to send, in which `store` is
+false if that failed. Blocks."""
 
 
 class FrameWriter(Protocol):
@@ -85,9 +57,69 @@ class FrameWriter(Protocol):
            writer creates
     """
 
-    def start(self, response: Json) -> None: ...
+    def start(self, response: ResponseObject) -> None: ...
     def write(self, frames: list[Frame]) -> None: ...
-    def close(self, response: Json, number: int) -> None: ...
+    def close(self, response: ResponseObject, number: int) -> None: ...
+
+
+class StreamFrameWriter:
+    """Writes frames to the client's stream. Calls `store` before it sends the last event."""
+
+    def __init__(self, outlet: Outlet, store: StoreResponse) -> None:
+        self._outlet = outlet
+        self._store = store
+
+    def start(self, response: ResponseObject) -> None:
+        pass
+
+    def write(self, frames: list[Frame]) -> None:
+        self._outlet.write(b"".join(frames))
+
+    def close(self, response: ResponseObject, number: int) -> None:
+        gevent.spawn(self._end, response, number)
+
+    def _end(self, response: ResponseObject, number: int) -> None:
+        """Send the last event once the client has read the earlier ones: it repeats the whole
+        response."""
+        try:
+            response = self._store(response)
+        except BaseException:
+            self._outlet.cut()  # otherwise the client would wait forever
+            raise
+        self._outlet.wait_drained()
+        self._outlet.write(last_frame(number, response))
+        self._outlet.finish()
+
+
+class WholeResponseWriter:
+    """Keeps the final response and ignores the frames."""
+
+    response: ResponseObject
+
+    def start(self, response: ResponseObject) -> None:
+        pass
+
+    def write(self, frames: list[Frame]) -> None:
+        pass
+
+    def close(self, response: ResponseObject, number: int) -> None:
+        self.response = response
+
+
+class RunFrameWriter:
+    """Writes to a detached run, whose response is in the store from the start."""
+
+    def __init__(self, run: DetachedRun) -> None:
+        self._run = run
+
+    def start(self, response: ResponseObject) -> None:
+        self._run.note(encode(response))
+
+    def write(self, frames: list[Frame]) -> None:
+        self._run.write(frames)
+
+    def close(self, response: ResponseObject, number: int) -> None:
+        self._run.close([last_frame(number, response)], encode(response))
 
 
 class ResponseSink:
@@ -116,7 +148,7 @@ class ResponseSink:
         if self._is_queued:
             self._is_queued = False
             self._events.proceed()
-            self._frame_writer.start(self._events.head.response(IN_PROGRESS))
+            self._frame_writer.start(self._events.response.in_status("in_progress"))
         logprobs = self._logprobs_of(delta)
         for event in delta.events:
             match event:
@@ -131,7 +163,7 @@ class ResponseSink:
         if frames := self._events.pop_frames():
             self._frame_writer.write(frames)
 
-    def _logprobs_of(self, delta: OutputDelta) -> Iterator[list[Any]]:
+    def _logprobs_of(self, delta: OutputDelta) -> Iterator[list[ChatLogprob]]:
         """Yield the logprobs of each Content event."""
         if self._logprobs is None:
             return repeat([])
@@ -139,22 +171,69 @@ class ResponseSink:
         return iter(self._logprobs.for_texts(delta.logprobs, texts))
 
     def end(self) -> None:
-        status, incomplete = ENDS[self._reason]
-        self._close(status, incomplete=incomplete)
+        cut_off = IncompleteDetails("max_output_tokens") if self._reason == "length" else None
+        self._close(_STATUSES[self._reason], incomplete=cut_off)
 
     def cancel(self) -> None:
         """End the response as cancelled."""
         self._close("cancelled")
 
     def fail(self, error: ServingError) -> None:
-        self._close("failed", error=error_of(error))
+        self._close("failed", error=response_fault(error))
 
-    def _close(self, status: str, **why: Any) -> None:
+    def _close(self, status: ResponseStatus, **why: Any) -> None:
         if not self._is_over:
             self._is_over = True
             events = self._events
-            usage, timings = usage_of(self._group), told_timings(self._group)
+            usage, timings = usage_of(self._group), timings_of_group(self._group)
             response = events.end(status, usage=usage, timings=timings, **why)
             if frames := events.pop_frames():
                 self._frame_writer.write(frames)
             self._frame_writer.close(response, events.next_number)
+
+
+class TextLogprobs:
+    """The logprobs of one response's text, in the shape of `output_text`.
+
+    Each token is reported with the text it spells. Tokens that spell none (markup, thinking, stop
+    tokens) are omitted. Text may be emitted later than its tokens (blanks, incomplete characters),
+    so tokens after the last text wait.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, num_top: int) -> None:
+        self._tokenizer = tokenizer
+        self._num_top = num_top
+        self._waiting: list[TokenLogprobs] = []
+
+    def for_texts(
+        self, entries: Sequence[TokenLogprobs], texts: Sequence[str]
+    ) -> list[list[ChatLogprob]]:
+        """Return the logprobs for each text of a delta; `entries` are the delta's tokens. The
+        search starts at the end, because the reasoning may contain the same text."""
+        known = [*self._waiting[-MAX_WAITING:], *entries]
+        self._waiting = known
+        found: list[list[ChatLogprob]] = []
+        end = len(known)
+        for text in reversed(texts):
+            window = self._window(known[:end], text.encode())
+            if window is None:  # a stop string was cut off: use all new tokens
+                window = (min(end, len(known) - len(entries)), end)
+            if not found:
+                self._waiting = known[window[1] :]
+            end = window[0]
+            entries_of_text = known[slice(*window)]
+            found.append(chat_logprobs(self._tokenizer, entries_of_text, num_top=self._num_top))
+        return found[::-1]
+
+    def _window(self, known: Sequence[TokenLogprobs], wanted: bytes) -> tuple[int, int] | None:
+        """Return the range of the last consecutive tokens that spell `wanted`."""
+        spelled = [self._tokenizer.token_bytes(entry.token_id) for entry in known]
+        for end in range(len(spelled), 0, -1):
+            left = len(wanted)
+            for start in range(end - 1, -1, -1):
+                if not wanted.endswith(spelled[start], 0, left):
+                    break
+                left -= len(spelled[start])
+                if not left:
+                    return start, end
+        return None

@@ -1,24 +1,31 @@
-"""Translates a Responses request into a chat request, and the chat's field names back.
+"""Translates a Responses request into a chat request, renders its prompt, and translates the chat's
+field names back in errors.
 
-Errors about the chat name the fields of the client's request.
+- The items of one assistant turn (reasoning, text, calls, in any order) become one message, as in a
+  chat. So the same conversation sent as items or as messages gives the same prompt.
+- Two consecutive assistant messages stay separate.
+- Instructions and the system or developer messages that directly follow them become one message,
+  because most templates accept only one system message, at the start.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from gateway.api.openai.checks import check_chat
-from gateway.api.openai.naming import rename_error, renaming
+from gateway.api.openai.prepare import Preparation, Prompt, check_chat, rename_error, renaming
 from gateway.api.openai.requests import ChatBody
 from gateway.api.openai.tools import CHOICE_TYPES
-from gateway.api.responses.items import PREVIOUS, PlacedItem
-from gateway.api.responses.messages import ItemConversation
+from gateway.api.responses.items import PREVIOUS, SYSTEM_ROLES, Item, PlacedItem, reasoning_text
 from gateway.api.responses.requests import ResponsesBody
+from gateway.api.responses.truncation import render_fitting, reserved_tokens
+from gateway.generation.request import PromptRequest
+from gateway.served_model import ServedModel
 from protocol.errors import InvalidRequest, RequestError
 
 _TRANSLATED = frozenset(
@@ -30,21 +37,21 @@ _TRANSLATED = frozenset(
 _COMMON = frozenset(ResponsesBody.__struct_fields__) & frozenset(ChatBody.__struct_fields__)
 SAME = _COMMON - _TRANSLATED
 """Fields with the same meaning in both; they are copied."""
-_REQUEST_PATHS = (
-    (re.compile(r"^(tools\[\d+\])\.function\b"), r"\1"),
-    (re.compile(r"^tool_choice\.function\.name\b"), "tool_choice.name"),
-    (
-        re.compile(r"^tool_choice\.allowed_tools\.tools(\[\d+\])\.function\b"),
-        r"tool_choice.tools\1",
-    ),
-    (re.compile(r"^tool_choice\.allowed_tools\b(?:\.)?"), "tool_choice."),
-    (re.compile(r"^response_format\.json_schema\b"), "text.format"),
-    (re.compile(r"^response_format\b"), "text.format"),
-    (re.compile(r"^reasoning_effort\b"), "reasoning.effort"),
-    (re.compile(r"^max_(?:completion_)?tokens\b"), "max_output_tokens"),
-    (re.compile(r"^messages\b"), "input"),
-)
+_REQUEST_PATHS = {
+    r"(tools\[\d+\])\.function\b": r"\1",
+    r"tool_choice\.function\.name\b": "tool_choice.name",
+    r"tool_choice\.allowed_tools\.tools(\[\d+\])\.function\b": r"tool_choice.tools\1",
+    r"tool_choice\.allowed_tools\b\.?": "tool_choice.",
+    r"response_format(\.json_schema)?\b": "text.format",
+    r"reasoning_effort\b": "reasoning.effort",
+    r"max_(completion_)?tokens\b": "max_output_tokens",
+    r"messages\b": "input",
+}
+"""Start of a chat's path -> start of the request's path. The first that matches applies."""
 _FORMATS = ("text", "json_object", "json_schema")
+INSTRUCTIONS = "instructions"
+_BETWEEN_INSTRUCTIONS = "\n\n"
+_BETWEEN_PARTS = "\n"
 
 
 class ResponsesTranslation(msgspec.Struct, frozen=True):
@@ -69,9 +76,9 @@ class ResponsesTranslation(msgspec.Struct, frozen=True):
         for end in sorted({len(name), *(m.start() for m in re.finditer(r"[.\[]", name))})[::-1]:
             if (own := self.names.get(name[:end])) is not None:
                 return PREVIOUS if own.startswith(PREVIOUS) else own + name[end:]
-        for pattern, own in _REQUEST_PATHS:
-            if pattern.match(name):
-                return pattern.sub(own, name)
+        for pattern, own in _REQUEST_PATHS.items():
+            if re.match(pattern, name):
+                return re.sub(f"^{pattern}", own, name)
         return name
 
 
@@ -80,7 +87,7 @@ def chat_body(body: ResponsesBody, items: Sequence[PlacedItem]) -> ResponsesTran
     responses. Raise InvalidRequest naming the request's field."""
     conversation = ItemConversation(body.instructions, items)
     if not conversation.messages:
-        raise InvalidRequest("input: must have at least one message", param="input")
+        raise InvalidRequest.at("input", "must have at least one message")
     chat = ChatBody(
         messages=conversation.messages,
         tools=None if body.tools is None else [_tool(tool) for tool in body.tools],
@@ -114,9 +121,8 @@ def _tool_choice(choice: Any) -> Any:
             tools = [_chosen(tool) for tool in tools]
         return {"type": kind, kind: {"mode": choice.get("mode"), "tools": tools}}
     if kind != "function":
-        raise InvalidRequest(
-            f"tool_choice.type: must be one of {', '.join(CHOICE_TYPES)}; got {kind!r}",
-            param="tool_choice.type",
+        raise InvalidRequest.at(
+            "tool_choice.type", f"must be one of {', '.join(CHOICE_TYPES)}; got {kind!r}"
         )
     return _chosen(choice)
 
@@ -134,10 +140,180 @@ def _response_format(format: Mapping[str, Any] | None) -> dict[str, Any] | None:
         return None
     kind = format.get("type")
     if kind not in _FORMATS:
-        raise InvalidRequest(
-            f"text.format.type: must be one of {', '.join(_FORMATS)}; got {kind!r}",
-            param="text.format.type",
+        raise InvalidRequest.at(
+            "text.format.type", f"must be one of {', '.join(_FORMATS)}; got {kind!r}"
         )
     if kind != "json_schema":
         return dict(format)
     return {"type": kind, "json_schema": {k: v for k, v in format.items() if k != "type"}}
+
+
+# ---- items -> messages
+
+
+class ItemConversation:
+    """The chat messages of a list of items.
+
+    messages  the `messages` of a chat
+    names     path prefix in the chat -> path prefix in the request
+    """
+
+    def __init__(self, instructions: str | None, items: Sequence[PlacedItem]) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self.names: dict[str, str] = {}
+        self._last: str | None = None  # kind of the last item of the assistant's open message
+        if instructions:
+            self._add({"role": "system", "content": instructions}, INSTRUCTIONS)
+        for place, placed in enumerate(items):
+            self._add_item(placed, is_first=not place)
+
+    def _add_item(self, placed: PlacedItem, *, is_first: bool) -> None:
+        item, at = placed.item, placed.at
+        match item["type"]:
+            case "reasoning":
+                self._extend("reasoning", reasoning_text(item, at), placed)
+            case "function_call":
+                self._call(item, at)
+            case "function_call_output":
+                self._output(item, at)
+            case _ if item["role"] == "assistant":
+                self._extend("content", _joined(item["content"]), placed)
+            case _ if item["role"] in SYSTEM_ROLES and self._follows_instructions():
+                first = self.messages[0]
+                first["content"] += _BETWEEN_INSTRUCTIONS + _joined(item["content"])
+            case _:
+                self._add({"role": item["role"], "content": _parts(item["content"])}, at)
+
+    def _follows_instructions(self) -> bool:
+        return len(self.messages) == 1 and self.names["messages[0]"] == INSTRUCTIONS
+
+    def _add(self, message: dict[str, Any], at: str) -> str:
+        """Append a message and return its path in the chat."""
+        own = f"messages[{len(self.messages)}]"
+        self.names[own] = at
+        self.messages.append(message)
+        self._last = None
+        return own
+
+    def _assistant(self, kind: str, at: str) -> tuple[dict[str, Any], str]:
+        """Return the assistant's open message, or a new one, and its path in the chat."""
+        if self._last is None or (kind == self._last == "content"):
+            self._add({"role": "assistant", "content": ""}, at)
+        self._last = kind
+        return self.messages[-1], f"messages[{len(self.messages) - 1}]"
+
+    def _extend(self, kind: str, text: str, placed: PlacedItem) -> None:
+        message, own = self._assistant(kind, placed.at)
+        message[kind] = message.get(kind, "") + text
+        self.names[f"{own}.{kind}"] = f"{placed.at}.content"
+
+    def _call(self, item: Item, at: str) -> None:
+        message, own = self._assistant("call", at)
+        calls = message.setdefault("tool_calls", [])
+        self.names[f"{own}.tool_calls[{len(calls)}].id"] = f"{at}.call_id"
+        self.names[f"{own}.tool_calls[{len(calls)}].function"] = at
+        function = {"name": item["name"], "arguments": item["arguments"]}
+        calls.append({"id": item["call_id"], "type": "function", "function": function})
+
+    def _output(self, item: Item, at: str) -> None:
+        output, call_id = _parts(item["output"]), item["call_id"]
+        own = self._add({"role": "tool", "tool_call_id": call_id, "content": output}, at)
+        self.names[f"{own}.tool_call_id"] = f"{at}.call_id"
+        self.names[f"{own}.content"] = f"{at}.output"
+
+
+def check_outputs(items: Sequence[PlacedItem]) -> None:
+    """Raise InvalidRequest if some calls of one turn have outputs and others have none. The model
+    would continue as if it had never made the others."""
+    answered = {
+        placed.item["call_id"] for placed in items if placed.item["type"] == "function_call_output"
+    }
+    for calls in _calls_by_turn(items):
+        missing = [call for call in calls if call not in answered]
+        if missing and len(missing) < len(calls):
+            raise InvalidRequest.at(
+                "input",
+                f"the function call {missing[0]!r} has no output, but other calls of the same turn "
+                "have one",
+            )
+
+
+def _calls_by_turn(items: Sequence[PlacedItem]) -> list[list[str]]:
+    """Return the ids of calls, in groups separated by outputs or a user's messages."""
+    groups: list[list[str]] = []
+    is_open = False
+    for placed in items:
+        item = placed.item
+        if item["type"] == "function_call":
+            if not is_open:
+                groups.append([])
+            groups[-1].append(item["call_id"])
+            is_open = True
+        elif item["type"] == "function_call_output" or item.get("role") == "user":
+            is_open = False
+    return groups
+
+
+def _parts(content: Any) -> Any:
+    """Return the content as a chat has it: text, or parts of text."""
+    if isinstance(content, str):
+        return content
+    return [{"type": "text", "text": part["text"]} for part in content]
+
+
+def _joined(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    return _BETWEEN_PARTS.join(part["text"] for part in content)
+
+
+# ---- rendering
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A rendered request, ready to be sent to the engine."""
+
+    translation: ResponsesTranslation
+    preparation: Preparation
+    prompt: Prompt
+
+    @property
+    def ignored(self) -> list[str]:
+        """The paths of members without effect."""
+        return [self.translation.request_path(path) for path in self.preparation.ignored]
+
+    def prompt_request(self) -> PromptRequest:
+        with self.translation.renaming():
+            return self.preparation.prompt_request(self.prompt)
+
+    @contextmanager
+    def renaming(self) -> Iterator[None]:
+        """Rename the fields of the engine's errors raised inside to those of the request."""
+        try:
+            yield
+        except RequestError as error:
+            raise self.translation.rename_error(self.preparation.rename_field(error)) from None
+
+
+def rendered(
+    body: ResponsesBody, items: Sequence[PlacedItem], model: ServedModel, *, trusts_template: bool
+) -> Rendered:
+    """Render a checked body. `items` include those of previous responses. Raise InvalidRequest."""
+
+    def render(items: Sequence[PlacedItem]) -> Rendered:
+        translation = chat_body(body, items)
+        with translation.renaming():
+            preparation = Preparation(translation.chat, model, trusts_template=trusts_template)
+            prompt = preparation.prompt(translation.chat.messages)
+        return Rendered(translation, preparation, prompt)
+
+    check_outputs(items)
+    if body.truncation != "auto":
+        return render(items)
+    max_prompt_tokens = model.limits.max_len - reserved_tokens(
+        body.max_output_tokens, model.limits.max_len
+    )
+    return render_fitting(
+        items, render, lambda rendered: len(rendered.prompt.ids) <= max_prompt_tokens
+    )

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from gateway.api.responses.items import PlacedItem
-from gateway.api.responses.messages import SYSTEM_ROLES
+from gateway.api.responses.items import SYSTEM_ROLES, PlacedItem
 from protocol.errors import ContextTooLong
 
 ROOM_TOKENS = 256
@@ -61,18 +60,16 @@ def possible_cuts(items: Sequence[PlacedItem]) -> list[int]:
 
 
 def items_after(items: Sequence[PlacedItem], cut: int) -> list[PlacedItem]:
-    called = {placed.item.get("call_id") for placed in items[cut:] if _is(placed, "function_call")}
-    return [
-        placed
-        for i, placed in enumerate(items)
-        if _role(placed) in SYSTEM_ROLES
-        or (
-            i >= cut
-            and not (
-                _is(placed, "function_call_output") and placed.item.get("call_id") not in called
-            )
-        )
-    ]
+    """Return the items from `cut` on, without outputs of dropped calls, and the system messages
+    before them."""
+    calls = {placed.item["call_id"] for placed in items[cut:] if _is(placed, "function_call")}
+
+    def stays(place: int, placed: PlacedItem) -> bool:
+        if place < cut or _role(placed) in SYSTEM_ROLES:
+            return _role(placed) in SYSTEM_ROLES
+        return not _is(placed, "function_call_output") or placed.item["call_id"] in calls
+
+    return [placed for place, placed in enumerate(items) if stays(place, placed)]
 
 
 def _role(placed: PlacedItem) -> str | None:

@@ -1,57 +1,145 @@
-"""GET /v1/streams/ID: resumes a stream after the last event its client received."""
+"""Streams that continue for some time without their client, which can resume them.
+
+A chat or completion becomes one if it has the header `X-Resume: 1`. GET /v1/streams/ID resumes it
+after the last event that its client received.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
-from flask import Blueprint, Response, g, request
+from flask import Response
 from werkzeug.exceptions import NotFound
 
-from gateway.api.resume.numbering import LAST_EVENT_HEADER, PREFIX, read_event_id
-from gateway.generation.run import listening
+from gateway.api.openai.responses import ErrorAnswer, error_body
+from gateway.context import RequestContext
+from gateway.generation import run
+from gateway.generation.group import ChoiceGroup
+from gateway.generation.request import PromptRequest
+from gateway.generation.sinks import Sink
+from gateway.http import sse
+from gateway.http.errors import HTTPFault
+from gateway.http.route import Parameter, Routes, Stream
+from gateway.http.sse import LAST_EVENT_HEADER
 from gateway.service import Service
+from gateway.store.queries import Interruption, NewRun
+from gateway.store.resume import PREFIX, Numbered, new_stream_id, read_event_id, with_id
 from gateway.store.run_tail import RunTail
+from gateway.store.runs import STREAM, DetachedRun, Persistence
 from protocol.errors import InvalidRequest
 
 RESUME_HEADER = "X-Resume"
+_ON = ("1", "true")
+_DIED = HTTPFault(
+    503,
+    "the server process that generated this stream ended before it was complete",
+    code="engine_lost",
+)
+
+routes = Routes("OpenAI", ErrorAnswer)
 
 
-def blueprint(service: Service) -> Blueprint:
-    routes = Blueprint("streams", __name__)
-    routes.get("/v1/streams/<stream_id>", endpoint="read")(
-        lambda stream_id: read(service, stream_id)
-    )
-    return routes
-
-
-def read(service: Service, stream_id: str) -> Response:
+@routes.get(
+    "/v1/streams/<stream_id>",
+    about="Resume a stream.\n"
+    "Returns the events after `Last-Event-ID` of a chat or completion stream that was "
+    "requested with the header `X-Resume: 1` and the same API key.",
+    streams=Stream(dict[str, Any], ends_with="[DONE]"),
+    statuses=(400, 404, 405, 500),
+    parameters=(
+        Parameter("stream_id", "The value of the response header `X-Resume`.", place="path"),
+        Parameter("Last-Event-ID", "The `id` of the last event received.", place="header"),
+    ),
+)
+def read(service: Service, context: RequestContext, stream_id: str) -> Response:
     """Resume a stream. Without Last-Event-ID, start from the first event."""
-    last_event = request.headers.get(LAST_EVENT_HEADER)
-    if last_event is None:
-        return resume_stream(service, stream_id, after=-1)
+    last_event = context.headers.get(LAST_EVENT_HEADER, "")
+    if not last_event:
+        return resume_stream(service, context, stream_id, after=-1)
     event = read_event_id(last_event)
     if event is None or event[0] != stream_id:
-        raise InvalidRequest(
-            f"{LAST_EVENT_HEADER}: must be the id of an event of this stream",
-            param=LAST_EVENT_HEADER,
-        )
-    return resume_stream(service, *event)
+        raise InvalidRequest.at(LAST_EVENT_HEADER, "must be the id of an event of this stream")
+    return resume_stream(service, context, *event)
 
 
-def resume_stream(service: Service, stream_id: str, after: int) -> Response:
+def resume_stream(
+    service: Service, context: RequestContext, stream_id: str, after: int
+) -> Response:
     """Stream the events after number `after`, including those to come. Other owners' streams are
     not found."""
-    persistence, owner = service.persistence, g.caller.owner
-    exists = persistence is not None and stream_id.startswith(PREFIX)
+    persistence, owner = service.persistence, context.caller.owner
     if (
         persistence is None
-        or not exists
+        or not stream_id.startswith(PREFIX)
         or not persistence.store.call(
             lambda database: database.page(stream_id, owner, after, time.time(), limit=1)
         )
     ):
         raise NotFound(f"no stream {stream_id!r} is stored; it never existed or has expired")
     tail = RunTail(persistence.store, stream_id, owner, after, persistence.window_s)
-    response = listening(service, tail)
+    response = run.follow(service, context, tail)
     response.headers[RESUME_HEADER] = stream_id
     return response
+
+
+class FrameDestination(Protocol):
+    """The destination of a stream's frames."""
+
+    def write(self, data: bytes) -> None: ...
+    @property
+    def finish(self) -> Callable[[], None]: ...
+
+
+def is_requested(context: RequestContext) -> bool:
+    """Return whether the request has the header X-Resume."""
+    return context.headers.get(RESUME_HEADER, "").strip().lower() in _ON
+
+
+def start_resumable(
+    service: Service,
+    context: RequestContext,
+    prompt_requests: Sequence[PromptRequest],
+    options: run.RequestOptions,
+    make_sink: Callable[[ChoiceGroup, FrameDestination], Sink],
+) -> Response:
+    """Start a resumable stream. If the request has Last-Event-ID, resume that stream instead."""
+    last_event = read_event_id(context.headers.get(LAST_EVENT_HEADER, ""))
+    if last_event is not None:
+        return resume_stream(service, context, *last_event)
+    persistence = service.persistence
+    if persistence is None:
+        raise InvalidRequest.at(
+            RESUME_HEADER, "this server stores no streams (see --response-store)"
+        )
+    runs: list[DetachedRun] = []
+
+    def start(group: ChoiceGroup) -> Sink:
+        runs.append(_start_run(persistence, context, group))
+        detached = runs[0]
+        return make_sink(group, Numbered(detached.id, detached.write, lambda: detached.close(())))
+
+    run.detached(service, context, prompt_requests, options, start)
+    response = run.follow(service, context, runs[0], owns_context=False)
+    response.headers[RESUME_HEADER] = runs[0].id
+    return response
+
+
+def _start_run(
+    persistence: Persistence, context: RequestContext, group: ChoiceGroup
+) -> DetachedRun:
+    expires_at = time.time() + persistence.window_s
+    new = NewRun(new_stream_id(), context.caller.owner, STREAM, expires_at)
+    detached = persistence.runs.start(new)
+    detached.abort = lambda: group.fail(
+        InvalidRequest("the client did not resume this stream in time")
+    )
+    return detached
+
+
+def interrupted_stream(stream: str, number: int, body: bytes | None) -> Interruption:
+    """Return the end of a stream whose process died: an error and [DONE]."""
+    frames = (sse.frame(error_body(_DIED)), sse.DONE)
+    numbered = enumerate(frames, number)
+    return Interruption(b"".join(with_id(stream.encode(), n, frame) for n, frame in numbered))

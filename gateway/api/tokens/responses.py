@@ -1,13 +1,150 @@
-"""Response bodies of the tokenize routes, for the OpenAPI document and for tests."""
+"""Response bodies of the token-level routes. Names and shapes are vLLM's.
+
+A complete response has every field; those without a value are null, as are vLLM's fields that this
+server does not support. `system_fingerprint` and `weights_digest` are ours. `output_mode` is the
+tag of the two shapes, by default "tokens". All fields that vLLM may omit have a default, so these
+structs can decode its responses too.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from gateway.api.openai.responses import Effective
+from gateway.api.openai.responses import (
+    ChatLogprobs,
+    CompletionTokensDetails,
+    Effective,
+    PromptTokensDetails,
+    TokenChance,
+)
+from gateway.observe.timings import Timings
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class GenerateUsage(msgspec.Struct, frozen=True, kw_only=True):
+    """Token counts. The prompt is counted once. In a chunk, the counts are those of its choice."""
+
+    prompt_tokens: int
+    total_tokens: int
+    completion_tokens: int
+    prompt_tokens_details: PromptTokensDetails | None = None
+    completion_tokens_details: CompletionTokensDetails | None = None
+
+
+class TopToken(msgspec.Struct, frozen=True, kw_only=True):
+    """rank              1 for the most likely token; null if unknown
+    sampling_logprob  logprob under the distribution sampled from, if both were requested
+    """
+
+    token_id: int
+    logprob: float
+    rank: int | None = None
+    sampling_logprob: float | UnsetType = UNSET
+
+
+class ChosenToken(TopToken, frozen=True, kw_only=True):
+    """top_logprobs  the sampled token, then the top tokens, then those of logprob_token_ids"""
+
+    top_logprobs: list[TopToken] = []
+
+
+class TokensLogprobs(msgspec.Struct, frozen=True):
+    content: list[ChosenToken]
+
+
+class GeneratedChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """A choice in mode "tokens", in a chunk or a complete response.
+
+    stop_reason  the request's stop string or stop token id that ended this choice, if any
+    """
+
+    index: int
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    token_ids: list[int]
+    routed_experts: Any = None
+    sampling_mask: Any = None
+    weight_versions: Any = None
+    logprobs: TokensLogprobs | None = None
+
+
+class GeneratedTextChoice(GeneratedChoice, frozen=True, kw_only=True):
+    """A choice in mode "text". Its logprobs have the shape of a chat's."""
+
+    text: str
+    logprobs: ChatLogprobs | None = None  # type: ignore[assignment]  # narrower, and frozen
+
+
+class GenerateResponse(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="output_mode", tag="tokens"
+):
+    """A complete response in mode "tokens".
+
+    kv_transfer_params  for the decode request to another server; null if no K/V is kept
+    """
+
+    request_id: str
+    model: str | None = None
+    created: int | None = None
+    system_fingerprint: str | UnsetType = UNSET
+    weights_digest: str | UnsetType = UNSET
+    usage: GenerateUsage | None = None
+    prompt_logprobs: list[dict[str, TokenChance] | None] | None = None
+    prompt_token_id_logprobs: Any = None
+    prompt_token_ids: list[int] | None = None
+    mm_placeholders: Any = None
+    metrics: Any = None
+    kv_transfer_params: dict[str, Any] | None = None
+    ec_transfer_params: dict[str, Any] | None = None
+    ignored_params: list[str] | UnsetType = UNSET
+    timings: Timings | UnsetType = UNSET
+    choices: list[GeneratedChoice]
+
+
+class GenerateTextResponse(GenerateResponse, frozen=True, kw_only=True, tag="text"):
+    """A complete response in mode "text"."""
+
+    choices: list[GeneratedTextChoice]  # type: ignore[assignment]  # narrower, and frozen
+
+
+class GenerateChunk(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="output_mode", tag="tokens"
+):
+    """A chunk in mode "tokens": a delta of one choice or, without choices, the total usage.
+
+    prompt_token_ids    in the first chunk, if requested
+    weights_digest, kv_transfer_params   in a choice's last chunk, and with the total usage
+    """
+
+    request_id: str
+    system_fingerprint: str | UnsetType = UNSET
+    weights_digest: str | UnsetType = UNSET
+    usage: GenerateUsage | None = None
+    prompt_token_ids: list[int] | UnsetType | None = UNSET
+    kv_transfer_params: dict[str, Any] | UnsetType | None = UNSET
+    ignored_params: list[str] | UnsetType = UNSET
+    timings: Timings | UnsetType = UNSET
+    choices: list[GeneratedChoice]
+
+
+class GenerateTextChunk(GenerateChunk, frozen=True, kw_only=True, tag="text"):
+    """A chunk in mode "text"."""
+
+    choices: list[GeneratedTextChoice]  # type: ignore[assignment]  # narrower, and frozen
+
+
+class AbortedRequests(msgspec.Struct, frozen=True, kw_only=True):
+    """Each id of the request appears once in one of the lists, in the request's order."""
+
+    aborted: list[str]
+    unknown: list[str]
+
+
+# ---- tokenize, detokenize
 
 
 class Tokenized(msgspec.Struct, frozen=True, kw_only=True):

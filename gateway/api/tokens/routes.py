@@ -6,54 +6,53 @@ Only the first two need the engine; the gateway has the tokenizer.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
-import flask
-import msgspec
-from flask import Blueprint, Response, g, request
+from flask import Response, request
+from msgspec import UNSET, UnsetType
 
-from gateway.api.openai.checks import check_chat
-from gateway.api.openai.prepare import Preparation, Prompt
-from gateway.api.openai.requests import ChatBody, chat_decoder
-from gateway.api.tokens import generate_prepare as prepare
-from gateway.api.tokens import requests
-from gateway.api.tokens.generate_requests import abort_decoder, generate_decoder
-from gateway.api.tokens.generate_responses import AbortedRequests
-from gateway.api.tokens.generate_stream import GenerateEnvelope, GenerateStream, whole_response
-from gateway.api.tokens.responses import InputTokens
-from gateway.auth.caller import Caller
+from gateway.api.openai.prepare import Preparation, Prompt, check_chat
+from gateway.api.openai.requests import ChatBody
+from gateway.api.openai.responses import Effective, ErrorAnswer
+from gateway.api.tokens import prepare, requests, responses
+from gateway.api.tokens.requests import AbortBody, GenerateBody
+from gateway.api.tokens.responses import (
+    AbortedRequests,
+    GenerateChunk,
+    GenerateResponse,
+    GenerateTextChunk,
+    GenerateTextResponse,
+)
+from gateway.api.tokens.stream import GenerateEnvelope, GenerateStream, whole_response
 from gateway.context import REQUEST_ID_HEADER, RequestContext
+from gateway.engine.kv_params import parse_kv_params
 from gateway.generation import run
 from gateway.generation.group import ChoiceGroup
-from gateway.http.body import decode, has_field
+from gateway.http.body import convert
 from gateway.http.client_socket import Outlet
+from gateway.http.route import Parameter, Routes, Stream, json_response
 from gateway.served_model import ServedModel
 from gateway.service import Service, offload
 from protocol.errors import RequestError
 from protocol.sampling import check_token_ids
 
-
-def blueprint(service: Service) -> Blueprint:
-    routes = Blueprint("tokens", __name__)
-    routes.post("/tokenize", endpoint="tokenize")(lambda: tokenize(service))
-    routes.post("/detokenize", endpoint="detokenize")(lambda: detokenize(service))
-    routes.post("/v1/chat/completions/input_tokens", endpoint="input_tokens")(
-        lambda: input_tokens(service)
-    )
-    routes.post("/inference/v1/generate", endpoint="generate")(lambda: generate(service))
-    routes.post("/inference/v1/abort_requests", endpoint="abort_requests")(
-        lambda: abort_requests(service)
-    )
-    return routes
+routes = Routes("Tokens", ErrorAnswer)
 
 
-def tokenize(service: Service) -> Response:
+@routes.post(
+    "/tokenize",
+    about="Tokenize a text or a conversation.\n"
+    "A conversation is rendered as a chat request with the same fields would be.",
+    takes=(requests.TokenizeBody, requests.TokenizeChatBody),
+    gives=responses.Tokenized,
+)
+def tokenize(service: Service, context: RequestContext) -> Response:
     """Tokenize a text or, if the body has `messages`, a conversation."""
-    with service.bodies.read(request) as data:
-        decoder: msgspec.json.Decoder[Any] = requests.tokenize_decoder
-        if has_field(data, "messages"):
-            decoder = requests.tokenize_chat_decoder
-        body = decode(data, decoder)
+    body: requests.TokenizeBody | requests.TokenizeChatBody
+    with service.bodies.read(request) as fields:
+        if isinstance(fields, dict) and "messages" in fields:
+            body = convert(fields, requests.TokenizeChatBody)
+        else:
+            body = convert(fields, requests.TokenizeBody)
     if isinstance(body, requests.TokenizeChatBody):
         return _tokenize_chat(service, body)
     return _tokenize_text(service, body)
@@ -63,43 +62,51 @@ def _tokenize_text(service: Service, body: requests.TokenizeBody) -> Response:
     model = service.model(body.model)
     add_special_tokens = True if body.add_special_tokens is None else body.add_special_tokens
     ids = model.tokenizer.encode(body.prompt, add_special_tokens, offload=offload)
-    return _json(_tokenized(model, ids, body.return_token_strs))
+    return json_response(_tokenized(model, ids, body.return_token_strs, UNSET))
 
 
 def _tokenize_chat(service: Service, body: requests.TokenizeChatBody) -> Response:
     model, prompt = _rendered(service, body)
-    tokenized = _tokenized(model, prompt.ids, body.return_token_strs)
-    if body.return_effective_kwargs:
-        tokenized["effective"] = prompt.effective
-    return _json(tokenized)
+    effective = prompt.effective if body.return_effective_kwargs else UNSET
+    return json_response(_tokenized(model, prompt.ids, body.return_token_strs, effective))
 
 
-def generate(service: Service) -> Response:
+@routes.post(
+    "/inference/v1/generate",
+    about="Generate token ids from token ids.\n"
+    "With output_mode `text`, choices also have text, and logprobs in the shape of a chat's.",
+    takes=(GenerateBody,),
+    gives=GenerateResponse | GenerateTextResponse,
+    streams=Stream(GenerateChunk | GenerateTextChunk, ends_with="[DONE]"),
+    parameters=(
+        Parameter(
+            "X-Request-Id", "The request's id; takes precedence over `request_id`.", "header"
+        ),
+    ),
+)
+def generate(service: Service, context: RequestContext) -> Response:
     """Generate token ids from token ids."""
-    with service.bodies.read(request, service.id_bounds()) as data:
-        body = decode(data, generate_decoder)
-        unknown = prepare.unknown(data)
+    with service.bodies.read(request, service.id_bounds()) as fields:
+        body = convert(fields, GenerateBody)
+        unknown = prepare.unknown(fields)
     prepare.check(body, service.config.max_n)
     model = service.model(body.model)
-    run.raise_cached_refusal(service)
-    g.ignored = prepare.ignored_fields(unknown, body, model.limits)
-    context: RequestContext = g.context
-    if body.request_id is not None and REQUEST_ID_HEADER not in request.headers:
+    service.raise_cached_refusal(context)
+    kv_params = parse_kv_params(body.kv_transfer_params, model.limits)
+    context.ignored = prepare.ignored_fields(unknown, body, kv_params)
+    if body.request_id is not None and not context.headers.get(REQUEST_ID_HEADER, ""):
         context.request_id = body.request_id
-    envelope = GenerateEnvelope.from_request(body, model, context.request_id, g.ignored)
-    options = run.RequestOptions.of(body, envelope.id, prepare.namespace_of(body))
+    envelope = GenerateEnvelope.from_request(body, model, context.request_id, context.ignored)
+    options = run.RequestOptions.from_body(body, envelope.id, prepare.namespace_of(body))
     try:
-        prompt_requests = [prepare.to_request(body, model)]
+        prompt_requests = [prepare.to_request(body, model, kv_params)]
         if body.stream:
-            return run.stream(
-                service, prompt_requests, options, partial(_generate_stream, envelope=envelope)
-            )
-        group, collected = run.whole(service, prompt_requests, options)
+            make_sink = partial(_generate_stream, envelope=envelope)
+            return run.stream(service, context, prompt_requests, options, make_sink)
+        group, collected = run.whole(service, context, prompt_requests, options)
     except RequestError as error:
         raise prepare.rename_field(error, body) from None
-    return flask.Response(
-        whole_response(group, collected, envelope), content_type="application/json"
-    )
+    return json_response(whole_response(group, collected, envelope))
 
 
 def _generate_stream(
@@ -108,26 +115,41 @@ def _generate_stream(
     return GenerateStream(group, envelope, write=outlet.write, finish=outlet.finish)
 
 
-def abort_requests(service: Service) -> Response:
+@routes.post(
+    "/inference/v1/abort_requests",
+    about="Abort requests of any API by their response ids.\n"
+    "Their choices end with finish_reason `abort`. A key can abort its own requests; one with "
+    "the scope `admin` can abort any.",
+    takes=(AbortBody,),
+    gives=AbortedRequests,
+)
+def abort_requests(service: Service, context: RequestContext) -> Response:
     """Abort requests of any API and process: the caller's own or, for an admin, any. The engine
     has the list of all requests."""
-    body = service.bodies.parse(request, abort_decoder)
+    body = service.bodies.parse(request, AbortBody)
     service.model()
-    caller: Caller = g.caller
+    caller = context.caller
     named = {caller.abort_label(name): name for name in body.request_ids}
     report = service.engine.abort_named(list(named))
     aborted, unknown = (
         [named[label] for label in labels] for labels in (report.aborted, report.unknown)
     )
-    return _json(AbortedRequests(aborted=aborted, unknown=unknown))
+    return json_response(AbortedRequests(aborted=aborted, unknown=unknown))
 
 
-def input_tokens(service: Service) -> Response:
-    """Count the prompt tokens of a chat request."""
-    body = service.bodies.parse(request, chat_decoder)
+@routes.post(
+    "/v1/chat/completions/input_tokens",
+    about="Count the prompt tokens of a chat request.",
+    takes=(ChatBody,),
+    gives=responses.InputTokens,
+)
+def input_tokens(service: Service, context: RequestContext) -> Response:
+    body = service.bodies.parse(request, ChatBody)
     _, prompt = _rendered(service, body)
-    count = InputTokens(object="chat.completion.input_tokens", input_tokens=len(prompt.ids))
-    return _json(count)
+    count = responses.InputTokens(
+        object="chat.completion.input_tokens", input_tokens=len(prompt.ids)
+    )
+    return json_response(count)
 
 
 def _rendered(service: Service, body: ChatBody) -> tuple[ServedModel, Prompt]:
@@ -138,24 +160,30 @@ def _rendered(service: Service, body: ChatBody) -> tuple[ServedModel, Prompt]:
     return model, Preparation(body, model, trusts_template=trusts).prompt(body.messages)
 
 
-def _tokenized(model: ServedModel, ids: list[int], includes_strings: bool | None) -> dict[str, Any]:
-    pieces = (
-        [model.tokenizer.token_piece(token_id) for token_id in ids] if includes_strings else None
+def _tokenized(
+    model: ServedModel,
+    ids: list[int],
+    includes_strings: bool | None,
+    effective: Effective | UnsetType,
+) -> responses.Tokenized:
+    return responses.Tokenized(
+        count=len(ids),
+        max_model_len=model.limits.max_len,
+        tokens=ids,
+        token_strs=list(map(model.tokenizer.token_piece, ids)) if includes_strings else None,
+        effective=effective,
     )
-    return {
-        "count": len(ids),
-        "max_model_len": model.limits.max_len,
-        "tokens": ids,
-        "token_strs": pieces,
-    }
 
 
-def detokenize(service: Service) -> Response:
-    body = service.bodies.parse(request, requests.detokenize_decoder, service.id_bounds())
+@routes.post(
+    "/detokenize",
+    about="Convert token ids to text.",
+    takes=(requests.DetokenizeBody,),
+    gives=responses.Detokenized,
+)
+def detokenize(service: Service, context: RequestContext) -> Response:
+    body = service.bodies.parse(request, requests.DetokenizeBody, service.id_bounds())
     model = service.model(body.model)
     check_token_ids(body.tokens, model.card.vocab_size, "tokens")
-    return _json({"prompt": model.tokenizer.decode(body.tokens, skip_special_tokens=False)})
-
-
-def _json(value: Any) -> Response:
-    return flask.Response(msgspec.json.encode(value), content_type="application/json")
+    text = model.tokenizer.decode(body.tokens, skip_special_tokens=False)
+    return json_response(responses.Detokenized(text))

@@ -45,7 +45,7 @@ def options() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--gguf", type=Path, help="the model, of the Llama family (default: the default model)")
-    add("--tidegate", default="", metavar="OPTIONS", help="further options of `tidegate serve`")
+    add("--tidegate", default="", metavar="OPTIONS", help="more options for `tidegate serve`")
     add("--vllm", type=Path, metavar="VENV", help="an environment that has vLLM's CPU build")
     add(
         "--vllm-model",
@@ -54,12 +54,12 @@ def options() -> argparse.Namespace:
         help="the same weights in bfloat16; written if it does not exist",
     )
     add("--llama-server", type=Path, metavar="BINARY", help="llama.cpp's server")
-    add("--rounds", type=int, default=2, help="turns of each server (default 2)")
+    add("--rounds", type=int, default=2, help="measurements of each server (default 2)")
     add("--streams", type=int, nargs="+", default=list(STREAMS), metavar="N")
-    add("--share", type=float, default=1.0, help="so many of the requests (default 1)")
+    add("--share", type=float, default=1.0, help="share of the requests to send (default 1)")
     add("--seed", type=int, default=1)
-    add("--json", default="", metavar="FILE", help="write all figures to it")
-    add("--svg", default="", metavar="FILE", help="draw latency against throughput into it")
+    add("--json", default="", metavar="FILE", help="write all figures to FILE")
+    add("--svg", default="", metavar="FILE", help="draw latency against throughput into FILE")
     given = parser.parse_args()
     if given.vllm and not given.vllm_model:
         parser.error("--vllm needs --vllm-model")

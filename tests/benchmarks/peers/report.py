@@ -13,7 +13,7 @@ import msgspec
 
 from tests.benchmarks.peers.measure import Turns
 from tests.benchmarks.peers.plan import OUTPUT_TOKENS, PREFIX
-from tools.bench.plot import PlotLine, Point, svg
+from tools.bench.page import PlotLine, Point, svg
 from tools.bench.report import NOTHING, warnings
 from tools.bench.stats import Summary, summarize
 
@@ -114,8 +114,10 @@ def tell(told: Comparison, svg_file: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.peers.report")
-    parser.add_argument("figures", type=Path)
-    parser.add_argument("--svg", default="", metavar="FILE")
+    parser.add_argument("figures", type=Path, help="JSON that a comparison wrote")
+    parser.add_argument(
+        "--svg", default="", metavar="FILE", help="draw latency against throughput into FILE"
+    )
     options = parser.parse_args()
     tell(msgspec.json.decode(options.figures.read_bytes(), type=Comparison), options.svg)
 

@@ -49,14 +49,6 @@ def client(gateway: GatewayProcess) -> Iterator[OpenAI]:
         yield client
 
 
-@pytest.fixture(autouse=True)
-def _fresh(engine: ScriptedEngine) -> Iterator[None]:
-    engine.generates.clear()
-    yield
-    engine.step_s, engine.is_paused = 0.0005, False
-    engine.await_idle()
-
-
 @pytest.fixture
 def elsewhere(twin: GatewayProcess) -> Iterator[OpenAI]:
     """The same person at the other process."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from tests.support.http import connect, read_head, send_post
 from tests.support.processes import descendants_of
 from tests.support.responses import RESPONSES, items_of, kinds, typed_events
 from tests.support.scripted_engine import ScriptedEngine, says
+from tests.support.waiting import eventually
 
 MODEL = "scripted"
 TEXT = "one two three four five six seven eight nine ten"
@@ -29,17 +29,16 @@ def begin(client: OpenAI, **options: Any) -> Any:
     return client.responses.create(model=MODEL, input="hi", background=True, **options)
 
 
-def awaited(
-    client: OpenAI, name: str, wanted: Callable[[str], bool], within_s: float = 15.0
-) -> Any:
+def awaited(client: OpenAI, name: str, wanted: Callable[[str], bool]) -> Any:
     """The response, when its status is one that is wanted."""
-    deadline = time.monotonic() + within_s
-    while True:
+
+    def found() -> Any:
         response = client.responses.retrieve(name)
-        if wanted(response.status or ""):
-            return response
-        assert time.monotonic() < deadline, f"still {response.status}"
-        time.sleep(0.02)
+        return response if wanted(response.status or "") else None
+
+    response = eventually(found)
+    assert response is not None, f"still {client.responses.retrieve(name).status}"
+    return response
 
 
 def is_over(status: str) -> bool:
@@ -137,7 +136,9 @@ def test_a_deleted_one_is_aborted(
     engine.await_abort(engine.generates[0].request)
 
 
-def test_what_is_refused_is_refused_at_once(client: OpenAI, gateway: GatewayProcess) -> None:
+def test_an_invalid_background_request_is_refused_at_once(
+    client: OpenAI, gateway: GatewayProcess
+) -> None:
     answer = gateway.post(RESPONSES, {"input": [], "background": True})
     assert answer.status_code == 400
     answer = gateway.post(RESPONSES, {"input": "hi", "background": True, "store": False})

@@ -119,7 +119,9 @@ def test_an_answer_in_a_form_is_parsed_by_the_sdk(engine: ScriptedEngine, client
     assert grammar.body is not None
 
 
-def test_what_is_cut_short_is_incomplete(engine: ScriptedEngine, gateway: GatewayProcess) -> None:
+def test_a_response_that_is_cut_short_is_incomplete(
+    engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
     engine.script = lambda generate: says("one two three four five six seven")
     body = {"input": "hi", "max_output_tokens": 16}
     events = streamed(gateway, body)
@@ -277,7 +279,7 @@ def test_a_conversation_of_items_is_the_prompt_of_the_same_messages(
         ({"stream_options": {}}, "stream_options"),
     ],
 )
-def test_what_is_wrong_is_told_by_the_name_the_client_gave_it(
+def test_an_error_names_the_field_as_the_client_wrote_it(
     gateway: GatewayProcess, body: dict[str, Any], param: str
 ) -> None:
     assert refused(gateway, **body)["param"] == param

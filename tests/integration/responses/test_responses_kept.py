@@ -92,7 +92,7 @@ def test_a_chain_with_tools_is_the_prompt_of_the_explicit_history(
     assert engine.generates[-1].prompt.tolist() == chained_2
 
 
-def test_what_is_read_is_what_was_told_and_only_its_owner_reads_it(
+def test_a_stored_response_equals_the_answer_and_only_its_owner_reads_it(
     engine: ScriptedEngine, client: OpenAI, elsewhere: OpenAI, stranger: OpenAI
 ) -> None:
     engine.script = lambda generate: says("Hello!")
@@ -122,7 +122,7 @@ def test_a_streamed_response_is_kept_before_its_last_event_is_out(
         assert elsewhere.responses.retrieve(final.id).output_text == "Hello!"
 
 
-def test_what_is_not_to_be_kept_is_not(engine: ScriptedEngine, client: OpenAI) -> None:
+def test_a_response_without_store_is_not_stored(engine: ScriptedEngine, client: OpenAI) -> None:
     engine.script = lambda generate: says("Hello!")
     made = client.responses.create(model=MODEL, input="hi", store=False)
     with pytest.raises(NotFoundError):

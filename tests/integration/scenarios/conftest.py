@@ -28,11 +28,3 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedEngine]
 def gateway(engine: ScriptedEngine) -> Iterator[GatewayProcess]:
     with GatewayProcess(engine=engine.address, log_requests=False) as gateway:
         yield gateway.await_ready()
-
-
-@pytest.fixture(autouse=True)
-def _fresh(engine: ScriptedEngine) -> Iterator[None]:
-    engine.generates.clear()
-    yield
-    engine.step_s = 0.0005
-    engine.await_idle()

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from protocol.grammar import LiteralForm, Rules
-from protocol.grammar_check import forms_of
+from protocol.grammar import LiteralForm, Rules, forms_of
 from protocol.messages import Generate
 from tests.support.gateway_process import GatewayProcess
 from tests.support.http import spoken

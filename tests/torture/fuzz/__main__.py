@@ -21,10 +21,22 @@ there are fewer."""
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.torture.fuzz", description=__doc__)
-    parser.add_argument("--frames", type=int, default=10_000, help="for each ZeroMQ socket")
-    parser.add_argument("--bodies", type=int, default=1_000, help="for all POST routes together")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", choices=[*TARGETS, "bodies"], action="append")
+    parser.add_argument(
+        "--frames", type=int, default=10_000, help="number of frames sent to each ZeroMQ socket"
+    )
+    parser.add_argument(
+        "--bodies",
+        type=int,
+        default=1_000,
+        help="number of bodies sent to all POST routes together",
+    )
+    parser.add_argument("--seed", type=int, default=1, help="of the random values")
+    parser.add_argument(
+        "--only",
+        choices=[*TARGETS, "bodies"],
+        action="append",
+        help="test only this; may be repeated",
+    )
     options = parser.parse_args()
     runs = {name: partial(target, options.frames) for name, target in TARGETS.items()}
     runs["worker-engine"] = partial(worker_engine, -(-options.frames // FRAMES_PER_WORKER))

@@ -33,10 +33,10 @@ from protocol.messages import (
     Welcome,
 )
 from tests.support.gateway_process import GatewayProcess
-from tests.support.processes import eventually
 from tests.support.raw_client import RawClient
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.tiny_engine import tiny_engine
+from tests.support.waiting import eventually
 from tests.torture.fuzz.frames import BATCH, Frames, Nonsense, batches
 from tests.torture.fuzz.outcome import PATIENCE_S, Outcome, watched
 

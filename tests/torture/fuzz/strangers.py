@@ -20,8 +20,9 @@ from protocol import messages
 from protocol.client import Client
 from protocol.cluster_key import ClusterKey, read_cluster_key, write_cluster_key
 from protocol.messages import Drain, Profile
-from tests.support.processes import eventually, free_port
+from tests.support.processes import free_port
 from tests.support.tiny_engine import tiny_engine
+from tests.support.waiting import eventually
 from tests.torture.fuzz.decisions import answers_rightly, say_to_engine, wire_errors
 from tests.torture.fuzz.frames import BATCH, Frames, Nonsense
 from tests.torture.fuzz.outcome import PATIENCE_S, Outcome, watched

@@ -24,8 +24,9 @@ from protocol.config.worker import WorkerConfig
 from protocol.kv import KVFetched, PeerSource
 from protocol.steps import Trace, WorkerFailed, WorkerReady
 from tests.support.kv_worker import Peer, Shape, Worker
-from tests.support.processes import Program, eventually
+from tests.support.processes import Program
 from tests.support.tiny_checkpoint import write_tiny_llama
+from tests.support.waiting import eventually
 from tests.torture.fuzz.frames import BATCH, Nonsense, batches
 from tests.torture.fuzz.outcome import PATIENCE_S, Outcome, watched
 

@@ -27,7 +27,7 @@ class PartsClock:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Count the time inside for `name`, except for nested parts."""
+        """Add the time of the `with` block to part `name`, without that of nested parts."""
         self._turn()
         self._inside.append(name)
         try:
@@ -37,7 +37,7 @@ class PartsClock:
             self._inside.pop()
 
     def rename_current(self, name: str) -> None:
-        """Count the rest of the current part for `name`."""
+        """Add the rest of the current part to part `name` instead."""
         self._turn()
         self._inside[-1] = name
 

@@ -23,7 +23,7 @@ from protocol.arrays import Int32, UInt8
 from protocol.bench import PARTS, StepBench, StepBenchReady, StepTiming
 from protocol.config.worker import WorkerConfig
 from protocol.sampling import SamplingParams
-from protocol.steps import SlotInit, StepPlan, WorkerReady
+from protocol.steps import SlotInit, SlotRelease, StepPlan, WorkerReady
 from worker.debug.benchmark.parts import PartsClock, TimedPart, WatchedModel, watched_linears
 from worker.startup.assembly import assemble
 from worker.startup.timing import StartupTiming
@@ -54,7 +54,7 @@ class StepBenchmark:
     def __init__(self, config: StepBench, runner: Runner, ready: WorkerReady) -> None:
         self._config = config
         self._runner, self._ready = runner, ready
-        self._components = runner.components
+        self.components = runner.components
         self._params = PARAMS[config.sampling]
         self._generation = 0
         self._fill_cache()
@@ -64,7 +64,7 @@ class StepBenchmark:
         return StepBenchReady(
             model=self._ready.model.name,
             dtype=self._ready.model.dtype,
-            device=str(self._components.slots.device),
+            device=str(self.components.slots.device),
             threads=torch.get_num_threads(),
             phases=self._ready.phases,
         )
@@ -102,7 +102,7 @@ class StepBenchmark:
 
     def _time_parts(self, plan: StepPlan) -> tuple[float, dict[str, float]]:
         """Return the median time of the timed steps, and the mean of each part."""
-        components, times = self._components, []
+        components, times = self.components, []
         clock = PartsClock(_clock_of(components.slots.device))
         runner = Runner(
             WatchedModel(components.model, clock),
@@ -129,7 +129,8 @@ class StepBenchmark:
         inits = [self._init(slot, batch, known, context) for slot in range(batch)]
         self._runner.step(self._plan(bind=inits))
         yield self._plan(rows=batch, start=context)
-        self._runner.step(self._plan(release=batch))
+        releases = [SlotRelease(slot=init.slot, generation=init.generation) for init in inits]
+        self._runner.step(self._plan(release=releases))
 
     def _init(self, slot: int, batch: int, known: int, context: int) -> SlotInit:
         """Return a request whose blocks alternate with the others', as if all grew together."""
@@ -147,13 +148,18 @@ class StepBenchmark:
         )
 
     def _plan(
-        self, *, release: int = 0, bind: list[SlotInit] | None = None, rows: int = 0, start: int = 0
+        self,
+        *,
+        release: list[SlotRelease] | None = None,
+        bind: list[SlotInit] | None = None,
+        rows: int = 0,
+        start: int = 0,
     ) -> StepPlan:
         none = Int32.of([])
         new = self._config.new_tokens
         return StepPlan(
             step=0,
-            release=Int32.of(range(release)),
+            release=release or [],
             bind=bind or [],
             block_slots=none,
             block_indexes=none,
@@ -168,7 +174,7 @@ class StepBenchmark:
 
     def _fill_cache(self) -> None:
         """Write noise to every block except the null block, one layer at a time."""
-        cache = self._components.cache
+        cache = self.components.cache
         for layer in range(len(cache.k)):
             for tensor in (cache.k, cache.v):
                 tensor[layer, 1:].normal_()

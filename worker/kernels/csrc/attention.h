@@ -1,12 +1,12 @@
-// Attention that reads keys and values where they lie, block by block, and copies none of them.
+// Attention that reads keys and values in place, block by block, without copying them.
 //
-// A row of one token (decode): per key/value head and piece of PIECE keys, the queries that share the
-// head are held against each key. Rows of more keys than a piece are put together at the end, in the
-// order of the keys: so a row has the same bits alone, among others, and for any number of threads.
-// A row of several tokens (prefill): per tile of queries, keys are turned on their side 64 at a time,
-// and scores are computed for 64 keys at once.
+// A row of one token (decode): for each key/value head and piece of PIECE keys, the queries that share
+// the head are multiplied with each key. The pieces of a longer row are combined at the end, in the
+// order of the keys. So a row has the same bits alone, among others, and for any number of threads.
+// A row of several tokens (prefill): for each tile of queries, 64 keys at a time are transposed, and
+// scores are computed for 64 keys at once.
 //
-// Only keys that a query sees are read, so what others left in a block is never looked at.
+// Only keys that a query sees are read, so data that other requests left in a block is never read.
 //
 // Legend: T tokens, R rows, M columns of the block table, H query heads, H_kv key/value heads,
 // D head dim, G = H / H_kv.
@@ -19,15 +19,15 @@
 namespace {
 
 constexpr int PIECE = 256;     // keys of a decode item
-constexpr int TILE_TOKENS = 64; // of a prefill item
-constexpr int SIDE = 64;       // keys turned at once
+constexpr int TILE_TOKENS = 64; // tokens of a prefill item
+constexpr int SIDE = 64;       // keys transposed at once
 constexpr int TOGETHER = 4;    // queries computed at once
-constexpr int ENOUGH = 16;     // pieces: several heads in one item leave nobody without
-constexpr int64_t NEARBY = 1 << 18; // bytes of keys and values that the second cache keeps
+constexpr int ENOUGH = 16;     // with this many pieces, several heads in one item leave no thread idle
+constexpr int64_t NEARBY = 1 << 18; // bytes of keys and values that the second-level cache holds
 constexpr int MAX_DIM = 256;
 constexpr int MAX_GROUP = 32;
 
-// What a step's attention is about: the fields of AttentionBatch (base.py), in memory.
+// The input of a step's attention: the fields of AttentionBatch (base.py).
 struct Rows {
     const int64_t *row_starts, *context_lens, *block_table;
     int64_t num_rows, num_decodes, table_width, block_tokens;
@@ -41,23 +41,23 @@ template <class N> struct Attend {
     Heads heads;
 };
 
-// One piece of a row's work; `first` counts keys (decode) or tokens of the step (prefill).
+// A piece of a row's work. `first` is an index of keys (decode) or of tokens of the step (prefill).
 struct Item {
     int64_t row;
     int64_t first;
-    int64_t partial; // where a decode piece of a longer row leaves its sums; -1: it is the whole row
+    int64_t partial; // index of the sums of a decode piece; -1: the piece is the whole row
 };
 
 // The work of a step, the same for all layers.
 //
-// A token's heads lie side by side. So where pieces are enough for everybody, several heads of one are
-// computed one after the other: for the first, memory is read without gaps, twice as fast, and the
-// others find theirs in the second cache.
+// A token's heads lie side by side. So if there are enough pieces for all threads, several heads of a
+// piece are computed one after the other. The first one reads memory without gaps, twice as fast, and
+// the others find their data in the second-level cache.
 struct Work {
-    std::vector<Item> items; // the longest ones first: num_tiles of prefill, then pieces
+    std::vector<Item> items; // the longest first: num_tiles of prefill, then pieces
     int64_t num_tiles = 0, num_partials = 0;
 
-    // Of a piece, of numbers of so many bytes.
+    // Heads of a piece that are computed in one item, for numbers of `bytes` bytes.
     int64_t heads_together(const Heads &h, int64_t bytes) const {
         const int64_t fitting = NEARBY / (2 * PIECE * h.dim * bytes);
         if ((int64_t)items.size() - num_tiles < ENOUGH || fitting < 1) return 1;
@@ -86,15 +86,15 @@ INLINE int64_t place(const Rows &rows, int64_t row, int64_t key) {
 
 // ---- decode
 
-// Sums of a piece: greatest score, total of weights, weighted values; per query head of a group.
+// Sums of a piece, for each query head of a group: greatest score, sum of weights, weighted values.
 struct Partial {
     float *peak, *total, *sums; // [G], [G], [G, D]
 };
 
 INLINE int64_t partial_floats(const Heads &h) { return h.heads / h.kv_heads * (h.dim + 2); }
 
-// Queries as they are held against keys, and one step of it. Pairs of bfloat16 are multiplied as they
-// are where the hardware can, with sums in float; else everything is float.
+// The form of queries for the multiplication with keys, and one step of it. Pairs of bfloat16 are
+// multiplied directly if the hardware supports it, with sums in float; otherwise all is float.
 template <class N> struct Dots {
     typedef float Query;
     static INLINE Floats add(Floats sums, const float *q, Floats key) { return sums + load(q) * key; }
@@ -112,7 +112,7 @@ template <> struct Dots<bf16> {
 };
 #endif
 
-// Heads of neighbouring tokens are far from each other, so the processor does not guess what comes.
+// Heads of neighbouring tokens are far apart, so the processor does not prefetch them itself.
 template <class N> INLINE void fetch_ahead(const N *row, int64_t size) {
     for (int64_t byte = 0; byte < size * (int64_t)sizeof(N); byte += 64)
         __builtin_prefetch((const char *)row + byte);
@@ -120,9 +120,9 @@ template <class N> INLINE void fetch_ahead(const N *row, int64_t size) {
 
 constexpr int AHEAD = 12; // keys
 
-// scores [G][PIECE] of q [G, D], scaled; LANES keys at a time, so that their sums are taken together.
-// Beyond `count` there is room for what the last ones leave. near: how much is fetched of each key and
-// value, from this head on; those of the next heads lie behind it.
+// Scaled scores [G][PIECE] of q [G, D], for LANES keys at a time, whose sums are computed together.
+// The array has space beyond `count` for the rest of the last vector. near: bytes that are prefetched
+// of each key and value, from this head on; those of the next heads follow it.
 template <int G, class N>
 INLINE void scores_of(const typename Dots<N>::Query *q, const N *const *keys,
                       const N *const *values, int64_t count, int64_t dim, int64_t near, float scale,
@@ -147,8 +147,8 @@ INLINE void scores_of(const typename Dots<N>::Query *q, const N *const *keys,
     }
 }
 
-// sums [G, D] of weights [G][PIECE] times values, for ACROSS vectors of them from `d` on: each weight is
-// read once for as many numbers as the registers hold sums of.
+// sums [G, D] of weights [G][PIECE] times values, for ACROSS vectors from `d` on. Each weight is read
+// once for all numbers whose sums fit into the registers.
 template <int G, int ACROSS, class N>
 INLINE void values_across(const N *const *values, int64_t count, int64_t dim, int64_t d,
                           const float (*weights)[PIECE], float *sums) {
@@ -174,7 +174,7 @@ INLINE void values_of(
     for (; d < dim; d += 2 * LANES) values_across<G, 2>(values, count, dim, d, weights, sums);
 }
 
-// scores [count], filled up to whole vectors with those of keys that nobody sees; the greatest.
+// Fill scores [count] up to whole vectors with those of unseen keys. Return the greatest.
 INLINE float filled_up(float *scores, int64_t count) {
     const int64_t whole = (count + LANES - 1) / LANES * LANES;
     for (int64_t j = count; j < whole; j++) scores[j] = -INFINITY;
@@ -183,7 +183,7 @@ INLINE float filled_up(float *scores, int64_t count) {
     return greatest(high);
 }
 
-// scores [count], whole vectors -> weights e^(score - peak); their total.
+// Replace scores [count], whole vectors, by weights e^(score - peak). Return their sum.
 INLINE float to_weights(float *scores, int64_t count, float peak) {
     Floats total = {};
     for (int64_t j = 0; j < count; j += LANES) {
@@ -211,7 +211,7 @@ void decode_heads(const Attend<N> &a, const N *query, const N **keys, const N **
     values_of<G>(values, count, dim, scores, to.sums);
 }
 
-// Where [count] keys and values of a row and head stand, from key `first` on.
+// Addresses of [count] keys and values of a row and head, from key `first` on.
 template <class N>
 INLINE void find(const Attend<N> &a, const Rows &rows, int64_t row, int64_t kv_head, int64_t first,
                  int64_t count, const N **keys, const N **values) {
@@ -250,7 +250,7 @@ void decode_piece(const Attend<N> &a, const Rows &rows, const Item &item, int64_
     }
 }
 
-// One query head: its pieces, in the order of their keys, as one answer.
+// Combine the pieces of a query head, in the order of their keys.
 template <class N>
 INLINE void joined(const Partial *parts, int64_t count, int64_t head, int64_t dim, N *out) {
     float peak = parts[0].peak[head], total = 0;
@@ -266,7 +266,7 @@ INLINE void joined(const Partial *parts, int64_t count, int64_t head, int64_t di
     for (int64_t d = 0; d < dim; d += LANES) store(out + d, load(sums + d) / total);
 }
 
-// Sums of pieces in `scratch`, partial_floats each.
+// The sums of pieces in `scratch`, with partial_floats each.
 INLINE Partial partial_at(float *scratch, int64_t index, const Heads &h) {
     const int64_t group = h.heads / h.kv_heads;
     float *at = scratch + index * partial_floats(h);
@@ -290,7 +290,7 @@ void decode_item(const Attend<N> &a, const Rows &rows, const Item &item, int64_t
     for (int64_t g = 0; g < group; g++) joined(&part, 1, g, h.dim, out + g * h.dim);
 }
 
-// A row of several pieces, when all of them are done; items[0, count) are its pieces.
+// Finish a row of several pieces after all are done; items[0, count) are its pieces.
 template <class N>
 void join_row(const Attend<N> &a, const Rows &rows, const Item *items, int64_t count,
               float *partials) {

@@ -1,7 +1,7 @@
-// The step that most steps are: every row computes one position and samples behind it. From the slots'
-// tables (fields.py) to logits, and to the likeliest token of each row, in one call.
+// The most common step: every row computes one position and samples the next token. One call goes from
+// the slots' tables (fields.py) to logits, and to the likeliest token of each row.
 //
-// Legend: R rows, V vocabulary, L most tokens of a slot, B most blocks of a slot.
+// Legend: R rows, V vocabulary, L tokens and B blocks that a slot can hold.
 #pragma once
 
 #include "forward.h"
@@ -16,22 +16,22 @@ struct Head {
 };
 
 struct Decode {
-    Forward pass;                         // its tokens and rows are filled in here
+    Forward pass;                         // its tokens and rows are filled in by this file
     Head head;
-    const int64_t *slots, *starts;        // [R]: whose each row is, and the position that it computes
+    const int64_t *slots, *starts;        // [R]: the slot of each row, and the position that it computes
     int32_t *token_ids, *lens;            // [slots, L], [slots]
     const int32_t *block_table;           // [slots, B]
     int64_t max_tokens, max_blocks, vocab;
     float *logits;                        // [R, V]
-    int64_t *tokens;                      // [R], or null: nothing is chosen, and no slot changed
-    uint8_t *finite;                      // [R]: whether the greatest logit is; the token is 0 if not
+    int64_t *tokens;                      // [R]; null: no token is chosen, and no slot is changed
+    uint8_t *finite;                      // [R]: whether the greatest logit is finite; if not, the token is 0
 };
 
-// What a forward pass has to be told of the rows.
+// The arrays that a forward pass needs for the rows.
 struct Placed {
     std::vector<int64_t> ids, slot_mapping, row_starts, context_lens, block_table;
     Forward pass;
-    int64_t bad_row = -1; // the first whose token is not in the vocabulary
+    int64_t bad_row = -1; // the first row whose token is not in the vocabulary
 
     explicit Placed(const Decode &d) : pass(d.pass) {
         const int64_t count = pass.tokens, size = pass.rows.block_tokens;
@@ -66,14 +66,14 @@ INLINE void project(Team &team, const Head &head, const float *x, int64_t rows, 
     linear(team, Linear<N, float>{normed, head.weight, nullptr, y, rows, STORE});
 }
 
-// Of the greatest number its first place; of a row with NaN, the first NaN's: as torch.max.
+// The first index of the greatest number, or of the first NaN if there is one, as torch.max returns.
 INLINE int64_t likeliest(const float *row, int64_t count) {
     Floats best = splat(-INFINITY), odd = {};
     int64_t i = 0;
     for (; i + LANES <= count; i += LANES) {
         const Floats v = load(row + i);
         best = greater(v, best);
-        odd += v - v; // NaN, if any of them is NaN or infinite
+        odd += v - v; // NaN if any number is NaN or infinite
     }
     float most = greatest(best);
     bool is_odd = !(sum(odd) == 0);

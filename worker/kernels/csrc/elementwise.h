@@ -1,5 +1,5 @@
-// What stands between the linears: norm, rotation, the write into the cache, the activation.
-// All of it row by row (a row is a token), computed in float, rounded where torch rounds.
+// Operations between the linears: norm, rotation, the write into the cache, the activation.
+// They work row by row (a row is a token), compute in float, and round where torch rounds.
 //
 // Legend: T tokens, H query heads, H_kv key/value heads, D head dim, I intermediate.
 #pragma once
@@ -41,8 +41,8 @@ template <class N> INLINE void silu_row(const N *gate_up, N *out, int64_t inner)
     }
 }
 
-// Both halves of a head, turned; from and to may be the same. cos, sin [D] as layers/rope.py gives
-// them: the first half of sin negated.
+// Rotate both halves of a head; from and to may be the same. cos and sin [D] are those of
+// layers/rope.py, with the first half of sin negated.
 template <class N>
 INLINE void rotate_head(const N *from, N *to, const N *cos, const N *sin, int64_t dim) {
     const int64_t half = dim / 2;
@@ -60,8 +60,8 @@ struct Heads {
     int64_t heads, kv_heads, dim;
 };
 
-// One token's qkv [(H + 2 H_kv) D]: queries turned in place, keys turned into the cache, values
-// copied there. k_cache, v_cache: one layer, [slots, H_kv, D]; slot: where the token stands.
+// One token's qkv [(H + 2 H_kv) D]: rotate queries in place, keys into the cache, and copy the
+// values there. k_cache, v_cache: one layer, [slots, H_kv, D]; slot: the token's place in the cache.
 template <class N>
 INLINE void place_row(
     N *qkv, const N *cos, const N *sin, N *k_cache, N *v_cache, int64_t slot, const Heads &h

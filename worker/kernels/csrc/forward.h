@@ -1,8 +1,9 @@
-// A Llama model from token ids to what comes out of its last layer, in one call: the team is woken once.
+// A Llama model from token ids to the output of its last layer, in one call that wakes the team once.
 //
-// The lines are those of models/llama.py, on packed weights; but x, to which every layer adds, is of
-// floats: some of its numbers are so large that bfloat16 would lose what is added. Legend: T tokens, H query heads, H_kv
-// key/value heads, D head dim, I intermediate.
+// The lines correspond to those of models/llama.py, on packed weights. But x, to which every layer adds,
+// is float: some of its numbers are so large that bfloat16 would lose the additions.
+//
+// Legend: T tokens, H query heads, H_kv key/value heads, D head dim, I intermediate.
 #pragma once
 
 #include "linear.h"
@@ -25,9 +26,9 @@ struct Forward {
     Rows rows;
     const int64_t *ids, *positions, *slot_mapping; // [T]
     const void *embedding;         // [V, hidden]
-    const float *turns;            // [D / 2]: radians that a pair turns by from position to position
-    float *x;                      // [T, hidden]: what comes out
-    void *cos, *sin;               // [T, D]: scratch of the step, and so are these:
+    const float *turns;            // [D / 2]: radians by which a pair rotates per position
+    float *x;                      // [T, hidden]: the output
+    void *cos, *sin;               // [T, D]: scratch of the step, like these:
     void *normed, *qkv, *seen, *gate_up, *active;
     double eps, rope_factor;
 };
@@ -44,11 +45,11 @@ template <class N> struct Pass {
     N *normed() const { return (N *)f.normed; }
     float *x() const { return f.x; }
 
-    // What begins it. Five of attention and its linears, four of the MLP; and rows of several pieces
-    // are joined.
+    // One phase at the start. Per layer five for attention and its linears and four for the MLP, and
+    // one if rows of several pieces are combined.
     int64_t num_phases() const { return 1 + f.num_layers * 10; }
 
-    // A token's row of x, and how its queries and keys turn (layers/rope.py).
+    // A token's row of x, and the rotation of its queries and keys (layers/rope.py).
     INLINE void begin_row(int64_t t) {
         const N *row = (const N *)f.embedding + f.ids[t] * f.hidden;
         for (int64_t i = 0; i < f.hidden; i += LANES) store(x() + t * f.hidden + i, load(row + i));

@@ -1,13 +1,14 @@
-// What Python may call (native.py), with C's names and plain structs. Numbers are bfloat16 or float.
+// The functions that Python calls (native.py), with C names and plain structs. Numbers are bfloat16 or
+// float.
 //
-// This file is compiled once for each instruction set, into a library of its own: code of a set that
-// the processor lacks is never even loaded.
+// This file is compiled once for each instruction set, into a library of its own, so code for a set
+// that the processor lacks is never loaded.
 
 #include "decode.h"
 
 namespace {
 
-constexpr int64_t IS_FLOAT = 0; // else bfloat16; the first argument of all that computes
+constexpr int64_t IS_FLOAT = 0; // otherwise bfloat16; first argument of all functions that compute
 
 template <class Body> void in_numbers(int64_t numbers, Body &&body) {
     if (numbers == IS_FLOAT) body(float{});
@@ -20,13 +21,13 @@ extern "C" {
 
 #define EXPORT __attribute__((visibility("default")))
 
-// Counts up when a signature or struct changes: a library of another count is not used.
+// Increase this when a signature or struct changes: a library with another version is not used.
 EXPORT int64_t kernels_version() { return 4; }
 
-// Of the OpenMP runtime that torch has loaded: its GOMP_parallel.
+// GOMP_parallel of the OpenMP runtime that torch has loaded.
 EXPORT void set_runtime(void *parallel) { runtime() = (Parallel)parallel; }
 
-// x [rows, size] (+= delta, where it is not null), then out = its norm times weight [size].
+// x [rows, size] (+= delta, if it is not null), then out = its norm times weight [size].
 EXPORT void add_norm(int64_t numbers, int64_t threads, int64_t rows, int64_t size, void *x,
                      const void *delta, const void *weight, void *out, double eps) {
     in_numbers(numbers, [&](auto zero) {
@@ -54,7 +55,7 @@ EXPORT void silu_mul(int64_t numbers, int64_t threads, int64_t rows, int64_t inn
     });
 }
 
-// qkv [rows, (H + 2 H_kv) D]: queries turned in place, keys and values into one layer's cache.
+// qkv [rows, (H + 2 H_kv) D]: rotates queries in place, writes keys and values to one layer's cache.
 EXPORT void place_kv(int64_t numbers, int64_t threads, int64_t rows, const Heads *heads, void *qkv,
                      const void *cos, const void *sin, const int64_t *slots, void *k_cache,
                      void *v_cache) {
@@ -83,7 +84,7 @@ EXPORT void paged_attention(int64_t numbers, int64_t threads, const Heads *heads
     });
 }
 
-// x [rows, inputs] -> y [rows, outputs], y of floats whatever x is.
+// x [rows, inputs] -> y [rows, outputs], y float for any x.
 EXPORT void linear_to_float(int64_t numbers, int64_t threads, const void *x, int64_t rows,
                             const Packed *weight, float *y) {
     in_numbers(numbers, [&](auto zero) {
@@ -93,7 +94,7 @@ EXPORT void linear_to_float(int64_t numbers, int64_t threads, const void *x, int
     });
 }
 
-// x [rows, inputs] -> y [rows, outputs] of x's numbers.
+// x [rows, inputs] -> y [rows, outputs] in x's number type.
 EXPORT void linear_same(int64_t numbers, int64_t threads, const void *x, int64_t rows,
                         const Packed *weight, const void *bias, void *y) {
     in_numbers(numbers, [&](auto zero) {
@@ -110,7 +111,7 @@ EXPORT void forward(int64_t numbers, int64_t threads, const Forward *step) {
     });
 }
 
-// x [rows, hidden], as it comes out of `forward` -> y [rows, outputs]. normed: [rows, hidden].
+// x [rows, hidden], the output of `forward` -> y [rows, outputs]. normed: [rows, hidden].
 EXPORT void logits(int64_t numbers, int64_t threads, const Head *head, const float *x, int64_t rows,
                    void *normed, float *y) {
     in_numbers(numbers, [&](auto zero) {
@@ -119,7 +120,7 @@ EXPORT void logits(int64_t numbers, int64_t threads, const Head *head, const flo
     });
 }
 
-// The position of the first token that the model has not, and then nothing is done; or -1.
+// Returns the first row whose token is not in the vocabulary, without computing anything; or -1.
 EXPORT int64_t decode(int64_t numbers, int64_t threads, const Decode *step) {
     const Placed placed(*step);
     if (placed.bad_row >= 0) return placed.bad_row;
@@ -127,7 +128,7 @@ EXPORT int64_t decode(int64_t numbers, int64_t threads, const Decode *step) {
     return -1;
 }
 
-// Bytes of a packed matrix.
+// Returns the bytes of a packed matrix.
 EXPORT int64_t packed_bytes(int64_t format, int64_t outputs, int64_t inputs) {
     return panels_of(outputs) * (inputs / GROUP) * GROUP_BYTES[format];
 }
@@ -146,7 +147,7 @@ EXPORT void pack_blocks(int64_t threads, int64_t kind, const uint8_t *blocks, in
     });
 }
 
-// values [outputs, inputs] -> packed, in their own numbers; `to` is zero at first.
+// values [outputs, inputs] -> packed, in their own number type; `to` is zero at first.
 EXPORT void pack_dense(int64_t numbers, int64_t threads, const void *values, int64_t outputs,
                        int64_t inputs, uint8_t *to) {
     in_numbers(numbers, [&](auto zero) {

@@ -1,9 +1,9 @@
 // y = x W^T for packed weights (packed.h), for one row and for hundreds.
 //
-// Weights are unpacked, a run of groups at a time, into integers that are exact in the numbers of the
-// multiplication: pairs of bfloat16 where the hardware multiplies those and x is bfloat16, else floats.
+// Weights are unpacked, a run of groups at a time, into integers that are exact in the number type of
+// the multiplication: pairs of bfloat16 if the hardware multiplies those and x is bfloat16, else float.
 // A group's sum is scaled once, so nothing is rounded that a product of floats would not round. Every
-// output is summed in the same order whatever the number of rows or threads: a row has the same bits
+// output is summed in the same order for any number of rows and threads, so a row has the same bits
 // alone and in any batch.
 #pragma once
 
@@ -15,12 +15,12 @@
 namespace {
 
 constexpr int BLOCK_ROWS = 132; // rows for which a run of weights is unpacked once
-constexpr int RUN = 4;          // groups unpacked at a time: they stay in the first cache
-constexpr int FETCHED = 8192;   // bytes of weights: what is fetched early
-constexpr int AT_ONCE = LANES == 16 ? 12 : 6; // rows whose sums the registers hold
-constexpr int ABREAST = 2;                     // vectors of outputs, likewise
+constexpr int RUN = 4;          // groups unpacked at a time; they fit into the first-level cache
+constexpr int FETCHED = 8192;   // bytes of weights that are prefetched
+constexpr int AT_ONCE = LANES == 16 ? 12 : 6; // rows whose sums fit into the registers
+constexpr int ABREAST = 2;                     // vectors of outputs, for the same reason
 
-// ---- the two ways to multiply: what a step of them is (columns), and what a weight becomes
+// ---- the two ways to multiply: the columns of a step, and the type of an unpacked weight
 
 struct ByFloats {
     static constexpr int COLUMNS = 1;
@@ -115,7 +115,7 @@ INLINE void unpack(int64_t format, const uint8_t *group, uint32_t *to) {
 
 // ---- multiplying
 
-// One group against ROWS rows; part [ROWS][ABREAST] goes on.
+// Multiply one group with ROWS rows, and add to part [ROWS][ABREAST].
 template <int ROWS, class By, class X>
 INLINE void multiply_group(const typename By::Weight *w, const X *x, int64_t ldx,
                            Floats (&part)[ROWS][ABREAST]) {
@@ -129,21 +129,21 @@ INLINE void multiply_group(const typename By::Weight *w, const X *x, int64_t ldx
     }
 }
 
-// What a tile of rows is multiplied with: a run of groups, and where it goes on.
+// The operands of a tile of rows: a run of groups, and the sums so far.
 template <class By, class X> struct Run {
     int64_t format, groups;
     const typename By::Weight *weights; // unpacked
     const uint8_t *packed;              // for the scales
-    const X *x;                         // of the run's first column
+    const X *x;                         // from the run's first column on
     int64_t ldx;
-    const float *xsums;                 // of each row's groups
+    const float *xsums;                 // sums of each row's groups
     int64_t ldsums;
-    float *sums;                        // [rows, PANEL] go on
-    bool is_first;                      // of the tiles: it fetches what comes after the run
+    float *sums;                        // [rows, PANEL], continued
+    bool is_first;                      // the first tile prefetches the weights after the run
 };
 
-// Weights are read once, and from far away: while a group is multiplied, what will be unpacked
-// FETCHED bytes later is fetched. The hardware's own guesses stop while nothing is read.
+// Weights are read once, from memory. While a group is multiplied, the weights FETCHED bytes ahead are
+// prefetched, because the hardware's own prefetching stops while nothing is read.
 template <class By, class X> INLINE void fetch_ahead(const Run<By, X> &run, int64_t g) {
     if (!run.is_first) return;
     const int64_t size = GROUP_BYTES[run.format];
@@ -151,7 +151,7 @@ template <class By, class X> INLINE void fetch_ahead(const Run<By, X> &run, int6
         __builtin_prefetch(run.packed + g * size + FETCHED + line);
 }
 
-// Weights that have scales.
+// Weights with scales.
 template <int ROWS, bool MINIMA, class By, class X> INLINE void multiply_scaled(const Run<By, X> &run) {
     for (int o = 0; o < PANEL; o += ABREAST * LANES)
         for (int64_t g = 0; g < run.groups; g++) {
@@ -159,7 +159,7 @@ template <int ROWS, bool MINIMA, class By, class X> INLINE void multiply_scaled(
             if (o == 0) fetch_ahead(run, g);
             multiply_group<ROWS, By>(run.weights + g * (GROUP / By::COLUMNS * PANEL) + o,
                                      run.x + g * GROUP, run.ldx, part);
-            forget_memory(); // or the compiler keeps sums in registers that the parts need
+            forget_memory(); // otherwise the compiler keeps sums in registers that the parts need
             const uint8_t *group = run.packed + g * GROUP_BYTES[MINIMA ? Q4 : Q8];
             for (int j = 0; j < ABREAST; j++) {
                 const uint16_t *scales = (const uint16_t *)group + o + j * LANES;
@@ -202,7 +202,7 @@ template <int ROWS, class By, class X> INLINE void multiply_tile(int64_t rows, c
     } else if constexpr (ROWS > 1) multiply_tile<ROWS - 1>(rows, run);
 }
 
-// Any number of rows, in tiles as even as can be: of few rows the multiplication waits for itself.
+// Any number of rows, in tiles of nearly equal size: with few rows a multiplication waits for the last.
 template <class By, class X> INLINE void multiply_rows(int64_t rows, Run<By, X> run) {
     for (int64_t tiles = (rows + AT_ONCE - 1) / AT_ONCE; tiles > 0; tiles--) {
         const int64_t count = (rows + tiles - 1) / tiles;
@@ -215,9 +215,9 @@ template <class By, class X> INLINE void multiply_rows(int64_t rows, Run<By, X> 
     }
 }
 
-// ---- the whole of it
+// ---- the whole linear
 
-enum Then { STORE, ADD }; // what becomes of a result: y = it, or y += it (as torch rounds both)
+enum Then { STORE, ADD }; // use of a result r: y = r or y += r (rounded as in torch)
 
 template <class X, class Y> struct Linear {
     const X *x;      // [rows, inputs]
@@ -228,7 +228,7 @@ template <class X, class Y> struct Linear {
     Then then;
 };
 
-// What a thread keeps of the rows it works on.
+// A thread's copies of the rows that it works on.
 struct RowScratch {
     std::vector<float> xsums, x;
     alignas(64) float sums[BLOCK_ROWS * PANEL];
@@ -261,7 +261,7 @@ INLINE void finish(const Linear<X, Y> &l, int64_t row, int64_t first, const floa
     memcpy(y, ready, (size_t)count * sizeof(Y));
 }
 
-// One panel of outputs for one block of rows. x: in the numbers of the multiplication.
+// One panel of outputs for one block of rows. x has the number type of the multiplication.
 template <class By, class N, class X, class Y>
 void linear_item(const Linear<X, Y> &l, int64_t panel, int64_t first, int64_t count, const N *x,
                  RowScratch &s) {
@@ -285,7 +285,7 @@ void linear_item(const Linear<X, Y> &l, int64_t panel, int64_t first, int64_t co
     for (int64_t m = 0; m < count; m++) finish(l, first + m, panel * PANEL, s.sums + m * PANEL);
 }
 
-// By the whole team: an item is a panel for a block of rows, blocks one after the other.
+// Run by the whole team. An item is a panel for a block of rows; blocks follow one another.
 template <class X, class Y> INLINE void linear(Team &team, const Linear<X, Y> &l) {
     constexpr bool PAIRS = HAS_PAIRS && sizeof(X) == 2;
     static thread_local RowScratch scratch;

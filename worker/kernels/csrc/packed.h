@@ -1,7 +1,7 @@
-// Weights as the linear kernels read them: panels of 32 outputs, groups of 32 inputs, in one stream.
+// The layout of packed weights: panels of 32 outputs, groups of 32 inputs, in one stream.
 //
 // A matrix [outputs, inputs] is cut into panels of PANEL rows (the last one filled up with zeros);
-// a panel is its groups of GROUP columns, one after the other. What a group holds, by format:
+// a panel is its groups of GROUP columns, one after the other. The content of a group, by format:
 //
 //   Q4    32 scales f16, 32 minima f16, 512 bytes of nibbles    weight = scale * nibble + minimum
 //   Q8    32 scales f16, 1024 bytes                             weight = scale * signed byte
@@ -24,7 +24,7 @@ enum Format : int64_t { Q4 = 0, Q8 = 1, BF16 = 2, F32 = 3 };
 constexpr int64_t GROUP_BYTES[] = {128 + PANEL * GROUP / 2, 64 + PANEL * GROUP, PANEL * GROUP * 2,
                                    PANEL * GROUP * 4};
 
-// outputs, inputs: of the matrix as it is; inputs are whole groups.
+// outputs, inputs: of the matrix without padding; inputs are whole groups.
 struct Packed {
     const uint8_t *data;
     int64_t format, outputs, inputs;
@@ -44,7 +44,7 @@ INLINE float half_to_float(uint16_t half) {
     return half & 0x8000 ? -size : size;
 }
 
-// -8 * scale as f16: exact, as long as it is finite.
+// -8 * scale as f16; exact if it is finite.
 INLINE uint16_t minus_eight(uint16_t scale) {
     const uint16_t exponent = scale & 0x7c00, sign = (uint16_t)(~scale & 0x8000);
     if (exponent) return (uint16_t)(sign | ((scale & 0x7fff) + 0x0c00));
@@ -52,14 +52,14 @@ INLINE uint16_t minus_eight(uint16_t scale) {
     if (!fraction) return sign;
     int shifted = fraction * 8, power = 0;
     while (shifted >= 0x800) {
-        shifted >>= 1; // only zeros leave: the fraction was shifted by three
+        shifted >>= 1; // drops only zeros: the fraction was shifted by three
         power++;
     }
     if (shifted < 0x400) return (uint16_t)(sign | shifted);
     return (uint16_t)(sign | ((power + 1) << 10) | (shifted & 0x3ff));
 }
 
-// The group of one row, from a GGUF block; row: of the panel.
+// Fill the group of one row of the panel from a GGUF block.
 INLINE void pack_block(int64_t kind, const uint8_t *block, uint8_t *group, int64_t row) {
     uint16_t scale, minimum;
     memcpy(&scale, block, 2);

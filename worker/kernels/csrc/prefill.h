@@ -1,18 +1,18 @@
 // Attention of rows of several tokens: a tile of queries against 64 keys at a time.
 //
-// Keys stand on their side (dimension by dimension), so the scores of one query for many keys are one
-// vector, and no sum runs across a vector. The answer is kept relative to the greatest score so far.
-// Legend in attention.h; Q = TILE_TOKENS * G queries of a tile, one after the other per token.
+// Keys are transposed (dimension by dimension), so the scores of one query for many keys are one
+// vector, and no sum runs across a vector. The result is kept relative to the greatest score so far.
+// Legend in attention.h; Q = TILE_TOKENS * G queries of a tile, ordered by token.
 #pragma once
 
 #include "attention.h"
 
 namespace {
 
-// Vectors computed at once for each of TOGETHER queries: what the registers hold.
+// Vectors computed at once for each of TOGETHER queries; they fit into the registers.
 constexpr int ACROSS = LANES == 16 ? 4 : 2;
 
-// c [TOGETHER, ...] (+)= a [TOGETHER, depth] * b [depth, width], for so many vectors of c's width.
+// c [TOGETHER, ...] (+)= a [TOGETHER, depth] * b [depth, width], for ACROSS vectors of c's width.
 template <bool ADD, int ACROSS>
 INLINE void tile_of(const float *a, int64_t lda, const float *b, int64_t ldb, int64_t depth, float *c,
                  int64_t ldc) {
@@ -30,7 +30,7 @@ INLINE void tile_of(const float *a, int64_t lda, const float *b, int64_t ldb, in
         for (int j = 0; j < ACROSS; j++) store(c + i * ldc + j * LANES, sums[i][j]);
 }
 
-// The same for any width that is whole vectors.
+// The same for any width of whole vectors.
 template <bool ADD>
 INLINE void tile(const float *a, int64_t lda, const float *b, int64_t ldb, int64_t depth, float *c,
                  int64_t ldc, int64_t width) {
@@ -40,7 +40,7 @@ INLINE void tile(const float *a, int64_t lda, const float *b, int64_t ldb, int64
     for (; j < width; j += LANES) tile_of<ADD, 1>(a, lda, b + j, ldb, depth, c + j, ldc);
 }
 
-// What a thread needs for one tile; grown once, kept by the thread.
+// A thread's memory for one tile, allocated once.
 struct TileScratch {
     std::vector<float> queries, sums, peaks, totals;
     alignas(64) float keys[MAX_DIM * SIDE];    // [D, SIDE]
@@ -60,7 +60,7 @@ template <class N> INLINE void scaled(const N *from, float *to, int64_t size, fl
     for (int64_t d = 0; d < size; d += LANES) store(to + d, load(from + d) * scale);
 }
 
-// Keys and values [first, first + count) of a row and head; what is missing of SIDE is zero.
+// Keys and values [first, first + count) of a row and head, filled up to SIDE with zeros.
 template <class N>
 void turn(const Attend<N> &a, const Rows &rows, int64_t row, int64_t kv_head, int64_t first,
           int64_t count, TileScratch &s) {
@@ -82,8 +82,8 @@ void turn(const Attend<N> &a, const Rows &rows, int64_t row, int64_t kv_head, in
     }
 }
 
-// Scores of TOGETHER queries -> weights; their sums so far are brought to the new peak. seen[i]: how
-// many of the keys query i sees.
+// Replace the scores of TOGETHER queries by weights, and rescale their sums to the new peak. seen[i]:
+// number of keys that query i sees.
 INLINE void soften(TileScratch &s, int64_t query, const int64_t *seen, int64_t dim) {
     for (int i = 0; i < TOGETHER; i++) {
         float *scores = s.scores + i * SIDE;
@@ -149,7 +149,7 @@ void prefill_item(const Attend<N> &a, const Rows &rows, const Item &item, int64_
     }
 }
 
-// One layer, by the whole team. partials: num_partials * H_kv * partial_floats.
+// One layer, run by the whole team. partials: num_partials * H_kv * partial_floats.
 template <class N>
 INLINE void attend(Team &team, const Attend<N> &a, const Rows &rows, const Work &work,
                    float *partials) {

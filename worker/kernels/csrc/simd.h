@@ -1,7 +1,7 @@
-// Numbers, and vectors of them as wide as the instruction set that this file is compiled for.
+// Number types, and vectors as wide as the instruction set that this file is compiled for.
 //
 // Everything is computed in float. Vectors are the compiler's own, so the same lines become AVX-512,
-// AVX2, SSE or NEON; intrinsics stand only where the compiler has no word for it.
+// AVX2, SSE or NEON; intrinsics are used only if the compiler has no equivalent.
 #pragma once
 
 #include <cmath>
@@ -23,7 +23,7 @@ constexpr int LANES = 8;
 constexpr int LANES = 4;
 #endif
 
-// What was read before is read again: a hint to the compiler, no instruction.
+// Makes the compiler read memory again; no instruction.
 INLINE void forget_memory() { asm volatile("" ::: "memory"); }
 
 struct bf16 {
@@ -53,7 +53,7 @@ INLINE float to_float(bf16 x) {
     return f;
 }
 
-// Compilers take several instructions for what is one.
+// One instruction, for which compilers emit several.
 INLINE Words widened(Halves x) {
 #if defined(__AVX512F__)
     return (Words)_mm512_cvtepu16_epi32((__m256i)x);
@@ -67,7 +67,7 @@ INLINE Words widened(Halves x) {
 INLINE Floats load(const float *from) { return load_as<Floats>(from); }
 INLINE Floats load(const bf16 *from) { return (Floats)(widened(load_as<Halves>(from)) << 16); }
 
-// To the nearest, ties to even, as torch rounds; NaN stays NaN.
+// Rounds to nearest, ties to even, as torch does; NaN stays NaN.
 INLINE Halves rounded(Floats x) {
 #if defined(__AVX512BF16__)
     return (Halves)_mm512_cvtneps_pbh((__m512)x);
@@ -81,7 +81,7 @@ INLINE Halves rounded(Floats x) {
 INLINE void store(float *to, Floats x) { store_as(to, x); }
 INLINE void store(bf16 *to, Floats x) { store_as(to, rounded(x)); }
 
-// As if it had been stored and loaded again: where torch rounds, we round.
+// Rounds as if the number had been stored and loaded again, where torch rounds.
 INLINE Floats as_stored(float, Floats x) { return x; }
 INLINE Floats as_stored(bf16, Floats x) {
     return (Floats)(widened(rounded(x)) << 16);
@@ -140,8 +140,8 @@ INLINE float greatest(Floats x) {
 #endif
 }
 
-// e^x within 2 units in the last place; what is below -87 gives about 1e-38, what is above 88 about
-// 1e38. NaN stays NaN.
+// e^x within 2 units in the last place. Below -87 it is about 1e-38, above 88 about 1e38. NaN stays
+// NaN.
 INLINE Floats exponential(Floats x) {
     const Floats least = splat(-87.0f), most = splat(88.0f);
     Floats clipped = x < least ? least : x;
@@ -160,7 +160,7 @@ INLINE Floats exponential(Floats x) {
     return p * (Floats)power;
 }
 
-// f16, of which quantised files make their scales. Exact for all that is finite.
+// Converts f16, the type of scales in quantised files. Exact for all finite numbers.
 INLINE Floats load_f16(const uint16_t *from) {
 #if defined(__AVX512F__)
     return (Floats)_mm512_cvtph_ps(load_as<__m256i>(from));

@@ -1,8 +1,8 @@
-// The threads that compute together: torch's own, of the OpenMP runtime that torch has loaded.
+// The threads that compute together: those of the OpenMP runtime that torch has loaded.
 //
-// A second runtime would bring a second set of threads, which fight with torch's for the cores. So
-// nothing here is compiled as OpenMP or linked with it; the entry point of the loaded runtime is handed
-// over (`set_runtime`). Where there is none, one thread computes.
+// A second runtime would bring a second set of threads, which compete with torch's for the cores. So
+// nothing here is compiled as OpenMP or linked with it; `set_runtime` gets the entry point of the loaded
+// runtime. Without one, a single thread computes.
 #pragma once
 
 #include <atomic>
@@ -34,11 +34,11 @@ INLINE void relax() {
 #endif
 }
 
-constexpr int SPINS = 1000; // some 15 us: as long as most phases take; then a thread sleeps
+constexpr int SPINS = 1000; // about 15 us, which most phases take; then a thread sleeps
 
-// Items that are done by whoever is free. It ends when all items are done, not when all threads have
-// come by: one that the system keeps from running, or that has yet to wake up, holds nobody up unless
-// it has an item in hand.
+// Items that free threads take. A phase ends when all items are done, not when all threads have
+// arrived: a thread that is suspended, or that has not woken up yet, delays the others only if it has
+// an item.
 class Phase {
   public:
     template <class Work> INLINE void share(int count, Work &&work) {
@@ -52,8 +52,8 @@ class Phase {
     }
 
   private:
-    // A sleeper counts itself before it looks again, and who ends the phase looks for sleepers after:
-    // one of the two sees the other.
+    // A sleeping thread counts itself before it checks again, and the thread that ends the phase checks
+    // for sleepers afterwards, so one of the two sees the other.
     void sleep(int count) {
         sleepers_.fetch_add(1);
         const int done = done_.load();
@@ -72,15 +72,15 @@ class Phase {
 #endif
 
     std::atomic<int> next_{0}, done_{0}, sleepers_{0};
-    char apart_[52]; // the next phase's counters are in another line of the cache
+    char apart_[52]; // puts the next phase's counters into another cache line
 };
 
-// One thread's way through the phases.
+// One thread's state in the phases.
 class Team {
   public:
     explicit Team(Phase *phases) : phase_(phases) {}
 
-    // All items [0, count). Results never depend on who did what.
+    // Do all items [0, count). Results never depend on which thread does an item.
     template <class Work> INLINE void share(int64_t count, Work &&work) {
         (phase_++)->share((int)count, work);
     }
@@ -89,7 +89,7 @@ class Team {
     Phase *phase_;
 };
 
-// body(Team&) in at most `threads` threads; it shares work at most num_phases times.
+// Run body(Team&) in at most `threads` threads. It shares work at most num_phases times.
 template <class Body> void together(int64_t threads, int64_t num_phases, Body &&body) {
     struct Call {
         Body &body;

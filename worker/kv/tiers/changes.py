@@ -1,10 +1,14 @@
-"""Contents added to and removed from a tier since the last report."""
+"""What has changed in the tiers since the last report to the engine: contents and counters."""
 
 from __future__ import annotations
 
+from collections import Counter
+from threading import Lock
+from typing import Literal, get_args
+
 
 class Changes:
-    """Only the latest change of each content is kept."""
+    """Contents added to and removed from a tier. Only the latest change of each is kept."""
 
     def __init__(self) -> None:
         self._is_there: dict[bytes, bool] = {}
@@ -20,3 +24,30 @@ class Changes:
         changes, self._is_there = self._is_there, {}
         added = [content for content, is_there in changes.items() if is_there]
         return added, [content for content, is_there in changes.items() if not is_there]
+
+
+Tier = Literal["host", "disk"]
+Kind = Literal["stored", "dropped", "loaded", "failed"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+
+class Counts:
+    """Blocks by tier and kind, counted by the tiers' threads.
+
+    stored, dropped   written to the tier, or not, for lack of space or time
+    loaded, failed    read from the tier, or not, because they are gone or damaged
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._counts: Counter[tuple[Tier, Kind]] = Counter()
+
+    def add(self, tier: Tier, kind: Kind, count: int = 1) -> None:
+        with self._lock:
+            self._counts[tier, kind] += count
+
+    def drain(self) -> Counter[tuple[Tier, Kind]]:
+        """Return the counts since the last call."""
+        with self._lock:
+            counts, self._counts = self._counts, Counter()
+        return counts

@@ -3,7 +3,7 @@
 ```
 DIR/                              mode 0700, owned by this user
     <layout, 32 hex digits>/      blocks of other models are kept, and count towards the limit
-        <chained hash, 64 hex>    mode 0600, block_file.py; modified when last used
+        <chained hash, 64 hex>    mode 0600; modified when last used
         .<random>.part            being written; renamed when complete
 ```
 
@@ -11,6 +11,22 @@ There is no other file and no lock. Names are derived from contents, so two serv
 directory cannot disagree. A server notices the other's changes at its next scan: after a minute, or
 after it has written 1/32 of the limit itself. For each further server the directory may exceed the
 limit by that much for a while.
+
+A file has a header that identifies its block, and the block's bytes:
+
+```
+offset  bytes
+0       8      "tidegate"
+8       4      format version, uint32 LE
+12      8      length of the payload, uint64 LE
+20      16     layout: digest of model, dtype and shape (worker/kv/layout.py)
+36      32     content: the block's chained hash (engine_core/blocks/hash.py)
+68      32     SHA-256 of the 68 bytes before and of the payload
+100            the payload
+```
+
+The reader has the expected value of every header byte except the digest. So a file that was
+truncated, swapped, partly written, or changed in any bit is never used as K/V.
 
 A file that does not match its name is deleted and reported as `DamagedBlockFile`. A directory that
 cannot be written, such as on a full disk, is not an error: storing pauses for a while.
@@ -24,15 +40,117 @@ import logging
 import os
 import secrets
 import stat
+import struct
 import time
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from hashlib import sha256
 from pathlib import Path
 from threading import Lock
+from typing import NamedTuple
 
 from protocol import sockets
 from worker.kv.layout import DIGEST_BYTES as LAYOUT_BYTES
-from worker.kv.tiers.block_file import HASH_BYTES, HEADER_BYTES, DamagedBlockFile, check, header_of
-from worker.kv.tiers.disk_index import DiskIndex, Key
+from worker.kv.tiers.changes import Changes
+
+MAGIC = b"tidegate"
+VERSION = 1
+HASH_BYTES = 32
+_FIELDS = struct.Struct(f"<8sIQ{LAYOUT_BYTES}s{HASH_BYTES}s")
+HEADER_BYTES = _FIELDS.size + HASH_BYTES
+
+Buffer = bytes | bytearray | memoryview
+
+
+class DamagedBlockFile(Exception):
+    """A stored block differs from what was written; the message gives the difference."""
+
+
+def header_of(layout: bytes, content: bytes, payload: Buffer) -> bytes:
+    """Return the header, [HEADER_BYTES]. Reads the whole payload."""
+    fields = _FIELDS.pack(MAGIC, VERSION, len(payload), layout, content)
+    return fields + _digest(fields, payload)
+
+
+def check_block_file(header: Buffer, payload: Buffer, layout: bytes, content: bytes) -> None:
+    """Raise DamagedBlockFile unless `header` belongs to this payload, layout and content."""
+    expected = _FIELDS.pack(MAGIC, VERSION, len(payload), layout, content)
+    fields, digest = bytes(header[: _FIELDS.size]), bytes(header[_FIELDS.size :])
+    if fields != expected:
+        raise DamagedBlockFile("its header is not the one of this block")
+    if digest != _digest(expected, payload):
+        raise DamagedBlockFile("its checksum does not match its content")
+
+
+def _digest(fields: bytes, payload: Buffer) -> bytes:
+    state = sha256(fields)
+    state.update(payload)
+    return state.digest()
+
+
+class Key(NamedTuple):
+    """A block: the layout of its cache, and its chained hash."""
+
+    layout: bytes
+    content: bytes
+
+
+class DiskIndex:
+    """Not thread-safe. `changes` has the additions and removals of `layout` only."""
+
+    def __init__(self, layout: bytes, max_bytes: int) -> None:
+        self.num_bytes = 0
+        self._layout = layout
+        self._max_bytes = max_bytes
+        self._sizes: OrderedDict[Key, int] = OrderedDict()  # least recently used first
+        self.changes = Changes()
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._sizes
+
+    def __len__(self) -> int:
+        """Return the number of blocks of all layouts."""
+        return len(self._sizes)
+
+    def add(self, key: Key, size: int) -> None:
+        """Add a block, or mark it as used."""
+        self.num_bytes += size - self._sizes.get(key, 0)
+        if key not in self._sizes:
+            self._record(key, self.changes.add)
+        self._sizes[key] = size
+        self._sizes.move_to_end(key)
+
+    def touch(self, key: Key) -> None:
+        if key in self._sizes:
+            self._sizes.move_to_end(key)
+
+    def remove(self, key: Key) -> None:
+        size = self._sizes.pop(key, None)
+        if size is not None:
+            self.num_bytes -= size
+            self._record(key, self.changes.remove)
+
+    def evict_for(self, size: int) -> list[Key]:
+        """Remove the least recently used blocks until `size` more bytes fit, and return them. The
+        caller deletes their files."""
+        evicted = []
+        while self._sizes and self.num_bytes + size > self._max_bytes:
+            key = next(iter(self._sizes))
+            self.remove(key)
+            evicted.append(key)
+        return evicted
+
+    def replace(self, found: Mapping[Key, tuple[float, int]]) -> None:
+        """Set the contents to those of the directory: key -> (last use, size)."""
+        for key in [key for key in self._sizes if key not in found]:
+            self.remove(key)
+        for key, (_, size) in sorted(found.items(), key=lambda item: item[1][0]):
+            self.add(key, size)
+
+    def _record(self, key: Key, change: Callable[[bytes], None]) -> None:
+        if key.layout == self._layout:
+            change(key.content)
+
 
 log = logging.getLogger(__name__)
 
@@ -138,7 +256,7 @@ class DiskTier:
         path = self._path(key)
         try:
             header = self._read(path, into)
-            check(header, into, self._layout, content)
+            check_block_file(header, into, self._layout, content)
         except FileNotFoundError:
             self._forget(key)
             raise BlockLost("its file no longer exists") from None

@@ -14,11 +14,9 @@ from threading import Thread
 from protocol.kv import KVFailure, KVFetch, KVFetched, TierSource
 from worker.kv.blocks import CacheBlocks
 from worker.kv.report_queue import ReportQueue
-from worker.kv.tiers.block_file import DamagedBlockFile
-from worker.kv.tiers.counts import Counts
-from worker.kv.tiers.disk import BlockLost, DiskTier
-from worker.kv.tiers.host import HostTier
-from worker.kv.tiers.memory import HostMemory
+from worker.kv.tiers.changes import Counts
+from worker.kv.tiers.disk import BlockLost, DamagedBlockFile, DiskTier
+from worker.kv.tiers.host import HostMemory, HostTier
 from worker.kv.transfer.exports import Ids
 from worker.slots.staging import integers
 

@@ -14,17 +14,16 @@ import torch
 from torch import Tensor
 
 from protocol.config.worker import WorkerConfig
+from protocol.facts import GIB
 from protocol.kv import KVFetch, KVStore, KVTierNews, KVUsed, TierSource
-from protocol.preflight import GIB
 from worker.kv.blocks import CacheBlocks
 from worker.kv.report_queue import ReportQueue
-from worker.kv.tiers.counts import KINDS, Counts, Kind, Tier
+from worker.kv.tiers.changes import KINDS, Counts, Kind, Tier
 from worker.kv.tiers.disk import DiskTier
-from worker.kv.tiers.host import HostTier
-from worker.kv.tiers.memory import HostMemory
+from worker.kv.tiers.host import HostMemory, HostTier
 from worker.kv.tiers.reader import TierReader
 from worker.kv.tiers.writer import TierWriter, max_unwritten
-from worker.startup.memory import free_bytes
+from worker.startup.device import free_bytes
 
 
 class TierStore:

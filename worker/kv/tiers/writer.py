@@ -16,10 +16,9 @@ from threading import Thread
 
 from worker.batch.readback import DeviceEvent
 from worker.kv.report_queue import ReportQueue
-from worker.kv.tiers.counts import Counts, Tier
+from worker.kv.tiers.changes import Counts, Tier
 from worker.kv.tiers.disk import SCAN_S, DiskTier
-from worker.kv.tiers.host import HostTier
-from worker.kv.tiers.memory import HostMemory
+from worker.kv.tiers.host import HostMemory, HostTier
 
 CLOSE_S = 3.0
 """Time limit for writing the waiting blocks at shutdown."""
@@ -45,7 +44,7 @@ class TierBatch:
 
 @dataclass(frozen=True, slots=True)
 class Used:
-    """Contents that were used, the latest last."""
+    """A job: mark these contents as used, the latest last."""
 
     contents: Sequence[bytes]
 

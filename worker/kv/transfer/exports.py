@@ -1,7 +1,7 @@
 """Exported leases: the blocks they protect, and the readers that are done with them.
 
 The engine reuses blocks as soon as it has sent KVWithdraw. So checking a lease and withdrawing it
-share a lock: after `withdraw` returns, no reader is told that the data it has read is valid. Two
+share a lock: after `withdraw` returns, no reader gets a confirmation that its data is valid. Two
 threads use the table: the loop adds and withdraws, and the server answers readers.
 """
 

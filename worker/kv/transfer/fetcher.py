@@ -1,7 +1,7 @@
 """The reading end: one thread that runs all transfers of a worker concurrently.
 
 Every order ends in exactly one report, after nothing writes into its blocks any more. The thread
-starts with the first order.
+starts with the first order. A transfer is a socket, a mover, and the state machine of fetch_job.py.
 """
 
 from __future__ import annotations
@@ -15,15 +15,210 @@ from time import monotonic
 
 import zmq
 
-from protocol.kv import KVCancel, KVFailure, KVFetch, PeerSource
-from worker.kv.movers.base import PollHint
+from protocol import sockets, wire
+from protocol.cluster_key import ClusterKey
+from protocol.errors import WireError
+from protocol.kv import KVCancel, KVEndpoint, KVFailure, KVFetch, KVFetched, PeerSource
+from protocol.kv_peers import (
+    READER_BYTES,
+    FromExporter,
+    FromReader,
+    KVChunk,
+    KVDone,
+    KVExpired,
+    KVLive,
+    KVOpen,
+    KVOpened,
+    KVRead,
+    KVUnlike,
+)
+from worker.kv.blocks import CacheBlocks
+from worker.kv.movers.base import DamagedTransfer, Mover, PollHint, TransferLost
+from worker.kv.movers.choice import MoverFactory, NoCommonMover
 from worker.kv.report_queue import ReportQueue
-from worker.kv.transfer.transfer import Transfer, TransferContext
+from worker.kv.transfer.exports import Ids
+from worker.kv.transfer.fetch_job import FetchJob, FetchJobEvent, FetchJobState
+from worker.slots.staging import integers
 
 MAX_TRANSFERS = 64
 """Transfers at the same time, because each needs sockets. More orders wait; their timeouts run."""
 SOON_MS = 1
 IDLE_MS = 60_000
+
+
+@dataclass(frozen=True, slots=True)
+class TransferContext:
+    """Objects shared by all transfers of a worker.
+
+    key        of the cluster, for peers on other hosts
+    endpoint   describes our own cache
+    """
+
+    context: zmq.Context[zmq.Socket[bytes]]
+    key: ClusterKey | None
+    endpoint: KVEndpoint
+    blocks: CacheBlocks
+    movers: MoverFactory
+
+
+class Transfer:
+    """A transfer, which starts when it is created. It never waits: `poll` does all that can be done
+    now, and `poll_hint` is the time for the next call. Raises ValueError or zmq.ZMQError if no
+    connection is possible.
+
+    source     of the fetch
+    fence      blocks may be written after it (CacheBlocks.fence)
+    deadline   on the clock `monotonic`
+    """
+
+    def __init__(
+        self,
+        shared: TransferContext,
+        fetch: KVFetch,
+        source: PeerSource,
+        fence: object,
+        deadline: float,
+    ) -> None:
+        self.deadline = deadline
+        self.poll_hint = PollHint.MESSAGE
+        self._shared = shared
+        self._fetch = fetch
+        self._source = source
+        self._job = FetchJob()
+        self._ids: Ids = integers(fetch.blocks.data)
+        self._reader = os.urandom(READER_BYTES)
+        self._mover: Mover | None = None
+        self._was_connected = False
+        self._started = monotonic()
+        self._decoder: wire.Decoder[FromExporter] = wire.Decoder(FromExporter)
+        shared.blocks.wait_for(fence)
+        self.socket, self.watcher = sockets.connect_monitored(
+            shared.context, source.address, shared.key
+        )
+        self._send(
+            KVOpen(
+                lease=source.lease,
+                reader=self._reader,
+                layout=shared.endpoint.layout,
+                told=shared.endpoint.told,
+                first=source.first,
+                count=len(self._ids),
+            )
+        )
+
+    def poll(self) -> KVFetched | KVFailure | None:
+        """Do everything that can be done now. Return the result once it has ended; it is closed
+        then."""
+        self._receive()
+        self._check_connection()
+        if monotonic() >= self.deadline:
+            self._on_timeout()
+        self._move()
+        return self._finish() if self._job.is_over else None
+
+    def cancel(self) -> None:
+        self._fail(FetchJobEvent.CANCEL, "cancelled by the engine")
+
+    # ---- messages of the peer
+
+    def _receive(self) -> None:
+        while not self._job.is_over and self.socket.poll(0):
+            frames = [frame.buffer for frame in self.socket.recv_multipart(copy=False)]
+            try:
+                self._apply(self._decoder.decode(frames))
+            except (WireError, DamagedTransfer) as error:
+                self._fail(FetchJobEvent.DAMAGED, str(error))
+            except TransferLost as error:
+                self._fail(FetchJobEvent.LOST, str(error))
+
+    def _apply(self, message: FromExporter) -> None:
+        match message:
+            case KVOpened():
+                if self._job.on(FetchJobEvent.OPENED) is FetchJobState.MOVING:
+                    self._start_moving(message)
+            case KVChunk():
+                if (
+                    self._job.on(FetchJobEvent.CHUNK) is FetchJobState.MOVING
+                    and self._mover is not None
+                ):
+                    self._mover.receive(message)
+            case KVLive():
+                self._job.on(FetchJobEvent.LIVE)
+            case KVExpired():
+                self._fail(FetchJobEvent.EXPIRED, "the lease has ended")
+            case KVUnlike(reason=reason):
+                ours = self._shared.endpoint.told
+                self._fail(FetchJobEvent.UNLIKE, f"{reason}; this worker's cache is of {ours}")
+
+    def _start_moving(self, message: KVOpened) -> None:
+        theirs = integers(message.blocks.data)
+        if len(theirs) != len(self._ids):
+            raise DamagedTransfer(f"{len(theirs)} blocks were opened instead of {len(self._ids)}")
+        try:
+            self._mover = self._shared.movers.create(
+                self._ids, theirs, message.offers, self._request_chunk
+            )
+        except NoCommonMover as error:
+            self._fail(FetchJobEvent.UNLIKE, str(error))
+
+    def _check_connection(self) -> None:
+        for is_up in sockets.read_connection_events(self.watcher):
+            self._was_connected |= is_up
+            if not is_up:
+                self._receive()  # messages sent before the disconnect
+                self._fail(FetchJobEvent.LOST, f"no connection to {self._source.address}")
+
+    def _on_timeout(self) -> None:
+        state = self._job.state.name.lower()
+        reason = f"not done within {self._fetch.timeout_s:g} s, in state {state}"
+        if self._was_connected:
+            self._fail(FetchJobEvent.LATE, reason)
+        else:
+            self._fail(FetchJobEvent.LOST, f"no connection to {self._source.address}; {reason}")
+
+    def _fail(self, event: FetchJobEvent, reason: str) -> None:
+        if not self._job.is_over:
+            self._job.on(event, reason)
+
+    # ---- work
+
+    def _move(self) -> None:
+        self.poll_hint = PollHint.MESSAGE
+        if self._job.state is FetchJobState.MOVING and self._mover is not None:
+            try:
+                self.poll_hint = self._mover.advance()
+            except DamagedTransfer as error:
+                self._fail(FetchJobEvent.DAMAGED, str(error))
+            except TransferLost as error:
+                self._fail(FetchJobEvent.LOST, str(error))
+            if self.poll_hint is PollHint.DONE:
+                self._job.on(FetchJobEvent.PLACED)
+                self._send(self._done(is_read=True))
+        if self._job.state is FetchJobState.STOPPING:
+            self.poll_hint = PollHint.SOON
+            if self._mover is None or self._mover.stop():
+                self._job.on(FetchJobEvent.QUIET)
+
+    def _finish(self) -> KVFetched | KVFailure:
+        if self._job.state is FetchJobState.FAILED:
+            self._send(self._done(is_read=False))
+        linger_ms = sockets.LINGER_MS if self._was_connected else 0
+        sockets.close_monitored(self.socket, self.watcher, linger_ms=linger_ms)
+        if self._job.state is FetchJobState.FAILED:
+            return KVFailure(self._fetch.job, self._job.failure, self._job.reason)
+        assert self._mover is not None
+        num_bytes = len(self._ids) * self._shared.blocks.num_rows * self._shared.blocks.piece_bytes
+        seconds = monotonic() - self._started
+        return KVFetched(self._fetch.job, num_bytes, seconds, self._mover.name)
+
+    def _done(self, *, is_read: bool) -> KVDone:
+        return KVDone(lease=self._source.lease, reader=self._reader, is_read=is_read)
+
+    def _request_chunk(self, chunk: int) -> None:
+        self._send(KVRead(lease=self._source.lease, reader=self._reader, chunk=chunk))
+
+    def _send(self, message: FromReader) -> None:
+        self.socket.send_multipart(wire.encode(message))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """The exporting end: a thread that answers other workers, and keeps no state about them.
 
 It reads blocks while steps run. That is safe, because nothing writes into blocks under a lease. If
-a lease ends while its blocks are read, the reader is told that the data is not valid (exports.py).
+a lease ends while its blocks are read, the reader gets KVExpired (exports.py).
 
 A chunk is gathered when it is requested. Chunks that a reader does not receive stay in its
 connection's queue, which is as long as the window; no more are gathered for it.

@@ -31,9 +31,8 @@ from worker.kv.movers.zmq import CHUNK_BYTES
 from worker.kv.report_queue import ReportQueue
 from worker.kv.tiers.store import TierStore
 from worker.kv.transfer.exports import Exports
-from worker.kv.transfer.fetcher import Fetcher
+from worker.kv.transfer.fetcher import Fetcher, TransferContext
 from worker.kv.transfer.server import SEND_QUEUE, KVServer
-from worker.kv.transfer.transfer import TransferContext
 from worker.slots.staging import integers
 
 KVMessage = KVExport | KVWithdraw | KVFetch | KVCancel | KVStore | KVUsed

@@ -1,0 +1,559 @@
+"""Snapshot: all that an engine remembers, as plain data, and the way back.
+
+It starts every later file of a journal. Shared objects are listed once and referred to by their
+index: requests in `EngineSnapshot.requests`, accounts in `EngineSnapshot.usages`. What follows from
+other data is not stored: a matcher consumes its answer's tokens again, an n-gram index is built
+again, and the parts of the engine get their configuration from `Began`.
+
+A new attribute of the engine or its parts belongs here if a decision depends on it; raise
+`records.FORMAT` then. `tests/unit/test_snapshot.py` lists what is stored, and why the rest is not.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import fields
+
+import msgspec
+
+from engine_core.blocks.pool import BlockPool
+from engine_core.engine import Engine
+from engine_core.grammar.cache import CompileJob
+from engine_core.grammar.matcher import Matcher, MatcherTemplate
+from engine_core.kv.fetches import Fetch, FetchState, Match
+from engine_core.kv.tiers import Tier
+from engine_core.kv.transfers import KVTransfers
+from engine_core.policy.accounts import AccountBuckets, AccountUsage
+from engine_core.policy.admission import Admission
+from engine_core.policy.fair_share import FairShare
+from engine_core.policy.throughput import Throughput
+from engine_core.request import Request, RequestPhase
+from engine_core.schedule.inflight import InflightStep
+from engine_core.schedule.scheduler import Scheduler
+from engine_core.speculation.drafting import (
+    AcceptanceTally,
+    ModelDrafter,
+    RequestDrafting,
+    Speculation,
+)
+from engine_core.speculation.ngram import NgramDrafter
+from engine_core.speculation.overhead import StepTimes
+from engine_core.stage_timer import RequestStage, StageTimer
+from protocol import wire
+from protocol.messages import Account, TokenLogprobs
+from protocol.sampling import SamplingParams
+from protocol.steps import SlotRelease, StepPlan
+
+FindTemplate = Callable[[bytes], MatcherTemplate]
+"""Returns a compiled grammar by its digest."""
+_PLAN: wire.Decoder[StepPlan] = wire.Decoder(StepPlan)
+
+
+class SnapshotPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base class. A field that is missing or unknown means another version."""
+
+
+class DraftingSnapshot(SnapshotPart, frozen=True, kw_only=True):
+    """A request's `RequestDrafting`."""
+
+    #: Positions in the n-gram index; None: the drafts come from the draft model.
+    num_indexed: int | None
+    #: Known tokens when the draft model proposed `proposed`.
+    num_known: int
+    proposed: list[int]
+    tally: AcceptanceTally
+    forced_tally: AcceptanceTally
+    awaited_guess: int | None
+    is_forced: bool
+
+
+class StageSnapshot(SnapshotPart, frozen=True, kw_only=True):
+    """A request's `StageTimer`."""
+
+    stage: RequestStage | None
+    since: float
+    spent: dict[str, float]
+    has_token: bool
+
+
+class RequestSnapshot(SnapshotPart, frozen=True, kw_only=True):
+    """A `Request`. Its fields mean the same, unless a comment says otherwise.
+
+    Fields that only a cluster uses are left out, because a cluster's engine has no journal.
+    """
+
+    client: bytes
+    number: int
+    order: int
+    namespace: str
+    #: As int32, little-endian.
+    tokens: bytes
+    prompt_tokens: int
+    params: SamplingParams
+    seed: int
+    max_total_tokens: int
+    stop_ids: frozenset[int]
+    phase: RequestPhase
+    queue_time: float
+    arrived_at: float
+    start_deadline: float
+    deadline: float
+    priority_credit: float
+    #: Index in `EngineSnapshot.usages`.
+    account_usage: int
+    slot: int | None
+    slot_generation: int
+    blocks: list[int]
+    hashes: list[bytes]
+    num_computed: int
+    num_charged: int
+    num_scheduled: int
+    num_pending: int
+    num_in_flight: int
+    uses_draft_model: bool
+    num_draft_computed: int
+    num_published: int
+    num_cached: int
+    num_fetched: int
+    num_preemptions: int
+    prompt_logprobs: list[TokenLogprobs]
+    grammar: bytes | None
+    #: The matcher exists. It has consumed all tokens after the prompt.
+    has_matcher: bool
+    labels: tuple[str, ...]
+    account: Account | None
+    drafting: DraftingSnapshot | None
+    num_drafts: int
+    num_accepted: int
+    stage_timer: StageSnapshot
+
+
+class StepSnapshot(SnapshotPart, frozen=True, kw_only=True):
+    """An `InflightStep`."""
+
+    #: A StepPlan, as the frames of its message.
+    plan: list[bytes]
+    #: (request, number of positions).
+    rows: list[tuple[int, int]]
+    needs_masks: bool
+    num_requested_drafts: int
+
+
+class AdmissionSnapshot(SnapshotPart, frozen=True, kw_only=True):
+    """The `Admission`, with its grammars."""
+
+    is_draining: bool
+    num_accepted: int
+    num_refused: int
+    order: int
+    #: Not fetched by the compiler yet.
+    jobs: list[CompileJob]
+    #: Digests of the compiled grammars, least recently used first.
+    templates: list[bytes]
+    #: Digest of a grammar in compilation -> requests that wait for it.
+    waiters: dict[bytes, list[int]]
+
+
+class FairShareSnapshot(SnapshotPart, frozen=True, kw_only=True):
+    """The `FairShare`. Accounts are indexes in `EngineSnapshot.usages`."""
+
+    level: float
+    last: int | None
+    last_at: float
+    other_at: float
+    known: list[int]
+
+
+class SchedulerSnapshot(SnapshotPart, frozen=True, kw_only=True):
+    """The `Scheduler` and its slots. Requests are indexes in `EngineSnapshot.requests`."""
+
+    running: list[int]
+    unbound: list[int]
+    #: By account.
+    waiting: list[int]
+    blocked_newcomer: int | None
+    has_paused_decodes: bool
+    free_slots: list[int]
+    slot_generations: list[int]
+    slot_releases: list[SlotRelease]
+
+
+class BlockSnapshot(SnapshotPart, frozen=True, kw_only=True):
+    """The `BlockPool` and its `PrefixCache`."""
+
+    holders: list[int]
+    #: In order of allocation.
+    free: list[int]
+    #: Block -> hash of its content.
+    cached: dict[int, bytes]
+    draft_computed: set[int]
+
+
+class FetchSnapshot(SnapshotPart, frozen=True, kw_only=True):
+    """A `Fetch` without a report."""
+
+    job: int
+    request: int
+    match: Match
+    started_at: float
+    state: FetchState
+
+
+class KVSnapshot(SnapshotPart, frozen=True, kw_only=True):
+    """The `Fetches` and the `TierIndex`. Leases exist only in a cluster, which has no journal."""
+
+    fetches: list[FetchSnapshot]
+    last_job: int
+    num_failed: dict[str, int]
+    num_tokens: int
+    num_bytes: int
+    tiers: dict[str, Tier]
+    load_s: float
+
+
+class SpeculationSnapshot(SnapshotPart, frozen=True, kw_only=True):
+    """The `Speculation`."""
+
+    overhead: dict[int, StepTimes]
+    model_tally: AcceptanceTally
+    num_started: int
+
+
+class EngineSnapshot(SnapshotPart, frozen=True, kw_only=True):
+    """The `Engine`. Requests elsewhere are indexes in `requests`."""
+
+    #: The engine's clock.
+    now: float
+    #: Number of the last plan.
+    step: int
+    #: Statistics: tokens of each kind, and preemptions.
+    counts: dict[str, int]
+    #: Finish reason -> number of requests.
+    finished: dict[str, int]
+    #: "queued" or "running" -> number of missed deadlines.
+    timeouts: dict[str, int]
+    #: Known tokens of the requests admitted since the last commit.
+    num_admitted_tokens: int
+    #: Open requests in order of arrival, then ended ones that still own something.
+    requests: list[RequestSnapshot]
+    #: How many of `requests` are open.
+    num_open: int
+    #: Each account that is still referred to.
+    usages: list[AccountUsage]
+    #: Ended requests that are in a step in flight.
+    ended_in_flight: list[int]
+    #: Oldest first.
+    inflight: list[StepSnapshot]
+    #: Account -> its rate limits.
+    buckets: dict[str, AccountBuckets]
+    #: Measured rates.
+    throughput: Throughput
+    #: Counters, and grammars in compilation.
+    admission: AdmissionSnapshot
+    #: Service of the accounts.
+    fair_share: FairShareSnapshot
+    #: Running and waiting requests, and slots.
+    scheduler: SchedulerSnapshot
+    #: Holders of the blocks, and the prefix cache.
+    blocks: BlockSnapshot
+    #: Fetches, and the contents of the tiers.
+    kv: KVSnapshot
+    #: Measured worth of drafts.
+    speculation: SpeculationSnapshot
+
+
+CONVERTED = {"tokens", "account_usage", "has_matcher", "drafting", "stage_timer"}
+"""Fields of `RequestSnapshot` that differ from the request's own."""
+COPIED = [name for name in RequestSnapshot.__struct_fields__ if name not in CONVERTED]
+
+
+# ---- engine -> snapshot
+
+
+def take_snapshot(engine: Engine) -> EngineSnapshot:
+    """Return a snapshot between two turns of the loop. O(requests + blocks).
+
+    It shares mutable objects with the engine, so encode it before the engine's next call.
+    """
+    scheduler, fetches = engine.scheduler, engine.kv_transfers.fetches
+    held = [*scheduler.running, *scheduler.unbound]
+    requests = {
+        request: i for i, request in enumerate(dict.fromkeys([*engine.open_requests, *held]))
+    }
+    fair_share = scheduler.fair_share
+    known = fair_share._by_name.values()
+    last = [] if fair_share._last is None else [fair_share._last]
+    used = [*known, *last, *(request.account_usage for request in requests)]
+    usages = {usage: i for i, usage in enumerate(dict.fromkeys(used))}
+    return EngineSnapshot(
+        now=engine._clock.now,
+        step=engine._step,
+        counts=engine._counts,
+        finished=engine._finished,
+        timeouts=engine._timeouts,
+        num_admitted_tokens=engine._num_admitted_tokens,
+        requests=[_from_request(request, usages) for request in requests],
+        num_open=len(engine.open_requests),
+        usages=list(usages),
+        ended_in_flight=[requests[request] for request in engine._ended_in_flight],
+        inflight=[_from_step(step, requests) for step in engine._inflight],
+        buckets=engine._accounts._buckets,
+        throughput=engine.throughput,
+        admission=_from_admission(engine.admission, requests),
+        fair_share=FairShareSnapshot(
+            level=fair_share._level,
+            last=None if fair_share._last is None else usages[fair_share._last],
+            last_at=fair_share._last_at,
+            other_at=fair_share._other_at,
+            known=[usages[usage] for usage in known],
+        ),
+        scheduler=_from_scheduler(scheduler, requests),
+        blocks=_from_pool(scheduler.pool),
+        kv=KVSnapshot(
+            fetches=[_from_fetch(fetch, requests) for fetch in fetches._jobs.values()],
+            last_job=fetches._last_job,
+            num_failed=fetches.num_failed,
+            num_tokens=fetches.num_tokens,
+            num_bytes=fetches.num_bytes,
+            tiers=engine.kv_transfers.tiers._tiers,
+            load_s=engine.kv_transfers.tiers._load_s,
+        ),
+        speculation=SpeculationSnapshot(
+            overhead=engine._speculation.overhead._times,
+            model_tally=engine._speculation._model_tally,
+            num_started=engine._speculation._num_started,
+        ),
+    )
+
+
+def _from_request(request: Request, usages: dict[AccountUsage, int]) -> RequestSnapshot:
+    timer = request.stage_timer
+    return RequestSnapshot(
+        **{name: getattr(request, name) for name in COPIED},
+        tokens=request.tokens.tobytes(),
+        account_usage=usages[request.account_usage],
+        has_matcher=request.matcher is not None,
+        drafting=None if request.drafting is None else _from_drafting(request.drafting),
+        stage_timer=StageSnapshot(
+            stage=timer._stage,
+            since=timer._since,
+            spent=timer._spent,
+            has_token=timer._has_token,
+        ),
+    )
+
+
+def _from_drafting(drafting: RequestDrafting) -> DraftingSnapshot:
+    drafter = drafting.drafter
+    by_model = drafter if isinstance(drafter, ModelDrafter) else ModelDrafter()
+    return DraftingSnapshot(
+        num_indexed=drafter.num_indexed if isinstance(drafter, NgramDrafter) else None,
+        num_known=by_model._num_known,
+        proposed=by_model._proposed,
+        tally=drafting.tally,
+        forced_tally=drafting.forced_tally,
+        awaited_guess=drafting.awaited_guess,
+        is_forced=drafting.is_forced,
+    )
+
+
+def _from_step(step: InflightStep, requests: dict[Request, int]) -> StepSnapshot:
+    return StepSnapshot(
+        plan=[bytes(frame) for frame in wire.encode(step.plan)],
+        rows=[(requests[request], count) for request, count in step.rows],
+        needs_masks=step.needs_masks,
+        num_requested_drafts=step.num_requested_drafts,
+    )
+
+
+def _from_admission(admission: Admission, requests: dict[Request, int]) -> AdmissionSnapshot:
+    waiters = admission._grammars._waiters.items()
+    return AdmissionSnapshot(
+        is_draining=admission.is_draining,
+        num_accepted=admission.num_accepted,
+        num_refused=admission.num_refused,
+        order=admission._order,
+        jobs=admission._grammars.jobs,
+        templates=list(admission.templates),
+        waiters={digest: [requests[each] for each in waiting] for digest, waiting in waiters},
+    )
+
+
+def _from_scheduler(scheduler: Scheduler, requests: dict[Request, int]) -> SchedulerSnapshot:
+    newcomer = scheduler._blocked_newcomer
+    if newcomer is not None and newcomer not in scheduler.waiting:
+        newcomer = None  # the scheduler ignores it
+    return SchedulerSnapshot(
+        running=[requests[request] for request in scheduler.running],
+        unbound=[requests[request] for request in scheduler.unbound],
+        waiting=[requests[request] for request in scheduler.waiting.requests()],
+        blocked_newcomer=None if newcomer is None else requests[newcomer],
+        has_paused_decodes=scheduler._has_paused_decodes,
+        free_slots=scheduler.slots._free,
+        slot_generations=scheduler.slots._generations,
+        slot_releases=scheduler.slots._releases,
+    )
+
+
+def _from_pool(pool: BlockPool) -> BlockSnapshot:
+    return BlockSnapshot(
+        holders=pool.holders,
+        free=list(pool._free),
+        cached=pool.cache._hash_of,
+        draft_computed=pool.cache._draft_computed,
+    )
+
+
+def _from_fetch(fetch: Fetch, requests: dict[Request, int]) -> FetchSnapshot:
+    return FetchSnapshot(
+        job=fetch.job,
+        request=requests[fetch.request],
+        match=fetch.match,
+        started_at=fetch.started_at,
+        state=fetch.state,
+    )
+
+
+# ---- snapshot -> engine
+
+
+def restore_snapshot(engine: Engine, snapshot: EngineSnapshot, find: FindTemplate) -> None:
+    """Give a new engine what the snapshot holds. The snapshot must not be used again.
+
+    Raises LookupError or ValueError if the snapshot contradicts itself.
+    """
+    engine._clock.now = engine._accounts.now = engine.kv_transfers._now = snapshot.now
+    engine._step = snapshot.step
+    engine._counts = Counter(snapshot.counts)
+    engine._finished = Counter(snapshot.finished)
+    engine._timeouts = Counter(snapshot.timeouts)
+    engine._num_admitted_tokens = snapshot.num_admitted_tokens
+    engine._accounts._buckets = snapshot.buckets
+    for field in fields(Throughput):  # shared by several parts, so it stays the same object
+        setattr(engine.throughput, field.name, getattr(snapshot.throughput, field.name))
+    speculation = engine._speculation
+    speculation.overhead._times = snapshot.speculation.overhead
+    speculation._model_tally = snapshot.speculation.model_tally
+    speculation._num_started = snapshot.speculation.num_started
+    requests = [_to_request(each, engine, snapshot.usages, find) for each in snapshot.requests]
+    for request in requests[: snapshot.num_open]:
+        engine.open_requests.add(request)
+        engine._deadlines.add(request)
+    engine._ended_in_flight = [requests[i] for i in snapshot.ended_in_flight]
+    engine._inflight.restore(_to_step(step, requests) for step in snapshot.inflight)
+    _restore_fair_share(engine.scheduler.fair_share, snapshot.fair_share, snapshot.usages)
+    _restore_admission(engine.admission, snapshot.admission, requests, find)
+    _restore_scheduler(engine.scheduler, snapshot.scheduler, requests)
+    _restore_pool(engine.scheduler.pool, snapshot.blocks)
+    _restore_kv(engine.kv_transfers, snapshot.kv, requests)
+
+
+def _to_request(
+    part: RequestSnapshot, engine: Engine, usages: list[AccountUsage], find: FindTemplate
+) -> Request:
+    tokens = array("i", part.tokens)
+    timer = StageTimer(engine._clock)
+    timer._stage, timer._since = part.stage_timer.stage, part.stage_timer.since
+    timer._spent, timer._has_token = part.stage_timer.spent, part.stage_timer.has_token
+    request = Request(
+        **{name: getattr(part, name) for name in COPIED},
+        tokens=tokens,
+        account_usage=usages[part.account_usage],
+        stage_timer=timer,
+    )
+    if part.has_matcher and part.grammar is not None:
+        request.matcher = _matcher(find(part.grammar), tokens[part.prompt_tokens :])
+    if part.drafting is not None:
+        request.drafting = _to_drafting(part.drafting, tokens, engine._speculation)
+    return request
+
+
+def _matcher(template: MatcherTemplate, answer: Iterable[int]) -> Matcher:
+    """Return the grammar's matcher after all tokens of the answer."""
+    matcher = template.start()
+    for token in answer:
+        matcher.consume(token)
+    return matcher
+
+
+def _to_drafting(
+    part: DraftingSnapshot, tokens: array[int], speculation: Speculation
+) -> RequestDrafting:
+    drafting = speculation.new_drafting(part.tally)
+    drafting.forced_tally = part.forced_tally
+    drafting.awaited_guess, drafting.is_forced = part.awaited_guess, part.is_forced
+    if isinstance(drafting.drafter, NgramDrafter):
+        drafting.drafter.index_first(tokens, part.num_indexed or 0)
+    else:
+        drafting.on_proposed(part.num_known, part.proposed)
+    return drafting
+
+
+def _to_step(part: StepSnapshot, requests: list[Request]) -> InflightStep:
+    return InflightStep(
+        plan=_PLAN.decode(part.plan),
+        rows=[(requests[i], count) for i, count in part.rows],
+        needs_masks=part.needs_masks,
+        num_requested_drafts=part.num_requested_drafts,
+    )
+
+
+def _restore_fair_share(
+    fair_share: FairShare, part: FairShareSnapshot, usages: list[AccountUsage]
+) -> None:
+    fair_share._level = part.level
+    fair_share._last = None if part.last is None else usages[part.last]
+    fair_share._last_at, fair_share._other_at = part.last_at, part.other_at
+    fair_share._by_name = {usages[i].name: usages[i] for i in part.known}
+
+
+def _restore_admission(
+    admission: Admission, part: AdmissionSnapshot, requests: list[Request], find: FindTemplate
+) -> None:
+    admission.is_draining = part.is_draining
+    admission.num_accepted, admission.num_refused = part.num_accepted, part.num_refused
+    admission._order = part.order
+    grammars = admission._grammars
+    grammars.jobs = part.jobs
+    grammars._templates.update((digest, find(digest)) for digest in part.templates)
+    grammars._waiters = {
+        digest: [requests[i] for i in waiting] for digest, waiting in part.waiters.items()
+    }
+
+
+def _restore_scheduler(
+    scheduler: Scheduler, part: SchedulerSnapshot, requests: list[Request]
+) -> None:
+    scheduler.running = [requests[i] for i in part.running]
+    scheduler.unbound = [requests[i] for i in part.unbound]
+    scheduler.waiting.restore(requests[i] for i in part.waiting)
+    newcomer = part.blocked_newcomer
+    scheduler._blocked_newcomer = None if newcomer is None else requests[newcomer]
+    scheduler._has_paused_decodes = part.has_paused_decodes
+    scheduler.slots._free = part.free_slots
+    scheduler.slots._generations = part.slot_generations
+    scheduler.slots._releases = part.slot_releases
+
+
+def _restore_pool(pool: BlockPool, part: BlockSnapshot) -> None:
+    pool.holders = part.holders
+    pool._free.clear()
+    pool._free.update(dict.fromkeys(part.free))
+    for block, content in part.cached.items():
+        is_draft_computed = block in part.draft_computed
+        pool.cache.publish(content, block, is_draft_computed=is_draft_computed)
+
+
+def _restore_kv(kv_transfers: KVTransfers, part: KVSnapshot, requests: list[Request]) -> None:
+    fetches, tiers = kv_transfers.fetches, kv_transfers.tiers
+    fetches._jobs = {
+        each.job: Fetch(each.job, requests[each.request], each.match, each.started_at, each.state)
+        for each in part.fetches
+    }
+    fetches._jobs_by_request = {fetch.request: fetch.job for fetch in fetches._jobs.values()}
+    fetches._last_job = part.last_job
+    fetches.num_failed = Counter(part.num_failed)
+    fetches.num_tokens, fetches.num_bytes = part.num_tokens, part.num_bytes
+    tiers._tiers, tiers._load_s = part.tiers, part.load_s

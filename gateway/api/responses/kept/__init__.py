@@ -1,1 +1,0 @@
-"""Routes for stored responses: get, stream, cancel, delete, list input items."""

@@ -1,0 +1,165 @@
+"""`python -P -m gateway.sandbox`: runs foreign code for the gateway that started it.
+
+Its stdin is a socket to that gateway, from which it reads calls and to which it writes replies. It
+opens nothing else. The kernel enforces the limits, so no template has to be inspected:
+
+    memory    RLIMIT_AS: the memory at its start plus --memory-bytes. Beyond that Python raises
+              MemoryError, which is reported. The process then ends, so the next has a clean heap
+    CPU time  a timer for each call, whose signal ends the process
+    files     none can be written, and no core is dumped
+    life      it ends with its gateway: the socket closes, and the kernel sends SIGKILL if a call is
+              open. Signals for a whole process group (Ctrl-C) are blocked from its start
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import signal
+import socket
+import sys
+from functools import lru_cache
+
+from gateway.prompt.template import RAISED_BY_TEMPLATES, ChatTemplate
+from gateway.sandbox.messages import (
+    LENGTH_BYTES,
+    Call,
+    CallFailed,
+    LoadTemplate,
+    OutOfMemory,
+    RenderTemplate,
+    Reply,
+    TemplateLoaded,
+    TemplateRendered,
+    TokenizerWorks,
+    TryTokenizer,
+    decode_call,
+    marked_last,
+    to_frame,
+)
+from protocol.lifeline import die_with_parent
+
+MAX_OUTPUT_CHARS = 16_000_000
+MAX_MESSAGE_CHARS = 1_000
+RETIRE_BYTES = 64 << 20
+"""A process that has grown by this much since its start is replaced after its call."""
+MAX_TEMPLATES = 16
+
+
+class Footprint:
+    """The memory of this process; 0 if the system does not report it."""
+
+    def __init__(self) -> None:
+        self._file = open("/proc/self/statm", "rb") if sys.platform == "linux" else None  # noqa: SIM115
+
+    def address_space(self) -> int:
+        return self._pages()[0] * resource.getpagesize()
+
+    def resident(self) -> int:
+        return self._pages()[1] * resource.getpagesize()
+
+    def _pages(self) -> tuple[int, int]:
+        if self._file is None:
+            return 0, 0
+        total, resident, *_ = os.pread(self._file.fileno(), 256, 0).split()
+        return int(total), int(resident)
+
+
+def set_limits(footprint: Footprint, memory_bytes: int) -> None:
+    for limit in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE):
+        resource.setrlimit(limit, (0, 0))
+    if sys.platform == "linux":
+        most = footprint.address_space() + memory_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+def serve(connection: socket.socket, footprint: Footprint, cpu_s: float) -> None:
+    """Answer calls until the gateway closes the connection, or this process should be replaced."""
+    most = footprint.resident() + RETIRE_BYTES
+    is_last = False
+    while not is_last and (frame := _receive_frame(connection)):
+        signal.setitimer(signal.ITIMER_PROF, cpu_s)
+        reply = _try_call(frame)
+        data = to_frame(reply)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        is_last = isinstance(reply, OutOfMemory)
+        del frame, reply
+        is_last = is_last or footprint.resident() > most + len(data)
+        connection.sendall(marked_last(data) if is_last else data)
+        del data
+
+
+def _receive_frame(connection: socket.socket) -> bytearray | None:
+    head = _read_exactly(connection, LENGTH_BYTES)
+    return head and _read_exactly(connection, int.from_bytes(head, "big"))
+
+
+def _read_exactly(connection: socket.socket, size: int) -> bytearray | None:
+    """Read `size` bytes; None if the connection ends first."""
+    data = bytearray(size)
+    rest = memoryview(data)
+    while rest:
+        received = connection.recv_into(rest)
+        if not received:
+            return None
+        rest = rest[received:]
+    return data
+
+
+def _try_call(frame: bytearray) -> Reply:
+    try:
+        return _run_call(decode_call(frame))
+    except MemoryError:
+        return OutOfMemory()
+    except RAISED_BY_TEMPLATES as error:
+        return CallFailed(_shortened(str(error)))
+    except Exception as error:  # foreign code may raise anything
+        return CallFailed(_shortened(f"{type(error).__name__}: {error}"))
+
+
+def _shortened(text: str) -> str:
+    return text[:MAX_MESSAGE_CHARS].encode("utf-8", "replace").decode()
+
+
+def _run_call(call: Call) -> Reply:
+    match call:
+        case LoadTemplate():
+            template = _template(call.source, tuple(call.special_tokens.items()))
+            return TemplateLoaded(template.habits, template.profile)
+        case RenderTemplate():
+            template = _template(call.source, tuple(call.special_tokens.items()))
+            text = template.render_variables(call.variables)
+            if len(text) > MAX_OUTPUT_CHARS:
+                return CallFailed(f"it writes more than {MAX_OUTPUT_CHARS:,} characters")
+            text.encode()  # raises UnicodeEncodeError for half of a surrogate pair
+            return TemplateRendered(text)
+        case TryTokenizer():
+            from gateway.text.trial import run_trial  # templates do not need its libraries
+
+            run_trial(call.tokenizer)
+            return TokenizerWorks()
+
+
+@lru_cache(maxsize=MAX_TEMPLATES)
+def _template(source: str, special_tokens: tuple[tuple[str, str], ...]) -> ChatTemplate:
+    return ChatTemplate(source, dict(special_tokens))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="gateway.sandbox")
+    parser.add_argument("--cpu-s", type=float, required=True, help="CPU time of one call")
+    parser.add_argument("--memory-bytes", type=int, required=True, help="beyond those at start")
+    parser.add_argument("--nice", type=int, default=0, help="added to the niceness")
+    options = parser.parse_args()
+    os.closerange(3, 1 << 20)  # inheritable sockets of the gateway's parent
+    die_with_parent(signal.SIGKILL)
+    os.nice(options.nice)
+    footprint = Footprint()
+    set_limits(footprint, options.memory_bytes)
+    with socket.socket(fileno=0) as connection:
+        serve(connection, footprint, options.cpu_s)
+
+
+if __name__ == "__main__":
+    main()

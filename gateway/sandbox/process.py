@@ -1,0 +1,260 @@
+"""One sandbox process, as the gateway sees it.
+
+Calls take turns. If a call exceeds its limits, the kernel or this module kills the process, and the
+call fails. Waiting calls are sent to the next process. A process may also end for a reason outside
+its call, so a call fails only if a second process ends as well.
+
+The gateway's other greenlets continue meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+
+import gevent
+from gevent.lock import Semaphore
+from gevent.socket import wait_read, wait_write
+
+from gateway.sandbox.messages import (
+    LAST,
+    LENGTH_BYTES,
+    Call,
+    OutOfMemory,
+    Reply,
+    decode_reply,
+    to_frame,
+)
+from protocol.errors import Overloaded
+
+MODULE = "gateway.sandbox"
+CPU_S = 2.0
+MEMORY_BYTES = 512 << 20
+"""A prompt of 16 million characters needs a quarter of this, in any script."""
+WALL_S = 30.0
+TRIES = 2
+_PIECE_BYTES = 1 << 20
+_ADDED = {"TOKENIZERS_PARALLELISM": "false"}
+"""Added to the environment: a thread for each core would reserve memory."""
+_INHERITED = ("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "PYTHONPATH", "TZ")
+"""The environment variables that the process gets. Others may contain keys."""
+_BLOCKED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+"""Signals that are sent to whole process groups. The process blocks them: it ends with its gateway,
+which may have requests to finish."""
+
+
+class LimitExceeded(Exception):
+    """The call used too much time or memory, or crashed its process. The message says which."""
+
+
+class _Ended(Exception):
+    """The process has ended. `is_final`: the same call would end another process too."""
+
+    def __init__(self, why: str, *, is_final: bool = False) -> None:
+        super().__init__(why)
+        self.is_final = is_final
+
+
+class SandboxProcess:
+    """A process that is started by the first call, or by `start`, and again whenever it has ended.
+
+    cpu_s         CPU time limit of one call
+    memory_bytes  memory limit, beyond the memory at the start of the process
+    wall_s        time limit of one call, including the start of the process
+    max_waiting   most calls, open or waiting; None: no limit
+    nice          added to the gateway's own niceness
+    """
+
+    def __init__(
+        self,
+        *,
+        cpu_s: float = CPU_S,
+        memory_bytes: int = MEMORY_BYTES,
+        wall_s: float = WALL_S,
+        max_waiting: int | None = None,
+        nice: int = 0,
+    ) -> None:
+        self._arguments = (
+            *("--cpu-s", str(cpu_s)),
+            *("--memory-bytes", str(memory_bytes)),
+            *("--nice", str(nice)),
+        )
+        self.wall_s = wall_s
+        self._max_waiting = max_waiting
+        self._num_waiting = 0
+        self._is_closed = False
+        self._turn = Semaphore(1)
+        self._child: _Child | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """The process of the next call; None if it has not been started."""
+        return None if self._child is None else self._child.pid
+
+    def start(self) -> None:
+        """Start the process ahead of the first call. Return at once."""
+        if self._child is None:
+            self._child = _Child(self._arguments)
+
+    def close(self) -> None:
+        """End the process. An open call fails. May be called twice."""
+        self._is_closed = True
+        child, self._child = self._child, None
+        if child is not None:
+            child.kill()
+            child.reap()
+
+    def call(self, call: Call) -> Reply:
+        """Return the reply. Raise LimitExceeded, or Overloaded if too many calls wait."""
+        try:
+            frame = to_frame(call)
+        except ValueError as error:
+            raise LimitExceeded(str(error)) from None
+        if self._max_waiting is not None and self._num_waiting >= self._max_waiting:
+            raise Overloaded(
+                "too many request templates are waiting to be rendered", retry_after_s=2
+            )
+        self._num_waiting += 1
+        try:
+            with self._turn:
+                return self._reply_to(frame)
+        finally:
+            self._num_waiting -= 1
+
+    def _reply_to(self, frame: bytes) -> Reply:
+        for tries_left in reversed(range(TRIES)):
+            self.start()
+            child = self._child
+            assert child is not None
+            is_new = child.num_calls == 0
+            try:
+                reply = child.ask(frame, self.wall_s)
+            except _Ended as end:
+                self._replace(child)
+                if end.is_final or self._is_closed or not tries_left:
+                    raise LimitExceeded(str(end)) from None
+                continue
+            except BaseException:  # this greenlet was killed; the next call would read the reply
+                self._replace(child)
+                raise
+            if child.is_done:
+                self._replace(child)
+            if not isinstance(reply, OutOfMemory):
+                return reply
+            if is_new or not tries_left:
+                raise LimitExceeded("it takes too much memory")
+        raise AssertionError("the last try returns or raises")
+
+    def _replace(self, child: _Child) -> None:
+        """Kill the process and start the next one at once, so that it is ready when needed."""
+        child.kill()
+        gevent.spawn(child.reap)
+        if not self._is_closed:
+            self._child = None
+            self.start()
+
+
+class _Child:
+    """A process and the gateway's end of its socket, a plain file descriptor."""
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        ours, theirs = socket.socketpair()
+        self._fd = ours.detach()
+        os.set_blocking(self._fd, False)
+        os.set_blocking(theirs.fileno(), True)  # gevent makes its sockets non-blocking
+        self.num_calls = 0
+        self.is_done = False  # it has sent its last reply
+        self._status: int | None = None
+        try:
+            self.pid = os.posix_spawn(
+                sys.executable,
+                [sys.executable, "-P", "-m", MODULE, *arguments],
+                {name: os.environ[name] for name in _INHERITED if name in os.environ} | _ADDED,
+                file_actions=[
+                    (os.POSIX_SPAWN_DUP2, theirs.fileno(), 0),
+                    (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0),
+                ],
+                setsigmask=_BLOCKED,
+                setsigdef=[signal.SIGPROF],
+            )
+        except OSError:
+            os.close(self._fd)
+            raise
+        finally:
+            theirs.close()
+
+    def ask(self, frame: bytes, wall_s: float) -> Reply:
+        """Return the reply. Raise _Ended if the process ends first or exceeds `wall_s`."""
+        deadline = time.monotonic() + wall_s
+        self.num_calls += 1
+        try:
+            self._write(frame, deadline)
+            head = int.from_bytes(self._read(LENGTH_BYTES, deadline), "big")
+            self.is_done = bool(head & LAST)
+            reply: Reply = decode_reply(self._read(head & ~LAST, deadline))
+            return reply
+        except TimeoutError:
+            raise _Ended(f"it takes longer than {wall_s:g} s", is_final=True) from None
+        except (OSError, EOFError):
+            self.reap()
+            raise self._end() from None
+
+    def _write(self, data: bytes, deadline: float) -> None:
+        rest = memoryview(data)
+        while rest:
+            try:
+                rest = rest[os.write(self._fd, rest[:_PIECE_BYTES]) :]
+            except BlockingIOError:
+                wait_write(self._fd, _left(deadline), TimeoutError())
+
+    def _read(self, size: int, deadline: float) -> bytearray:
+        data = bytearray()
+        while len(data) < size:
+            try:
+                piece = os.read(self._fd, min(size - len(data), _PIECE_BYTES))
+            except BlockingIOError:
+                wait_read(self._fd, _left(deadline), TimeoutError())
+                continue
+            if not piece:
+                raise EOFError
+            data += piece
+        return data
+
+    def _end(self) -> _Ended:
+        status = self._status
+        if status is None or not os.WIFSIGNALED(status):
+            return _Ended("its process ended by itself")
+        number = os.WTERMSIG(status)
+        if number == signal.SIGPROF:
+            return _Ended("it takes too much time", is_final=True)
+        return _Ended(f"its process was ended by {signal.Signals(number).name}")
+
+    def kill(self) -> None:
+        """Kill the process. A call in which another greenlet waits ends too."""
+        if self._status is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+    def reap(self) -> None:
+        """Wait until the process, which was killed or has closed its socket, has ended."""
+        while self._status is None:
+            try:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+            except ChildProcessError:  # reaped by another handler of SIGCHLD
+                pid, status = self.pid, 0
+            if pid:
+                self._status = status
+            else:
+                gevent.sleep(0.002)
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def _left(deadline: float) -> float:
+    return max(deadline - time.monotonic(), 0.0)

@@ -1,0 +1,41 @@
+"""An engine that says what a test wants, and a gateway before it: one of each for a module.
+
+A module's ENGINE and GATEWAY are options of theirs. Each test finds the engine as it was at first,
+and leaves nothing open in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.gateway_process import GatewayProcess
+from tests.support.scripted_engine import ScriptedEngine
+
+
+@pytest.fixture(scope="module")
+def engine(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ScriptedEngine]:
+    address = f"ipc://{tmp_path_factory.mktemp('engine') / 'engine.sock'}"
+    with ScriptedEngine(address, **getattr(request.module, "ENGINE", {})) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def gateway(request: pytest.FixtureRequest, engine: ScriptedEngine) -> Iterator[GatewayProcess]:
+    options = getattr(request.module, "GATEWAY", {})
+    with GatewayProcess(engine=engine.address, **options) as gateway:
+        yield gateway.await_ready()
+
+
+@pytest.fixture(autouse=True)
+def _fresh_engine(request: pytest.FixtureRequest) -> Iterator[None]:
+    engine = request.getfixturevalue("engine") if "engine" in request.fixturenames else None
+    if isinstance(engine, ScriptedEngine):
+        engine.reset()
+    yield
+    if isinstance(engine, ScriptedEngine):
+        engine.reset()
+        engine.await_idle()

@@ -1,0 +1,69 @@
+"""Every syntax: however the text of an answer is cut, it says the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from tests.property import (
+    test_tools_arg_pairs,
+    test_tools_gemma,
+    test_tools_json,
+    test_tools_messages,
+    test_tools_nested,
+    test_tools_pythonic,
+    test_tools_response_template,
+    test_tools_xml,
+    test_tools_xtml,
+)
+from tests.support.formats import Fixture, Sample, check, content, cut_off, fixtures
+
+ANSWERS: list[tuple[Sample, Sequence[Fixture]]] = [
+    *(
+        (sample, fixtures(sample))
+        for module in (
+            test_tools_json,
+            test_tools_arg_pairs,
+            test_tools_gemma,
+            test_tools_nested,
+            test_tools_xml,
+        )
+        for sample in module.SAMPLES
+    ),
+    *((sample, test_tools_pythonic.cases(sample)) for sample in test_tools_pythonic.SAMPLES),
+    *((sample, test_tools_messages.cases(sample)) for sample in test_tools_messages.SAMPLES),
+    (test_tools_xtml.K3, test_tools_xtml.cases()),
+]
+"""Samples of every syntax that has a name, and what they write."""
+FROM_TEMPLATES = [
+    (sample, test_tools_response_template.cases(sample))
+    for sample in test_tools_response_template.SAMPLES
+]
+"""The same of syntaxes that a checkpoint describes."""
+EACH = pytest.mark.parametrize(
+    ("sample", "cases"),
+    [pytest.param(*answer, id=answer[0].name) for answer in ANSWERS]
+    + [pytest.param(*answer, id=f"{answer[0].name} (template)") for answer in FROM_TEMPLATES],
+)
+
+
+@EACH
+def test_the_way_an_answer_is_cut_never_changes_what_it_says(
+    sample: Sample, cases: Sequence[Fixture]
+) -> None:
+    row = check(sample, cases)
+    assert row.fixtures >= 8
+    assert not row.differences, row.first
+
+
+@EACH
+def test_an_answer_cut_off_anywhere_shows_no_markup(
+    sample: Sample, cases: Sequence[Fixture]
+) -> None:
+    by_name = {case.name: case for case in cases}
+    case = by_name.get("text before a call") or by_name["one call"]
+    said = content(case.events)
+    for tokens in (True, False):
+        for events in cut_off(sample, case, tokens=tokens):
+            assert said.startswith(content(events).rstrip())

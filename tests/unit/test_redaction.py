@@ -1,0 +1,55 @@
+"""What a log says of an exception: where and what kind, not with which words."""
+
+from __future__ import annotations
+
+import io
+import logging
+
+import pytest
+
+from gateway.http.errors import internal_fault
+from gateway.observe.logging import Redacted
+
+CANARY = "what somebody wrote"
+
+
+def fails() -> None:
+    try:
+        int(CANARY)
+    except ValueError as error:
+        raise KeyError(CANARY) from error
+
+
+def logged(kind: type[logging.Formatter]) -> str:
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(kind("%(levelname)s %(message)s"))
+    log = logging.getLogger("gateway.http.errors")
+    log.addHandler(handler)
+    try:
+        fails()
+    except KeyError as error:
+        fault = internal_fault(error)
+        assert CANARY not in fault.message
+    finally:
+        log.removeHandler(handler)
+    return stream.getvalue()
+
+
+def test_a_discreet_log_has_frames_and_kinds_and_no_words():
+    text = logged(Redacted)
+    assert CANARY not in text
+    assert "in fails" in text
+    assert text.index("builtins.ValueError") < text.index("builtins.KeyError")
+    assert "--log-content" in text
+
+
+def test_with_log_content_it_has_the_words():
+    assert CANARY in logged(logging.Formatter)
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, RecursionError, UnicodeDecodeError])
+def test_any_exception_can_be_told(kind: type[BaseException]):
+    made = kind("utf-8", b"x", 0, 1, CANARY) if kind is UnicodeDecodeError else kind(CANARY)
+    record = logging.LogRecord("x", logging.ERROR, "x", 1, "oh", (), (kind, made, None))
+    assert CANARY not in Redacted("%(message)s").format(record)

@@ -1,0 +1,61 @@
+"""Frames between a gateway and its sandbox processes."""
+
+from __future__ import annotations
+
+import pytest
+
+from gateway.prompt.template import TemplateTraits
+from gateway.prompt.thinking import ThinkingProfile
+from gateway.sandbox.messages import (
+    LENGTH_BYTES,
+    Call,
+    CallFailed,
+    LoadTemplate,
+    OutOfMemory,
+    RenderTemplate,
+    Reply,
+    TemplateLoaded,
+    TemplateRendered,
+    TokenizerWorks,
+    TryTokenizer,
+    decode_call,
+    decode_reply,
+    marked_last,
+    to_frame,
+)
+
+CALLS: list[tuple[Call, bytes]] = [
+    (LoadTemplate("{{ x }}", {"bos_token": "<s>"}), b'["load","{{ x }}",{"bos_token":"<s>"}]'),
+    (
+        RenderTemplate("é", {}, {"x": [10**30, None, 1.5]}),
+        '["render","é",{},{"x":[1000000000000000000000000000000,null,1.5]}]'.encode(),
+    ),
+    (TryTokenizer('{"model":{}}'), b'["try_tokenizer","{\\"model\\":{}}"]'),
+]
+REPLIES: list[tuple[Reply, bytes]] = [
+    (
+        TemplateLoaded(TemplateTraits(tools=True), ThinkingProfile(mode=("on", "off"))),
+        b'["loaded",{"parts":false,"strings":true,"null_content":false,"string_arguments":false,'
+        b'"developer":false,"tools":true},{"switches":[],"mode":["on","off"],"mode_words":[],'
+        b'"reads_effort":false,"efforts":[]}]',
+    ),
+    (TemplateRendered("a\n"), b'["rendered","a\\n"]'),
+    (TokenizerWorks(), b'["works"]'),
+    (CallFailed("why"), b'["failed","why"]'),
+    (OutOfMemory(), b'["memory"]'),
+]
+
+
+@pytest.mark.parametrize(("message", "body"), [*CALLS, *REPLIES])
+def test_golden_frames(message: Call | Reply, body: bytes) -> None:
+    frame = to_frame(message)
+    assert frame[LENGTH_BYTES:] == body
+    assert int.from_bytes(frame[:LENGTH_BYTES], "big") == len(body)
+    decode = decode_call if isinstance(message, Call) else decode_reply
+    assert decode(body) == message
+
+
+def test_the_last_frame_differs_in_one_bit() -> None:
+    frame = to_frame(CallFailed("why"))
+    last = marked_last(frame)
+    assert (last[0], last[1:]) == (frame[0] | 0x80, frame[1:])

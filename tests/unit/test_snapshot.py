@@ -1,0 +1,253 @@
+"""The snapshot of an engine: golden bytes, what it restores, and that nothing is forgotten.
+
+After an intended change, raise `engine_core.journal.records.FORMAT`, write the golden bytes anew
+with `python -m tests.unit.test_snapshot`, and review the difference.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import inspect
+
+from engine_core.engine import Engine
+from engine_core.journal.snapshot import EngineSnapshot, restore_snapshot, take_snapshot
+from tests.support.engines import Bench, a_card
+from tests.support.storm import Forgetful, RequestStorm
+
+GOLDEN = Path(__file__).parents[1] / "data" / "journal" / "snapshot.bin"
+
+
+def sample(kind: inspect.Type) -> Any:
+    """A value of this type, with something in every field and container."""
+    match kind:
+        case inspect.StructType(fields=fields) | inspect.DataclassType(fields=fields):
+            return kind.cls(**{field.name: sample(field.type) for field in fields})
+        case inspect.IntType(ge=ge, gt=gt):
+            return max(ge or 0, gt or 0) + 1
+        case inspect.FloatType(ge=ge, gt=gt):
+            return max(ge or 0, gt or 0) + 0.5
+        case inspect.StrType():
+            return "a"
+        case inspect.BytesType():
+            return b"bytes of 4*n"
+        case inspect.BoolType():
+            return True
+        case inspect.EnumType(cls=cls):
+            return list(cls)[-1]
+        case inspect.LiteralType(values=values):
+            return values[-1]
+        case inspect.UnionType(types=types):
+            return sample(next(each for each in types if not isinstance(each, inspect.NoneType)))
+        case inspect.DictType(key_type=key, value_type=value):
+            return {sample(key): sample(value)}
+        case inspect.TupleType(item_types=items):
+            return tuple(map(sample, items))
+        case inspect.VarTupleType(item_type=item):
+            return (sample(item),)
+        case inspect.ListType(item_type=item):
+            return [sample(item)]
+        case inspect.SetType(item_type=item):
+            return {sample(item)}
+        case inspect.FrozenSetType(item_type=item):
+            return frozenset({sample(item)})
+    raise AssertionError(f"no sample of {kind}")
+
+
+def golden() -> bytes:
+    return msgspec.msgpack.encode(sample(inspect.type_info(EngineSnapshot)))
+
+
+def test_the_bytes_of_a_snapshot_are_golden() -> None:
+    assert golden() == GOLDEN.read_bytes()
+
+
+def test_a_decoded_snapshot_encodes_to_the_same_bytes() -> None:
+    decoded = msgspec.msgpack.decode(GOLDEN.read_bytes(), type=EngineSnapshot)
+    assert msgspec.msgpack.encode(decoded) == GOLDEN.read_bytes()
+
+
+# ---- what it restores
+def storms() -> Iterator[RequestStorm]:
+    """Storms at many moments: grammars, drafts of both kinds, steps in flight, tiers."""
+    for seed, tiers in [(2, []), (3, []), (104, []), (205, []), (207, ["host", "disk"])]:
+        storm = Forgetful(seed, tiers) if tiers else RequestStorm(seed)
+        for number in range(120):
+            storm.bench.engine.tick(number / 8)
+            storm.operate()
+            yield storm
+
+
+def restored(bench: Bench, data: bytes) -> Engine:
+    engine = bench.engine
+    fresh = Engine(bench.config, a_card(), engine.limits, tiers=list(bench.tiers.kept))
+    compiled = {digest: template for digest, template in engine.admission.templates.items()}
+    restore_snapshot(fresh, msgspec.msgpack.decode(data, type=EngineSnapshot), compiled.__getitem__)
+    return fresh
+
+
+def plain(value: Any) -> Any:
+    """The same with dicts for objects, so that all of it is compared by value."""
+    if isinstance(value, msgspec.Struct):
+        return {name: plain(getattr(value, name)) for name in value.__struct_fields__}
+    if is_dataclass(value):
+        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, dict):
+        return {key: plain(held) for key, held in value.items()}
+    return [plain(held) for held in value] if isinstance(value, list) else value
+
+
+def test_a_restored_engine_has_the_same_snapshot() -> None:
+    for storm in storms():
+        taken = take_snapshot(storm.bench.engine)
+        again = restored(storm.bench, msgspec.msgpack.encode(taken))
+        again.check()
+        assert plain(take_snapshot(again)) == plain(taken)
+        assert again.stats() == storm.bench.engine.stats()
+
+
+# ---- nothing is forgotten
+STORED = {
+    "AcceptanceTally": "accepted checked idle prior",
+    "AccountBuckets": "requests tokens",
+    "AccountUsage": "name served",
+    "Accounts": "_buckets now",
+    "Admission": "_order is_draining num_accepted num_refused",
+    "BlockPool": "_free holders",
+    "Bucket": "filled_at per_minute used",
+    "DraftOverhead": "_times",
+    "Engine": "_counts _ended_in_flight _finished _num_admitted_tokens _step _timeouts",
+    "EngineClock": "now",
+    "FairShare": "_by_name _last _last_at _level _other_at",
+    "Fetch": "job match request started_at state",
+    "Fetches": "_jobs _last_job num_bytes num_failed num_tokens",
+    "GrammarCache": "_templates _waiters jobs",
+    "InflightStep": "needs_masks num_requested_drafts plan rows",
+    "InflightSteps": "_steps",
+    "Match": "num_blocks num_tokens source",
+    "ModelDrafter": "_num_known _proposed",
+    "OpenRequests": "_by_number",
+    "PrefixCache": "_draft_computed _hash_of",
+    "Rate": "per_s seconds",
+    "Request": "account account_usage arrived_at blocks client deadline drafting grammar hashes "
+    "labels matcher max_total_tokens namespace num_accepted num_cached num_charged num_computed "
+    "num_draft_computed num_drafts num_fetched num_in_flight num_pending num_preemptions "
+    "num_published num_scheduled number order params phase priority_credit prompt_logprobs "
+    "prompt_tokens queue_time seed slot slot_generation stage_timer start_deadline stop_ids tokens "
+    "uses_draft_model",
+    "RequestDrafting": "awaited_guess drafter forced_tally is_forced tally",
+    "Scheduler": "_blocked_newcomer _has_paused_decodes running unbound",
+    "SlotPool": "_free _generations _releases",
+    "Speculation": "_model_tally _num_started",
+    "StageTimer": "_has_token _since _spent _stage",
+    "StepTime": "count mean",
+    "StepTimes": "drafted plain",
+    "Throughput": "admitted busy_s computed prompts",
+    "Tier": "contents num_bytes num_dropped num_failed num_loaded num_stored",
+    "TierIndex": "_load_s _tiers",
+    "WaitingQueue": "_queues",
+}
+"""Class -> attributes that the snapshot carries."""
+DERIVED = {
+    "Deadlines": "_heap _requests",
+    "Fetches": "_jobs_by_request",
+    "KVTransfers": "_now",
+    "Matcher": "_budget_tracker _inner",
+    "MatcherTemplate": "_budget _inner",
+    "NgramDrafter": "_before _last",
+    "OpenRequests": "_by_account _by_label",
+    "PrefixCache": "_block_of",
+    "RequestDrafting": "shared_tally",
+    "WaitingQueue": "_entries _num_entries _waiting tokens",
+    "_AccountQueue": "entry heap num tokens",
+}
+"""These follow from what is stored."""
+CONFIGURED = {
+    "Admission": "_config _draw_seed _limits _model",
+    "ContentHashes": "_block_tokens _roots model_digest",
+    "Engine": "_config _model limits",
+    "FairShare": "_costs max_credit shared_prefill_budget",
+    "Fetches": "_send _suppliers _timeout_s",
+    "InflightSteps": "_depth",
+    "KVLeases": "_lease_s _pool _send",
+    "KVTransfers": "_draw_lease",
+    "NgramDrafter": "_longest _shortest",
+    "Peers": "_block_tokens _cluster _hashes _role _seal",
+    "Prefixes": "_block_tokens _cache _is_enabled hashes",
+    "Scheduler": "_max_running limits",
+    "Speculation": "_config _costs _draft_cost",
+    "StepCosts": "_costs _tokens",
+    "TierIndex": "_block_tokens _hashes _min_load_tokens",
+}
+"""These are set when the engine is created, or cache what follows from that."""
+PARTS = {
+    "Admission": "_accounts _clock _deadlines _fair_share _grammars _kv_transfers _open "
+    "_speculation _throughput _waiting",
+    "BlockPool": "cache",
+    "Engine": "_accounts _clock _deadlines _inflight _speculation admission kv_transfers "
+    "open_requests scheduler throughput",
+    "KVTransfers": "_peers fetches leases tiers",
+    "Scheduler": "_kv_transfers _speculation fair_share pool prefixes slots waiting",
+    "Speculation": "overhead",
+    "StageTimer": "_clock",
+    "TierIndex": "_throughput",
+    "WaitingQueue": "_fair_share",
+}
+"""Objects whose own attributes are listed here."""
+CLUSTER_ONLY = {"KVLeases": "_holders _open num_ended", "Request": "handle kv_readers lease"}
+"""Only an engine of a cluster uses these, and it has no journal."""
+SENT = {"Engine": "_aborted freed", "KVTransfers": "commands", "Fetch": "error seconds"}
+"""Replies and commands on their way out, on which no decision depends."""
+
+
+def attributes(value: object) -> dict[str, object]:
+    found = dict(getattr(value, "__dict__", {}))
+    for kind in type(value).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        names = (slots,) if isinstance(slots, str) else slots
+        found |= {name: getattr(value, name) for name in names if hasattr(value, name)}
+    return found
+
+
+def objects(root: object) -> Iterator[object]:
+    """All objects of the engine's own classes that it consists of."""
+    seen: dict[int, object] = {}
+    queue = [root]
+    while queue:
+        value = queue.pop()
+        if id(value) in seen:
+            continue
+        seen[id(value)] = value
+        if isinstance(value, dict):
+            queue += [*value, *value.values()]
+        elif isinstance(value, list | tuple | set | frozenset | deque):
+            queue += value
+        if type(value).__module__.startswith("engine_core.") and not isinstance(value, Enum):
+            yield value
+            queue += attributes(value).values()
+
+
+def test_every_attribute_of_an_engine_is_stored_or_has_a_reason_not_to_be() -> None:
+    tables = (STORED, DERIVED, CONFIGURED, PARTS, CLUSTER_ONLY, SENT)
+    listed: dict[str, list[str]] = {}
+    for table in tables:
+        for name, words in table.items():
+            listed.setdefault(name, []).extend(words.split())
+    found: dict[str, set[str]] = {}
+    for storm in storms():
+        for value in objects(storm.bench.engine):
+            found.setdefault(type(value).__name__, set()).update(attributes(value))
+    assert {name: sorted(words) for name, words in found.items()} == {
+        name: sorted(words) for name, words in listed.items()
+    }
+
+
+if __name__ == "__main__":
+    GOLDEN.parent.mkdir(exist_ok=True)
+    GOLDEN.write_bytes(golden())

@@ -1,0 +1,274 @@
+"""Step times: the benchmark's parts, the choice of packed or dense weights, idle gaps."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from protocol.bench import PARTS, StepBench
+from protocol.config.worker import WorkerConfig
+from protocol.steps import WorkerReady
+from tests.support.tiny_checkpoint import write_tiny_llama
+from worker.attention.select import select_attention
+from worker.debug.benchmark.parts import PartsClock, TimedPart
+from worker.debug.benchmark.steps import StepBenchmark, worker_config
+from worker.debug.device_idle import LATEST, DeviceIdle
+from worker.kv.cache import KVCache
+from worker.layers.linear import Dense
+from worker.models.autotune import RowTime, dense_from, in_words, step_costs
+from worker.models.autotune_cache import ROWS, row_times
+from worker.models.load import load_model
+from worker.slots.fields import slot_fields
+from worker.slots.table import SlotTable
+from worker.step import Runner
+
+
+def ticking() -> PartsClock:
+    """One second passes between any two looks at it."""
+    return PartsClock(map(float, itertools.count()).__next__)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("tiny"))
+
+
+def config(checkpoint: Path, **changes: object) -> StepBench:
+    fields = {"batch": (1, 3), "context": (5, 20), "steps": 3, "warm_up": 1}
+    worker = WorkerConfig(model=str(checkpoint), block_tokens=4, threads=1, dtype="float32")
+    return msgspec.convert(fields | changes | {"worker": msgspec.to_builtins(worker)}, StepBench)
+
+
+def benchmark_of(config: StepBench) -> StepBenchmark:
+    """As `assembled`, which sets the threads of its process, and so can be called once."""
+    worker, dtype, cpu = worker_config(config), torch.float32, torch.device("cpu")
+    loaded = load_model(worker.model, dtype=dtype, device=cpu)
+    shape = (loaded.config.num_kv_heads, loaded.config.head_dim, dtype, cpu)
+    cache = KVCache(loaded.config.num_layers, worker.kv_blocks, worker.block_tokens, *shape)
+    fields = slot_fields(worker.max_len, -(-worker.max_len // worker.block_tokens))
+    attention = select_attention(worker.block_tokens, dtype=dtype)
+    ready = WorkerReady(
+        model=loaded.card,
+        max_len=worker.max_len,
+        max_slots=worker.max_slots,
+        block_tokens=worker.block_tokens,
+        num_blocks=worker.kv_blocks,
+    )
+    slots = SlotTable(fields, worker.max_slots, cpu)
+    return StepBenchmark(config, Runner(loaded.model, slots, cache, attention), ready)
+
+
+def test_the_time_of_a_part_within_another_is_not_the_others() -> None:
+    clock = ticking()
+    with clock.part("outer"), clock.part("inner"):
+        pass
+    assert clock.seconds == {"outer": 2.0, "inner": 1.0}
+
+
+def test_the_time_after_a_call_may_count_for_another_part() -> None:
+    clock = ticking()
+    head = TimedPart(lambda: "logits", clock, "head", then="sampling")
+    with clock.part("overhead"):
+        assert head() == "logits"
+    assert clock.seconds == {"overhead": 2.0, "head": 1.0, "sampling": 1.0}
+
+
+def test_a_timed_part_behaves_as_the_wrapped_object() -> None:
+    clock = ticking()
+    watched = TimedPart([3, 1, 2], clock, "list")
+    assert watched.index(1) == 1
+    assert watched.__doc__ is not None
+    assert clock.seconds == {"list": 1.0}
+
+
+def test_a_part_that_raises_is_ended() -> None:
+    clock = ticking()
+    with clock.part("outer"):
+        with pytest.raises(ZeroDivisionError), clock.part("inner"):
+            raise ZeroDivisionError
+        clock.rename_current("rest")
+    assert clock.seconds == {"outer": 2.0, "inner": 1.0, "rest": 1.0}
+
+
+def test_the_cache_holds_just_what_the_largest_step_needs(checkpoint: Path) -> None:
+    worker = worker_config(config(checkpoint, batch=[2, 3], context=[7, 5], new_tokens=2))
+    assert (worker.max_slots, worker.max_len) == (3, 10)
+    assert worker.kv_blocks == 3 * 3 + 1
+
+
+@pytest.mark.parametrize("sampling", ["greedy", "nucleus"])
+@pytest.mark.parametrize("new_tokens", [1, 6])
+def test_every_batch_is_timed_with_every_context(
+    checkpoint: Path, sampling: str, new_tokens: int
+) -> None:
+    benchmark = benchmark_of(config(checkpoint, sampling=sampling, new_tokens=new_tokens))
+    timings = list(benchmark.run())
+    assert [(t.batch, t.context) for t in timings] == [(1, 5), (3, 5), (1, 20), (3, 20)]
+    for timing in timings:
+        assert timing.new_tokens == new_tokens
+        assert 0 < timing.best_s <= timing.step_s <= timing.p90_s
+        assert set(timing.parts_s) == set(PARTS)
+        assert all(seconds > 0 for seconds in timing.parts_s.values()), timing.parts_s
+
+
+def test_the_benchmark_restores_the_model(checkpoint: Path) -> None:
+    benchmark = benchmark_of(config(checkpoint))
+    weights = benchmark.components.model.weights  # type: ignore[attr-defined]
+    before = [layer.qkv for layer in weights.layers]
+    benchmark.timing(1, 5)
+    assert [layer.qkv for layer in weights.layers] == before
+
+
+@pytest.mark.parametrize("changes", [{"batch": []}, {"context": []}, {"batch": [0]}, {"steps": 0}])
+def test_an_option_that_cannot_be_timed_is_refused_by_name(
+    checkpoint: Path, changes: dict[str, object]
+) -> None:
+    (name,) = changes
+    with pytest.raises(msgspec.ValidationError, match=name):
+        config(checkpoint, **changes)
+
+
+def test_a_bad_config_is_one_line_and_code_2() -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "worker.debug.benchmark",
+        "--config",
+        json.dumps({"batch": [1]}),
+    ]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    assert ran.returncode == 2
+    assert "worker" in ran.stderr
+    assert len(ran.stderr.splitlines()) == 1
+
+
+# ---- packed or dense, by rows
+def table(*times: tuple[int, float, float | None]) -> list[RowTime]:
+    return [RowTime(*time) for time in times]
+
+
+CROSSING = table((1, 1, 2), (8, 2, 2.8), (16, 8, 2.8), (32, 16, 4))
+PACKED = table((1, 1, 2), (8, 2, 3), (16, 4, 4))
+DENSE = table((1, 4, 1), (8, 9, 2))
+"""A form that wins by little is not chosen; nor is one that wins for some rows and not for more."""
+BARELY = table((1, 1, 0.9), (8, 2, 1.9))
+ONCE = table((1, 1, 0.1), (8, 2, 3), (16, 4, 4))
+ALONE = table((1, 1, None), (8, 2, None))
+
+
+@pytest.mark.parametrize(
+    ("times", "words"),
+    [
+        (PACKED, "all rows packed"),
+        (BARELY, "all rows packed"),
+        (ONCE, "all rows packed"),
+        (ALONE, "all rows packed"),
+        (DENSE, "all rows dense"),
+        (CROSSING, "rows 1-11 packed, 12+ dense"),
+    ],
+)
+def test_dense_weights_serve_from_where_they_clearly_win_on(
+    times: list[RowTime], words: str
+) -> None:
+    """At 11 of the crossing table packed takes 4.25, at 12 it takes 5, dense 2.8."""
+    assert in_words(times) == words
+    assert (dense_from(times) is None) == (words == "all rows packed")
+
+
+def test_a_step_costs_what_the_faster_form_takes_in_all_layers() -> None:
+    assert step_costs(CROSSING, layers=10) == [(1, 10), (8, 20), (16, 28), (32, 40)]
+
+
+def test_fewer_rows_never_cost_more() -> None:
+    """A turn in which something else happened."""
+    times = table((1, 9, None), (2, 3, None), (4, 5, None))
+    assert step_costs(times, layers=1) == [(1, 3), (2, 3), (4, 5)]
+
+
+class CountedLinear(Dense):
+    """A linear that counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.ones(2, 4))
+        self.calls = 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().__call__(x)
+
+
+def measured(linear: CountedLinear, folder: Path | None, of: str = "this machine") -> list[RowTime]:
+    dense, x = Dense(torch.ones(2, 4)), torch.ones(256, 4)
+    return row_times([of], [linear], lambda: [dense], [x], folder)
+
+
+def test_measurements_are_read_from_the_cache(tmp_path: Path) -> None:
+    first, again, elsewhere = CountedLinear(), CountedLinear(), CountedLinear()
+    told = measured(first, tmp_path / "deep" / "er")
+    assert [time.rows for time in told] == list(ROWS)
+    assert all(time.packed_s > 0 and (time.dense_s or 0) > 0 for time in told)
+    assert measured(again, tmp_path / "deep" / "er") == told
+    measured(elsewhere, tmp_path / "deep" / "er", "another machine")
+    assert (first.calls > 0, again.calls, elsewhere.calls > 0) == (True, 0, True)
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b'{"of":["this machine"],"table":[]}', b"\xff"])
+def test_a_damaged_file_is_measured_anew_and_written_again(tmp_path: Path, content: bytes) -> None:
+    told = measured(CountedLinear(), tmp_path)
+    (file,) = tmp_path.iterdir()
+    file.write_bytes(content)
+    anew, last = CountedLinear(), CountedLinear()
+    again = measured(anew, tmp_path)
+    assert [time.rows for time in again] == [time.rows for time in told]
+    assert measured(last, tmp_path) == again
+    assert (anew.calls > 0, last.calls) == (True, 0)
+
+
+def test_without_a_cache_folder_everything_is_measured(tmp_path: Path) -> None:
+    taken = tmp_path / "a file"
+    taken.touch()
+    for folder in (None, taken / "below"):
+        assert len(measured(CountedLinear(), folder)) == len(ROWS)
+
+
+# ---- gaps between steps
+def test_a_gap_is_from_the_end_of_a_step_to_the_start_of_the_next():
+    pace = DeviceIdle()
+    for started, ended in ((1.0, 2.0), (2.5, 3.0), (3.125, 4.0)):
+        pace.record(started, ended)
+    assert pace.percentile_s(0) == 0.125
+    assert pace.percentile_s(100) == 0.5
+    assert pace.summary().startswith("3 steps, gaps between them: p10 125.000 ms")
+
+
+def test_a_step_launched_before_the_previous_end_has_no_gap():
+    pace = DeviceIdle()
+    pace.record(1.0, 3.0)
+    pace.record(2.0, 4.0)
+    assert pace.percentile_s(100) == 0
+
+
+@pytest.mark.parametrize("num_steps", [0, 1])
+def test_without_two_steps_there_is_no_gap(num_steps):
+    pace = DeviceIdle()
+    for _ in range(num_steps):
+        pace.record(1.0, 2.0)
+    assert pace.percentile_s(50) == 0
+    assert pace.num_steps == num_steps
+
+
+def test_only_the_latest_gaps_are_kept():
+    pace = DeviceIdle()
+    pace.record(0.0, 0.0)
+    pace.record(9.0, 10.0)
+    for _ in range(LATEST):
+        pace.record(11.0, 10.0)
+    assert pace.percentile_s(100) == 1.0

@@ -1,0 +1,290 @@
+"""Finds this user's servers, and connects a command to the one that its options select.
+
+The processes of a server inherit its lock (run_lock.py), so they can be found even if the
+supervisor is gone. Their descendants belong to the server, too. A server writes its URL and its
+model into the lock, so a tool finds both on whichever host the server listens. Only `clear` changes
+anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import msgspec
+
+from protocol import devices
+from protocol.client import Client
+from protocol.config.gateway import GatewayConfig
+from protocol.devices import DeviceHolder
+from protocol.errors import EngineNotReady
+from protocol.hosts import is_loopback
+from protocol.process_state import PROC, ZOMBIE, program_name, read_stat, with_descendants
+from protocol.sockets import engine_address, run_directory
+from tools.failure import Failure
+from tools.flags import flags_of
+from tools.http.web import local_url, port_of
+from tools.processes import run_lock
+
+START_ONE = "start one: tidegate serve"
+DEFAULT_PORT = GatewayConfig().port
+CONNECT_TIMEOUT_S = 3.0
+ROOMS = frozenset({"engine_core", "worker"})
+"""Process names that only Tidegate uses. Gateways run in gunicorn, as other programs do."""
+INIT = 1
+
+
+class RunningProcess(msgspec.Struct, frozen=True):
+    """A process of this user. `pid` and `started` together identify it."""
+
+    pid: int
+    parent: int
+    #: Clock ticks between the boot and the start of the process.
+    started: int
+    name: str
+
+
+class RunDirectory(msgspec.Struct, frozen=True, kw_only=True):
+    """A run directory, and the server that holds it."""
+
+    #: The HTTP port of a server, or "engine-..." for an engine without a gateway.
+    name: str
+    #: URL of the server, or address of the engine; "" until it is known.
+    url: str = ""
+    #: Name of the model; "" until it is known.
+    model: str = ""
+    #: Process id of the supervisor; None if no process holds the directory.
+    pid: int | None
+    #: Whether the supervisor runs.
+    leads: bool
+    #: All processes of the server.
+    processes: list[RunningProcess]
+    #: Names of the sockets in the directory.
+    sockets: list[str]
+
+    @property
+    def state(self) -> str:
+        if self.pid is None:
+            return "left behind" if self.sockets else "free"
+        return "serves" if self.leads else "lost its supervisor"
+
+
+class Found(msgspec.Struct, frozen=True):
+    """The servers of this user on this machine. `tidegate ps --json` prints these fields."""
+
+    places: list[RunDirectory]
+    #: Engines and workers that belong to no run directory, and whose parent is gone.
+    strays: list[RunningProcess]
+    #: Device -> the processes that use it.
+    devices: dict[str, list[DeviceHolder]] = {}
+
+
+def base_directory() -> Path:
+    return run_directory(0).parent
+
+
+def discover(base: Path, proc: Path = PROC) -> Found:
+    running = processes(proc)
+    parents = {process.pid: process.parent for process in running.values()}
+    places = []
+    for directory in sorted(base.iterdir()) if base.is_dir() else []:
+        if not (directory / run_lock.LOCK).is_file():
+            continue
+        heads = _holding(directory / run_lock.LOCK, running, proc)
+        own = with_descendants(heads, parents) - {os.getpid()}
+        pid = run_lock.holder(directory)
+        facts = run_lock.LockFacts() if pid is None else run_lock.facts(directory)
+        places.append(
+            RunDirectory(
+                name=directory.name,
+                url=facts.url,
+                model=facts.model,
+                pid=pid,
+                leads=pid in running,
+                processes=[] if pid is None else [running[each] for each in sorted(own)],
+                sockets=sorted(path.name for path in directory.iterdir() if path.is_socket()),
+            )
+        )
+    known = {each.pid for place in places for each in place.processes}
+    orphans = (each for each in running.values() if each.parent == INIT and each.name in ROOMS)
+    strays = [each for each in orphans if each.pid not in known]
+    return Found(places, strays, devices.holders_by_device(devices.directory(base)))
+
+
+def processes(proc: Path = PROC) -> dict[int, RunningProcess]:
+    """Return the processes of this user by pid, without zombies."""
+    found = {}
+    for folder in proc.glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if folder.stat().st_uid != os.getuid():
+                continue
+            pid = int(folder.name)
+            stat = read_stat(pid, proc)
+            if stat is not None and stat.state != ZOMBIE:
+                found[pid] = RunningProcess(pid, stat.parent, stat.started, program_name(pid, proc))
+    return found
+
+
+def _holding(lock: Path, running: Mapping[int, RunningProcess], proc: Path) -> Iterator[int]:
+    """Yield the processes that have the lock file open."""
+    info = lock.stat()
+    for pid in running:
+        with contextlib.suppress(OSError):
+            for descriptor in (proc / str(pid) / "fd").iterdir():
+                if os.readlink(descriptor) != str(lock):
+                    continue
+                opened = descriptor.stat()
+                if (opened.st_dev, opened.st_ino) == (info.st_dev, info.st_ino):
+                    yield pid
+                    break
+
+
+def clear(directory: Path) -> list[str]:
+    """Remove a run directory that no process holds. Returns the names of the removed files.
+
+    This function holds the lock meanwhile, so it cannot affect a server that is just starting.
+    """
+    if not directory.is_dir():
+        return []
+    try:
+        lock = run_lock.hold(directory)
+    except Failure:
+        return []  # a server has just started
+    try:
+        return run_lock.dissolve(directory)
+    finally:
+        os.close(lock)
+
+
+# ---- the server that a command's options select
+
+
+@dataclass(frozen=True, slots=True)
+class RunningServer:
+    """A server of this user on this machine."""
+
+    port: int
+    #: Process id of the supervisor.
+    pid: int
+    url: str
+    #: Name of the model; "" until it is known.
+    model: str
+
+    def __str__(self) -> str:
+        return f"{self.port} ({self.model})" if self.model else str(self.port)
+
+
+def add_server(parser: argparse.ArgumentParser) -> None:
+    """Add --port and --url. Without both, a command uses the only server on this machine."""
+    (port,) = (flag for flag in flags_of(GatewayConfig) if flag.field == "port")
+    parser.add_argument(
+        port.name,
+        type=port.read,
+        metavar=port.metavar,
+        help="use the server on this port (default: your only server on this machine)",
+    )
+    parser.add_argument("--url", metavar="URL", help="use the server at this URL")
+
+
+def running(base: Path | None = None) -> list[RunningServer]:
+    """Return the servers that hold a run directory, sorted by port."""
+    base = base or base_directory()
+    found = []
+    for directory in base.iterdir() if base.is_dir() else []:
+        if not directory.name.isdecimal():
+            continue
+        pid = run_lock.holder(directory)
+        if pid is not None:
+            port, facts = int(directory.name), run_lock.facts(directory)
+            url = facts.url or local_url("127.0.0.1", port)
+            found.append(RunningServer(port, pid, url, facts.model))
+    return sorted(found, key=lambda server: server.port)
+
+
+def local_server(options: argparse.Namespace, *, otherwise: str = START_ONE) -> RunningServer:
+    """Return the running server that the options select.
+
+    Raises Failure if there is none, or if several run and the options select none of them.
+
+    otherwise   advice for the error message if no server runs
+    """
+    servers = running()
+    found = _named(options, servers)
+    if len(found) == 1:
+        return found[0]
+    if found:
+        listed = ", ".join(map(str, found))
+        raise Failure(
+            f"{len(found)} servers are running: {listed}; select one with --port", exit_code=2
+        )
+    if options.url:
+        raise Failure(f"none of your servers on this machine has the URL {options.url}")
+    where = "" if options.port is None else f" on port {options.port}"
+    advice = f"running: {', '.join(map(str, servers))}" if servers else otherwise
+    raise Failure(f"no server is running{where}; {advice}")
+
+
+def server_url(options: argparse.Namespace) -> str:
+    """Return the URL of the server that the options select, which may be any server.
+
+    Without options, and if this user runs no server, return the default port on this machine.
+    """
+    if options.url:
+        _named(options, [])
+        return str(options.url)
+    found = _named(options, running())
+    if len(found) > 1:
+        return local_server(options).url
+    port = DEFAULT_PORT if options.port is None else options.port
+    return found[0].url if found else local_url("127.0.0.1", port)
+
+
+def _named(options: argparse.Namespace, servers: list[RunningServer]) -> list[RunningServer]:
+    """Return those of `servers` that match the options."""
+    if options.url and options.port is not None:
+        raise Failure("give only one of --port and --url", exit_code=2)
+    if options.url:
+        address = _host_and_port(options.url)
+        return [server for server in servers if _host_and_port(server.url) == address]
+    return [server for server in servers if options.port in (None, server.port)]
+
+
+def _host_and_port(url: str) -> tuple[str, int | None]:
+    """Return the host and port of a URL. All loopback names count as one host."""
+    parts = urlsplit(url if "://" in url else f"http://{url}")
+    host = parts.hostname or ""
+    return "loopback" if is_loopback(host) else host, port_of(parts, url)
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """Add --port, --url, --engine and --cluster-key."""
+    add_server(parser)
+    parser.add_argument(
+        "--engine",
+        metavar="ADDRESS",
+        help="use the engine at this address (ipc://PATH or tcp://HOST:PORT) instead of a server",
+    )
+    parser.add_argument(
+        "--cluster-key", default="", metavar="FILE", help="cluster key file; required for TCP"
+    )
+
+
+def connect(options: argparse.Namespace, name: str) -> Client:
+    """Connect to the engine that the options select. Raises Failure if it is not ready.
+
+    The connection does not use HTTP, so it works when HTTP is down.
+
+    name   this client's name, as the engine logs it
+    """
+    address = options.engine or engine_address(local_server(options).port)
+    try:
+        return Client(address, name=name, wait_s=CONNECT_TIMEOUT_S, cluster_key=options.cluster_key)
+    except EngineNotReady as error:
+        raise Failure(f"the engine is not ready: {error}") from None
+    except ValueError as error:
+        raise Failure(str(error), exit_code=2) from None
