@@ -21,17 +21,18 @@ class RawClient:
 
     def hear(self) -> ToClient:
         """Return the next message, but for probes, which an engine sends to a silent client."""
-        while isinstance(message := self._receive(), Probe):
+        while isinstance(message := self.hear_any(), Probe):
             pass
         return message
 
     def hear_all(self, kind: type[ToClient]) -> ToClient:
         """Return the next message of a kind; others are passed over."""
-        while not isinstance(message := self._receive(), kind):
+        while not isinstance(message := self.hear_any(), kind):
             pass
         return message
 
-    def _receive(self) -> ToClient:
+    def hear_any(self) -> ToClient:
+        """Return the next message, probes too."""
         return self._decoder.decode(self.socket.recv_multipart())
 
     def greet(self) -> None:

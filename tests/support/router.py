@@ -77,7 +77,8 @@ class RouterLine:
         self._tell(news)
         wait_ms = TURN_MS
         while self._client.socket.poll(wait_ms):
-            self._tell(self.session.receive(self._client.hear(), time.monotonic()))
+            # Probes too: one may be all that there is to read.
+            self._tell(self.session.receive(self._client.hear_any(), time.monotonic()))
             wait_ms = 0
 
     def _tell(self, news: list[RequestReport]) -> None:
@@ -132,10 +133,12 @@ class Router:
             case.finish(Output(request=0, finish="abort"))
 
     def leave(self) -> None:
-        for line in (self.p, self.d):
-            line.say(Goodbye())
-            line.turn()
-        self.vanish()
+        try:
+            for line in (self.p, self.d):
+                line.say(Goodbye())
+                line.turn()
+        finally:
+            self.vanish()
 
     def vanish(self) -> None:
         """Both connections break; nobody is told why."""
