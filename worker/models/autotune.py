@@ -1,7 +1,7 @@
-"""Time of a layer's linears by number of rows, packed and dense, and the choice between them. Pure.
+"""Chooses between packed and dense weights from measured times. Does no I/O.
 
-The table of a model is measured on one layer (autotune_cache.py). Times between the measured
-numbers of rows are interpolated linearly.
+A model's table holds the times of one layer's linears (autotune_cache.py). Times between the
+measured numbers of rows are interpolated linearly.
 """
 
 from __future__ import annotations
@@ -11,23 +11,24 @@ from collections.abc import Sequence
 import msgspec
 
 CLEARLY = 0.6
-"""Dense weights are used from a number of rows on if they take at most this part of the time of
-packed ones, there and for all larger numbers. They must win clearly: they take memory, need many
-calls instead of one, and make a row's bits depend on its batch."""
+"""Dense weights are used for N and more rows if, for each of these numbers of rows, they take at
+most this fraction of the time of packed weights. The gain must be large, because dense weights need
+more memory and many calls instead of one, and make a row's bits depend on its batch."""
 
 
 class RowTime(msgspec.Struct, frozen=True):
-    """Seconds of one layer's linears for `rows` rows. `dense_s` is None without dense weights."""
+    """Seconds that one layer's linears take for `rows` rows."""
 
     rows: int
     packed_s: float
+    #: None if only packed weights were measured.
     dense_s: float | None = None
 
 
 def dense_from(table: Sequence[RowTime]) -> int | None:
-    """Return the fewest rows from which dense weights win; None if they never do.
+    """Return the least number of rows for which dense weights are used; None if they never are.
 
-    `table` is sorted by rows.
+    table   sorted by rows
     """
     winning: int | None = None
     for fewer, more in zip([None, *table[:-1]], table, strict=True):
@@ -39,9 +40,10 @@ def dense_from(table: Sequence[RowTime]) -> int | None:
 
 
 def step_costs(table: Sequence[RowTime], layers: int) -> list[tuple[int, float]]:
-    """Return (rows, seconds of all layers' linears) with the faster form.
+    """Return (rows, seconds of all layers' linears in the form that is used) for each table entry.
 
-    Fewer rows never cost more than more rows: such a measurement was disturbed, and is corrected.
+    If fewer rows took longer than more rows, the measurement was disturbed, and the shorter time
+    is used.
     """
     from_rows = dense_from(table)
     least, costs = float("inf"), []
@@ -54,7 +56,7 @@ def step_costs(table: Sequence[RowTime], layers: int) -> list[tuple[int, float]]
 
 
 def in_words(table: Sequence[RowTime]) -> str:
-    """Return the choice in words, for the log."""
+    """Return a description of the choice, for the log."""
     winning = dense_from(table)
     if winning is None:
         return "all rows packed"
@@ -68,7 +70,10 @@ def _wins(time: RowTime) -> bool:
 
 
 def _crossing(fewer: RowTime, more: RowTime) -> int:
-    """Return the first number of rows after `fewer` at which dense wins, interpolated linearly."""
+    """Return the least number of rows above `fewer.rows` for which dense weights win.
+
+    Times between the two measurements are interpolated linearly.
+    """
     assert fewer.dense_s is not None
     assert more.dense_s is not None
     for rows in range(fewer.rows + 1, more.rows):

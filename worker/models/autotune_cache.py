@@ -1,11 +1,11 @@
-"""Measures from how many rows dense weights are faster than packed ones, and caches the result.
+"""Measures the linears of one layer with packed and with dense weights, and caches the times.
 
-A server measures one layer for a few tenths of a second at its first start, and reads the table
-from a file at later ones. The file's name covers everything that the times depend on. A file that
+A server measures for a few tenths of a second at its first start, and reads the times from a file
+at later starts. The file's name is a hash of everything that the times depend on. A file that
 cannot be read or does not belong to this model is replaced.
 
-The measure is CPU time of all threads. Other processes may use the cores meanwhile, and wall-clock
-time can then be a hundred times too large.
+Times are CPU times of all threads. Wall-clock times can be a hundred times too large if other
+processes use the cores.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ log = logging.getLogger(__name__)
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 LEAST_TURNS, MOST_TURNS = 2, 5
 BUDGET_S = 0.3
-"""Time of all turns together. Each number of rows has an equal part, but at least LEAST_TURNS."""
+"""Time for all measurements. Each number of rows gets an equal share and is measured LEAST_TURNS to
+MOST_TURNS times."""
 COLD_ROWS = 32
-"""Up to this number of rows, a step is timed without any of its weights in the caches ..."""
+"""For at most this many rows, times are measured without any of the weights in the CPU's caches."""
 COLD_BYTES = 1 << 26
-"""... which are filled with this much other data before each turn."""
+"""Bytes of other data that are written before such a measurement, to evict the weights."""
 
 
 class KeptTimes(msgspec.Struct, frozen=True):
-    """Content of a file of measurements. `of` names what was measured, and on which machine."""
+    """Content of a file of measurements. `of` lists everything that the times depend on."""
 
     of: list[str]
     table: list[RowTime]
@@ -51,12 +52,12 @@ def row_times(
     inputs: Sequence[Tensor],
     folder: Path | None,
 ) -> list[RowTime]:
-    """Return a layer's table, from the file if there is one.
+    """Return a layer's table from its file. Without a file, measure it and write the file.
 
     of           everything that the times depend on
-    read_dense   reads the dense linears; called only without a file
+    read_dense   reads the dense linears, if they are to be measured; called only without a file
     inputs       [max(ROWS), in] for each linear
-    folder       directory of the files; None: no files
+    folder       directory of the files; None disables the cache
     """
     path = None if folder is None else folder / f"{_digest(of)}.json"
     if path is not None and (table := _read(path, of)) is not None:
@@ -71,7 +72,10 @@ def row_times(
 def measure(
     packed: Sequence[Linear], dense: Sequence[Linear] | None, inputs: Sequence[Tensor]
 ) -> list[RowTime]:
-    """Time the forms in turns, and return the best turn of each."""
+    """Return the shortest time of each form for each number of rows in ROWS.
+
+    The forms are measured alternately, so that a disturbance affects both.
+    """
     forms = [packed] if dense is None else [packed, dense]
     other = torch.zeros(COLD_BYTES, dtype=torch.uint8)
     table = []
@@ -88,7 +92,7 @@ def measure(
 
 
 def _seconds(linears: Sequence[Linear], inputs: Sequence[Tensor], cold: Tensor) -> float:
-    """Return the CPU time per thread, as if all threads had worked all the time."""
+    """Return the CPU seconds of the linears, divided by the number of threads."""
     cold.add_(1)
     started = process_time()
     for linear, x in zip(linears, inputs, strict=True):
@@ -121,4 +125,4 @@ def _write(path: Path, kept: KeptTimes) -> None:
             file.write(msgspec.json.encode(kept))
         os.replace(name, path)
     except OSError as error:
-        log.warning("cannot keep the measurements: %s", error)
+        log.warning("cannot save the measured times: %s", error)

@@ -1,4 +1,4 @@
-"""Interface of a model to the runner."""
+"""The interface through which a worker step calls a model."""
 
 from __future__ import annotations
 
@@ -11,14 +11,21 @@ from worker.kv.cache import KVCache
 
 
 class StepModel(Protocol):
-    """A model, without state of any request. T tokens in the step, S rows, V vocabulary."""
+    """A model as a step calls it. It holds no state of any request.
+
+    Legend: T tokens in the step, S rows that need logits, V vocabulary.
+    """
 
     def __call__(
         self, token_ids: Tensor, batch: AttentionBatch, cache: KVCache, attention: Attention
     ) -> Tensor:
-        """Return hidden [T, hidden] of token_ids [T] int64, and write their K/V into the cache."""
+        """Compute a step: write the K/V of its tokens to `cache`, and return their hidden states.
+
+        token_ids   [T] int64
+        returns     [T, hidden], before the final norm
+        """
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits [S, V] float32 of hidden [S, hidden]."""
+        """Return the logits [S, V] float32 of the hidden states [S, hidden]."""
         ...

@@ -1,4 +1,4 @@
-"""Config of a model of the Llama family, read from an untrusted config.json.
+"""Reads the config of a Llama or Mistral model from an untrusted config.json.
 
 Every field that changes the computation is either supported here or refused by name, so a model
 that loads computes what its authors intended. Needs no torch.
@@ -19,22 +19,21 @@ MAX_DIMENSION = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class ConfigClass:
-    """A config class of transformers: the keys that it reads, and the value of each missing one.
-
-    ignored   keys that it does not read, with the value that this amounts to
-    """
+    """A config class of transformers: the keys that it reads, and their defaults."""
 
     architecture: str
     model_type: str
+    #: Key -> the value that the class uses if config.json does not have the key.
     defaults: Mapping[str, Any]
+    #: Keys of other classes that this class ignores -> the value that it behaves as if it had.
     ignored: Mapping[str, Any]
 
     def complete(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return `config` with a value for each key that is read here."""
+        """Return `config` with missing keys filled in and ignored keys replaced."""
         return {**self.defaults, **config, **self.ignored}
 
     def is_nullable(self, key: str) -> bool:
-        """Return whether null means what a missing key means."""
+        """Return whether the key may be null, which then means the same as a missing key."""
         return self.defaults[key] is None
 
 
@@ -75,11 +74,8 @@ CONFIG_CLASSES = (
 class LlamaConfig:
     """The config of a Llama or Mistral model.
 
-    H query heads share H_kv key/value heads. The head dim D need not be hidden / H.
-
-    window   tokens that attention reaches back, if fewer than the model's whole context. Windows
-             are not implemented. Contexts within the window give the same result, so it limits
-             the context
+    `num_heads` query heads share `num_kv_heads` key/value heads. `head_dim` need not be
+    hidden / num_heads.
     """
 
     architecture: str
@@ -90,9 +86,13 @@ class LlamaConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    #: Most tokens in a context. At most `window`, if that is set.
     context_tokens: int
     norm_eps: float
     rope: RopeConfig
+    #: Number of tokens that attention reaches back, if it is less than the context that the model
+    #: was trained for. Windows are not implemented: contexts within the window need none, so
+    #: longer contexts are not served.
     window: int | None = None
     tied_embeddings: bool = False
     attention_bias: bool = False
@@ -115,10 +115,10 @@ class LlamaConfig:
 
 
 def llama_config(config: Mapping[str, Any]) -> LlamaConfig:
-    """Return the model that a parsed config.json describes.
+    """Return the config of the model that a parsed config.json describes.
 
-    A missing key has the value that transformers gives it, and null is accepted where transformers
-    accepts it. Raises UnusableModel, naming the field.
+    Missing keys get the defaults of transformers. A key may be null if transformers accepts null
+    for it. Raises UnusableModel, naming the field.
     """
     kind = config_class(config)
     fields = Fields(kind.complete(config), "config.json")
@@ -153,8 +153,11 @@ def llama_config(config: Mapping[str, Any]) -> LlamaConfig:
 
 
 def config_class(config: Mapping[str, Any]) -> ConfigClass:
-    """Return the class of a parsed config.json. Raises UnusableModel if it is not supported, or if
-    the config names two."""
+    """Return the config class that a parsed config.json belongs to.
+
+    Raises UnusableModel if the class is not supported, or if `architectures` and `model_type`
+    name different classes.
+    """
     architectures, model_type = config.get("architectures"), config.get("model_type")
     if architectures is None:
         return _with_model_type(model_type)
@@ -182,8 +185,10 @@ def _with_model_type(model_type: Any) -> ConfigClass:
 
 
 def within_window(context_tokens: int, window: int | None) -> tuple[int, int | None]:
-    """Return the tokens for which attention with a window is plain attention, and the window if
-    there are more."""
+    """Return the context length to serve, and the window if it limits the context, else None.
+
+    Attention with a window equals plain attention for contexts that fit into the window.
+    """
     if window is None or window >= context_tokens:
         return context_tokens, None
     if window < 1:
@@ -192,7 +197,7 @@ def within_window(context_tokens: int, window: int | None) -> tuple[int, int | N
 
 
 def _refuse_the_unknown(fields: Fields) -> None:
-    """Refuse what would silently change the answers if it were ignored."""
+    """Raise UnusableModel if an unsupported field would change the answers."""
     activation = fields.text("hidden_act")
     if activation not in ("silu", "swish"):
         raise UnusableModel(f"hidden_act {activation!r} is not supported, only 'silu'")

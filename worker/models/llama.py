@@ -1,7 +1,7 @@
-"""The Llama family: Llama, SmolLM2, and Mistral without its window. The reference forward pass.
+"""The Llama family: Llama, SmolLM2, and Mistral within its window. The reference forward pass.
 
 Legend: T tokens in the step, S rows that need logits, H query heads, H_kv key/value heads, D head
-dim, I intermediate, V vocab. All projections are stored as torch does, [out, in].
+dim, I intermediate, V vocab. All projections are [out, in], as in torch.
 """
 
 from __future__ import annotations
@@ -24,34 +24,37 @@ from worker.models.llama_native import WholePass
 
 @dataclass(slots=True)
 class LlamaLayer:
-    """Weights of a layer. qkv [(H + 2 H_kv) * D, hidden]: queries, keys, values; gate_up [2 I,
-    hidden]: gate, up."""
+    """Weights of one layer."""
 
+    #: [hidden]
     attention_norm: Tensor
+    #: [(H + 2 H_kv) * D, hidden]: the rows of queries, then of keys, then of values.
     qkv: Linear
+    #: [hidden, H * D]
     output: Linear
+    #: [hidden]
     mlp_norm: Tensor
+    #: [2 I, hidden]: the rows of the gate, then of `up`.
     gate_up: Linear
+    #: [hidden, I]
     down: Linear
 
 
 @dataclass(slots=True)
 class LlamaWeights:
-    """All weights: embedding [V, hidden]; `head` maps hidden to V, with the same numbers if
-    they are tied."""
+    """All weights of a model."""
 
+    #: [V, hidden]
     embedding: Tensor
     layers: list[LlamaLayer]
+    #: [hidden]: the final norm.
     norm: Tensor
+    #: [V, hidden]. If it is tied to the embedding, it has the same numbers.
     head: Linear
 
 
 class Llama:
-    """The model: its forward pass and its logits. It has no state of any request.
-
-    whole   the forward pass in one call, if kernels and weights support it; its result is float32.
-            None: layers are computed one after the other
-    """
+    """A Llama model: its forward pass and its logits. It holds no state of any request."""
 
     def __init__(
         self, config: LlamaConfig, weights: LlamaWeights, kernels: Kernels | None = None
@@ -61,15 +64,18 @@ class Llama:
         self.kernels = kernels or TorchKernels()
         self._inv_freq = inverse_frequencies(config.head_dim, config.rope).to(weights.norm.device)
         self._rope_factor = attention_factor(config.rope)
+        #: The forward pass as one call of the compiled kernels, which returns float32. None if
+        #: kernels or weights do not support it: then layers are computed one after the other.
         self.whole = WholePass.of(config, weights, self.kernels)
 
     @torch.inference_mode()
     def __call__(
         self, token_ids: Tensor, batch: AttentionBatch, cache: KVCache, attention: Attention
     ) -> Tensor:
-        """Return hidden [T, hidden], before the final norm, of token_ids [T] int64.
+        """Compute a step: write the K/V of its tokens to `cache`, and return their hidden states.
 
-        Writes this step's keys and values to the cache.
+        token_ids   [T] int64
+        returns     [T, hidden], before the final norm
         """
         plan = attention.plan(batch)
         count = len(token_ids)
@@ -89,7 +95,7 @@ class Llama:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits [S, V] float32 of hidden [S, hidden]."""
+        """Return the logits [S, V] float32 of the hidden states [S, hidden]."""
         if self.whole is not None and hidden.dtype == torch.float32:
             return self.whole.logits(hidden)
         normed = self.kernels.add_norm(hidden, None, self.weights.norm, self.config.norm_eps)

@@ -1,8 +1,8 @@
-"""Llama forward pass in one call of the compiled kernels per step, if all linears are packed.
+"""The Llama forward pass as one call of the compiled kernels per step, if all linears are packed.
 
-csrc/forward.h and decode.h correspond to llama.py line by line. Nothing returns to Python between
-linears, and threads are woken once per step. Steps with enough rows for dense weights to be faster
-do not use it (layers/hybrid_linear.py).
+csrc/forward.h and decode.h correspond to llama.py line by line. Control does not return to Python
+between linears, and threads are woken once per step. Steps with so many rows that dense weights are
+faster are computed by llama.py instead (layers/hybrid_linear.py).
 
 Legend in llama.py.
 """
@@ -37,9 +37,10 @@ LINEARS = ("qkv", "output", "gate_up", "down")
 
 
 class WholePass:
-    """The whole forward pass. Keeps the weights alive, because it holds their addresses.
+    """The whole forward pass of a model, as one call of a compiled function.
 
-    The addresses of the KV cache are filled in by `use_cache`.
+    The C structs hold addresses of the weights, so this object keeps a reference to the weights.
+    `use_cache` fills in the addresses of the KV cache.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class WholePass:
 
     @classmethod
     def of(cls, config: LlamaConfig, weights: LlamaWeights, kernels: Kernels) -> Self | None:
-        """Return the pass; None if the kernels are not compiled ones, or a linear is not packed."""
+        """Return the pass, or None if the kernels are torch's or a linear is not packed."""
         linears = (getattr(layer, name) for layer in weights.layers for name in LINEARS)
         if not isinstance(kernels, NativeKernels) or not isinstance(weights.head, PackedLinear):
             return None
@@ -69,11 +70,11 @@ class WholePass:
         return cls(config, weights, weights.head.matrix, kernels)
 
     def is_for(self, tokens: int) -> bool:
-        """Whether a step of `tokens` tokens is computed with packed weights."""
+        """Return whether a step of `tokens` tokens uses packed weights, and so this pass."""
         return tokens < self._from_rows
 
     def __call__(self, token_ids: Tensor, plan: NativePlan, cache: KVCache) -> Tensor:
-        """Compute a step as `Llama` does, but return hidden [T, hidden] in float32."""
+        """Compute a step as `Llama` does, but return the hidden states [T, hidden] in float32."""
         count, batch = len(token_ids), plan.batch
         if not 0 <= int(token_ids.min()) <= int(token_ids.max()) < self.vocab:
             raise ValueError("a token is not in the vocabulary")
@@ -89,7 +90,7 @@ class WholePass:
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits [S, V] float32 of hidden [S, hidden] float32."""
+        """Return the logits [S, V] float32 of the hidden states [S, hidden] float32."""
         assert hidden.dtype == torch.float32
         assert hidden.shape[1:] == (self._config.hidden,)
         logits = torch.empty(len(hidden), self.head.weight.outputs)
@@ -106,7 +107,11 @@ class WholePass:
         return logits
 
     def forward(self, count: int, cache: KVCache, memory: PassMemory) -> structs.CForward:
-        """Return the struct of a step of `count` tokens, except the fields of tokens and rows."""
+        """Return the argument struct for a step of `count` tokens, with scratch space in `memory`.
+
+        The caller fills in the fields of the tokens (`x`, `ids`, `positions`, `slot_mapping`) and
+        of the rows (`rows`).
+        """
         config, size = self._config, self._weights.embedding.itemsize
         self.use_cache(cache)
         q_width = config.num_heads * config.head_dim
@@ -136,7 +141,7 @@ class WholePass:
         )
 
     def use_cache(self, cache: KVCache) -> None:
-        """Read from and write to `cache` from now on."""
+        """Make this step and later ones use `cache`, whose numbers must have the weights' dtype."""
         if self._cache == cache.k.data_ptr():
             return
         assert numbers(cache.k, cache.v) == self.numbers
@@ -146,14 +151,17 @@ class WholePass:
 
 
 class PassMemory:
-    """Scratch memory of a step. It is kept for the next step, so that its pages exist already,
-    unless it is very large."""
+    """Scratch memory that one step after the other uses.
+
+    Reusing memory is fast because its pages are mapped already. Memory of more than KEPT_BYTES is
+    replaced as soon as a step needs less.
+    """
 
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def take(self, sizes: Sequence[int]) -> list[int]:
-        """Return the addresses of areas of these sizes in bytes, valid until the next call."""
+        """Return addresses of areas with these sizes in bytes. The next call reuses the memory."""
         ends = list(accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes))
         needed = ends[-1] + ALIGNMENT
         if not needed <= len(self._bytes) <= max(needed, KEPT_BYTES):

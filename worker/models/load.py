@@ -1,4 +1,4 @@
-"""Loads a model from a path: returns it ready to compute, with the card that describes it."""
+"""Loads a model from a path, ready to compute, and makes the model card that describes it."""
 
 from __future__ import annotations
 
@@ -29,11 +29,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model that is ready to compute. For `step_costs` see WorkerReady."""
+    """A model that is ready to compute."""
 
     model: Llama
     card: ModelCard
     config: LlamaConfig
+    #: (rows, seconds that the linears of a step with so many rows take); empty if not measured.
     step_costs: list[tuple[int, float]] = field(default_factory=list)
 
 
@@ -46,10 +47,11 @@ def load_model(
     weights: WeightForm = "auto",
     measurements: Path | None = None,
 ) -> LoadedModel:
-    """Load a Hugging Face directory or a .gguf file. Raises UnusableModel, in one line.
+    """Load a Hugging Face directory or a .gguf file. Raises UnusableModel.
 
-    kernels        torch's are used if this is None, or if these do not support the model
-    measurements   directory of the measurements of earlier starts
+    kernels        used if they support the model; otherwise, or if None, torch's are used
+    weights        form of the weights (weight_layout.py)
+    measurements   directory that caches measured times between starts; None disables the cache
     """
     header = read_header(Path(path))
     config = header.config
@@ -64,7 +66,7 @@ def load_model(
 
 
 def open_weights(header: ModelHeader) -> WeightSource:
-    """Return a source of the tensors of a model whose header has been read."""
+    """Return the source that reads the weights of the model with this header."""
     if isinstance(header.files, GGUFFile):
         return GGUFWeights(header.files, header.config)
     return SafetensorsWeights(header.files)
@@ -96,7 +98,7 @@ def _card(header: ModelHeader, weights: LlamaWeights, dtype: torch.dtype) -> Mod
 
 
 def weight_tensors(weights: LlamaWeights) -> Iterator[Tensor]:
-    """Yield the tensors of all weights; a shared tensor comes several times."""
+    """Yield the tensors of all weights. A tensor that is shared is yielded once for each use."""
     yield weights.embedding
     yield weights.norm
     yield from weights.head.tensors()
@@ -108,7 +110,7 @@ def weight_tensors(weights: LlamaWeights) -> Iterator[Tensor]:
 
 
 def _num_parameters(weights: LlamaWeights, *, tied: bool) -> int:
-    """Return the number of parameters. A tied head is not counted twice."""
+    """Return the number of parameters, counting a tied head only once."""
     total = weights.embedding.numel() + weights.norm.numel()
     total += 0 if tied else weights.head.num_weights
     for layer in weights.layers:

@@ -1,7 +1,7 @@
-"""Rotary embedding parameters of a config.json. Needs no torch.
+"""Reads the parameters of rotary embeddings from a config.json. Needs no torch.
 
-The rules are those of transformers (`modeling_rope_utils`), with which checkpoints are tested;
-tests/differential/test_config_defaults.py compares each of them.
+The rules are those of `modeling_rope_utils` in transformers, because publishers test checkpoints
+with it. tests/differential/test_config_defaults.py compares each rule with transformers.
 """
 
 from __future__ import annotations
@@ -20,22 +20,23 @@ ORIGINAL_CONTEXT = "original_max_position_embeddings"
 
 @dataclass(frozen=True, slots=True)
 class NoScaling:
-    """Angles as trained."""
+    """Leaves the frequencies as trained."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinearScaling:
-    """All angles divided by `factor`."""
+    """Divides all frequencies by `factor`."""
 
     factor: float
 
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """Slow pairs are slowed by `factor`, fast ones kept, those between the two limits blended.
+    """Divides the frequencies of slow pairs by `factor`, and keeps those of fast pairs.
 
-    A pair is fast if it turns more than `high_freq_factor` times in `original_context` tokens,
-    slow if fewer than `low_freq_factor` times.
+    A pair (of dimensions that rotate together) is fast if it turns more than `high_freq_factor`
+    times in `original_context` tokens, and slow if it turns fewer than `low_freq_factor` times.
+    The frequencies of pairs between the two limits are interpolated.
     """
 
     factor: float
@@ -46,24 +47,25 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True)
 class FactorScaling:
-    """Each pair's frequency divided by its own factor, as GGUF's `rope_freqs.weight` lists them."""
+    """Divides each pair's frequency by a factor of its own, from the tensor `rope_freqs.weight`."""
 
     factors: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class YarnScaling:
-    """Slow pairs are slowed by `factor`, fast ones kept, a ramp between; attention is sharpened.
-
-    `beta_fast`, `beta_slow`: turns in `original_context` tokens at the ends of the ramp.
-    `attention_factor` multiplies cos and sin.
-    """
+    """Divides the frequencies of slow pairs by `factor`, keeps those of fast pairs, and sharpens
+    attention. Between slow and fast pairs, a linear ramp mixes the two frequencies."""
 
     factor: float
     original_context: int
+    #: Multiplies cos and sin, which sharpens attention.
     attention_factor: float
+    #: Turns in `original_context` tokens of the pair at the fast end of the ramp.
     beta_fast: float = 32.0
+    #: Turns in `original_context` tokens of the pair at the slow end of the ramp.
     beta_slow: float = 1.0
+    #: Whether the ends of the ramp are rounded outwards to whole pairs.
     truncate: bool = True
 
 
@@ -79,8 +81,8 @@ class RopeConfig:
 def rope_config(config: Fields) -> RopeConfig:
     """Return the rotary embeddings of a config.json. Raises UnusableModel, naming the field.
 
-    `rope_scaling` replaces `rope_parameters` as a whole if it says anything: the two are not
-    merged. A `rope_theta` at the top level serves if the one that counts has none.
+    If `rope_scaling` is not empty, `rope_parameters` is ignored: the two are not merged. If the
+    one in use has no `rope_theta`, the `rope_theta` at the top level of the config is used.
     """
     name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     rope = Fields(config.get(name) or {}, name)
@@ -102,7 +104,7 @@ def rope_config(config: Fields) -> RopeConfig:
 
 def _refuse_the_unknown(rope: Fields, config: Fields, name: str) -> None:
     if any(isinstance(value, dict) for value in rope.values()):
-        raise UnusableModel(f"{name} must be the same in all layers; others are not supported")
+        raise UnusableModel(f"{name} must be the same in all layers; parameters per layer are not supported")
     partial = config.get("partial_rotary_factor")
     if "partial_rotary_factor" in rope:
         partial = rope.number("partial_rotary_factor")
@@ -111,7 +113,7 @@ def _refuse_the_unknown(rope: Fields, config: Fields, name: str) -> None:
 
 
 def _scaling(rope: Fields, config: Fields) -> Scaling:
-    """The kind's newer name wins over the older one, even if it is null."""
+    """Return the scaling. `rope_type`, even if null, takes precedence over the older `type`."""
     kind = rope.get("rope_type" if "rope_type" in rope else "type")
     if "rope_type" not in rope and "type" not in rope:
         kind = "default"
@@ -128,7 +130,11 @@ def _scaling(rope: Fields, config: Fields) -> Scaling:
 
 
 def _original_context(rope: Fields, config: Fields) -> int:
-    """The top level wins over the parameters; without either it is the model's whole context."""
+    """Return the context length that the model was trained with before scaling.
+
+    The config's top level takes precedence over the rope parameters. The default is the model's
+    whole context.
+    """
     for fields in (config, rope):
         if ORIGINAL_CONTEXT in fields:
             if (tokens := fields.integer(ORIGINAL_CONTEXT)) < 1:
@@ -159,16 +165,20 @@ def _yarn(rope: Fields, config: Fields) -> YarnScaling:
             if attention is None
             else rope.number("attention_factor")
         ),
-        # Zero counts as not given.
+        # As in transformers, zero means the default.
         beta_fast=rope.number("beta_fast", 32.0) or 32.0,
         beta_slow=rope.number("beta_slow", 1.0) or 1.0,
-        # Null counts as false, as only a missing key is true.
+        # As in transformers, null means false, and only a missing key means true.
         truncate=rope.flag("truncate", False) if "truncate" in rope else True,
     )
 
 
 def _attention_factor(factor: float, rope: Fields) -> float:
-    """By the scaling factor, or by the ratio of two weights of it if the config has both."""
+    """Return YaRN's attention factor, which grows with the logarithm of the scaling factor.
+
+    If the config has both `mscale` and `mscale_all_dim`, it is the ratio of the factors with these
+    two weights.
+    """
     log_factor = 0.1 * math.log(max(factor, 1.0))
     scale, all_dim = rope.number("mscale", 0.0), rope.number("mscale_all_dim", 0.0)
     if scale and all_dim:

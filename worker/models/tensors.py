@@ -1,7 +1,7 @@
-"""The tensors that a model consists of, by its config. Needs no torch.
+"""Lists the names and shapes of the tensors that a model has by its config. Needs no torch.
 
-Names are those of Hugging Face checkpoints. The loader, the header check and the memory plan all
-use this list.
+The names are those of Hugging Face checkpoints. The loader, the header check and the memory plan
+all use this list.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ NORM = "model.norm.weight"
 HEAD = "lm_head"
 HEAD_WEIGHT = f"{HEAD}.weight"
 COMPUTED = "rotary_emb.inv_freq"
-"""End of the name of a tensor in older checkpoints that follows from the config."""
+"""Suffix of tensors in older checkpoints. They are ignored, because the config implies them."""
 
 
 @dataclass(frozen=True, slots=True)
 class FusedMatrix:
-    """Matrices with the same input, computed as one: `parts` (name -> rows) are stacked."""
+    """Matrices with the same input, stacked by rows and multiplied as one matrix."""
 
+    #: Name of each stacked matrix -> its number of rows.
     parts: Mapping[str, int]
     columns: int
     has_bias: bool
@@ -36,17 +37,18 @@ class FusedMatrix:
 
     @property
     def weights(self) -> dict[str, Shape]:
+        """Return name -> shape of each stacked matrix."""
         return {f"{name}.weight": (rows, self.columns) for name, rows in self.parts.items()}
 
     @property
     def biases(self) -> dict[str, Shape]:
-        """Name -> shape of the biases; empty if there are none."""
+        """Return name -> shape of each bias; empty if there are none."""
         return {f"{name}.bias": (rows,) for name, rows in self.parts.items() if self.has_bias}
 
 
 @dataclass(frozen=True, slots=True)
 class LayerTensors:
-    """The tensors of a layer. The two norms are names of vectors."""
+    """The tensors of one layer. The two norms are vectors, given by their names."""
 
     attention_norm: str
     qkv: FusedMatrix
@@ -82,7 +84,7 @@ def layer_tensors(config: LlamaConfig, index: int) -> LayerTensors:
 
 
 def head_matrix(config: LlamaConfig) -> FusedMatrix:
-    """Return the output head; tied to the embeddings, it is the same tensor."""
+    """Return the output head. A head tied to the embeddings is the embedding tensor."""
     name = EMBEDDING.removesuffix(".weight") if config.tied_embeddings else HEAD
     return FusedMatrix({name: config.vocab_size}, config.hidden, has_bias=False)
 
@@ -103,7 +105,8 @@ def tensor_shapes(config: LlamaConfig) -> Iterator[tuple[str, Shape]]:
 
 def check_tensors(config: LlamaConfig, found: Mapping[str, Shape]) -> None:
     """Raise UnusableModel unless the files hold exactly the model's tensors."""
-    known = {HEAD_WEIGHT} if config.tied_embeddings else set()  # a copy of the embeddings
+    # Files may also store a tied head, which is a copy of the embeddings.
+    known = {HEAD_WEIGHT} if config.tied_embeddings else set()
     for name, shape in tensor_shapes(config):
         if name not in found:
             raise UnusableModel(f"tensor {name!r} is missing from the files", remedy=FETCH_AGAIN)

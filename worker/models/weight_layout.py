@@ -1,5 +1,8 @@
-"""Form of the weights: packed for the compiled kernels, dense for torch, or both. With both, the
-number of rows of a step chooses, by measured times (autotune.py)."""
+"""Chooses the form of a model's weights: packed for the compiled kernels, dense for torch, or both.
+
+With both forms in memory, a step uses the form that was measured to be faster for its number of
+rows (autotune.py).
+"""
 
 from __future__ import annotations
 
@@ -34,12 +37,12 @@ from worker.startup.memory_plan import FREE_SHARE
 log = logging.getLogger(__name__)
 
 LEAST_WEIGHTS = 1 << 20
-"""Weights of the smallest layer that is measured. Smaller ones gain nothing, and their times are
-unreliable."""
+"""Layers with fewer weights are not measured: they gain nothing from dense copies, and their
+times are too short to be reliable."""
 
 
 def fitting(kernels: Kernels, config: LlamaConfig) -> Kernels:
-    """Return `kernels` if they support the model, else torch's."""
+    """Return `kernels` if they support the model's dimensions, otherwise torch's."""
     fits = sizes.fits(
         heads=config.num_heads,
         kv_heads=config.num_kv_heads,
@@ -52,8 +55,8 @@ def fitting(kernels: Kernels, config: LlamaConfig) -> Kernels:
 def maker(kernels: Kernels, form: WeightForm) -> MakeLinear:
     """Return the function that makes a linear layer in `form`.
 
-    With `auto`, layers are packed until `settle` decides. Raises UnusableModel if packed weights
-    are requested and there are no kernels for them.
+    With `auto`, the function makes packed layers, to which `settle` may add dense copies. Raises
+    UnusableModel if packed weights are requested and there are no compiled kernels for them.
     """
     if isinstance(kernels, NativeKernels) and form == "packed":
         return lambda matrix: pack(kernels, matrix)
@@ -65,7 +68,7 @@ def maker(kernels: Kernels, form: WeightForm) -> MakeLinear:
 
 
 def by_rows(linear: Linear, matrix: Matrix) -> Linear:
-    """Return a layer that can also be dense, if `linear` is packed; otherwise `linear`."""
+    """Return `linear`; if it is packed, wrap it so that `settle` can add a dense copy."""
     if not isinstance(linear, PackedLinear):
         return linear
     return HybridLinear(linear, lambda: prepacked.Prepacked(matrix.values(), matrix.bias))
@@ -78,11 +81,12 @@ def settle(
     kernels: Kernels,
     folder: Path | None,
 ) -> list[tuple[int, float]]:
-    """Measure a layer, choose the number of rows from which layers are dense, and make the copies.
+    """Measure one layer, choose the steps that use dense weights, and make the dense copies.
 
-    Return (rows, seconds) of a step's linears; empty if nothing was measured.
+    Return (rows, seconds of a step's linears) for each measured number of rows; empty if nothing
+    was measured.
 
-    folder   directory of the measurements
+    folder   directory that caches the measurements; None disables the cache
     """
     layer = [getattr(weights.layers[0], name) for name in LINEARS]
     num_weights = sum(linear.num_weights for linear in layer)
@@ -107,8 +111,10 @@ def settle(
 
 
 def may_be_dense(layer: Sequence[HybridLinear], dtype: torch.dtype, layers: int) -> bool:
-    """Whether dense copies may be made: only in bfloat16, as packed float32 is exact, and only if
-    they fit into memory."""
+    """Return whether dense copies may be made: only in bfloat16, and only if they fit into memory.
+
+    In float32 packed weights are exact, so only those are used.
+    """
     if dtype != torch.bfloat16 or not prepacked.is_possible():
         return False
     needed = layers * sum(each.dense_bytes for each in layer)
@@ -119,8 +125,10 @@ def may_be_dense(layer: Sequence[HybridLinear], dtype: torch.dtype, layers: int)
 
 
 def _settle(weights: LlamaWeights, from_rows: int) -> None:
-    """Make the layers dense from `from_rows` rows on. The head, which computes only sampled
-    rows, stays packed."""
+    """Make steps of at least `from_rows` rows use dense copies; NEVER makes no copies.
+
+    The head stays packed, because it computes only the rows that are sampled.
+    """
     copied = 0
     with torch.inference_mode():
         for layer in weights.layers:
@@ -141,7 +149,7 @@ def _reader(layer: Sequence[HybridLinear]) -> Callable[[], list[Linear]]:
 
 
 def _inputs(config: LlamaConfig, dtype: torch.dtype) -> list[Tensor]:
-    """Return noise as the input of each linear of LINEARS."""
+    """Return random input for each linear named in LINEARS."""
     seen = config.num_heads * config.head_dim
     widths = (config.hidden, seen, config.hidden, config.intermediate)
     noise = torch.Generator().manual_seed(0)
@@ -155,7 +163,7 @@ def _circumstances(
     kernels: Kernels,
     may_be: bool,
 ) -> list[object]:
-    """Return everything that the times depend on."""
+    """Return everything that the measured times depend on: machine, software and sizes."""
     sizes = [
         (x.shape[1], linear.num_weights, sum(tensor.nbytes for tensor in linear.tensors()))
         for x, linear in zip(inputs, layer, strict=True)
@@ -166,8 +174,11 @@ def _circumstances(
 
 
 def pack(kernels: NativeKernels, matrix: Matrix) -> Linear:
-    """Pack a matrix from the file's blocks if all parts have valid ones of one kind, else from
-    numbers."""
+    """Return the matrix as a packed layer, or as a dense one if its size cannot be packed.
+
+    The file's quantised blocks are packed directly if all parts have valid blocks of one kind.
+    Otherwise numbers are packed.
+    """
     blocks = stacked(matrix.blocks())
     if blocks is not None:
         return PackedLinear(kernels, packed.pack_blocks(kernels, blocks), matrix.bias)
