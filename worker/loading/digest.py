@@ -1,10 +1,11 @@
-"""Digest of a model's content: equal for equal files, different for different ones.
+"""Digest of a model's content: equal for equal files, different for different files.
 
-It is part of every prefix-cache hash, so two models must never share it. Files of up to FULL_BYTES
-in total are hashed whole (about 0.1 s per 200 MB). Reading larger ones would dominate the start, so
-their digest covers the size, the first and last HEAD_BYTES (the header with the name and offset of
-every tensor) and evenly spaced samples. Fine-tuning changes nearly all weights, so samples tell
-real models apart. They do not detect single bytes that were altered on purpose.
+The digest is part of every prefix-cache hash, so two models must never have the same one. Files of
+up to FULL_BYTES in total are hashed whole, which takes about 0.1 s per 200 MB. Reading larger files
+would take most of the start, so their digest covers only the size, the first and last HEAD_BYTES
+(which include the name and offset of every tensor) and evenly spaced samples. Fine-tuning changes
+nearly all weights, so the samples of two real models differ. Samples do not detect single bytes
+that were altered on purpose.
 """
 
 from __future__ import annotations
@@ -20,8 +21,7 @@ NUM_SAMPLES = 4096
 
 
 def digest(paths: list[Path], *extra: bytes) -> str:
-    """Return the hex SHA-256 of the files, in the order given, and of `extra`. File names are not
-    part of it."""
+    """Return the hex SHA-256 of the content of the files, in the given order, and of `extra`."""
     total = sum(path.stat().st_size for path in paths)
     whole = hashlib.sha256()
     for path in paths:
@@ -37,7 +37,7 @@ def digest(paths: list[Path], *extra: bytes) -> str:
 
 
 def sampled(file: BinaryIO, size: int) -> bytes:
-    """Return the SHA-256 of the size, both ends, and NUM_SAMPLES pieces at equal distances."""
+    """Return the SHA-256 of the size, both ends, and NUM_SAMPLES evenly spaced samples."""
     taken = hashlib.sha256(size.to_bytes(8, "little"))
     taken.update(file.read(HEAD_BYTES))
     for index in range(NUM_SAMPLES):

@@ -6,13 +6,14 @@ from protocol.errors import EngineError
 
 FETCH_AGAIN = "fetch the model's files again"
 REMEDY = "use another model, or correct its files"
-"""The default remedy, for errors without one of their own."""
+"""The remedy shown for errors that do not give one."""
 
 
 class UnusableModel(EngineError):
-    """Files are missing or damaged, or need something unsupported; the message gives the reason.
+    """The model's files are missing, damaged, or need an unsupported feature.
 
-    `remedy` is what the user can do, if the reason does not show it.
+    The message gives the reason. `remedy` says what the user can do, if the reason does not show
+    it.
     """
 
     code = "unusable_model"
@@ -23,6 +24,6 @@ class UnusableModel(EngineError):
 
 
 class NotEnoughMemory(UnusableModel):
-    """The model does not fit on this machine with these options; the message has the numbers."""
+    """The model does not fit into memory with these options. The message gives the numbers."""
 
     code = "not_enough_memory"

@@ -1,4 +1,4 @@
-"""Typed look-ups in an untrusted mapping; errors name the file and the field."""
+"""Reads typed values from an untrusted mapping. Errors name the file and the field."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ _REQUIRED: Any = object()
 
 
 class Fields:
-    """Errors call the mapping `source`. A null counts as absent, except for `in`."""
+    """A mapping whose values are checked when they are read.
+
+    A field that is null reads like a missing field, except that `in` finds it.
+
+    source   name of the mapping in error messages
+    """
 
     def __init__(self, values: Any, source: str) -> None:
         if not hasattr(values, "get"):
@@ -81,7 +86,7 @@ class Fields:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the file's object. Raises UnusableModel if it is missing or not a JSON object."""
+    """Return the JSON object in a file. Raises UnusableModel if the file is missing or has none."""
     try:
         value = json.loads(path.read_bytes())
     except OSError as error:

@@ -1,8 +1,8 @@
-"""Reads a GGUF file: metadata, tensor table and raw tensor data, memory-mapped without copies.
+"""Reads a GGUF file: metadata, tensor table, and the raw bytes of tensors without copying them.
 
-The file is not trusted: every count, length, offset and size is compared with the file before it is
-used. The parser uses plain struct reads over one mapping, because reading the 100,000 strings of a
-tokenizer as numpy views takes seconds.
+The file is not trusted: every count, length, offset and size is checked against the file's size
+before it is used. The parser reads plain structs from one memory mapping, because reading the
+100,000 strings of a tokenizer as numpy views takes seconds.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 
 
 class GGMLType(IntEnum):
-    """Number types and their codes.
+    """Number types of tensors, with GGUF's codes.
 
-    The package `gguf` has the same table, but importing it takes a tenth of the worker's start. It
-    is imported only for types that this module does not read. A test compares the two tables.
+    The package `gguf` has the same table, but importing the package takes a tenth of the worker's
+    start. It is imported only for types that the worker cannot dequantise itself. A test compares
+    the two tables.
     """
 
     F32 = 0
@@ -65,12 +66,12 @@ class GGMLType(IntEnum):
 
     @property
     def block(self) -> tuple[int, int]:
-        """(numbers, bytes) in a block."""
+        """Return (numbers, bytes) in a block."""
         return _BLOCKS[self]
 
     @property
     def is_readable(self) -> bool:
-        """Return whether this package or `gguf` can read the numbers."""
+        """Return whether the worker or the package `gguf` can read the numbers."""
         return self not in _UNREADABLE
 
 
@@ -118,25 +119,30 @@ STRING, ARRAY = 8, 9
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """shape: in torch's order, slowest axis first; offset: bytes from the start of the file."""
+    """Type, shape and position of a tensor in the file."""
 
     kind: GGMLType
+    #: In torch's order: the last axis is contiguous.
     shape: tuple[int, ...]
+    #: Bytes from the start of the file.
     offset: int
     num_bytes: int
 
 
 class GGUFFile:
-    """metadata: key -> int, float, bool, str or a list of them; tensors: name -> TensorInfo.
+    """A memory-mapped GGUF file.
 
-    Raises UnusableModel if the file is not a GGUF file, is truncated, or contradicts itself.
+    The constructor raises UnusableModel if the file is not a GGUF file, is truncated, or
+    contradicts itself.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         data = _mapped(path)
         header = _Header(data, path)
+        #: Key -> int, float, bool, str, or a list of them.
         self.metadata = header.metadata
+        #: Name -> TensorInfo.
         self.tensors = header.tensors
         self._data = data
 
@@ -146,11 +152,11 @@ class GGUFFile:
         return self._data[info.offset : info.offset + info.num_bytes]
 
     def raw(self, name: str) -> npt.NDArray[np.uint8]:
-        """Return the tensor's bytes as they are in the file, flat."""
-        import numpy as np  # imported here: reading a header without it takes a third of the time
+        """Return the tensor's bytes in the mapped file as a flat array, without copying them."""
+        import numpy as np  # imported here: without it, a header is read three times as fast
 
         info = self.tensors[name]
-        # The mapping is copy-on-write: torch requires writable memory, although nothing writes.
+        # The mapping is copy-on-write because torch requires writable memory. Nothing writes to it.
         return np.frombuffer(self._data, np.uint8, info.num_bytes, info.offset)
 
 
@@ -165,7 +171,7 @@ def _mapped(path: Path) -> mmap.mmap:
 
 
 class _Header:
-    """Parses the file once, from the magic to the end of the tensor table."""
+    """Parses the file's start once, from the magic number to the end of the tensor table."""
 
     def __init__(self, data: mmap.mmap, path: Path) -> None:
         self._data = data
@@ -264,7 +270,10 @@ class _Header:
             raise self._damaged(f"a string is not UTF-8: {error}") from error
 
     def _count(self, size: int, item_bytes: int, noun: str) -> int:
-        """Return the number of items that follow, each at least `item_bytes` long."""
+        """Return the number of items that follow, after checking that the file can hold them.
+
+        item_bytes   the least size of an item
+        """
         count = self._unsigned(size)
         if count * item_bytes > len(self._data) - self._at:
             raise self._damaged(f"{count:,} {noun} do not fit into the rest of the file")

@@ -1,6 +1,6 @@
-"""Model config of a GGUF file of the llama architecture. Needs no torch.
+"""Reads the model config of a GGUF file with the llama architecture. Needs no torch.
 
-Missing keys have llama.cpp's defaults.
+Missing keys get llama.cpp's defaults.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ROPE_FREQS = "rope_freqs.weight"
 
 
 def hf_names(file: GGUFFile) -> dict[str, str]:
-    """Return Hugging Face's name of each tensor -> its name in the file."""
+    """Return the Hugging Face name of each tensor -> its name in the file."""
     names: dict[str, str] = {}
     for name in file.tensors:
         if name != ROPE_FREQS and (other := names.setdefault(_hf_name(name), name)) != name:
@@ -42,7 +42,10 @@ def hf_names(file: GGUFFile) -> dict[str, str]:
 
 
 def _hf_name(name: str) -> str:
-    """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight; other names are returned."""
+    """Return the Hugging Face name of a GGUF tensor, or `name` itself if it is not known.
+
+    For example, blk.3.attn_q.weight becomes model.layers.3.self_attn.q_proj.weight.
+    """
     match name.split("."):
         case [stem, ending] if stem in MODEL_TENSORS:
             return f"{MODEL_TENSORS[stem]}.{ending}"
@@ -52,7 +55,8 @@ def _hf_name(name: str) -> str:
 
 
 def gguf_config(file: GGUFFile) -> LlamaConfig:
-    """Return the config that the metadata describe. Raises UnusableModel, naming the key."""
+    """Return the config of the model that the metadata describe. Raises UnusableModel, naming the
+    key."""
     fields = Fields(file.metadata, str(file.path))
     architecture = fields.text("general.architecture")
     if architecture != "llama":
@@ -106,8 +110,10 @@ def _theta(fields: Fields) -> float:
 
 
 def _scaling(file: GGUFFile, fields: Fields, head_dim: int) -> Scaling:
-    """Return the rope scaling. A factor without a type means linear scaling; the factors of
-    ROPE_FREQS multiply it."""
+    """Return the rope scaling. A factor without a type means linear scaling.
+
+    If the file has the tensor ROPE_FREQS, its factors are multiplied by the linear factor.
+    """
     kind = fields.text("llama.rope.scaling.type", "linear")
     if kind not in ("none", "linear"):
         raise UnusableModel(f"rope scaling {kind!r} is not supported in GGUF files")
@@ -120,7 +126,7 @@ def _scaling(file: GGUFFile, fields: Fields, head_dim: int) -> Scaling:
 
 
 def _linear_factor(fields: Fields) -> float:
-    """Return the factor under the current or the older key; zero and absent mean 1."""
+    """Return the linear factor, from the current or the older key. Zero and absent mean 1."""
     for key in ("llama.rope.scaling.factor", "llama.rope.scale_linear"):
         if key in fields:
             return fields.positive(key) if fields.number(key) else 1.0

@@ -1,8 +1,8 @@
-"""Weights of GGUF files of the llama architecture, dequantised or as quantised blocks.
+"""Reads the weights of GGUF files with the llama architecture, as numbers or as quantised blocks.
 
 llama.cpp's converter interleaves the two halves of each query and key head, because its rotary
-embedding rotates neighbouring items. Reading reverses this, so the model has one layout whatever
-the file.
+embedding rotates neighbouring items. This module reverses the interleaving, so a model has the same
+layout as from safetensors.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from worker.loading.quant_blocks import BLOCK_WEIGHTS, BlockKind, QuantBlocks, d
 from worker.models.config import LlamaConfig
 
 PIECE_ITEMS = 1 << 18
-"""Items dequantised at once: few enough to stay in cache, enough to hide Python's overhead."""
+"""Numbers dequantised at once: few enough for the CPU's caches, but enough to hide the cost of the
+Python loop."""
 PLAIN_DTYPES = {
     GGMLType.F32: torch.float32,
     GGMLType.F16: torch.float16,
@@ -27,7 +28,7 @@ PLAIN_DTYPES = {
 
 
 class GGUFWeights:
-    """A WeightSource that dequantises piece by piece, directly into the target."""
+    """A WeightSource over a GGUF file. It dequantises piece by piece, directly into the target."""
 
     def __init__(self, file: GGUFFile, config: LlamaConfig) -> None:
         self._file = file
@@ -57,14 +58,14 @@ class GGUFWeights:
         return QuantBlocks(BlockKind[info.kind.name], raw)
 
     def _interleaved_heads(self, name: str) -> int:
-        """Return how many heads of the tensor the converter interleaved; 0 for most tensors."""
+        """Return the number of heads if the tensor's heads are interleaved, else 0."""
         if ".q_proj." in name:
             return self._config.num_heads
         return self._config.num_kv_heads if ".k_proj." in name else 0
 
 
 def read_tensor(file: GGUFFile, name: str, target: Tensor) -> None:
-    """Dequantise into `target`, a contiguous tensor with the same number of items."""
+    """Dequantise a tensor into `target`, a contiguous tensor with the same number of items."""
     kind, raw, flat = file.tensors[name].kind, file.raw(name), target.view(-1)
     if kind in PLAIN_DTYPES:
         flat.copy_(torch.from_numpy(raw).view(PLAIN_DTYPES[kind]))
@@ -73,21 +74,21 @@ def read_tensor(file: GGUFFile, name: str, target: Tensor) -> None:
     step = PIECE_ITEMS // block_items
     blocks = raw.reshape(-1, block_bytes)
     for first in range(0, len(blocks), step):
-        # A damaged scale gives infinities or NaN. Numpy's warnings are silenced here; a row fails
-        # later if its logits are not finite.
+        # A damaged scale gives infinities or NaN. Numpy's warnings about them are silenced here,
+        # because a request fails anyway if its logits are not finite.
         with np.errstate(all="ignore"):
             values = _dequantized(blocks[first : first + step], kind)
         flat[first * block_items :][: values.size].copy_(torch.from_numpy(values))
 
 
 def _dequantized(blocks: NDArray[np.uint8], kind: GGMLType) -> NDArray[np.float32]:
-    """Return the numbers of blocks [N, bytes of a block], flat."""
+    """Return the numbers in the blocks [N, bytes of a block] as a flat array."""
     if kind.name in BlockKind.__members__:
         return dequantized(BlockKind[kind.name], blocks).reshape(-1)
-    from gguf.constants import GGMLQuantizationType  # imported here: it is slow, and seldom needed
+    from gguf.constants import GGMLQuantizationType  # imported here: slow, and rarely needed
     from gguf.quants import dequantize
 
-    # Pass one long row: the package loops over rows in Python, 16 at a time.
+    # One long row is fast, because the package loops over rows in Python, 16 at a time.
     row: NDArray[np.float32]
     (row,) = dequantize(blocks.reshape(1, -1), GGMLQuantizationType(kind))
     return row

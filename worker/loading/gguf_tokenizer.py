@@ -1,9 +1,11 @@
-"""Text side of a GGUF file: templates, defaults, and `tokenizer.json`, rebuilt from the vocabulary.
+"""Rebuilds a tokenizer.json from a GGUF file, and reads its templates and defaults. Needs no torch.
 
-The llama architecture has two kinds: "gpt2" is byte-level BPE with explicit merges, and "llama" is
-SentencePiece BPE with a score per piece and byte fallback. The output is built as plain dicts,
-because the library that reads it runs in another process. GGUF files only name the family whose
-pre-tokenizer splits the text before merging; `Family` has its parts. Needs no torch.
+Files of the llama architecture have one of two kinds of tokenizer. "gpt2" is byte-level BPE with
+explicit merges. "llama" is SentencePiece BPE with a score per piece and byte fallback.
+
+A GGUF file does not describe its pre-tokenizer, which splits the text before merging. It only names
+a family of tokenizers; `Family` describes the pre-tokenizer of each. The output is built as plain
+dicts, because the library that reads it runs in the gateway.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ QWEN2_SPLIT = _CONTRACTIONS + _WORD + r"|\p{N}" + _REST
 
 
 def _bytes(*, use_regex: bool) -> Part:
-    """Map bytes to printable characters; `use_regex` splits as GPT-2 does first."""
+    """Return the step that maps bytes to characters. `use_regex` first splits as GPT-2 does."""
     return {
         "type": "ByteLevel",
         "add_prefix_space": False,
@@ -38,6 +40,7 @@ def _bytes(*, use_regex: bool) -> Part:
 
 
 def _split(regex: str) -> Part:
+    """Return the step that splits the text into the matches of `regex`."""
     return {
         "type": "Split",
         "pattern": {"Regex": regex},
@@ -48,15 +51,14 @@ def _split(regex: str) -> Part:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Splitting rules of one family of byte-level BPE tokenizers.
+    """Rules of one family of byte-level BPE tokenizers, which GGUF files do not store."""
 
-    ignore_merges   whether a piece that is itself a token becomes that token without merges
-    adds_bos        whether a BOS token is added, if the file does not set it
-    """
-
+    #: Steps of the pre-tokenizer.
     steps: tuple[Part, ...]
     normalizer: Part | None = None
+    #: Whether a piece that is itself a token becomes that token without merges.
     ignore_merges: bool = False
+    #: Whether a BOS token is added if the file does not say.
     adds_bos: bool = False
 
     @property
@@ -79,7 +81,7 @@ FAMILIES = {
     "qwen2": QWEN2,
     "deepseek-r1-qwen": QWEN2,
 }
-"""`tokenizer.ggml.pre` -> family."""
+"""Value of `tokenizer.ggml.pre` -> family."""
 
 
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
@@ -88,8 +90,10 @@ SPACE = "\u2581"
 
 
 def tokenizer_json(fields: Fields) -> bytes:
-    """Return tokenizer.json for the file's metadata. Raises UnusableModel, naming what is missing
-    or unknown."""
+    """Return the tokenizer.json that the file's metadata describe.
+
+    Raises UnusableModel, naming the key that is missing or has an unsupported value.
+    """
     kind = fields.text("tokenizer.ggml.model")
     if kind == "gpt2":
         parts = _byte_level(fields)
@@ -159,7 +163,7 @@ def _bpe(vocab: dict[str, int], merges: list[list[str]], **options: Any) -> Part
 
 
 def _vocab(tokens: list[str]) -> dict[str, int]:
-    """Return token -> id; the first of equal tokens counts."""
+    """Return token -> id. If tokens are equal, the first one is used."""
     vocab: dict[str, int] = {}
     for index, token in enumerate(tokens):
         vocab.setdefault(token, index)
@@ -167,7 +171,7 @@ def _vocab(tokens: list[str]) -> dict[str, int]:
 
 
 def _check_merges(merges: list[list[str]], vocab: dict[str, int]) -> None:
-    """Check that every merge joins two tokens into a token; the gateway's library requires it."""
+    """Check that every merge joins two tokens into a third, as the gateway's library requires."""
     for merge in merges:
         match merge:
             case [left, right] if left in vocab and right in vocab and left + right in vocab:
@@ -176,7 +180,7 @@ def _check_merges(merges: list[list[str]], vocab: dict[str, int]) -> None:
 
 
 def _merges_by_score(vocab: dict[str, int], scores: list[float]) -> list[list[str]]:
-    """Return all pairs of pieces that form a piece: best score first, then the longer left part."""
+    """Return all pairs of pieces that form a piece: best score first, then longest left part."""
     ranked = []
     for piece, index in vocab.items():
         for cut in range(1, len(piece)):
@@ -188,7 +192,7 @@ def _merges_by_score(vocab: dict[str, int], scores: list[float]) -> list[list[st
 
 
 def _added_tokens(fields: Fields) -> list[Part]:
-    """Return control and user-defined tokens, which are matched in the text before all else."""
+    """Return the unknown, control and user-defined tokens, which are matched before merging."""
     tokens = _strings(fields, "tokens")
     kinds = _numbers(fields, "token_type", len(tokens))
     return [
@@ -207,7 +211,7 @@ def _added_tokens(fields: Fields) -> list[Part]:
 
 
 def _post_processor(fields: Fields, *, adds_bos: bool) -> Part | None:
-    """Add bos before and eos after the text, if the file requests them."""
+    """Return the step that adds BOS before and EOS after the text; None if it would add neither."""
     before = _marker(fields, "bos", wanted=fields.flag("tokenizer.ggml.add_bos_token", adds_bos))
     after = _marker(fields, "eos", wanted=fields.flag("tokenizer.ggml.add_eos_token", False))
     if not before and not after:
@@ -227,7 +231,7 @@ def _post_processor(fields: Fields, *, adds_bos: bool) -> Part | None:
 
 
 def _marker(fields: Fields, name: str, *, wanted: bool) -> dict[str, int]:
-    """Return {token: id}; empty if it is not wanted or the file has none."""
+    """Return {token: id} of `name` (bos or eos); empty if it is not wanted or the file has none."""
     tokens = _strings(fields, "tokens")
     index = fields.integer(f"tokenizer.ggml.{name}_token_id", -1)
     return {tokens[index]: index} if wanted and 0 <= index < len(tokens) else {}

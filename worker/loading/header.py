@@ -1,8 +1,7 @@
-"""Header of a model: all that its files contain except the weights. Needs no torch.
+"""Reads a model's header: everything in its files except the weights. Needs no torch.
 
-    path -> config, tensors (compared with the config), tokenizer and templates
-
-Every reason why a model cannot be used is found here, before a server starts.
+Reading checks that the tensors match the config and that every feature is supported. So an unusable
+model is refused here, before a server starts.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ModelHeader:
-    """paths   the weight files, in a fixed order
-    kinds   tensor name (as `config`'s tensors are named) -> number type, as the format names it
-    """
+    """Everything in a model's files except the weights."""
 
     name: str
     config: LlamaConfig
     files: SafetensorsFiles | GGUFFile
+    #: Hugging Face name of each tensor -> its number type, as the file format calls it.
     kinds: dict[str, str]
     text: TextFacts
+    #: The weight files, in a fixed order.
     paths: list[Path]
 
     @property
@@ -88,8 +87,10 @@ def _gguf_header(path: Path) -> ModelHeader:
 
 
 def _untied_if_heads_differ(config: LlamaConfig, files: SafetensorsFiles) -> LlamaConfig:
-    """Return `config` untied if the files have a head that differs from the embeddings, as
-    transformers does. Otherwise return it unchanged."""
+    """Return `config`, untied if the files have a head that differs from the embeddings.
+
+    transformers does the same.
+    """
     both = EMBEDDING in files.tensors and HEAD_WEIGHT in files.tensors
     if not (config.tied_embeddings and both) or files.are_equal(EMBEDDING, HEAD_WEIGHT):
         return config

@@ -1,4 +1,4 @@
-"""Weights of Hugging Face model directories. No code in them is executed."""
+"""Reads the weights of Hugging Face directories. Executes no code that a directory contains."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from worker.loading.safetensors_files import SafetensorsFiles
 
 
 class SafetensorsWeights:
-    """A WeightSource over one or more mapped files; only the tensors that are read are loaded."""
+    """A WeightSource over safetensors files, from which each tensor is loaded when it is read."""
 
     def __init__(self, files: SafetensorsFiles) -> None:
         opened: dict[Any, Any] = {path: safe_open(path, framework="pt") for path in files.paths}

@@ -1,4 +1,4 @@
-"""Index of a directory's safetensors files: tensor names and byte ranges. Needs no torch."""
+"""Finds a directory's safetensors files and reads their headers. Needs no torch."""
 
 from __future__ import annotations
 
@@ -28,12 +28,14 @@ PIECE_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor's bytes are file[begin:end]."""
+    """Where a tensor is stored, and its type and shape."""
 
     path: Path
     dtype: str
     shape: tuple[int, ...]
+    #: First byte in the file.
     begin: int
+    #: Byte after the last one.
     end: int
 
 
@@ -42,7 +44,7 @@ Sizes = Annotated[list[Size], msgspec.Meta(max_length=MAX_DIMS)]
 
 
 class _Entry(msgspec.Struct, frozen=True):
-    """A tensor in the header; offsets count from the header's end."""
+    """A header's entry for one tensor. Its offsets count from the end of the header."""
 
     dtype: str
     shape: Sizes
@@ -50,7 +52,10 @@ class _Entry(msgspec.Struct, frozen=True):
 
 
 class SafetensorsFiles:
-    """`tensors` maps names to byte ranges. Raises UnusableModel for damaged or truncated files."""
+    """The tensors in a model's safetensors files.
+
+    The constructor raises UnusableModel if a file is damaged or truncated.
+    """
 
     def __init__(self, paths: list[Path]) -> None:
         self.paths = paths
@@ -105,7 +110,7 @@ def _shards(path: Path) -> list[Path]:
 
 
 def _tensors(path: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of one file, after checking every number against the file."""
+    """Return the tensors of one file, after checking its header against the file's size."""
     file_bytes = path.stat().st_size
     try:
         with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""Text side of a model, which its gateway needs: tokenizer, templates, defaults. Needs no torch."""
+"""Reads the tokenizer, the templates and the sampling defaults for the gateway. Needs no torch."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from worker.loading.errors import UnusableModel
 from worker.loading.fields import Fields, read_json
 
 DEFAULT, TOOL_USE = "default", "tool_use"
-"""Names of a model's chat templates; the second is for conversations with tools. A request cannot
-select any other template."""
+"""Names of the chat templates that are used: for conversations without and with tools. Templates
+with other names are ignored."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextFacts:
-    """Tokenizer, templates and defaults; the fields mean the same as in ModelCard."""
+    """Tokenizer, templates and defaults, with the meaning of the same fields in ModelCard."""
 
-    #: A tokenizer.json.
+    #: Content of tokenizer.json.
     tokenizer: bytes
-    #: Tokens that end an answer.
+    #: Ids of the tokens that end an answer.
     eos_token_ids: list[int]
-    #: Token that starts a prompt, if there is one.
+    #: Id of the token that starts a prompt, if there is one.
     bos_token_id: int | None = None
-    #: Padding, which is never generated.
+    #: Id of the padding token, which is never generated.
     pad_token_id: int | None = None
-    #: Role, such as "bos_token" -> text.
+    #: Role, such as "bos_token" -> text of the token.
     special_tokens: dict[str, str] = field(default_factory=dict)
     #: Jinja source of the default template.
     chat_template: str | None = None
@@ -40,7 +40,7 @@ class TextFacts:
     response_template: str | None = None
     #: Recommended sampling parameters.
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
-    #: License of the model, if it is named.
+    #: License of the model, if the files give one.
     license: str | None = None
 
 
@@ -49,10 +49,10 @@ SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token
 
 
 def directory_text(path: Path, config: Fields, vocab_size: int | None = None) -> TextFacts:
-    """Return the tokenizer, templates and defaults of the directory.
+    """Return the tokenizer, templates and defaults of a Hugging Face directory.
 
     config       the fields of config.json; empty if there is none
-    vocab_size   the limit of token ids; None skips that check
+    vocab_size   EOS ids must be below this; None skips the check
     """
     if not (path / "tokenizer.json").is_file():
         raise UnusableModel(f"{path} has no tokenizer.json; other tokenizer formats are not read")
@@ -88,7 +88,7 @@ def _optional_json(path: Path) -> dict[str, Any]:
 
 
 def token_ids(tokenizer: dict[str, Any]) -> dict[str, int]:
-    """Return token -> id, for the vocabulary and the added tokens."""
+    """Return token -> id of the vocabulary and the added tokens in a tokenizer.json."""
     model = tokenizer.get("model")
     vocab = model.get("vocab") if isinstance(model, dict) else None
     ids = dict(vocab) if isinstance(vocab, dict) else {}
@@ -102,7 +102,7 @@ def _added_token(token: Any) -> Fields:
 
 
 def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
-    """Return special tokens by name. A file has each as a string or an object with `content`."""
+    """Return role -> text. In the files, a token is a string or an object with `content`."""
     found = {}
     for name in SPECIAL_TOKENS:
         token = settings.get(name)
@@ -113,7 +113,7 @@ def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
 
 
 def _id_list(fields: Fields, name: str) -> list[int]:
-    """Return the field as a list; the file has one id, a list of ids, or nothing."""
+    """Return the ids in a field, which may hold one id or a list of ids, or be absent."""
     value = fields.get(name, [])
     ids = value if isinstance(value, list) else [value]
     if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
@@ -122,8 +122,10 @@ def _id_list(fields: Fields, name: str) -> list[int]:
 
 
 def _chat_templates(path: Path, settings: dict[str, Any]) -> dict[str, str]:
-    """Return name -> source. Template files take precedence over tokenizer_config.json, as in
-    transformers."""
+    """Return name -> source of each chat template.
+
+    If there are template files, those in tokenizer_config.json are ignored, as in transformers.
+    """
     files = {file.stem: file for file in sorted((path / TEMPLATE_FOLDER).glob("*.jinja"))}
     if (path / TEMPLATE_FILE).is_file():
         files[DEFAULT] = path / TEMPLATE_FILE
@@ -137,7 +139,7 @@ def _chat_templates(path: Path, settings: dict[str, Any]) -> dict[str, str]:
 
 
 def _response_template(settings: dict[str, Any]) -> str | None:
-    """Return the template of tokenizer_config.json unchecked; the gateway's reader checks it."""
+    """Return the response template as JSON text. The gateway checks it."""
     given = settings.get("response_template")
     return None if given is None else json.dumps(given)
 
@@ -157,7 +159,7 @@ def _defaults(generation: Fields) -> SamplingDefaults:
 
 
 class Vocabulary(Protocol):
-    """The part of a model's card or header that is compared."""
+    """The part of a model's card or header that `check_draft` compares."""
 
     @property
     def name(self) -> str: ...
@@ -178,8 +180,7 @@ def check_draft(draft: Vocabulary, model: Vocabulary) -> None:
 
 
 def _tokens(card: Vocabulary) -> tuple[Any, dict[str, int]]:
-    """Return all ids that tokenizer.json assigns: the vocabulary in its own form, and the added
-    tokens."""
+    """Return everything in tokenizer.json that assigns ids: vocabulary and added tokens."""
     tokenizer = msgspec.json.decode(card.tokenizer)
     added = {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or []}
     return tokenizer["model"].get("vocab"), added

@@ -1,7 +1,7 @@
-"""Loads named tensors from files into the fused tensors of a model, one at a time.
+"""Loads the tensors of a model's files into the fused matrices of a model, one at a time.
 
-A source reads one tensor, by its Hugging Face name, into memory that the model has allocated, so no
-tensor is held twice.
+A WeightSource copies each tensor from the files directly into memory that the loader has allocated,
+so no tensor is held in memory twice.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from worker.models.tensors import (
 
 
 class WeightSource(Protocol):
+    """Reads tensors from a model's files. Tensors are named as in Hugging Face checkpoints."""
+
     def read_into(self, name: str, target: Tensor) -> None:
-        """Copy the tensor into `target`, which has the same shape; convert dtype and device."""
+        """Copy the tensor into `target` of the same shape, converting to its dtype and device."""
         ...
 
     def blocks(self, name: str) -> QuantBlocks | None:
-        """Return a matrix that the file stores in quantised blocks; None for any other tensor."""
+        """Return the matrix in quantised blocks, or None if the file stores it in another form."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A matrix of the model before it is read: one part, or several stacked by rows.
+    """A matrix of the model that has not been read yet: one part, or several stacked by rows."""
 
-    blocks   reads the quantised blocks of each part
-    values   reads all parts as numbers [out, in]
-    bias     [out] or None
-    """
-
+    #: Reads each part as quantised blocks; None for a part that the file stores in another form.
     blocks: Callable[[], list[QuantBlocks | None]]
+    #: Reads all parts as numbers [out, in].
     values: Callable[[], Tensor]
+    #: [out]
     bias: Tensor | None
 
 
@@ -66,7 +66,10 @@ def load_llama(
     device: torch.device,
     make: MakeLinear = dense,
 ) -> LlamaWeights:
-    """Read every tensor of the model. `check_tensors` has compared the files with the config."""
+    """Read every tensor of the model. `check_tensors` must have checked the files before.
+
+    make   makes each linear layer from its matrix
+    """
     with torch.inference_mode():
         return _Loader(config, source, dtype, device, make).load()
 
@@ -123,7 +126,7 @@ class _Loader:
         return self._read({name: (self._config.hidden,)})
 
     def _read(self, parts: Mapping[str, tuple[int, ...]]) -> Tensor:
-        """Return the parts (name -> shape), stacked by rows."""
+        """Return the tensors in `parts` (name -> shape), stacked by rows."""
         rows = [shape[0] for shape in parts.values()]
         columns = next(iter(parts.values()))[1:]
         whole = torch.empty((sum(rows), *columns), dtype=self._dtype, device=self._device)

@@ -104,7 +104,9 @@ def rope_config(config: Fields) -> RopeConfig:
 
 def _refuse_the_unknown(rope: Fields, config: Fields, name: str) -> None:
     if any(isinstance(value, dict) for value in rope.values()):
-        raise UnusableModel(f"{name} must be the same in all layers; parameters per layer are not supported")
+        raise UnusableModel(
+            f"{name} must be the same in all layers; parameters per layer are not supported"
+        )
     partial = config.get("partial_rotary_factor")
     if "partial_rotary_factor" in rope:
         partial = rope.number("partial_rotary_factor")
