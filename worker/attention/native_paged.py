@@ -1,4 +1,4 @@
-"""Attention by the compiled kernels, which read keys and values in place.
+"""Attention with the compiled kernels, which read keys and values in place.
 
 A row's bits do not depend on other rows or on the number of threads, in any dtype.
 """
@@ -10,14 +10,15 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from worker.attention.base import AttentionBatch
-from worker.kernels.native import NativeKernels, rows_of
+from worker.kernels.native import NativeKernels, batch_struct
 from worker.kernels.structs import CRows
 
 
 @dataclass(frozen=True, slots=True)
 class NativePlan:
-    """`batch` keeps alive what `rows` points at."""
+    """The rows of a step, as the compiled kernels read them."""
 
+    #: Owns the tensors that `rows` points at.
     batch: AttentionBatch
     rows: CRows
 
@@ -28,7 +29,7 @@ class NativePagedAttention:
         self._block_tokens = block_tokens
 
     def plan(self, batch: AttentionBatch) -> NativePlan:
-        return NativePlan(batch, rows_of(batch, self._block_tokens))
+        return NativePlan(batch, batch_struct(batch, self._block_tokens))
 
     def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: NativePlan) -> Tensor:
         return self._kernels.attend(q, k_cache, v_cache, plan.rows)

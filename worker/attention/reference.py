@@ -1,6 +1,6 @@
-"""Attention in its plainest form: per row and position, in float32.
+"""Attention in its plainest form: one position of one row at a time, in float32.
 
-The oracle in tests of all other backends; never used to serve. Legend in base.py.
+Tests compare all other backends with this one. It is never used to serve. Legend in base.py.
 """
 
 from __future__ import annotations
@@ -19,17 +19,21 @@ class ReferenceAttention:
         out = torch.empty_like(q)
         for row, table in enumerate(plan.block_table):
             start, stop = plan.row_starts[row : row + 2].tolist()
-            unseen = int(plan.context_lens[row]) - (stop - start)
+            num_before = int(plan.context_lens[row]) - (stop - start)
             keys = k_cache[table].flatten(0, 1).float()
             values = v_cache[table].flatten(0, 1).float()
             for token in range(start, stop):
-                visible = unseen + token - start + 1
+                visible = num_before + token - start + 1
                 out[token] = _attend(q[token].float(), keys[:visible], values[:visible]).to(q.dtype)
         return out
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """q [H, D]; keys, values [N, H_kv, D], all of them visible -> [H, D]."""
+    """Return the attention output [H, D] of one query.
+
+    q              [H, D]
+    keys, values   [N, H_kv, D], all of them visible
+    """
     heads, head_dim = q.shape
     group = heads // keys.shape[1]
     out = torch.empty_like(q)

@@ -1,4 +1,4 @@
-"""Choice of the attention backend: the compiled kernels if they support the model, else torch's."""
+"""Chooses the attention backend: the compiled kernels if the model uses them, otherwise torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ from worker.kernels.reference import TorchKernels
 def select_attention(
     block_tokens: int, *, dtype: torch.dtype, kernels: Kernels | None = None
 ) -> Attention:
-    """`block_tokens` of the cache, `dtype` of queries and cache; `kernels` that fit the model."""
+    """Return the attention backend that belongs to `kernels`.
+
+    block_tokens   tokens in a block of the cache
+    dtype          dtype of the queries and of the cache
+    kernels        kernels that support the model; None means torch's
+    """
     kernels = kernels or TorchKernels()
     if isinstance(kernels, NativeKernels):
         return NativePagedAttention(kernels, block_tokens)

@@ -1,18 +1,20 @@
 """Attention over the paged cache with torch's own kernels, on any device.
 
-Decode rows are grouped by their number of blocks, rounded up to a power of two: one gather and one
-SDPA per group, without a Python loop over requests. A row of several tokens (prefill) is one
-gather, then SDPA over tiles of queries, each of which reads only up to its last query's position.
+Rows of one token (decode) are grouped by their number of blocks, rounded up to a power of two. Each
+group needs one gather and one call of scaled_dot_product_attention (SDPA), so there is no Python
+loop over requests. A row of several tokens (prefill) needs one gather, and one SDPA call for each
+tile of its queries. A tile reads keys only up to the position of its last query.
 
 Keys are always gathered in whole blocks and always masked, even if nothing is hidden, so that the
-kernel takes the same path for any padding of the table. Masked values must still be finite
-(0 * NaN is NaN): blocks are zeroed before they are first written, and padding points at the null
+kernel takes the same path for any padding of the table. Masked values must still be finite, because
+0 * NaN is NaN. So blocks are zeroed before they are first written, and padding refers to the null
 block.
 
-On the CPU in float32 a decode row has the same bits alone and among others, whatever the number of
-threads. In bfloat16 it mostly has; with several threads the last bit of some values may differ.
+On the CPU in float32, a decode row has the same bits alone and in any batch, for any number of
+threads. In bfloat16 with several threads, the last bit of some values may differ.
 
-Legend in base.py; b rows of a group, m blocks gathered per row, N = m * block_tokens, G = H / H_kv.
+Legend: as in base.py, and b rows in a group, m blocks gathered per row, N = m * block_tokens,
+G = H / H_kv.
 """
 
 from __future__ import annotations
@@ -28,39 +30,48 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from worker.attention.base import AttentionBatch
 
 MAX_GATHERED_TOKENS = 1 << 11
-"""Per group (a longer row is alone): the copy of keys and values stays small enough for the CPU's
-caches and the allocator's: three times faster than one group for 16 rows of 1,000 tokens."""
+"""Most tokens gathered for one group; a longer row is a group by itself. The copied keys and values
+then fit into the CPU's and the allocator's caches. With 16 rows of 1,000 tokens, this is three
+times as fast as one group."""
 QUERY_MULTIPLE = 4
-"""Of the queries that share keys, filled up with zeros. With other numbers the CPU kernel's float32
-bits were seen to depend on the thread that has the row, presumably by the alignment of its scratch
-memory; with multiples of 4 never (1 to 4 threads, 1 to 12 queries, head dims 8 to 128)."""
+"""The queries that share keys are padded with zeros to a multiple of this. With other numbers, the
+float32 bits of the CPU kernel were seen to depend on the thread that computes a row, presumably
+because of the alignment of its scratch memory. With multiples of 4 they never did (tested with 1 to
+4 threads, 1 to 12 queries, head dims 8 to 128)."""
 TILE_QUERIES = 128
-"""Per prefill tile: bounds the mask, and the work spent on keys that causality hides."""
+"""Most queries in a tile. This limits the size of the mask, and the work spent on keys that the
+causal mask hides."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """blocks [b * m]; mask [b, 1, 1, N], added; rows [b] of the step (None: the first b of it)."""
+    """Decode rows that are computed by one SDPA call."""
 
+    #: [b] indexes of the rows in the step; None means the first b rows.
     rows: Tensor | None
+    #: [b * m]: the blocks of the first row, then of the next one, and so on.
     blocks: Tensor
+    #: [b, 1, 1, N]: 0 for visible keys, -inf for hidden ones.
     mask: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Tokens [start, stop) of the step against their row's first N keys; mask [stop - start, N]."""
+    """Queries of a prefill row in one SDPA call: the tokens [start, stop) of the step."""
 
     start: int
     stop: int
+    #: The queries read this many keys of the row, from its first key on.
     num_keys: int
+    #: [stop - start, num_keys]: 0 for visible keys, -inf for hidden ones.
     mask: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillSpan:
-    """One row of several tokens: its blocks [m], gathered once, and its tiles of queries."""
+    """One row of several tokens. All its tiles use the same gathered keys."""
 
+    #: [m]
     blocks: Tensor
     tiles: list[Tile]
 
@@ -74,7 +85,7 @@ class PagedPlan:
 class TorchPagedAttention:
     """Attention over the paged cache with torch's own kernels.
 
-    `dtype` is the model's. Masks are built in it, so that no layer has to convert them.
+    dtype   the model's; masks have this dtype, so that no layer has to convert them
     """
 
     def __init__(self, block_tokens: int, dtype: torch.dtype) -> None:
@@ -103,7 +114,7 @@ class TorchPagedAttention:
         return out
 
     def _decode_groups(self, batch: AttentionBatch) -> Iterator[tuple[list[int], int]]:
-        """Decode rows that are gathered together, and how many blocks of each."""
+        """Yield the decode rows of each group, and the number of blocks to gather for each row."""
         lens = batch.context_lens[: batch.num_decodes].tolist()
         widths = [_power_of_two(-(-n // self._block_tokens)) for n in lens]
         rows = sorted(range(len(lens)), key=widths.__getitem__)
@@ -127,38 +138,43 @@ class TorchPagedAttention:
     def _span(self, batch: AttentionBatch, row: int) -> PrefillSpan:
         start, stop = batch.row_starts[row : row + 2].tolist()
         context_len = int(batch.context_lens[row])
-        unseen = context_len - (stop - start)
+        num_before = context_len - (stop - start)
         tiles = []
         for first in range(start, stop, TILE_QUERIES):
             end = min(first + TILE_QUERIES, stop)
-            m = -(-(unseen + end - start) // self._block_tokens)
+            m = -(-(num_before + end - start) // self._block_tokens)
             device = batch.block_table.device
-            last = torch.arange(unseen + first - start, unseen + end - start, device=device)
+            last = torch.arange(num_before + first - start, num_before + end - start, device=device)
             mask = self._mask(last, m * self._block_tokens)
             tiles.append(Tile(first, end, m * self._block_tokens, mask))
         num_blocks = -(-context_len // self._block_tokens)
         return PrefillSpan(batch.block_table[row, :num_blocks].contiguous(), tiles)
 
     def _mask(self, last: Tensor, num_keys: int) -> Tensor:
-        """Return the mask [n, num_keys]: 0 up to the last key that a query sees, last [n], and -inf
-        after it."""
+        """Return the mask [n, num_keys]: 0 for visible keys, -inf for hidden ones.
+
+        last   [n], index of the last key that each query sees
+        """
         hidden = torch.arange(num_keys, device=last.device) > last[:, None]
         mask = torch.zeros(hidden.shape, dtype=self._dtype, device=last.device)
         return mask.masked_fill_(hidden, float("-inf"))
 
 
 def _power_of_two(n: int) -> int:
-    """The least power of two that is at least n >= 1."""
+    """Return the least power of two that is at least n; n >= 1."""
     return 1 << (n - 1).bit_length()
 
 
 def _first_blocks(table: Tensor, m: int) -> Tensor:
-    """table [b, M] -> [b, m], cut or padded with the null block."""
+    """Return table [b, M] as [b, m], either cut or padded with the null block."""
     return table[:, :m] if m <= table.shape[1] else pad(table, (0, m - table.shape[1]))
 
 
 def _decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, group: DecodeGroup) -> Tensor:
-    """q, result [b, H, D]. The G heads that share keys stand as G queries: keys are read once."""
+    """Return the output [b, H, D] of a group's queries [b, H, D].
+
+    The G heads that share keys are passed as G queries of one head, so keys are read once.
+    """
     b, heads, head_dim = q.shape
     kv_heads, num_keys = k_cache.shape[2], group.mask.shape[-1]
     k = k_cache.index_select(0, group.blocks).view(b, num_keys, kv_heads, head_dim).transpose(1, 2)
@@ -172,7 +188,7 @@ def _decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, group: DecodeGroup) -> 
 
 
 def _prefill(out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, span: PrefillSpan) -> None:
-    """Write out[start:stop] of each of the span's tiles; q, out [T, H, D]."""
+    """Write the span's rows of out [T, H, D] for the queries q [T, H, D]."""
     k = k_cache.index_select(0, span.blocks).flatten(0, 1).transpose(0, 1)[None]  # [1, H_kv, N, D]
     v = v_cache.index_select(0, span.blocks).flatten(0, 1).transpose(0, 1)[None]
     for tile in span.tiles:

@@ -91,7 +91,7 @@ class DecodeFastPath:
             (None, None) if choice is None else map(address, (choice.tokens, choice.finite))
         )
         library = self._whole.kernels.library
-        bad = library.decode(self._whole.numbers, torch.get_num_threads(), byref(step))
+        bad = library.decode(self._whole.dtype_code, torch.get_num_threads(), byref(step))
         if bad >= 0:
             raise ValueError(
                 f"slot {slots[bad]} holds a token outside the vocabulary of {self._whole.vocab}"

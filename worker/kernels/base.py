@@ -1,4 +1,6 @@
-"""Interface of a step's operations between linears; `native.py` and `reference.py` implement it.
+"""The interface of a step's operations between linears.
+
+`native.py` implements it with compiled kernels, and `reference.py` with torch.
 
 Legend: T tokens in the step, H query heads, H_kv key/value heads, D head dim, I intermediate.
 """
@@ -13,15 +15,23 @@ from worker.kv.cache import KVCache
 
 
 class Kernels(Protocol):
-    """Operations without state: computed in float32 or better, rounded to the tensors' dtype."""
+    """Operations without state. Results are rounded to the tensors' dtype.
 
+    Sums are computed in float32 or better.
+    """
+
+    #: Name in logs and options.
     name: str
 
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        """Add delta to x [T, hidden] in place. Return the RMS norm of x, times weight [hidden]."""
+        """Add `delta` to x in place, and return the RMS norm of x times `weight`.
+
+        x, delta, returns   [T, hidden]
+        weight              [hidden]
+        """
         ...
 
-    def place(
+    def rotate_and_cache(
         self,
         qkv: Tensor,
         rotation: tuple[Tensor, Tensor],
@@ -29,11 +39,15 @@ class Kernels(Protocol):
         layer: int,
         slot_mapping: Tensor,
     ) -> Tensor:
-        """Rotate the queries and keys of qkv [T, (H + 2 H_kv) * D] (layers/rope.py), write keys and
-        values to the cache at slot_mapping [T], and return the queries [T, H, D]. May change
-        qkv."""
+        """Rotate queries and keys, write keys and values to the cache, and return the queries.
+
+        qkv            [T, (H + 2 H_kv) * D]; may be overwritten
+        rotation       cos and sin from layers/rope.py
+        slot_mapping   [T] int64, see AttentionBatch
+        returns        [T, H, D]
+        """
         ...
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """Return silu(gate) * up [T, I] of gate_up [T, 2 I]."""
+        """Return silu(gate) * up, [T, I]. The columns of gate_up [T, 2 I] are gate, then up."""
         ...

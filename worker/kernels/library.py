@@ -1,8 +1,8 @@
 """Finds and loads the compiled kernels that this processor can run.
 
 A library is loaded only if the processor has all features that it was compiled for, and used only
-if it was compiled from this version of the code. It uses the OpenMP runtime that torch has loaded:
-a second runtime would start threads of its own, which compete for the cores.
+if it was compiled from this version of the code. The library uses the OpenMP runtime that torch has
+loaded, because a second runtime would start threads of its own, which compete for the cores.
 """
 
 from __future__ import annotations
@@ -19,24 +19,26 @@ from worker.kernels.sets import INSTRUCTION_SETS, InstructionSet
 log = logging.getLogger(__name__)
 
 VERSION = 4
-"""Version of the signatures and structs: `kernels_version` in csrc/kernels.cpp."""
+"""Version of the signatures and structs. Must equal `kernels_version` in csrc/kernels.cpp."""
 FOLDER = Path(__file__).parent
 ENTRY_POINT = "GOMP_parallel"
-"""Entry point of GNU's OpenMP runtime. Those of LLVM and Intel have it too."""
+"""Entry point of GNU's OpenMP runtime. The runtimes of LLVM and Intel have it too."""
 
 
 class NoKernels(Exception):
-    """There is no compiled library to use; the message says why."""
+    """No compiled library can be used. The message gives the reason."""
 
 
 def runnable(cpu_flags: frozenset[str]) -> list[InstructionSet]:
-    """Return the instruction sets of a processor with these flags, the best first."""
+    """Return the instruction sets that a processor with these flags can run, best first."""
     return [each for each in INSTRUCTION_SETS if each.needs <= cpu_flags]
 
 
 def load(sets: Iterable[InstructionSet]) -> tuple[str, ctypes.CDLL]:
-    """Load the library of the first set that has one. Return its name and the library. Raises
-    NoKernels."""
+    """Load the library of the first compiled set, and return the set's name and the library.
+
+    Raises NoKernels if none is compiled, or the library has another version.
+    """
     names = [each.name for each in sets]
     for name in names:
         path = _path(name)
@@ -45,7 +47,9 @@ def load(sets: Iterable[InstructionSet]) -> tuple[str, ctypes.CDLL]:
         library = ctypes.CDLL(str(path))
         library.kernels_version.restype = ctypes.c_int64
         if library.kernels_version() != VERSION:
-            raise NoKernels(f"{path} is of another version; reinstall (pip install -e .)")
+            raise NoKernels(
+                f"{path} was compiled from another version; reinstall (pip install -e .)"
+            )
         library.set_runtime(_runtime())
         return name, library
     raise NoKernels(
@@ -54,7 +58,7 @@ def load(sets: Iterable[InstructionSet]) -> tuple[str, ctypes.CDLL]:
 
 
 def is_compiled(sets: Iterable[InstructionSet]) -> bool:
-    """Return whether there is a library for any of the sets."""
+    """Return whether a library is compiled for any of the sets."""
     return any(_path(each.name) is not None for each in sets)
 
 
@@ -67,19 +71,21 @@ def _path(name: str) -> Path | None:
 
 
 def _runtime() -> ctypes.c_void_p:
-    """Return the address of ENTRY_POINT in the loaded runtime; null if no runtime is loaded."""
+    """Return the address of ENTRY_POINT in torch's OpenMP runtime; null if no runtime is loaded."""
     path = loaded_runtime()
     if path is None:
         log.warning("torch has not loaded an OpenMP runtime; kernels compute with one thread")
         return ctypes.c_void_p()
-    loaded = ctypes.CDLL(path)  # no second copy: it is loaded
+    loaded = ctypes.CDLL(path)  # returns the loaded copy, and loads no second one
     return ctypes.cast(getattr(loaded, ENTRY_POINT), ctypes.c_void_p)
 
 
 def loaded_runtime(maps: Path = Path("/proc/self/maps")) -> str | None:
-    """Return the file of torch's OpenMP runtime; None if it is not loaded, or the system does not
-    list loaded files. torch's own libraries come first, because another package may have loaded
-    another runtime."""
+    """Return the path of the OpenMP runtime that torch uses; None if none is found.
+
+    None is found if the system does not list loaded files. If several runtimes are loaded, the one
+    in torch's folder is preferred, because another package may have loaded the others.
+    """
     try:
         lines = maps.read_text().splitlines()
     except OSError:
@@ -87,6 +93,6 @@ def loaded_runtime(maps: Path = Path("/proc/self/maps")) -> str | None:
     found = {line.split(maxsplit=5)[-1].strip() for line in lines}
     names = ("libgomp", "libiomp5", "libomp")
     paths = sorted(path for path in found if Path(path).name.startswith(names))
-    torch = importlib.util.find_spec("torch")  # not imported: this file needs none of it
+    torch = importlib.util.find_spec("torch")  # finds its folder without importing it
     home = "" if torch is None or torch.origin is None else str(Path(torch.origin).parent)
     return min(paths, key=lambda path: not path.startswith(home), default=None)

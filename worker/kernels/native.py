@@ -1,4 +1,4 @@
-"""Python calls of the compiled kernels: they take addresses and sizes, and fill tensors.
+"""Calls the compiled kernels, which receive addresses and sizes and write results into tensors.
 
 Every function checks what the C++ code assumes (contiguous memory, one dtype, matching sizes),
 because a wrong address crashes the process. Legend in base.py.
@@ -18,7 +18,7 @@ from worker.kernels import structs
 from worker.kv.cache import KVCache
 
 IS_FLOAT, IS_BFLOAT16 = 0, 1
-NUMBERS = {torch.float32: IS_FLOAT, torch.bfloat16: IS_BFLOAT16}
+DTYPE_CODES = {torch.float32: IS_FLOAT, torch.bfloat16: IS_BFLOAT16}
 
 SIGNATURES = {
     "add_norm": "iiiippppd",
@@ -34,7 +34,7 @@ SIGNATURES = {
     "pack_blocks": "iipiip",
     "pack_dense": "iipiip",
 }
-"""Arguments as in kernels.cpp: i int64, p address, d double."""
+"""Types of the arguments in kernels.cpp: i int64, p address, d double."""
 RETURNS_INT = {"packed_bytes", "decode"}
 """Functions that return an int64; the others return nothing."""
 _TYPES: dict[str, Any] = {"i": ctypes.c_int64, "p": ctypes.c_void_p, "d": ctypes.c_double}
@@ -49,8 +49,10 @@ def declare(library: ctypes.CDLL) -> None:
 
 
 def address(tensor: Tensor | None) -> int | None:
-    """Return the address of a tensor's first item; None for None. Raises ValueError if it is not
-    contiguous."""
+    """Return the address of a tensor's first item, or None for None.
+
+    Raises ValueError if the tensor is not contiguous.
+    """
     if tensor is None:
         return None
     if not tensor.is_contiguous():
@@ -58,8 +60,8 @@ def address(tensor: Tensor | None) -> int | None:
     return tensor.data_ptr()
 
 
-def rows_of(batch: AttentionBatch, block_tokens: int) -> structs.CRows:
-    """Return the step's rows. `batch` must be kept alive as long as they are used."""
+def batch_struct(batch: AttentionBatch, block_tokens: int) -> structs.CRows:
+    """Return the struct of a batch's rows, which points into `batch` and must not outlive it."""
     integers = (batch.slot_mapping, batch.row_starts, batch.context_lens, batch.block_table)
     assert all(tensor.dtype == torch.int64 for tensor in integers)
     return structs.CRows(
@@ -74,7 +76,7 @@ def rows_of(batch: AttentionBatch, block_tokens: int) -> structs.CRows:
 
 
 class NativeKernels:
-    """Kernels and attention of one compiled library."""
+    """The `Kernels` and the attention of one compiled library."""
 
     def __init__(self, name: str, library: ctypes.CDLL) -> None:
         declare(library)
@@ -87,7 +89,7 @@ class NativeKernels:
         assert delta is None or delta.shape == x.shape
         out = torch.empty_like(x)
         self.library.add_norm(
-            numbers(x, weight),
+            dtype_code(x, weight),
             torch.get_num_threads(),
             rows,
             size,
@@ -96,7 +98,7 @@ class NativeKernels:
         )
         return out
 
-    def place(
+    def rotate_and_cache(
         self,
         qkv: Tensor,
         rotation: tuple[Tensor, Tensor],
@@ -109,7 +111,7 @@ class NativeKernels:
         heads = qkv.shape[1] // head_dim - 2 * kv_heads
         assert slot_mapping.shape == (len(qkv),) == rotation[0].shape[:1]
         self.library.place_kv(
-            numbers(qkv, k, *rotation),
+            dtype_code(qkv, k, *rotation),
             torch.get_num_threads(),
             len(qkv),
             byref(structs.CHeads(heads, kv_heads, head_dim)),
@@ -120,7 +122,7 @@ class NativeKernels:
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
         self.library.silu_mul(
-            numbers(gate_up),
+            dtype_code(gate_up),
             torch.get_num_threads(),
             *out.shape,
             address(gate_up),
@@ -129,12 +131,15 @@ class NativeKernels:
         return out
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rows: structs.CRows) -> Tensor:
-        """Compute attention like `Attention.run`. q [T, H, D] may be part of wider rows."""
+        """Return the attention output like `Attention.run`.
+
+        q   [T, H, D]; may be a slice of wider rows, such as qkv
+        """
         tokens, heads, head_dim = q.shape
         assert q.stride()[1:] == (head_dim, 1)
         out = q.new_empty(tokens, heads, head_dim)
         self.library.paged_attention(
-            numbers(q, k, v),
+            dtype_code(q, k, v),
             torch.get_num_threads(),
             byref(structs.CHeads(heads, k.shape[2], head_dim)),
             byref(rows),
@@ -145,10 +150,12 @@ class NativeKernels:
         return out
 
 
-def numbers(*tensors: Tensor) -> int:
-    """Return the code of the dtype of all tensors. Raises ValueError if dtypes differ or are not
-    supported by the kernels."""
+def dtype_code(*tensors: Tensor) -> int:
+    """Return the code of the dtype that all tensors have.
+
+    Raises ValueError if the dtypes differ or are not supported by the kernels.
+    """
     dtypes = {tensor.dtype for tensor in tensors}
-    if len(dtypes) > 1 or not dtypes <= NUMBERS.keys():
-        raise ValueError(f"kernels support {list(NUMBERS)}, not {dtypes}")
-    return NUMBERS[dtypes.pop()]
+    if len(dtypes) > 1 or not dtypes <= DTYPE_CODES.keys():
+        raise ValueError(f"kernels support {list(DTYPE_CODES)}, not {dtypes}")
+    return DTYPE_CODES[dtypes.pop()]

@@ -1,5 +1,7 @@
-"""Matrices in the layout of the compiled kernels. They are packed once at loading: from a file's
-own quantised blocks if it has them, without rounding, otherwise from numbers.
+"""Matrices in the packed layout that the compiled kernels read (csrc/packed.h).
+
+A matrix is packed once, when it is loaded. If the file stores it in quantised blocks, these are
+packed without rounding. Otherwise its float32 or bfloat16 numbers are packed.
 
 Legend: N rows.
 """
@@ -14,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from worker.kernels.native import NUMBERS, NativeKernels, address, numbers
+from worker.kernels.native import DTYPE_CODES, NativeKernels, address, dtype_code
 from worker.kernels.sizes import ALIGNMENT, BF16, F32, Q4, Q8
 from worker.kernels.structs import CPacked
 from worker.loading.quant_blocks import BLOCK_WEIGHTS, BlockKind, QuantBlocks
@@ -24,13 +26,13 @@ DENSE_FORMATS = {torch.bfloat16: BF16, torch.float32: F32}
 
 
 class PackedMatrix:
-    """A packed matrix [outputs, inputs] in memory of its own."""
+    """A packed matrix [outputs, inputs], and the memory that it is stored in."""
 
     def __init__(self, kernels: NativeKernels, fmt: int, outputs: int, inputs: int) -> None:
         if inputs % BLOCK_WEIGHTS:
-            raise ValueError(f"{inputs} columns are not whole groups of {BLOCK_WEIGHTS}")
+            raise ValueError(f"{inputs} columns are not a multiple of {BLOCK_WEIGHTS}")
         size = kernels.library.packed_bytes(fmt, outputs, inputs)
-        # Pages of zeros, touched first by the thread that packs them.
+        # `np.zeros` does not touch the pages. The threads that pack the matrix touch them first.
         self.memory = torch.from_numpy(np.zeros(size + ALIGNMENT, np.uint8))
         start = -self.memory.data_ptr() % ALIGNMENT
         self.struct = CPacked(self.memory.data_ptr() + start, fmt, outputs, inputs)
@@ -45,6 +47,7 @@ class PackedMatrix:
 
 
 def pack_blocks(kernels: NativeKernels, blocks: QuantBlocks) -> PackedMatrix:
+    """Return the quantised blocks as a packed matrix."""
     outputs, groups, _ = blocks.raw.shape
     raw = np.ascontiguousarray(blocks.raw)
     matrix = PackedMatrix(kernels, BLOCK_FORMATS[blocks.kind], outputs, groups * BLOCK_WEIGHTS)
@@ -60,11 +63,11 @@ def pack_blocks(kernels: NativeKernels, blocks: QuantBlocks) -> PackedMatrix:
 
 
 def pack_dense(kernels: NativeKernels, values: Tensor) -> PackedMatrix:
-    """Pack values [outputs, inputs] of float32 or bfloat16, without changing the dtype."""
+    """Return values [outputs, inputs], float32 or bfloat16, as a packed matrix of that dtype."""
     outputs, inputs = values.shape
     matrix = PackedMatrix(kernels, DENSE_FORMATS[values.dtype], outputs, inputs)
     kernels.library.pack_dense(
-        numbers(values),
+        dtype_code(values),
         torch.get_num_threads(),
         address(values),
         outputs,
@@ -76,7 +79,10 @@ def pack_dense(kernels: NativeKernels, values: Tensor) -> PackedMatrix:
 
 @dataclass(slots=True)
 class PackedLinear:
-    """A layers.linear.Linear whose rows have the same bits alone and in any batch."""
+    """A `Linear` (layers/linear.py) with packed weights.
+
+    A row has the same bits alone and in any batch.
+    """
 
     kernels: NativeKernels
     matrix: PackedMatrix
@@ -91,7 +97,7 @@ class PackedLinear:
         return self._into(x, x.new_empty(len(x), self.matrix.outputs))
 
     def to_float(self, x: Tensor) -> Tensor:
-        """Return [N, out] float32 of x [N, in], never rounded to x's dtype."""
+        """Return the output [N, out] for x [N, in] in float32, without rounding to x's dtype."""
         assert self.bias is None
         y = x.new_empty(len(x), self.matrix.outputs, dtype=torch.float32)
         self.kernels.library.linear_to_float(*self._input(x), byref(self.matrix.struct), address(y))
@@ -109,8 +115,8 @@ class PackedLinear:
         return y
 
     def _input(self, x: Tensor) -> Sequence[int | None]:
-        if x.shape[1:] != (self.matrix.inputs,) or x.dtype not in NUMBERS:
+        if x.shape[1:] != (self.matrix.inputs,) or x.dtype not in DTYPE_CODES:
             raise ValueError(
                 f"the input is {tuple(x.shape)} {x.dtype}; it must be [N, {self.matrix.inputs}]"
             )
-        return NUMBERS[x.dtype], torch.get_num_threads(), address(x), len(x)
+        return DTYPE_CODES[x.dtype], torch.get_num_threads(), address(x), len(x)

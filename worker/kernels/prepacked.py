@@ -1,4 +1,4 @@
-"""Dense matrices in oneDNN's blocked layout, converted once instead of in every call.
+"""Dense matrices in oneDNN's blocked layout, into which they are converted once, not in every call.
 
 Legend: N rows.
 """
@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 TYPICAL_ROWS = 64
-"""oneDNN chooses a layout for this number of rows, and uses it for all others too."""
+"""Number of rows for which oneDNN chooses the layout. Other numbers of rows use the same layout."""
 
 
 class Prepacked:
-    """A layers.linear.Linear of weight [out, in] bfloat16 and bias [out] or None."""
+    """A `Linear` (layers/linear.py) with a matrix in oneDNN's layout."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        """Convert weight [out, in] bfloat16; bias [out]."""
         self.num_weights = weight.numel() + (0 if bias is None else bias.numel())
         self._bias = bias
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, TYPICAL_ROWS)
@@ -30,12 +31,12 @@ class Prepacked:
         return self(x).float()
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield the bias only: the matrix has no address."""
+        """Yield only the bias, because torch cannot read the converted matrix."""
         if self._bias is not None:
             yield self._bias
 
 
 def is_possible() -> bool:
-    """Whether torch was built with oneDNN, and has the functions used here."""
+    """Return whether torch was built with oneDNN and has the functions that this module calls."""
     names = ("_reorder_linear_weight", "_linear_pointwise")
     return bool(torch._C._has_mkldnn) and all(hasattr(torch.ops.mkldnn, name) for name in names)

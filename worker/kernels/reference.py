@@ -1,4 +1,4 @@
-"""The kernels in torch, for any device: the reference for the compiled ones, and their fallback.
+"""The kernels in torch, for any device: the reference for the compiled kernels, and their fallback.
 
 Legend in base.py.
 """
@@ -20,7 +20,7 @@ class TorchKernels:
             x.add_(delta)
         return rms_norm(x, weight.shape, weight, eps)
 
-    def place(
+    def rotate_and_cache(
         self,
         qkv: Tensor,
         rotation: tuple[Tensor, Tensor],
@@ -30,9 +30,9 @@ class TorchKernels:
     ) -> Tensor:
         kv_heads, head_dim = cache.k.shape[-2:]
         heads = qkv.view(len(qkv), -1, head_dim)
-        turned = rotate(heads[:, :-kv_heads], *rotation)
-        cache.write(layer, turned[:, -kv_heads:], heads[:, -kv_heads:], slot_mapping)
-        return turned[:, :-kv_heads]
+        rotated = rotate(heads[:, :-kv_heads], *rotation)
+        cache.write(layer, rotated[:, -kv_heads:], heads[:, -kv_heads:], slot_mapping)
+        return rotated[:, :-kv_heads]
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)

@@ -1,6 +1,6 @@
 """Chooses the kernels: those compiled for the processor's best instruction set, or torch's.
 
-attention/select.py follows this choice.
+attention/select.py then chooses the attention backend that belongs to the kernels.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ log = logging.getLogger(__name__)
 def select_kernels(
     wanted: KernelSet, device: torch.device, *, cpu_flags: frozenset[str]
 ) -> Kernels:
-    """Return the kernels for `wanted`. Raises UnusableModel if the processor lacks the instruction
-    set, or its kernels are not compiled.
+    """Return the kernels that the option `wanted` selects.
 
-    cpu_flags   as `machine.cpu_flags` returns them
+    Raises UnusableModel if `wanted` names an instruction set that the processor lacks, or whose
+    kernels are not compiled.
+
+    cpu_flags   the processor's features, from `machine.cpu_flags`
     """
     if wanted == "torch" or device.type != "cpu":
         return TorchKernels()

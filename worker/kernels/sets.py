@@ -1,6 +1,7 @@
-"""The instruction sets that kernels are compiled for, best first: one library each.
+"""The instruction sets that kernels are compiled for, best first. Each set has its own library.
 
-setup.py reads this to compile, and library.py to load. It imports nothing.
+setup.py reads this list to compile the libraries, and library.py to load one. This file imports
+nothing of Tidegate, because it is read before Tidegate is installed.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from typing import NamedTuple
 
 
 class InstructionSet(NamedTuple):
-    """needs: flags of /proc/cpuinfo that a processor must have; options: of the compiler."""
+    """An instruction set that kernels are compiled for."""
 
     name: str
+    #: Flags of /proc/cpuinfo that a processor must have.
     needs: frozenset[str]
+    #: Options for the compiler.
     options: tuple[str, ...]
 
 
@@ -21,7 +24,10 @@ _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl")
 
 
 def _x86(name: str, flags: tuple[str, ...], *more: str) -> InstructionSet:
-    """`more`: flags that the compiler spells without the system's underscore."""
+    """Return an x86 instruction set that needs `flags` and `more`.
+
+    The compiler spells the flags in `more` without the underscores of /proc/cpuinfo.
+    """
     spelt = [flag.replace("_", "") for flag in more]
     return InstructionSet(
         name, frozenset((*flags, *more)), tuple(f"-m{flag}" for flag in (*flags, *spelt))
@@ -34,4 +40,4 @@ INSTRUCTION_SETS = (
     _x86("avx2", _AVX2),
     InstructionSet("generic", frozenset(), ()),
 )
-"""The last one is what the compiler takes for granted on the machine that it compiles for."""
+"""The last set is the compiler's default, which every processor of the architecture can run."""

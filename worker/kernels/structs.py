@@ -1,6 +1,7 @@
-"""The structs of csrc, field by field, which are passed to kernels.cpp by address.
+"""The structs that csrc/kernels.cpp receives by address, field by field as in csrc.
 
-A struct holds addresses of tensors and does not keep them alive; the code that fills it does.
+A struct holds only the addresses of tensors. The code that fills a struct must keep the tensors
+alive.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ class CHeads(Structure):
 
 
 class CRows(Structure):
-    """AttentionBatch (attention/base.py)."""
+    """The rows of an AttentionBatch (attention/base.py)."""
 
     _fields_ = [
         ("row_starts", c_void_p),

@@ -1,7 +1,7 @@
-"""A linear layer in one or two forms: packed for few rows, and also dense for many if that pays.
+"""A linear layer with packed weights and, if that is faster, a dense copy for steps of many rows.
 
-The number of rows from which dense is faster is measured (worker/models/autotune_cache.py). Until
-then the layer is packed, and can read its matrix again from the files.
+Measurements decide whether there is a copy and which steps use it (models/autotune_cache.py). Until
+then, the layer keeps a function that reads its matrix from the files again.
 """
 
 from __future__ import annotations
@@ -15,20 +15,19 @@ from worker.kernels.packed import PackedLinear
 from worker.layers.linear import Linear
 
 NEVER = sys.maxsize
+"""A number of rows that no step has."""
 
 
 class HybridLinear:
-    """A worker.layers.linear.Linear.
+    """A `Linear` (linear.py) that uses packed or dense weights, depending on the number of rows."""
 
-    min_dense_rows   steps with at least this many rows use `dense`
-    """
-
-    def __init__(self, packed: PackedLinear, read: Callable[[], Linear]) -> None:
-        """`read` reads the same matrix again from the files."""
+    def __init__(self, packed: PackedLinear, read_dense: Callable[[], Linear]) -> None:
         self.packed = packed
         self.dense: Linear | None = None
+        #: Steps with at least this many rows use `dense`.
         self.min_dense_rows = NEVER
-        self.read_dense: Callable[[], Linear] | None = read
+        #: Reads the same matrix from the files again. None after `finalize`.
+        self.read_dense: Callable[[], Linear] | None = read_dense
 
     @property
     def num_weights(self) -> int:
@@ -36,12 +35,15 @@ class HybridLinear:
 
     @property
     def dense_bytes(self) -> int:
-        """Memory of a dense copy with numbers of two bytes."""
+        """Return the memory of a dense copy in bfloat16."""
         return 2 * self.num_weights
 
     def finalize(self, min_dense_rows: int) -> Linear:
-        """Return the layer to use from now on. NEVER keeps only the packed form. The files are not
-        read afterwards."""
+        """Return the layer to use from now on, and release the function that reads the files.
+
+        min_dense_rows   steps with at least this many rows will use a dense copy, which is read
+                         now; NEVER makes no copy
+        """
         assert self.read_dense is not None, "the layer is already finalized"
         if min_dense_rows < NEVER:
             self.dense = self.read_dense()
@@ -54,9 +56,9 @@ class HybridLinear:
         return self.packed(x)
 
     def to_float(self, x: Tensor) -> Tensor:
-        """Compute a head in float32. It has only the sampled rows, so it is always packed."""
+        """Return the output in float32. Only the head uses this, and the head is always packed."""
         return self.packed.to_float(x)
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield the memory that a step of few rows reads, without the dense copy."""
+        """Yield the packed weights, without the dense copy."""
         return self.packed.tensors()

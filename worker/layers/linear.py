@@ -1,7 +1,6 @@
-"""Linear layers, either with dense weights through torch or packed ones through the compiled
-kernels (kernels/packed.py). A model works with both.
+"""The interface of linear layers, and their dense implementation with torch.
 
-Legend: N rows.
+kernels/packed.py implements the interface with packed weights. Legend: N rows.
 """
 
 from __future__ import annotations
@@ -15,29 +14,33 @@ from torch.nn.functional import linear
 
 
 class Linear(Protocol):
+    """A linear layer, with any form of weights."""
+
     @property
     def num_weights(self) -> int:
-        """Numbers in the matrix and bias, without padding."""
+        """Return how many numbers the matrix and the bias have, without padding."""
         ...
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [N, in] -> [N, out]."""
+        """Return the output [N, out] for x [N, in], in the dtype of x."""
         ...
 
     def to_float(self, x: Tensor) -> Tensor:
-        """x [N, in] -> [N, out] float32."""
+        """Return the output [N, out] for x [N, in], in float32."""
         ...
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield all memory that the layer holds."""
+        """Yield the tensors that hold the layer's weights."""
         ...
 
 
 @dataclass(slots=True)
 class Dense:
-    """A linear layer with dense weights: weight [out, in], bias [out] or None."""
+    """A linear layer with dense weights."""
 
+    #: [out, in]
     weight: Tensor
+    #: [out]
     bias: Tensor | None = None
 
     @property

@@ -1,7 +1,7 @@
 """Rotary position embeddings: pair (i, i + D/2) of a head rotates by position * inv_freq[i].
 
-Sines and cosines are computed from positions once per step for all layers, so there is no table of
-max_len rows. Legend: T tokens, H heads (queries or keys), D head dim.
+Each step computes the sines and cosines of its positions once for all layers, so there is no table
+of max_len rows. Legend: T tokens, H heads (queries or keys), D head dim.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from worker.models.rope_config import (
 
 
 def inverse_frequencies(head_dim: int, rope: RopeConfig) -> Tensor:
-    """Return [D / 2] float32, the radians per position of each pair."""
+    """Return the radians by which each pair rotates per position, [D / 2] float32."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     inv_freq = 1.0 / rope.theta**exponents
     match rope.scaling:
@@ -41,27 +41,29 @@ def inverse_frequencies(head_dim: int, rope: RopeConfig) -> Tensor:
 def _llama3(inv_freq: Tensor, scaling: Llama3Scaling) -> Tensor:
     turns = scaling.original_context * inv_freq / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return kept * inv_freq + (1 - kept) * inv_freq / scaling.factor
+    unscaled = ((turns - low) / (high - low)).clamp(0, 1)
+    return unscaled * inv_freq + (1 - unscaled) * inv_freq / scaling.factor
 
 
 def _yarn(inv_freq: Tensor, scaling: YarnScaling, theta: float) -> Tensor:
     num_pairs = len(inv_freq)
 
-    def pair_with_turns(times: float) -> float:
-        wavelength = scaling.original_context / (times * 2 * math.pi)
-        return num_pairs * math.log(wavelength) / math.log(theta)
+    def pair_with_turns(turns: float) -> float:
+        """Return the index, with a fraction, of the pair that makes `turns` turns."""
+        inverse_radians = scaling.original_context / (turns * 2 * math.pi)
+        return num_pairs * math.log(inverse_radians) / math.log(theta)
 
     low, high = pair_with_turns(scaling.beta_fast), pair_with_turns(scaling.beta_slow)
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, 2 * num_pairs - 1)
-    width = high - low if high != low else 0.001  # a vertical ramp
-    slowed = ((torch.arange(num_pairs) - low) / width).clamp(0, 1)
-    return slowed * inv_freq / scaling.factor + (1 - slowed) * inv_freq
+    width = high - low if high != low else 0.001  # no ramp, and no division by zero
+    scaled = ((torch.arange(num_pairs) - low) / width).clamp(0, 1)
+    return scaled * inv_freq / scaling.factor + (1 - scaled) * inv_freq
 
 
 def attention_factor(rope: RopeConfig) -> float:
+    """Return the factor of cos and sin, which is 1 for all scalings but YaRN."""
     return rope.scaling.attention_factor if isinstance(rope.scaling, YarnScaling) else 1.0
 
 
@@ -70,9 +72,8 @@ def rotation(
 ) -> tuple[Tensor, Tensor]:
     """Return cos and sin [T, 1, D] of the rotary angles at positions [T] int64, times `factor`.
 
-    The first half of sin is negated, as `rotate` expects.
-
-    Angles are float32 in every dtype, because distant positions need the precision.
+    The first half of sin is negated, as `rotate` expects. The angles are computed in float32 for
+    every dtype, because bfloat16 cannot represent large positions exactly.
     """
     angles = positions[:, None].float() * inv_freq
     cos, sin = angles.cos() * factor, angles.sin() * factor
@@ -81,8 +82,6 @@ def rotation(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x [T, H, D] by the cos and sin of `rotation`.
-
-    The roll swaps the halves of each head; the sign is in sin.
-    """
+    """Return x [T, H, D], rotated by the cos and sin that `rotation` returned."""
+    # `roll` swaps the two halves of each head. The minus sign of one half is in sin.
     return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, -1), sin)

@@ -87,7 +87,7 @@ class Llama:
         delta: Tensor | None = None
         for index, layer in enumerate(self.weights.layers):
             normed = kernels.add_norm(x, delta, layer.attention_norm, eps)
-            q = kernels.place(layer.qkv(normed), turn, cache, index, batch.slot_mapping)
+            q = kernels.rotate_and_cache(layer.qkv(normed), turn, cache, index, batch.slot_mapping)
             seen = attention.run(q, *cache.layer(index), plan)
             normed = kernels.add_norm(x, layer.output(seen.flatten(1)), layer.mlp_norm, eps)
             delta = layer.down(kernels.silu_mul(layer.gate_up(normed)))

@@ -21,7 +21,7 @@ from torch import Tensor
 from worker.attention.native_paged import NativePlan
 from worker.kernels import structs
 from worker.kernels.base import Kernels
-from worker.kernels.native import NativeKernels, address, numbers
+from worker.kernels.native import NativeKernels, address, dtype_code
 from worker.kernels.packed import PackedLinear, PackedMatrix
 from worker.kv.cache import KVCache
 from worker.layers.hybrid_linear import NEVER, HybridLinear
@@ -49,7 +49,7 @@ class WholePass:
         self._config = config
         self._weights = weights
         self.kernels = kernels
-        self.numbers = numbers(weights.embedding, weights.norm)
+        self.dtype_code = dtype_code(weights.embedding, weights.norm)
         self._turns = inverse_frequencies(config.head_dim, config.rope)
         self._heads = structs.CHeads(config.num_heads, config.num_kv_heads, config.head_dim)
         self._layers = (structs.CLayer * len(weights.layers))(*map(_layer, weights.layers))
@@ -86,7 +86,7 @@ class WholePass:
         step.rows = plan.rows
         step.ids, step.positions = address(token_ids), address(batch.positions)
         step.slot_mapping = address(batch.slot_mapping)
-        self.kernels.library.forward(self.numbers, torch.get_num_threads(), byref(step))
+        self.kernels.library.forward(self.dtype_code, torch.get_num_threads(), byref(step))
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ class WholePass:
         logits = torch.empty(len(hidden), self.head.weight.outputs)
         (normed,) = self._memory.take([hidden.numel() * self._weights.norm.itemsize])
         self.kernels.library.logits(
-            self.numbers,
+            self.dtype_code,
             torch.get_num_threads(),
             byref(self.head),
             address(hidden),
@@ -144,7 +144,7 @@ class WholePass:
         """Make this step and later ones use `cache`, whose numbers must have the weights' dtype."""
         if self._cache == cache.k.data_ptr():
             return
-        assert numbers(cache.k, cache.v) == self.numbers
+        assert dtype_code(cache.k, cache.v) == self.dtype_code
         for index, layer in enumerate(self._layers):
             layer.k_cache, layer.v_cache = map(address, cache.layer(index))
         self._cache = cache.k.data_ptr()
