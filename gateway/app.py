@@ -12,17 +12,16 @@ from flask import Flask, Response, request
 from gunicorn.errors import AppImportError
 from werkzeug.exceptions import HTTPException, MethodNotAllowed
 
-from gateway.api.admin import routes as admin
+from gateway.api import admin
 from gateway.api.anthropic import routes as anthropic
-from gateway.api.anthropic.models import VERSION_HEADER
+from gateway.api.anthropic.responses import VERSION_HEADER
 from gateway.api.anthropic.responses import error_body as anthropic_error_body
+from gateway.api.openai import resume_routes
 from gateway.api.openai import routes as openai
 from gateway.api.openai.responses import ErrorAnswer, error_body
 from gateway.api.render import routes as rendering
 from gateway.api.responses import routes as responses
-from gateway.api.responses import stored_routes
 from gateway.api.responses.events import interrupted_response
-from gateway.api.resume import routes as streams
 from gateway.api.tokens import routes as tokens
 from gateway.auth.gate import Gate, Visit
 from gateway.auth.scopes import Scopes
@@ -57,7 +56,7 @@ UNREAD_BODY_BYTES = 1 << 16
 """A longer unread body is not read: the connection is closed after the response."""
 CONTEXT, VISIT = "tidegate.context", "tidegate.visit"
 """Keys of WSGI's environment. Only this module reads them; views get the context."""
-INTERRUPT = {RESPONSE: interrupted_response, STREAM: streams.interrupted_stream}
+INTERRUPT = {RESPONSE: interrupted_response, STREAM: resume_routes.interrupted_stream}
 """Kind of a detached run -> how it ends if its process dies."""
 own_routes = Routes("Operators", ErrorAnswer)
 
@@ -70,8 +69,7 @@ def openapi_document(service: Service, context: RequestContext) -> Response:
 ROUTES: tuple[Route, ...] = (
     *openai.routes,
     *responses.routes,
-    *stored_routes.routes,
-    *streams.routes,
+    *resume_routes.routes,
     *anthropic.routes,
     *tokens.routes,
     *rendering.routes,

@@ -13,8 +13,7 @@ import msgspec
 import pytest
 import requests
 
-from gateway.api.anthropic.models import ModelPage
-from gateway.api.anthropic.responses import AnsweredMessage, MessagesErrorAnswer
+from gateway.api.anthropic.responses import AnsweredMessage, MessagesErrorAnswer, ModelPage
 from gateway.http.sse import KEEP_ALIVE
 from protocol.errors import ErrorInfo
 from tests.support.anthropic import anthropic_events, message_of, prompt_tokens

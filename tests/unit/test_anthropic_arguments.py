@@ -8,7 +8,7 @@ from typing import Any
 import jiter
 import pytest
 
-from gateway.api.anthropic.tool_input import INVALID_JSON, MAX_SCALAR_CHARS, ToolInput
+from gateway.api.anthropic.blocks import INVALID_JSON, MAX_SCALAR_CHARS, ToolInput
 
 
 def told(*bits: str, complete: bool = True) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from gateway.api.anthropic.blocks import INVALID_JSON
 from gateway.api.anthropic.responses import (
     AnsweredMessage,
     AnthropicEnvelope,
@@ -15,7 +16,6 @@ from gateway.api.anthropic.responses import (
     error_body,
 )
 from gateway.api.anthropic.stream import EventWriter, whole_message
-from gateway.api.anthropic.tool_input import INVALID_JSON
 from gateway.auth.caller import secret_in
 from gateway.formats.event_builder import INVALID_ARGUMENTS
 from gateway.formats.events import (

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engine_core.health import LATE_S, Health
-from gateway.api.admin.health import doing, in_words
+from gateway.api.admin import doing, in_words
 from protocol.messages import Limits
 from protocol.stats import EngineStats, WorkerView
 

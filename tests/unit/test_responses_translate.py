@@ -18,7 +18,7 @@ from gateway.api.responses.items import (
     seal,
 )
 from gateway.api.responses.requests import ResponsesBody, check
-from gateway.api.responses.stored_routes import page_of
+from gateway.api.responses.routes import page_of
 from gateway.api.responses.translate import SAME, ResponsesTranslation, chat_body, check_outputs
 from gateway.api.responses.truncation import (
     items_after,

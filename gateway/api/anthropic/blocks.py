@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
+import re
+from collections.abc import Mapping
 from typing import Literal, Protocol
 
-from gateway.api.anthropic.tool_input import INVALID_JSON, ToolInput
 from gateway.formats.event_builder import INVALID_ARGUMENTS
 from gateway.formats.events import (
     Content,
@@ -130,3 +132,180 @@ def signature_of(digest: hashlib.blake2b) -> str:
     """Return a digest of the thinking text. It proves nothing and is never checked. Clients drop
     thinking blocks without a signature."""
     return base64.b64encode(digest.digest()).decode()
+
+
+# ---- the input of a tool_use block
+
+INVALID_JSON = "INVALID_JSON"
+MAX_SCALAR_CHARS = 1024
+"""Longer numbers are treated as invalid, because a number is held back until it is complete."""
+
+_RUN = re.compile(r'[^"\\\x00-\x1f]++')
+_ESCAPE = re.compile(
+    r"\\(?:[\"\\/bfnrt]|u(?![dD][89a-fA-F])[0-9a-fA-F]{4}"
+    r"|u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})"
+)
+MAX_ESCAPE_CHARS = 12
+_BLANKS = re.compile(r"[ \t\r\n]++")
+_SCALAR = re.compile(r"[0-9A-Za-z+\-.]++")
+_COMPLETE_SCALAR = re.compile(
+    r"(?:true|false|null|-?(?:0|[1-9][0-9]*+)(?:\.[0-9]++)?(?:[eE][+-]?[0-9]++)?)"
+)
+
+START, FIRST_KEY, KEY, COLON, VALUE, FIRST_VALUE, AFTER, STRING, KEY_STRING, DONE = (
+    *("start", "first key", "key", "colon", "value", "first value", "after"),
+    *("string", "key string", "done"),
+)
+"""States: the expected token, or the kind of string being read."""
+
+_OPEN: Mapping[str, tuple[str, str]] = {"{": ("}", FIRST_KEY), "[": ("]", FIRST_VALUE)}
+_VALUES = {VALUE, FIRST_VALUE}
+_NEXT: Mapping[tuple[str, str], str] = {
+    (START, "{"): FIRST_KEY,
+    (FIRST_KEY, '"'): KEY_STRING,
+    (FIRST_KEY, "}"): AFTER,
+    (KEY, '"'): KEY_STRING,
+    (COLON, ":"): VALUE,
+    (VALUE, '"'): STRING,
+    (VALUE, "{"): FIRST_KEY,
+    (VALUE, "["): FIRST_VALUE,
+    (VALUE, "scalar"): AFTER,
+    (FIRST_VALUE, '"'): STRING,
+    (FIRST_VALUE, "{"): FIRST_KEY,
+    (FIRST_VALUE, "["): FIRST_VALUE,
+    (FIRST_VALUE, "]"): AFTER,
+    (FIRST_VALUE, "scalar"): AFTER,
+    (AFTER, ","): KEY,  # in an object; in an array a value
+    (AFTER, "}"): AFTER,
+    (AFTER, "]"): AFTER,
+}
+"""(state, token) -> next state. A missing row is invalid JSON."""
+
+
+class ToolInput:
+    """The arguments of one call. If `is_broken`, they are not a JSON object, and the rest is not
+    emitted."""
+
+    def __init__(self) -> None:
+        self.is_broken = False
+        self._at = START
+        self._closers: list[str] = []
+        self._raw: list[str] = []
+        self._rest = ""  # an incomplete token
+        self._held: list[str] = []  # tokens after the last point that brackets can close
+        self._has_member = False
+
+    def push(self, text: str) -> str:
+        """Return the text to emit after the model wrote `text`."""
+        self._raw.append(text)
+        if self.is_broken:
+            return ""
+        emitted: list[str] = []
+        text, self._rest = self._rest + text, ""
+        position = 0
+        while position < len(text) and not self.is_broken:
+            next_state = self._token(text, position, emitted)
+            if next_state == position:  # the token is not complete
+                self._rest = text[position:]
+                break
+            position = next_state
+        return "".join(emitted)
+
+    def finish(self, *, complete: bool) -> str:
+        """Return the rest of the object. `complete`: the model finished the call."""
+        if complete and (self._at != DONE or self._rest):
+            self.is_broken = True
+        if self._at == DONE and not self.is_broken:
+            return "".join(self._held).rstrip()
+        end = "{" if self._at == START else '"' if self._at == STRING else ""
+        end += "".join(reversed(self._closers[1:]))
+        if self.is_broken:
+            member = json.dumps({INVALID_JSON: "".join(self._raw)}, ensure_ascii=False)[1:-1]
+            end += ("," if self._has_member else "") + member
+        return end + "}"
+
+    # ---- tokens
+
+    def _token(self, text: str, position: int, emitted: list[str]) -> int:
+        """Read one token at `position`. Return its end, or `position` if it is incomplete."""
+        if self._at in (STRING, KEY_STRING):
+            return self._in_string(text, position, emitted)
+        if blanks := _BLANKS.match(text, position):
+            self._held.append(blanks[0])
+            return blanks.end()
+        scalar = _SCALAR.match(text, position)
+        if scalar is None:
+            self._structural(text[position], emitted)
+            return position + 1
+        if scalar.end() == len(text) and len(scalar[0]) <= MAX_SCALAR_CHARS:
+            return position
+        self._scalar(scalar[0], emitted)
+        return scalar.end()
+
+    def _in_string(self, text: str, position: int, emitted: list[str]) -> int:
+        if run := _RUN.match(text, position):
+            self._within(run[0], emitted)
+            return run.end()
+        char = text[position]
+        if char == '"':
+            self._within(char, emitted)
+            self._at = COLON if self._at == KEY_STRING else AFTER
+        elif char != "\\":
+            self._within(json.dumps(char)[1:-1], emitted)
+        elif escape := _ESCAPE.match(text, position):
+            self._within(escape[0], emitted)
+            return escape.end()
+        elif len(text) - position < MAX_ESCAPE_CHARS:
+            return position
+        else:
+            self.is_broken = True
+        return position + 1
+
+    def _within(self, text: str, emitted: list[str]) -> None:
+        """Add part of a string. A value can be split between characters; a key cannot be split."""
+        if self._at == STRING:
+            emitted.append(text)
+        else:
+            self._held.append(text)
+
+    def _scalar(self, text: str, emitted: list[str]) -> None:
+        next_state = _NEXT.get((self._at, "scalar"))
+        is_whole = len(text) <= MAX_SCALAR_CHARS and _COMPLETE_SCALAR.fullmatch(text)
+        if next_state is None or not is_whole:
+            self.is_broken = True
+        else:
+            self._at = next_state
+            self._emit(text, emitted)
+
+    def _structural(self, char: str, emitted: list[str]) -> None:
+        next_state = _NEXT.get((self._at, char))
+        if next_state is None or (char in "}]" and self._closers[-1] != char):
+            self.is_broken = True
+            return
+        self._at = next_state
+        if char in _OPEN:
+            self._closers.append(_OPEN[char][0])
+            self._emit(char, emitted)
+        elif char in "}]":
+            self._close(char, emitted)
+        elif next_state == STRING:
+            self._emit(char, emitted)
+        else:
+            if char == "," and self._closers[-1] == "]":
+                self._at = VALUE
+            self._held.append(char)
+
+    def _close(self, char: str, emitted: list[str]) -> None:
+        """Close a bracket. The outermost one is held back, because invalid text may follow."""
+        self._closers.pop()
+        if self._closers:
+            self._emit(char, emitted)
+        else:
+            self._at = DONE
+            self._held.append(char)
+
+    def _emit(self, text: str, emitted: list[str]) -> None:
+        emitted.extend(self._held)
+        emitted.append(text)
+        self._held.clear()
+        self._has_member = self._has_member or self._at != FIRST_KEY or len(self._closers) > 1

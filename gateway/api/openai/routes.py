@@ -12,6 +12,7 @@ from typing import Any
 from flask import Response, request
 
 from gateway.api.openai import prepare, requests, responses
+from gateway.api.openai import resume_routes as resume
 from gateway.api.openai.response_builder import (
     ChatResponseBuilder,
     OpenAIEnvelope,
@@ -19,7 +20,6 @@ from gateway.api.openai.response_builder import (
     prompt_logprobs_builder,
 )
 from gateway.api.openai.stream import ChunkStream, chunk_options, whole_response
-from gateway.api.resume import routes as resume
 from gateway.context import RequestContext
 from gateway.engine.kv_params import (
     KVTransferParams,

@@ -1,0 +1,383 @@
+"""Routes for operators: health, version, metrics, models."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any, Literal, TypedDict
+
+import msgspec
+from flask import Response, request
+from msgspec import UNSET, UnsetType
+
+from gateway.api.anthropic.responses import (
+    VERSION_HEADER,
+    MessagesErrorAnswer,
+    ModelInfo,
+    ModelPage,
+    model_info,
+    model_page,
+)
+from gateway.api.openai.responses import ErrorAnswer
+from gateway.context import RequestContext
+from gateway.engine.client import ZmqEngineClient
+from gateway.http.route import READING, Parameter, Routes, json_response
+from gateway.observe.metrics import CONTENT_TYPE
+from gateway.served_model import ServedModel, version
+from gateway.service import Service
+from protocol.messages import Limits
+from protocol.stats import EngineStats, WorkerView
+
+# ---- response bodies
+
+
+class Version(msgspec.Struct, frozen=True):
+    version: str
+
+
+class GatewayFacts(msgspec.Struct, frozen=True):
+    """The gateway process that responds. `age_s` is the time since it started."""
+
+    pid: int
+    draining: bool
+    age_s: float
+
+
+class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """The engine's state as of its last heartbeat; null before the first heartbeat.
+
+    silence_s        age of the last heartbeat
+    steps            steps planned so far; the number grows while the server computes
+    doing            the worker's activity in words
+    worker_step_s    age of the worker's current step
+    """
+
+    epoch: str | None
+    silence_s: float | None
+    pid: int | None = None
+    steps: int | None = None
+    doing: str | None = None
+    worker_pid: int | None = None
+    worker_step_s: float | None = None
+
+
+class EngineState(msgspec.Struct, frozen=True, kw_only=True):
+    """One of several engines. The numbers are from its last heartbeat; null if it is not ready.
+
+    why  the reason it is not ready
+    """
+
+    address: str
+    ready: bool
+    why: str | None
+    epoch: str | None
+    silence_s: float | None
+    running: int | None
+    waiting: int | None
+    waiting_tokens: int | None
+    free_blocks: int | None
+    total_blocks: int | None
+
+
+class ReadinessAnswer(msgspec.Struct, frozen=True):
+    """Whether requests can be served.
+
+    why               the reason the server is not ready; null if it is ready
+    prefill, decode   the engines of a disaggregated server; one decode engine is enough to be ready
+    """
+
+    ready: bool
+    why: str | None
+    gateway: GatewayFacts
+    engine: EngineFacts
+    prefill: list[EngineState] | UnsetType = UNSET
+    decode: list[EngineState] | UnsetType = UNSET
+
+
+class Live(msgspec.Struct, frozen=True):
+    live: Literal[True]
+    gateway: GatewayFacts
+
+
+class Startup(msgspec.Struct, frozen=True):
+    """Whether a model has been available; `why` gives the reason if not, and is null otherwise."""
+
+    started: bool
+    why: str | None
+    gateway: GatewayFacts
+    engine: EngineFacts
+
+
+class Formats(msgspec.Struct, frozen=True):
+    """The formats for parsing answers, and why they were chosen. Null: not parsed for these."""
+
+    tools: str | None
+    reasoning: str | None
+    why: str
+
+
+class SamplingInEffect(msgspec.Struct, frozen=True):
+    """The default sampling parameters."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    frequency_penalty: float
+    presence_penalty: float
+    repetition_penalty: float
+
+
+class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """root  the model's own name; `id` may be an alias set by the operator"""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    parent: None
+    max_model_len: int
+    default_sampling: SamplingInEffect
+    formats: Formats
+
+
+class Models(msgspec.Struct, frozen=True):
+    object: Literal["list"]
+    data: list[ModelEntry]
+
+
+# ---- routes
+
+routes = Routes("Operators", ErrorAnswer)
+_VERSION = Parameter(
+    "anthropic-version", "If set, responses and errors have Anthropic's shape.", "header"
+)
+_LIMIT = {"type": "integer", "minimum": 1, "maximum": 1000}
+_PAGE = (
+    Parameter("limit", "Maximum number of models on a page, in Anthropic's shape.", schema=_LIMIT),
+    Parameter("after_id", "Return the models after this id."),
+    Parameter("before_id", "Return the models before this id."),
+)
+_HEALTH: dict[str, Any] = {"scope": "public", "is_probe": True, "statuses": (405, 500)}
+
+
+@routes.get(
+    "/livez",
+    scope="public",
+    is_probe=True,
+    about="Liveness: this process responds.",
+    gives=Live,
+)
+def livez(service: Service, context: RequestContext) -> Response:
+    return json_response(Live(live=True, gateway=gateway_facts(service)))
+
+
+@routes.get(
+    "/startupz",
+    **_HEALTH,
+    about="Startup: a model has become available since this process started.",
+    gives=Startup,
+    otherwise={503: Startup},
+)
+def startupz(service: Service, context: RequestContext) -> Response:
+    answer = startup(service)
+    return _health(answer, is_well=answer.started)
+
+
+@routes.get(
+    "/readyz",
+    **_HEALTH,
+    about="Readiness: requests can be served now; if not, `why` has the reason.",
+    gives=ReadinessAnswer,
+    otherwise={503: ReadinessAnswer},
+)
+@routes.get(
+    "/health",
+    **_HEALTH,
+    about="The same as /readyz.",
+    gives=ReadinessAnswer,
+    otherwise={503: ReadinessAnswer},
+)
+def readyz(service: Service, context: RequestContext) -> Response:
+    answer = readiness(service)
+    return _health(answer, is_well=answer.ready)
+
+
+def _health(answer: msgspec.Struct, *, is_well: bool) -> Response:
+    response = json_response(answer, 200 if is_well else 503)
+    if not is_well:
+        response.headers["Retry-After"] = "1"
+    return response
+
+
+@routes.get("/version", about="Return the server's version.", gives=Version)
+def server_version(service: Service, context: RequestContext) -> Response:
+    return json_response(Version(version=version()))
+
+
+@routes.get(
+    "/metrics", scope="metrics", is_probe=True, about="Prometheus metrics.", statuses=(405, 500)
+)
+def metrics(service: Service, context: RequestContext) -> Response:
+    return Response(service.metrics.text(), content_type=CONTENT_TYPE)
+
+
+@routes.get(
+    "/v1/models",
+    about="List the served model under each of its names.",
+    gives=(Models, ModelPage),
+    error=(ErrorAnswer, MessagesErrorAnswer),
+    statuses=(400, *READING),
+    parameters=(_VERSION, *_PAGE),
+)
+def models(service: Service, context: RequestContext) -> Response:
+    served = service.model()
+    if VERSION_HEADER in request.headers:
+        return json_response(model_page(served, request.args))
+    listed = [_model(served, name) for name in served.names]
+    return json_response(Models(object="list", data=listed))
+
+
+@routes.get(
+    "/v1/models/<path:name>",
+    about="Describe one served model.",
+    gives=(ModelEntry, ModelInfo),
+    error=(ErrorAnswer, MessagesErrorAnswer),
+    parameters=(Parameter("name", "A served model name.", place="path"), _VERSION),
+)
+def model(service: Service, context: RequestContext, name: str) -> Response:
+    served = service.model(name)
+    if VERSION_HEADER in request.headers:
+        return json_response(model_info(served, name))
+    return json_response(_model(served, name))
+
+
+def _model(served: ServedModel, name: str) -> ModelEntry:
+    output_format = served.output_format
+    return ModelEntry(
+        id=name,
+        object="model",
+        created=served.since,
+        owned_by="tidegate",
+        root=served.card.name,
+        parent=None,
+        max_model_len=served.limits.max_len,
+        default_sampling=msgspec.convert(served.defaults.effective_values(), SamplingInEffect),
+        formats=Formats(
+            tools=output_format.tools, reasoning=output_format.reasoning, why=output_format.why
+        ),
+    )
+
+
+# ---- health
+
+FRESH_S = 1.9
+"""With an older heartbeat the gateway is not ready, although the engine's lease may still be valid.
+Heartbeats arrive about every PING_EVERY_S."""
+
+
+def readiness(service: Service) -> ReadinessAnswer:
+    """Return whether this process is ready for requests, and the details."""
+    trouble, silence_s = service.trouble(), service.engine.silence_s
+    why = trouble.message if trouble is not None else None
+    if why is None and silence_s is not None and silence_s > FRESH_S:
+        why = f"the engine has been silent for {silence_s:.1f} s"
+    states = {
+        role: [_engine_state(line.engine) for line in service.engine.lines if line.role == role]
+        for role in ("prefill", "decode")
+    }
+    return ReadinessAnswer(
+        ready=why is None,
+        why=why,
+        gateway=gateway_facts(service),
+        engine=_engine_facts(service),
+        prefill=states["prefill"] or UNSET,
+        decode=states["decode"] or UNSET,
+    )
+
+
+def startup(service: Service) -> Startup:
+    """Return whether a model has ever been served, and the details."""
+    trouble = None if service.has_served else service.trouble()
+    return Startup(
+        started=service.has_served,
+        why=None if trouble is None else trouble.message,
+        gateway=gateway_facts(service),
+        engine=_engine_facts(service),
+    )
+
+
+def gateway_facts(service: Service) -> GatewayFacts:
+    age_s = round(time.monotonic() - service.started_at, 3)
+    return GatewayFacts(pid=os.getpid(), draining=service.is_draining(), age_s=age_s)
+
+
+def _engine_facts(service: Service) -> EngineFacts:
+    engine = service.engine
+    return EngineFacts(
+        epoch=engine.epoch,
+        silence_s=_rounded(engine.silence_s),
+        **doing(engine.stats, engine.limits),
+    )
+
+
+def _engine_state(engine: ZmqEngineClient) -> EngineState:
+    trouble, stats = engine.trouble(), engine.stats
+    return EngineState(
+        address=engine.address,
+        ready=trouble is None,
+        why=None if trouble is None else trouble.message,
+        epoch=engine.epoch,
+        silence_s=_rounded(engine.silence_s),
+        running=stats.running if stats else None,
+        waiting=stats.waiting if stats else None,
+        waiting_tokens=stats.waiting_tokens if stats else None,
+        free_blocks=stats.free_blocks if stats else None,
+        total_blocks=stats.total_blocks if stats else None,
+    )
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 3)
+
+
+class Doing(TypedDict, total=False):
+    """The fields of `EngineFacts` that come from a heartbeat."""
+
+    pid: int
+    steps: int
+    doing: str
+    worker_pid: int
+    worker_step_s: float
+
+
+def doing(stats: EngineStats | None, limits: Limits | None) -> Doing:
+    """Return the engine's activity. Empty if this engine process sent no heartbeat yet."""
+    if stats is None or limits is None:
+        return {}
+    worker = stats.worker
+    return {
+        "pid": worker.engine_pid,
+        "steps": stats.num_steps,
+        "doing": in_words(worker, limits.token_budget),
+        "worker_pid": worker.pid,
+        "worker_step_s": round(worker.step_s, 3),
+    }
+
+
+def in_words(worker: WorkerView, token_budget: int) -> str:
+    """Return the worker's activity: "computing step 8 for 1.2 s (1.5 s expected): chunk 3 of 12".
+
+    A chunk has at most `token_budget` tokens, so the number of chunks is a lower bound.
+    """
+    if worker.trouble:
+        return worker.trouble
+    if not worker.step:
+        return "idle"
+    expected = f" ({worker.expected_s:.1f} s expected)" if worker.expected_s else ""
+    text = f"computing step {worker.step} for {worker.step_s:.1f} s{expected}"
+    if not worker.prompt_tokens:
+        return text
+    chunk = worker.computed_tokens // token_budget + 1
+    return f"{text}: chunk {chunk} of {max(chunk, -(-worker.prompt_tokens // token_budget))}"

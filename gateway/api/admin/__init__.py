@@ -1,1 +1,0 @@
-"""Routes for operators: health, version, metrics, models."""

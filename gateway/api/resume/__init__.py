@@ -1,1 +1,0 @@
-"""Streams that a client can resume after its connection broke, on request."""
