@@ -94,19 +94,19 @@ class Preparation:
         if source is None:
             return None
         if not trusts:
-            raise InvalidRequest(
-                "chat_template: this server does not accept templates from requests; its operator "
+            raise InvalidRequest.at(
+                "chat_template",
+                "this server does not accept templates from requests; its operator "
                 "can allow them with --trust-request-chat-template",
-                param="chat_template",
             )
         return self.model.renderer.compiled(source)
 
     def _check_tools(self) -> None:
         if self.plan.demands_call and self.model.output_format.tools is None:
-            raise InvalidRequest(
-                "tool_choice: tool calls cannot be required, because this model's tool format is "
+            raise InvalidRequest.at(
+                "tool_choice",
+                "tool calls cannot be required, because this model's tool format is "
                 "unknown; set tool_choice to 'auto', or restart the server with --tool-format",
-                param="tool_choice",
             )
 
     @property
@@ -353,12 +353,12 @@ def check_chat(body: ChatBody) -> None:
 
 def check_batch(body: BatchBody, max_conversations: int) -> None:
     if body.stream:
-        raise InvalidRequest("stream: must be false; batches cannot be streamed", param="stream")
+        raise InvalidRequest.at("stream", "must be false; batches cannot be streamed")
     if len(body.messages) > max_conversations:
-        raise InvalidRequest(
-            f"messages: {len(body.messages):,} conversations exceed this server's limit of "
+        raise InvalidRequest.at(
+            "messages",
+            f"{len(body.messages):,} conversations exceed this server's limit of "
             f"{max_conversations:,} per batch",
-            param="messages",
         )
     for place, messages in enumerate(body.messages):
         check_depth(messages, f"messages[{place}]")
@@ -370,7 +370,7 @@ def check_conversation(body: ChatBody | BatchBody) -> None:
     for field in _NESTED:
         check_depth(getattr(body, field), field)
     if body.top_logprobs and not body.logprobs:
-        raise InvalidRequest("top_logprobs: requires logprobs to be true", param="top_logprobs")
+        raise InvalidRequest.at("top_logprobs", "requires logprobs to be true")
     if body.modalities not in (None, ["text"]):
         raise unsupported("modalities", "the only supported value is ['text']")
     for field, instead in _REPLACED.items():
@@ -392,16 +392,16 @@ def check_completion(body: CompletionBody) -> None:
     if body.suffix:
         raise unsupported("suffix")
     if body.max_tokens == 0 and not body.echo:
-        raise InvalidRequest("max_tokens: 0 requires echo to be true", param="max_tokens")
+        raise InvalidRequest.at("max_tokens", "0 requires echo to be true")
 
 
 def _check_common(body: ChatBody | BatchBody | CompletionBody) -> None:
     if body.stream_options is not None and not body.stream:
-        raise InvalidRequest("stream_options: requires stream to be true", param="stream_options")
+        raise InvalidRequest.at("stream_options", "requires stream to be true")
     if body.prompt_logprobs is not None and body.stream:
-        raise InvalidRequest("prompt_logprobs: not available with stream", param="prompt_logprobs")
+        raise InvalidRequest.at("prompt_logprobs", "not available with stream")
     if body.logprob_token_ids and body.num_logprobs is None:
-        raise InvalidRequest("logprob_token_ids: requires logprobs", param="logprob_token_ids")
+        raise InvalidRequest.at("logprob_token_ids", "requires logprobs")
     if body.best_of not in (None, body.n or 1):
         raise unsupported("best_of", "the only supported value is that of n")
     for field, instead in _REFUSED.items():
@@ -416,9 +416,9 @@ def ignored_fields(ignored: Iterable[str], body: GenerationBody) -> list[str]:
     the body has strict_params."""
     fields = list(dict.fromkeys(ignored))[:MAX_LISTED_FIELDS]
     if fields and body.strict_params:
-        raise InvalidRequest(
-            f"{fields[0]}: without effect here, and strict_params is true; fields without effect: "
+        raise InvalidRequest.at(
+            fields[0],
+            f"without effect here, and strict_params is true; fields without effect: "
             f"{', '.join(fields)}",
-            param=fields[0],
         )
     return fields

@@ -338,26 +338,23 @@ def prompts_of(body: CompletionBody, max_prompts: int) -> list[CompletionPrompt]
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
-        raise InvalidRequest("prompt: must not be an empty list", param="prompt")
+        raise InvalidRequest.at("prompt", "must not be an empty list")
     kinds = {type(item) for item in prompt}
     if len(kinds) > 1:
-        raise InvalidRequest(
-            "prompt: cannot mix texts, token ids and lists of token ids", param="prompt"
-        )
+        raise InvalidRequest.at("prompt", "cannot mix texts, token ids and lists of token ids")
     if kinds == {int}:  # mypy cannot infer that the prompt is a list of ids here
         return [prompt]  # type: ignore[list-item]
     if len(prompt) > max_prompts:
-        raise InvalidRequest(
-            f"prompt: {len(prompt):,} prompts exceed this server's limit of {max_prompts:,}",
-            param="prompt",
+        raise InvalidRequest.at(
+            "prompt", f"{len(prompt):,} prompts exceed this server's limit of {max_prompts:,}"
         )
     return prompt  # type: ignore[return-value]
 
 
 def empty_prompt(param: str) -> InvalidRequest:
-    return InvalidRequest(f"{param}: the prompt has no tokens", param=param)
+    return InvalidRequest.at(param, "the prompt has no tokens")
 
 
 def unsupported(field: str, instead: str = "") -> InvalidRequest:
     advice = f"; {instead}" if instead else ""
-    return InvalidRequest(f"{field}: not supported by this server{advice}", param=field)
+    return InvalidRequest.at(field, f"not supported by this server{advice}")

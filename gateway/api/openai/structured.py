@@ -75,9 +75,7 @@ def answer_form(body: GenerationBody) -> AnswerForm | None:
             found.append(AnswerForm(field, form, reader.ignored))
     if len(found) > 1:
         first, second = found[0].field, found[1].field
-        raise InvalidRequest(
-            f"{second}: cannot be combined with {first}; set only one of them", param=second
-        )
+        raise InvalidRequest.at(second, f"cannot be combined with {first}; set only one of them")
     return found[0] if found else None
 
 
@@ -99,9 +97,8 @@ class FormReader:
         format = _object(value, at)
         kind = format.get("type")
         if not isinstance(kind, str) or kind not in _FORMATS:
-            raise InvalidRequest(
-                f"{at}.type: must be one of {', '.join(_FORMATS)}; got {kind!r}",
-                param=f"{at}.type",
+            raise InvalidRequest.at(
+                f"{at}.type", f"must be one of {', '.join(_FORMATS)}; got {kind!r}"
             )
         if kind == "json_schema" and "json_schema" not in format and "schema" in format:
             flat = {name: member for name, member in format.items() if name != "type"}
@@ -122,7 +119,7 @@ class FormReader:
         inner = _object(value, at)
         strict = inner.get("strict")
         if strict is not None and not isinstance(strict, bool):
-            raise InvalidRequest(f"{at}.strict: must be true or false", param=f"{at}.strict")
+            raise InvalidRequest.at(f"{at}.strict", "must be true or false")
         self._note_unknown(inner, _SCHEMA_MEMBERS, at, strict=bool(strict))
         return self.schema(inner.get("schema"), f"{at}.schema", strict=bool(strict))
 
@@ -134,7 +131,7 @@ class FormReader:
             if name in known or member is None:
                 continue
             if strict:
-                raise InvalidRequest(f"{path}: unknown member, and strict is true", param=path)
+                raise InvalidRequest.at(path, "unknown member, and strict is true")
             self._note(path, at)
 
     def _note(self, path: str, at: str) -> None:
@@ -151,14 +148,12 @@ class FormReader:
         }
         for name in members:
             if name not in _KINDS:
-                raise InvalidRequest(
-                    f"{at}.{name}: unknown member; known: {', '.join(_KINDS)}",
-                    param=f"{at}.{name}",
+                raise InvalidRequest.at(
+                    f"{at}.{name}", f"unknown member; known: {', '.join(_KINDS)}"
                 )
         if len(members) != 1:
-            raise InvalidRequest(
-                f"{at}: must have exactly one of {', '.join(_KINDS)}; got {len(members)}",
-                param=at,
+            raise InvalidRequest.at(
+                at, f"must have exactly one of {', '.join(_KINDS)}; got {len(members)}"
             )
         ((name, member),) = members.items()
         return _KINDS[name](self, member, f"{at}.{name}")
@@ -179,7 +174,7 @@ class FormReader:
 
     def json_object(self, value: Any, at: str) -> Body:
         if value is not True:
-            raise InvalidRequest(f"{at}: must be true or absent", param=at)
+            raise InvalidRequest.at(at, "must be true or absent")
         return JsonObject()
 
     # ---- other forms
@@ -189,7 +184,7 @@ class FormReader:
 
     def choices(self, value: Any, at: str) -> Body:
         if not isinstance(value, list) or not value:
-            raise InvalidRequest(f"{at}: must be a non-empty list", param=at)
+            raise InvalidRequest.at(at, "must be a non-empty list")
         return ChoiceGrammar(
             choices=[_text(choice, f"{at}[{i}]") for i, choice in enumerate(value)]
         )
@@ -208,7 +203,7 @@ class FormReader:
         value = _object(_from_text(value, at), at)
         structures, triggers = value.get("structures"), value.get("triggers")
         if not isinstance(structures, list) or not isinstance(triggers, list):
-            raise InvalidRequest(f"{at}: must have the lists structures and triggers", param=at)
+            raise InvalidRequest.at(at, "must have the lists structures and triggers")
         return Structural(
             triggers=[_text(trigger, f"{at}.triggers[{i}]") for i, trigger in enumerate(triggers)],
             tags=[self._tag(tag, f"{at}.structures[{i}]") for i, tag in enumerate(structures)],
@@ -225,13 +220,13 @@ class FormReader:
 
 def _object(value: Any, at: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise InvalidRequest(f"{at}: must be an object", param=at)
+        raise InvalidRequest.at(at, "must be an object")
     return value
 
 
 def _text(value: Any, at: str) -> str:
     if not isinstance(value, str) or not value:
-        raise InvalidRequest(f"{at}: must be a non-empty string", param=at)
+        raise InvalidRequest.at(at, "must be a non-empty string")
     return value
 
 
@@ -242,7 +237,7 @@ def _from_text(value: Any, at: str) -> Any:
     try:
         value = msgspec.json.decode(_text(value, at))
     except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
-        raise InvalidRequest(f"{at}: not valid JSON: {error}", param=at) from None
+        raise InvalidRequest.at(at, f"not valid JSON: {error}") from None
     check_depth(value, at)
     return value
 
@@ -332,14 +327,11 @@ def check_keywords(schema: Any, at: str, *, strict: bool) -> None:
     for parent, keyword in _keywords(schema, at):
         if keyword in UNENFORCEABLE:
             path = _path(parent, keyword)
-            raise InvalidRequest(
-                f"{path}: this server cannot enforce the keyword {keyword!r}", param=path
-            )
+            raise InvalidRequest.at(path, f"this server cannot enforce the keyword {keyword!r}")
         if strict and _is_unknown(keyword):
             path = _path(parent, keyword)
-            raise InvalidRequest(
-                f"{path}: {keyword!r} is not a JSON Schema keyword, so strict cannot enforce it",
-                param=path,
+            raise InvalidRequest.at(
+                path, f"{keyword!r} is not a JSON Schema keyword, so strict cannot enforce it"
             )
 
 

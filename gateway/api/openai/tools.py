@@ -100,7 +100,7 @@ def _check_unique(names: Sequence[str]) -> None:
     for place, name in enumerate(names):
         if name in seen:
             at = f"tools[{place}].function.name"
-            raise InvalidRequest(f"{at}: another tool has the name {name!r} too", param=at)
+            raise InvalidRequest.at(at, f"another tool has the name {name!r} too")
         seen.add(name)
 
 
@@ -110,25 +110,23 @@ def _is_strict(tool: Mapping[str, Any]) -> bool:
 
 def _declared(tool: Any, at: str) -> DeclaredTool:
     if not isinstance(tool, Mapping):
-        raise InvalidRequest(f"{at}: must be an object", param=at)
+        raise InvalidRequest.at(at, "must be an object")
     if tool.get("type", "function") != "function":
-        raise InvalidRequest(
-            f"{at}.type: must be 'function'; got {tool['type']!r}{instead_of(tool['type'])}",
-            param=f"{at}.type",
+        raise InvalidRequest.at(
+            f"{at}.type", f"must be 'function'; got {tool['type']!r}{instead_of(tool['type'])}"
         )
     function = tool.get("function")
     at = f"{at}.function"
     if not isinstance(function, Mapping):
-        raise InvalidRequest(f"{at}: must be an object", param=at)
+        raise InvalidRequest.at(at, "must be an object")
     return DeclaredTool(_name(function, at), _parameters(function, at))
 
 
 def _name(function: Mapping[str, Any], at: str) -> str:
     name = function.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise InvalidRequest(
-            f"{at}.name: must be 1 to 128 characters of A-Z a-z 0-9 _ . : / -; got {name!r}",
-            param=f"{at}.name",
+        raise InvalidRequest.at(
+            f"{at}.name", f"must be 1 to 128 characters of A-Z a-z 0-9 _ . : / -; got {name!r}"
         )
     return name
 
@@ -141,12 +139,11 @@ def _parameters(function: Mapping[str, Any], at: str) -> Mapping[str, Any] | Non
     ):
         value = function.get(field)
         if value is not None and not isinstance(value, kind):
-            raise InvalidRequest(f"{at}.{field}: must be {words}", param=f"{at}.{field}")
+            raise InvalidRequest.at(f"{at}.{field}", f"must be {words}")
     parameters = function.get("parameters")
     if parameters and parameters.get("type", "object") != "object":
-        raise InvalidRequest(
-            f"{at}.parameters.type: must be 'object', because arguments have names",
-            param=f"{at}.parameters.type",
+        raise InvalidRequest.at(
+            f"{at}.parameters.type", "must be 'object', because arguments have names"
         )
     return parameters
 
@@ -169,10 +166,9 @@ def _choice(choice: Any, names: Sequence[str]) -> tuple[Mode, Sequence[str]]:
         return "required", names
     kind = choice.get("type", "function") if isinstance(choice, Mapping) else None
     if kind not in CHOICE_TYPES:
-        raise InvalidRequest(
-            f"tool_choice: must be one of {', '.join(MODES)}, or an object of type "
-            f"{' or '.join(CHOICE_TYPES)}",
-            param="tool_choice",
+        raise InvalidRequest.at(
+            "tool_choice",
+            f"must be one of {', '.join(MODES)}, or an object of type {' or '.join(CHOICE_TYPES)}",
         )
     _need_tools(names)
     if kind == "allowed_tools":
@@ -182,27 +178,25 @@ def _choice(choice: Any, names: Sequence[str]) -> tuple[Mode, Sequence[str]]:
 
 def _need_tools(names: Sequence[str]) -> None:
     if not names:
-        raise InvalidRequest("tool_choice: the request has no tools to call", param="tool_choice")
+        raise InvalidRequest.at("tool_choice", "the request has no tools to call")
 
 
 def _allowed(value: Any, names: Sequence[str]) -> tuple[Mode, Sequence[str]]:
     at = "tool_choice.allowed_tools"
     if not isinstance(value, Mapping):
-        raise InvalidRequest(f"{at}: must be an object with mode and tools", param=at)
+        raise InvalidRequest.at(at, "must be an object with mode and tools")
     mode, tools = value.get("mode"), value.get("tools")
     if mode != "auto" and mode != "required":
-        raise InvalidRequest(
-            f"{at}.mode: must be auto or required; got {mode!r}", param=f"{at}.mode"
-        )
+        raise InvalidRequest.at(f"{at}.mode", f"must be auto or required; got {mode!r}")
     if not isinstance(tools, list) or not tools:
-        raise InvalidRequest(f"{at}.tools: must be a non-empty list", param=f"{at}.tools")
+        raise InvalidRequest.at(f"{at}.tools", "must be a non-empty list")
     return mode, [_allowed_tool(tool, names, f"{at}.tools[{n}]") for n, tool in enumerate(tools)]
 
 
 def _allowed_tool(tool: Any, names: Sequence[str], at: str) -> str:
     kind = tool.get("type", "function") if isinstance(tool, Mapping) else None
     if kind != "function":
-        raise InvalidRequest(f"{at}.type: must be 'function'; got {kind!r}", param=f"{at}.type")
+        raise InvalidRequest.at(f"{at}.type", f"must be 'function'; got {kind!r}")
     return _named(tool, names, at)
 
 
@@ -211,7 +205,7 @@ def _named(choice: Mapping[str, Any], names: Sequence[str], at: str) -> str:
     function = choice.get("function")
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str) or name not in names:
-        raise InvalidRequest(f"{at}: must be one of {', '.join(names)}; got {name!r}", param=at)
+        raise InvalidRequest.at(at, f"must be one of {', '.join(names)}; got {name!r}")
     return name
 
 
@@ -223,10 +217,10 @@ def tool_grammar(bound: BoundFormat | None, plan: ToolPlan) -> Body | None:
     if bound is None or not bound.format.has_calls:
         if plan.demands_call or plan.is_narrowed:
             problem = "required" if plan.demands_call else "restricted"
-            raise InvalidRequest(
-                f"tool_choice: tool calls cannot be {problem}, because this model's tool format is "
+            raise InvalidRequest.at(
+                "tool_choice",
+                f"tool calls cannot be {problem}, because this model's tool format is "
                 "unknown; set tool_choice to 'auto', or restart the server with --tool-format",
-                param="tool_choice",
             )
         return None
     if not plan.is_enforced:
@@ -244,10 +238,10 @@ def tool_grammar(bound: BoundFormat | None, plan: ToolPlan) -> Body | None:
 def calls_instead(bound: BoundFormat | None, plan: ToolPlan, form_field: str) -> Rules:
     """Return the grammar of the calls that are allowed instead of the form set by `form_field`."""
     if bound is None or not bound.format.has_calls:
-        raise InvalidRequest(
-            f"{form_field}: cannot be combined with tools, because this model's tool format is "
+        raise InvalidRequest.at(
+            form_field,
+            "cannot be combined with tools, because this model's tool format is "
             "unknown; set tool_choice to 'none', or restart the server with --tool-format",
-            param=form_field,
         )
     _check_schemas(plan, plan.strict)
     try:
@@ -275,4 +269,4 @@ def _loosened(plan: ToolPlan) -> Sequence[DeclaredTool]:
 def _refusal(error: NotWritable, plan: ToolPlan) -> InvalidRequest:
     place = next(n for n, tool in enumerate(plan.declared) if tool.name == error.tool)
     at = f"tools[{place}].function.{error.field}"
-    return InvalidRequest(f"{at}: {error}", param=at)
+    return InvalidRequest.at(at, f"{error}")

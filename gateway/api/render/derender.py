@@ -41,7 +41,7 @@ def _in(field: str) -> Callable[[str], str]:
 
 def _required(value: T | None, field: str, when: str) -> T:
     if value is None:
-        raise InvalidRequest(f"{field}: required {when}", param=field)
+        raise InvalidRequest.at(field, f"required {when}")
     return value
 
 
@@ -69,9 +69,8 @@ def _num_choices(
         indexes += opened(body.stream_state, key_of(model, None)).choices
     count = 1 + max(indexes, default=0)
     if not 0 < count <= config.max_n:
-        raise InvalidRequest(
-            f"{field}: the number of choices must be from 1 to {config.max_n:,}; got {count:,}",
-            param=field,
+        raise InvalidRequest.at(
+            field, f"the number of choices must be from 1 to {config.max_n:,}; got {count:,}"
         )
     return count
 
@@ -95,10 +94,10 @@ class ChatDerendering:
         output_format = self._model.output_format
         writes_calls = output_format.tools is not None and not self._model.renderer.writes_no_tools
         if output_format.reasoning is not None or writes_calls:
-            raise InvalidRequest(
-                f"{CHAT}: required, because this model's answers are parsed for reasoning "
+            raise InvalidRequest.at(
+                CHAT,
+                f"required, because this model's answers are parsed for reasoning "
                 f"({output_format.reasoning}) and tool calls ({output_format.tools})",
-                param=CHAT,
             )
         body = self._body
         if body.stream:
@@ -184,7 +183,7 @@ class ChatDerendering:
 
 def _check_count(declared: int | None, count: int, at: str) -> None:
     if declared not in (None, count):
-        raise InvalidRequest(f"{at}: {declared:,}, but the prompt has {count:,}", param=at)
+        raise InvalidRequest.at(at, f"{declared:,}, but the prompt has {count:,}")
 
 
 class CompletionDerendering:
@@ -201,10 +200,9 @@ class CompletionDerendering:
         for field in ("generate_responses", "prompt_tokens", "prompt_token_ids"):
             given = getattr(body, field)
             if given is not None and len(given) != len(self._prompts):
-                raise InvalidRequest(
-                    f"{field}: must have one item per prompt ({len(self._prompts):,}); got "
-                    f"{len(given):,}",
-                    param=field,
+                raise InvalidRequest.at(
+                    field,
+                    f"must have one item per prompt ({len(self._prompts):,}); got {len(given):,}",
                 )
 
     def _plain_request(self) -> CompletionBody:
@@ -220,10 +218,10 @@ class CompletionDerendering:
             count = len(responses)
         if not 0 < count <= self._config.max_prompts:
             at = "prompt_index" if body.stream else field
-            raise InvalidRequest(
-                f"{at}: the number of prompts must be from 1 to {self._config.max_prompts:,}; got "
+            raise InvalidRequest.at(
+                at,
+                f"the number of prompts must be from 1 to {self._config.max_prompts:,}; got "
                 f"{count:,}",
-                param=at,
             )
         return CompletionBody(
             prompt=[""] * count,
@@ -268,10 +266,9 @@ class CompletionDerendering:
         body, place = self._body, self._body.prompt_index
         chunk = _required(body.generate_chunk, "generate_chunk", "with stream")
         if place >= len(self._prompts):
-            raise InvalidRequest(
-                f"prompt_index: {place} is out of range; the request has {len(self._prompts):,} "
-                "prompts",
-                param="prompt_index",
+            raise InvalidRequest.at(
+                "prompt_index",
+                f"{place} is out of range; the request has {len(self._prompts):,} prompts",
             )
         request = msgspec.structs.replace(self._request, prompt=self._prompts[place])
         key = key_of(self._model, request if body.completion_request else None)

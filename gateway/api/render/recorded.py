@@ -100,10 +100,10 @@ class RecordedOutputs:
             return []
         content = part.logprobs.content if part.logprobs else []
         if len(content) != len(part.token_ids):
-            raise InvalidRequest(
-                f"{at}.logprobs: must have one item per token ({len(part.token_ids):,}), because "
+            raise InvalidRequest.at(
+                f"{at}.logprobs",
+                f"must have one item per token ({len(part.token_ids):,}), because "
                 f"the request has logprobs; got {len(content):,}",
-                param=f"{at}.logprobs",
             )
         return [entry_of(token, self._num_logprobs, self._asked_ids) for token in content]
 
@@ -156,9 +156,8 @@ def prompt_entries(
 ) -> list[TokenLogprobs]:
     """Invert `text.logprobs.prompt_chances`."""
     if len(logprobs) != len(ids):
-        raise InvalidRequest(
-            f"{at}: must have one item per prompt token ({len(ids):,}); got {len(logprobs):,}",
-            param=at,
+        raise InvalidRequest.at(
+            at, f"must have one item per prompt token ({len(ids):,}); got {len(logprobs):,}"
         )
     return [
         _prompt_entry(token_id, chances or {}, f"{at}[{place}]")
@@ -170,11 +169,11 @@ def prompt_entries(
 def _prompt_entry(token_id: int, chances: dict[str, TokenChance], at: str) -> TokenLogprobs:
     own = chances.get(str(token_id))
     if own is None:
-        raise InvalidRequest(f"{at}: must contain the prompt's own token {token_id}", param=at)
+        raise InvalidRequest.at(at, f"must contain the prompt's own token {token_id}")
     try:
         found = [(int(name), chance) for name, chance in chances.items()]
     except ValueError:
-        raise InvalidRequest(f"{at}: every key must be a token id", param=at) from None
+        raise InvalidRequest.at(at, "every key must be a token id") from None
     found.sort(key=lambda pair: pair[1].rank)
     # The top tokens have consecutive ranks from 1; the prompt's own token may rank far lower.
     tops = [pair for rank, pair in enumerate(found, start=1) if pair[1].rank == rank]

@@ -150,17 +150,16 @@ def _play_whole(
 ) -> None:
     parts = {part.index: (place, part) for place, part in enumerate(response.choices)}
     if len(response.choices) != len(choices) or set(parts) != set(range(len(choices))):
-        raise InvalidRequest(
-            f"{at}.choices: must have each index from 0 to {len(choices) - 1} once (n is "
-            f"{len(choices)})",
-            param=f"{at}.choices",
+        raise InvalidRequest.at(
+            f"{at}.choices",
+            f"must have each index from 0 to {len(choices) - 1} once (n is {len(choices)})",
         )
     outputs = case.outputs(at, response.usage)
     for index, choice in enumerate(choices):
         place, part = parts[index]
         if part.finish_reason is None:
             where = f"{at}.choices[{place}].finish_reason"
-            raise InvalidRequest(f"{where}: must not be null in a complete response", param=where)
+            raise InvalidRequest.at(where, "must not be null in a complete response")
         if response.prompt_logprobs is not None and choice.params.prompt_logprobs is not None:
             choice.prompt_logprobs = prompt_entries(
                 choice.prompt_request.prompt_ids, response.prompt_logprobs, f"{at}.prompt_logprobs"
@@ -272,9 +271,8 @@ class _ChunkDerenderer:
         choices = self._group.choices
         if not 0 <= part.index < len(choices):
             at = f"generate_chunk.choices[{place}].index"
-            raise InvalidRequest(
-                f"{at}: {part.index} is out of range; the request has {len(choices)} choices (n)",
-                param=at,
+            raise InvalidRequest.at(
+                at, f"{part.index} is out of range; the request has {len(choices)} choices (n)"
             )
         return choices[part.index]
 

@@ -92,10 +92,10 @@ def sealed(state: StreamState, key: bytes) -> str:
     data = msgspec.msgpack.encode(state)
     text = urlsafe_b64encode(_seal(data, key) + data).decode()
     if len(text) > MAX_STATE_CHARS:
-        raise InvalidRequest(
-            "generate_chunk: too much of this answer must be held back to derender it in chunks; "
+        raise InvalidRequest.at(
+            "generate_chunk",
+            "too much of this answer must be held back to derender it in chunks; "
             "derender the complete answer instead",
-            param="generate_chunk",
         )
     return text
 
@@ -112,10 +112,10 @@ def opened(text: str, key: bytes) -> StreamState:
 
 
 def wrong_state() -> InvalidRequest:
-    return InvalidRequest(
-        f"{FIELD}: does not belong to this stream; it is damaged, or was made for another request, "
+    return InvalidRequest.at(
+        FIELD,
+        "does not belong to this stream; it is damaged, or was made for another request, "
         "model or server version",
-        param=FIELD,
     )
 
 

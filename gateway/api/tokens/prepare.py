@@ -80,9 +80,7 @@ def check(body: GenerateBody, max_n: int) -> None:
         if sampling.stop_strings:
             raise _invalid("stop", "requires detokenize")
         if body.output_mode == "text":
-            raise InvalidRequest(
-                f"output_mode: 'text' requires {SAMPLING}.detokenize", param="output_mode"
-            )
+            raise InvalidRequest.at("output_mode", f"'text' requires {SAMPLING}.detokenize")
 
 
 def unknown(fields: dict[str, Any]) -> list[str]:
@@ -101,10 +99,10 @@ def ignored_fields(
     if kv_params is None and body.kv_transfer_params is not None:
         ignored.append(KV_FIELD)
     if ignored and body.strict_params:
-        raise InvalidRequest(
-            f"{ignored[0]}: without effect here, and strict_params is true; fields without effect: "
+        raise InvalidRequest.at(
+            ignored[0],
+            f"without effect here, and strict_params is true; fields without effect: "
             f"{', '.join(ignored)}",
-            param=ignored[0],
         )
     return ignored
 
@@ -154,9 +152,7 @@ def grammar_of(body: GenerateBody, model: ServedModel) -> Grammar | None:
     if body.grammar is not None:
         for field, is_there in ((STRUCTURED, form is not None), (BUDGET, limits)):
             if is_there:
-                raise InvalidRequest(
-                    f"{field}: cannot be combined with grammar, which is complete", param=field
-                )
+                raise InvalidRequest.at(field, "cannot be combined with grammar, which is complete")
         check_grammar(body.grammar)
         return body.grammar
     if form is None and not limits:
@@ -210,4 +206,4 @@ def _parsers(body: GenerateBody, model: ServedModel) -> OutputParserFactory:
 
 
 def _invalid(field: str, why: str) -> InvalidRequest:
-    return InvalidRequest(f"{SAMPLING}.{field}: {why}", param=f"{SAMPLING}.{field}")
+    return InvalidRequest.at(f"{SAMPLING}.{field}", f"{why}")
