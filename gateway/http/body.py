@@ -10,7 +10,7 @@ import contextlib
 import re
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any, TypeVar
 
@@ -309,6 +309,14 @@ def _short_values(mapping: dict[str, Any]) -> dict[str, Any]:
         for key, value in mapping.items()
         if not isinstance(value, dict | list) and len(str(value)) <= MAX_SHOWN_CHARS
     }
+
+
+def as_object(value: Any, at: str) -> Mapping[str, Any]:
+    """Return a JSON object unchanged. Raise InvalidRequest naming the path `at` if `value` is not
+    an object."""
+    if not isinstance(value, Mapping):
+        raise InvalidRequest.at(at, "must be an object")
+    return value
 
 
 def check_depth(value: Any, param: str) -> None:

@@ -256,7 +256,7 @@ def test_a_message_of_the_chat_has_its_place_in_the_request() -> None:
         assistant(text("e")),
     ]
     told = translate(body(system="s", messages=messages))
-    assert told.places == [
+    assert told.paths == [
         "system",
         "messages[0].content[0]",
         "messages[1]",

@@ -1,10 +1,12 @@
-"""Turns events into content blocks, for streams and complete responses alike.
+"""The content blocks of an answer, for streams and complete messages alike.
+
+`ContentBlocks` turns the parser's events into blocks:
 
     thinking   consecutive reasoning    ends with a signature
     text       consecutive content
-    tool_use   one call                 its deltas add up to the JSON text of an object
+    tool_use   one tool call            its deltas add up to the JSON text of an object
 
-A block ends when an event of another kind arrives. Each call is one block.
+A block ends when an event of another kind arrives.
 """
 
 from __future__ import annotations
@@ -34,7 +36,10 @@ SIGNATURE_BYTES = 32
 
 
 class BlockSink(Protocol):
-    """Receives one block at a time: `start`, any number of `block_delta`s, `stop`."""
+    """Receives one block at a time: `start`, any number of `block_delta`s, `stop`.
+
+    `call` is set for a tool_use block only, and `signature` for a thinking block only.
+    """
 
     def start(self, index: int, kind: BlockKind, call: ToolCall | None) -> None: ...
     def block_delta(self, text: str) -> None: ...
@@ -42,15 +47,15 @@ class BlockSink(Protocol):
 
 
 class ContentBlocks:
-    """The content blocks of one answer.
+    """Turns the events of one answer into calls of a `BlockSink`.
 
-    shows_thinking  emit the text of thinking blocks, not only their start and signature
-    warnings        warnings so far, including those of this class
-    finished        the Finished event, once it has arrived
+    If `shows_thinking` is false, thinking blocks have a signature but no text.
     """
 
     def __init__(self, sink: BlockSink, *, shows_thinking: bool = True) -> None:
+        #: The warnings of the parser and of this class, so far.
         self.warnings: list[OutputWarning] = []
+        #: The Finished event, once it has arrived.
         self.finished: Finished | None = None
         self._sink = sink
         self._shows_thinking = shows_thinking
@@ -129,16 +134,21 @@ def new_digest() -> hashlib.blake2b:
 
 
 def signature_of(digest: hashlib.blake2b) -> str:
-    """Return a digest of the thinking text. It proves nothing and is never checked. Clients drop
-    thinking blocks without a signature."""
+    """Return the signature of a thinking block: a digest of its text.
+
+    The server never checks a signature. It sends one because clients drop thinking blocks that
+    have none.
+    """
     return base64.b64encode(digest.digest()).decode()
 
 
 # ---- the input of a tool_use block
 
 INVALID_JSON = "INVALID_JSON"
+"""The member of `input` with the model's text, if this text is not a JSON object."""
 MAX_SCALAR_CHARS = 1024
-"""Longer numbers are treated as invalid, because a number is held back until it is complete."""
+"""A longer number is treated as invalid JSON. A number is held back until it is complete, so its
+length must be bounded."""
 
 _RUN = re.compile(r'[^"\\\x00-\x1f]++')
 _ESCAPE = re.compile(
@@ -158,8 +168,8 @@ START, FIRST_KEY, KEY, COLON, VALUE, FIRST_VALUE, AFTER, STRING, KEY_STRING, DON
 )
 """States: the expected token, or the kind of string being read."""
 
-_OPEN: Mapping[str, tuple[str, str]] = {"{": ("}", FIRST_KEY), "[": ("]", FIRST_VALUE)}
-_VALUES = {VALUE, FIRST_VALUE}
+_BRACKETS: Mapping[str, tuple[str, str]] = {"{": ("}", FIRST_KEY), "[": ("]", FIRST_VALUE)}
+"""Opening bracket -> (closing bracket, state after the opening one)."""
 _NEXT: Mapping[tuple[str, str], str] = {
     (START, "{"): FIRST_KEY,
     (FIRST_KEY, '"'): KEY_STRING,
@@ -183,20 +193,33 @@ _NEXT: Mapping[tuple[str, str], str] = {
 
 
 class ToolInput:
-    """The arguments of one call. If `is_broken`, they are not a JSON object, and the rest is not
-    emitted."""
+    """Turns the streamed arguments of one call into the JSON text of an object.
+
+    Clients expect `input` to be an object. SDKs parse it incrementally and fail on invalid JSON.
+    So closing brackets can complete the emitted text at any time: text after the last point at
+    which they can is held back until the next such point.
+
+    - Raw control characters in strings are escaped.
+    - If a call is cut off, the object is closed.
+    - If the model writes invalid JSON, the object is closed with one more member, `INVALID_JSON`,
+      which has all the text of the model. The name of this member is Anthropic's.
+
+    The concatenated output does not depend on how the input was split.
+    """
 
     def __init__(self) -> None:
+        #: The model wrote something other than a JSON object. Nothing more of it is emitted.
         self.is_broken = False
         self._at = START
         self._closers: list[str] = []
         self._raw: list[str] = []
         self._rest = ""  # an incomplete token
-        self._held: list[str] = []  # tokens after the last point that brackets can close
+        #: Tokens after the last point at which closing brackets complete the text.
+        self._held: list[str] = []
         self._has_member = False
 
     def push(self, text: str) -> str:
-        """Return the text to emit after the model wrote `text`."""
+        """Read more of the model's text. Return the text to emit."""
         self._raw.append(text)
         if self.is_broken:
             return ""
@@ -212,7 +235,8 @@ class ToolInput:
         return "".join(emitted)
 
     def finish(self, *, complete: bool) -> str:
-        """Return the rest of the object. `complete`: the model finished the call."""
+        """Return the rest of the object's text. `complete` is whether the model finished the
+        call."""
         if complete and (self._at != DONE or self._rest):
             self.is_broken = True
         if self._at == DONE and not self.is_broken:
@@ -262,7 +286,8 @@ class ToolInput:
         return position + 1
 
     def _within(self, text: str, emitted: list[str]) -> None:
-        """Add part of a string. A value can be split between characters; a key cannot be split."""
+        """Emit part of a string value, or hold back part of a key: an object cannot be closed
+        directly after a key."""
         if self._at == STRING:
             emitted.append(text)
         else:
@@ -283,8 +308,8 @@ class ToolInput:
             self.is_broken = True
             return
         self._at = next_state
-        if char in _OPEN:
-            self._closers.append(_OPEN[char][0])
+        if char in _BRACKETS:
+            self._closers.append(_BRACKETS[char][0])
             self._emit(char, emitted)
         elif char in "}]":
             self._close(char, emitted)
@@ -296,7 +321,8 @@ class ToolInput:
             self._held.append(char)
 
     def _close(self, char: str, emitted: list[str]) -> None:
-        """Close a bracket. The outermost one is held back, because invalid text may follow."""
+        """Emit a closing bracket. The outermost one is held back, because invalid text may
+        follow."""
         self._closers.pop()
         if self._closers:
             self._emit(char, emitted)
@@ -305,6 +331,7 @@ class ToolInput:
             self._held.append(char)
 
     def _emit(self, text: str, emitted: list[str]) -> None:
+        """Append the held tokens and `text` to `emitted`."""
         emitted.extend(self._held)
         emitted.append(text)
         self._held.clear()

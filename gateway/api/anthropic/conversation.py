@@ -1,11 +1,11 @@
-"""Translates `system` and `messages` into chat messages, and remembers their paths.
+"""Translates `system` and `messages` into chat messages, and records the path of each.
 
-Anthropic's turns have blocks. A chat's messages have text, calls and reasoning, and each tool
-result is a message of its own. Blocks keep their order. Consecutive turns of one role are one turn,
-as in Anthropic's API. Each call must be answered exactly once, in the next turn.
-
-Blocks that are not text are refused in a user's turn. In a tool result, which the user cannot
-change, they are replaced by a line that names the missing block, and the response has a warning.
+- A turn of Anthropic's API is a list of blocks. A chat message has text, calls and reasoning, and
+  each tool result is a message of its own. Blocks keep their order.
+- Consecutive turns of one role are one turn, as in Anthropic's API.
+- Each tool call must have exactly one result, in the next turn.
+- Blocks that are not text are refused in a user's turn. In a tool result, which the user cannot
+  change, a line that names the missing block replaces them, and the response has a warning.
 
 Errors are InvalidRequest and name the path of the invalid value.
 """
@@ -19,9 +19,11 @@ from typing import Any
 import msgspec
 
 from gateway.formats.events import OutputWarning
+from gateway.http.body import as_object
 from protocol.errors import InvalidRequest
 
 LEFT_OUT = "content_left_out"
+"""Code of the warning about a block that the model cannot read."""
 BILLING = "x-anthropic-billing-header:"
 """Prefix of a `system` block that Anthropic's clients send for billing. It is dropped, because it
 changes with every request and would defeat the prefix cache."""
@@ -30,20 +32,19 @@ Block = Mapping[str, Any]
 
 
 class ChatConversation(msgspec.Struct):
-    """The translated conversation.
+    """The translated conversation."""
 
-    messages   the `messages` of a ChatBody
-    places     for each message, the path in the request where it starts
-    continues  the last turn is the assistant's, and the answer continues it
-    """
-
+    #: The `messages` of a ChatBody.
     messages: list[dict[str, Any]] = []
-    places: list[str] = []
+    #: The path in the client's request at which each message starts.
+    paths: list[str] = []
     warnings: list[OutputWarning] = []
+    #: The last turn is the assistant's, and the answer continues it.
     continues: bool = False
 
 
 def translate_conversation(system: Any, messages: Sequence[Any]) -> ChatConversation:
+    """Translate the values of a request's `system` and `messages`."""
     writer = _ConversationWriter()
     if system is not None:
         writer.system(system)
@@ -53,16 +54,15 @@ def translate_conversation(system: Any, messages: Sequence[Any]) -> ChatConversa
 
 
 class _ConversationWriter:
-    """Builds the chat messages, turn by turn.
-
-    names       call id -> tool name, for all calls so far
-    unanswered  call id -> path of the block, for calls of the last turn without a result
-    """
+    """Builds the chat messages, turn by turn."""
 
     def __init__(self) -> None:
         self.chat = ChatConversation()
+        #: Call id -> tool name, for all calls so far.
         self.names: dict[str, str] = {}
+        #: Call id -> path of the tool_use block, for calls of the last turn without a result.
         self.unanswered: dict[str, str] = {}
+        #: Role -> type of block -> the method that adds such a block.
         self.blocks: Mapping[str, Mapping[str, Callable[[Block, str], None]]] = {
             "user": {
                 **dict.fromkeys((*_CONVERTERS, "image"), partial(self._text, "user")),
@@ -82,13 +82,13 @@ class _ConversationWriter:
         for at, block in blocks_of(system, "system"):
             if block.get("type") != "text":
                 raise unexpected(block.get("type"), at, ("text",))
-            texts.append(text_in(block, "text", at))
+            texts.append(string_member(block, "text", at))
         for text in texts:
             if text and not text.startswith(BILLING):
                 self._add_text("system", text, "system")
 
     def turn(self, message: Any, at: str) -> None:
-        message = members_of(message, at)
+        message = as_object(message, at)
         role = message.get("role")
         kinds = self.blocks.get(role) if isinstance(role, str) else None
         if kinds is None:
@@ -126,9 +126,11 @@ class _ConversationWriter:
 
     def _append(self, message: dict[str, Any], at: str) -> None:
         self.chat.messages.append(message)
-        self.chat.places.append(at)
+        self.chat.paths.append(at)
 
     def _start_assistant(self, at: str) -> None:
+        """Start or continue an assistant's turn. Before a new turn, all earlier calls must have a
+        result."""
         messages = self.chat.messages
         if not messages or messages[-1]["role"] != "assistant":
             self._check_answered()
@@ -146,25 +148,25 @@ class _ConversationWriter:
     # ---- blocks
 
     def _text(self, role: str, block: Block, at: str) -> None:
-        self._add_text(role, readable(block, at), at)
+        self._add_text(role, block_text(block, at), at)
 
     def _thinking(self, block: Block, at: str) -> None:
-        """Add thinking. Its signature is not checked."""
-        text = text_in(block, "thinking", at)
+        """Add a thinking block. Its signature is not checked."""
+        text = string_member(block, "thinking", at)
         if text:
             self._current("assistant", at).setdefault("reasoning", []).append(text)
 
     def _tool_use(self, block: Block, at: str) -> None:
-        call_id, name = text_in(block, "id", at), text_in(block, "name", at)
+        call_id, name = string_member(block, "id", at), string_member(block, "name", at)
         if call_id in self.names:
             raise InvalidRequest.at(f"{at}.id", f"an earlier tool_use has the id {call_id!r} too")
         self.names[call_id], self.unanswered[call_id] = name, at
-        function = {"name": name, "arguments": members_of(block.get("input"), f"{at}.input")}
+        function = {"name": name, "arguments": as_object(block.get("input"), f"{at}.input")}
         calls = self._current("assistant", at).setdefault("tool_calls", [])
         calls.append({"id": call_id, "type": "function", "function": function})
 
     def _tool_result(self, block: Block, at: str) -> None:
-        call_id = text_in(block, "tool_use_id", at)
+        call_id = string_member(block, "tool_use_id", at)
         if self.unanswered.pop(call_id, None) is None:
             problem = f"the previous message has no tool_use with the id {call_id!r}"
             if call_id in self.names:
@@ -199,8 +201,8 @@ class _ConversationWriter:
 # ---- the text of blocks
 
 
-def readable(block: Block, at: str) -> str:
-    """Return a block's text. Raise InvalidRequest if it has none."""
+def block_text(block: Block, at: str) -> str:
+    """Return a block's text. Raise InvalidRequest if the block has none."""
     kind = block.get("type")
     convert = _CONVERTERS.get(kind) if isinstance(kind, str) else None
     if convert is not None:
@@ -211,29 +213,30 @@ def readable(block: Block, at: str) -> str:
 
 
 def result_text(block: Block, at: str) -> tuple[str, str | None]:
-    """Return the text of a block in a tool result, and its type if it was left out."""
+    """Return (text, None) for a block of a tool result. If the model cannot read the block, return
+    (a line in its place, the type of the block)."""
     kind = block.get("type")
     if not isinstance(kind, str):
         raise unexpected(kind, at, tuple(_CONVERTERS))
     is_readable = kind in _CONVERTERS and (
         kind != "document"
-        or members_of(block.get("source"), f"{at}.source").get("type") in _TEXT_SOURCES
+        or as_object(block.get("source"), f"{at}.source").get("type") in _TEXT_SOURCES
     )
     if is_readable:
-        return readable(block, at), None
+        return block_text(block, at), None
     return f"[{kind} left out: this model reads text only]", kind
 
 
 def _text(block: Block, at: str) -> str:
-    return text_in(block, "text", at)
+    return string_member(block, "text", at)
 
 
 def _document(block: Block, at: str) -> str:
     at_source = f"{at}.source"
-    source = members_of(block.get("source"), at_source)
+    source = as_object(block.get("source"), at_source)
     match source.get("type"):
         case "text":
-            text = text_in(source, "data", at_source)
+            text = string_member(source, "data", at_source)
         case "content":
             text = _texts(source.get("content"), f"{at_source}.content")
         case kind:
@@ -250,14 +253,14 @@ def _texts(content: Any, at: str) -> str:
     for place, block in blocks_of(content, at):
         if block.get("type") != "text":
             raise _not_text(f"{place}.type", block.get("type"))
-        texts.append(text_in(block, "text", place))
+        texts.append(string_member(block, "text", place))
     return "\n".join(texts)
 
 
 def _titled(block: Block, at: str, names: tuple[str, ...], text: str) -> str:
-    """Return `text` preceded by one line per member of `names` that the block has."""
+    """Return `text` after one line for each member of the block that is in `names`."""
     given = [name for name in names if block.get(name) is not None]
-    values = [(name, text_in(block, name, at)) for name in given]
+    values = [(name, string_member(block, name, at)) for name in given]
     head = "".join(f"{name}: {value}\n" for name, value in values if value)
     return f"{head}\n{text}" if head else text
 
@@ -272,19 +275,13 @@ _CONVERTERS: Mapping[str, Callable[[Block, str], str]] = {
     "search_result": _search_result,
 }
 _TEXT_SOURCES = ("text", "content")
-"""Types of a document's source that are text."""
+"""The types of a document's source that have text."""
 
 
-# ---- members of JSON without a schema
+# ---- members of JSON without a schema. `at` is the path of the value
 
 
-def members_of(value: Any, at: str) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise InvalidRequest.at(at, "must be an object")
-    return value
-
-
-def text_in(value: Mapping[str, Any], name: str, at: str) -> str:
+def string_member(value: Mapping[str, Any], name: str, at: str) -> str:
     text = value.get(name)
     if not isinstance(text, str):
         raise InvalidRequest.at(f"{at}.{name}", "must be a string")
@@ -292,14 +289,15 @@ def text_in(value: Mapping[str, Any], name: str, at: str) -> str:
 
 
 def blocks_of(content: Any, at: str) -> list[tuple[str, Block]]:
-    """Return the blocks as (path, block). A string is one text block."""
+    """Return the (path, block) pairs of a content. A string is one text block."""
     if isinstance(content, str):
         return [(at, {"type": "text", "text": content})]
     if not isinstance(content, Sequence):
         raise InvalidRequest.at(at, "must be a string or a list of blocks")
     places = [f"{at}[{i}]" for i in range(len(content))]
-    return [(at, members_of(block, at)) for at, block in zip(places, content, strict=True)]
+    return [(at, as_object(block, at)) for at, block in zip(places, content, strict=True)]
 
 
 def unexpected(kind: Any, at: str, known: Sequence[str]) -> InvalidRequest:
+    """Return the error for an object at `at` whose `type` is not one of `known`."""
     return InvalidRequest.at(f"{at}.type", f"must be one of {', '.join(known)}; got {kind!r}")

@@ -1,8 +1,9 @@
 """Request bodies of /v1/messages: field types and bounds.
 
-Our own fields have the names and bounds of `openai.requests`; fields that both structs have are
-copied. `messages`, `system`, `tools` and other values with alternatives are checked step by step,
-so that an error can name the exact path. Unknown fields have no effect; the response lists them.
+- Fields that Anthropic does not define have the names and bounds of `openai.requests`.
+- `messages`, `system`, `tools` and other values with alternatives are `Any` here. `conversation`
+  and `translate` check them step by step, so that an error can name the exact path.
+- Unknown fields have no effect. The response lists them.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ Thinking = Annotated[Any, Meta(extra_json_schema=_THINKING)]
 
 
 class CountBody(FormFields, frozen=True, kw_only=True):
-    """POST /v1/messages/count_tokens. Fields that concern only the answer have no effect.
+    """The body of POST /v1/messages/count_tokens. Fields about the answer have no effect.
 
     cache_control, metadata, service_tier   accepted without effect
     container, mcp_servers                  not supported; refused if set
@@ -154,6 +155,6 @@ class CountBody(FormFields, frozen=True, kw_only=True):
 
 
 class MessagesBody(CountBody, frozen=True, kw_only=True):
-    """POST /v1/messages."""
+    """The body of POST /v1/messages."""
 
     max_tokens: MaxTokens

@@ -1,4 +1,4 @@
-"""Response bodies of the Messages routes, and what streams and complete messages share."""
+"""Response bodies in Anthropic's shape, and how they are made: messages, events, models, errors."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ ERROR_TYPES: Mapping[int, ErrorType] = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-"""Status -> error type. Other statuses are invalid_request_error or api_error."""
+"""HTTP status -> error type. Other statuses are invalid_request_error or api_error."""
 
 
 # ---- errors
@@ -71,7 +71,10 @@ class ErrorCode(msgspec.Struct, frozen=True):
 
 
 class MessagesError(msgspec.Struct, frozen=True, kw_only=True):
-    """param  the path of the request field at fault: `messages[2].content[0]`"""
+    """An error.
+
+    param  the path of the request field at fault, such as `messages[2].content[0]`
+    """
 
     type: ErrorType
     message: str
@@ -103,14 +106,17 @@ def error_body(fault: HTTPFault, request_id: str) -> bytes:
 
 
 class OutputTokensDetails(msgspec.Struct, frozen=True):
-    """thinking_tokens  output tokens that are thinking"""
+    """Details of `output_tokens`.
+
+    thinking_tokens  output tokens that are thinking
+    """
 
     thinking_tokens: int
 
 
 class MessageDeltaUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """Token counts. Each prompt token is counted once: as read from the cache, as written to it,
-    or as input."""
+    """Token counts. Each prompt token is counted in one of three fields: read from the cache,
+    written to the cache, or input."""
 
     input_tokens: int
     cache_creation_input_tokens: int
@@ -132,11 +138,11 @@ class MessagesUsage(MessageDeltaUsage, frozen=True, kw_only=True):
 
 
 def usage_of(group: ChoiceGroup, block_tokens: int) -> MessageDeltaUsage:
-    """Return the usage so far. `block_tokens` is the block size of the prefix cache; 0: there is no
-    cache.
+    """Return the usage so far. `block_tokens` is the block size of the prefix cache; 0 means that
+    there is no cache.
 
-    The blocks that the same prompt can find later count as written: all that are full without the
-    last token, which is always computed.
+    The tokens that count as written are those of new blocks that the same prompt can reuse later.
+    The last prompt token is always computed, so only blocks that are full without it count.
     """
     prompt, cached = group.num_prompt_tokens, group.num_cached_tokens
     cacheable = (prompt - 1) // block_tokens * block_tokens if block_tokens else 0
@@ -152,7 +158,8 @@ def usage_of(group: ChoiceGroup, block_tokens: int) -> MessageDeltaUsage:
 
 
 def _full_usage(usage: MessageDeltaUsage) -> MessagesUsage:
-    """Return the usage of a message. No token is guaranteed to stay cached for an hour."""
+    """Return the usage of a message. All cache writes count as five-minute writes, because no
+    token is guaranteed to stay cached for an hour."""
     written = CacheCreation(
         ephemeral_5m_input_tokens=usage.cache_creation_input_tokens, ephemeral_1h_input_tokens=0
     )
@@ -168,7 +175,10 @@ class TextBlock(msgspec.Struct, frozen=True, tag="text"):
 
 
 class ThinkingBlock(msgspec.Struct, frozen=True, tag="thinking"):
-    """signature  a digest of the text; it is not checked when the block is sent back"""
+    """A block of reasoning.
+
+    signature  a digest of the text; it is not checked when the block is sent back
+    """
 
     thinking: str
     signature: str
@@ -186,8 +196,8 @@ ContentBlock = TextBlock | ThinkingBlock | ToolUseBlock
 def content_block(
     kind: BlockKind, call: ToolCall | None, text: str = "", signature: str = ""
 ) -> ContentBlock:
-    """Return a block; without a text, as `content_block_start` has it. The text of a call is a JSON
-    object, which is encoded as the model wrote it."""
+    """Return a content block. Without `text` it is the empty block of `content_block_start`. For a
+    call, `text` is the JSON text of an object, which is sent unchanged."""
     match kind:
         case "text":
             return TextBlock(text)
@@ -211,8 +221,8 @@ class MessageEnd(msgspec.Struct, frozen=True):
 
 
 def end_of(finished: Finished, group: ChoiceGroup) -> MessageEnd:
-    """Return the stop reason. An answer cut off before the request's `max_tokens` filled the
-    context."""
+    """Return the stop reason and stop sequence. If an answer was cut off before it had `max_tokens`
+    tokens, the context was full."""
     (choice,) = group.choices
     reason = STOP_REASONS[finished.reason]
     matched = finished.stop_reason if isinstance(finished.stop_reason, str) else None
@@ -225,7 +235,10 @@ def end_of(finished: Finished, group: ChoiceGroup) -> MessageEnd:
 
 
 class AnsweredMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """ignored_params  request fields that had no effect"""
+    """A message.
+
+    ignored_params  request fields that had no effect
+    """
 
     id: str
     type: Literal["message"]
@@ -243,20 +256,18 @@ class AnsweredMessage(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class AnthropicEnvelope:
-    """The members of a message that do not depend on the answer.
+    """The members of a message that do not depend on the answer, and options of its format."""
 
-    request_id     the id in errors and headers; the message id contains it
-    model          the model name from the request
-    extensions     our own members, sent with the complete message or in `message_start`
-    warnings       warnings about the request
-    block_tokens   block size of the prefix cache; 0: there is no cache
-    """
-
+    #: The id in errors and headers. The message id contains it.
     request_id: str
+    #: The model name from the request.
     model: str
     shows_thinking: bool = True
+    #: Members that Anthropic does not define. Sent with a complete message or in `message_start`.
     extensions: Mapping[str, Any] = field(default_factory=dict)
+    #: Warnings about the request.
     warnings: Sequence[OutputWarning] = ()
+    #: Block size of the prefix cache; 0: there is no cache.
     block_tokens: int = 0
 
     @property
@@ -264,7 +275,7 @@ class AnthropicEnvelope:
         return f"msg_{self.request_id}"
 
     def message_at_start(self, group: ChoiceGroup) -> AnsweredMessage:
-        """Return the message as `message_start` has it."""
+        """Return the message of `message_start`: without content, with the usage so far."""
         return AnsweredMessage(
             id=self.id,
             type="message",
@@ -284,7 +295,7 @@ class AnthropicEnvelope:
         finished: Finished,
         warnings: Sequence[OutputWarning],
     ) -> AnsweredMessage:
-        """Return the complete message. `warnings` are those about the answer."""
+        """Return the complete message. `warnings` are about the answer."""
         end = end_of(finished, group)
         return msgspec.structs.replace(
             self.message_at_start(group),
@@ -338,7 +349,7 @@ class SignatureDelta(msgspec.Struct, frozen=True, tag="signature_delta"):
 
 
 class InputJsonDelta(msgspec.Struct, frozen=True, tag="input_json_delta"):
-    """The deltas of a block add up to the JSON text of its `input`."""
+    """Part of a call's `input`. The deltas of a block add up to the JSON text of an object."""
 
     partial_json: str
 
@@ -377,9 +388,10 @@ StreamEvent = (
 )
 
 
-# ---- GET /v1/models
+# ---- models
 
 VERSION_HEADER = "anthropic-version"
+"""GET /v1/models responds in Anthropic's shape if the request has this header."""
 DEFAULT_LIMIT = 20
 MAX_LIMIT = 1000
 _NUMBER = re.compile(r"[0-9]{1,4}")
@@ -388,9 +400,10 @@ _NUMBER = re.compile(r"[0-9]{1,4}")
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True, tag="model"):
     """A served model.
 
-    display_name       the model's own name; `id` may be an alias set by the operator
-    created_at         when the server began to serve it
-    max_input_tokens   the context length for prompt and answer together; so is `max_tokens`
+    id                            one of the model's served names, perhaps the operator's alias
+    display_name                  the model's own name
+    created_at                    when the server started to serve the model
+    max_input_tokens, max_tokens  the context length, for prompt and answer together
     """
 
     id: str
@@ -402,7 +415,10 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True, tag="model"):
 
 
 class ModelPage(msgspec.Struct, frozen=True, kw_only=True):
-    """first_id, last_id  ids in `data`; null if it is empty"""
+    """A page of served models.
+
+    first_id, last_id  the first and the last id in `data`; null if `data` is empty
+    """
 
     data: list[ModelInfo]
     has_more: bool
@@ -411,7 +427,7 @@ class ModelPage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def model_info(served: ServedModel, name: str) -> ModelInfo:
-    """Return the model under `name`, one of its served names."""
+    """Return the description of a model under `name`, which is one of its served names."""
     since = datetime.fromtimestamp(served.since, UTC)
     return ModelInfo(
         id=name,
@@ -424,7 +440,10 @@ def model_info(served: ServedModel, name: str) -> ModelInfo:
 
 
 def model_page(served: ServedModel, query: Mapping[str, str]) -> ModelPage:
-    """Return a page of the served names. Raise InvalidRequest naming a parameter of `query`."""
+    """Return a page of at most `limit` served names, after `after_id` and before `before_id`.
+
+    These three are parameters of `query`. Raise InvalidRequest naming the one that is invalid.
+    """
     limit = _limit(query.get("limit", ""))
     names, is_backward = list(served.names), False
     if after := query.get("after_id"):

@@ -1,4 +1,4 @@
-"""/v1/messages and /v1/messages/count_tokens."""
+"""The routes /v1/messages and /v1/messages/count_tokens."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Writes an answer as Anthropic's events, or as one message: the sum of those events.
+"""Writes an answer as a stream of Anthropic's events, or as one message with the same content.
 
     message_start  ping  [content_block_start  content_block_delta ...  content_block_stop] ...
     message_delta  message_stop
 
 - `message_start` is sent with the first delta, because the number of cached tokens is not known
   earlier.
-- An idle stream is kept alive with `ping`; before `message_start`, where clients do not expect a
-  ping, with comments.
+- While a stream is idle, `ping` events keep it alive. Before `message_start` clients do not expect
+  a ping, so comments are sent instead.
 - `message_delta` has the final usage, the warnings and the timings.
 - After an error, one `error` event ends the stream.
 """
@@ -45,9 +45,9 @@ PING = frame(responses.AnthropicPing())
 class EventWriter:
     """The sink that writes one answer as events.
 
-    write     receives each group of frames
+    write     receives the frames, one or more at a time
     finish    called after the last frame
-    on_start  called before the first frame
+    on_start  called before `message_start` is written
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class EventWriter:
 
 
 class _BlockCollector:
-    """The sink that collects complete blocks."""
+    """The `BlockSink` that collects complete blocks."""
 
     def __init__(self) -> None:
         self.content: list[responses.ContentBlock] = []
@@ -146,8 +146,8 @@ class _BlockCollector:
 def whole_message(
     group: ChoiceGroup, events: Iterable[Event], envelope: AnthropicEnvelope
 ) -> bytes:
-    """Return the body of a 200 for a group that ended without an error. `events` are all of its
-    events."""
+    """Return the body of a 200. The group ended without an error; `events` are all events of its
+    one choice."""
     collector = _BlockCollector()
     blocks = ContentBlocks(collector, shows_thinking=envelope.shows_thinking)
     for event in events:

@@ -1,8 +1,8 @@
-"""Translates a Messages request into a chat request, and the chat's field names back.
+"""Translates a Messages request into a chat request, and field paths of the chat back.
 
-Fields that both have are copied. Errors are InvalidRequest and name the fields of the client's
-request. `openai.tools` checks what both APIs share: names, schemas, and whether the chosen tool
-exists.
+Fields that both requests have are copied. Errors are InvalidRequest and name the fields of the
+client's request. `openai.tools` checks what both APIs share: names, schemas, and whether the chosen
+tool exists.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from typing import Any, Literal
 import msgspec
 
 from gateway.api.anthropic.conversation import (
-    members_of,
-    text_in,
+    string_member,
     translate_conversation,
     unexpected,
 )
@@ -25,18 +24,19 @@ from gateway.api.openai.prepare import check_chat, renaming
 from gateway.api.openai.requests import ChatBody, unsupported
 from gateway.formats.events import OutputWarning
 from gateway.formats.model_format import ModelOutputFormat
-from gateway.http.body import check_depth
+from gateway.http.body import as_object, check_depth
 from gateway.prompt.kwargs import thinking_budget
 from protocol.errors import InvalidRequest
 
 NO_BUDGET = "thinking_budget_not_kept"
+"""Code of the warning about a thinking budget that has no effect."""
 Display = Literal["summarized", "omitted"]
 _TRANSLATED = frozenset({"messages", "tools", "tool_choice", "thinking"})
 _SHARED = frozenset(CountBody.__struct_fields__) & frozenset(ChatBody.__struct_fields__)
-SAME = _SHARED - _TRANSLATED
-"""Fields with the same meaning in both; they are copied."""
+COPIED_FIELDS = _SHARED - _TRANSLATED
+"""Fields that both requests have with the same meaning. They are copied."""
 _TOOL_CHOICES: Mapping[str, str] = {"auto": "auto", "any": "required", "none": "none"}
-_TOOL_PATHS = {
+_TOOL_PATHS = {  # pattern of a path in the chat -> path in the client's request
     r"^(tools\[\d+\])\.function\.parameters": r"\1.input_schema",
     r"^(tools\[\d+\])\.function\b": r"\1",
     r"^tool_choice\.function\.name$": "tool_choice.name",
@@ -45,29 +45,26 @@ _PLACE = re.compile(r"^messages\[(\d+)\]")
 
 
 class MessagesTranslation(msgspec.Struct, frozen=True):
-    """A Messages request as a chat.
-
-    chat            the chat request
-    places          the path in the request of each chat message
-    format_field    the path of the field that sets the answer's format
-    shows_thinking  include the text of thinking blocks in the response
-    warnings        warnings about the request
-    """
+    """A Messages request as a chat."""
 
     chat: ChatBody
-    places: list[str]
+    #: The path in the client's request of each chat message.
+    paths: list[str]
+    #: The path of the field that sets the answer's format.
     format_field: str
+    #: Include the text of thinking blocks in the response.
     shows_thinking: bool
+    #: Warnings about the request.
     warnings: list[OutputWarning]
 
     def renaming(self) -> AbstractContextManager[None]:
-        """Rename the fields of errors raised inside the block to those of the request."""
+        """Replace field paths of the chat in errors that are raised inside the block."""
         return renaming(self.request_path)
 
     def request_path(self, name: str) -> str:
-        """Return the path in the request of a chat field."""
-        if (found := _PLACE.match(name)) and int(found[1]) < len(self.places):
-            return self.places[int(found[1])]
+        """Return the path in the client's request of the chat field `name`."""
+        if (found := _PLACE.match(name)) and int(found[1]) < len(self.paths):
+            return self.paths[int(found[1])]
         for pattern, own in {**_TOOL_PATHS, **self._format_paths()}.items():
             name = re.sub(pattern, own, name)
         return name
@@ -83,7 +80,7 @@ class MessagesTranslation(msgspec.Struct, frozen=True):
 
 
 def translate(body: CountBody) -> MessagesTranslation:
-    """Translate a body and check the resulting chat."""
+    """Translate a body and check the resulting chat. Raise InvalidRequest."""
     for field in ("messages", "system", "tools", "output_config", "output_format", "thinking"):
         check_depth(getattr(body, field), field)
     for field in ("container", "mcp_servers"):
@@ -105,10 +102,10 @@ def translate(body: CountBody) -> MessagesTranslation:
         reasoning_effort=effort,
         response_format=form,
         continue_final_message=conversation.continues or None,
-        **{name: getattr(body, name) for name in SAME},
+        **{name: getattr(body, name) for name in COPIED_FIELDS},
     )
     translation = MessagesTranslation(
-        chat, conversation.places, format_field, display != "omitted", conversation.warnings
+        chat, conversation.paths, format_field, display != "omitted", conversation.warnings
     )
     with translation.renaming():
         check_chat(chat)
@@ -116,7 +113,7 @@ def translate(body: CountBody) -> MessagesTranslation:
 
 
 def _thinking(thinking: Any) -> tuple[Any, Display]:
-    """Return (the chat's field `thinking`, how thinking is displayed)."""
+    """Return (the value of the chat's field `thinking`, how to display thinking)."""
     if not isinstance(thinking, Mapping):
         return thinking, "summarized"
     display = thinking.get("display")
@@ -129,8 +126,8 @@ def _thinking(thinking: Any) -> tuple[Any, Display]:
 
 
 def _output(body: CountBody) -> tuple[Any, str, dict[str, Any] | None]:
-    """Return (effort, path of the output format, response_format of the chat)."""
-    config = members_of(body.output_config or {}, "output_config")
+    """Return (effort, path of the field with the output format, `response_format` of the chat)."""
+    config = as_object(body.output_config or {}, "output_config")
     known = ("effort", "format")
     for name, value in config.items():
         if name not in known and value is not None:
@@ -147,7 +144,7 @@ def _output(body: CountBody) -> tuple[Any, str, dict[str, Any] | None]:
 
 
 def _form(form: Any, at: str) -> dict[str, Any]:
-    form = members_of(form, at)
+    form = as_object(form, at)
     if form.get("type") != "json_schema":
         raise InvalidRequest.at(f"{at}.type", f"must be json_schema; got {form.get('type')!r}")
     return {"type": "json_schema", "json_schema": {k: v for k, v in form.items() if k != "type"}}
@@ -157,7 +154,7 @@ def _form(form: Any, at: str) -> dict[str, Any]:
 
 
 def _chat_tool(tool: Any, at: str) -> dict[str, Any]:
-    tool = members_of(tool, at)
+    tool = as_object(tool, at)
     kind = tool.get("type")
     if kind not in (None, "custom"):
         raise InvalidRequest.at(
@@ -165,24 +162,24 @@ def _chat_tool(tool: Any, at: str) -> dict[str, Any]:
             "must be 'custom' or absent; this server does not run Anthropic's own tools such as "
             f"{kind!r}",
         )
-    schema = members_of(tool.get("input_schema"), f"{at}.input_schema")
+    schema = as_object(tool.get("input_schema"), f"{at}.input_schema")
     function = {"name": tool.get("name"), "parameters": schema}
     given = {name: tool[name] for name in ("description", "strict") if tool.get(name) is not None}
     return {"type": "function", "function": function | given}
 
 
 def _chat_tool_choice(choice: Any) -> tuple[str | dict[str, Any] | None, bool | None]:
-    """Return (tool_choice, parallel_tool_calls) of a chat."""
+    """Return the values of (tool_choice, parallel_tool_calls) in the chat."""
     if choice is None:
         return None, None
-    choice = members_of(choice, "tool_choice")
+    choice = as_object(choice, "tool_choice")
     kind = choice.get("type")
     alone = choice.get("disable_parallel_tool_use")
     if alone is not None and not isinstance(alone, bool):
         raise InvalidRequest.at("tool_choice.disable_parallel_tool_use", "must be true or false")
     parallel = None if alone is None else not alone
     if kind == "tool":
-        name = text_in(choice, "name", "tool_choice")
+        name = string_member(choice, "name", "tool_choice")
         return {"type": "function", "function": {"name": name}}, parallel
     if not isinstance(kind, str) or kind not in _TOOL_CHOICES:
         raise unexpected(kind, "tool_choice", (*_TOOL_CHOICES, "tool"))
@@ -195,11 +192,12 @@ def _chat_tool_choice(choice: Any) -> tuple[str | dict[str, Any] | None, bool | 
 def clamp_to_model(
     chat: ChatBody, max_len: int, output_format: ModelOutputFormat
 ) -> tuple[ChatBody, list[OutputWarning]]:
-    """Return the request within the model's limits, and warnings about changes.
+    """Return (the request within the model's limits, warnings about changes).
 
-    These clients send the same `max_tokens` to every model, so a larger value is cut to `max_len`;
-    an answer that fills the context then has the stop reason `model_context_window_exceeded`. They
-    also send a thinking budget to models without a reasoning format, where it is dropped.
+    Clients of this API send the same `max_tokens` to every model, so a value above `max_len` is
+    lowered to it. An answer that fills the context then has the stop reason
+    `model_context_window_exceeded`. Clients also send a thinking budget to models without a
+    reasoning format. The budget is dropped then, with a warning.
     """
     warnings = []
     changes: dict[str, Any] = {}
