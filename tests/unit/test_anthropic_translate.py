@@ -264,7 +264,7 @@ def test_a_message_of_the_chat_has_its_place_in_the_request() -> None:
         "messages[2].content[1]",
         "messages[3]",
     ]
-    with pytest.raises(InvalidRequest) as raised, told.renaming():
+    with pytest.raises(InvalidRequest) as raised, told.translate_errors():
         raise InvalidRequest("messages[3].content: bad", param="messages[3].content")
     assert raised.value.param == "messages[2].content[0]"
     assert raised.value.message == "messages[2].content[0]: bad"
@@ -349,7 +349,7 @@ def test_a_field_that_cannot_be_honoured_is_refused_by_name(fields: Any, param: 
 )
 def test_errors_about_the_chat_speak_of_the_request(chat_name: str, own: str) -> None:
     told: MessagesTranslation = translate(body())
-    with pytest.raises(InvalidRequest) as raised, told.renaming():
+    with pytest.raises(InvalidRequest) as raised, told.translate_errors():
         raise InvalidRequest(f"{chat_name} is odd", param=chat_name)
     assert (raised.value.param, raised.value.message) == (own, f"{own} is odd")
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.api.openai.prepare import renaming
+from gateway.api.openai.prepare import translate_errors
 from protocol.errors import EngineLost, InvalidRequest, RequestError
 
 
 def told(message: str, param: str | None) -> tuple[str, str | None]:
-    with pytest.raises(RequestError) as raised, renaming({"stop": "stop_sequences"}.__getitem__):
+    with (
+        pytest.raises(RequestError) as raised,
+        translate_errors({"stop": "stop_sequences"}.__getitem__),
+    ):
         raise InvalidRequest(message, param=param)
     return raised.value.message, raised.value.param
 
@@ -30,5 +33,5 @@ def test_an_error_without_a_field_is_unchanged() -> None:
 
 
 def test_an_engine_error_is_unchanged() -> None:
-    with pytest.raises(EngineLost, match="stop"), renaming(dict[str, str]().__getitem__):
+    with pytest.raises(EngineLost, match="stop"), translate_errors(dict[str, str]().__getitem__):
         raise EngineLost("stop")

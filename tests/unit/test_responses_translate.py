@@ -161,7 +161,7 @@ def test_names_of_the_chat_have_names_in_the_request(name: str, own: str) -> Non
     translation = translated(
         said("user", "a"), THOUGHT, CALL, OUTPUT, before=[said("user", "earlier")], instructions="i"
     )
-    told = translation.rename_error(InvalidRequest(f"{name}: wrong", param=name))
+    told = translation.translate_error(InvalidRequest(f"{name}: wrong", param=name))
     assert told.param == own
     assert told.message == f"{own}: wrong"
 

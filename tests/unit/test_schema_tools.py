@@ -55,7 +55,12 @@ def test_tools_are_shown_and_read_for_unless_the_request_says_otherwise() -> Non
         ("f", PARAMETERS),
         ("g", None),
     ]
-    assert (made.mode, made.name, made.many, made.strict) == ("auto", None, True, frozenset({"g"}))
+    assert (made.mode, made.name, made.allows_many, made.strict) == (
+        "auto",
+        None,
+        True,
+        frozenset({"g"}),
+    )
 
 
 def test_no_tools_or_none_to_be_chosen_is_nothing_to_show() -> None:
@@ -74,7 +79,7 @@ def test_a_choice_may_be_any_call_or_that_of_one_tool_and_one_may_be_all() -> No
     both: dict[str, Any] = {"tools": [tool("f"), tool("g")]}
     assert plan(**both, tool_choice="required").mode == "required"
     one = plan(**both, tool_choice=named("g"), parallel_tool_calls=False)
-    assert (one.mode, one.name, one.many) == ("named", "g", False)
+    assert (one.mode, one.name, one.allows_many) == ("named", "g", False)
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ routes = Routes("Anthropic", responses.MessagesErrorAnswer)
 )
 def messages(service: Service, context: RequestContext) -> Response:
     body, translation = _translated(service, context, requests.MessagesBody)
-    with translation.renaming():
+    with translation.translate_errors():
         model = service.model(translation.chat.model)
         service.raise_cached_refusal(context)
         preparation, prompt, warnings = _prepare(service, context, translation, model)
@@ -67,7 +67,7 @@ def messages(service: Service, context: RequestContext) -> Response:
 )
 def count_tokens(service: Service, context: RequestContext) -> Response:
     body, translation = _translated(service, context, requests.CountBody)
-    with translation.renaming():
+    with translation.translate_errors():
         model = service.model(translation.chat.model)
         _, prompt, _ = _prepare(service, context, translation, model)
     extensions = context.extensions(prompt.effective if body.return_effective_kwargs else None)
@@ -79,7 +79,7 @@ def _translated(
 ) -> tuple[Body, MessagesTranslation]:
     body, unknown = service.bodies.parse_known(request, kind)
     translation = translate(body)
-    context.ignored = ignored_fields(unknown, translation.chat)
+    context.ignored = ignored_fields(unknown, body.strict_params)
     return body, translation
 
 
@@ -95,7 +95,7 @@ def _prepare(
     trusts = service.config.trust_request_chat_template
     preparation = Preparation(chat, model, trusts_template=trusts)
     context.ignored = ignored_fields(
-        [*context.ignored, *map(translation.request_path, preparation.ignored)], chat
+        [*context.ignored, *map(translation.request_path, preparation.ignored)], chat.strict_params
     )
     with context.timeline.tokenizing():
         prompt = preparation.prompt(chat.messages)

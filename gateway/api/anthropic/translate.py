@@ -20,7 +20,7 @@ from gateway.api.anthropic.conversation import (
     unexpected,
 )
 from gateway.api.anthropic.requests import CountBody
-from gateway.api.openai.prepare import check_chat, renaming
+from gateway.api.openai.prepare import check_chat, translate_errors
 from gateway.api.openai.requests import ChatBody, unsupported
 from gateway.formats.events import OutputWarning
 from gateway.formats.model_format import ModelOutputFormat
@@ -57,9 +57,9 @@ class MessagesTranslation(msgspec.Struct, frozen=True):
     #: Warnings about the request.
     warnings: list[OutputWarning]
 
-    def renaming(self) -> AbstractContextManager[None]:
+    def translate_errors(self) -> AbstractContextManager[None]:
         """Replace field paths of the chat in errors that are raised inside the block."""
-        return renaming(self.request_path)
+        return translate_errors(self.request_path)
 
     def request_path(self, name: str) -> str:
         """Return the path in the client's request of the chat field `name`."""
@@ -107,7 +107,7 @@ def translate(body: CountBody) -> MessagesTranslation:
     translation = MessagesTranslation(
         chat, conversation.paths, format_field, display != "omitted", conversation.warnings
     )
-    with translation.renaming():
+    with translation.translate_errors():
         check_chat(chat)
     return translation
 

@@ -1,7 +1,8 @@
 """Checks a body and turns it into prompt requests: prompt, sampling parameters, grammar, parser.
 
 All APIs with conversations use `Preparation`. The effective template arguments are computed here,
-once per conversation. The parser starts in the state in which the rendered prompt ends.
+once per conversation. A parser starts in the state in which the rendered prompt ends, for example
+inside a reasoning block.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from gateway.api.openai.requests import (
     ChatBody,
     CompletionBody,
     CompletionPrompt,
-    GenerationBody,
     empty_prompt,
     prompts_of,
     unsupported,
@@ -26,7 +26,7 @@ from gateway.api.openai.requests import (
 from gateway.api.openai.response_builder import CompletionResponseBuilder
 from gateway.api.openai.responses import Effective
 from gateway.api.openai.structured import FORM_FIELDS, answer_form
-from gateway.api.openai.tools import ToolPlan, calls_instead, tool_grammar, tool_plan
+from gateway.api.openai.tools import ToolPlan, calls_instead_of_form, tool_grammar, tool_plan
 from gateway.formats.choice_parser import AnswerOptions, ParserFactory
 from gateway.formats.model_format import AnswerStart
 from gateway.generation.parameters import choices_of, first, read_options
@@ -46,10 +46,11 @@ from protocol.sampling import check_token_ids
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A rendered conversation. `kwargs` are the arguments that the template received."""
+    """A rendered conversation."""
 
     text: str
     ids: list[int]
+    #: The arguments that the chat template received.
     kwargs: dict[str, Any]
 
     @property
@@ -59,19 +60,18 @@ class Prompt:
 
 
 def _schema_field(plan: ToolPlan) -> str:
-    """Return the field to blame if the engine refuses a tool's schema. The engine does not report
-    which schema it was."""
+    """Return the field that an error names if the engine refuses a tool's schema.
+
+    The engine does not report which schema it refused. So if there are several tools, the error
+    names the whole list.
+    """
     return "tools[0].function.parameters" if len(plan.declared) == 1 else "tools"
 
 
 class Preparation:
     """Prepares the conversations of one body. Raises InvalidRequest naming the field.
 
-    trusts_template  accept `chat_template` from the request
-    form             the grammar of the answers; None: free text. If the model may call tools, an
-                     answer is either calls or matches the form. If a call is required, there is
-                     no form
-    ignored          paths of the form's members that have no effect
+    `trusts_template` is whether the server accepts `chat_template` from requests.
     """
 
     def __init__(
@@ -81,15 +81,20 @@ class Preparation:
         self.model = model
         self.plan: ToolPlan = tool_plan(body)
         form = answer_form(body)
+        #: Paths of structured output members that have no effect.
         self.ignored: list[str] = form.ignored if form else []
         if self.plan.demands_call:
             form = None
+        #: The field that an error names if the engine refuses the grammar.
         self.form_field: str = form.field if form else _schema_field(self.plan)
+        #: The grammar of the answer's text; None: free text, or a tool call is required. If the
+        #: model may call tools, an answer is either tool calls or text that matches the form.
         self.form: Body | None = form.body if form else None
         self._template = self._own_template(trusts_template)
         self._check_tools()
 
     def _own_template(self, trusts: bool) -> ParsedTemplate | None:
+        """Return the compiled template of the request, or None if the request has none."""
         source = self.body.chat_template
         if source is None:
             return None
@@ -115,9 +120,9 @@ class Preparation:
         return self.form is not None and self.plan.mode == "auto"
 
     def rename_field(self, error: RequestError) -> RequestError:
-        """Rename the engine's field in an error to the field of the request."""
+        """Replace the engine's field name in an error by the path of the chat field."""
         if error.param == "max_tokens":  # the message contains the name, too
-            return rename_error(error, lambda _: self.body.max_tokens_field)
+            return translate_error(error, lambda _: self.body.max_tokens_field)
         fields = {
             "prompt": "messages",
             "grammar": self.form_field,
@@ -161,8 +166,8 @@ class Preparation:
         )
 
     def answer_start(self, prompt: Prompt) -> AnswerStart:
-        """Return the state in which the answers to `prompt` start. It depends on the end of the
-        prompt and on its template arguments."""
+        """Return the state in which the answers to `prompt` start. The end of the prompt and its
+        template arguments determine this state."""
         calls = self.plan.mode != "none"
         return self.model.output_format.begin(prompt.text, prompt.kwargs, calls=calls)
 
@@ -172,7 +177,8 @@ class Preparation:
         return replace(self.parse_request(prompt, start), grammar=self._grammar(start))
 
     def parse_request(self, prompt: Prompt, start: AnswerStart) -> PromptRequest:
-        """Return the request for one prompt without a grammar, to parse an existing answer."""
+        """Return the request for one prompt, without a grammar. It suffices to parse an existing
+        answer."""
         body, model, plan = self.body, self.model, self.plan
         marks, inside = start.marks, start.inside
         new_counter = partial(ReasoningCounter, marks, starts_inside=inside) if marks else None
@@ -192,7 +198,7 @@ class Preparation:
         if self.form is not None:
             calls_form = None
             if self.is_calls_or_form:
-                calls_form = calls_instead(start.bound, self.plan, self.form_field)
+                calls_form = calls_instead_of_form(start.bound, self.plan, self.form_field)
             return start.grammar(self.form, budget, calls_form)
         calls = tool_grammar(start.bound, self.plan)
         if calls is not None:
@@ -210,7 +216,7 @@ class Preparation:
             tools=plan.declared,
             starts_inside=start.inside,
             include_reasoning=self.body.include_reasoning is not False,
-            parallel_tool_calls=self.plan.many,
+            parallel_tool_calls=self.plan.allows_many,
             calls_or_text=self.is_calls_or_form,
         )
 
@@ -218,9 +224,7 @@ class Preparation:
 class Completion:
     """Prepares the prompts of one completion body. Raises InvalidRequest naming the field.
 
-    prompt_requests  one per prompt
-    ignored          paths of structured output members that have no effect
-    ids              the prompts' token ids, if they are known already
+    If the prompts' token ids are known already, `ids` has them, and the prompts are not tokenized.
     """
 
     def __init__(
@@ -236,6 +240,7 @@ class Completion:
         self._prompts = prompts_of(body, max_prompts)
         self._options = read_options(body, continues=True)
         form = answer_form(body)
+        #: Paths of structured output members that have no effect.
         self.ignored: list[str] = form.ignored if form else []
         self._form_field = form.field if form else ""
         choices = choices_of(body, model.defaults, model.tokenizer)
@@ -247,6 +252,7 @@ class Completion:
                 _prompt_ids(prompt, model, f"prompt[{place}]" if is_list else "prompt")
                 for place, prompt in enumerate(self._prompts)
             ]
+        #: One request per prompt.
         self.prompt_requests = [
             PromptRequest(prompt_ids, choices, parsers, grammar=grammar) for prompt_ids in ids
         ]
@@ -266,7 +272,7 @@ class Completion:
         )
 
     def rename_field(self, error: RequestError) -> RequestError:
-        """Rename the engine's "grammar" in an error to the field of the request."""
+        """Replace the engine's field name "grammar" in an error by the field of the request."""
         error.param = self._form_field if error.param == "grammar" else error.param
         return error
 
@@ -292,23 +298,23 @@ def _prompt_text(prompt: CompletionPrompt, model: ServedModel, skip_special_toke
     return model.tokenizer.decode(prompt, skip_special_tokens=skip_special_tokens)
 
 
-# ---- errors about a translated request
+# ---- errors about a chat that was translated from another API's request
 
 RequestPath = Callable[[str], str]
 """Maps the path of a chat field to its path in the client's request."""
 
 
 @contextmanager
-def renaming(request_path: RequestPath) -> Iterator[None]:
-    """Rename the fields of each RequestError raised inside the block."""
+def translate_errors(request_path: RequestPath) -> Iterator[None]:
+    """Replace the field path in each RequestError that is raised inside the block."""
     try:
         yield
     except RequestError as error:
-        raise rename_error(error, request_path) from None
+        raise translate_error(error, request_path) from None
 
 
-def rename_error(error: RequestError, request_path: RequestPath) -> RequestError:
-    """Replace the field path in the error's `param` and message."""
+def translate_error(error: RequestError, request_path: RequestPath) -> RequestError:
+    """Replace the field path in the error's `param` and message. Return the error."""
     if error.param:
         path = request_path(error.param)
         pattern = rf"(?<![\w.]){re.escape(error.param)}(?!\w)"
@@ -319,8 +325,8 @@ def rename_error(error: RequestError, request_path: RequestPath) -> RequestError
 
 # ---- checks across the fields of a body
 #
-# An unsupported field that would change the answer is never ignored silently. All functions raise
-# InvalidRequest.
+# An unsupported field that would change the answer is refused, never ignored. All functions raise
+# InvalidRequest naming the field.
 
 _NESTED = (
     "tools",
@@ -335,13 +341,13 @@ _REFUSED = {
     "grammar_lazy": "set `strict: true` on a tool to enforce its arguments",
     "grammar_triggers": "use the triggers of structural_tag",
 }
-"""Unsupported field -> advice."""
+"""Unsupported field -> advice in the error."""
 _REPLACED = {
     "functions": 'use `tools`, with each function as {"type": "function", "function": ...}',
     "function_call": "use `tool_choice`",
     "audio": "this model writes text only",
 }
-"""Unsupported field of a conversation -> advice."""
+"""Unsupported field of a conversation -> advice in the error."""
 _REASONING_MEMBERS = ("effort", "enabled", "max_tokens")
 _THINKING_MEMBERS = ("type", "budget_tokens")
 
@@ -411,11 +417,11 @@ def _check_common(body: ChatBody | BatchBody | CompletionBody) -> None:
         check_depth(getattr(body, field), field)
 
 
-def ignored_fields(ignored: Iterable[str], body: GenerationBody) -> list[str]:
-    """Return the fields without effect for `ignored_params`, each once. Raise InvalidRequest if
-    the body has strict_params."""
+def ignored_fields(ignored: Iterable[str], strict_params: bool | None) -> list[str]:
+    """Return the first MAX_LISTED_FIELDS distinct fields of `ignored`, for `ignored_params`. Raise
+    InvalidRequest if there are any and `strict_params` is true."""
     fields = list(dict.fromkeys(ignored))[:MAX_LISTED_FIELDS]
-    if fields and body.strict_params:
+    if fields and strict_params:
         raise InvalidRequest.at(
             fields[0],
             f"without effect here, and strict_params is true; fields without effect: "

@@ -1,12 +1,12 @@
-"""Request bodies of the OpenAI routes: field types and bounds. `checks` combines fields.
+"""Request bodies of the OpenAI routes: field types and bounds.
 
-- The types come from `protocol.sampling`, so the engine accepts every number this route accepts.
-- A null field equals an absent field: None. Defaults are applied later, in
-  `generation.parameters`.
+`prepare` checks combinations of fields.
+
+- The types come from `protocol.sampling`, so the engine accepts every number these routes accept.
+- A null field equals an absent field: both are None. `generation.parameters` applies the defaults.
 - Unknown fields have no effect, because proxies add their own. The response lists them in
   `ignored_params`; with `strict_params` they are refused.
-- Fields that would change the answer and are not supported are declared, so that `checks` can
-  refuse them.
+- Unsupported fields that would change the answer are declared, so that `prepare` can refuse them.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ Object = dict[str, Any]
 
 # ---- messages and tools: schemas for the OpenAPI document
 #
-# Decoding does not use them. `prompt.content` and `openai.tools` check these values step by step,
-# so that an error can name the exact path; a decoder of unions cannot.
+# Decoding does not use these schemas. `prompt.content` and `openai.tools` check the values step by
+# step, so that an error can name the exact path. A decoder of unions could not name it.
 
 
 def _object(*required: str, **properties: Any) -> dict[str, Any]:
@@ -115,7 +115,7 @@ Tool = Annotated[Any, Meta(extra_json_schema=_TOOL)]
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
-    """Usage in a stream.
+    """Options of a stream.
 
     include_usage           send a last chunk with the usage of all choices
     continuous_usage_stats  with include_usage, add the usage so far to every other chunk
@@ -123,6 +123,16 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+
+
+def includes_usage(options: StreamOptions | None) -> bool:
+    """Return whether the stream ends with the total usage."""
+    return bool(options and options.include_usage)
+
+
+def repeats_usage(options: StreamOptions | None) -> bool:
+    """Return whether each chunk has a usage. As in vLLM, this requires include_usage."""
+    return bool(options and options.include_usage and options.continuous_usage_stats)
 
 
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
@@ -154,8 +164,8 @@ class FormFields(SamplingFields, frozen=True, kw_only=True):
     """Structured output fields, in addition to each API's own field.
 
     structured_outputs   one of json, json_object, regex, choice, grammar, structural_tag
-    guided_json, guided_regex, guided_choice, guided_grammar   the same, from older vLLM
-    structural_tag       the same member as in structured_outputs
+    guided_json, guided_regex, guided_choice, guided_grammar   the same constraints, from older vLLM
+    structural_tag       like the member of structured_outputs with this name
     regex, ebnf          from SGLang
     json_schema          from SGLang and llama.cpp
     grammar              GBNF, from llama.cpp; an empty string means none
@@ -178,7 +188,7 @@ class FormFields(SamplingFields, frozen=True, kw_only=True):
 
 
 class GenerationBody(FormFields, frozen=True, kw_only=True):
-    """Fields of both chat and text completions.
+    """Fields of both chat completions and text completions.
 
     n                   number of choices per prompt; choice i is sampled with `seed` + i
     cache_salt          requests share cached prompts only if their salts are equal
@@ -213,16 +223,6 @@ class GenerationBody(FormFields, frozen=True, kw_only=True):
     kv_transfer_params: Object | None = None
     best_of: Any = None
     response_format: Any = None
-
-    @property
-    def includes_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.include_usage)
-
-    @property
-    def repeats_usage(self) -> bool:
-        """Whether each chunk has a usage. As in vLLM, this requires include_usage."""
-        options = self.stream_options
-        return bool(options and options.include_usage and options.continuous_usage_stats)
 
     @property
     def stop_strings(self) -> list[str]:
@@ -269,11 +269,13 @@ class ConversationBody(GenerationBody, frozen=True, kw_only=True):
 
     @property
     def num_logprobs(self) -> int | None:
-        """The number of top tokens to report per sampled token; None if logprobs are off."""
+        """The number of top tokens to report per sampled token; None if the response has no
+        logprobs."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def answer_tokens(self) -> int | None:
+        """The limit on the answer's length; None: the context length is the limit."""
         if self.max_completion_tokens is not None:
             return self.max_completion_tokens
         return self.max_tokens
@@ -297,19 +299,20 @@ Messages = Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
 
 
 class ChatBody(ConversationBody, frozen=True, kw_only=True):
-    """POST /v1/chat/completions."""
+    """The body of POST /v1/chat/completions."""
 
     messages: Messages
 
 
 class BatchBody(ConversationBody, frozen=True, kw_only=True):
-    """POST /v1/chat/completions/batch. All other fields apply to every conversation."""
+    """The body of POST /v1/chat/completions/batch. All fields except `messages` apply to every
+    conversation."""
 
     messages: Annotated[list[Messages], Meta(min_length=1)]
 
 
 class CompletionBody(GenerationBody, frozen=True, kw_only=True):
-    """POST /v1/completions. `prompt` is a text, token ids, or a list of either."""
+    """The body of POST /v1/completions. `prompt` is a text, token ids, or a list of either."""
 
     prompt: str | list[str | TokenId | list[TokenId]]
     max_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None
@@ -327,13 +330,15 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True):
 
 
 DEFAULT_COMPLETION_TOKENS = 16
-"""OpenAI's default, for completions only. A chat has no limit but the context length."""
+"""OpenAI's default of `max_tokens`, for completions only. A chat has no limit but the context
+length."""
 
 CompletionPrompt = str | list[int]
 
 
 def prompts_of(body: CompletionBody, max_prompts: int) -> list[CompletionPrompt]:
-    """Return the prompts of a body. Raise InvalidRequest if they are of different kinds."""
+    """Return the prompts of a body. Raise InvalidRequest if there are none or too many, or if they
+    are of different kinds."""
     prompt = body.prompt
     if isinstance(prompt, str):
         return [prompt]

@@ -1,6 +1,7 @@
-"""Builds the structs of one route from events: chat completions, or text completions.
+"""Builds response structs from events. There is a builder for chat completions, and one for text
+completions.
 
-Streams and complete responses use the same builder, so they cannot differ.
+Streams and complete responses use the same builder, so their content cannot differ.
 """
 
 from __future__ import annotations
@@ -64,22 +65,21 @@ Members = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class OpenAIEnvelope:
-    """The members that are the same in all chunks of a response.
+    """The members of a response that do not depend on its choices."""
 
-    id          the response id, as sent to the client
-    model       the model name from the request
-    extensions  our own members about the request; sent with a complete response, or with the first
-                chunk of a stream
-    """
-
+    #: The response id, as sent to the client.
     id: str
+    #: The model name from the request.
     model: str
     fingerprint: str
     created: int = field(default_factory=lambda: int(time.time()))
+    #: Members that OpenAI does not define. Sent with a complete response, or with the first chunk
+    #: of a stream.
     extensions: dict[str, Any] = field(default_factory=dict)
 
     @property
     def head(self) -> Members:
+        """The members that every chunk repeats."""
         return {
             "id": self.id,
             "created": self.created,
@@ -91,36 +91,42 @@ class OpenAIEnvelope:
 class ResponseBuilder(Protocol):
     """Builds the structs of one route. An instance serves one response."""
 
+    #: The number of top tokens per sampled token; None: no logprobs.
     num_logprobs: int | None
-    prompt_ids_on_top: bool  # in the response, not in each choice
-    ends_with_text: bool  # the finish reason comes with the last text, not in its own chunk
-    empty: Members  # of a chunk without text, such as a finish chunk
+    #: The prompt's token ids and logprobs are members of the response, not of each choice.
+    prompt_ids_on_top: bool
+    #: The finish reason is sent with the last text, not in its own chunk.
+    ends_with_text: bool
+    #: The members of a chunk's choice without text, such as the one in a finish chunk.
+    empty: Members
+    #: The structs of a chunk, a chunk's choice, a response and a response's choice.
     chunk: Callable[..., Any]
     chunk_choice: Callable[..., Any]
     whole: Callable[..., Any]
     whole_choice: Callable[..., Any]
 
     def part(self, event: Event) -> Members | None:
-        """Return the members of a chunk's choice for an event, or None if it is not sent."""
+        """Return the members of a chunk's choice for an event, or None if nothing is sent for
+        it."""
 
     def opening(self, choice: Choice) -> Members | None:
-        """Return the members of the first chunk of a choice, or None if it has no such chunk."""
+        """Return the members of a choice in its first chunk, which is sent before any text. Return
+        None if the API has no such chunk."""
 
     def fold(self, choice: Choice, chunks: Sequence[Any]) -> Members:
-        """Fold the choices of chunks into the message or text, and the logprobs."""
+        """Return the message or text, and the logprobs, to which a choice's chunks add up."""
 
     def logprobs(self, choice: Choice, delta: OutputDelta) -> Any:
-        """Return the logprobs of the delta's tokens; None if they are not requested."""
+        """Return the logprobs of the delta's tokens, or None if they are not requested."""
 
     def echo_logprobs(self, choice: Choice) -> Any:
-        """Return the logprobs of an echoed prompt; None if there are none."""
+        """Return the logprobs of an echoed prompt, or None if no prompt is echoed."""
 
 
 class ChatResponseBuilder:
-    """Builds chat completions. Reasoning is sent under both names in use: `reasoning` and
-    `reasoning_content`.
+    """Builds chat completions. With `in_batch`, the choices belong to several conversations.
 
-    in_batch  the choices belong to several conversations
+    Reasoning is sent under both of the names that clients use: `reasoning` and `reasoning_content`.
     """
 
     ends_with_text = False
@@ -187,8 +193,11 @@ class ChatResponseBuilder:
 
 
 def _message(parts: Iterable[MessagePart]) -> AssistantMessage:
-    """Return the message that the parts add up to, in linear time. A call that was cut off is
-    included. `content` is null if there is only reasoning or tool calls."""
+    """Return the message to which the parts add up, in linear time.
+
+    A tool call that was cut off is included. `content` is null if there is only reasoning or tool
+    calls.
+    """
     text: list[str] = []
     reasoning: list[str] = []
     calls: list[tuple[str, str, list[str]]] = []
@@ -294,7 +303,7 @@ class CompletionResponseBuilder:
 
 
 def _joined(parts: Iterable[L | None]) -> L | None:
-    """Concatenate the lists of logprobs; None if all parts are None."""
+    """Return the logprobs of all parts, concatenated; None if all parts are None."""
     found = [part for part in parts if part is not None]
     if len(found) < 2:
         return found[0] if found else None
@@ -306,7 +315,8 @@ def _joined(parts: Iterable[L | None]) -> L | None:
 def prompt_logprobs_builder(
     body: GenerationBody, model: ServedModel
 ) -> Callable[[Choice], list[Any] | None] | None:
-    """Return a function that builds a choice's prompt logprobs; None if they are not requested."""
+    """Return a function that builds a choice's prompt logprobs, or None if they are not
+    requested."""
     num_top = body.prompt_logprobs
     if num_top is None:
         return None

@@ -1,6 +1,7 @@
-"""Response bodies of the OpenAI routes. These structs are what is encoded.
+"""Response bodies of the OpenAI routes.
 
-msgspec encodes fields in the order of their declaration, and omits those that are UNSET.
+msgspec encodes the fields of these structs in the order of their declaration, and omits fields that
+are UNSET.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from gateway.text.logprobs import ChatLogprob, CompletionLogprobs
 FinishReason = Literal["stop", "length", "tool_calls", "abort"]
 ServiceTier = Literal["default"]
 SERVICE_TIER: ServiceTier = "default"
-"""The only tier."""
+"""The only service tier."""
 _ERROR_TYPES = {429: "rate_limit_error", 503: "service_unavailable_error", 504: "timeout_error"}
+"""HTTP status -> error type. Other statuses are invalid_request_error or server_error."""
 
 
 # ---- errors, warnings
@@ -30,7 +32,7 @@ _ERROR_TYPES = {429: "rate_limit_error", 503: "service_unavailable_error", 504: 
 class ErrorDetails(msgspec.Struct, frozen=True, kw_only=True):
     """An error.
 
-    param  the path of the request field at fault: `messages[2].content`
+    param  the path of the request field at fault, such as `messages[2].content`
     """
 
     message: str
@@ -73,13 +75,16 @@ class AnswerWarning(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
-    """cached_tokens  prompt tokens whose K/V was reused from the prefix cache"""
+    """Details of `prompt_tokens`.
+
+    cached_tokens  prompt tokens whose K/V was reused from the prefix cache
+    """
 
     cached_tokens: int
 
 
 class CompletionTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
-    """Details that are unknown are absent.
+    """Details of `completion_tokens`. Unknown details are absent.
 
     reasoning_tokens             completion tokens that are reasoning
     accepted_prediction_tokens   completion tokens that were drafted and verified
@@ -92,7 +97,7 @@ class CompletionTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OpenAIUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """Token counts. Each prompt is counted once, whatever its number of choices."""
+    """Token counts. A prompt is counted once, even if it has several choices."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -102,7 +107,7 @@ class OpenAIUsage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def usage_of(group: ChoiceGroup) -> OpenAIUsage:
-    """Return the usage so far: each prompt once, and all choices."""
+    """Return the usage so far of all choices. Each prompt is counted once."""
     details: dict[str, int] = {}
     if (reasoning := group.num_reasoning_tokens) is not None:
         details["reasoning_tokens"] = reasoning
@@ -164,7 +169,7 @@ class OpenAIResponse(msgspec.Struct, frozen=True, kw_only=True):
 
     system_fingerprint  the server's version and the digest of the weights
 
-    More members that several of them have:
+    Other members that several responses and chunks have:
 
     ignored_params      request fields that had no effect
     timings             how long each stage took, if requested; in a stream, in the last chunk
@@ -199,8 +204,11 @@ class OpenAIToolCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """`reasoning` and `reasoning_content` are equal; clients use either name. `annotations` is
-    always empty, because this server does not search the web."""
+    """The message of a complete chat completion.
+
+    reasoning, reasoning_content  the same text under the two names that clients use
+    annotations                   always empty, because this server does not search the web
+    """
 
     role: Literal["assistant"]
     content: str | None
@@ -221,7 +229,10 @@ class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatCompletion(ChatResponse, frozen=True, kw_only=True):
-    """kv_transfer_params  for the decode request to another server, after do_remote_decode"""
+    """A complete chat completion.
+
+    kv_transfer_params  after do_remote_decode: for the decode request to another server
+    """
 
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
@@ -236,7 +247,10 @@ class ChatCompletion(ChatResponse, frozen=True, kw_only=True):
 
 
 class BatchChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """conversation  the index of the conversation that this choice answers"""
+    """A choice of a batch.
+
+    conversation  the index of the conversation that this choice answers
+    """
 
     index: int
     conversation: int
@@ -266,8 +280,8 @@ class FunctionPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ToolCallPart(msgspec.Struct, frozen=True, kw_only=True):
-    """A delta of a tool call. The first one of a call has its id, type and name; the others append
-    to the arguments."""
+    """A delta of a tool call. The first delta of a call has its id, type and name. The others
+    append to its arguments."""
 
     index: int
     id: str | UnsetType = UNSET
@@ -276,7 +290,7 @@ class ToolCallPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MessagePart(msgspec.Struct, frozen=True, kw_only=True):
-    """A delta of a message. The first one has the role and `refusal`; the others append to the
+    """A delta of a message. The first delta has the role and `refusal`. The others append to the
     message."""
 
     role: Literal["assistant"] | UnsetType = UNSET
@@ -324,7 +338,10 @@ class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CompletionResponse(OpenAIResponse, frozen=True, kw_only=True):
-    """kv_transfer_params  for the decode request to another server, after do_remote_decode"""
+    """A complete text completion.
+
+    kv_transfer_params  after do_remote_decode: for the decode request to another server
+    """
 
     object: Literal["text_completion"]
     choices: list[CompletionChoice]

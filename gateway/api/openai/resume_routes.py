@@ -1,7 +1,8 @@
-"""Streams that continue for some time without their client, which can resume them.
+"""Streams that a client can resume after its connection broke.
 
-A chat or completion becomes one if it has the header `X-Resume: 1`. GET /v1/streams/ID resumes it
-after the last event that its client received.
+A stream of a chat or completion is resumable if its request has the header `X-Resume: 1`. The
+generation then continues for some time without its client. GET /v1/streams/ID resumes the stream
+after the last event that the client received.
 """
 
 from __future__ import annotations
@@ -67,8 +68,8 @@ def read(service: Service, context: RequestContext, stream_id: str) -> Response:
 def resume_stream(
     service: Service, context: RequestContext, stream_id: str, after: int
 ) -> Response:
-    """Stream the events after number `after`, including those to come. Other owners' streams are
-    not found."""
+    """Stream the events after number `after`, including future ones. Raise NotFound for a stream of
+    another owner."""
     persistence, owner = service.persistence, context.caller.owner
     if (
         persistence is None
@@ -93,7 +94,7 @@ class FrameDestination(Protocol):
 
 
 def is_requested(context: RequestContext) -> bool:
-    """Return whether the request has the header X-Resume."""
+    """Return whether the header X-Resume requests a resumable stream."""
     return context.headers.get(RESUME_HEADER, "").strip().lower() in _ON
 
 

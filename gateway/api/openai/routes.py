@@ -1,7 +1,7 @@
 """The OpenAI routes: chat completions, batches of them, and completions.
 
-A view reads and checks the body. What follows is the same for all: prepare the prompts, run the
-choices, and return a stream of chunks or one JSON object.
+A view reads and checks the body. The next steps are the same for all routes: prepare the prompts,
+run the choices, and return a stream of chunks or one JSON object.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _answer_chats(
     unknown: list[str],
     conversations: Mapping[str, Sequence[Any]],
 ) -> Response:
-    """Answer the conversations of a body, which are given by their paths."""
+    """Answer the conversations of a body. `conversations` maps their paths to their messages."""
     model, in_batch = service.model(body.model), isinstance(body, requests.BatchBody)
     service.raise_cached_refusal(context)
     trusts = service.config.trust_request_chat_template
@@ -129,11 +129,11 @@ def completions(service: Service, context: RequestContext) -> Response:
 def _kv_params(
     context: RequestContext, ignored: list[str], body: requests.GenerationBody, model: ServedModel
 ) -> KVTransferParams | None:
-    """Return the body's K/V transfer, and note the fields without effect."""
+    """Return the checked `kv_transfer_params`. Record the fields without effect in the context."""
     params = parse_kv_params(body.kv_transfer_params, model.limits)
     if params is None and body.kv_transfer_params is not None:
         ignored.append(KV_FIELD)
-    context.ignored = prepare.ignored_fields(ignored, body)
+    context.ignored = prepare.ignored_fields(ignored, body.strict_params)
     return params
 
 
@@ -157,7 +157,8 @@ def _respond(
     builder: ResponseBuilder,
     envelope: OpenAIEnvelope,
 ) -> Response:
-    """Run the requests and return the response. A refusal raises before any header is sent."""
+    """Run the requests and return the response. If the engine refuses them, raise its error before
+    any header is sent."""
     config = service.config
     check_counts(prompt_requests, body, config.max_n, max(config.max_n, config.max_prompts))
     options = run.RequestOptions.from_body(body, envelope.id)

@@ -1,16 +1,16 @@
-"""Turns an answer into OpenAI's chunks, which are streamed, or folded into one response.
+"""Turns an answer into OpenAI's chunks. They are streamed, or folded into one response.
 
     [role chunk per choice]  [chunk ...]  [finish chunk per choice]  [usage, timings]  [DONE]
 
 A chunk has a delta of content or reasoning, the head of a tool call (id and name, no arguments
 yet), or a delta of its arguments. The chunks of several choices interleave.
 
-- A completion's finish reason comes with its last text; a chat's has its own chunk.
-- Warnings come with the finish reason of their choice.
+- A completion's finish reason is in the chunk of its last text. A chat's has its own chunk.
+- The warnings of a choice are in the chunk of its finish reason.
 - The first chunks (a chat's role, an echoed prompt) are sent with the first token. Sent earlier,
   they would make the time to first token look shorter than it is.
 - After an error, one `{"error": ...}` event and [DONE] close the stream.
-- A chunk with nothing but new text is not encoded: its text is put into a template of bytes.
+- A chunk with nothing but new text is not encoded: the text is put into a template of bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, TypedDict, Unpack
 import msgspec
 from msgspec import UNSET
 
-from gateway.api.openai.requests import GenerationBody
+from gateway.api.openai.requests import GenerationBody, includes_usage, repeats_usage
 from gateway.api.openai.response_builder import Members, OpenAIEnvelope, ResponseBuilder
 from gateway.api.openai.responses import AnswerWarning, error_body, usage_of, usage_of_choice
 from gateway.formats.events import (
@@ -48,54 +48,49 @@ from protocol.errors import ServingError
 
 encode = msgspec.json.encode
 TemplateKey = tuple[int, type[Event], int]
-"""(choice, kind of event, tool call)"""
+"""(index of the choice, type of the event, index of the tool call)"""
 _SENT = OutputDelta()
 """Stands for a delta whose tokens were sent with an earlier chunk."""
 _HOLE = "\0"
 """Stands for the text in a template."""
 MAX_TEMPLATES = 1 << 10
-"""More templates than this of one stream are forgotten, and made again when they are needed."""
+"""The most templates of one stream. At this number all are dropped, and each is made again when it
+is needed."""
 
 
 class ChunkStreamState(msgspec.Struct):
-    """The state of a stream: plain data, so that another process can continue the stream.
+    """The state of a stream: plain data, so that another process can continue the stream."""
 
-    has_started  the first chunks were written
-    warnings     choice -> warnings to send with its finish chunk
-    num_tokens   choice -> number of tokens sent; counted only if each chunk has a usage
-    """
-
+    #: The first chunks were written.
     has_started: bool = False
+    #: Index of a choice -> the warnings to send with its finish chunk.
     warnings: dict[int, list[OutputWarning]] = {}
+    #: Index of a choice -> number of tokens sent. Counted only if each chunk has a usage.
     num_tokens: dict[int, int] = {}
 
 
 class ChunkOptions(TypedDict, total=False):
-    """The client's options of a stream.
+    """The client's options of a stream."""
 
-    includes_usage   send a chunk with the total usage before [DONE], `"usage":null` in the others
-    repeats_usage    add the usage so far of its choice to each chunk
-    includes_ids     add token ids to each chunk, and prompt ids to the first
-    """
-
+    #: Before [DONE], send a chunk with the total usage. All other chunks have `"usage":null`.
     includes_usage: bool
+    #: Add the usage so far of its choice to each chunk.
     repeats_usage: bool
+    #: Add token ids to each chunk, and the prompt's token ids to the first chunk.
     includes_ids: bool
 
 
 def chunk_options(body: GenerationBody) -> ChunkOptions:
     return {
-        "includes_usage": body.includes_usage,
-        "repeats_usage": body.repeats_usage,
+        "includes_usage": includes_usage(body.stream_options),
+        "repeats_usage": repeats_usage(body.stream_options),
         "includes_ids": bool(body.return_token_ids),
     }
 
 
 class AnswerChunks:
-    """Turns the deltas of one answer into chunks, in order.
-
-    state  the state of the stream to continue; None starts a new one
-    """
+    """Turns the deltas of one answer into chunks, in order. `state` is that of the stream to
+    continue; None starts a new stream."""
 
     def __init__(
         self,
@@ -114,20 +109,20 @@ class AnswerChunks:
         self._includes_ids = options.get("includes_ids", False)
         self._new_chunk = partial(builder.chunk, **envelope.head)
         self.state = state or ChunkStreamState()
-        #: Chunks have only text, except the first and the last of a choice.
+        #: Chunks have nothing but text, except the first and the last of a choice.
         self.is_plain = (
             not (self._repeats_usage or self._includes_ids) and builder.num_logprobs is None
         )
 
     def start(self) -> list[Any]:
-        """Return the first chunks, once."""
+        """Return the first chunks, or nothing if they were returned before."""
         if self.state.has_started:
             return []
         self.state.has_started = True
         return list(filter(None, map(self._opening, self._group.choices)))
 
     def push(self, choice: Choice, delta: OutputDelta) -> list[Any]:
-        """Return the chunks of `delta`, after the first chunks if they were not sent yet."""
+        """Return the chunks of `delta`. If the first chunks were not sent yet, they precede."""
         events, builder = delta.events, self._builder
         if events and isinstance(events[0], Failed):  # the error is sent by `ChunkStream.fail`
             return []
@@ -147,7 +142,7 @@ class AnswerChunks:
         return chunks
 
     def _part(self, choice: Choice, event: Event) -> Members | None:
-        """Return the members for an event, or None if nothing is sent now."""
+        """Return the members of a chunk's choice for an event, or None if nothing is sent now."""
         if isinstance(event, OutputWarning):
             self.state.warnings.setdefault(choice.index, []).append(event)
             return None
@@ -169,8 +164,9 @@ class AnswerChunks:
         return self._new_chunk(choices=[], usage=usage, timings=timings)
 
     def _opening(self, choice: Choice) -> Any:
+        """Return the first chunk of a choice, or None if there is nothing to send before text."""
         part, top = self._builder.opening(choice), Members()
-        if not choice.index:  # what is about the request is sent once
+        if not choice.index:  # members about the request are sent once
             top |= self._envelope.extensions
         if part is None:
             if not (self._includes_ids or top):
@@ -184,7 +180,7 @@ class AnswerChunks:
     def _finish_chunk(
         self, choice: Choice, end: Finished, part: Members, delta: OutputDelta
     ) -> Any:
-        """Return the finish chunk. It has the tokens of `delta` if no earlier chunk has them."""
+        """Return the finish chunk. If no earlier chunk has the tokens of `delta`, this one has."""
         logprobs = None if delta is _SENT else self._builder.logprobs(choice, delta)
         part = part | {"finish_reason": end.reason, "stop_reason": end.stop_reason}
         warnings = self.state.warnings.pop(choice.index, ())
@@ -198,7 +194,7 @@ class AnswerChunks:
     def chunk(
         self, choice: Choice, part: Members, logprobs: Any = None, top: Members | None = None
     ) -> Any:
-        """Return a chunk. `part` has more members of its choice, and `top` of the chunk."""
+        """Return a chunk with one choice. `part` has members of the choice, `top` of the chunk."""
         usage: Any = None if self._includes_usage else UNSET
         if self._repeats_usage:
             num_tokens = self.state.num_tokens.get(choice.index, 0)
@@ -209,13 +205,13 @@ class AnswerChunks:
         )
 
 
-# ---- streamed, whole
+# ---- the stream, the whole response
 
 
 class ChunkStream:
     """The sink that writes one answer as chunks.
 
-    write   receives each group of frames
+    write   receives the frames, one or more at a time
     finish  called after the last frame
     """
 
@@ -252,7 +248,7 @@ class ChunkStream:
             self._write(b"".join([sse.frame(encode(chunk)) for chunk in chunks]))
 
     def _new_template(self, key: TemplateKey, choice: Choice, event: Event) -> list[bytes]:
-        """Return the frame of a chunk with nothing but text, cut where the text belongs."""
+        """Return the frame of a chunk with nothing but text, cut at the places of the text."""
         part = self._builder.part(with_text(event, _HOLE))
         assert part is not None, "an answer has only events that its API sends"
         frame = sse.frame(encode(self._chunks.chunk(choice, part)))
@@ -281,11 +277,11 @@ def whole_response(
     includes_ids: bool = False,
     prompt_logprobs: Callable[[Choice], list[Any] | None] | None = None,
 ) -> bytes:
-    """Return the body of a 200 for a group that ended without an error: its chunks, folded.
+    """Return the body of a 200: the folded chunks of a group that ended without an error.
 
     collected        the output of each choice
     includes_ids     add the token ids of prompt and answer
-    prompt_logprobs  formats a choice's prompt logprobs; None omits them
+    prompt_logprobs  builds a choice's prompt logprobs; None: not requested
     """
     chunks = AnswerChunks(group, builder, replace(envelope, extensions={}))
     pieces: list[list[Any]] = [[] for _ in group.choices]

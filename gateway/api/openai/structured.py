@@ -1,14 +1,20 @@
 """Parses the structured output fields of a request into a protocol grammar.
 
-`response_format` is OpenAI's field, `structured_outputs` vLLM's. The others are the equivalents of
-older vLLM, SGLang and llama.cpp. A request may set only one of them.
+`response_format` is OpenAI's field, and `structured_outputs` is vLLM's. The other fields are those
+of older vLLM, SGLang and llama.cpp. A request may set only one of them.
 
-Only the shape of the fields and the keywords of a schema are checked here. The engine compiles the
-grammar, and refuses it before any header is sent if it cannot be enforced. Raises InvalidRequest
-naming the field.
+Only the shape of the fields and the keywords of schemas are checked here. The engine compiles the
+grammar. If it cannot enforce the grammar, it refuses the request before any header is sent.
 
-A keyword of a schema is enforced, ignored because it does not affect validity, unknown, or refused
-with its path in the request: "response_format.json_schema.schema.properties.age.minimum".
+A keyword of a schema falls into one of four groups:
+
+- `ENFORCED`: the answer matches it.
+- `SILENT`: it does not affect which values are valid.
+- `UNENFORCEABLE`: refused. The error has its path in the request, such as
+  "response_format.json_schema.schema.properties.tags.uniqueItems".
+- Unknown: ignored and listed in the response, or refused if the schema is strict.
+
+Errors are InvalidRequest naming the field.
 """
 
 from __future__ import annotations
@@ -22,7 +28,7 @@ import msgspec
 
 from gateway.api.openai.requests import GenerationBody
 from gateway.formats.schema_cases import ANNOTATIONS
-from gateway.http.body import check_depth
+from gateway.http.body import as_object, check_depth
 from protocol.errors import InvalidRequest
 from protocol.grammar import (
     Body,
@@ -53,15 +59,13 @@ _SAFE_PATH = re.compile(r"[A-Za-z0-9_.$\[\]-]{1,200}")
 
 
 class AnswerForm(msgspec.Struct, frozen=True):
-    """The grammar that a request sets.
+    """The form of the answer that a request sets: a grammar."""
 
-    field    the request field that sets it
-    body     the grammar
-    ignored  paths of unknown members and schema keywords, which have no effect
-    """
-
+    #: The request field that sets the form.
     field: str
+    #: The grammar.
     body: Body
+    #: Paths of unknown members and schema keywords, which have no effect.
     ignored: list[str] = []
 
 
@@ -80,7 +84,8 @@ def answer_form(body: GenerationBody) -> AnswerForm | None:
 
 
 def structured_form(value: Any, at: str) -> AnswerForm | None:
-    """Parse a `structured_outputs` value found at the path `at`."""
+    """Return the form that a `structured_outputs` value at the path `at` sets, or None if there is
+    no value."""
     if value is None:
         return None
     reader = FormReader()
@@ -94,7 +99,7 @@ class FormReader:
         self.ignored: list[str] = []
 
     def response_format(self, value: Any, at: str) -> Body | None:
-        format = _object(value, at)
+        format = as_object(value, at)
         kind = format.get("type")
         if not isinstance(kind, str) or kind not in _FORMATS:
             raise InvalidRequest.at(
@@ -116,7 +121,7 @@ class FormReader:
         return None
 
     def _named_schema(self, value: Any, at: str) -> Body:
-        inner = _object(value, at)
+        inner = as_object(value, at)
         strict = inner.get("strict")
         if strict is not None and not isinstance(strict, bool):
             raise InvalidRequest.at(f"{at}.strict", "must be true or false")
@@ -143,7 +148,7 @@ class FormReader:
     def structured_outputs(self, value: Any, at: str) -> Body:
         members = {
             name: member
-            for name, member in _object(value, at).items()
+            for name, member in as_object(value, at).items()
             if member is not None and not (name in _OPTIONS and member is False)
         }
         for name in members:
@@ -164,9 +169,9 @@ class FormReader:
         return JsonSchema(text=self._schema_text(value, at, strict=strict))
 
     def _schema_text(self, value: Any, at: str, *, strict: bool = False) -> str:
-        """Return the JSON text of a schema given as an object or as JSON text. The schemas `true`
-        and `false` are refused."""
-        schema = _object(_from_text(value, at), at)
+        """Return the JSON text of a schema, which the request has as an object or as JSON text. The
+        schemas `true` and `false` are refused."""
+        schema = as_object(_from_text(value, at), at)
         check_keywords(schema, at, strict=strict)
         for path in unknown_keywords(schema, at):
             self._note(path, at)
@@ -195,12 +200,12 @@ class FormReader:
         return Gbnf(text=text) if "::=" in text and _LARK_START not in text else Lark(text=text)
 
     def gbnf(self, value: Any, at: str) -> Body | None:
-        """Parse a GBNF grammar. Clients of llama.cpp send an empty string for none."""
+        """Parse a GBNF grammar. Clients of llama.cpp send an empty string for no grammar."""
         return None if value == "" else Gbnf(text=_text(value, at))
 
     def structural_tag(self, value: Any, at: str) -> Body:
         """Parse `structures` of {begin, schema, end}, and the `triggers` that start one."""
-        value = _object(_from_text(value, at), at)
+        value = as_object(_from_text(value, at), at)
         structures, triggers = value.get("structures"), value.get("triggers")
         if not isinstance(structures, list) or not isinstance(triggers, list):
             raise InvalidRequest.at(at, "must have the lists structures and triggers")
@@ -210,18 +215,12 @@ class FormReader:
         )
 
     def _tag(self, value: Any, at: str) -> Tag:
-        tag = _object(value, at)
+        tag = as_object(value, at)
         return Tag(
             begin=_text(tag.get("begin"), f"{at}.begin"),
             schema=self._schema_text(tag.get("schema", {}), f"{at}.schema"),
             end=_text(tag.get("end"), f"{at}.end"),
         )
-
-
-def _object(value: Any, at: str) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise InvalidRequest.at(at, "must be an object")
-    return value
 
 
 def _text(value: Any, at: str) -> str:
@@ -231,7 +230,7 @@ def _text(value: Any, at: str) -> str:
 
 
 def _from_text(value: Any, at: str) -> Any:
-    """Return a value, decoded first if it is JSON text."""
+    """Return the decoded value of a JSON text, or any other value unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -272,11 +271,12 @@ FORM_FIELDS = tuple(_FIELDS)
 
 # ---- the keywords of a schema
 
-_ONE = ("not", "if", "then", "else", "contains", "propertyNames", "unevaluatedItems",
+_SUBSCHEMA = ("not", "if", "then", "else", "contains", "propertyNames", "unevaluatedItems",
         "unevaluatedProperties", "additionalProperties", "additionalItems", "items")  # fmt: skip
-"""Keywords whose value is a schema. `items` may also be a list of them, in old drafts."""
-_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
-_MAPS = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
+"""Keywords whose value is a schema. In old drafts, `items` may also be a list of schemas."""
+_SUBSCHEMA_LIST = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+"""Keywords whose value is a list of schemas."""
+_SUBSCHEMA_MAP = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
 """Keywords whose value maps names to schemas."""
 
 ENFORCED = frozenset(
@@ -292,7 +292,7 @@ UNENFORCEABLE = frozenset(
      "unevaluatedProperties", "$dynamicRef", "$dynamicAnchor", "$recursiveRef",
      "$recursiveAnchor")
 )  # fmt: skip
-"""Keywords that would restrict the answer, but cannot be expressed in our grammars."""
+"""Keywords that would restrict the answer, but that our grammars cannot express."""
 SILENT = ANNOTATIONS | {"id", "$vocabulary", "contentSchema", "xml", "externalDocs"}
 """Keywords that do not affect which values are valid."""
 
@@ -300,7 +300,7 @@ SILENT = ANNOTATIONS | {"id", "$vocabulary", "contentSchema", "xml", "externalDo
 MAX_UNKNOWN = 16
 """Limit on the unknown keywords that a response lists."""
 MAX_SEGMENT_CHARS = 100
-"""Longer names are truncated in a path."""
+"""Names longer than this are truncated in a path."""
 
 
 class _Place(msgspec.Struct, frozen=True):
@@ -336,7 +336,7 @@ def check_keywords(schema: Any, at: str, *, strict: bool) -> None:
 
 
 def unknown_keywords(schema: Any, at: str) -> list[str]:
-    """Return the paths of at most MAX_UNKNOWN unknown keywords. They have no effect."""
+    """Return the paths of the first MAX_UNKNOWN unknown keywords, which have no effect."""
     found = ((parent, keyword) for parent, keyword in _keywords(schema, at) if _is_unknown(keyword))
     return [_path(parent, keyword) for parent, keyword in islice(found, MAX_UNKNOWN)]
 
@@ -351,10 +351,8 @@ def _is_unknown(keyword: str) -> bool:
 
 
 def _keywords(schema: Any, at: str) -> Iterator[tuple[_Place, str]]:
-    """Yield (place of the schema, keyword) for the schema and all schemas inside it.
-
-    Malformed schemas are skipped here; the engine refuses them.
-    """
+    """Yield (place of the schema, keyword) for all keywords of the schema and of the schemas inside
+    it. Skip malformed schemas, which the engine refuses."""
     waiting = [(schema, _Place(None, at))]
     while waiting:
         schema, place = waiting.pop()
@@ -362,11 +360,11 @@ def _keywords(schema: Any, at: str) -> Iterator[tuple[_Place, str]]:
             continue
         for keyword, value in schema.items():
             yield place, keyword
-            if keyword in _MAPS and isinstance(value, Mapping):
+            if keyword in _SUBSCHEMA_MAP and isinstance(value, Mapping):
                 inner = _Place(place, f".{keyword}")
                 waiting += [(one, _Place(inner, f".{name}")) for name, one in value.items()]
-            elif keyword in _LISTS and isinstance(value, list):
+            elif keyword in _SUBSCHEMA_LIST and isinstance(value, list):
                 inner = _Place(place, f".{keyword}")
                 waiting += [(one, _Place(inner, f"[{n}]")) for n, one in enumerate(value)]
-            elif keyword in _ONE:
+            elif keyword in _SUBSCHEMA:
                 waiting.append((value, _Place(place, f".{keyword}")))

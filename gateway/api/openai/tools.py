@@ -1,10 +1,10 @@
 """Resolves tools, tool_choice and parallel_tool_calls into a ToolPlan, and the plan into a grammar.
 
-An empty list of tools means no tools, because SDKs send it so. With `tool_choice` "none" the
+An empty list of tools means no tools, because some SDKs send one. With `tool_choice` "none" the
 prompt has no tools, and the answer is not parsed for calls.
 
 The grammar enforces the plan in the model's own tool format. A constraint that cannot be enforced
-is refused: InvalidRequest names the field.
+is refused with an InvalidRequest that names the field.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from gateway.formats.calls_grammar import required, required_or_other, strict
 from gateway.formats.event_builder import DeclaredTool
 from gateway.formats.grammar_builder import NotWritable
 from gateway.formats.registry import BoundFormat
+from gateway.http.body import as_object
 from protocol.errors import InvalidRequest
 from protocol.grammar import Body, Rules
 
@@ -31,24 +32,22 @@ _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
 
 class ToolPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The tools of a request, and which calls its answer may or must make.
+    """The tools of a request, and the calls that its answer may or must make."""
 
-    shown     the tools for the chat template
-    declared  the same tools for the parser
-    mode      how calls are chosen; with "none" the answer is not parsed for calls
-    name      the tool that must be called, with mode "named"
-    allowed   names of the callable tools; None: all. The prompt has the others too, so that
-              prompts share a prefix
-    many      more than one call is allowed
-    strict    names of the tools whose arguments must match their schema
-    """
-
+    #: The tools for the chat template.
     shown: Sequence[Mapping[str, Any]] = ()
+    #: The same tools for the parser.
     declared: Sequence[DeclaredTool] = ()
+    #: How the model chooses calls. With "none", the answer is not parsed for calls.
     mode: Mode = "none"
+    #: The tool that must be called, with mode "named".
     name: str | None = None
+    #: Names of the tools that may be called; None: all. The prompt has the other tools too, so that
+    #: prompts with different choices share a prefix.
     allowed: frozenset[str] | None = None
-    many: bool = True
+    #: More than one call is allowed.
+    allows_many: bool = True
+    #: Names of the tools whose arguments must match their schema.
     strict: frozenset[str] = frozenset()
 
     @property
@@ -73,10 +72,8 @@ class ToolPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def tool_plan(body: ChatBody | BatchBody) -> ToolPlan:
-    """Check a request's tools and `tool_choice`, and return the plan for them.
-
-    Raises InvalidRequest if one is invalid; the error names the field.
-    """
+    """Return the plan for a request's tools and `tool_choice`. Raise InvalidRequest naming the
+    field if one of them is invalid."""
     tools = body.tools or []
     declared = [_declared(tool, f"tools[{place}]") for place, tool in enumerate(tools)]
     names = [tool.name for tool in declared]
@@ -90,7 +87,7 @@ def tool_plan(body: ChatBody | BatchBody) -> ToolPlan:
         mode=mode,
         name=chosen[0] if mode == "named" else None,
         allowed=frozenset(chosen),
-        many=body.parallel_tool_calls is not False,
+        allows_many=body.parallel_tool_calls is not False,
         strict=frozenset(n for n, tool in zip(names, tools, strict=True) if _is_strict(tool)),
     )
 
@@ -109,16 +106,13 @@ def _is_strict(tool: Mapping[str, Any]) -> bool:
 
 
 def _declared(tool: Any, at: str) -> DeclaredTool:
-    if not isinstance(tool, Mapping):
-        raise InvalidRequest.at(at, "must be an object")
+    tool = as_object(tool, at)
     if tool.get("type", "function") != "function":
         raise InvalidRequest.at(
-            f"{at}.type", f"must be 'function'; got {tool['type']!r}{instead_of(tool['type'])}"
+            f"{at}.type", f"must be 'function'; got {tool['type']!r}{tool_type_hint(tool['type'])}"
         )
-    function = tool.get("function")
     at = f"{at}.function"
-    if not isinstance(function, Mapping):
-        raise InvalidRequest.at(at, "must be an object")
+    function = as_object(tool.get("function"), at)
     return DeclaredTool(_name(function, at), _parameters(function, at))
 
 
@@ -148,21 +142,21 @@ def _parameters(function: Mapping[str, Any], at: str) -> Mapping[str, Any] | Non
     return parameters
 
 
-def instead_of(kind: Any) -> str:
-    """Return a hint for an unsupported tool type, or ""."""
+def tool_type_hint(kind: Any) -> str:
+    """Return the end of an error about an unsupported tool type: advice, or ""."""
     if kind == "custom":
         return "; use a function with one string parameter instead"
     return ""
 
 
 def _choice(choice: Any, names: Sequence[str]) -> tuple[Mode, Sequence[str]]:
-    """Return (mode, names of the callable tools)."""
+    """Return (mode, names of the tools that may be called)."""
     if choice is None or choice == "auto":
         return ("auto", names) if names else ("none", ())
     if choice == "none":
         return "none", ()
     if choice == "required":
-        _need_tools(names)
+        _check_has_tools(names)
         return "required", names
     kind = choice.get("type", "function") if isinstance(choice, Mapping) else None
     if kind not in CHOICE_TYPES:
@@ -170,13 +164,13 @@ def _choice(choice: Any, names: Sequence[str]) -> tuple[Mode, Sequence[str]]:
             "tool_choice",
             f"must be one of {', '.join(MODES)}, or an object of type {' or '.join(CHOICE_TYPES)}",
         )
-    _need_tools(names)
+    _check_has_tools(names)
     if kind == "allowed_tools":
         return _allowed(choice.get("allowed_tools"), names)
     return "named", [_named(choice, names, "tool_choice")]
 
 
-def _need_tools(names: Sequence[str]) -> None:
+def _check_has_tools(names: Sequence[str]) -> None:
     if not names:
         raise InvalidRequest.at("tool_choice", "the request has no tools to call")
 
@@ -213,7 +207,8 @@ def _named(choice: Mapping[str, Any], names: Sequence[str], at: str) -> str:
 
 
 def tool_grammar(bound: BoundFormat | None, plan: ToolPlan) -> Body | None:
-    """Return the grammar of the answer, or None if it may be any text."""
+    """Return the grammar of the answer, or None if the answer may be any text. Raise
+    InvalidRequest if the plan cannot be enforced."""
     if bound is None or not bound.format.has_calls:
         if plan.demands_call or plan.is_narrowed:
             problem = "required" if plan.demands_call else "restricted"
@@ -229,14 +224,15 @@ def tool_grammar(bound: BoundFormat | None, plan: ToolPlan) -> Body | None:
     _check_schemas(plan, names)
     try:
         if plan.demands_call:
-            return required(bound, plan.callable, many=plan.many)
-        return strict(bound, _loosened(plan), many=plan.many)
+            return required(bound, plan.callable, many=plan.allows_many)
+        return strict(bound, _callable_tools(plan), many=plan.allows_many)
     except NotWritable as error:
         raise _refusal(error, plan) from None
 
 
-def calls_instead(bound: BoundFormat | None, plan: ToolPlan, form_field: str) -> Rules:
-    """Return the grammar of the calls that are allowed instead of the form set by `form_field`."""
+def calls_instead_of_form(bound: BoundFormat | None, plan: ToolPlan, form_field: str) -> Rules:
+    """Return the grammar of the calls that the model may make instead of an answer in the form that
+    `form_field` sets."""
     if bound is None or not bound.format.has_calls:
         raise InvalidRequest.at(
             form_field,
@@ -245,7 +241,7 @@ def calls_instead(bound: BoundFormat | None, plan: ToolPlan, form_field: str) ->
         )
     _check_schemas(plan, plan.strict)
     try:
-        return required_or_other(bound, _loosened(plan), many=plan.many)
+        return required_or_other(bound, _callable_tools(plan), many=plan.allows_many)
     except NotWritable as error:
         raise _refusal(error, plan) from None
 
@@ -258,8 +254,8 @@ def _check_schemas(plan: ToolPlan, enforced: Set[str]) -> None:
             check_keywords(tool.parameters, at, strict=tool.name in plan.strict)
 
 
-def _loosened(plan: ToolPlan) -> Sequence[DeclaredTool]:
-    """Return the callable tools, without the schemas of those that are not strict."""
+def _callable_tools(plan: ToolPlan) -> Sequence[DeclaredTool]:
+    """Return the tools that may be called. Those that are not strict have no schema."""
     return [
         tool if tool.name in plan.strict else msgspec.structs.replace(tool, parameters=None)
         for tool in plan.callable

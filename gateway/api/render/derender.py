@@ -13,7 +13,7 @@ from gateway.api.openai.prepare import (
     Prompt,
     check_chat,
     check_completion,
-    renaming,
+    translate_errors,
 )
 from gateway.api.openai.requests import ChatBody, CompletionBody, prompts_of
 from gateway.api.openai.response_builder import ChatResponseBuilder
@@ -83,7 +83,7 @@ class ChatDerendering:
         self._model = model
         self._config = config
         self._request = body.chat_request or self._plain_request()
-        with renaming(_in(CHAT)):
+        with translate_errors(_in(CHAT)):
             check_chat(self._request)
             trusts = config.trust_request_chat_template
             self._preparation = Preparation(self._request, model, trusts_template=trusts)
@@ -149,7 +149,7 @@ class ChatDerendering:
         return derendered, sealed(state, key)
 
     def _check_counts(self, prompt_request: PromptRequest) -> None:
-        with renaming(_in(CHAT)):
+        with translate_errors(_in(CHAT)):
             check_counts([prompt_request], self._request, self._config.max_n, self._config.max_n)
 
     def _case(self) -> DerenderCase:
@@ -175,7 +175,7 @@ class ChatDerendering:
         elif body.chat_request is None:
             return Prompt("", [], self._kwargs)
         else:
-            with renaming(_in(CHAT)):
+            with translate_errors(_in(CHAT)):
                 prompt = self._preparation.prompt(body.chat_request.messages)
         _check_count(body.prompt_tokens, len(prompt.ids), "prompt_tokens")
         return prompt
@@ -194,7 +194,7 @@ class CompletionDerendering:
         self._model = model
         self._config = config
         self._request = body.completion_request or self._plain_request()
-        with renaming(_in(COMPLETION)):
+        with translate_errors(_in(COMPLETION)):
             check_completion(self._request)
             self._prompts = prompts_of(self._request, config.max_prompts)
         for field in ("generate_responses", "prompt_tokens", "prompt_token_ids"):
@@ -295,7 +295,7 @@ class CompletionDerendering:
     def _completion(self, request: CompletionBody, ids: Sequence[list[int]] | None) -> Completion:
         for place, given in enumerate(ids or ()):
             check_token_ids(given, self._model.card.vocab_size, f"prompt_token_ids[{place}]")
-        with renaming(_in(COMPLETION)):
+        with translate_errors(_in(COMPLETION)):
             completion = Completion(
                 request, self._model, max_prompts=self._config.max_prompts, ids=ids
             )

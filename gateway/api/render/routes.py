@@ -97,7 +97,7 @@ def render_responses(service: Service, context: RequestContext) -> Response:
     ready = rendered(body, [*before, *items], model, trusts_template=trusts)
     names = [*fields_without_effect(body, unknown), *ready.ignored]
     _note_ignored(context, names, ready.translation.chat)
-    with ready.renaming():
+    with ready.translate_errors():
         return _chat(service, context, carried, ready.preparation, ready.prompt, "resp")
 
 
@@ -111,7 +111,7 @@ def render_responses(service: Service, context: RequestContext) -> Response:
 def render_messages(service: Service, context: RequestContext) -> Response:
     body, carried, unknown = _read(service, MessagesBody)
     translation = translate(body)
-    with translation.renaming():
+    with translation.translate_errors():
         model = service.model(translation.chat.model)
         chat, _ = clamp_to_model(translation.chat, model.limits.max_len, model.output_format)
         preparation = _preparation(service, chat)
@@ -154,7 +154,7 @@ def _read(
 
 def _note_ignored(context: RequestContext, names: list[str], body: requests.GenerationBody) -> None:
     context.ignored = prepare.ignored_fields(
-        (name for name in names if name not in Carried.__struct_fields__), body
+        (name for name in names if name not in Carried.__struct_fields__), body.strict_params
     )
 
 

@@ -24,7 +24,7 @@ from gateway.api.openai.requests import (
     Timeout,
     unsupported,
 )
-from gateway.api.openai.tools import instead_of
+from gateway.api.openai.tools import tool_type_hint
 from gateway.http.body import check_depth
 from protocol.errors import InvalidRequest
 from protocol.sampling import MaxTokens, NumLogprobs
@@ -260,7 +260,7 @@ def _check_tools(body: ResponsesBody) -> None:
             raise InvalidRequest.at(
                 f"{at}.type",
                 "must be 'function', because this server runs no tools of its own; got "
-                f"{kind!r}{instead_of(kind)}",
+                f"{kind!r}{tool_type_hint(kind)}",
             )
         for name, value in tool.items():
             if name not in _TOOL_MEMBERS and value is not None:

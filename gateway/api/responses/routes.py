@@ -83,7 +83,7 @@ def create(service: Service, context: RequestContext) -> Response:
         ),
     )
     record = _record(context, response, items) if stores else None
-    with ready.renaming():
+    with ready.translate_errors():
         return _Creation(service, context, body, ready, prompt_request, response, record).respond()
 
 
@@ -111,7 +111,7 @@ def _rendered(
     with context.timeline.tokenizing():
         trusts = service.config.trust_request_chat_template
         ready = rendered(body, items, model, trusts_template=trusts)
-    context.ignored = ignored_fields([*context.ignored, *ready.ignored], ready.translation.chat)
+    context.ignored = ignored_fields([*context.ignored, *ready.ignored], body.strict_params)
     return ready
 
 

@@ -18,7 +18,13 @@ from typing import Any
 
 import msgspec
 
-from gateway.api.openai.prepare import Preparation, Prompt, check_chat, rename_error, renaming
+from gateway.api.openai.prepare import (
+    Preparation,
+    Prompt,
+    check_chat,
+    translate_error,
+    translate_errors,
+)
 from gateway.api.openai.requests import ChatBody
 from gateway.api.openai.tools import CHOICE_TYPES
 from gateway.api.responses.items import PREVIOUS, SYSTEM_ROLES, Item, PlacedItem, reasoning_text
@@ -64,12 +70,12 @@ class ResponsesTranslation(msgspec.Struct, frozen=True):
     chat: ChatBody
     names: Mapping[str, str]
 
-    def renaming(self) -> AbstractContextManager[None]:
+    def translate_errors(self) -> AbstractContextManager[None]:
         """Rename the fields of errors raised inside the block to those of the request."""
-        return renaming(self.request_path)
+        return translate_errors(self.request_path)
 
-    def rename_error(self, error: RequestError) -> RequestError:
-        return rename_error(error, self.request_path)
+    def translate_error(self, error: RequestError) -> RequestError:
+        return translate_error(error, self.request_path)
 
     def request_path(self, name: str) -> str:
         """Return the path in the request of a chat field: replace its longest known prefix."""
@@ -100,7 +106,7 @@ def chat_body(body: ResponsesBody, items: Sequence[PlacedItem]) -> ResponsesTran
         **{name: getattr(body, name) for name in SAME},
     )
     translation = ResponsesTranslation(chat, conversation.names)
-    with translation.renaming():
+    with translation.translate_errors():
         check_chat(chat)
     return translation
 
@@ -284,16 +290,16 @@ class Rendered:
         return [self.translation.request_path(path) for path in self.preparation.ignored]
 
     def prompt_request(self) -> PromptRequest:
-        with self.translation.renaming():
+        with self.translation.translate_errors():
             return self.preparation.prompt_request(self.prompt)
 
     @contextmanager
-    def renaming(self) -> Iterator[None]:
+    def translate_errors(self) -> Iterator[None]:
         """Rename the fields of the engine's errors raised inside to those of the request."""
         try:
             yield
         except RequestError as error:
-            raise self.translation.rename_error(self.preparation.rename_field(error)) from None
+            raise self.translation.translate_error(self.preparation.rename_field(error)) from None
 
 
 def rendered(
@@ -303,7 +309,7 @@ def rendered(
 
     def render(items: Sequence[PlacedItem]) -> Rendered:
         translation = chat_body(body, items)
-        with translation.renaming():
+        with translation.translate_errors():
             preparation = Preparation(translation.chat, model, trusts_template=trusts_template)
             prompt = preparation.prompt(translation.chat.messages)
         return Rendered(translation, preparation, prompt)

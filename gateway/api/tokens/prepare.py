@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.api.openai.prepare import rename_error
+from gateway.api.openai.prepare import translate_error
 from gateway.api.openai.requests import unsupported
 from gateway.api.openai.structured import structured_form
 from gateway.api.tokens.requests import (
@@ -119,9 +119,9 @@ def rename_field(error: RequestError, body: GenerateBody) -> RequestError:
     param = error.param or ""
     field = _FIELD.match(param)[0]  # type: ignore[index]  # matches any text
     if field in SamplingParams.__struct_fields__:  # the message contains the name, too
-        return rename_error(error, lambda name: f"{SAMPLING}.{name}")
+        return translate_error(error, lambda name: f"{SAMPLING}.{name}")
     if field == "prompt" != param:  # one of its tokens
-        return rename_error(error, lambda name: "token_ids" + name.removeprefix(field))
+        return translate_error(error, lambda name: "token_ids" + name.removeprefix(field))
     fields = {"prompt": "token_ids", "grammar": "grammar" if body.grammar else STRUCTURED}
     error.param = fields.get(param, error.param)
     return error
