@@ -1,4 +1,4 @@
-"""Routes for operators: health, version, metrics, models."""
+"""The routes for operators: health, version, metrics, models."""
 
 from __future__ import annotations
 
@@ -44,10 +44,12 @@ class GatewayFacts(msgspec.Struct, frozen=True):
 
 
 class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine's state as of its last heartbeat; null before the first heartbeat.
+    """The engine's state as of its last heartbeat. Fields are null if they are unknown, such as
+    before the first heartbeat.
 
+    epoch            the id of the engine process's life; a restarted engine has another one
     silence_s        age of the last heartbeat
-    steps            steps planned so far; the number grows while the server computes
+    steps            steps planned so far
     doing            the worker's activity in words
     worker_step_s    age of the worker's current step
     """
@@ -62,9 +64,10 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineState(msgspec.Struct, frozen=True, kw_only=True):
-    """One of several engines. The numbers are from its last heartbeat; null if it is not ready.
+    """One engine of a disaggregated server. The counts are those of its last heartbeat. They are
+    null if the engine is not connected.
 
-    why  the reason it is not ready
+    why  the reason the engine is not ready; null if it is ready
     """
 
     address: str
@@ -100,7 +103,10 @@ class Live(msgspec.Struct, frozen=True):
 
 
 class Startup(msgspec.Struct, frozen=True):
-    """Whether a model has been available; `why` gives the reason if not, and is null otherwise."""
+    """Whether a model has become available since the start of this process.
+
+    why  the reason no model has become available yet; null otherwise
+    """
 
     started: bool
     why: str | None
@@ -109,7 +115,12 @@ class Startup(msgspec.Struct, frozen=True):
 
 
 class Formats(msgspec.Struct, frozen=True):
-    """The formats for parsing answers, and why they were chosen. Null: not parsed for these."""
+    """How answers are parsed.
+
+    tools      the format of tool calls; null: answers are not parsed for tool calls
+    reasoning  the format of reasoning; null: answers are not parsed for reasoning
+    why        the reason these formats were chosen
+    """
 
     tools: str | None
     reasoning: str | None
@@ -129,7 +140,11 @@ class SamplingInEffect(msgspec.Struct, frozen=True):
 
 
 class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """root  the model's own name; `id` may be an alias set by the operator"""
+    """A served model.
+
+    id    one of the model's served names, perhaps the operator's alias
+    root  the model's own name
+    """
 
     id: str
     object: Literal["model"]
@@ -273,12 +288,12 @@ def _model(served: ServedModel, name: str) -> ModelEntry:
 # ---- health
 
 FRESH_S = 1.9
-"""With an older heartbeat the gateway is not ready, although the engine's lease may still be valid.
-Heartbeats arrive about every PING_EVERY_S."""
+"""The gateway is not ready if the last heartbeat is older than this, even if the engine's lease is
+still valid. A heartbeat arrives about every PING_EVERY_S."""
 
 
 def readiness(service: Service) -> ReadinessAnswer:
-    """Return whether this process is ready for requests, and the details."""
+    """Return whether this process can serve requests, and the details."""
     trouble, silence_s = service.trouble(), service.engine.silence_s
     why = trouble.message if trouble is not None else None
     if why is None and silence_s is not None and silence_s > FRESH_S:
@@ -298,7 +313,7 @@ def readiness(service: Service) -> ReadinessAnswer:
 
 
 def startup(service: Service) -> Startup:
-    """Return whether a model has ever been served, and the details."""
+    """Return whether a model has become available since the start, and the details."""
     trouble = None if service.has_served else service.trouble()
     return Startup(
         started=service.has_served,
@@ -318,7 +333,7 @@ def _engine_facts(service: Service) -> EngineFacts:
     return EngineFacts(
         epoch=engine.epoch,
         silence_s=_rounded(engine.silence_s),
-        **doing(engine.stats, engine.limits),
+        **engine_activity(engine.stats, engine.limits),
     )
 
 
@@ -342,7 +357,7 @@ def _rounded(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds, 3)
 
 
-class Doing(TypedDict, total=False):
+class EngineActivity(TypedDict, total=False):
     """The fields of `EngineFacts` that come from a heartbeat."""
 
     pid: int
@@ -352,22 +367,22 @@ class Doing(TypedDict, total=False):
     worker_step_s: float
 
 
-def doing(stats: EngineStats | None, limits: Limits | None) -> Doing:
-    """Return the engine's activity. Empty if this engine process sent no heartbeat yet."""
+def engine_activity(stats: EngineStats | None, limits: Limits | None) -> EngineActivity:
+    """Return the engine's activity as of its last heartbeat; empty before the first one."""
     if stats is None or limits is None:
         return {}
     worker = stats.worker
     return {
         "pid": worker.engine_pid,
         "steps": stats.num_steps,
-        "doing": in_words(worker, limits.token_budget),
+        "doing": describe_worker(worker, limits.token_budget),
         "worker_pid": worker.pid,
         "worker_step_s": round(worker.step_s, 3),
     }
 
 
-def in_words(worker: WorkerView, token_budget: int) -> str:
-    """Return the worker's activity: "computing step 8 for 1.2 s (1.5 s expected): chunk 3 of 12".
+def describe_worker(worker: WorkerView, token_budget: int) -> str:
+    """Describe the worker's activity: "computing step 8 for 1.2 s (1.5 s expected): chunk 3 of 12".
 
     A chunk has at most `token_budget` tokens, so the number of chunks is a lower bound.
     """

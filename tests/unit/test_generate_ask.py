@@ -31,7 +31,7 @@ def request(
 
 def ignored(data: dict[str, Any], body: GenerateBody) -> list[str]:
     kv_params = parse_kv_params(body.kv_transfer_params, LIMITS)
-    return asking.ignored_fields(asking.unknown(data), body, kv_params)
+    return asking.list_ignored_fields(asking.list_unknown_fields(data), body, kv_params)
 
 
 def body_of(sampling: dict[str, Any] | None = None, **fields: Any) -> GenerateBody:

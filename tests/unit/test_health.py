@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engine_core.health import LATE_S, Health
-from gateway.api.admin import doing, in_words
+from gateway.api.admin import describe_worker, engine_activity
 from protocol.messages import Limits
 from protocol.stats import EngineStats, WorkerView
 
@@ -79,12 +79,14 @@ def test_a_worker_that_goes_on_again_was_never_lost() -> None:
         (WorkerView(pid=7, trouble="stopped"), "stopped"),
     ],
 )
-def test_the_workers_activity_is_described_in_words(view: WorkerView, words: str) -> None:
-    assert in_words(view, 256) == words
+def test_the_workers_activity_is_described_describe_worker(view: WorkerView, words: str) -> None:
+    assert describe_worker(view, 256) == words
 
 
 def test_a_worker_without_a_heartbeat_is_not_reported() -> None:
-    assert doing(None, LIMITS) == doing(EngineStats(), None) == {}
-    told = doing(EngineStats(num_steps=9, worker=computing(0.5, 0.0, engine_pid=6)), LIMITS)
+    assert engine_activity(None, LIMITS) == engine_activity(EngineStats(), None) == {}
+    told = engine_activity(
+        EngineStats(num_steps=9, worker=computing(0.5, 0.0, engine_pid=6)), LIMITS
+    )
     assert (told["pid"], told["steps"]) == (6, 9)
     assert (told["worker_pid"], told["worker_step_s"]) == (7, 0.5)

@@ -337,7 +337,7 @@ def test_sealed_reasoning_is_told_with_the_whole_item() -> None:
 
 def test_ids_name_their_response() -> None:
     assert response_of(item_id("reasoning", QUEUED.id, 3)) == QUEUED.id
-    assert response_of(item_id("message", QUEUED.id, 0, of_input=True)) == QUEUED.id
+    assert response_of(item_id("message", QUEUED.id, 0, in_input=True)) == QUEUED.id
     for other in ("msg_1", "resp_" + NUMBER, f"rs_{NUMBER}_x", f"rs_{NUMBER[1:]}_1"):
         assert response_of(other) is None
 

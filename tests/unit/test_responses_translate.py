@@ -12,14 +12,19 @@ import pytest
 from gateway.api.responses.items import (
     PREVIOUS,
     PlacedItem,
-    identified,
     input_items,
     reasoning_text,
     seal,
+    with_ids,
 )
 from gateway.api.responses.requests import ResponsesBody, check
 from gateway.api.responses.routes import page_of
-from gateway.api.responses.translate import SAME, ResponsesTranslation, chat_body, check_outputs
+from gateway.api.responses.translate import (
+    COPIED_FIELDS,
+    ResponsesTranslation,
+    chat_body,
+    check_outputs,
+)
 from gateway.api.responses.truncation import (
     items_after,
     possible_cuts,
@@ -130,8 +135,8 @@ def test_fields_go_over() -> None:
 
 
 def test_every_field_that_both_have_goes_over_or_is_translated() -> None:
-    assert {"temperature", "stop", "user", "priority", "structured_outputs"} <= SAME
-    assert not SAME & {"tools", "stream", "n", "max_tokens", "reasoning", "messages"}
+    assert {"temperature", "stop", "user", "priority", "structured_outputs"} <= COPIED_FIELDS
+    assert not COPIED_FIELDS & {"tools", "stream", "n", "max_tokens", "reasoning", "messages"}
 
 
 @pytest.mark.parametrize(
@@ -168,7 +173,7 @@ def test_names_of_the_chat_have_names_in_the_request(name: str, own: str) -> Non
 
 def test_ids_are_given_and_kept() -> None:
     number = "ab" * 16
-    items = identified([said("user", "a"), {**CALL, "id": "fc_own"}], "resp_" + number)
+    items = with_ids([said("user", "a"), {**CALL, "id": "fc_own"}], "resp_" + number)
     assert [item["id"] for item in items] == [f"msg_{number}_i0", "fc_own"]
 
 

@@ -91,7 +91,7 @@ def render_completions(service: Service, context: RequestContext) -> Response:
 def render_responses(service: Service, context: RequestContext) -> Response:
     body, carried, unknown = _read(service, ResponsesBody)
     check(body)
-    items, before = history_of(service, context).items_of(body)
+    items, before = history_of(service, context).read_items(body)
     model = service.model(body.model)
     trusts = service.config.trust_request_chat_template
     ready = rendered(body, [*before, *items], model, trusts_template=trusts)

@@ -5,8 +5,8 @@
         output_item.done                                            (for each item, one by one)
     completed | incomplete | failed
 
-One item is open at a time; an event of another kind closes it. A frame is one event, with
-consecutive sequence numbers.
+One item is open at a time. An event of another kind closes it. A frame has one stream event.
+Sequence numbers are consecutive.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ LAST_EVENTS: Mapping[ResponseStatus, str] = {
     "cancelled": "response.incomplete",
     "failed": "response.failed",
 }
-"""Status -> the event that ends the stream. OpenAI defines no event for "cancelled"."""
+"""Status of the response -> type of the event that ends the stream. OpenAI defines no event for
+"cancelled"."""
 _INTERRUPTED = responses.ResponseFault(
     code="server_error",
     message="the server process that generated this response ended before it was complete",
@@ -64,14 +65,17 @@ def frame(event: ResponseEvent) -> Frame:
 
 
 def last_frame(number: int, response: ResponseObject) -> Frame:
-    """Return the event that ends the stream."""
+    """Return the frame that ends the stream, with the final response."""
     kind = LAST_EVENTS[response.status]
     return frame(ResponseEvent(type=kind, response=response, sequence_number=number))
 
 
 def interrupted_response(response_id: str, number: int, body: bytes | None) -> Interruption:
-    """Return the end of a background response whose process died. `body` is the stored response,
-    perhaps of another version of the server; its output is kept."""
+    """Return the end of a background response whose process died.
+
+    `body` is the stored response. Another version of the server may have written it, so it is not
+    decoded into a struct. Its output is kept.
+    """
     assert body is not None, "a background response is stored from its start"
     response = msgspec.json.decode(body) | {"status": "failed", "error": _INTERRUPTED}
     event = ResponseEvent(type="response.failed", response=response, sequence_number=number)
@@ -113,8 +117,8 @@ class _OpenText:
         self._events.emit(kind, **self._at, content_index=0, **members)
 
     def _delta_template(self) -> bytes:
-        """Return the frame of a delta with places for its text and number. Encoding the struct for
-        each delta takes six times as long."""
+        """Return the frame of a delta, with %b in place of its text and %d in place of its sequence
+        number. Encoding a struct for each delta takes six times as long."""
         empty = ResponseEvent(
             type=f"{self._event}.delta",
             **self._at,
@@ -178,15 +182,14 @@ class _OpenCall:
 
 
 class ResponseEvents:
-    """The events of one response. Frames collect until `pop_frames`.
-
-    response  the response without its output
-    seals     add reasoning as `encrypted_content` too
-    """
+    """Writes the frames of one response. They are collected until `pop_frames`."""
 
     def __init__(self, response: ResponseObject, *, seals: bool = False) -> None:
+        #: The response without its output.
         self.response = response
+        #: Add the reasoning as `encrypted_content`, too.
         self.seals = seals
+        #: The sequence number of the next event.
         self.next_number = 0
         self._output: list[OutputItem] = []
         self._open: _OpenText | _OpenCall | None = None
@@ -194,7 +197,7 @@ class ResponseEvents:
         self._frames: list[Frame] = []
 
     def start(self, *, queued: bool = False) -> None:
-        """Write the first events. A `queued` response becomes in_progress with `proceed`."""
+        """Write the first events. A `queued` response stays queued until `proceed`."""
         response = self.response.in_status("queued" if queued else "in_progress")
         self.emit("response.created", response=response)
         if queued:
@@ -203,10 +206,11 @@ class ResponseEvents:
             self.proceed()
 
     def proceed(self) -> None:
+        """Write the event that the response is in progress."""
         self.emit("response.in_progress", response=self.response.in_status("in_progress"))
 
     def push(self, event: Event, logprobs: Sequence[ChatLogprob] = ()) -> None:
-        """Write the frames of an event. `logprobs` are those of a Content event."""
+        """Write the frames for an event. `logprobs` are those of a Content event."""
         match event:
             case Content(text):
                 self._text("message").push(text, logprobs)
@@ -232,7 +236,8 @@ class ResponseEvents:
         incomplete: responses.IncompleteDetails | None = None,
         timings: Timings | UnsetType = UNSET,
     ) -> ResponseObject:
-        """Close the open item and return the final response. `last_frame` makes its last event."""
+        """Close the open item and return the final response. The last event is not written:
+        `last_frame` makes it from the final response."""
         whole = status == "completed" and not isinstance(self._open, _OpenCall)
         self._close("completed" if whole else "incomplete")
         return msgspec.structs.replace(
@@ -255,6 +260,7 @@ class ResponseEvents:
     # ---- for the items
 
     def emit(self, kind: str, **members: Any) -> None:
+        """Write an event of type `kind` with these members."""
         self.put(frame(ResponseEvent(type=kind, sequence_number=self.next_number, **members)))
 
     def put(self, data: Frame) -> None:
@@ -268,12 +274,12 @@ class ResponseEvents:
         return item
 
     def next_place(self, kind: str) -> dict[str, Any]:
-        """Return the members of events that name the next item."""
+        """Return the event members that identify the next item, which is of this kind."""
         place = len(self._output)
         return {"item_id": item_id(kind, self.response.id, place), "output_index": place}
 
     def _text(self, kind: TextKind) -> _OpenText:
-        """Return the open item of this kind, opening one if needed."""
+        """Return the open item if it is of this kind, else open a new one."""
         if isinstance(self._open, _OpenText) and self._open.kind == kind:
             return self._open
         self._close_for_next()
@@ -281,7 +287,7 @@ class ResponseEvents:
         return opened
 
     def _close_for_next(self) -> None:
-        """Close the open item because another one starts. A call without an end was cut off."""
+        """Close the open item before another one starts. A call that is still open was cut off."""
         self._close("incomplete" if isinstance(self._open, _OpenCall) else "completed")
 
     def _close(self, status: ItemStatus) -> None:

@@ -1,7 +1,7 @@
 """The stored items that a request continues: previous responses and referenced items.
 
-All items count: messages, reasoning, calls and their outputs. So the prompt equals the one for the
-same items sent again.
+All of these items become part of the prompt: messages, reasoning, calls and their outputs. So the
+prompt is the same as if the client had sent the items again.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from gateway.store.queries import StoredRecord
 from protocol.errors import InvalidRequest
 
 UNFINISHED = ("queued", "in_progress")
+"""Statuses of a response that is still being generated."""
 
 
 class History:
@@ -28,14 +29,16 @@ class History:
         self._store = store
         self._owner = owner
 
-    def items_of(self, body: ResponsesBody) -> tuple[list[PlacedItem], list[PlacedItem]]:
-        """Return (the request's own items, all items before them). Raise InvalidRequest."""
-        own = self.resolved(input_items(body.input))
+    def read_items(self, body: ResponsesBody) -> tuple[list[PlacedItem], list[PlacedItem]]:
+        """Return (the request's own items, all items before them). Raise InvalidRequest if a stored
+        item is missing."""
+        own = self.resolve_references(input_items(body.input))
         previous = body.previous_response_id
         return own, self.items_before(previous) if previous is not None else []
 
     def items_before(self, response_id: str) -> list[PlacedItem]:
-        """Return all items up to the end of a response. Raise InvalidRequest if any is missing."""
+        """Return all items up to the end of a stored response. Raise InvalidRequest if one of the
+        responses is missing or not complete."""
         if self._store is None:
             raise InvalidRequest.at(
                 PREVIOUS, "this server stores no responses (see --response-store)"
@@ -56,16 +59,17 @@ class History:
             raise InvalidRequest.at(PREVIOUS, f"{response_id!r} is not complete yet")
         return [PlacedItem(item, PREVIOUS) for record in records for item in all_items(record)]
 
-    def resolved(self, items: Sequence[PlacedItem]) -> list[PlacedItem]:
-        """Replace references by the stored items. Raise InvalidRequest if one is missing."""
+    def resolve_references(self, items: Sequence[PlacedItem]) -> list[PlacedItem]:
+        """Return the items with each reference replaced by the stored item. Raise InvalidRequest if
+        an item is missing."""
         return [
-            PlacedItem(self._referred(placed), placed.at)
+            PlacedItem(self._referenced_item(placed), placed.at)
             if placed.item["type"] == "item_reference"
             else placed
             for placed in items
         ]
 
-    def _referred(self, placed: PlacedItem) -> Item:
+    def _referenced_item(self, placed: PlacedItem) -> Item:
         name = placed.item["id"]
         response_id = response_of(name)
         if self._store is not None and response_id is not None:
@@ -89,5 +93,5 @@ def input_of(record: StoredRecord) -> list[Item]:
 
 
 def all_items(record: StoredRecord) -> list[Item]:
-    """Return a stored response's own input and output."""
+    """Return the input items and output items of a stored response."""
     return [*input_of(record), *body_of(record)["output"]]

@@ -1,8 +1,8 @@
 """Checks input items and assigns item ids.
 
 An item is a JSON object: a message, a call, a call's output, reasoning, or a reference to an item
-of a stored response. Each is kept with its path in the request, for errors. The ids that we assign
-contain the response's id, so references are resolved without an index:
+of a stored response. A `PlacedItem` has the item's path in the request, for errors. An id that this
+server assigns contains the id of the response, so a reference is resolved without an index:
 
     msg_RESPONSE_3   item 3 of the output      msg_RESPONSE_i3   item 3 of the input
 """
@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from gateway.http.body import as_object
 from protocol.errors import InvalidRequest
 
 Item = dict[str, Any]
@@ -25,7 +26,8 @@ SYSTEM_ROLES = ("system", "developer")
 TEXT_PARTS = ("input_text", "output_text", "text")
 RESPONSE_PREFIX = "resp_"
 PREVIOUS = "previous_response_id"
-"""The path of items that come from a previous response."""
+"""The request field with the id of the previous response. Errors about the items of a previous
+response name this field."""
 _PREFIXES = {
     "message": "msg",
     "function_call": "fc",
@@ -44,13 +46,15 @@ class PlacedItem(msgspec.Struct, frozen=True):
     at: str
 
 
-def item_id(kind: str, response_id: str, place: int, *, of_input: bool = False) -> str:
+def item_id(kind: str, response_id: str, place: int, *, in_input: bool = False) -> str:
+    """Return the id of the item at index `place` of a response's output, or of its input."""
     number = response_id.removeprefix(RESPONSE_PREFIX)
-    return f"{_PREFIXES[kind]}_{number}_{'i' if of_input else ''}{place}"
+    return f"{_PREFIXES[kind]}_{number}_{'i' if in_input else ''}{place}"
 
 
 def response_of(item_id: str) -> str | None:
-    """Return the response that an item belongs to; None if this server did not assign the id."""
+    """Return the id of the response that has the item. Return None if this server did not assign
+    the item's id."""
     found = _OWN_ID.fullmatch(item_id)
     return RESPONSE_PREFIX + found[1] if found else None
 
@@ -66,24 +70,25 @@ def input_items(value: str | Sequence[Any]) -> list[PlacedItem]:
     return [PlacedItem(_checked(item, at), at) for item, at in zip(value, places, strict=True)]
 
 
-def identified(items: Sequence[Item], response_id: str) -> list[Item]:
-    """Return the items, each with its own id or one derived from the response's id."""
+def with_ids(items: Sequence[Item], response_id: str) -> list[Item]:
+    """Return the items, each with its own id, or else with one that contains the response's id."""
     return [
         item
         if item.get("id")
-        else {**item, "id": item_id(item["type"], response_id, place, of_input=True)}
+        else {**item, "id": item_id(item["type"], response_id, place, in_input=True)}
         for place, item in enumerate(items)
     ]
 
 
 def seal(reasoning: str) -> str:
-    """Return reasoning as `encrypted_content`: encoded, not encrypted. Clients that drop the text
-    can send this back instead."""
+    """Return reasoning as `encrypted_content`, which is encoded but not encrypted. A client that
+    does not keep the text can send this value back instead."""
     return _SEALED + base64.b64encode(reasoning.encode()).decode()
 
 
 def reasoning_text(item: Mapping[str, Any], at: str) -> str:
-    """Return an item's reasoning: its content, else its `encrypted_content`, else its summary."""
+    """Return the text of a reasoning item: its content, else its `encrypted_content`, else its
+    summary."""
     if item.get("content"):
         return "".join(part["text"] for part in item["content"])
     sealed = item.get("encrypted_content")
@@ -105,8 +110,7 @@ def _unsealed(sealed: str, at: str) -> str:
 
 
 def _checked(item: Any, at: str) -> Item:
-    if not isinstance(item, Mapping):
-        raise InvalidRequest.at(at, "must be an object")
+    item = as_object(item, at)
     kind = item.get("type") or _kind_without_type(item)
     if not isinstance(kind, str) or kind not in _CHECKS:
         raise InvalidRequest.at(f"{at}.type", f"must be one of {', '.join(_CHECKS)}; got {kind!r}")
@@ -121,7 +125,8 @@ def _checked(item: Any, at: str) -> Item:
 
 
 def _kind_without_type(item: Mapping[str, Any]) -> str | None:
-    """Infer the type of an item without one. SDKs omit it in messages and references."""
+    """Return the inferred type of an item without `type`, or None. SDKs omit the type of messages
+    and references."""
     if "role" in item:
         return "message"
     return "item_reference" if set(item) <= {"id", "type"} and "id" in item else None
@@ -179,4 +184,4 @@ _CHECKS: Mapping[str, tuple[Sequence[str], Callable[[Mapping[str, Any], str], No
     "reasoning": ((), _reasoning),
     "item_reference": (("id",), None),
 }
-"""Type of an item -> its required strings, and the check of its other members."""
+"""Type of an item -> (the members that must be strings, the check of its other members)."""

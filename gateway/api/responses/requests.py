@@ -1,8 +1,9 @@
 """Request body of /v1/responses: field types and bounds.
 
-Fields that a chat has too have the same type and meaning. A null field equals an absent field.
-Unsupported fields are declared so that `check` can refuse them: a field that would change the
-answer is never ignored silently. Unknown fields have no effect; the response lists them.
+- Fields that a chat request has too have the same type and meaning.
+- A null field equals an absent field.
+- Unsupported fields that would change the answer are declared, so that `check` can refuse them.
+- Unknown fields have no effect. The response lists them.
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ from gateway.api.openai.requests import (
     unsupported,
 )
 from gateway.api.openai.tools import tool_type_hint
-from gateway.http.body import check_depth
+from gateway.http.body import as_object, check_depth
 from protocol.errors import InvalidRequest
 from protocol.sampling import MaxTokens, NumLogprobs
 
 # ---- JSON Schemas of values that `items` and `translate` check, for the OpenAPI document
-# A decoder of unions could not name the exact path of an error.
+#
+# Decoding does not use these schemas, because a decoder of unions could not name the exact path of
+# an error.
 
 _Schema = dict[str, Any]
 _TEXT: _Schema = {"type": "string"}
@@ -112,13 +115,18 @@ Input = str | Annotated[list[InputItem], Meta(max_length=MAX_MESSAGES)]
 
 
 class ResponseStreamOptions(msgspec.Struct, frozen=True):
-    """include_obfuscation  accepted without effect: no padding is sent"""
+    """Options of a stream.
+
+    include_obfuscation  accepted without effect: no padding is sent
+    """
 
     include_obfuscation: bool | None = None
 
 
 class ResponseReasoningOptions(msgspec.Struct, frozen=True):
-    """effort   like `reasoning_effort` in a chat
+    """Options of reasoning.
+
+    effort   like `reasoning_effort` in a chat request
     summary  accepted without effect: reasoning is returned in full
     """
 
@@ -128,7 +136,9 @@ class ResponseReasoningOptions(msgspec.Struct, frozen=True):
 
 
 class ResponseTextOptions(msgspec.Struct, frozen=True):
-    """format     the answer's format: text, json_object or json_schema
+    """Options of the answer's text.
+
+    format     the answer's format: text, json_object or json_schema
     verbosity  accepted without effect
     """
 
@@ -137,15 +147,16 @@ class ResponseTextOptions(msgspec.Struct, frozen=True):
 
 
 class ResponsesBody(FormFields, frozen=True, kw_only=True):
-    """POST /v1/responses.
+    """The body of POST /v1/responses.
 
-    previous_response_id  continue this response: prepend its input and output, and all items
-                          before them
+    previous_response_id  continue this response: prepend its input and output, and all items before
+                          these
     store                 store the response, so that it can be retrieved and continued
-    background            return at once; the response is generated without its client
+    background            return at once, and generate the response even if the client disconnects
     truncation            "auto" drops the oldest items if the prompt is too long
-    include               `message.output_text.logprobs`, `reasoning.encrypted_content`
-    prompt_cache_key      accepted without effect: equal prompts share a cache without it
+    include               optional members of the output: `message.output_text.logprobs`,
+                          `reasoning.encrypted_content`
+    prompt_cache_key      accepted without effect: equal prompts share a cache without a key
     service_tier          accepted without effect
     max_tool_calls        accepted without effect: the server runs no tools
     timings               include how long each stage took
@@ -213,6 +224,7 @@ class ResponsesBody(FormFields, frozen=True, kw_only=True):
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED = "reasoning.encrypted_content"
 INCLUDES = (LOGPROBS, ENCRYPTED)
+"""The supported values of `include`."""
 
 
 # ---- checks across fields
@@ -228,11 +240,12 @@ _REFUSED = {
     "max_completion_tokens": "use max_output_tokens",
     "response_format": "use text.format",
 }
-"""Unsupported field -> advice."""
+"""Unsupported field -> advice in the error."""
 _TOOL_MEMBERS = ("type", "name", "description", "parameters", "strict")
 
 
 def check(body: ResponsesBody) -> None:
+    """Raise InvalidRequest for an unsupported field, or for fields that exclude each other."""
     for field in _NESTED:
         check_depth(getattr(body, field), field)
     for field, instead in _REFUSED.items():
@@ -253,8 +266,7 @@ def check(body: ResponsesBody) -> None:
 def _check_tools(body: ResponsesBody) -> None:
     for place, tool in enumerate(body.tools or ()):
         at = f"tools[{place}]"
-        if not isinstance(tool, dict):
-            raise InvalidRequest.at(at, "must be an object")
+        as_object(tool, at)
         if tool.get("type") != "function":
             kind = tool.get("type")
             raise InvalidRequest.at(
@@ -268,8 +280,8 @@ def _check_tools(body: ResponsesBody) -> None:
 
 
 def fields_without_effect(body: ResponsesBody, unknown: list[str]) -> list[str]:
-    """Return the fields without effect: unknown fields, and fields that are accepted because some
-    clients always send them."""
+    """Return the fields without effect: the `unknown` ones, and those that are accepted only
+    because some clients always send them."""
     names = list(unknown)
     if body.text is not None and body.text.verbosity is not None:
         names.append("text.verbosity")

@@ -1,6 +1,6 @@
 """Response bodies of /v1/responses, and how they are made.
 
-A response has all members of the official SDK's model; those without a value are null.
+A response has all members of the official SDK's model. A member without a value is null.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ItemStatus = Literal["in_progress", "completed", "incomplete"]
 FaultCode = Literal["server_error", "rate_limit_exceeded", "invalid_prompt"]
 """OpenAI defines only these codes."""
 _FAULT_CODES: Mapping[int, FaultCode] = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
-"""HTTP status -> error code. Others are "server_error"."""
+"""HTTP status -> error code. Other statuses are "server_error"."""
 
 
 # ---- output items
@@ -55,7 +55,10 @@ class OutputMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="type",
 
 
 class ReasoningItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="reasoning"):
-    """encrypted_content  the reasoning text in opaque form, if `include` requests it"""
+    """Reasoning.
+
+    encrypted_content  the reasoning text in opaque form, if `include` requests it
+    """
 
     id: str
     status: ItemStatus
@@ -67,7 +70,10 @@ class ReasoningItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type",
 class FunctionCall(
     msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="function_call"
 ):
-    """status  "incomplete" if the call was cut off; `arguments` may then be invalid JSON"""
+    """A function call.
+
+    status  "incomplete" if the call was cut off; `arguments` may then be invalid JSON
+    """
 
     id: str
     call_id: str
@@ -83,6 +89,11 @@ OutputItem = OutputMessage | ReasoningItem | FunctionCall
 
 
 class ResponseFault(msgspec.Struct, frozen=True, kw_only=True):
+    """The error of a failed response.
+
+    type  this server's own error code, which is more precise than `code`
+    """
+
     code: FaultCode
     message: str
     param: str | None
@@ -180,13 +191,13 @@ def new_response(
     stores: bool,
     extensions: Mapping[str, Any],
 ) -> ResponseObject:
-    """Return a queued response. It repeats the request's fields, with defaults filled in.
+    """Return a queued response. It has the fields of the request, with defaults filled in.
 
     params      the sampling parameters in effect
     stores      whether the response is stored
-    extensions  our own members about the request
+    extensions  members about the request that OpenAI does not define
     """
-    repeated = {name: getattr(body, name) for name in _REPEATED}
+    copied = {name: getattr(body, name) for name in _COPIED}
     sampled = {name: getattr(params, name) for name in _SAMPLED}
     return ResponseObject(
         id=RESPONSE_PREFIX + uuid.uuid4().hex,
@@ -199,7 +210,7 @@ def new_response(
         output=[],
         usage=None,
         model=model,
-        **repeated,
+        **copied,
         **sampled,
         background=bool(body.background),
         store=stores,
@@ -221,21 +232,23 @@ def new_response(
     )
 
 
-_REPEATED = (
+_COPIED = (
     *("instructions", "previous_response_id", "max_output_tokens", "max_tool_calls"),
     *("user", "safety_identifier", "prompt_cache_key"),
 )
+"""Members of a response that are copied from the request."""
 _SAMPLED = ("temperature", "top_p", "frequency_penalty", "presence_penalty")
+"""Members of a response that are copied from the sampling parameters."""
 
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool with all members of a function tool."""
+    """Return a tool of the request with all members of a function tool."""
     rest = {"description": None, "parameters": None, "strict": False}
     return rest | {name: value for name, value in tool.items() if value is not None}
 
 
 def usage_of(group: ChoiceGroup) -> ResponseUsage:
-    """Return the usage so far. `reasoning_tokens` is 0 if they cannot be counted."""
+    """Return the usage so far. `reasoning_tokens` is 0 if reasoning tokens cannot be counted."""
     prompt, generated = group.num_prompt_tokens, group.num_generated_tokens
     return ResponseUsage(
         input_tokens=prompt,
@@ -250,8 +263,8 @@ def usage_of(group: ChoiceGroup) -> ResponseUsage:
 
 
 def response_fault(error: ServingError) -> ResponseFault:
-    """Return the `error` of a failed response. The message of an internal error is an error id; the
-    log has the details."""
+    """Return the `error` of a failed response. For an internal error, the message has only an id,
+    under which the log has the details."""
     fault = fault_of(error)
     return ResponseFault(
         code=_FAULT_CODES.get(fault.status, "server_error"),
@@ -262,10 +275,8 @@ def response_fault(error: ServingError) -> ResponseFault:
 
 
 def warnings_of(warnings: Sequence[OutputWarning]) -> list[AnswerWarning] | UnsetType:
-    return [
-        AnswerWarning(code=warning.code, message=warning.message, choice=None)
-        for warning in warnings
-    ] or UNSET
+    """Return the `warnings` of a response; UNSET if there are none."""
+    return [AnswerWarning.from_event(warning, None) for warning in warnings] or UNSET
 
 
 # ---- other bodies
@@ -290,7 +301,7 @@ class ResponseEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResponseInputTokens(msgspec.Struct, frozen=True, kw_only=True, rename={"object_": "object"}):
-    """input_tokens  number of prompt tokens"""
+    """The number of prompt tokens of a request."""
 
     object_: Literal["response.input_tokens"]
     input_tokens: int
@@ -303,7 +314,10 @@ class ResponseDeleted(msgspec.Struct, frozen=True, kw_only=True, rename={"object
 
 
 class ItemList(msgspec.Struct, frozen=True, kw_only=True, rename={"object_": "object"}):
-    """first_id, last_id  ids in `data`; null if it is empty"""
+    """A page of input items.
+
+    first_id, last_id  the first and the last id in `data`; null if `data` is empty
+    """
 
     object_: Literal["list"]
     data: list[dict[str, Any]]

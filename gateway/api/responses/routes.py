@@ -1,4 +1,8 @@
-"""POST /v1/responses: translates the request into a chat and writes typed events."""
+"""The routes of the Responses API: create, count tokens, and get, delete or cancel a stored
+response.
+
+A response of another owner is reported as not found.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ from gateway.api.openai.prepare import ignored_fields
 from gateway.api.openai.responses import ErrorAnswer
 from gateway.api.responses.events import ResponseEvents
 from gateway.api.responses.history import UNFINISHED, History, body_of, input_of
-from gateway.api.responses.items import Item, PlacedItem, identified
+from gateway.api.responses.items import Item, PlacedItem, with_ids
 from gateway.api.responses.requests import ResponsesBody, check, fields_without_effect
 from gateway.api.responses.responses import (
     ItemList,
@@ -66,7 +70,7 @@ routes = Routes("Responses", ErrorAnswer)
 def create(service: Service, context: RequestContext) -> Response:
     body = _read(service, context)
     stores = _is_stored(service, body)
-    items, before = history_of(service, context).items_of(body)
+    items, before = history_of(service, context).read_items(body)
     model = service.model(body.model)
     service.raise_cached_refusal(context)
     ready = _rendered(service, context, body, [*before, *items], model)
@@ -95,7 +99,7 @@ def create(service: Service, context: RequestContext) -> Response:
 )
 def input_tokens(service: Service, context: RequestContext) -> Response:
     body = _read(service, context)
-    items, before = history_of(service, context).items_of(body)
+    items, before = history_of(service, context).read_items(body)
     ready = _rendered(service, context, body, [*before, *items], service.model(body.model))
     count = len(ready.prompt.ids)
     return json_response(ResponseInputTokens(object_="response.input_tokens", input_tokens=count))
@@ -123,8 +127,8 @@ def _read(service: Service, context: RequestContext) -> ResponsesBody:
 
 
 def _is_stored(service: Service, body: ResponsesBody) -> bool:
-    """Return whether to store the response. Raise InvalidRequest if the body requires storage and
-    the server has none."""
+    """Return whether to store the response. Raise InvalidRequest if the body requires this and the
+    server stores no responses."""
     can = service.persistence is not None
     for field in ("store", "background"):
         if getattr(body, field) and not can:
@@ -135,7 +139,7 @@ def _is_stored(service: Service, body: ResponsesBody) -> bool:
 
 
 def history_of(service: Service, context: RequestContext) -> History:
-    """Return the stored responses that the caller may continue."""
+    """Return the reader of the stored responses that the caller may continue."""
     store = service.persistence.store if service.persistence else None
     return History(store, context.caller.owner)
 
@@ -144,7 +148,7 @@ def _record(
     context: RequestContext, response: ResponseObject, items: Sequence[PlacedItem]
 ) -> StoredRecord:
     """Return the record to store when the response starts."""
-    own = identified([placed.item for placed in items], response.id)
+    own = with_ids([placed.item for placed in items], response.id)
     return StoredRecord(
         response.id,
         context.caller.owner,
@@ -157,7 +161,7 @@ def _record(
 
 @dataclass(frozen=True, slots=True)
 class _Creation:
-    """Generates a queued response. `record` is None if it is not stored."""
+    """Generates a queued response. `record` is None if the response is not stored."""
 
     service: Service
     context: RequestContext
@@ -180,7 +184,7 @@ class _Creation:
         return json_response(self._store(frame_writer.response))
 
     def _in_background(self) -> Response:
-        """Generate the response whether or not its client stays connected."""
+        """Generate the response even if its client disconnects."""
         persistence, record = self.service.persistence, self.record
         assert persistence is not None
         assert record is not None
@@ -218,7 +222,8 @@ class _Creation:
         return ResponseSink(group, events, frame_writer, logprobs, queued=queued)
 
     def _store(self, response: ResponseObject) -> ResponseObject:
-        """Store the final response, unless it is not to be stored. See `StoreResponse`."""
+        """Store the final response if it has a record, and return the response to send: see
+        `StoreResponse`."""
         persistence, record = self.service.persistence, self.record
         if persistence is None or record is None:
             return response
@@ -295,8 +300,8 @@ def delete(service: Service, context: RequestContext, response_id: str) -> Respo
     parameters=(ID,),
 )
 def cancel(service: Service, context: RequestContext, response_id: str) -> Response:
-    """Cancel a background response, whichever process runs it. One that has ended is returned
-    as it is."""
+    """Cancel a background response, whichever process runs it. Return a response that has ended
+    unchanged."""
     persistence, record = _stored(service, context, response_id)
     if not body_of(record)["background"]:
         raise InvalidRequest(f"{response_id}: only a background response can be cancelled")
@@ -308,8 +313,11 @@ def cancel(service: Service, context: RequestContext, response_id: str) -> Respo
 
 
 def _await_end(persistence: Persistence, record: StoredRecord) -> StoredRecord:
-    """Wait until the response has ended: written by its process, or, if that died, by another one
-    that marks it as interrupted."""
+    """Wait until the stored response has ended, and return its record.
+
+    The process that runs the response writes its end. If that process died, another process marks
+    the response as interrupted.
+    """
     until = time.monotonic() + 2 * LEASE_S
     while body_of(record)["status"] in UNFINISHED and time.monotonic() < until:
         gevent.sleep(CANCEL_POLL_S)
@@ -368,7 +376,7 @@ def _number(name: str, *, default: int, minimum: int, maximum: int) -> int:
 
 
 def page_of(items: Sequence[Item], limit: int, after: str | None) -> ItemList:
-    """Return at most `limit` items, starting after the one with the id `after`."""
+    """Return a page of at most `limit` items, which starts after the item with the id `after`."""
     ids = [item["id"] for item in items]
     start = 0
     if after is not None:

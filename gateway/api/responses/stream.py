@@ -1,10 +1,10 @@
 """Writes an answer as typed events to its destination: the client's stream, a complete response, or
 a run that continues without its client.
 
-The three differ only in the frame writer, so their content cannot differ. Called from the hub.
-
-A stored response is in the store before its last event is sent, because the client may continue it
-at once, on any process.
+- The three destinations differ only in the frame writer, so their content cannot differ.
+- Sinks and frame writers are called from gevent's hub, so they must not block.
+- A stored response is in the store before its last event is sent, because the client may continue
+  the response at once, through any gateway process.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from protocol.errors import ServingError
 from protocol.messages import TokenLogprobs
 
 MAX_WAITING = 64
-"""Limit on tokens that wait for their text. No format holds back more text than this."""
+"""The most tokens that wait for their text. No format holds back the text of more tokens."""
 _STATUSES: Mapping[str, ResponseStatus] = {
     "stop": "completed",
     "tool_calls": "completed",
@@ -44,17 +44,17 @@ _STATUSES: Mapping[str, ResponseStatus] = {
 }
 """Finish reason -> the response's status."""
 StoreResponse = Callable[[ResponseObject], ResponseObject]
-"""Stores a response, if it is to be stored, and returns the response to send, in which `store` is
-false if that failed. Blocks."""
+"""Stores the final response, unless the request has `store` false. Returns the response to send. In
+it, `store` is false if the response could not be stored. Blocks."""
 
 
 class FrameWriter(Protocol):
     """The destination of a response's frames. No method may block.
 
     start  called when a queued response starts
-    write  receives each list of frames
-    close  receives the final response and the sequence number for its last event, which the
-           writer creates
+    write  receives the frames, one or more at a time
+    close  receives the final response and the sequence number of the last event; the writer makes
+           the frame of this event
     """
 
     def start(self, response: ResponseObject) -> None: ...
@@ -79,8 +79,8 @@ class StreamFrameWriter:
         gevent.spawn(self._end, response, number)
 
     def _end(self, response: ResponseObject, number: int) -> None:
-        """Send the last event once the client has read the earlier ones: it repeats the whole
-        response."""
+        """Store the response, wait until the client has read all earlier events, and send the last
+        event. It is large, because it repeats the whole response."""
         try:
             response = self._store(response)
         except BaseException:
@@ -92,7 +92,7 @@ class StreamFrameWriter:
 
 
 class WholeResponseWriter:
-    """Keeps the final response and ignores the frames."""
+    """Stores the final response in an attribute and ignores the frames."""
 
     response: ResponseObject
 
@@ -107,7 +107,7 @@ class WholeResponseWriter:
 
 
 class RunFrameWriter:
-    """Writes to a detached run, whose response is in the store from the start."""
+    """Writes frames to a detached run. Its response is in the store from the start."""
 
     def __init__(self, run: DetachedRun) -> None:
         self._run = run
@@ -164,7 +164,7 @@ class ResponseSink:
             self._frame_writer.write(frames)
 
     def _logprobs_of(self, delta: OutputDelta) -> Iterator[list[ChatLogprob]]:
-        """Yield the logprobs of each Content event."""
+        """Return an iterator over the logprobs of each Content event."""
         if self._logprobs is None:
             return repeat([])
         texts = [event.text for event in delta.events if isinstance(event, Content)]
@@ -195,9 +195,9 @@ class ResponseSink:
 class TextLogprobs:
     """The logprobs of one response's text, in the shape of `output_text`.
 
-    Each token is reported with the text it spells. Tokens that spell none (markup, thinking, stop
-    tokens) are omitted. Text may be emitted later than its tokens (blanks, incomplete characters),
-    so tokens after the last text wait.
+    Each token is reported with the text that it spells. Tokens of markup, reasoning and stop tokens
+    are omitted, because they spell no text of the answer. Text may be emitted later than its tokens
+    (blanks, incomplete characters), so the tokens after the last text wait for the next text.
     """
 
     def __init__(self, tokenizer: Tokenizer, num_top: int) -> None:
@@ -208,8 +208,11 @@ class TextLogprobs:
     def for_texts(
         self, entries: Sequence[TokenLogprobs], texts: Sequence[str]
     ) -> list[list[ChatLogprob]]:
-        """Return the logprobs for each text of a delta; `entries` are the delta's tokens. The
-        search starts at the end, because the reasoning may contain the same text."""
+        """Return the logprobs for each text of a delta, whose tokens are `entries`.
+
+        The search for the tokens of a text starts at the end, because the reasoning before the text
+        may contain the same text.
+        """
         known = [*self._waiting[-MAX_WAITING:], *entries]
         self._waiting = known
         found: list[list[ChatLogprob]] = []
@@ -226,7 +229,7 @@ class TextLogprobs:
         return found[::-1]
 
     def _window(self, known: Sequence[TokenLogprobs], wanted: bytes) -> tuple[int, int] | None:
-        """Return the range of the last consecutive tokens that spell `wanted`."""
+        """Return the range of the last consecutive tokens that spell `wanted`, or None."""
         spelled = [self._tokenizer.token_bytes(entry.token_id) for entry in known]
         for end in range(len(spelled), 0, -1):
             left = len(wanted)

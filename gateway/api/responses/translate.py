@@ -1,8 +1,8 @@
-"""Translates a Responses request into a chat request, renders its prompt, and translates the chat's
-field names back in errors.
+"""Translates a Responses request into a chat request and renders its prompt. In errors, translates
+field paths of the chat back.
 
 - The items of one assistant turn (reasoning, text, calls, in any order) become one message, as in a
-  chat. So the same conversation sent as items or as messages gives the same prompt.
+  chat. So the same conversation has the same prompt, whether it is sent as items or as messages.
 - Two consecutive assistant messages stay separate.
 - Instructions and the system or developer messages that directly follow them become one message,
   because most templates accept only one system message, at the start.
@@ -41,8 +41,8 @@ _TRANSLATED = frozenset(
     }
 )
 _COMMON = frozenset(ResponsesBody.__struct_fields__) & frozenset(ChatBody.__struct_fields__)
-SAME = _COMMON - _TRANSLATED
-"""Fields with the same meaning in both; they are copied."""
+COPIED_FIELDS = _COMMON - _TRANSLATED
+"""Fields that both requests have with the same meaning. They are copied."""
 _REQUEST_PATHS = {
     r"(tools\[\d+\])\.function\b": r"\1",
     r"tool_choice\.function\.name\b": "tool_choice.name",
@@ -53,7 +53,8 @@ _REQUEST_PATHS = {
     r"max_(completion_)?tokens\b": "max_output_tokens",
     r"messages\b": "input",
 }
-"""Start of a chat's path -> start of the request's path. The first that matches applies."""
+"""Pattern of the start of a path in the chat -> start of the path in the client's request. The
+first pattern that matches applies."""
 _FORMATS = ("text", "json_object", "json_schema")
 INSTRUCTIONS = "instructions"
 _BETWEEN_INSTRUCTIONS = "\n\n"
@@ -61,26 +62,24 @@ _BETWEEN_PARTS = "\n"
 
 
 class ResponsesTranslation(msgspec.Struct, frozen=True):
-    """A Responses request as a chat.
-
-    chat   the chat request
-    names  path prefix in the chat -> path prefix in the request
-    """
+    """A Responses request as a chat."""
 
     chat: ChatBody
-    names: Mapping[str, str]
+    #: Path prefix in the chat -> path prefix in the client's request.
+    paths: Mapping[str, str]
 
     def translate_errors(self) -> AbstractContextManager[None]:
-        """Rename the fields of errors raised inside the block to those of the request."""
+        """Replace field paths of the chat in errors that are raised inside the block."""
         return translate_errors(self.request_path)
 
     def translate_error(self, error: RequestError) -> RequestError:
         return translate_error(error, self.request_path)
 
     def request_path(self, name: str) -> str:
-        """Return the path in the request of a chat field: replace its longest known prefix."""
+        """Return the path in the client's request of the chat field `name`. Its longest known
+        prefix is replaced."""
         for end in sorted({len(name), *(m.start() for m in re.finditer(r"[.\[]", name))})[::-1]:
-            if (own := self.names.get(name[:end])) is not None:
+            if (own := self.paths.get(name[:end])) is not None:
                 return PREVIOUS if own.startswith(PREVIOUS) else own + name[end:]
         for pattern, own in _REQUEST_PATHS.items():
             if re.match(pattern, name):
@@ -90,7 +89,7 @@ class ResponsesTranslation(msgspec.Struct, frozen=True):
 
 def chat_body(body: ResponsesBody, items: Sequence[PlacedItem]) -> ResponsesTranslation:
     """Translate a checked body and check the resulting chat. `items` include those of previous
-    responses. Raise InvalidRequest naming the request's field."""
+    responses. Raise InvalidRequest naming the field of the client's request."""
     conversation = ItemConversation(body.instructions, items)
     if not conversation.messages:
         raise InvalidRequest.at("input", "must have at least one message")
@@ -103,9 +102,9 @@ def chat_body(body: ResponsesBody, items: Sequence[PlacedItem]) -> ResponsesTran
         max_completion_tokens=body.max_output_tokens,
         logprobs=body.includes_logprobs,
         top_logprobs=body.top_logprobs if body.includes_logprobs else None,
-        **{name: getattr(body, name) for name in SAME},
+        **{name: getattr(body, name) for name in COPIED_FIELDS},
     )
-    translation = ResponsesTranslation(chat, conversation.names)
+    translation = ResponsesTranslation(chat, conversation.paths)
     with translation.translate_errors():
         check_chat(chat)
     return translation
@@ -158,16 +157,15 @@ def _response_format(format: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 class ItemConversation:
-    """The chat messages of a list of items.
-
-    messages  the `messages` of a chat
-    names     path prefix in the chat -> path prefix in the request
-    """
+    """Builds the chat messages of a list of items."""
 
     def __init__(self, instructions: str | None, items: Sequence[PlacedItem]) -> None:
+        #: The `messages` of a chat.
         self.messages: list[dict[str, Any]] = []
-        self.names: dict[str, str] = {}
-        self._last: str | None = None  # kind of the last item of the assistant's open message
+        #: Path prefix in the chat -> path prefix in the client's request.
+        self.paths: dict[str, str] = {}
+        #: Kind of the last item in the assistant's open message; None: no message is open.
+        self._last: str | None = None
         if instructions:
             self._add({"role": "system", "content": instructions}, INSTRUCTIONS)
         for place, placed in enumerate(items):
@@ -191,18 +189,19 @@ class ItemConversation:
                 self._add({"role": item["role"], "content": _parts(item["content"])}, at)
 
     def _follows_instructions(self) -> bool:
-        return len(self.messages) == 1 and self.names["messages[0]"] == INSTRUCTIONS
+        return len(self.messages) == 1 and self.paths["messages[0]"] == INSTRUCTIONS
 
     def _add(self, message: dict[str, Any], at: str) -> str:
         """Append a message and return its path in the chat."""
         own = f"messages[{len(self.messages)}]"
-        self.names[own] = at
+        self.paths[own] = at
         self.messages.append(message)
         self._last = None
         return own
 
     def _assistant(self, kind: str, at: str) -> tuple[dict[str, Any], str]:
-        """Return the assistant's open message, or a new one, and its path in the chat."""
+        """Return the assistant's open message and its path in the chat. Open a new message if none
+        is open, or if one text directly follows another."""
         if self._last is None or (kind == self._last == "content"):
             self._add({"role": "assistant", "content": ""}, at)
         self._last = kind
@@ -211,26 +210,26 @@ class ItemConversation:
     def _extend(self, kind: str, text: str, placed: PlacedItem) -> None:
         message, own = self._assistant(kind, placed.at)
         message[kind] = message.get(kind, "") + text
-        self.names[f"{own}.{kind}"] = f"{placed.at}.content"
+        self.paths[f"{own}.{kind}"] = f"{placed.at}.content"
 
     def _call(self, item: Item, at: str) -> None:
         message, own = self._assistant("call", at)
         calls = message.setdefault("tool_calls", [])
-        self.names[f"{own}.tool_calls[{len(calls)}].id"] = f"{at}.call_id"
-        self.names[f"{own}.tool_calls[{len(calls)}].function"] = at
+        self.paths[f"{own}.tool_calls[{len(calls)}].id"] = f"{at}.call_id"
+        self.paths[f"{own}.tool_calls[{len(calls)}].function"] = at
         function = {"name": item["name"], "arguments": item["arguments"]}
         calls.append({"id": item["call_id"], "type": "function", "function": function})
 
     def _output(self, item: Item, at: str) -> None:
         output, call_id = _parts(item["output"]), item["call_id"]
         own = self._add({"role": "tool", "tool_call_id": call_id, "content": output}, at)
-        self.names[f"{own}.tool_call_id"] = f"{at}.call_id"
-        self.names[f"{own}.content"] = f"{at}.output"
+        self.paths[f"{own}.tool_call_id"] = f"{at}.call_id"
+        self.paths[f"{own}.content"] = f"{at}.output"
 
 
 def check_outputs(items: Sequence[PlacedItem]) -> None:
     """Raise InvalidRequest if some calls of one turn have outputs and others have none. The model
-    would continue as if it had never made the others."""
+    would continue as if it had not made the calls without an output."""
     answered = {
         placed.item["call_id"] for placed in items if placed.item["type"] == "function_call_output"
     }
@@ -245,7 +244,7 @@ def check_outputs(items: Sequence[PlacedItem]) -> None:
 
 
 def _calls_by_turn(items: Sequence[PlacedItem]) -> list[list[str]]:
-    """Return the ids of calls, in groups separated by outputs or a user's messages."""
+    """Return the ids of the calls of each turn. Outputs and a user's messages separate turns."""
     groups: list[list[str]] = []
     is_open = False
     for placed in items:
@@ -261,7 +260,7 @@ def _calls_by_turn(items: Sequence[PlacedItem]) -> list[list[str]]:
 
 
 def _parts(content: Any) -> Any:
-    """Return the content as a chat has it: text, or parts of text."""
+    """Return the content in the form of a chat's content: a text, or a list of text parts."""
     if isinstance(content, str):
         return content
     return [{"type": "text", "text": part["text"]} for part in content]
@@ -286,7 +285,7 @@ class Rendered:
 
     @property
     def ignored(self) -> list[str]:
-        """The paths of members without effect."""
+        """The paths in the client's request of members that have no effect."""
         return [self.translation.request_path(path) for path in self.preparation.ignored]
 
     def prompt_request(self) -> PromptRequest:
@@ -295,7 +294,7 @@ class Rendered:
 
     @contextmanager
     def translate_errors(self) -> Iterator[None]:
-        """Rename the fields of the engine's errors raised inside to those of the request."""
+        """Replace the engine's field names in errors that are raised inside the block."""
         try:
             yield
         except RequestError as error:
@@ -305,7 +304,8 @@ class Rendered:
 def rendered(
     body: ResponsesBody, items: Sequence[PlacedItem], model: ServedModel, *, trusts_template: bool
 ) -> Rendered:
-    """Render a checked body. `items` include those of previous responses. Raise InvalidRequest."""
+    """Translate and render a checked body. `items` include those of previous responses. With
+    truncation "auto", drop the oldest items that do not fit. Raise InvalidRequest."""
 
     def render(items: Sequence[PlacedItem]) -> Rendered:
         translation = chat_body(body, items)

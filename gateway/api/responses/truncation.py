@@ -1,8 +1,8 @@
 """Truncation "auto": drops the oldest items until the rest fits the model's context.
 
-System and developer messages and the last item stay. The conversation is cut before a user message
-if that suffices, else before any item. If a call is dropped, its output is dropped too. Each
-attempt renders the conversation, so the cut is found by bisection.
+System messages, developer messages and the last item stay. The conversation is cut before a user
+message if that suffices, else before another item. If a call is dropped, its output is dropped too.
+Each attempt renders the conversation. To save attempts, the cut is found by bisection.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def reserved_tokens(max_output_tokens: int | None, max_len: int) -> int:
-    """Return the number of tokens to reserve for the answer."""
+    """Return the number of tokens to reserve for the answer: at most half of the context."""
     return min(max_output_tokens or ROOM_TOKENS, max_len // 2)
 
 
@@ -28,8 +28,11 @@ def render_fitting(
     render: Callable[[Sequence[PlacedItem]], T],
     fits: Callable[[T], bool],
 ) -> T:
-    """Render as many of the latest items as fit. If even the fewest do not fit, return or raise
-    what `render` does with them; it may raise ContextTooLong."""
+    """Return the rendering of as many of the latest items as fit.
+
+    If even the fewest items do not fit, return the rendering of these, or raise the ContextTooLong
+    of `render`.
+    """
 
     def attempt(items: Sequence[PlacedItem]) -> T | None:
         try:
@@ -52,7 +55,8 @@ def render_fitting(
 
 
 def possible_cuts(items: Sequence[PlacedItem]) -> list[int]:
-    """Return the indexes before which the conversation may be cut, preferred ones first."""
+    """Return the indexes of the items before which the conversation may be cut. The preferred ones
+    are first."""
     user_turns = [i for i, placed in enumerate(items) if _role(placed) == "user" and i]
     last = user_turns[-1] if user_turns else 0
     rest = range(last + 1, len(items))
@@ -60,8 +64,8 @@ def possible_cuts(items: Sequence[PlacedItem]) -> list[int]:
 
 
 def items_after(items: Sequence[PlacedItem], cut: int) -> list[PlacedItem]:
-    """Return the items from `cut` on, without outputs of dropped calls, and the system messages
-    before them."""
+    """Return the items from index `cut` on, and the system messages before `cut`. Outputs of
+    dropped calls are dropped."""
     calls = {placed.item["call_id"] for placed in items[cut:] if _is(placed, "function_call")}
 
     def stays(place: int, placed: PlacedItem) -> bool:

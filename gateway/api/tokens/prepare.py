@@ -1,7 +1,8 @@
 """Turns a GenerateBody into a prompt request. Raises InvalidRequest naming the field.
 
-Text is needed only for stop strings, output mode "text", `bad_words`, and structured outputs, for
-which the end of the prompt decides whether reasoning comes first.
+The tokenizer is needed only for stop strings, `bad_words`, output mode "text", and structured
+outputs. For these, the text at the end of the prompt shows whether the answer starts with
+reasoning.
 """
 
 from __future__ import annotations
@@ -46,12 +47,14 @@ TAIL_TOKENS = 1 << 14
 """Number of the prompt's last tokens that are searched for an open reasoning block."""
 _FIELD = re.compile(r"\w*")
 """Matches the field at the start of a path."""
-_SAME = tuple(set(SamplingParams.__struct_fields__) - {"seed", "bad_words"})
+_COPIED = tuple(set(SamplingParams.__struct_fields__) - {"seed", "bad_words"})
+"""Fields of SamplingParams that are copied from `sampling_params`."""
 
 
 def to_request(
     body: GenerateBody, model: ServedModel, kv_params: KVTransferParams | None = None
 ) -> PromptRequest:
+    """Return the prompt request of a body. `kv_params` are its checked `kv_transfer_params`."""
     prompt_request = PromptRequest(
         body.token_ids,
         choices_of(body.sampling_params, model),
@@ -62,7 +65,7 @@ def to_request(
 
 
 def check(body: GenerateBody, max_n: int) -> None:
-    """Check the combination of fields, and refuse unsupported ones."""
+    """Raise InvalidRequest for an unsupported field, or for fields that exclude each other."""
     sampling = body.sampling_params
     for field in REFUSED:
         if getattr(body, field) is not None:
@@ -83,39 +86,35 @@ def check(body: GenerateBody, max_n: int) -> None:
             raise InvalidRequest.at("output_mode", f"'text' requires {SAMPLING}.detokenize")
 
 
-def unknown(fields: dict[str, Any]) -> list[str]:
-    """Return the paths of unknown fields, including those in `sampling_params`."""
+def list_unknown_fields(fields: dict[str, Any]) -> list[str]:
+    """Return the paths of the unknown fields of a body and of its `sampling_params`."""
     inner = unknown_fields(fields[SAMPLING], GenerateSampling)
     return [*unknown_fields(fields, GenerateBody), *(f"{SAMPLING}.{name}" for name in inner)]
 
 
-def ignored_fields(
+def list_ignored_fields(
     unknown: list[str], body: GenerateBody, kv_params: KVTransferParams | None
 ) -> list[str]:
-    """Return the fields without effect: unknown ones, and a K/V transfer that does not happen.
-    Raise InvalidRequest if the body has strict_params."""
+    """Return the fields without effect: `unknown` ones, unknown members of structured outputs, and
+    `kv_transfer_params` if there is no transfer. Raise InvalidRequest if there are any and the body
+    has strict_params."""
     form = structured_form(body.sampling_params.structured_outputs, STRUCTURED)
     ignored = [*unknown, *(form.ignored if form else ())]
     if kv_params is None and body.kv_transfer_params is not None:
         ignored.append(KV_FIELD)
-    if ignored and body.strict_params:
-        raise InvalidRequest.at(
-            ignored[0],
-            f"without effect here, and strict_params is true; fields without effect: "
-            f"{', '.join(ignored)}",
-        )
-    return ignored
+    return ignored_fields(ignored, body.strict_params)
 
 
 def namespace_of(body: GenerateBody) -> str:
-    """Return the prefix cache namespace. skip_reading_prefix_cache gets a unique, empty one."""
+    """Return the namespace of the prefix cache: the cache salt. With skip_reading_prefix_cache it
+    is a new one, in which nothing is cached."""
     if body.sampling_params.skip_reading_prefix_cache:
         return uuid.uuid4().hex
     return body.cache_salt or ""
 
 
 def rename_field(error: RequestError, body: GenerateBody) -> RequestError:
-    """Rename the engine's field in an error to the field of the request."""
+    """Replace the engine's field name in an error by the path of the field in the request."""
     param = error.param or ""
     field = _FIELD.match(param)[0]  # type: ignore[index]  # matches any text
     if field in SamplingParams.__struct_fields__:  # the message contains the name, too
@@ -128,8 +127,9 @@ def rename_field(error: RequestError, body: GenerateBody) -> RequestError:
 
 
 def choices_of(sampling: GenerateSampling, model: ServedModel) -> list[SamplingParams]:
-    """Return the parameters of each of the n choices. The model's defaults are not applied."""
-    fields = {name: getattr(sampling, name) for name in _SAME}
+    """Return the sampling parameters of each of the n choices. The model's defaults are not
+    applied."""
+    fields = {name: getattr(sampling, name) for name in _COPIED}
     fields = {name: value for name, value in fields.items() if value is not None}
     if sampling.bad_words:
         fields["bad_words"] = bad_sequences(sampling.bad_words, model.tokenizer)
@@ -144,7 +144,8 @@ def choices_of(sampling: GenerateSampling, model: ServedModel) -> list[SamplingP
 
 
 def grammar_of(body: GenerateBody, model: ServedModel) -> Grammar | None:
-    """Return the body's `grammar`, or one of `structured_outputs` and the thinking budget."""
+    """Return the body's `grammar`, or else a grammar made from `structured_outputs` and the
+    thinking budget. Return None if the body has none of them."""
     found = structured_form(body.sampling_params.structured_outputs, STRUCTURED)
     form = found.body if found else None
     max_thinking = body.sampling_params.thinking_token_budget
@@ -161,15 +162,18 @@ def grammar_of(body: GenerateBody, model: ServedModel) -> Grammar | None:
     budget = start.budget(BUDGET, max_thinking) if limits and max_thinking is not None else None
     if form is None:
         return Grammar(budget=budget) if budget else None
-    return _corrected(start, body.reasoning_ended).grammar(form, budget)
+    return _with_reasoning_ended(start, body.reasoning_ended).grammar(form, budget)
 
 
-def _corrected(start: AnswerStart, ended: bool | None) -> AnswerStart:
-    """Apply `reasoning_ended`, which overrides what the end of the prompt suggests."""
+def _with_reasoning_ended(start: AnswerStart, ended: bool | None) -> AnswerStart:
+    """Return `start` with the request's `reasoning_ended`, which takes precedence over the end of
+    the prompt. None changes nothing."""
     return start if ended is None else msgspec.structs.replace(start, closed=ended)
 
 
 def _answer_start(body: GenerateBody, model: ServedModel, *, calls: bool) -> AnswerStart:
+    """Return the state in which the answer starts, as the end of the prompt shows it. `calls` is
+    whether the answer may have tool calls."""
     parser_kwargs = body.reasoning_parser_kwargs
     given: Mapping[str, Any] = (parser_kwargs.chat_template_kwargs if parser_kwargs else None) or {}
     check_token_ids(body.token_ids, model.card.vocab_size, "token_ids")
@@ -178,7 +182,7 @@ def _answer_start(body: GenerateBody, model: ServedModel, *, calls: bool) -> Ans
 
 
 def _parsers(body: GenerateBody, model: ServedModel) -> OutputParserFactory:
-    """Return the parser factory. Stop strings apply to all text; in a rendered chat, to content
+    """Return the parser factory. Stop strings apply to all text, but in a rendered chat to content
     only."""
     sampling = body.sampling_params
     if body.output_mode != "text" and not sampling.stop_strings:

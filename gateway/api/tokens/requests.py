@@ -43,13 +43,13 @@ OutputMode = Literal["tokens", "text"]
 
 
 class GenerateSampling(SamplingFields, frozen=True, kw_only=True):
-    """`sampling_params`.
+    """The member `sampling_params` of a generate request.
 
     n                   number of choices; choice i is sampled with `seed` + i
     max_tokens          absent: up to the context length; 0: only compute the prompt
     seed                -1 means no seed
     logprobs            include logprobs of each sampled token and of this many top tokens
-    logprobs_of         the distribution they refer to: the model's, the one sampled from, or both
+    logprobs_of         the distribution of the logprobs: the model's, the one sampled from, or both
     prompt_logprobs     include logprobs of the prompt tokens, from the model's distribution
     detokenize          false: produce no text; excludes stop strings and output_mode "text"
     structured_outputs  constraint on the answer, as in a chat request
@@ -88,23 +88,26 @@ class GenerateSampling(SamplingFields, frozen=True, kw_only=True):
 
 
 class ReasoningParserKwargs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """chat_template_kwargs  the template arguments that the prompt was rendered with"""
+    """How the prompt was rendered, which the parser of reasoning needs.
+
+    chat_template_kwargs  the arguments of the chat template
+    """
 
     chat_template_kwargs: Object | None = None
 
 
 class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
-    """POST /inference/v1/generate.
+    """The body of POST /inference/v1/generate.
 
     request_id       part of the response's id; the header X-Request-Id takes precedence
     token_ids        the prompt
-    token_offsets    sent by renderers; has no effect
+    token_offsets    without effect; renderers send it
     reasoning_ended  whether a structured answer starts with its format (true) or with reasoning
-                     (false); null: decided by the end of the prompt
+                     (false); null: the end of the prompt decides
     reads_calls      with reasoning_parser_kwargs, whether to parse tool calls, inside which stop
                      strings do not apply; null: true
     return_token_ids   include the prompt's token ids
-    output_mode      "text" includes the text
+    output_mode      "text": include the text of the answer
     cache_salt       requests share cached prompts only if their salts are equal
     priority         lower values are scheduled first
     timeout_s, queue_timeout_s   limits in seconds on the total time and the time in the queue; see
@@ -140,24 +143,18 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
     features: Any = None
     content_parts: Any = None
 
-    @property
-    def includes_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.include_usage)
-
-    @property
-    def repeats_usage(self) -> bool:
-        """Whether each chunk has a usage. As in vLLM, this requires include_usage."""
-        options = self.stream_options
-        return bool(options and options.include_usage and options.continuous_usage_stats)
-
 
 class AbortBody(msgspec.Struct, frozen=True, kw_only=True):
-    """request_ids  response ids, with or without their prefix ("chatcmpl-", ...)"""
+    """The body of POST /inference/v1/abort_requests.
+
+    request_ids  response ids, with or without their prefix ("chatcmpl-", ...)
+    """
 
     request_ids: Annotated[list[RequestId], Meta(max_length=MAX_REQUEST_IDS)]
 
 
 REFUSED = ("features", "content_parts", "ec_transfer_params")
+"""Unsupported fields of the body."""
 REFUSED_SAMPLING: dict[str, tuple[Any, ...]] = {
     "watermarking": (None, False),
     "prompt_logprob_token_ids": (None,),
@@ -176,7 +173,10 @@ REFUSED_SAMPLING: dict[str, tuple[Any, ...]] = {
 
 
 class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
-    """return_token_strs  include each token as the vocabulary spells it"""
+    """The body of POST /tokenize for a text.
+
+    return_token_strs  include each token as the vocabulary spells it
+    """
 
     prompt: str
     model: str | None = None
@@ -185,11 +185,14 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenizeChatBody(ChatBody, frozen=True, kw_only=True):
-    """A chat request. Fields that concern only the answer have no effect."""
+    """The body of POST /tokenize for a conversation: a chat request. Fields about the answer have
+    no effect."""
 
     return_token_strs: bool | None = None
 
 
 class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of POST /detokenize."""
+
     tokens: Annotated[list[TokenId], Meta(max_length=MAX_DETOKENIZED)]
     model: str | None = None

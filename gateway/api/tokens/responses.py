@@ -1,9 +1,10 @@
 """Response bodies of the token-level routes. Names and shapes are vLLM's.
 
-A complete response has every field; those without a value are null, as are vLLM's fields that this
-server does not support. `system_fingerprint` and `weights_digest` are ours. `output_mode` is the
-tag of the two shapes, by default "tokens". All fields that vLLM may omit have a default, so these
-structs can decode its responses too.
+- A complete response has every field. A field is null if it has no value, or if this server does
+  not support it.
+- `system_fingerprint` and `weights_digest` are our own fields.
+- `output_mode` is the tag of the two shapes, "tokens" and "text". "tokens" is the default.
+- All fields that vLLM may omit have a default, so these structs can decode vLLM's responses too.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ FinishReason = Literal["stop", "length", "abort"]
 
 
 class GenerateUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """Token counts. The prompt is counted once. In a chunk, the counts are those of its choice."""
+    """Token counts. The prompt is counted once. In a chunk of one choice, the counts are those of
+    this choice."""
 
     prompt_tokens: int
     total_tokens: int
@@ -36,8 +38,10 @@ class GenerateUsage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TopToken(msgspec.Struct, frozen=True, kw_only=True):
-    """rank              1 for the most likely token; null if unknown
-    sampling_logprob  logprob under the distribution sampled from, if both were requested
+    """A token with its logprob.
+
+    rank              1 for the most likely token; null if unknown
+    sampling_logprob  logprob in the distribution sampled from, if both were requested
     """
 
     token_id: int
@@ -47,7 +51,10 @@ class TopToken(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChosenToken(TopToken, frozen=True, kw_only=True):
-    """top_logprobs  the sampled token, then the top tokens, then those of logprob_token_ids"""
+    """A sampled token.
+
+    top_logprobs  the sampled token, then the top tokens, then those of logprob_token_ids
+    """
 
     top_logprobs: list[TopToken] = []
 
@@ -84,7 +91,8 @@ class GenerateResponse(
 ):
     """A complete response in mode "tokens".
 
-    kv_transfer_params  for the decode request to another server; null if no K/V is kept
+    kv_transfer_params  after do_remote_decode: for the decode request to another server; null if
+                        no K/V is kept
     """
 
     request_id: str
@@ -138,7 +146,8 @@ class GenerateTextChunk(GenerateChunk, frozen=True, kw_only=True, tag="text"):
 
 
 class AbortedRequests(msgspec.Struct, frozen=True, kw_only=True):
-    """Each id of the request appears once in one of the lists, in the request's order."""
+    """The result of abort_requests. Each id of the request is in one of the two lists, in the order
+    of the request."""
 
     aborted: list[str]
     unknown: list[str]
@@ -148,7 +157,10 @@ class AbortedRequests(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tokenized(msgspec.Struct, frozen=True, kw_only=True):
-    """token_strs  each token as the vocabulary spells it ("Ġworld"); null unless requested"""
+    """The tokens of a text or a rendered conversation.
+
+    token_strs  each token as the vocabulary spells it ("Ġworld"); null unless requested
+    """
 
     count: int
     max_model_len: int
@@ -158,7 +170,7 @@ class Tokenized(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InputTokens(msgspec.Struct, frozen=True, kw_only=True):
-    """input_tokens  number of prompt tokens of the chat request"""
+    """The number of prompt tokens of a chat request."""
 
     object: Literal["chat.completion.input_tokens"]
     input_tokens: int

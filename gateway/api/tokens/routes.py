@@ -1,6 +1,6 @@
 """Token-level routes: generate, abort_requests, tokenize, detokenize, input_tokens.
 
-Only the first two need the engine; the gateway has the tokenizer.
+Only generate and abort_requests use the engine: the tokenizer is in the gateway.
 """
 
 from __future__ import annotations
@@ -88,12 +88,12 @@ def generate(service: Service, context: RequestContext) -> Response:
     """Generate token ids from token ids."""
     with service.bodies.read(request, service.id_bounds()) as fields:
         body = convert(fields, GenerateBody)
-        unknown = prepare.unknown(fields)
+        unknown = prepare.list_unknown_fields(fields)
     prepare.check(body, service.config.max_n)
     model = service.model(body.model)
     service.raise_cached_refusal(context)
     kv_params = parse_kv_params(body.kv_transfer_params, model.limits)
-    context.ignored = prepare.ignored_fields(unknown, body, kv_params)
+    context.ignored = prepare.list_ignored_fields(unknown, body, kv_params)
     if body.request_id is not None and not context.headers.get(REQUEST_ID_HEADER, ""):
         context.request_id = body.request_id
     envelope = GenerateEnvelope.from_request(body, model, context.request_id, context.ignored)
@@ -124,8 +124,11 @@ def _generate_stream(
     gives=AbortedRequests,
 )
 def abort_requests(service: Service, context: RequestContext) -> Response:
-    """Abort requests of any API and process: the caller's own or, for an admin, any. The engine
-    has the list of all requests."""
+    """Abort requests by their ids: the caller's own or, for an admin, any.
+
+    The engine has the requests of all APIs and gateway processes, so this process need not have
+    sent them.
+    """
     body = service.bodies.parse(request, AbortBody)
     service.model()
     caller = context.caller
@@ -153,7 +156,7 @@ def input_tokens(service: Service, context: RequestContext) -> Response:
 
 
 def _rendered(service: Service, body: ChatBody) -> tuple[ServedModel, Prompt]:
-    """Render a conversation as a chat request would."""
+    """Return the model and the rendered prompt of a chat request."""
     check_chat(body)
     model = service.model(body.model)
     trusts = service.config.trust_request_chat_template

@@ -2,9 +2,9 @@
 
     [chunk of one choice ...]  [usage, timings]  [DONE]
 
-A chunk has the new tokens of one choice; a choice's last chunk has its finish reason too. In mode
-"tokens" without logprobs, everything except the new ids is encoded once per choice. After an error,
-the tokens that came with it, one `{"error": ...}` event and [DONE] close the stream.
+- A chunk has the new tokens of one choice. A choice's last chunk also has its finish reason.
+- In mode "tokens" without logprobs, everything except the new token ids is encoded once per choice.
+- After an error, one `{"error": ...}` event and [DONE] close the stream.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from gateway.api.openai.requests import includes_usage, repeats_usage
 from gateway.api.openai.responses import ChatLogprobs, PromptTokensDetails, error_body
 from gateway.api.tokens.requests import GenerateBody
 from gateway.api.tokens.responses import (
@@ -52,18 +53,19 @@ _HOLE = [-1]
 
 @dataclass(frozen=True, slots=True)
 class GenerateEnvelope:
-    """The members of a response that do not depend on its choices, and the format of the choices.
+    """The members of a response that do not depend on its choices, and the format of the
+    choices."""
 
-    id       the response id, as sent to the client
-    ignored  request fields that had no effect
-    """
-
+    #: The response id, as sent to the client.
     id: str
+    #: The model name from the request.
     model: str
     fingerprint: str
+    #: The digest of the model's weights.
     digest: str
     body: GenerateBody
     tokenizer: Tokenizer
+    #: Request fields that had no effect.
     ignored: Sequence[str] = ()
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -123,8 +125,11 @@ def text_of(events: Sequence[Event]) -> str:
 
 
 def chosen_token(entry: TokenLogprobs, asked_ids: Sequence[int]) -> ChosenToken:
-    """Return a sampled token with its top tokens, each once: the token itself, the most likely ones
-    by rank, then those of logprob_token_ids, whose rank is unknown."""
+    """Return a sampled token with its top tokens.
+
+    The top tokens are the sampled token, the most likely tokens by rank, and the tokens of
+    logprob_token_ids, whose rank is unknown. A token is listed once.
+    """
     drawn = iter(entry.drawn_logprobs) if entry.drawn_logprobs else None
     chosen = _top(entry.token_id, entry.logprob, entry.rank, drawn)
     tops = {entry.token_id: chosen}
@@ -140,7 +145,8 @@ def chosen_token(entry: TokenLogprobs, asked_ids: Sequence[int]) -> ChosenToken:
 def _top(
     token_id: int, logprob: float, rank: int | None, drawn: Iterator[float] | None
 ) -> TopToken:
-    """Return one top token. `drawn` yields the sampling logprobs in the order of the calls."""
+    """Return one top token. `drawn` yields the logprobs in the distribution sampled from, in the
+    order of the calls of this function; None: they were not requested."""
     other = shown(next(drawn)) if drawn is not None else UNSET
     return TopToken(token_id=token_id, logprob=shown(logprob), rank=rank, sampling_logprob=other)
 
@@ -191,7 +197,7 @@ def _usage(group: ChoiceGroup, num_tokens: int, num_cached: int) -> GenerateUsag
 class GenerateStream:
     """The sink that writes one answer as chunks.
 
-    write   receives each frame
+    write   receives the frames, one or more at a time
     finish  called after the last frame
     """
 
@@ -209,11 +215,11 @@ class GenerateStream:
         self._write = write
         self._finish = finish
         self._has_started = False
-        #: Tokens per choice; counted only if each chunk has a usage.
+        #: Number of tokens sent of each choice. Counted only if each chunk has a usage.
         self._num_sent = [0] * len(group.choices)
         self._is_plain = not (
             envelope.includes_text
-            or body.repeats_usage
+            or repeats_usage(body.stream_options)
             or body.sampling_params.logprobs is not None
         )
         self._templates = [self._template(choice) for choice in group.choices]
@@ -227,7 +233,7 @@ class GenerateStream:
 
     def end(self) -> None:
         more: dict[str, Any] = {"timings": timings_of_group(self._group)}
-        if self._envelope.body.includes_usage:
+        if includes_usage(self._envelope.body.stream_options):
             more |= {"usage": usage_of(self._group), "kv_transfer_params": None}
         is_empty = more == {"timings": UNSET}
         last = b"" if is_empty else self._frame([], **more, weights_digest=self._envelope.digest)
@@ -247,7 +253,7 @@ class GenerateStream:
                 more["prompt_token_ids"] = choice.prompt_request.prompt_ids
         if is_last:
             more |= {"kv_transfer_params": None, "weights_digest": envelope.digest}
-        if envelope.body.repeats_usage:
+        if repeats_usage(envelope.body.stream_options):
             self._num_sent[choice.index] += len(delta.token_ids)
             num_sent = self._num_sent[choice.index]
             more["usage"] = _usage(self._group, num_sent, choice.num_cached)
@@ -265,6 +271,6 @@ class GenerateStream:
         return sse.frame(encode(chunk))
 
     def _template(self, choice: Choice) -> list[bytes]:
-        """Return the frame of a chunk with nothing but ids, cut where the ids belong."""
+        """Return the frame of a chunk with nothing but token ids, cut at the place of the ids."""
         part = self._envelope.part(choice, OutputDelta([], _HOLE))
         return self._frame([part]).rsplit(encode(_HOLE), 1)
