@@ -13,7 +13,7 @@ import pytest
 
 from gateway.api.openai.responses import ChatCompletion, CompletionResponse, TokenChance
 from gateway.api.render.derender import ChatDerendering, CompletionDerendering
-from gateway.api.render.recorded import entry_of, prompt_entries
+from gateway.api.render.recorded import prompt_entries, to_token_logprobs
 from gateway.api.render.requests import MAX_STATE_CHARS, Carried, DerenderChat, DerenderCompletion
 from gateway.api.render.responses import DerenderedChatPart
 from gateway.api.render.stream_state import StreamState, key_of, opened, sealed
@@ -214,11 +214,11 @@ def test_a_tokens_logprobs_come_back_as_the_engine_told_them(
     own = dict(tops).get(5, -9.0)
     heard = [dict(tops).get(i, -4.0) for i in asked]
     entry = TokenLogprobs(5, own, rank, ids, logprobs, heard)
-    assert entry_of(chosen_token(entry, asked), len(tops), asked) == entry
+    assert to_token_logprobs(chosen_token(entry, asked), len(tops), asked) == entry
 
 
 def test_a_named_token_of_which_nothing_was_told_is_unknown() -> None:
-    entry = entry_of(chosen_token(TokenLogprobs(5, -1.0, 3), []), 0, [8])
+    entry = to_token_logprobs(chosen_token(TokenLogprobs(5, -1.0, 3), []), 0, [8])
     assert list(map(math.isnan, entry.asked_logprobs)) == [True]
 
 

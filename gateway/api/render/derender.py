@@ -1,4 +1,4 @@
-"""Interprets the bodies of the derender routes. Errors name the fields of these bodies."""
+"""Derenders the bodies of the derender routes. Errors name the fields of these bodies."""
 
 from __future__ import annotations
 
@@ -36,22 +36,25 @@ CHAT, COMPLETION = "chat_request", "completion_request"
 
 
 def _in(field: str) -> Callable[[str], str]:
+    """Return a function that puts `field` before a path."""
     return lambda param: f"{field}.{param}"
 
 
 def _required(value: T | None, field: str, when: str) -> T:
+    """Return the value of a field. Raise InvalidRequest if it is None; `when` ends the message."""
     if value is None:
         raise InvalidRequest.at(field, f"required {when}")
     return value
 
 
-def _index_offset(chunk: dict[str, Any] | None, offset: int) -> dict[str, Any] | None:
+def _with_index_offset(chunk: dict[str, Any] | None, offset: int) -> dict[str, Any] | None:
     for choice in chunk["choices"] if chunk else ():
         choice["index"] += offset
     return chunk
 
 
 def _ids_of(chunk: GenerateChunk) -> list[int] | None:
+    """Return the prompt's token ids if the chunk has them."""
     return None if chunk.prompt_token_ids is msgspec.UNSET else chunk.prompt_token_ids
 
 
@@ -62,8 +65,9 @@ def _num_choices(
     config: GatewayConfig,
     field: str,
 ) -> int:
-    """Return the number of choices of an unknown request, from the choices in `field` and the
-    stream state. Raise InvalidRequest if there are too many."""
+    """Return the number of choices if the body does not have the request that was rendered. It is
+    counted in `choices`, the value of `field`, and in the stream state. Raise InvalidRequest if
+    there are too many choices."""
     indexes = [choice.index for choice in choices]
     if body.stream_state is not None:
         indexes += opened(body.stream_state, key_of(model, None)).choices
@@ -76,7 +80,8 @@ def _num_choices(
 
 
 class ChatDerendering:
-    """POST /v1/chat/completions/derender, once. Raises InvalidRequest naming the field."""
+    """Handles one body of POST /v1/chat/completions/derender. Raises InvalidRequest naming the
+    field."""
 
     def __init__(self, body: DerenderChat, model: ServedModel, config: GatewayConfig) -> None:
         self._body = body
@@ -90,7 +95,8 @@ class ChatDerendering:
             self._kwargs = self._preparation.kwargs() if body.chat_request else {}
 
     def _plain_request(self) -> ChatBody:
-        """Return a minimal request for an unknown one: all text is content."""
+        """Return a request that stands for the unknown one that was rendered. All text is
+        content."""
         output_format = self._model.output_format
         writes_calls = output_format.tools is not None and not self._model.renderer.writes_no_tools
         if output_format.reasoning is not None or writes_calls:
@@ -117,6 +123,7 @@ class ChatDerendering:
         )
 
     def whole(self) -> bytes:
+        """Return the complete response."""
         response = _required(self._body.generate_response, "generate_response", "without stream")
         prompt = self._prompt(response.prompt_token_ids)
         prompt_request = self._preparation.parse_request(
@@ -128,7 +135,7 @@ class ChatDerendering:
         return derendered(self._case(), [prompt_request], [response], ["generate_response"], count)
 
     def chunk(self) -> tuple[dict[str, Any] | None, str]:
-        """Return (derendered chunk, stream state after it)."""
+        """Return (derendered chunk or None, stream state after the chunk)."""
         body, preparation = self._body, self._preparation
         chunk = _required(body.generate_chunk, "generate_chunk", "with stream")
         key = key_of(self._model, body.chat_request)
@@ -165,7 +172,8 @@ class ChatDerendering:
         )
 
     def _prompt(self, response_ids: Sequence[int] | None) -> Prompt:
-        """Return the prompt: from the body, else from the response, else rendered again."""
+        """Return the prompt: from the body, else from the response or chunk, else render it again.
+        Raise InvalidRequest if its length is not `prompt_tokens`."""
         body = self._body
         ids = body.prompt_token_ids or response_ids
         if ids:
@@ -187,7 +195,7 @@ def _check_count(declared: int | None, count: int, at: str) -> None:
 
 
 class CompletionDerendering:
-    """POST /v1/completions/derender, once. Raises InvalidRequest naming the field."""
+    """Handles one body of POST /v1/completions/derender. Raises InvalidRequest naming the field."""
 
     def __init__(self, body: DerenderCompletion, model: ServedModel, config: GatewayConfig) -> None:
         self._body = body
@@ -206,7 +214,8 @@ class CompletionDerendering:
                 )
 
     def _plain_request(self) -> CompletionBody:
-        """Return a minimal request for an unknown one: only its number of prompts is known."""
+        """Return a request that stands for the unknown one that was rendered, with the same number
+        of prompts."""
         body = self._body
         if body.stream:
             field, count = "generate_chunk", 1 + body.prompt_index
@@ -232,6 +241,7 @@ class CompletionDerendering:
         )
 
     def whole(self) -> bytes:
+        """Return the complete response."""
         body = self._body
         responses = _required(body.generate_responses, "generate_responses", "without stream")
         completion = self._completion(self._request, self._whole_ids(responses))
@@ -246,7 +256,8 @@ class CompletionDerendering:
         return derendered(self._case(completion), completion.prompt_requests, responses, at, total)
 
     def _whole_ids(self, responses: Sequence[GenerateResponse]) -> list[list[int]] | None:
-        """Return the prompts of the body or the responses; None to use those of the request."""
+        """Return the token ids of the prompts, from the body or else from the responses. Return
+        None if neither has any and the prompts of the request are to be used."""
         given = self._body.prompt_token_ids or [None] * len(responses)
         found = [
             ids or response.prompt_token_ids for ids, response in zip(given, responses, strict=True)
@@ -262,7 +273,7 @@ class CompletionDerendering:
         ]
 
     def chunk(self) -> tuple[dict[str, Any] | None, str]:
-        """Return (derendered chunk, stream state after it)."""
+        """Return (derendered chunk or None, stream state after the chunk)."""
         body, place = self._body, self._body.prompt_index
         chunk = _required(body.generate_chunk, "generate_chunk", "with stream")
         if place >= len(self._prompts):
@@ -274,7 +285,7 @@ class CompletionDerendering:
         key = key_of(self._model, request if body.completion_request else None)
         is_first = body.stream_state is None
         if body.stream_state is None:
-            completion = self._completion(request, self._own_ids(place, chunk))
+            completion = self._completion(request, self._chunk_ids(place, chunk))
             declared = body.prompt_tokens[place] if body.prompt_tokens else 0
             state = first_state("", len(completion.prompt_requests[0].prompt_ids) or declared)
         else:
@@ -283,9 +294,11 @@ class CompletionDerendering:
         derendered, state = derendered_chunk(
             self._case(completion), completion.prompt_requests[0], state, chunk, is_first=is_first
         )
-        return _index_offset(derendered, place * (request.n or 1)), sealed(state, key)
+        return _with_index_offset(derendered, place * (request.n or 1)), sealed(state, key)
 
-    def _own_ids(self, place: int, chunk: GenerateChunk) -> list[list[int]] | None:
+    def _chunk_ids(self, place: int, chunk: GenerateChunk) -> list[list[int]] | None:
+        """Return the token ids of one prompt in a list, from the body or else from the chunk.
+        Return None if neither has them and the prompt of the request is to be used."""
         given = self._body.prompt_token_ids
         ids = (given[place] if given else None) or _ids_of(chunk)
         if ids is None and self._body.completion_request is None:

@@ -1,4 +1,5 @@
-"""Replays a response of a token endpoint as engine outputs to a choice group."""
+"""Converts responses of a token endpoint back to engine outputs, and replays these to a choice
+group."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from protocol.sampling import MAX_LOGPROBS, SamplingParams, check_token_ids
 
 
 class _NoEngine:
-    """An engine client without requests, for groups that are generated elsewhere."""
+    """The engine client of a group whose outputs were generated elsewhere. It sends nothing."""
 
     def generate(self, *_: Any, **__: Any) -> NoReturn:
         raise AssertionError("a recorded response is never generated")
@@ -28,9 +29,9 @@ class _NoEngine:
 
 
 class RecordedGroup(ChoiceGroup):
-    """A choice group that was generated elsewhere.
+    """A choice group whose outputs were generated elsewhere.
 
-    prompt_tokens  number of prompt tokens, if the ids are unknown
+    prompt_tokens  number of prompt tokens if the token ids are unknown, else None
     """
 
     def __init__(
@@ -49,9 +50,10 @@ class RecordedGroup(ChoiceGroup):
 
 
 class RecordedOutputs:
-    """Converts the choices of a response or chunk, found at the path `at`, to engine outputs.
+    """Converts the choices of a response or chunk, which has the path `at`, to engine outputs.
 
-    num_logprobs, asked_ids   the logprobs that the derendered request asks for
+    num_logprobs  number of top tokens that the derendered request asks for; None: no logprobs
+    asked_ids     token ids whose logprobs it asks for in addition
     """
 
     def __init__(
@@ -70,7 +72,8 @@ class RecordedOutputs:
         self._usage = usage
 
     def output(self, part: GeneratedChoice, params: SamplingParams, place: int) -> Output:
-        """Return the output for the choice at index `place`. Raise InvalidRequest."""
+        """Return the engine output for the choice at index `place` of the list. Raise
+        InvalidRequest."""
         at = f"{self._at}.choices[{place}]"
         check_token_ids(part.token_ids, self._model.card.vocab_size, f"{at}.token_ids")
         stop_token = None
@@ -105,12 +108,14 @@ class RecordedOutputs:
                 f"must have one item per token ({len(part.token_ids):,}), because "
                 f"the request has logprobs; got {len(content):,}",
             )
-        return [entry_of(token, self._num_logprobs, self._asked_ids) for token in content]
+        return [to_token_logprobs(token, self._num_logprobs, self._asked_ids) for token in content]
 
 
 def num_logprobs(choices: Sequence[GeneratedChoice]) -> int | None:
-    """Return the number of top tokens recorded per sampled token; None if there are no logprobs.
-    The sampled token is one of the top tokens, or is listed in addition to them."""
+    """Return the number of top tokens per sampled token; None if there are no logprobs.
+
+    The sampled token is one of the top tokens, or is listed in addition to them and not counted.
+    """
     counts = [
         len(token.top_logprobs) - ((token.rank or 0) > len(token.top_logprobs))
         for choice in choices
@@ -129,8 +134,9 @@ def _stop_token(
     return ids[-1] if ids and ids[-1] in ends else None
 
 
-def entry_of(token: ChosenToken, num_top: int, asked_ids: Sequence[int]) -> TokenLogprobs:
-    """Invert `tokens.stream.chosen_token`. Missing logprobs of `asked_ids` become NaN."""
+def to_token_logprobs(token: ChosenToken, num_top: int, asked_ids: Sequence[int]) -> TokenLogprobs:
+    """Return the engine's logprobs of a sampled token: the inverse of `tokens.stream.chosen_token`.
+    Missing logprobs of `asked_ids` become NaN."""
     logprob_of = {top.token_id: top.logprob for top in token.top_logprobs}
     others = {
         top.rank: (top.token_id, top.logprob)
@@ -154,7 +160,8 @@ def entry_of(token: ChosenToken, num_top: int, asked_ids: Sequence[int]) -> Toke
 def prompt_entries(
     ids: Sequence[int], logprobs: Sequence[dict[str, TokenChance] | None], at: str
 ) -> list[TokenLogprobs]:
-    """Invert `text.logprobs.prompt_chances`."""
+    """Return the engine's logprobs of a prompt: the inverse of `text.logprobs.prompt_chances`.
+    Raise InvalidRequest if `logprobs`, which has the path `at`, does not match the prompt."""
     if len(logprobs) != len(ids):
         raise InvalidRequest.at(
             at, f"must have one item per prompt token ({len(ids):,}); got {len(logprobs):,}"

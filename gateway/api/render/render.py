@@ -1,7 +1,8 @@
 """Renders a chat or completion into a request to the token endpoint.
 
-Everything is resolved: sampling defaults, prompt tokens, grammar. Any server may generate from it;
-`derender` converts the result into the response that the chat or completion route would send.
+The rendered request has everything resolved: sampling defaults, prompt tokens, grammar. Any server
+can generate from it. `derender` converts the result into the response that the chat or completion
+route would send.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from protocol.errors import ContextTooLong
 from protocol.sampling import SamplingParams, check_vocabulary
 
 _NOT_COPIED = frozenset({"seed", "bad_words", "logprobs_of"})
-"""Fields of SamplingParams that are not copied: the first two differ in form, and these APIs have
-no logprobs_of."""
+"""Fields of SamplingParams that are not copied. `seed` and `bad_words` have another form in
+`sampling_params`, and chats and completions have no `logprobs_of`."""
 
 
 def rendered_chat(
     preparation: Preparation, prompt: Prompt, carried: Carried, request_id: str
 ) -> RenderedRequest:
-    """Render a chat. Raise the errors that the engine would raise."""
+    """Render a chat. Raise the error with which the engine would refuse the request."""
     start = preparation.answer_start(prompt)
     request = _rendered(
         preparation.body, preparation.model, preparation.prompt_request(prompt), carried, request_id
@@ -82,7 +83,7 @@ def _rendered(
 
 
 def _check_fits(prompt_request: PromptRequest, model: ServedModel) -> None:
-    """Check the request as the engine does, so that an impossible one is not rendered."""
+    """Raise the error with which the engine would refuse the request."""
     params, max_len = prompt_request.choices[0], model.limits.max_len
     check_vocabulary(params, model.card.vocab_size)
     if len(prompt_request.prompt_ids) + (params.max_tokens != 0) > max_len:
@@ -94,7 +95,8 @@ def _check_fits(prompt_request: PromptRequest, model: ServedModel) -> None:
 
 
 def sampling_of(body: GenerationBody, params: SamplingParams) -> dict[str, Any]:
-    """Return `sampling_params`. `params` are those of the first choice."""
+    """Return the `sampling_params` of a rendered request. `params` are those of the first
+    choice."""
     fields = {
         name: value
         for name, value in msgspec.structs.asdict(params).items()

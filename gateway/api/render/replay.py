@@ -1,8 +1,9 @@
-"""Replays responses of a token endpoint as responses of the API, complete or in chunks.
+"""Derenders: converts responses of a token endpoint into responses of the API, complete or in
+chunks.
 
-The outputs are replayed through the code that serves our own engine: parsers, finish reason,
-`whole_response`, `AnswerChunks`. Between two chunks the client carries all state (`stream_state`),
-so the cost of a chunk does not depend on its position.
+The recorded outputs are replayed through the code that serves our own engine: parsers, finish
+reason, `whole_response`, `AnswerChunks`. Between two chunks the client carries all state
+(`stream_state`), so the cost of a chunk does not depend on its position.
 """
 
 from __future__ import annotations
@@ -42,22 +43,22 @@ Json = dict[str, Any]
 
 GENERATE_PREFIX = "generate-tokens-"
 MAX_WAITING_TOKENS = 64
-"""If more tokens than this wait for held-back text, they are sent before their text."""
+"""If more tokens than this wait for text that the parser holds back, they are sent before their
+text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DerenderCase:
-    """A rendered request of either API.
+    """A chat or completion whose generated tokens are derendered."""
 
-    kind       prefix of the response id
-    builder    formats the choices of one response
-    effective  the `effective` member, if requested
-    """
-
+    #: The request that was rendered.
     request: GenerationBody
     model: ServedModel
+    #: Prefix of the response id.
     kind: str
+    #: Formats the choices of one response.
     builder: ResponseBuilder
+    #: The `effective` member of the response, if it is requested.
     effective: Effective | None = None
 
     @property
@@ -86,7 +87,7 @@ class DerenderCase:
 
 
 def _response_id(generated_id: str, kind: str) -> str:
-    """Return the API's response id, which is part of the token endpoint's id."""
+    """Return the id of the API's response, which is part of the token endpoint's id."""
     own = generated_id.removeprefix(GENERATE_PREFIX)
     return own if own.startswith(f"{kind}-") else f"{kind}-{own}"
 
@@ -101,11 +102,11 @@ def derendered(
     at: Sequence[str],
     prompt_tokens: int | None = None,
 ) -> bytes:
-    """Return the complete response. Raise InvalidRequest.
+    """Return the complete response as JSON. Raise InvalidRequest naming the field.
 
-    responses      one per prompt
-    at             the path of each response in the request
-    prompt_tokens  number of prompt tokens, if the ids are unknown
+    responses      responses of the token endpoint, one per prompt
+    at             the path of each of them in the request
+    prompt_tokens  number of prompt tokens if the token ids are unknown, else None
     """
     request, model = case.request, case.model
     group = RecordedGroup(prompt_requests, prompt_tokens)
@@ -130,14 +131,16 @@ def derendered(
             extensions,
         ),
         includes_ids=bool(request.return_token_ids),
-        prompt_logprobs=prompt_logprobs_builder(request, model) or _passed_on(responses),
+        prompt_logprobs=prompt_logprobs_builder(request, model)
+        or _recorded_prompt_logprobs(responses),
     )
 
 
-def _passed_on(
+def _recorded_prompt_logprobs(
     responses: Sequence[GenerateResponse],
 ) -> Callable[[Choice], list[Any] | None]:
-    """Return a function that passes on prompt logprobs unchanged, for requests without them."""
+    """Return a function that returns the prompt logprobs of a choice's response unchanged, for a
+    request that does not ask for them."""
     return lambda choice: responses[choice.prompt_index].prompt_logprobs
 
 
@@ -148,6 +151,7 @@ def _play_whole(
     at: str,
     group: RecordedGroup,
 ) -> None:
+    """Replay a complete response to `choices`, those of its prompt."""
     parts = {part.index: (place, part) for place, part in enumerate(response.choices)}
     if len(response.choices) != len(choices) or set(parts) != set(range(len(choices))):
         raise InvalidRequest.at(
@@ -178,9 +182,9 @@ def derendered_chunk(
     *,
     is_first: bool,
 ) -> tuple[Json | None, StreamState]:
-    """Return (the API's chunk or None if there is nothing to send yet, the next state).
+    """Return (the API's chunk, the next state). The chunk is None if there is nothing to send yet.
 
-    The ids of the prompt are needed for the first chunk only. Raises InvalidRequest.
+    Only the first chunk needs the token ids of the prompt. Raises InvalidRequest.
     """
     try:
         derenderer = _ChunkDerenderer(case, prompt_request, state)
@@ -199,7 +203,8 @@ def first_state(ending: str, prompt_tokens: int) -> StreamState:
 
 
 class _ChunkDerenderer:
-    """Derenders one chunk from one state to the next. It is the sink of its group."""
+    """Derenders one chunk, and so moves the stream from one state to the next. It is the sink of
+    its group."""
 
     def __init__(
         self, case: DerenderCase, prompt_request: PromptRequest, state: StreamState
@@ -250,7 +255,7 @@ class _ChunkDerenderer:
         self._sent += self._chunks.push(choice, delta)
 
     def end(self) -> None:
-        """Do nothing. The end is written with the usage, which has its own chunk."""
+        """Do nothing: the end is written when the chunk with the usage arrives."""
 
     def fail(self, error: ServingError) -> None:
         raise error
@@ -277,7 +282,11 @@ class _ChunkDerenderer:
         return choices[part.index]
 
     def _release(self, choice: Choice) -> None:
-        """Bound the tokens that wait for held-back text; drop them if they are not reported."""
+        """Bound the number of tokens that wait for text that the parser holds back.
+
+        If the request needs neither token ids nor logprobs, the waiting tokens are only counted.
+        Else they are sent before their text once there are more than MAX_WAITING_TOKENS.
+        """
         parser = choice.parser
         assert isinstance(parser, ChoiceParser)
         if not (self._case.request.return_token_ids or self._case.num_logprobs is not None):
@@ -296,7 +305,8 @@ class _ChunkDerenderer:
 
 
 def _merged_chunk(chunks: Iterable[Json]) -> Json:
-    """Merge chunks. A client that adds up deltas gets the same message."""
+    """Return one chunk with the content of several. A client that adds up deltas gets the same
+    message."""
     choices: dict[int, Json] = {}
     whole: Json = {}
     for chunk in chunks:
@@ -311,7 +321,7 @@ def _merged_chunk(chunks: Iterable[Json]) -> Json:
 
 
 def _merged(before: Json, after: Json) -> Json:
-    """Merge two chunks of one choice."""
+    """Return one chunk's choice with the content of two consecutive ones."""
     whole = before | after
     if "delta" in after:
         whole["delta"] = _merged_delta(before["delta"], after["delta"])
@@ -335,13 +345,13 @@ def _merged_delta(before: Json, after: Json) -> Json:
 
 
 def _merged_calls(calls: Iterable[Json]) -> list[Json]:
-    """Merge the parts of tool calls. A call's head stays a separate part without arguments, as in
-    every stream."""
+    """Merge consecutive arguments of the same tool call. The head of a call (id and name) stays a
+    separate part without arguments, as in every stream."""
     whole: list[Json] = []
     for call in calls:
         before = whole[-1] if whole else call
-        goes_on = whole and "id" not in call and "id" not in before
-        if goes_on and before["index"] == call["index"]:
+        is_more = whole and "id" not in call and "id" not in before
+        if is_more and before["index"] == call["index"]:
             before["function"]["arguments"] += call["function"]["arguments"]
         else:
             whole.append(call)

@@ -15,6 +15,7 @@ from gateway.api.tokens.responses import GenerateChunk, GenerateResponse
 from protocol.sampling import MAX_TOKENS, TokenId
 
 MAX_STATE_CHARS = 1 << 18
+"""The most characters of a `stream_state`."""
 
 Count = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 Ids = Annotated[list[TokenId], Meta(min_length=1)]
@@ -31,7 +32,7 @@ class DerenderBody(msgspec.Struct, frozen=True, kw_only=True):
     """Fields of both derender routes.
 
     stream           derender one chunk, not a complete response
-    generate_chunk   a chunk of the token endpoint; send them one at a time, in order
+    generate_chunk   a chunk of the token endpoint; send the chunks one at a time, in order
     stream_state     the value that the previous call returned; null with the first chunk
     """
 
@@ -42,12 +43,13 @@ class DerenderBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DerenderChat(DerenderBody, frozen=True, kw_only=True):
-    """POST /v1/chat/completions/derender.
+    """The body of POST /v1/chat/completions/derender.
 
-    chat_request       the request that was rendered. If null, all text is content, and logprobs
-                       are included if present. Required if the model has a tool or reasoning format
+    chat_request       the request that was rendered; required if the model has a tool format or a
+                       reasoning format. If null, all text is content, and logprobs are included
+                       if the token endpoint sent them
     generate_response  the complete response of the token endpoint
-    prompt_token_ids   the prompt; if neither this nor the first chunk or response has it,
+    prompt_token_ids   the prompt. If it is null, the first chunk or the response may have it, else
                        `chat_request` is rendered again
     prompt_tokens      number of prompt tokens
     """
@@ -59,11 +61,13 @@ class DerenderChat(DerenderBody, frozen=True, kw_only=True):
 
 
 class DerenderCompletion(DerenderBody, frozen=True, kw_only=True):
-    """POST /v1/completions/derender. Lists have one item per prompt of the request.
+    """The body of POST /v1/completions/derender. Lists have one item per prompt of the request.
 
     completion_request  the request that was rendered. If null, there is one prompt per response,
-                        and logprobs are included if present
-    prompt_token_ids    the prompts; if an item is null, its response's ids are used
+                        and logprobs are included if the token endpoint sent them
+    generate_responses  the complete responses of the token endpoint
+    prompt_tokens       number of tokens of each prompt
+    prompt_token_ids    the prompts. If an item is null, the response for this prompt may have it
     prompt_index        the prompt that the chunk belongs to; each prompt has its own stream and
                         stream_state
     """

@@ -16,9 +16,9 @@ from protocol.grammar import Grammar
 class RenderedRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A body for POST /inference/v1/generate.
 
-    sampling_params   complete; max_tokens is absent if the request does not limit the answer
-    reasoning_ended   a structured answer starts with its format, not with reasoning
-    reads_calls       parse tool calls in the answer
+    sampling_params   all parameters; max_tokens is absent if the request does not limit the answer
+    reasoning_ended   true: a structured answer starts with its format; false: with reasoning
+    reads_calls       whether to parse tool calls in the answer
     grammar           the constraint on the answer: structured outputs, required calls, budget
     """
 
@@ -40,24 +40,40 @@ class RenderedRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
 
 class DerenderedChatPart(ChatChunk, frozen=True, kw_only=True):
+    """A chunk of a chat completion.
+
+    kv_transfer_params  those of the token endpoint's chunk
+    """
+
     kv_transfer_params: dict[str, Any] | UnsetType = UNSET
 
 
 class DerenderedCompletionPart(CompletionChunk, frozen=True, kw_only=True):
+    """A chunk of a text completion.
+
+    kv_transfer_params  those of the token endpoint's chunk
+    """
+
     kv_transfer_params: dict[str, Any] | UnsetType = UNSET
 
 
 class DerenderedChatChunk(msgspec.Struct, frozen=True, kw_only=True):
-    """chunk         null if there is nothing to send yet
-    stream_state  opaque value to pass to the next call"""
+    """A derendered chunk.
+
+    chunk         null if there is nothing to send yet
+    stream_state  opaque value; send it with the next chunk
+    """
 
     chunk: DerenderedChatPart | None
     stream_state: str
 
 
 class DerenderedCompletionChunk(msgspec.Struct, frozen=True, kw_only=True):
-    """chunk         null if there is nothing to send yet
-    stream_state  opaque value to pass to the next call"""
+    """A derendered chunk.
+
+    chunk         null if there is nothing to send yet
+    stream_state  opaque value; send it with the next chunk
+    """
 
     chunk: DerenderedCompletionPart | None
     stream_state: str

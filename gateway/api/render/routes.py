@@ -1,6 +1,6 @@
 """The render routes of all APIs, and the derender routes of chats and completions.
 
-They do not use the engine.
+These routes do not use the engine.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from gateway.service import Service
 from protocol.errors import RequestError
 
 RECORDED_BOUNDS = JsonBounds(max_strings=1 << 19, max_values=1 << 19)
-"""Bounds of a body with a generated response: the logprobs of 8,000 tokens with 20 top tokens each
-are 504,000 strings and as many values. Decoding these takes about 60 ms."""
+"""Bounds of a body with a generated response. The logprobs of 8,000 tokens with 20 top tokens each
+have 504,000 strings and as many values. Decoding them takes about 60 ms."""
 
 
 Body = TypeVar("Body", bound=msgspec.Struct)
@@ -147,7 +147,7 @@ def _chat(
 def _read(
     service: Service, kind: type[Body], bounds: JsonBounds = USUAL_BOUNDS
 ) -> tuple[Body, Carried, list[str]]:
-    """Return (body, fields to copy, unknown fields)."""
+    """Return (body, fields to copy to the rendered request, unknown fields)."""
     with service.bodies.read(request, bounds) as fields:
         return convert(fields, kind), convert(fields, Carried), unknown_fields(fields, kind)
 

@@ -1,19 +1,20 @@
 """The state of a derendered stream between two chunks, as text that the client carries.
 
-Its size does not grow with the answer, because text that was sent is forgotten. It has an
-incomplete character, a possible start of a marker or stop string, the position in a call, and
-counts. It grows only with the text that a format must hold back:
+The state has an incomplete character, a possible start of a marker or stop string, the position in
+a tool call, and counts. It does not have the text that was sent, so its size does not grow with the
+answer. It grows only with the text that a format must hold back:
 
 - blanks, which are not content if nothing follows;
 - a call, until its name is complete;
 - an argument that may not be a string, in formats that do not write arguments as JSON;
-- the reasoning, in a format that repeats it as content if there is no other.
+- the reasoning, in a format that repeats it as content if there is no other content.
 
-Beyond MAX_STATE_CHARS the stream is refused; the complete answer can still be derendered.
+If the state exceeds MAX_STATE_CHARS, the stream is refused. The complete answer can still be
+derendered.
 
-The text is sealed with the model, the formats, the request and this version, so a damaged state or
-one of another stream is detected. It is neither secret nor authenticated: a client that forges a
-state only gets a wrong answer or an error.
+A digest over the model, the formats, the request and this version seals the state, so a damaged
+state or that of another stream is detected. The state is neither secret nor authenticated: a client
+that forges a state only gets a wrong answer or an error.
 """
 
 from __future__ import annotations
@@ -38,37 +39,32 @@ SEAL_BYTES = 16
 
 
 class ChoiceState(msgspec.Struct, frozen=True, array_like=True):
-    """The state of one choice.
-
-    parser     the parser's state
-    reasoning  (inside a reasoning block, tokens counted)
-    last_call  the name of the last call
-    called     names of complete calls, each once
-    offsets    where the next token's text starts: see `TextOffsets.state`
-    """
+    """The state of one choice."""
 
     parser: ParserState
+    #: (inside a reasoning block, number of reasoning tokens); None: they are not counted.
     reasoning: tuple[bool, int] | None
+    #: The name of the last tool call.
     last_call: str
+    #: The names of complete tool calls, each once.
     called: list[str]
     num_generated: int
     num_cached: int
+    #: The state of the choice's `TextOffsets`, if its logprobs have text offsets.
     offsets: tuple[DetokenizerState, int] | None = None
 
 
 class StreamState(msgspec.Struct, frozen=True, array_like=True):
-    """The state of a stream.
+    """The state of a stream."""
 
-    created        when the stream started
-    ending         stands for the prompt in `ModelOutputFormat.begin`
-    prompt_tokens  number of prompt tokens
-    choices        the choices that have produced tokens
-    """
-
+    #: The time at which the stream started.
     created: int
+    #: A text that replaces the prompt in `ModelOutputFormat.begin`.
     ending: str
+    #: Number of prompt tokens.
     prompt_tokens: int
     chunks: ChunkStreamState
+    #: Index -> state of the choices that have tokens.
     choices: dict[int, ChoiceState]
 
 
@@ -76,7 +72,7 @@ _decoder = msgspec.msgpack.Decoder(StreamState)
 
 
 def key_of(model: ServedModel, request: msgspec.Struct | None) -> bytes:
-    """Return the key that seals a state. `request` is the one rendered; None if unknown."""
+    """Return the key that seals a state. `request` is the one that was rendered; None: unknown."""
     parts = (
         VERSION,
         model.card.digest,
@@ -88,7 +84,7 @@ def key_of(model: ServedModel, request: msgspec.Struct | None) -> bytes:
 
 
 def sealed(state: StreamState, key: bytes) -> str:
-    """Return the state as text. Raise InvalidRequest if it is too long."""
+    """Return the state as text. Raise InvalidRequest if the text is too long."""
     data = msgspec.msgpack.encode(state)
     text = urlsafe_b64encode(_seal(data, key) + data).decode()
     if len(text) > MAX_STATE_CHARS:
@@ -101,7 +97,8 @@ def sealed(state: StreamState, key: bytes) -> str:
 
 
 def opened(text: str, key: bytes) -> StreamState:
-    """Decode a state. Raise InvalidRequest if `sealed` did not make it with this key."""
+    """Return the decoded state. Raise InvalidRequest unless `sealed` made the text with this
+    key."""
     try:
         data = urlsafe_b64decode(text.encode("ascii"))
         if data[:SEAL_BYTES] == _seal(data[SEAL_BYTES:], key):
@@ -138,7 +135,7 @@ def state_of(choice: Choice, offsets: tuple[DetokenizerState, int] | None) -> Ch
 
 
 def restore(choice: Choice, state: ChoiceState) -> None:
-    """Restore a choice. A forged state may raise any exception."""
+    """Set the state of a choice. A forged state may raise any exception."""
     factory: Any = choice.prompt_request.parser_factory
     choice.parser = factory.new(state.parser)
     choice.last_call, choice.called = state.last_call, list(state.called)

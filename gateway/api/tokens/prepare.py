@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.api.openai.prepare import translate_error
+from gateway.api.openai.prepare import ignored_fields, translate_error
 from gateway.api.openai.requests import unsupported
 from gateway.api.openai.structured import structured_form
 from gateway.api.tokens.requests import (
