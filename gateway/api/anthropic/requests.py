@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from msgspec import Meta
@@ -16,57 +16,63 @@ from msgspec import Meta
 from gateway.api.openai.requests import (
     MAX_MESSAGES,
     MAX_TOOLS,
+    PARAMETERS_SCHEMA,
+    TEXT_SCHEMA,
+    TOOL_NAME_SCHEMA,
     CacheSalt,
     FormFields,
+    JsonSchemaDict,
     Object,
     Priority,
     StopString,
     Timeout,
+    object_schema,
 )
 from gateway.text.stop import MAX_STOP_STRINGS
 from protocol.sampling import MaxTokens
 
 # ---- JSON Schemas of values that `conversation` and `translate` check, for the OpenAPI document
 
-_Schema = dict[str, Any]
-_TEXT: _Schema = {"type": "string"}
-_FLAG: _Schema = {"type": "boolean"}
+_FLAG: JsonSchemaDict = {"type": "boolean"}
 
 
-def _object(required: Sequence[str], **properties: _Schema) -> _Schema:
-    return {"type": "object", "required": list(required), "properties": properties}
-
-
-def _block(kind: str, optional: Mapping[str, _Schema] | None = None, **members: _Schema) -> _Schema:
+def _block(
+    kind: str, optional: Mapping[str, JsonSchemaDict] | None = None, **members: JsonSchemaDict
+) -> JsonSchemaDict:
     """Return the schema of a content block with these required members."""
-    return _object(["type", *members], type={"const": kind}, **members, **(optional or {}))
+    return object_schema(["type", *members], type={"const": kind}, **members, **(optional or {}))
 
 
-def _content(*blocks: _Schema) -> _Schema:
-    return {"anyOf": [_TEXT, {"type": "array", "items": {"anyOf": list(blocks)}}]}
+def _content(*blocks: JsonSchemaDict) -> JsonSchemaDict:
+    return {"anyOf": [TEXT_SCHEMA, {"type": "array", "items": {"anyOf": list(blocks)}}]}
 
 
-def _turn(role: str, *blocks: _Schema) -> _Schema:
-    return _object(["role", "content"], role={"const": role}, content=_content(*blocks))
+def _turn(role: str, *blocks: JsonSchemaDict) -> JsonSchemaDict:
+    return object_schema(["role", "content"], role={"const": role}, content=_content(*blocks))
 
 
-_TEXT_BLOCK = _block("text", text=_TEXT)
-_SOURCE = {"anyOf": [_block("text", data=_TEXT), _block("content", content=_content(_TEXT_BLOCK))]}
+_TEXT_BLOCK = _block("text", text=TEXT_SCHEMA)
+_SOURCE = {
+    "anyOf": [_block("text", data=TEXT_SCHEMA), _block("content", content=_content(_TEXT_BLOCK))]
+}
 _READABLE = (
     _TEXT_BLOCK,
     _block("document", source=_SOURCE),
     _block(
-        "search_result", title=_TEXT, source=_TEXT, content={"type": "array", "items": _TEXT_BLOCK}
+        "search_result",
+        title=TEXT_SCHEMA,
+        source=TEXT_SCHEMA,
+        content={"type": "array", "items": _TEXT_BLOCK},
     ),
 )
 _TOOL_RESULT = _block(
-    "tool_result", {"content": _content(*_READABLE), "is_error": _FLAG}, tool_use_id=_TEXT
+    "tool_result", {"content": _content(*_READABLE), "is_error": _FLAG}, tool_use_id=TEXT_SCHEMA
 )
 _FROM_ASSISTANT = (
     _TEXT_BLOCK,
-    _block("thinking", {"signature": _TEXT}, thinking=_TEXT),
-    _block("redacted_thinking", data=_TEXT),
-    _block("tool_use", id=_TEXT, name=_TEXT, input={"type": "object"}),
+    _block("thinking", {"signature": TEXT_SCHEMA}, thinking=TEXT_SCHEMA),
+    _block("redacted_thinking", data=TEXT_SCHEMA),
+    _block("tool_use", id=TEXT_SCHEMA, name=TEXT_SCHEMA, input={"type": "object"}),
 )
 _MESSAGE = {
     "title": "AnthropicMessage",
@@ -76,25 +82,21 @@ _MESSAGE = {
         _turn("system", _TEXT_BLOCK),
     ],
 }
-_TOOL = {"title": "AnthropicTool"} | _object(
+_TOOL = {"title": "AnthropicTool"} | object_schema(
     ["name", "input_schema"],
     type={"anyOf": [{"const": "custom"}, {"type": "null"}]},
-    name={"type": "string", "pattern": "^[A-Za-z0-9_.:/-]{1,128}$"},
-    description=_TEXT,
-    input_schema={
-        "type": "object",
-        "description": "A JSON Schema of type object.",
-        "properties": {"type": {"const": "object"}},
-    },
+    name=TOOL_NAME_SCHEMA,
+    description=TEXT_SCHEMA,
+    input_schema=PARAMETERS_SCHEMA,
     strict={"type": ["boolean", "null"]},
 )
-_TOOL_CHOICE = _object(
+_TOOL_CHOICE = object_schema(
     ["type"],
     type={"enum": ["auto", "any", "tool", "none"]},
-    name=_TEXT,
+    name=TEXT_SCHEMA,
     disable_parallel_tool_use=_FLAG,
 )
-_THINKING = _object(
+_THINKING = object_schema(
     ["type"],
     type={"enum": ["enabled", "disabled", "adaptive"]},
     budget_tokens={"type": "integer", "minimum": 0},

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -60,50 +61,60 @@ Object = dict[str, Any]
 # step, so that an error can name the exact path. A decoder of unions could not name it.
 
 
-def _object(*required: str, **properties: Any) -> dict[str, Any]:
+JsonSchemaDict = dict[str, Any]
+TEXT_SCHEMA: JsonSchemaDict = {"type": "string"}
+
+
+def object_schema(required: Sequence[str], **properties: JsonSchemaDict) -> JsonSchemaDict:
     return {"type": "object", "required": list(required), "properties": properties}
 
 
-_TEXT = {"type": "string"}
-_PART = _object("type", "text", type={"enum": ["text", "input_text", "output_text"]}, text=_TEXT)
-_CONTENT = {"anyOf": [_TEXT, {"type": "array", "items": _PART, "minItems": 1}]}
-_ARGUMENTS = {**_TEXT, "description": "The JSON text of an object."}
-_CALLED = _object("name", "arguments", name=_TEXT, arguments=_ARGUMENTS)
-_CALL = _object("id", "function", id=_TEXT, type={"const": "function"}, function=_CALLED)
+TOOL_NAME_SCHEMA: JsonSchemaDict = {"type": "string", "pattern": "^[A-Za-z0-9_.:/-]{1,128}$"}
+PARAMETERS_SCHEMA: JsonSchemaDict = {
+    "type": "object",
+    "description": "A JSON Schema of type object.",
+    "properties": {"type": {"const": "object"}},
+}
+_PART = object_schema(
+    ["type", "text"], type={"enum": ["text", "input_text", "output_text"]}, text=TEXT_SCHEMA
+)
+_CONTENT = {"anyOf": [TEXT_SCHEMA, {"type": "array", "items": _PART, "minItems": 1}]}
+_ARGUMENTS = {**TEXT_SCHEMA, "description": "The JSON text of an object."}
+_CALLED = object_schema(["name", "arguments"], name=TEXT_SCHEMA, arguments=_ARGUMENTS)
+_CALL = object_schema(
+    ["id", "function"], id=TEXT_SCHEMA, type={"const": "function"}, function=_CALLED
+)
 _MESSAGE = {
     "title": "Message",
     "anyOf": [
-        _object(
-            "role",
-            "content",
+        object_schema(
+            ["role", "content"],
             role={"enum": ["system", "developer", "user"]},
             content=_CONTENT,
-            name=_TEXT,
+            name=TEXT_SCHEMA,
         ),
-        _object(
-            "role",
+        object_schema(
+            ["role"],
             role={"const": "assistant"},
             content={"anyOf": [*_CONTENT["anyOf"], {"type": "null"}]},
             reasoning={"type": ["string", "null"]},
             tool_calls={"type": "array", "items": _CALL},
         ),
-        _object("role", "content", role={"const": "tool"}, content=_CONTENT, tool_call_id=_TEXT),
+        object_schema(
+            ["role", "content"], role={"const": "tool"}, content=_CONTENT, tool_call_id=TEXT_SCHEMA
+        ),
     ],
 }
-_FUNCTION = _object(
-    "name",
-    name={"type": "string", "pattern": "^[A-Za-z0-9_.:/-]{1,128}$"},
-    description=_TEXT,
-    parameters={
-        "type": "object",
-        "description": "A JSON Schema of type object.",
-        "properties": {"type": {"const": "object"}},
-    },
+_FUNCTION = object_schema(
+    ["name"],
+    name=TOOL_NAME_SCHEMA,
+    description=TEXT_SCHEMA,
+    parameters=PARAMETERS_SCHEMA,
     strict={"type": ["boolean", "null"]},
 )
 _TOOL = {
     "title": "Tool",
-    **_object("type", "function", type={"const": "function"}, function=_FUNCTION),
+    **object_schema(["type", "function"], type={"const": "function"}, function=_FUNCTION),
 }
 Message = Annotated[Any, Meta(extra_json_schema=_MESSAGE)]
 """An OpenAI message."""

@@ -17,12 +17,17 @@ from msgspec import Meta
 from gateway.api.openai.requests import (
     MAX_MESSAGES,
     MAX_TOOLS,
+    PARAMETERS_SCHEMA,
+    TEXT_SCHEMA,
+    TOOL_NAME_SCHEMA,
     CacheSalt,
     FormFields,
+    JsonSchemaDict,
     Object,
     Priority,
     Stop,
     Timeout,
+    object_schema,
     unsupported,
 )
 from gateway.api.openai.tools import tool_type_hint
@@ -35,33 +40,27 @@ from protocol.sampling import MaxTokens, NumLogprobs
 # Decoding does not use these schemas, because a decoder of unions could not name the exact path of
 # an error.
 
-_Schema = dict[str, Any]
-_TEXT: _Schema = {"type": "string"}
-_NULLABLE: _Schema = {"type": ["string", "null"]}
+_NULLABLE: JsonSchemaDict = {"type": ["string", "null"]}
 
 
-def _object(required: Sequence[str], **properties: _Schema) -> _Schema:
-    return {"type": "object", "required": list(required), "properties": properties}
+def _item(kind: str, required: Sequence[str], **properties: JsonSchemaDict) -> JsonSchemaDict:
+    return object_schema(["type", *required], type={"const": kind}, id=_NULLABLE, **properties)
 
 
-def _item(kind: str, required: Sequence[str], **properties: _Schema) -> _Schema:
-    return _object(["type", *required], type={"const": kind}, id=_NULLABLE, **properties)
-
-
-def _part(*kinds: str) -> _Schema:
-    return _object(["type", "text"], type={"enum": list(kinds)}, text=_TEXT)
+def _part(*kinds: str) -> JsonSchemaDict:
+    return object_schema(["type", "text"], type={"enum": list(kinds)}, text=TEXT_SCHEMA)
 
 
 _CONTENT = {
     "anyOf": [
-        _TEXT,
+        TEXT_SCHEMA,
         {"type": "array", "items": _part("input_text", "output_text", "text"), "minItems": 1},
     ]
 }
 _INPUT_ITEM = {
     "title": "InputItem",
     "anyOf": [
-        _object(
+        object_schema(
             ["role", "content"],
             type={"const": "message"},
             role={"enum": ["user", "assistant", "system", "developer"]},
@@ -70,30 +69,26 @@ _INPUT_ITEM = {
         _item(
             "function_call",
             ["call_id", "name", "arguments"],
-            call_id=_TEXT,
-            name=_TEXT,
-            arguments={**_TEXT, "description": "The JSON text of an object."},
+            call_id=TEXT_SCHEMA,
+            name=TEXT_SCHEMA,
+            arguments={**TEXT_SCHEMA, "description": "The JSON text of an object."},
         ),
-        _item("function_call_output", ["call_id", "output"], call_id=_TEXT, output=_CONTENT),
+        _item("function_call_output", ["call_id", "output"], call_id=TEXT_SCHEMA, output=_CONTENT),
         _item(
             "reasoning",
             [],
             content={"type": ["array", "null"], "items": _part("reasoning_text")},
             encrypted_content=_NULLABLE,
         ),
-        _object(["type", "id"], type={"const": "item_reference"}, id=_TEXT),
+        object_schema(["type", "id"], type={"const": "item_reference"}, id=TEXT_SCHEMA),
     ],
 }
-_FUNCTION_TOOL = {"title": "FunctionTool"} | _object(
+_FUNCTION_TOOL = {"title": "FunctionTool"} | object_schema(
     ["type", "name"],
     type={"const": "function"},
-    name={"type": "string", "pattern": "^[A-Za-z0-9_.:/-]{1,128}$"},
+    name=TOOL_NAME_SCHEMA,
     description=_NULLABLE,
-    parameters={
-        "type": ["object", "null"],
-        "description": "A JSON Schema of type object.",
-        "properties": {"type": {"const": "object"}},
-    },
+    parameters=PARAMETERS_SCHEMA | {"type": ["object", "null"]},
     strict={"type": ["boolean", "null"]},
 )
 
