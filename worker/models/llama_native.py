@@ -50,7 +50,7 @@ class WholePass:
         self._weights = weights
         self.kernels = kernels
         self.dtype_code = dtype_code(weights.embedding, weights.norm)
-        self._turns = inverse_frequencies(config.head_dim, config.rope)
+        self._inv_freq = inverse_frequencies(config.head_dim, config.rope)
         self._heads = structs.CHeads(config.num_heads, config.num_kv_heads, config.head_dim)
         self._layers = (structs.CLayer * len(weights.layers))(*map(_layer, weights.layers))
         self.head = structs.CHead(address(weights.norm), head.struct, config.norm_eps)
@@ -124,7 +124,7 @@ class WholePass:
             2 * config.intermediate,
             config.intermediate,
         )
-        names = ("cos", "sin", "normed", "qkv", "seen", "gate_up", "active")
+        names = ("cos", "sin", "normed", "qkv", "attended", "gate_up", "active")
         scratch = memory.take([count * width * size for width in widths])
         return structs.CForward(
             layers=ctypes.addressof(self._layers),
@@ -134,7 +134,7 @@ class WholePass:
             inner=config.intermediate,
             heads=self._heads,
             embedding=address(self._weights.embedding),
-            turns=address(self._turns),
+            inv_freq=address(self._inv_freq),
             eps=config.norm_eps,
             rope_factor=attention_factor(config.rope),
             **dict(zip(names, scratch, strict=True)),

@@ -1,10 +1,11 @@
 // Attention that reads keys and values in place, block by block, without copying them.
 //
-// A row of one token (decode): for each key/value head and piece of PIECE keys, the queries that share
-// the head are multiplied with each key. The pieces of a longer row are combined at the end, in the
-// order of the keys. So a row has the same bits alone, among others, and for any number of threads.
-// A row of several tokens (prefill): for each tile of queries, 64 keys at a time are transposed, and
-// scores are computed for 64 keys at once.
+// A row of one token (decode) is cut into pieces of PIECE keys. For each piece and key/value head, the
+// queries that share the head are multiplied by each key. If a row has several pieces, their results
+// are combined at the end, in the order of the keys. So a row has the same bits alone and in any
+// batch, for any number of threads.
+// A row of several tokens (prefill) is cut into tiles of queries. For each tile, 64 keys at a time are
+// transposed, and their scores are computed together (prefill.h).
 //
 // Only keys that a query sees are read, so data that other requests left in a block is never read.
 //
@@ -18,12 +19,13 @@
 
 namespace {
 
-constexpr int PIECE = 256;     // keys of a decode item
-constexpr int TILE_TOKENS = 64; // tokens of a prefill item
-constexpr int SIDE = 64;       // keys transposed at once
-constexpr int TOGETHER = 4;    // queries computed at once
-constexpr int ENOUGH = 16;     // with this many pieces, several heads in one item leave no thread idle
-constexpr int64_t NEARBY = 1 << 18; // bytes of keys and values that the second-level cache holds
+constexpr int PIECE = 256;         // keys of a decode item
+constexpr int TILE_TOKENS = 64;    // tokens of a prefill item
+constexpr int KEYS_AT_ONCE = 64;   // keys that a prefill item transposes together
+constexpr int QUERIES_AT_ONCE = 4; // queries that are computed together
+// With at least this many pieces, an item has several heads, and there are still items for all threads.
+constexpr int MIN_PIECES = 16;
+constexpr int64_t L2_BYTES = 1 << 18; // bytes of keys and values that the second-level cache holds
 constexpr int MAX_DIM = 256;
 constexpr int MAX_GROUP = 32;
 
@@ -41,26 +43,26 @@ template <class N> struct Attend {
     Heads heads;
 };
 
-// A piece of a row's work. `first` is an index of keys (decode) or of tokens of the step (prefill).
+// A piece of a decode row, or a tile of a prefill row.
 struct Item {
     int64_t row;
-    int64_t first;
-    int64_t partial; // index of the sums of a decode piece; -1: the piece is the whole row
+    int64_t first;   // first key of the row (decode), or first token of the step (prefill)
+    int64_t partial; // index of the piece's Partial; -1 if the piece is the whole row, or for a tile
 };
 
-// The work of a step, the same for all layers.
+// The items of a step, which are the same for all layers.
 //
-// A token's heads lie side by side. So if there are enough pieces for all threads, several heads of a
-// piece are computed one after the other. The first one reads memory without gaps, twice as fast, and
-// the others find their data in the second-level cache.
+// The heads of a token are adjacent in memory. So if there are enough pieces for all threads, one
+// thread computes several heads of a piece one after the other. For the first head, it reads memory
+// without gaps, which is twice as fast. The data of the other heads is then in the second-level cache.
 struct Work {
-    std::vector<Item> items; // the longest first: num_tiles of prefill, then pieces
+    std::vector<Item> items; // first num_tiles tiles, which take longest, then the decode pieces
     int64_t num_tiles = 0, num_partials = 0;
 
-    // Heads of a piece that are computed in one item, for numbers of `bytes` bytes.
-    int64_t heads_together(const Heads &h, int64_t bytes) const {
-        const int64_t fitting = NEARBY / (2 * PIECE * h.dim * bytes);
-        if ((int64_t)items.size() - num_tiles < ENOUGH || fitting < 1) return 1;
+    // Returns how many heads of a piece one thread computes, for numbers of `bytes` bytes.
+    int64_t heads_per_item(const Heads &h, int64_t bytes) const {
+        const int64_t fitting = L2_BYTES / (2 * PIECE * h.dim * bytes);
+        if ((int64_t)items.size() - num_tiles < MIN_PIECES || fitting < 1) return 1;
         return fitting < h.kv_heads ? fitting : h.kv_heads;
     }
 
@@ -79,22 +81,27 @@ struct Work {
     }
 };
 
-INLINE int64_t place(const Rows &rows, int64_t row, int64_t key) {
+// Returns the position of a row's key in the cache, counted in tokens.
+INLINE int64_t cache_index(const Rows &rows, int64_t row, int64_t key) {
     const int64_t block = rows.block_table[row * rows.table_width + key / rows.block_tokens];
     return block * rows.block_tokens + key % rows.block_tokens;
 }
 
 // ---- decode
 
-// Sums of a piece, for each query head of a group: greatest score, sum of weights, weighted values.
+// The result of a piece for the query heads that share a key/value head.
 struct Partial {
-    float *peak, *total, *sums; // [G], [G], [G, D]
+    float *peak;  // [G]: the greatest score
+    float *total; // [G]: the sum of the weights e^(score - peak)
+    float *sums;  // [G, D]: the sum of the weighted values
 };
 
+// Returns the number of floats in a Partial.
 INLINE int64_t partial_floats(const Heads &h) { return h.heads / h.kv_heads * (h.dim + 2); }
 
-// The form of queries for the multiplication with keys, and one step of it. Pairs of bfloat16 are
-// multiplied directly if the hardware supports it, with sums in float; otherwise all is float.
+// The form of queries for their multiplication by keys, and one step of the multiplication. Pairs of
+// bfloat16 are multiplied directly, with sums in float, if the hardware supports this. Otherwise
+// queries and keys are converted to float.
 template <class N> struct Dots {
     typedef float Query;
     static INLINE Floats add(Floats sums, const float *q, Floats key) { return sums + load(q) * key; }
@@ -112,30 +119,33 @@ template <> struct Dots<bf16> {
 };
 #endif
 
-// Heads of neighbouring tokens are far apart, so the processor does not prefetch them itself.
-template <class N> INLINE void fetch_ahead(const N *row, int64_t size) {
+// Prefetches `size` numbers. The same head of the next token is far away in memory, so the processor
+// does not prefetch it by itself.
+template <class N> INLINE void prefetch(const N *row, int64_t size) {
     for (int64_t byte = 0; byte < size * (int64_t)sizeof(N); byte += 64)
         __builtin_prefetch((const char *)row + byte);
 }
 
-constexpr int AHEAD = 12; // keys
+constexpr int KEYS_AHEAD = 12; // a key is prefetched this many keys before it is read
 
-// Scaled scores [G][PIECE] of q [G, D], for LANES keys at a time, whose sums are computed together.
-// The array has space beyond `count` for the rest of the last vector. near: bytes that are prefetched
-// of each key and value, from this head on; those of the next heads follow it.
+// Writes the scaled scores [G][PIECE] of q [G, D] and `count` keys. The dot products of LANES keys are
+// summed together, so up to LANES - 1 scores after `count` are overwritten.
+//
+// prefetch_size: numbers to prefetch of each key and value, from this head on. More than D numbers also
+// prefetch the heads that follow.
 template <int G, class N>
 INLINE void scores_of(const typename Dots<N>::Query *q, const N *const *keys,
-                      const N *const *values, int64_t count, int64_t dim, int64_t near, float scale,
-                      float (*scores)[PIECE]) {
-    for (int64_t j = 0; j < count && j < AHEAD; j++) fetch_ahead(keys[j], near);
+                      const N *const *values, int64_t count, int64_t dim, int64_t prefetch_size,
+                      float scale, float (*scores)[PIECE]) {
+    for (int64_t j = 0; j < count && j < KEYS_AHEAD; j++) prefetch(keys[j], prefetch_size);
     for (int64_t j = 0; j < count; j += LANES) {
         Floats dots[G][LANES];
         const int some = count - j < LANES ? (int)(count - j) : LANES;
         for (int i = some; i < LANES; i++)
             for (int g = 0; g < G; g++) dots[g][i] = Floats{};
         for (int i = 0; i < some; i++) {
-            if (j + i + AHEAD < count) fetch_ahead(keys[j + i + AHEAD], near);
-            fetch_ahead(values[j + i], near);
+            if (j + i + KEYS_AHEAD < count) prefetch(keys[j + i + KEYS_AHEAD], prefetch_size);
+            prefetch(values[j + i], prefetch_size);
             Floats sums[G] = {};
             for (int64_t d = 0; d < dim; d += Dots<N>::WIDTH) {
                 const auto key = Dots<N>::key(keys[j + i] + d);
@@ -147,8 +157,8 @@ INLINE void scores_of(const typename Dots<N>::Query *q, const N *const *keys,
     }
 }
 
-// sums [G, D] of weights [G][PIECE] times values, for ACROSS vectors from `d` on. Each weight is read
-// once for all numbers whose sums fit into the registers.
+// Writes ACROSS vectors of sums [G, D], from dimension `d` on: weights [G][PIECE] times values. The sums
+// stay in registers, so each weight is read once for all of them.
 template <int G, int ACROSS, class N>
 INLINE void values_across(const N *const *values, int64_t count, int64_t dim, int64_t d,
                           const float (*weights)[PIECE], float *sums) {
@@ -163,6 +173,7 @@ INLINE void values_across(const N *const *values, int64_t count, int64_t dim, in
         for (int i = 0; i < ACROSS; i++) store(sums + g * dim + d + i * LANES, own[g][i]);
 }
 
+// Writes sums [G, D]: weights [G][PIECE] times values.
 template <int G, class N>
 INLINE void values_of(
     const N *const *values, int64_t count, int64_t dim, const float (*weights)[PIECE], float *sums
@@ -174,16 +185,16 @@ INLINE void values_of(
     for (; d < dim; d += 2 * LANES) values_across<G, 2>(values, count, dim, d, weights, sums);
 }
 
-// Fill scores [count] up to whole vectors with those of unseen keys. Return the greatest.
-INLINE float filled_up(float *scores, int64_t count) {
+// Pads scores [count] to whole vectors with -inf, the score of a hidden key. Returns the greatest.
+INLINE float pad_scores(float *scores, int64_t count) {
     const int64_t whole = (count + LANES - 1) / LANES * LANES;
     for (int64_t j = count; j < whole; j++) scores[j] = -INFINITY;
     Floats high = load(scores);
-    for (int64_t j = LANES; j < whole; j += LANES) high = greater(load(scores + j), high);
-    return greatest(high);
+    for (int64_t j = LANES; j < whole; j += LANES) high = max_of(load(scores + j), high);
+    return max_in(high);
 }
 
-// Replace scores [count], whole vectors, by weights e^(score - peak). Return their sum.
+// Replaces scores [count], padded to whole vectors, by weights e^(score - peak). Returns their sum.
 INLINE float to_weights(float *scores, int64_t count, float peak) {
     Floats total = {};
     for (int64_t j = 0; j < count; j += LANES) {
@@ -196,30 +207,31 @@ INLINE float to_weights(float *scores, int64_t count, float peak) {
     return sum(total);
 }
 
+// Computes the Partial of G query heads and `count` keys.
 template <int G, class N>
 void decode_heads(const Attend<N> &a, const N *query, const N **keys, const N **values,
-                  int64_t count, int64_t near, const Partial &to) {
+                  int64_t count, int64_t prefetch_size, const Partial &to) {
     const int64_t dim = a.heads.dim;
     alignas(64) typename Dots<N>::Query q[G * MAX_DIM];
     for (int64_t d = 0; d < G * dim; d += LANES) store(q + d, load(query + d));
     alignas(64) float scores[G][PIECE];
-    scores_of<G>(q, keys, values, count, dim, near, 1.0f / std::sqrt((float)dim), scores);
+    scores_of<G>(q, keys, values, count, dim, prefetch_size, 1.0f / std::sqrt((float)dim), scores);
     for (int g = 0; g < G; g++) {
-        to.peak[g] = filled_up(scores[g], count);
+        to.peak[g] = pad_scores(scores[g], count);
         to.total[g] = to_weights(scores[g], count, to.peak[g]);
     }
     values_of<G>(values, count, dim, scores, to.sums);
 }
 
-// Addresses of [count] keys and values of a row and head, from key `first` on.
+// Writes the addresses of `count` keys and values of a row and head, from key `first` on.
 template <class N>
-INLINE void find(const Attend<N> &a, const Rows &rows, int64_t row, int64_t kv_head, int64_t first,
+INLINE void find_keys(const Attend<N> &a, const Rows &rows, int64_t row, int64_t kv_head, int64_t first,
                  int64_t count, const N **keys, const N **values) {
     const int64_t apart = a.heads.kv_heads * a.heads.dim; // from token to token
     for (int64_t j = 0; j < count;) {
         const int64_t left = rows.block_tokens - (first + j) % rows.block_tokens;
         const int64_t end = j + (left < count - j ? left : count - j);
-        int64_t at = place(rows, row, first + j) * apart + kv_head * a.heads.dim;
+        int64_t at = cache_index(rows, row, first + j) * apart + kv_head * a.heads.dim;
         for (; j < end; j++, at += apart) {
             keys[j] = a.k + at;
             values[j] = a.v + at;
@@ -227,32 +239,33 @@ INLINE void find(const Attend<N> &a, const Rows &rows, int64_t row, int64_t kv_h
     }
 }
 
+// Computes the Partial of a piece and all query heads that share a key/value head.
 template <class N>
 void decode_piece(const Attend<N> &a, const Rows &rows, const Item &item, int64_t kv_head,
-                  int64_t near, const Partial &to) {
+                  int64_t prefetch_size, const Partial &to) {
     const Heads &h = a.heads;
     const int64_t group = h.heads / h.kv_heads, left = rows.context_lens[item.row] - item.first;
     const int64_t count = left < PIECE ? left : PIECE;
     const N *keys[PIECE], *values[PIECE];
-    find(a, rows, item.row, kv_head, item.first, count, keys, values);
+    find_keys(a, rows, item.row, kv_head, item.first, count, keys, values);
     const N *query = a.q + rows.row_starts[item.row] * a.q_stride + kv_head * group * h.dim;
     for (int64_t g = 0; g < group;) {
         const Partial part{to.peak + g, to.total + g, to.sums + g * h.dim};
-        const int64_t some = group - g < TOGETHER ? group - g : TOGETHER;
+        const int64_t some = group - g < QUERIES_AT_ONCE ? group - g : QUERIES_AT_ONCE;
         const N *q = query + g * h.dim;
         switch (some) {
-        case 1: decode_heads<1>(a, q, keys, values, count, near, part); break;
-        case 2: decode_heads<2>(a, q, keys, values, count, near, part); break;
-        case 3: decode_heads<3>(a, q, keys, values, count, near, part); break;
-        default: decode_heads<4>(a, q, keys, values, count, near, part);
+        case 1: decode_heads<1>(a, q, keys, values, count, prefetch_size, part); break;
+        case 2: decode_heads<2>(a, q, keys, values, count, prefetch_size, part); break;
+        case 3: decode_heads<3>(a, q, keys, values, count, prefetch_size, part); break;
+        default: decode_heads<4>(a, q, keys, values, count, prefetch_size, part);
         }
         g += some;
     }
 }
 
-// Combine the pieces of a query head, in the order of their keys.
+// Writes the output [D] of a query head: combines its pieces in the order of their keys.
 template <class N>
-INLINE void joined(const Partial *parts, int64_t count, int64_t head, int64_t dim, N *out) {
+INLINE void combine(const Partial *parts, int64_t count, int64_t head, int64_t dim, N *out) {
     float peak = parts[0].peak[head], total = 0;
     for (int64_t i = 1; i < count; i++)
         peak = parts[i].peak[head] > peak ? parts[i].peak[head] : peak;
@@ -266,31 +279,32 @@ INLINE void joined(const Partial *parts, int64_t count, int64_t head, int64_t di
     for (int64_t d = 0; d < dim; d += LANES) store(out + d, load(sums + d) / total);
 }
 
-// The sums of pieces in `scratch`, with partial_floats each.
+// Returns Partial number `index` in `scratch`.
 INLINE Partial partial_at(float *scratch, int64_t index, const Heads &h) {
     const int64_t group = h.heads / h.kv_heads;
     float *at = scratch + index * partial_floats(h);
     return {at + group * h.dim, at + group * h.dim + group, at};
 }
 
+// Computes one piece for one key/value head. A piece that is the whole row is finished at once.
 template <class N>
 void decode_item(const Attend<N> &a, const Rows &rows, const Item &item, int64_t kv_head,
-                 int64_t near, float *partials) {
+                 int64_t prefetch_size, float *partials) {
     const Heads &h = a.heads;
     const int64_t group = h.heads / h.kv_heads;
     if (item.partial >= 0) {
         const int64_t index = item.partial * h.kv_heads + kv_head;
-        decode_piece(a, rows, item, kv_head, near, partial_at(partials, index, h));
+        decode_piece(a, rows, item, kv_head, prefetch_size, partial_at(partials, index, h));
         return;
     }
     alignas(64) float own[MAX_GROUP * (MAX_DIM + 2)];
     const Partial part = partial_at(own, 0, h);
-    decode_piece(a, rows, item, kv_head, near, part);
+    decode_piece(a, rows, item, kv_head, prefetch_size, part);
     N *out = a.out + (rows.row_starts[item.row] * h.heads + kv_head * group) * h.dim;
-    for (int64_t g = 0; g < group; g++) joined(&part, 1, g, h.dim, out + g * h.dim);
+    for (int64_t g = 0; g < group; g++) combine(&part, 1, g, h.dim, out + g * h.dim);
 }
 
-// Finish a row of several pieces after all are done; items[0, count) are its pieces.
+// Finishes a row of several pieces, items[0, count), after all of them are computed.
 template <class N>
 void join_row(const Attend<N> &a, const Rows &rows, const Item *items, int64_t count,
               float *partials) {
@@ -301,7 +315,7 @@ void join_row(const Attend<N> &a, const Rows &rows, const Item *items, int64_t c
         for (int64_t i = 0; i < count; i++)
             parts[i] = partial_at(partials, items[i].partial * h.kv_heads + head / group, h);
         N *out = a.out + (rows.row_starts[items[0].row] * h.heads + head) * h.dim;
-        joined(parts.data(), count, head % group, h.dim, out);
+        combine(parts.data(), count, head % group, h.dim, out);
     }
 }
 

@@ -1,5 +1,6 @@
-// The most common step: every row computes one position and samples the next token. One call goes from
-// the slots' tables (fields.py) to logits, and to the likeliest token of each row.
+// The most common kind of step, in which every row computes one position and samples the next token.
+// One call reads the slot table (slots/fields.py) and computes the logits and, if wanted, the likeliest
+// token of each row.
 //
 // Legend: R rows, V vocabulary, L tokens and B blocks that a slot can hold.
 #pragma once
@@ -8,32 +9,33 @@
 
 namespace {
 
-// norm [hidden]
+// The final norm and the output head.
 struct Head {
-    const void *norm;
+    const void *norm; // [hidden]
     Packed weight;
     double eps;
 };
 
+// The arguments of a decode step.
 struct Decode {
-    Forward pass;                         // its tokens and rows are filled in by this file
+    Forward pass;                         // without ids, positions, slot_mapping and rows
     Head head;
-    const int64_t *slots, *starts;        // [R]: the slot of each row, and the position that it computes
+    const int64_t *slots, *starts;        // [R]: each row's slot, and the position that is computed
     int32_t *token_ids, *lens;            // [slots, L], [slots]
     const int32_t *block_table;           // [slots, B]
     int64_t max_tokens, max_blocks, vocab;
     float *logits;                        // [R, V]
-    int64_t *tokens;                      // [R]; null: no token is chosen, and no slot is changed
-    uint8_t *finite;                      // [R]: whether the greatest logit is finite; if not, the token is 0
+    int64_t *tokens;                      // [R]; if null, no token is chosen and no slot is changed
+    uint8_t *finite;                      // [R]: whether the greatest logit is finite; if not, token is 0
 };
 
-// The arrays that a forward pass needs for the rows.
-struct Placed {
+// A decode step's forward pass, with the arrays that it reads for its tokens and rows.
+struct DecodeRows {
     std::vector<int64_t> ids, slot_mapping, row_starts, context_lens, block_table;
     Forward pass;
     int64_t bad_row = -1; // the first row whose token is not in the vocabulary
 
-    explicit Placed(const Decode &d) : pass(d.pass) {
+    explicit DecodeRows(const Decode &d) : pass(d.pass) {
         const int64_t count = pass.tokens, size = pass.rows.block_tokens;
         int64_t most = 0;
         for (int64_t r = 0; r < count; r++) most = d.starts[r] > most ? d.starts[r] : most;
@@ -56,9 +58,10 @@ struct Placed {
     }
 };
 
-// x [rows, hidden] -> y [rows, outputs]
+// Computes the logits y [rows, outputs] of x [rows, hidden]. All threads of the team call this.
 template <class N>
-INLINE void project(Team &team, const Head &head, const float *x, int64_t rows, N *normed, float *y) {
+INLINE void compute_logits(Team &team, const Head &head, const float *x, int64_t rows, N *normed,
+                           float *y) {
     const int64_t hidden = head.weight.inputs;
     team.share(rows, [&](int64_t t) {
         norm_row(x + t * hidden, (const N *)head.norm, normed + t * hidden, hidden, (float)head.eps);
@@ -66,16 +69,16 @@ INLINE void project(Team &team, const Head &head, const float *x, int64_t rows, 
     linear(team, Linear<N, float>{normed, head.weight, nullptr, y, rows, STORE});
 }
 
-// The first index of the greatest number, or of the first NaN if there is one, as torch.max returns.
-INLINE int64_t likeliest(const float *row, int64_t count) {
+// Returns the index of the first greatest number, or of the first NaN if there is one, as torch.max does.
+INLINE int64_t argmax(const float *row, int64_t count) {
     Floats best = splat(-INFINITY), odd = {};
     int64_t i = 0;
     for (; i + LANES <= count; i += LANES) {
         const Floats v = load(row + i);
-        best = greater(v, best);
+        best = max_of(v, best);
         odd += v - v; // NaN if any number is NaN or infinite
     }
-    float most = greatest(best);
+    float most = max_in(best);
     bool is_odd = !(sum(odd) == 0);
     for (; i < count; i++) {
         most = row[i] > most ? row[i] : most;
@@ -89,10 +92,11 @@ INLINE int64_t likeliest(const float *row, int64_t count) {
     return o;
 }
 
-INLINE void choose(const Decode &d, int64_t row) {
+// Chooses a row's token, and appends it to its slot.
+INLINE void choose_token(const Decode &d, int64_t row) {
     const int64_t vocab = d.head.weight.outputs, slot = d.slots[row], next = d.starts[row] + 1;
     const float *logits = d.logits + row * vocab;
-    const int64_t best = likeliest(logits, vocab);
+    const int64_t best = argmax(logits, vocab);
     const bool finite = logits[best] - logits[best] == 0;
     d.finite[row] = finite;
     d.tokens[row] = finite ? best : 0;
@@ -100,13 +104,14 @@ INLINE void choose(const Decode &d, int64_t row) {
     d.lens[slot] = (int32_t)(next + 1);
 }
 
-template <class N> void decode_as(const Decode &d, const Placed &placed, int64_t threads) {
-    Pass<N> pass(placed.pass);
-    const int64_t rows = placed.pass.tokens;
+// Computes a decode step in number type N.
+template <class N> void decode_as(const Decode &d, const DecodeRows &decode_rows, int64_t threads) {
+    Pass<N> pass(decode_rows.pass);
+    const int64_t rows = decode_rows.pass.tokens;
     together(threads, pass.num_phases() + 3, [&](Team &team) {
         pass.run(team);
-        project(team, d.head, placed.pass.x, rows, pass.normed(), d.logits);
-        if (d.tokens) team.share(rows, [&](int64_t row) { choose(d, row); });
+        compute_logits(team, d.head, decode_rows.pass.x, rows, pass.normed(), d.logits);
+        if (d.tokens) team.share(rows, [&](int64_t row) { choose_token(d, row); });
     });
 }
 

@@ -1,5 +1,5 @@
-// Operations between the linears: norm, rotation, the write into the cache, the activation.
-// They work row by row (a row is a token), compute in float, and round where torch rounds.
+// The operations between linears: norm, rotation, writing to the cache, activation.
+// They compute one row (a token) at a time in float, and round where torch rounds.
 //
 // Legend: T tokens, H query heads, H_kv key/value heads, D head dim, I intermediate.
 #pragma once
@@ -8,7 +8,7 @@
 
 namespace {
 
-// out = x / sqrt(mean(x^2) + eps) * weight; size is a multiple of 16.
+// Computes out = x / sqrt(mean(x^2) + eps) * weight. `size` is a multiple of 16.
 template <class X, class N>
 INLINE void norm_row(const X *x, const N *weight, N *out, int64_t size, float eps) {
     Floats squares[4] = {};
@@ -27,12 +27,12 @@ INLINE void norm_row(const X *x, const N *weight, N *out, int64_t size, float ep
     for (i = 0; i < size; i += LANES) store(out + i, load(x + i) * scale * load(weight + i));
 }
 
-// x += delta
+// Computes x += delta.
 template <class N> INLINE void add_row(N *x, const N *delta, int64_t size) {
     for (int64_t i = 0; i < size; i += LANES) store(x + i, load(x + i) + load(delta + i));
 }
 
-// out = silu(gate) * up, for gate_up [2 I]: gate, then up.
+// Computes out = silu(gate) * up. gate_up [2 I] is gate, then up.
 template <class N> INLINE void silu_row(const N *gate_up, N *out, int64_t inner) {
     for (int64_t i = 0; i < inner; i += LANES) {
         Floats gate = load(gate_up + i);
@@ -41,8 +41,8 @@ template <class N> INLINE void silu_row(const N *gate_up, N *out, int64_t inner)
     }
 }
 
-// Rotate both halves of a head; from and to may be the same. cos and sin [D] are those of
-// layers/rope.py, with the first half of sin negated.
+// Rotates a head. `from` and `to` may be the same. cos and sin [D] are those of layers/rope.py, with the
+// first half of sin negated.
 template <class N>
 INLINE void rotate_head(const N *from, N *to, const N *cos, const N *sin, int64_t dim) {
     const int64_t half = dim / 2;
@@ -55,15 +55,16 @@ INLINE void rotate_head(const N *from, N *to, const N *cos, const N *sin, int64_
     }
 }
 
-// The shape of heads, and where a step's keys and values go.
+// Numbers of query heads and key/value heads, and the head dim.
 struct Heads {
     int64_t heads, kv_heads, dim;
 };
 
-// One token's qkv [(H + 2 H_kv) D]: rotate queries in place, keys into the cache, and copy the
-// values there. k_cache, v_cache: one layer, [slots, H_kv, D]; slot: the token's place in the cache.
+// Rotates one token's queries in place, and writes its rotated keys and its values to the cache.
+//
+// qkv: [(H + 2 H_kv) D]. k_cache, v_cache: one layer, [tokens, H_kv, D]. slot: the token's index in them.
 template <class N>
-INLINE void place_row(
+INLINE void rotate_and_cache_row(
     N *qkv, const N *cos, const N *sin, N *k_cache, N *v_cache, int64_t slot, const Heads &h
 ) {
     for (int64_t i = 0; i < h.heads; i++) {

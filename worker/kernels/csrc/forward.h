@@ -1,7 +1,9 @@
-// A Llama model from token ids to the output of its last layer, in one call that wakes the team once.
+// The Llama forward pass, from token ids to the output of the last layer, in one call that wakes the
+// threads once.
 //
-// The lines correspond to those of models/llama.py, on packed weights. But x, to which every layer adds,
-// is float: some of its numbers are so large that bfloat16 would lose the additions.
+// The code follows models/llama.py line by line, with packed weights. One thing differs: x, to which
+// every layer adds, is float, because some of its numbers are so large that bfloat16 would lose what is
+// added.
 //
 // Legend: T tokens, H query heads, H_kv key/value heads, D head dim, I intermediate.
 #pragma once
@@ -11,14 +13,15 @@
 
 namespace {
 
-// Biases [outputs] or null; norms [hidden]; caches: this layer's, [B, block_tokens, H_kv, D].
+// Weights and cache of one layer.
 struct Layer {
-    const void *attention_norm, *mlp_norm;
+    const void *attention_norm, *mlp_norm; // [hidden]
     Packed qkv, output, gate_up, down;
-    const void *qkv_bias, *output_bias, *gate_up_bias, *down_bias;
-    void *k_cache, *v_cache;
+    const void *qkv_bias, *output_bias, *gate_up_bias, *down_bias; // [outputs], or null
+    void *k_cache, *v_cache; // of this layer: [B, block_tokens, H_kv, D]
 };
 
+// The arguments of a forward pass.
 struct Forward {
     const Layer *layers;
     int64_t num_layers, tokens, hidden, inner;
@@ -26,13 +29,17 @@ struct Forward {
     Rows rows;
     const int64_t *ids, *positions, *slot_mapping; // [T]
     const void *embedding;         // [V, hidden]
-    const float *turns;            // [D / 2]: radians by which a pair rotates per position
+    const float *inv_freq;         // [D / 2]: radians by which a pair rotates per position
     float *x;                      // [T, hidden]: the output
-    void *cos, *sin;               // [T, D]: scratch of the step, like these:
-    void *normed, *qkv, *seen, *gate_up, *active;
+    void *cos, *sin;               // scratch memory: [T, D]
+    void *normed;                  // scratch memory: [T, hidden]
+    void *qkv;                     // scratch memory: [T, (H + 2 H_kv) D]
+    void *attended;                // scratch memory: [T, H D], the output of attention
+    void *gate_up, *active;        // scratch memory: [T, 2 I], [T, I]
     double eps, rope_factor;
 };
 
+// The forward pass in number type N. All threads of the team call `run`.
 template <class N> struct Pass {
     const Forward &f;
     const Work work;
@@ -45,19 +52,19 @@ template <class N> struct Pass {
     N *normed() const { return (N *)f.normed; }
     float *x() const { return f.x; }
 
-    // One phase at the start. Per layer five for attention and its linears and four for the MLP, and
-    // one if rows of several pieces are combined.
+    // Returns the most phases (team.h) of a pass: one at the start, and ten per layer. Of these, five are
+    // for attention and its linears, four for the MLP, and one combines rows of several pieces.
     int64_t num_phases() const { return 1 + f.num_layers * 10; }
 
-    // A token's row of x, and the rotation of its queries and keys (layers/rope.py).
-    INLINE void begin_row(int64_t t) {
+    // Writes a token's embedding to x, and the cos and sin of its position (layers/rope.py).
+    INLINE void start_row(int64_t t) {
         const N *row = (const N *)f.embedding + f.ids[t] * f.hidden;
         for (int64_t i = 0; i < f.hidden; i += LANES) store(x() + t * f.hidden + i, load(row + i));
         const int64_t half = f.heads.dim / 2;
         N *cos = (N *)f.cos + t * f.heads.dim, *sin = (N *)f.sin + t * f.heads.dim;
         alignas(64) float c[MAX_DIM / 2], s[MAX_DIM / 2];
         for (int64_t i = 0; i < half; i++) {
-            const float angle = (float)f.positions[t] * f.turns[i];
+            const float angle = (float)f.positions[t] * f.inv_freq[i];
             c[i] = std::cos(angle) * (float)f.rope_factor;
             s[i] = std::sin(angle) * (float)f.rope_factor;
         }
@@ -82,10 +89,10 @@ template <class N> struct Pass {
         linear(team, Linear<N, N>{normed(), layer.qkv, (const N *)layer.qkv_bias, qkv, f.tokens, STORE});
         team.share(f.tokens, [&](int64_t t) {
             const N *cos = (const N *)f.cos + t * dim, *sin = (const N *)f.sin + t * dim;
-            place_row(qkv + t * width, cos, sin, k, v, f.slot_mapping[t], f.heads);
+            rotate_and_cache_row(qkv + t * width, cos, sin, k, v, f.slot_mapping[t], f.heads);
         });
-        attend(team, Attend<N>{qkv, (N *)f.seen, k, v, width, f.heads}, f.rows, work, partials.data());
-        linear(team, Linear<N, float>{(N *)f.seen, layer.output, (const N *)layer.output_bias, x(), f.tokens, ADD});
+        attend(team, Attend<N>{qkv, (N *)f.attended, k, v, width, f.heads}, f.rows, work, partials.data());
+        linear(team, Linear<N, float>{(N *)f.attended, layer.output, (const N *)layer.output_bias, x(), f.tokens, ADD});
     }
 
     INLINE void mlp(Team &team, const Layer &layer) {
@@ -99,7 +106,7 @@ template <class N> struct Pass {
     }
 
     void run(Team &team) {
-        team.share(f.tokens, [&](int64_t t) { begin_row(t); });
+        team.share(f.tokens, [&](int64_t t) { start_row(t); });
         for (int64_t i = 0; i < f.num_layers; i++) {
             attention(team, f.layers[i]);
             mlp(team, f.layers[i]);

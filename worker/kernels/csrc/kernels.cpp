@@ -1,15 +1,17 @@
-// The functions that Python calls (native.py), with C names and plain structs. Numbers are bfloat16 or
-// float.
+// The functions that Python calls (native.py, packed.py, models/llama_native.py), with C names and
+// plain structs. Numbers are bfloat16 or float.
 //
-// This file is compiled once for each instruction set, into a library of its own, so code for a set
-// that the processor lacks is never loaded.
+// This file is compiled once for each instruction set, each time into another library. So code for a
+// set that the processor lacks is never loaded.
 
 #include "decode.h"
 
 namespace {
 
-constexpr int64_t IS_FLOAT = 0; // otherwise bfloat16; first argument of all functions that compute
+// Value of the argument `numbers` for float; any other value means bfloat16.
+constexpr int64_t IS_FLOAT = 0;
 
+// Calls `body` with a zero of the number type.
 template <class Body> void in_numbers(int64_t numbers, Body &&body) {
     if (numbers == IS_FLOAT) body(float{});
     else body(bf16{});
@@ -21,13 +23,13 @@ extern "C" {
 
 #define EXPORT __attribute__((visibility("default")))
 
-// Increase this when a signature or struct changes: a library with another version is not used.
+// Increase this when a signature or struct changes: Python uses only libraries with its own version.
 EXPORT int64_t kernels_version() { return 4; }
 
-// GOMP_parallel of the OpenMP runtime that torch has loaded.
+// Sets the entry point GOMP_parallel of the OpenMP runtime that torch has loaded.
 EXPORT void set_runtime(void *parallel) { runtime() = (Parallel)parallel; }
 
-// x [rows, size] (+= delta, if it is not null), then out = its norm times weight [size].
+// Adds delta, if it is not null, to x [rows, size], and writes the norm of x times weight [size] to out.
 EXPORT void add_norm(int64_t numbers, int64_t threads, int64_t rows, int64_t size, void *x,
                      const void *delta, const void *weight, void *out, double eps) {
     in_numbers(numbers, [&](auto zero) {
@@ -42,7 +44,7 @@ EXPORT void add_norm(int64_t numbers, int64_t threads, int64_t rows, int64_t siz
     });
 }
 
-// gate_up [rows, 2 inner] -> out [rows, inner]
+// Writes silu(gate) * up to out [rows, inner]. gate_up: [rows, 2 inner].
 EXPORT void silu_mul(int64_t numbers, int64_t threads, int64_t rows, int64_t inner,
                      const void *gate_up, void *out) {
     in_numbers(numbers, [&](auto zero) {
@@ -55,7 +57,9 @@ EXPORT void silu_mul(int64_t numbers, int64_t threads, int64_t rows, int64_t inn
     });
 }
 
-// qkv [rows, (H + 2 H_kv) D]: rotates queries in place, writes keys and values to one layer's cache.
+// Rotates queries in place, and writes rotated keys and values to one layer's cache.
+//
+// qkv: [rows, (H + 2 H_kv) D]. slots: index of each row in the cache.
 EXPORT void place_kv(int64_t numbers, int64_t threads, int64_t rows, const Heads *heads, void *qkv,
                      const void *cos, const void *sin, const int64_t *slots, void *k_cache,
                      void *v_cache) {
@@ -65,13 +69,14 @@ EXPORT void place_kv(int64_t numbers, int64_t threads, int64_t rows, const Heads
         together(threads, 1, [&](Team &team) {
             team.share(rows, [&](int64_t t) {
                 const N *c = (const N *)cos + t * h.dim, *s = (const N *)sin + t * h.dim;
-                place_row((N *)qkv + t * (h.heads + 2 * h.kv_heads) * h.dim, c, s, (N *)k_cache,
+                rotate_and_cache_row((N *)qkv + t * (h.heads + 2 * h.kv_heads) * h.dim, c, s, (N *)k_cache,
                           (N *)v_cache, slots[t], h);
             });
         });
     });
 }
 
+// Writes the attention output of one layer to out [T, H, D]. q_stride: numbers from token to token of q.
 EXPORT void paged_attention(int64_t numbers, int64_t threads, const Heads *heads, const Rows *rows,
                             const void *q, int64_t q_stride, const void *k_cache,
                             const void *v_cache, void *out) {
@@ -84,7 +89,7 @@ EXPORT void paged_attention(int64_t numbers, int64_t threads, const Heads *heads
     });
 }
 
-// x [rows, inputs] -> y [rows, outputs], y float for any x.
+// Computes y [rows, outputs] of x [rows, inputs]. y is float, whatever the number type of x.
 EXPORT void linear_to_float(int64_t numbers, int64_t threads, const void *x, int64_t rows,
                             const Packed *weight, float *y) {
     in_numbers(numbers, [&](auto zero) {
@@ -94,7 +99,7 @@ EXPORT void linear_to_float(int64_t numbers, int64_t threads, const void *x, int
     });
 }
 
-// x [rows, inputs] -> y [rows, outputs] in x's number type.
+// Computes y [rows, outputs] of x [rows, inputs], in the number type of x.
 EXPORT void linear_same(int64_t numbers, int64_t threads, const void *x, int64_t rows,
                         const Packed *weight, const void *bias, void *y) {
     in_numbers(numbers, [&](auto zero) {
@@ -104,6 +109,7 @@ EXPORT void linear_same(int64_t numbers, int64_t threads, const void *x, int64_t
     });
 }
 
+// Computes the forward pass of a step (forward.h).
 EXPORT void forward(int64_t numbers, int64_t threads, const Forward *step) {
     in_numbers(numbers, [&](auto zero) {
         Pass<decltype(zero)> pass(*step);
@@ -111,20 +117,23 @@ EXPORT void forward(int64_t numbers, int64_t threads, const Forward *step) {
     });
 }
 
-// x [rows, hidden], the output of `forward` -> y [rows, outputs]. normed: [rows, hidden].
+// Computes the logits y [rows, outputs] of x [rows, hidden], the output of `forward`.
+//
+// normed: scratch memory [rows, hidden].
 EXPORT void logits(int64_t numbers, int64_t threads, const Head *head, const float *x, int64_t rows,
                    void *normed, float *y) {
     in_numbers(numbers, [&](auto zero) {
         using N = decltype(zero);
-        together(threads, 2, [&](Team &team) { project(team, *head, x, rows, (N *)normed, y); });
+        together(threads, 2, [&](Team &team) { compute_logits(team, *head, x, rows, (N *)normed, y); });
     });
 }
 
-// Returns the first row whose token is not in the vocabulary, without computing anything; or -1.
+// Computes a decode step (decode.h), and returns -1. If a row's token is not in the vocabulary, computes
+// nothing and returns the first such row.
 EXPORT int64_t decode(int64_t numbers, int64_t threads, const Decode *step) {
-    const Placed placed(*step);
-    if (placed.bad_row >= 0) return placed.bad_row;
-    in_numbers(numbers, [&](auto zero) { decode_as<decltype(zero)>(*step, placed, threads); });
+    const DecodeRows decode_rows(*step);
+    if (decode_rows.bad_row >= 0) return decode_rows.bad_row;
+    in_numbers(numbers, [&](auto zero) { decode_as<decltype(zero)>(*step, decode_rows, threads); });
     return -1;
 }
 
@@ -133,7 +142,7 @@ EXPORT int64_t packed_bytes(int64_t format, int64_t outputs, int64_t inputs) {
     return panels_of(outputs) * (inputs / GROUP) * GROUP_BYTES[format];
 }
 
-// GGUF blocks of kind `kind` (packed.h), row after row -> packed; `to` is zero at first.
+// Packs GGUF blocks of kind `kind` (packed.h), given row after row. `to` must be zeroed before.
 EXPORT void pack_blocks(int64_t threads, int64_t kind, const uint8_t *blocks, int64_t outputs,
                         int64_t inputs, uint8_t *to) {
     const int64_t groups = inputs / GROUP, size = GROUP_BYTES[kind == Q8_0 ? Q8 : Q4];
@@ -147,7 +156,7 @@ EXPORT void pack_blocks(int64_t threads, int64_t kind, const uint8_t *blocks, in
     });
 }
 
-// values [outputs, inputs] -> packed, in their own number type; `to` is zero at first.
+// Packs values [outputs, inputs] in their own number type. `to` must be zeroed before.
 EXPORT void pack_dense(int64_t numbers, int64_t threads, const void *values, int64_t outputs,
                        int64_t inputs, uint8_t *to) {
     in_numbers(numbers, [&](auto zero) {

@@ -1,10 +1,12 @@
-// y = x W^T for packed weights (packed.h), for one row and for hundreds.
+// Computes y = x W^T for packed weights (packed.h), for one row and for hundreds.
 //
-// Weights are unpacked, a run of groups at a time, into integers that are exact in the number type of
-// the multiplication: pairs of bfloat16 if the hardware multiplies those and x is bfloat16, else float.
-// A group's sum is scaled once, so nothing is rounded that a product of floats would not round. Every
-// output is summed in the same order for any number of rows and threads, so a row has the same bits
-// alone and in any batch.
+// Quantised weights are unpacked, a run of groups at a time, into integers in the number type of the
+// multiplication, which represents them exactly. The type is pairs of bfloat16 if x is bfloat16 and the
+// hardware multiplies such pairs, and float otherwise. Scales are applied to the sum of a group, not to
+// each weight, so quantised weights cause no rounding beyond that of float sums.
+//
+// Every output is summed in the same order for any number of rows and threads, so a row has the same
+// bits alone and in any batch.
 #pragma once
 
 #include <vector>
@@ -14,13 +16,14 @@
 
 namespace {
 
-constexpr int BLOCK_ROWS = 132; // rows for which a run of weights is unpacked once
-constexpr int RUN = 4;          // groups unpacked at a time; they fit into the first-level cache
-constexpr int FETCHED = 8192;   // bytes of weights that are prefetched
-constexpr int AT_ONCE = LANES == 16 ? 12 : 6; // rows whose sums fit into the registers
-constexpr int ABREAST = 2;                     // vectors of outputs, for the same reason
+constexpr int BLOCK_ROWS = 132; // most rows that use a run of weights after it is unpacked once
+constexpr int RUN_GROUPS = 4;   // groups unpacked at a time; they fit into the first-level cache
+constexpr int PREFETCH_BYTES = 8192; // weights are prefetched this many bytes before they are read
+// Most rows, and vectors of outputs, that are computed together: their sums fit into the registers.
+constexpr int TILE_ROWS = LANES == 16 ? 12 : 6;
+constexpr int TILE_VECTORS = 2;
 
-// ---- the two ways to multiply: the columns of a step, and the type of an unpacked weight
+// ---- The two ways to multiply: one column at a time in float, or pairs of columns in bfloat16.
 
 struct ByFloats {
     static constexpr int COLUMNS = 1;
@@ -46,7 +49,7 @@ constexpr bool HAS_PAIRS = false;
 typedef ByFloats ByPairs;
 #endif
 
-// ---- unpacking one group
+// ---- Unpacking one group.
 
 INLINE void unpack(int64_t format, const uint8_t *group, float *to) {
     for (int o = 0; o < PANEL; o += LANES) {
@@ -78,7 +81,7 @@ INLINE void unpack(int64_t format, const uint8_t *group, float *to) {
 }
 
 #if defined(__AVX512BF16__)
-// The integers 0 to 15 as bfloat16.
+// Returns the integers 0 to 15 as bfloat16, twice.
 INLINE __m512i nibble_table() {
     alignas(64) uint16_t table[32];
     for (int i = 0; i < 32; i++) {
@@ -113,55 +116,55 @@ INLINE void unpack(int64_t format, const uint8_t *group, uint32_t *to) {
 }
 #endif
 
-// ---- multiplying
+// ---- Multiplying.
 
-// Multiply one group with ROWS rows, and add to part [ROWS][ABREAST].
+// Multiplies ROWS rows of x by one group, and adds the products to part [ROWS][TILE_VECTORS].
 template <int ROWS, class By, class X>
 INLINE void multiply_group(const typename By::Weight *w, const X *x, int64_t ldx,
-                           Floats (&part)[ROWS][ABREAST]) {
+                           Floats (&part)[ROWS][TILE_VECTORS]) {
     for (int k = 0; k < GROUP; k += By::COLUMNS, w += PANEL) {
-        typename By::Vector across[ABREAST];
-        for (int j = 0; j < ABREAST; j++)
+        typename By::Vector across[TILE_VECTORS];
+        for (int j = 0; j < TILE_VECTORS; j++)
             across[j] = load_as<typename By::Vector>(w + j * LANES);
         for (int m = 0; m < ROWS; m++)
-            for (int j = 0; j < ABREAST; j++)
+            for (int j = 0; j < TILE_VECTORS; j++)
                 part[m][j] = By::multiply(part[m][j], x + m * ldx + k, across[j]);
     }
 }
 
-// The operands of a tile of rows: a run of groups, and the sums so far.
+// The operands of a multiplication: rows of x, a run of groups, and the sums so far.
 template <class By, class X> struct Run {
     int64_t format, groups;
     const typename By::Weight *weights; // unpacked
-    const uint8_t *packed;              // for the scales
-    const X *x;                         // from the run's first column on
-    int64_t ldx;
-    const float *xsums;                 // sums of each row's groups
-    int64_t ldsums;
-    float *sums;                        // [rows, PANEL], continued
-    bool is_first;                      // the first tile prefetches the weights after the run
+    const uint8_t *packed;              // the same groups as stored, with their scales
+    const X *x;                         // starts at the run's first column
+    int64_t ldx;                        // numbers from row to row of x
+    const float *xsums;                 // the sum of each group of x, for the minima of Q4
+    int64_t ldsums;                     // numbers from row to row of xsums
+    float *sums;                        // [rows, PANEL]; the products are added
+    bool is_first;                      // whether this is the first tile of rows, which prefetches
 };
 
-// Weights are read once, from memory. While a group is multiplied, the weights FETCHED bytes ahead are
-// prefetched, because the hardware's own prefetching stops while nothing is read.
-template <class By, class X> INLINE void fetch_ahead(const Run<By, X> &run, int64_t g) {
+// Prefetches the weights that are PREFETCH_BYTES after group g. The hardware's own prefetching stops while
+// a group is multiplied, because nothing is read from memory.
+template <class By, class X> INLINE void prefetch_weights(const Run<By, X> &run, int64_t g) {
     if (!run.is_first) return;
     const int64_t size = GROUP_BYTES[run.format];
     for (int64_t line = 0; line < size; line += 64)
-        __builtin_prefetch(run.packed + g * size + FETCHED + line);
+        __builtin_prefetch(run.packed + g * size + PREFETCH_BYTES + line);
 }
 
-// Weights with scales.
+// Multiplies a tile of ROWS rows by weights with scales, and with minima if MINIMA.
 template <int ROWS, bool MINIMA, class By, class X> INLINE void multiply_scaled(const Run<By, X> &run) {
-    for (int o = 0; o < PANEL; o += ABREAST * LANES)
+    for (int o = 0; o < PANEL; o += TILE_VECTORS * LANES)
         for (int64_t g = 0; g < run.groups; g++) {
-            Floats part[ROWS][ABREAST] = {};
-            if (o == 0) fetch_ahead(run, g);
+            Floats part[ROWS][TILE_VECTORS] = {};
+            if (o == 0) prefetch_weights(run, g);
             multiply_group<ROWS, By>(run.weights + g * (GROUP / By::COLUMNS * PANEL) + o,
                                      run.x + g * GROUP, run.ldx, part);
-            forget_memory(); // otherwise the compiler keeps sums in registers that the parts need
+            forget_memory(); // otherwise the compiler keeps sums in the registers that `part` needs
             const uint8_t *group = run.packed + g * GROUP_BYTES[MINIMA ? Q4 : Q8];
-            for (int j = 0; j < ABREAST; j++) {
+            for (int j = 0; j < TILE_VECTORS; j++) {
                 const uint16_t *scales = (const uint16_t *)group + o + j * LANES;
                 const Floats scale = load_f16(scales);
                 const Floats minimum = MINIMA ? load_f16(scales + PANEL) : Floats{};
@@ -175,25 +178,25 @@ template <int ROWS, bool MINIMA, class By, class X> INLINE void multiply_scaled(
         }
 }
 
-// Weights without scales.
+// Multiplies a tile of ROWS rows by weights without scales.
 template <int ROWS, class By, class X> INLINE void multiply_plain(const Run<By, X> &run) {
-    for (int o = 0; o < PANEL; o += ABREAST * LANES) {
-        Floats part[ROWS][ABREAST];
+    for (int o = 0; o < PANEL; o += TILE_VECTORS * LANES) {
+        Floats part[ROWS][TILE_VECTORS];
         for (int m = 0; m < ROWS; m++)
-            for (int j = 0; j < ABREAST; j++)
+            for (int j = 0; j < TILE_VECTORS; j++)
                 part[m][j] = load(run.sums + m * PANEL + o + j * LANES);
         for (int64_t g = 0; g < run.groups; g++) {
-            if (o == 0) fetch_ahead(run, g);
+            if (o == 0) prefetch_weights(run, g);
             multiply_group<ROWS, By>(run.weights + g * (GROUP / By::COLUMNS * PANEL) + o,
                                      run.x + g * GROUP, run.ldx, part);
         }
         for (int m = 0; m < ROWS; m++)
-            for (int j = 0; j < ABREAST; j++)
+            for (int j = 0; j < TILE_VECTORS; j++)
                 store(run.sums + m * PANEL + o + j * LANES, part[m][j]);
     }
 }
 
-// A tile of at most ROWS rows.
+// Multiplies a tile of `rows` rows, at most ROWS.
 template <int ROWS, class By, class X> INLINE void multiply_tile(int64_t rows, const Run<By, X> &run) {
     if (rows == ROWS) {
         if (run.format == Q4) multiply_scaled<ROWS, true>(run);
@@ -202,11 +205,12 @@ template <int ROWS, class By, class X> INLINE void multiply_tile(int64_t rows, c
     } else if constexpr (ROWS > 1) multiply_tile<ROWS - 1>(rows, run);
 }
 
-// Any number of rows, in tiles of nearly equal size: with few rows a multiplication waits for the last.
+// Multiplies any number of rows, in tiles of nearly equal size. A small tile would be slow, because each
+// of its multiplications has to wait for the one before.
 template <class By, class X> INLINE void multiply_rows(int64_t rows, Run<By, X> run) {
-    for (int64_t tiles = (rows + AT_ONCE - 1) / AT_ONCE; tiles > 0; tiles--) {
+    for (int64_t tiles = (rows + TILE_ROWS - 1) / TILE_ROWS; tiles > 0; tiles--) {
         const int64_t count = (rows + tiles - 1) / tiles;
-        multiply_tile<AT_ONCE>(count, run);
+        multiply_tile<TILE_ROWS>(count, run);
         rows -= count;
         run.x += count * run.ldx;
         run.xsums += count * run.ldsums;
@@ -215,10 +219,12 @@ template <class By, class X> INLINE void multiply_rows(int64_t rows, Run<By, X> 
     }
 }
 
-// ---- the whole linear
+// ---- The whole linear.
 
-enum Then { STORE, ADD }; // use of a result r: y = r or y += r (rounded as in torch)
+// What happens with a result r: y = r, or y += r with r rounded to y's type first, as in torch.
+enum Then { STORE, ADD };
 
+// The arguments of a linear.
 template <class X, class Y> struct Linear {
     const X *x;      // [rows, inputs]
     Packed weight;
@@ -228,13 +234,15 @@ template <class X, class Y> struct Linear {
     Then then;
 };
 
-// A thread's copies of the rows that it works on.
+// A thread's scratch memory for the rows and weights that it multiplies.
 struct RowScratch {
-    std::vector<float> xsums, x;
+    std::vector<float> xsums; // the sum of each group of x
+    std::vector<float> x;     // the rows as float, if they have to be converted
     alignas(64) float sums[BLOCK_ROWS * PANEL];
-    alignas(64) uint32_t weights[RUN * GROUP * PANEL];
+    alignas(64) uint32_t weights[RUN_GROUPS * GROUP * PANEL];
 };
 
+// Writes the sum of each of `count` groups of x.
 template <class X> INLINE void sum_groups(const X *x, int64_t count, float *to) {
     for (int64_t g = 0; g < count; g++) {
         Floats total = {};
@@ -243,6 +251,7 @@ template <class X> INLINE void sum_groups(const X *x, int64_t count, float *to) 
     }
 }
 
+// Writes the sums of one row and panel to y, with the bias. first: the panel's first output.
 template <class X, class Y>
 INLINE void finish(const Linear<X, Y> &l, int64_t row, int64_t first, const float *sums) {
     Y *y = l.y + row * l.weight.outputs + first;
@@ -261,7 +270,9 @@ INLINE void finish(const Linear<X, Y> &l, int64_t row, int64_t first, const floa
     memcpy(y, ready, (size_t)count * sizeof(Y));
 }
 
-// One panel of outputs for one block of rows. x has the number type of the multiplication.
+// Computes a panel of outputs for the rows [first, first + count).
+//
+// x: the first of these rows, in the number type of the multiplication.
 template <class By, class N, class X, class Y>
 void linear_item(const Linear<X, Y> &l, int64_t panel, int64_t first, int64_t count, const N *x,
                  RowScratch &s) {
@@ -269,8 +280,8 @@ void linear_item(const Linear<X, Y> &l, int64_t panel, int64_t first, int64_t co
     const uint8_t *packed = l.weight.data + panel * groups * stride;
     const bool direct = l.weight.format == (By::COLUMNS == 2 ? BF16 : F32);
     memset(s.sums, 0, (size_t)count * PANEL * sizeof(float));
-    for (int64_t g = 0; g < groups; g += RUN) {
-        const int64_t some = groups - g < RUN ? groups - g : RUN;
+    for (int64_t g = 0; g < groups; g += RUN_GROUPS) {
+        const int64_t some = groups - g < RUN_GROUPS ? groups - g : RUN_GROUPS;
         const uint8_t *from = packed + g * stride;
         auto *weights = (const typename By::Weight *)from;
         if (!direct) {
@@ -285,7 +296,8 @@ void linear_item(const Linear<X, Y> &l, int64_t panel, int64_t first, int64_t co
     for (int64_t m = 0; m < count; m++) finish(l, first + m, panel * PANEL, s.sums + m * PANEL);
 }
 
-// Run by the whole team. An item is a panel for a block of rows; blocks follow one another.
+// Computes a linear. All threads of the team call this. An item is one panel for one block of rows; all
+// panels of a block precede those of the next block.
 template <class X, class Y> INLINE void linear(Team &team, const Linear<X, Y> &l) {
     constexpr bool PAIRS = HAS_PAIRS && sizeof(X) == 2;
     static thread_local RowScratch scratch;

@@ -1,18 +1,19 @@
-// The layout of packed weights: panels of 32 outputs, groups of 32 inputs, in one stream.
+// The layout of packed weights: panels of 32 outputs, cut into groups of 32 inputs.
 //
-// A matrix [outputs, inputs] is cut into panels of PANEL rows (the last one filled up with zeros);
-// a panel is its groups of GROUP columns, one after the other. The content of a group, by format:
+// A matrix [outputs, inputs] is cut into panels of PANEL rows, of which the last is padded with zeros. A
+// panel is stored as its groups of GROUP columns, one after the other. A group contains, by format:
 //
 //   Q4    32 scales f16, 32 minima f16, 512 bytes of nibbles    weight = scale * nibble + minimum
 //   Q8    32 scales f16, 1024 bytes                             weight = scale * signed byte
 //   BF16  16 pairs of columns, each [32 outputs][2]
 //   F32   32 columns, each [32 outputs]
 //
-// Nibbles and bytes lie in 32-bit words, one for each output, such that a word's halves hold even and
-// odd columns: nibble s of a half of word j is column 2 (4 j + s) + half, byte s column
-// 2 (2 j + s) + half. So one shift and one mask give a column, or a pair of neighbours, of all outputs.
+// Nibbles and bytes are stored in 32-bit words, words [j][output]. The lower half of a word holds even
+// columns, the upper half odd ones: nibble s of half h of word j is column 2 (4 j + s) + h, and byte s
+// is column 2 (2 j + s) + h. So one shift and one mask extract a column, or a pair of neighbouring
+// columns, for all outputs.
 //
-// These are the numbers of GGUF's own blocks (scale, minimum, integers), in another order.
+// The scales, minima and integers are those of GGUF's blocks, in another order.
 #pragma once
 
 #include "simd.h"
@@ -24,15 +25,17 @@ enum Format : int64_t { Q4 = 0, Q8 = 1, BF16 = 2, F32 = 3 };
 constexpr int64_t GROUP_BYTES[] = {128 + PANEL * GROUP / 2, 64 + PANEL * GROUP, PANEL * GROUP * 2,
                                    PANEL * GROUP * 4};
 
-// outputs, inputs: of the matrix without padding; inputs are whole groups.
+// A packed matrix [outputs, inputs].
 struct Packed {
     const uint8_t *data;
-    int64_t format, outputs, inputs;
+    int64_t format;
+    int64_t outputs; // without padding
+    int64_t inputs;  // a multiple of GROUP
 };
 
 INLINE int64_t panels_of(int64_t outputs) { return (outputs + PANEL - 1) / PANEL; }
 
-// GGUF's blocks of 32 weights, of one row after the other.
+// The kinds of GGUF's blocks of 32 weights.
 constexpr int64_t Q4_0 = 0, Q4_1 = 1, Q8_0 = 2;
 constexpr int64_t BLOCK_BYTES[] = {18, 20, 34};
 
@@ -44,7 +47,7 @@ INLINE float half_to_float(uint16_t half) {
     return half & 0x8000 ? -size : size;
 }
 
-// -8 * scale as f16; exact if it is finite.
+// Returns -8 * scale as float16. Exact if the result is finite.
 INLINE uint16_t minus_eight(uint16_t scale) {
     const uint16_t exponent = scale & 0x7c00, sign = (uint16_t)(~scale & 0x8000);
     if (exponent) return (uint16_t)(sign | ((scale & 0x7fff) + 0x0c00));
@@ -52,14 +55,14 @@ INLINE uint16_t minus_eight(uint16_t scale) {
     if (!fraction) return sign;
     int shifted = fraction * 8, power = 0;
     while (shifted >= 0x800) {
-        shifted >>= 1; // drops only zeros: the fraction was shifted by three
+        shifted >>= 1; // loses no bit: the lowest three bits are zero
         power++;
     }
     if (shifted < 0x400) return (uint16_t)(sign | shifted);
     return (uint16_t)(sign | ((power + 1) << 10) | (shifted & 0x3ff));
 }
 
-// Fill the group of one row of the panel from a GGUF block.
+// Writes a GGUF block to a group, as the group's row `row`.
 INLINE void pack_block(int64_t kind, const uint8_t *block, uint8_t *group, int64_t row) {
     uint16_t scale, minimum;
     memcpy(&scale, block, 2);
@@ -81,6 +84,7 @@ INLINE void pack_block(int64_t kind, const uint8_t *block, uint8_t *group, int64
     }
 }
 
+// Writes GROUP numbers to a group, as the group's row `row`.
 INLINE void pack_values(const bf16 *from, uint8_t *group, int64_t row) {
     for (int64_t k = 0; k < GROUP; k++)
         memcpy(group + ((k / 2 * PANEL + row) * 2 + k % 2) * 2, from + k, 2);

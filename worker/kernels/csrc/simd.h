@@ -1,7 +1,7 @@
 // Number types, and vectors as wide as the instruction set that this file is compiled for.
 //
-// Everything is computed in float. Vectors are the compiler's own, so the same lines become AVX-512,
-// AVX2, SSE or NEON; intrinsics are used only if the compiler has no equivalent.
+// Everything is computed in float. Vectors are the compiler's vector extensions, so the same lines
+// become AVX-512, AVX2, SSE or NEON. Intrinsics are used only if the extensions have no equivalent.
 #pragma once
 
 #include <cmath>
@@ -23,7 +23,7 @@ constexpr int LANES = 8;
 constexpr int LANES = 4;
 #endif
 
-// Makes the compiler read memory again; no instruction.
+// Forces the compiler to read memory again. Emits no instruction.
 INLINE void forget_memory() { asm volatile("" ::: "memory"); }
 
 struct bf16 {
@@ -53,7 +53,8 @@ INLINE float to_float(bf16 x) {
     return f;
 }
 
-// One instruction, for which compilers emit several.
+// Extends each number to 32 bits. Intrinsics are used because compilers emit several instructions for
+// what one instruction does.
 INLINE Words widened(Halves x) {
 #if defined(__AVX512F__)
     return (Words)_mm512_cvtepu16_epi32((__m256i)x);
@@ -67,7 +68,7 @@ INLINE Words widened(Halves x) {
 INLINE Floats load(const float *from) { return load_as<Floats>(from); }
 INLINE Floats load(const bf16 *from) { return (Floats)(widened(load_as<Halves>(from)) << 16); }
 
-// Rounds to nearest, ties to even, as torch does; NaN stays NaN.
+// Rounds to bfloat16: to nearest, ties to even, as torch does. NaN stays NaN.
 INLINE Halves rounded(Floats x) {
 #if defined(__AVX512BF16__)
     return (Halves)_mm512_cvtneps_pbh((__m512)x);
@@ -81,7 +82,7 @@ INLINE Halves rounded(Floats x) {
 INLINE void store(float *to, Floats x) { store_as(to, x); }
 INLINE void store(bf16 *to, Floats x) { store_as(to, rounded(x)); }
 
-// Rounds as if the number had been stored and loaded again, where torch rounds.
+// Rounds x as if it were stored in the type of the first argument and loaded again.
 INLINE Floats as_stored(float, Floats x) { return x; }
 INLINE Floats as_stored(bf16, Floats x) {
     return (Floats)(widened(rounded(x)) << 16);
@@ -97,7 +98,7 @@ INLINE float sum(Floats x) {
 #endif
 }
 
-// The sums of LANES vectors, as one vector.
+// Returns the sums of LANES vectors as one vector.
 INLINE Floats sums_of(const Floats *v) {
 #if defined(__AVX512F__)
     __m512 a[8], b[4], c[2];
@@ -128,9 +129,9 @@ INLINE Floats sums_of(const Floats *v) {
 #endif
 }
 
-INLINE Floats greater(Floats a, Floats b) { return a > b ? a : b; }
+INLINE Floats max_of(Floats a, Floats b) { return a > b ? a : b; }
 
-INLINE float greatest(Floats x) {
+INLINE float max_in(Floats x) {
 #if defined(__AVX512F__)
     return _mm512_reduce_max_ps((__m512)x);
 #else
@@ -140,8 +141,8 @@ INLINE float greatest(Floats x) {
 #endif
 }
 
-// e^x within 2 units in the last place. Below -87 it is about 1e-38, above 88 about 1e38. NaN stays
-// NaN.
+// Returns e^x within 2 units in the last place. The result is about 1e-38 for x below -87, and about
+// 1e38 for x above 88. NaN stays NaN.
 INLINE Floats exponential(Floats x) {
     const Floats least = splat(-87.0f), most = splat(88.0f);
     Floats clipped = x < least ? least : x;
@@ -160,7 +161,7 @@ INLINE Floats exponential(Floats x) {
     return p * (Floats)power;
 }
 
-// Converts f16, the type of scales in quantised files. Exact for all finite numbers.
+// Loads float16 numbers, the type of scales in quantised files. Exact for all finite numbers.
 INLINE Floats load_f16(const uint16_t *from) {
 #if defined(__AVX512F__)
     return (Floats)_mm512_cvtph_ps(load_as<__m256i>(from));

@@ -1,8 +1,8 @@
-// The threads that compute together: those of the OpenMP runtime that torch has loaded.
+// The team of threads that computes: the threads of the OpenMP runtime that torch has loaded.
 //
-// A second runtime would bring a second set of threads, which compete with torch's for the cores. So
-// nothing here is compiled as OpenMP or linked with it; `set_runtime` gets the entry point of the loaded
-// runtime. Without one, a single thread computes.
+// A second runtime would start a second set of threads, which compete with torch's for the cores. So
+// nothing here is compiled as OpenMP or linked with it. Instead, `set_runtime` receives the entry point
+// of the loaded runtime. Without a runtime, a single thread computes.
 #pragma once
 
 #include <atomic>
@@ -34,11 +34,14 @@ INLINE void relax() {
 #endif
 }
 
-constexpr int SPINS = 1000; // about 15 us, which most phases take; then a thread sleeps
+// A thread that waits for the end of a phase spins this often, about 15 us, and then sleeps. Most phases
+// are shorter.
+constexpr int SPINS = 1000;
 
-// Items that free threads take. A phase ends when all items are done, not when all threads have
-// arrived: a thread that is suspended, or that has not woken up yet, delays the others only if it has
-// an item.
+// A list of items, which threads compute as they become free.
+//
+// A phase ends when all items are computed, not when all threads have arrived. So a thread that is
+// suspended, or has not woken up yet, delays the others only if it is computing an item.
 class Phase {
   public:
     template <class Work> INLINE void share(int count, Work &&work) {
@@ -52,8 +55,8 @@ class Phase {
     }
 
   private:
-    // A sleeping thread counts itself before it checks again, and the thread that ends the phase checks
-    // for sleepers afterwards, so one of the two sees the other.
+    // No wake-up is lost: a thread increments sleepers_ before it checks done_ again, and the thread that
+    // ends the phase changes done_ before it checks sleepers_. So at least one of them sees the other.
     void sleep(int count) {
         sleepers_.fetch_add(1);
         const int done = done_.load();
@@ -72,15 +75,16 @@ class Phase {
 #endif
 
     std::atomic<int> next_{0}, done_{0}, sleepers_{0};
-    char apart_[52]; // puts the next phase's counters into another cache line
+    char apart_[52]; // padding, so that the next phase's counters are in another cache line
 };
 
-// One thread's state in the phases.
+// One thread's view of the phases: the phase that it computes next.
 class Team {
   public:
     explicit Team(Phase *phases) : phase_(phases) {}
 
-    // Do all items [0, count). Results never depend on which thread does an item.
+    // Computes items [0, count) together with the other threads, and returns when all are computed.
+    // Results must not depend on which thread computes an item.
     template <class Work> INLINE void share(int64_t count, Work &&work) {
         (phase_++)->share((int)count, work);
     }
@@ -89,7 +93,7 @@ class Team {
     Phase *phase_;
 };
 
-// Run body(Team&) in at most `threads` threads. It shares work at most num_phases times.
+// Runs body(Team&) in at most `threads` threads. The body calls `share` at most num_phases times.
 template <class Body> void together(int64_t threads, int64_t num_phases, Body &&body) {
     struct Call {
         Body &body;
