@@ -1,8 +1,7 @@
 """Grammar cache: compiled grammars, compilations in progress, and the requests that wait for them.
-Pure.
 
-Equal grammars are compiled once; a grammar is identified by its digest. The most recently used ones
-are kept. Each outcome is delivered once, to all requests that wait for it.
+A grammar is identified by its digest, so equal grammars are compiled once. The MAX_KEPT most
+recently used grammars are kept. The outcome of a compilation goes to all requests that wait for it.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from protocol.grammar import Grammar
 
 MAX_KEPT = 128
 MAX_PENDING = 256
-"""Distinct grammars that may wait to be compiled."""
+"""Maximum number of different grammars that wait to be compiled."""
 RETRY_S = 5.0
 
 
@@ -35,29 +34,29 @@ class CompileJob:
 
 @dataclass(frozen=True, slots=True)
 class CompiledGrammar:
-    """The outcome of a job: a template, or an error."""
+    """The outcome of a CompileJob: a template, or an error."""
 
     digest: bytes
     result: MatcherTemplate | ServingError
 
 
-def digest_of(grammar: Grammar) -> bytes:
+def grammar_digest(grammar: Grammar) -> bytes:
     return sha256(msgspec.msgpack.encode(grammar)).digest()
 
 
 @dataclass
 class GrammarCache:
-    """The compiled grammars.
+    """The compiled grammars, and those being compiled."""
 
-    The caller fetches `jobs` and answers each with one `on_grammar_compiled`, in any order.
-    """
-
+    #: Grammars to compile. The caller removes them, and passes the outcome of each to
+    #: `on_grammar_compiled`, in any order.
     jobs: list[CompileJob] = field(default_factory=list)
     _templates: OrderedDict[bytes, MatcherTemplate] = field(default_factory=OrderedDict)
     _waiters: dict[bytes, list[Request]] = field(default_factory=dict)
 
     @property
     def num_waiting(self) -> int:
+        """The number of requests that wait for a grammar."""
         return sum(map(len, self._waiters.values()))
 
     @property
@@ -70,7 +69,7 @@ class GrammarCache:
 
         Raises Overloaded if it is not cached and too many grammars wait to be compiled.
         """
-        digest = digest_of(grammar)
+        digest = grammar_digest(grammar)
         template = self._templates.get(digest)
         if template is not None:
             self._templates.move_to_end(digest)
@@ -82,13 +81,13 @@ class GrammarCache:
         return digest, template
 
     def add_waiter(self, request: Request, digest: bytes, grammar: Grammar) -> None:
-        """Make `request` wait for this grammar, and create a job if it is the first."""
+        """Make `request` wait for this grammar. The first such request creates the job."""
         if digest not in self._waiters:
             self.jobs.append(CompileJob(digest, grammar))
         self._waiters.setdefault(digest, []).append(request)
 
     def remove_waiter(self, request: Request) -> None:
-        """Stop waiting. The grammar is still compiled."""
+        """Remove a request that waits for its grammar. The grammar is compiled all the same."""
         for waiting in self._waiters.values():
             if request in waiting:
                 waiting.remove(request)

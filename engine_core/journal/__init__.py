@@ -1,11 +1,12 @@
-"""Journal: all input of an engine, with its time, and a digest of each decision.
+"""Journal: all input of an engine with its time, and a digest of each reply.
 
 - records: the record types
-- file: records in a bounded file, and reading them back
-- snapshot: all that the engine remembers, which starts each later file
-- recorder: an engine that records its input and its replies
-- replay: replays a journal without a worker, and compares the decisions
-- __main__: `python -m engine_core.journal PATH`
+- file: writes records to bounded files, and reads them back
+- snapshot: converts the state of an engine to plain data and back; each file but the first starts
+  with a snapshot
+- recorder: an engine that records its input and the digests of its replies
+- replay: replays a journal without a worker, and compares the replies
+- __main__: the command `python -m engine_core.journal PATH`
 
-A journal contains the token ids of prompts and answers, so only its owner may read it.
+A journal contains the token ids of prompts and answers, so only its owner can read it.
 """

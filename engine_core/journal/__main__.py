@@ -1,9 +1,10 @@
-"""Replay a journal and summarise it: `python -P -m engine_core.journal PATH`.
+"""Replay a journal and print a summary: `python -P -m engine_core.journal PATH`.
 
-PATH is a file, or a directory as `--journal` takes it, whose files are replayed one by one.
+PATH is a journal file, or a directory of journals (the engine's option `--journal`). The files of a
+directory are replayed one by one.
 
-Exit codes: 0 if all decisions are the same; 1 if one differs; 2 if a file is not a journal, or
-there is none.
+The exit code is 0 if all replies are the same, 1 if a reply differs, and 2 if a file is not a
+journal or the directory has none.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import time
 import traceback
 from pathlib import Path
 
-from engine_core.journal.file import SUFFIX, journals_in, read
+from engine_core.journal.file import SUFFIX, list_journals, read
 from engine_core.journal.replay import NoJournal, ReplayDiffers, ReplayReport, replay
 from protocol.errors import WireError
 
@@ -28,9 +29,9 @@ def main() -> int:
     options = parser.parse_args()
     if not options.path.is_dir():
         return replay_file(options.path, checks=options.check)
-    files = journals_in(options.path)
+    files = list_journals(options.path)
     if not files:
-        print(f"tidegate: {options.path} holds no journal (*{SUFFIX})", file=sys.stderr)
+        print(f"tidegate: {options.path} contains no journal (*{SUFFIX})", file=sys.stderr)
         return NO_JOURNAL
     codes = set()
     for file in files:
@@ -41,8 +42,8 @@ def main() -> int:
 
 
 def replay_file(file: Path, *, checks: bool) -> int:
-    """Replay one journal, print the outcome, and return the exit code."""
-    began = time.monotonic()
+    """Replay one journal, print its summary or what differs, and return the exit code."""
+    started_at = time.monotonic()
     try:
         report = replay(read(file), checks=checks)
     except ReplayDiffers as error:
@@ -51,27 +52,27 @@ def replay_file(file: Path, *, checks: bool) -> int:
     except (NoJournal, WireError, OSError) as error:
         print(f"tidegate: {file}: {error}", file=sys.stderr)
         return NO_JOURNAL
-    except Exception:  # raised by the engine: often the failure being investigated
+    except Exception:  # raised by the engine; it may be the failure that is being investigated
         traceback.print_exc()
-        print("the engine failed, as it may have when recorded: see the traceback")
+        print("the engine raised an exception, as it may have done when it was recorded")
         return DIFFERS
     print(summary(report))
-    print(f"\nreplayed in {time.monotonic() - began:.1f} s: all decisions are the same")
+    print(f"\nreplayed in {time.monotonic() - started_at:.1f} s: all decisions are the same")
     return SAME
 
 
 def summary(report: ReplayReport) -> str:
-    stats, began = report.stats, report.began
-    when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(began.at))
+    stats, start = report.stats, report.start
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(start.at))
     ends = ", ".join(f"{why} {number}" for why, number in sorted(stats.num_finished.items()))
     full = "\nended    early: the file was full" if report.is_full else ""
-    part = f"part {began.part} of its life, " if began.part > 1 else ""
+    part = f"file {start.part} of this engine, " if start.part > 1 else ""
     return f"""\
-engine   of {when} UTC, tidegate {began.version}
-model    {began.model.name} ({began.model.dtype}), {began.limits.num_blocks} blocks
+engine   of {when} UTC, tidegate {start.version}
+model    {start.model.name} ({start.model.dtype}), {start.limits.num_blocks} blocks
 journal  {part}{report.num_records:,} records of {report.seconds:,.1f} s
 requests {stats.num_accepted:,} accepted, {stats.num_refused:,} refused; ended: {ends or "none"}
-open     {stats.running} running, {stats.waiting} waiting at its end
+open     {stats.running} running, {stats.waiting} waiting at the end
 steps    {stats.num_steps:,}, {stats.num_preemptions:,} preemptions
 tokens   {stats.num_prompt_tokens:,} of prompts ({stats.num_cached_tokens:,} cached), \
 {stats.num_generated_tokens:,} of answers{full}"""

@@ -1,7 +1,9 @@
-"""Journal files: each record is stored as the frames of a message (protocol/wire.py), with lengths.
+"""Journal files: writes records to files, and reads them back.
 
-A file is bounded and followed by another. Their number in a directory is bounded too: the oldest
-are deleted. Writes are unbuffered, so a killed engine's file contains all it wrote.
+A record is stored as the frames of a message (protocol/wire.py), each preceded by its length. The
+size of a file is bounded; when it is nearly full, another file is started. At most KEPT_FILES files
+are kept in the directory; the oldest are deleted. Writes are unbuffered, so the file of a killed
+engine contains every record that was written.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from engine_core.journal.records import AnyRecord, Full, JournalRecord
+from engine_core.journal.records import AnyRecord, FullRecord, JournalRecord
 from protocol import wire
 from protocol.errors import WireError
 
@@ -22,15 +24,17 @@ log = logging.getLogger(__name__)
 
 SUFFIX = ".journal"
 KEPT_FILES = 4
-SPARE = 8
-"""One part in SPARE of a file is reserved for records written before the next file can start."""
+SPARE_DIVISOR = 8
+"""1 / SPARE_DIVISOR of a file is reserved for records written before the next file can be started.
+"""
 _UINT32 = struct.Struct("<I")
 
 
 class Writer:
-    """Writes the journal of one engine's life, in one or more files.
+    """Writes the journal of one engine process, in one or more files.
 
-    Raises OSError if the directory is unusable, PermissionError if others may enter it.
+    The constructor raises OSError if no file can be created in the directory, and PermissionError
+    if other users can enter the directory.
     """
 
     def __init__(self, directory: Path, max_bytes: int) -> None:
@@ -39,17 +43,20 @@ class Writer:
         self._max_bytes = max_bytes
         self._has_ended = False
         self._is_full = False
-        #: Number of the current file (`path`) in this life, from 1 on.
+        #: Number of the current file, `path`, from 1 on.
         self.part = 0
         self._open_next()
 
     @property
     def is_nearly_full(self) -> bool:
         """Whether the caller should start another file."""
-        return not self._has_ended and self._left < self._max_bytes // SPARE
+        return not self._has_ended and self._left < self._max_bytes // SPARE_DIVISOR
 
     def write(self, record: JournalRecord) -> None:
-        """Write a record, or nothing if the file or the disk is full: serving goes on."""
+        """Write a record, if the file has room for it.
+
+        If the disk is full, or another error occurs, the journal ends and the engine continues.
+        """
         if self._is_full or self._has_ended:
             return
         data = _packed(record)
@@ -59,14 +66,15 @@ class Writer:
                 self._file.write(data)
             else:
                 self._is_full = True
-                self._file.write(_packed(Full()))
+                self._file.write(_packed(FullRecord()))
         except OSError as error:
             self.end(f"cannot be written: {error}")
 
     def start_next(self, records: Iterable[JournalRecord]) -> int:
-        """Continue in another file, which starts with these records. Return their size in bytes.
+        """Start another file with these records, and return their size in bytes.
 
-        If they alone fill half of it, the journal ends. Return 0 if it has ended.
+        If they fill more than half of the file, or the file cannot be written, the journal ends.
+        Return 0 then.
         """
         try:
             self._file.close()
@@ -81,7 +89,7 @@ class Writer:
         return 0 if self._has_ended else self._max_bytes - self._left
 
     def end(self, why: str) -> None:
-        """Stop recording for good; the engine continues."""
+        """End the journal: later records are not written. `why` is for the log."""
         self._has_ended = True
         log.warning("the journal %s %s; it ends here", self.path, why)
 
@@ -91,24 +99,24 @@ class Writer:
     def _open_next(self) -> None:
         _make_room(self._directory)
         self.part += 1
-        began = time.strftime("engine-%Y%m%d-%H%M%S", time.gmtime())
-        self.path = self._directory / f"{began}-{os.getpid()}-{self.part:04}{SUFFIX}"
+        prefix = time.strftime("engine-%Y%m%d-%H%M%S", time.gmtime())
+        self.path = self._directory / f"{prefix}-{os.getpid()}-{self.part:04}{SUFFIX}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         self._file = os.fdopen(os.open(self.path, flags, 0o600), "wb", buffering=0)
         self._left = self._max_bytes
         self._is_full = False
 
 
-def journals_in(directory: Path) -> list[Path]:
-    """Return the journals of a directory, oldest first: their names start with the time."""
+def list_journals(directory: Path) -> list[Path]:
+    """Return the journals in a directory, oldest first. Their names start with the time."""
     return sorted(directory.glob(f"engine-*{SUFFIX}"))
 
 
 def read(path: Path) -> Iterator[AnyRecord]:
-    """Yield the records in order, up to the last whole one.
+    """Yield the records of a journal in order.
 
-    A killed engine may have left a partial record. Raises OSError, and WireError if the file is no
-    journal.
+    A partial record at the end, which a killed engine may have left, is ignored. Raises OSError,
+    and WireError if the file is not a journal.
     """
     decoder: wire.Decoder[AnyRecord] = wire.Decoder(AnyRecord)
     with path.open("rb") as file:
@@ -117,7 +125,7 @@ def read(path: Path) -> Iterator[AnyRecord]:
             if len(head) < _UINT32.size or (count := _UINT32.unpack(head)[0]) > wire.MAX_FRAMES:
                 if len(head) < _UINT32.size:
                     return
-                raise WireError(f"a record of {count} frames: not a journal")
+                raise WireError(f"not a journal: a record of {count} frames")
             for _ in range(count):
                 size = file.read(_UINT32.size)
                 data = file.read(_UINT32.unpack(size)[0]) if len(size) == _UINT32.size else b""
@@ -128,12 +136,14 @@ def read(path: Path) -> Iterator[AnyRecord]:
 
 
 def _packed(record: JournalRecord) -> bytes:
+    """Return the record as: number of frames, then length and bytes of each frame."""
     frames = [bytes(frame) for frame in wire.encode(record)]
     sized = [_UINT32.pack(len(frame)) + frame for frame in frames]
     return _UINT32.pack(len(frames)) + b"".join(sized)
 
 
 def _make_private(directory: Path) -> None:
+    """Create the directory. Raises PermissionError if other users can enter it."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     info = directory.stat()
     if info.st_uid != os.getuid() or stat.S_IMODE(info.st_mode) & 0o077:
@@ -141,5 +151,6 @@ def _make_private(directory: Path) -> None:
 
 
 def _make_room(directory: Path) -> None:
-    for old in journals_in(directory)[: 1 - KEPT_FILES or None]:
+    """Delete the oldest journals, so that fewer than KEPT_FILES remain."""
+    for old in list_journals(directory)[: 1 - KEPT_FILES or None]:
         old.unlink(missing_ok=True)

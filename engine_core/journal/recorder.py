@@ -1,8 +1,9 @@
-"""An engine that records its input, and a digest of each reply.
+"""An engine that records its input, and a digest of each reply, in a journal.
 
-It decides exactly as any engine: each verb calls the base class. When a file is nearly full,
-recording continues in another, which starts with a snapshot of the engine (snapshot.py). This
-happens between two turns of the loop, when no decision waits to be fetched.
+Each method calls the base class, so the decisions are those of a plain `Engine`. When the file is
+nearly full, recording continues in another file, which starts with a snapshot of the engine
+(snapshot.py). The snapshot is taken in `tick`, at the start of a turn of the loop. At that time the
+loop has fetched all commands, jobs and plans, so they need not be part of the snapshot.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ from engine_core.journal.records import (
     AbortByLabelRecord,
     AbortRecord,
     AddRecord,
-    Began,
     ClientLostRecord,
     CommitRecord,
-    Drained,
+    DrainRecord,
     GrammarRecord,
     JournalRecord,
-    KnownRecord,
     KVReportRecord,
     MasksRecord,
     PlanRecord,
-    Ticked,
+    SnapshotRecord,
+    StartRecord,
+    TickRecord,
     digest,
 )
 from engine_core.journal.snapshot import take_snapshot
@@ -51,15 +52,15 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 RAISED = b"raised"
-"""Stands for the digest if the engine raised."""
+"""Recorded instead of a digest if the engine raised an exception."""
 MIN_GRAMMARS = 256
-"""Stored grammars are pruned when they exceed this number plus twice the number needed."""
+"""Stored grammars are pruned when their number exceeds this, plus twice the number last needed."""
 
 
 class RecordedEngine(Engine):
     """An engine with a journal.
 
-    It cannot be part of a cluster, whose sealed handles cannot be replayed.
+    It cannot be part of a cluster, because sealed handles cannot be replayed.
     """
 
     def __init__(
@@ -74,14 +75,16 @@ class RecordedEngine(Engine):
         tiers: Sequence[str] = (),
     ) -> None:
         self._writer = writer
+        #: Seeds drawn in the current call of `add`.
         self._drawn: list[int] = []
-        #: The last tick of an idle engine, which is written before the next record.
-        self._waiting_tick: Ticked | None = None
-        #: Grammars that the engine may still refer to.
+        #: The last tick of an idle engine. It is written only before another record, so that an
+        #: idle engine writes nothing.
+        self._unwritten_tick: TickRecord | None = None
+        #: Digest -> grammar that the engine may still refer to.
         self._grammars: dict[bytes, Grammar] = {}
         self._max_grammars = MIN_GRAMMARS
         self._compiling: set[bytes] = set()
-        self._began = Began(
+        self._start_record = StartRecord(
             format=FORMAT,
             at=time.time(),
             version=metadata.version("tidegate"),
@@ -92,7 +95,7 @@ class RecordedEngine(Engine):
             step_costs=list(step_costs),
             tiers=list(tiers),
         )
-        writer.write(self._began)
+        writer.write(self._start_record)
         super().__init__(
             config,
             model,
@@ -108,39 +111,45 @@ class RecordedEngine(Engine):
         return self._drawn[-1]
 
     def _call_and_record(
-        self, call: Callable[[], T], record_of: Callable[[bytes], JournalRecord]
+        self, call: Callable[[], T], make_record: Callable[[bytes], JournalRecord]
     ) -> T:
-        """Call the engine and record it, even if it raises: a journal must contain failures."""
+        """Call the engine, write a record of the call, and return the reply.
+
+        `make_record` creates the record from the digest of the reply. A call that raises is
+        recorded too, with the digest RAISED.
+        """
         self._write_tick()
         with contextlib.ExitStack() as on_failure:
-            on_failure.callback(lambda: self._writer.write(record_of(RAISED)))
+            on_failure.callback(lambda: self._writer.write(make_record(RAISED)))
             reply = call()
             on_failure.pop_all()
-        self._writer.write(record_of(digest(reply)))
+        self._writer.write(make_record(digest(reply)))
         return reply
 
     def _write_tick(self) -> None:
-        if self._waiting_tick is not None:
-            self._writer.write(self._waiting_tick)
-            self._waiting_tick = None
+        if self._unwritten_tick is not None:
+            self._writer.write(self._unwritten_tick)
+            self._unwritten_tick = None
 
     def _start_next_part(self) -> None:
-        """Continue in another file."""
+        """Continue in another file, which starts with a snapshot."""
         self._write_tick()
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         self._prune_grammars()
-        first = replace(self._began, at=time.time(), part=self._writer.part + 1)
-        known = KnownRecord(snapshot=take_snapshot(self), grammars=[*self._grammars.values()])
-        num_bytes = self._writer.start_next([first, known])
+        start = replace(self._start_record, at=time.time(), part=self._writer.part + 1)
+        state = SnapshotRecord(snapshot=take_snapshot(self), grammars=[*self._grammars.values()])
+        num_bytes = self._writer.start_next([start, state])
         if num_bytes:
             text = "the journal continues in %s (snapshot: %d KiB, %.0f ms)"
-            log.info(text, self._writer.path, num_bytes >> 10, 1e3 * (time.perf_counter() - began))
+            log.info(
+                text, self._writer.path, num_bytes >> 10, 1e3 * (time.perf_counter() - started_at)
+            )
 
     def _prune_grammars(self) -> None:
-        """Remove the grammars that nothing refers to any more."""
-        wanted = self._compiling | self.admission.templates.keys()
-        wanted |= {request.grammar for request in self.open_requests if request.grammar is not None}
-        self._grammars = {d: grammar for d, grammar in self._grammars.items() if d in wanted}
+        """Remove the stored grammars that the engine no longer refers to."""
+        needed = self._compiling | self.admission.templates.keys()
+        needed |= {request.grammar for request in self.open_requests if request.grammar is not None}
+        self._grammars = {d: grammar for d, grammar in self._grammars.items() if d in needed}
         self._max_grammars = 2 * len(self._grammars) + MIN_GRAMMARS
 
     def drain_compile_jobs(self) -> list[CompileJob]:
@@ -156,7 +165,7 @@ class RecordedEngine(Engine):
         if self._writer.is_nearly_full:
             self._start_next_part()
         outputs = super().tick(now)
-        self._waiting_tick = Ticked(now=now, reply_digest=digest(outputs) if outputs else b"")
+        self._unwritten_tick = TickRecord(now=now, reply_digest=digest(outputs) if outputs else b"")
         if outputs or not self.is_idle:
             self._write_tick()
         return outputs
@@ -164,20 +173,20 @@ class RecordedEngine(Engine):
     def add(self, client: bytes, message: Generate) -> Accepted | Refused | None:
         self._drawn = []
 
-        def record_of(reply_digest: bytes) -> JournalRecord:
+        def make_record(reply_digest: bytes) -> JournalRecord:
             return AddRecord(
                 client=client, message=message, seeds=self._drawn, reply_digest=reply_digest
             )
 
-        return self._call_and_record(partial(super().add, client, message), record_of)
+        return self._call_and_record(partial(super().add, client, message), make_record)
 
     def on_grammar_compiled(
         self, compiled: CompiledGrammar
     ) -> list[tuple[bytes, Accepted | Refused]]:
         self._compiling.discard(compiled.digest)
         error = compiled.result.info() if isinstance(compiled.result, ServingError) else None
-        record_of = partial(_grammar_record, compiled.digest, error)
-        return self._call_and_record(partial(super().on_grammar_compiled, compiled), record_of)
+        make_record = partial(_grammar_record, compiled.digest, error)
+        return self._call_and_record(partial(super().on_grammar_compiled, compiled), make_record)
 
     def abort(self, client: bytes, numbers: Iterable[int]) -> list[Output]:
         items = list(numbers)
@@ -204,7 +213,7 @@ class RecordedEngine(Engine):
         )
 
     def drain(self) -> None:
-        self._call_and_record(super().drain, lambda reply_digest: Drained())
+        self._call_and_record(super().drain, lambda reply_digest: DrainRecord())
 
     def plan(self) -> StepPlan | None:
         was_idle = self.is_idle
@@ -244,5 +253,6 @@ def _grammar_record(digest: bytes, error: ErrorInfo | None, reply_digest: bytes)
 
 
 def plan_record(plan: StepPlan) -> PlanRecord:
+    """Return the record of a call of `plan` that returned `plan`."""
     rows = plan.row_tokens.tolist()
     return PlanRecord(step=plan.step, rows=len(rows), tokens=sum(rows), reply_digest=digest(plan))

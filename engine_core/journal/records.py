@@ -1,6 +1,7 @@
-"""Journal records: one for each call that changes an engine, in order.
+"""Journal records: one for each call that may change the engine, in order.
 
-Replies are not stored, only a digest of each: enough to check that a replay gives the same reply.
+A record holds the arguments of the call, and a digest of the reply. The digest is enough to check
+that a replay gives the same reply.
 """
 
 from __future__ import annotations
@@ -22,143 +23,157 @@ from protocol.model_card import ModelCard
 from protocol.steps import StepResult
 
 FORMAT = 3
-"""Version of the records, of the snapshot in them and of the plans that they digest."""
+"""Version of the format. It covers the records, the snapshot and the plans that are digested."""
 DIGEST_BYTES = 8
 
 
 class JournalRecord(
     msgspec.Struct, frozen=True, tag_field="kind", tag=str.lower, omit_defaults=True, kw_only=True
 ):
-    """Base class. Records are encoded like messages."""
+    """Base class of all records. They are encoded like messages (protocol/wire.py)."""
 
 
-class Began(JournalRecord, frozen=True, kw_only=True):
-    """The first record: what the engine was created from."""
+class StartRecord(JournalRecord, frozen=True, kw_only=True, tag="began"):
+    """The first record of a file: the arguments with which the engine was created."""
 
-    #: `FORMAT` of the release that wrote it.
+    #: `FORMAT` of the release that wrote the file.
     format: int
-    #: Seconds since 1970.
+    #: Time at which the file was started, in seconds since 1970.
     at: float
-    #: Release of Tidegate.
+    #: Version of Tidegate.
     version: str
-    #: Configuration of the engine.
     config: EngineConfig
-    #: The worker's model card.
     model: ModelCard
-    #: Limits that the worker announced.
     limits: Limits
-    #: As in WorkerReady.
+    #: Time of the draft model per token, as a fraction of the main model's; 0: no draft model.
     draft_cost: float
-    #: (tokens, cost), as measured.
+    #: (tokens, cost) of steps, as measured by the worker.
     step_costs: list[tuple[int, float]] = []
     #: Names of the worker's tiers.
     tiers: list[str] = []
-    #: Part of the engine's life. If it is not 1, a snapshot follows.
+    #: Number of the file in the engine's life, from 1 on. If it is not 1, a SnapshotRecord follows.
     part: int = 1
 
 
-class KnownRecord(JournalRecord, frozen=True, kw_only=True, tag="knew"):
-    """All that the engine remembered when this part began."""
+class SnapshotRecord(JournalRecord, frozen=True, kw_only=True, tag="knew"):
+    """The state of the engine when this file was started."""
 
     snapshot: EngineSnapshot
-    #: All grammars that the snapshot refers to, and those being compiled.
+    #: The grammars that the snapshot refers to, including those being compiled.
     grammars: list[Grammar]
 
 
-class Ticked(JournalRecord, frozen=True, kw_only=True):
-    """A tick. `reply_digest` is set if requests missed a deadline."""
+class TickRecord(JournalRecord, frozen=True, kw_only=True, tag="ticked"):
+    """A call of `tick`. `reply_digest` is empty unless requests missed a deadline."""
 
     now: float
     reply_digest: bytes = msgspec.field(name="said", default=b"")
 
 
 class AddRecord(JournalRecord, frozen=True, kw_only=True, tag="added"):
-    """A request. `seeds`: those drawn for it."""
+    """A call of `add`."""
 
     client: bytes
     message: Generate
+    #: The seed that was drawn for the request; empty if none was drawn.
     seeds: list[int]
     reply_digest: bytes = msgspec.field(name="said")
 
 
 class GrammarRecord(JournalRecord, frozen=True, kw_only=True, tag="settled"):
-    """The outcome of a compilation."""
+    """A call of `on_grammar_compiled`. The compiled grammar itself is not stored."""
 
+    #: Digest of the grammar.
     digest: bytes
+    #: The error if the compilation failed.
     error: ErrorInfo | None
     reply_digest: bytes = msgspec.field(name="said")
 
 
 class AbortRecord(JournalRecord, frozen=True, kw_only=True, tag="aborted"):
+    """A call of `abort`."""
+
     client: bytes
     numbers: list[int]
     reply_digest: bytes = msgspec.field(name="said")
 
 
 class AbortByLabelRecord(JournalRecord, frozen=True, kw_only=True, tag="named"):
+    """A call of `abort_by_label`."""
+
     names: list[str]
     reply_digest: bytes = msgspec.field(name="said")
 
 
 class ClientLostRecord(JournalRecord, frozen=True, kw_only=True, tag="dropped"):
+    """A call of `on_client_lost`."""
+
     client: bytes
 
 
-class Drained(JournalRecord, frozen=True, kw_only=True):
-    pass
+class DrainRecord(JournalRecord, frozen=True, kw_only=True, tag="drained"):
+    """A call of `drain`."""
 
 
 class PlanRecord(JournalRecord, frozen=True, kw_only=True, tag="planned"):
-    """A plan; `step` is None if nothing was computed although requests were open.
+    """A call of `plan`.
 
-    `rows` and `tokens` of the step help to explain a difference.
+    A call that returned None is recorded only if the engine was not idle.
     """
 
+    #: Number of the step; None if `plan` returned None or raised.
     step: int | None = None
+    #: Number of rows and of tokens in the step. They make a difference easier to explain.
     rows: int = 0
     tokens: int = 0
     reply_digest: bytes = msgspec.field(name="said", default=b"")
 
 
 class MasksRecord(JournalRecord, frozen=True, kw_only=True, tag="masked"):
+    """A call of `masks` that returned masks."""
+
     reply_digest: bytes = msgspec.field(name="said")
 
 
 class CommitRecord(JournalRecord, frozen=True, kw_only=True, tag="committed"):
+    """A call of `commit`."""
+
     result: StepResult
     elapsed_s: float
     reply_digest: bytes = msgspec.field(name="said")
 
 
 class KVReportRecord(JournalRecord, frozen=True, kw_only=True, tag="heard"):
+    """A call of `on_kv_report`."""
+
     report: KVReport
     reply_digest: bytes = msgspec.field(name="said")
 
 
-class Full(JournalRecord, frozen=True, kw_only=True):
-    """The last record of a file that was full before the next part could begin."""
+class FullRecord(JournalRecord, frozen=True, kw_only=True, tag="full"):
+    """The last record of a file that became full before the next file could be started."""
 
 
 AnyRecord = (
-    Began
-    | KnownRecord
-    | Ticked
+    StartRecord
+    | SnapshotRecord
+    | TickRecord
     | AddRecord
     | GrammarRecord
     | AbortRecord
     | AbortByLabelRecord
     | ClientLostRecord
-    | Drained
+    | DrainRecord
     | PlanRecord
     | MasksRecord
     | CommitRecord
     | KVReportRecord
-    | Full
+    | FullRecord
 )
 
 
 def digest(reply: Any) -> bytes:
-    """Return the digest of a reply: a struct, None, or lists, tuples and dicts of these."""
+    """Return the digest of a reply: a struct, a plain value, or a container of these."""
     hasher = blake2b(digest_size=DIGEST_BYTES)
     for part in _parts(reply):
         hasher.update(len(part).to_bytes(8, "little"))
@@ -167,6 +182,7 @@ def digest(reply: Any) -> bytes:
 
 
 def _parts(reply: Any) -> Iterable[bytes]:
+    """Yield the bytes to hash for a reply."""
     if isinstance(reply, msgspec.Struct):
         for frame in wire.encode(reply):
             yield bytes(frame)

@@ -1,7 +1,7 @@
-"""Replays a journal without a worker, and checks that the engine decides the same.
+"""Replays a journal without a worker, and checks that the engine gives the same replies.
 
-`replay` can turn an incident into a test: it raises ReplayDiffers at the first record with another
-reply.
+`replay` raises ReplayDiffers at the first record with a different reply. So a test can replay the
+journal of an incident.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import cache, partial
 from itertools import count
 
 from engine_core.engine import Engine
-from engine_core.grammar.cache import CompiledGrammar, digest_of
+from engine_core.grammar.cache import CompiledGrammar, grammar_digest
 from engine_core.grammar.compiler import Compiler
 from engine_core.grammar.matcher import MatcherTemplate
 from engine_core.journal.recorder import plan_record
@@ -23,17 +23,17 @@ from engine_core.journal.records import (
     AbortRecord,
     AddRecord,
     AnyRecord,
-    Began,
     ClientLostRecord,
     CommitRecord,
-    Drained,
-    Full,
+    DrainRecord,
+    FullRecord,
     GrammarRecord,
-    KnownRecord,
     KVReportRecord,
     MasksRecord,
     PlanRecord,
-    Ticked,
+    SnapshotRecord,
+    StartRecord,
+    TickRecord,
     digest,
 )
 from engine_core.journal.snapshot import restore_snapshot
@@ -43,7 +43,7 @@ from protocol.stats import EngineStats
 
 
 class ReplayDiffers(Exception):
-    """The engine's reply differs from the recorded one. The message names the record."""
+    """The engine's reply differs from the recorded one. The message has the record's number."""
 
 
 class NoJournal(Exception):
@@ -54,62 +54,69 @@ class NoJournal(Exception):
 class ReplayReport:
     """Summary of a replay."""
 
-    #: The first record.
-    began: Began
+    #: The first record of the journal.
+    start: StartRecord
+    #: Number of replayed records, without `start`.
     num_records: int = 0
+    #: Kind of record -> number of records.
     kinds: Counter[str] = field(default_factory=Counter)
-    #: Of the engine's clock, from the first tick to the last.
+    #: Time from the first tick to the last.
     seconds: float = 0.0
-    #: Of the engine, at the end.
+    #: Statistics of the engine after the last record.
     stats: EngineStats = field(default_factory=EngineStats)
-    #: The journal was full before the engine stopped.
+    #: Whether recording ended because the file was full.
     is_full: bool = False
 
 
 def replay(records: Iterable[AnyRecord], *, checks: bool = False) -> ReplayReport:
     """Replay the records, and return a summary.
 
-    `checks`: check every invariant of slots, blocks and the cache after each record (slow). Raises
-    ReplayDiffers, NoJournal, and whatever the engine raises, as it may have when recorded.
+    With `checks`, check the invariants of slots, blocks and the prefix cache after each record
+    (slow). Raises ReplayDiffers, NoJournal, and any exception of the engine, which may have raised
+    it when it was recorded too.
     """
     remaining = iter(records)
-    began = next(remaining, None)
-    if not isinstance(began, Began):
+    start = next(remaining, None)
+    if not isinstance(start, StartRecord):
         raise NoJournal("not a journal: it does not start with the engine's configuration")
-    if began.format != FORMAT:
-        raise NoJournal(f"the journal has format {began.format}; this release reads {FORMAT}")
-    replayed = _ReplayedEngine(began)
-    done = ReplayReport(began)
+    if start.format != FORMAT:
+        raise NoJournal(f"the journal has format {start.format}; this release reads {FORMAT}")
+    replayed = _ReplayedEngine(start)
+    report = ReplayReport(start)
     first: float | None = None
     for number, record in zip(count(1), remaining, strict=False):
         replayed.apply(number, record)
         if checks:
             replayed.engine.check()
-        done.num_records = number
-        done.kinds[str(type(record).__struct_config__.tag)] += 1
-        done.is_full = isinstance(record, Full)
-        if isinstance(record, Ticked):
+        report.num_records = number
+        report.kinds[str(type(record).__struct_config__.tag)] += 1
+        report.is_full = isinstance(record, FullRecord)
+        if isinstance(record, TickRecord):
             first = record.now if first is None else first
-            done.seconds = record.now - first
-    done.stats = replayed.engine.stats()
-    return done
+            report.seconds = record.now - first
+    report.stats = replayed.engine.stats()
+    return report
 
 
 class _ReplayedEngine:
-    def __init__(self, began: Began) -> None:
+    """An engine to which records are applied."""
+
+    def __init__(self, start: StartRecord) -> None:
+        #: Seeds of the current record.
         self._seeds: list[int] = []
+        #: Digest -> grammar that was to be compiled.
         self._jobs: dict[bytes, Grammar] = {}
-        self._compiler = cache(
-            partial(Compiler, began.model)
-        )  # on demand: some models have no compiler
+        #: Created when it is first needed, because some models have no grammar compiler.
+        self._compiler = cache(partial(Compiler, start.model))
+        #: Time of the last tick.
         self._at = 0.0
         self.engine = Engine(
-            began.config,
-            began.model,
-            began.limits,
-            draft_cost=began.draft_cost,
-            step_costs=began.step_costs,
-            tiers=began.tiers,
+            start.config,
+            start.model,
+            start.limits,
+            draft_cost=start.draft_cost,
+            step_costs=start.step_costs,
+            tiers=start.tiers,
             draw_seed=self._draw,
         )
 
@@ -117,11 +124,12 @@ class _ReplayedEngine:
         return self._seeds.pop(0)
 
     def apply(self, number: int, record: AnyRecord) -> None:
+        """Make the recorded call. Raises ReplayDiffers if the reply differs from the record's."""
         engine = self.engine
         match record:
-            case KnownRecord():
+            case SnapshotRecord():
                 self._restore(record)
-            case Ticked(now=now):
+            case TickRecord(now=now):
                 self._at = now
                 outputs = engine.tick(now)
                 self._compare(number, record, digest(outputs) if outputs else b"")
@@ -138,7 +146,7 @@ class _ReplayedEngine:
                 self._compare(number, record, digest(engine.abort_by_label(names)))
             case ClientLostRecord(client=client):
                 engine.on_client_lost(client)
-            case Drained():
+            case DrainRecord():
                 engine.drain()
             case PlanRecord():
                 self._plan(number, record)
@@ -152,9 +160,12 @@ class _ReplayedEngine:
         self.engine.drain_kv_commands()
         self.engine.freed.clear()
 
-    def _restore(self, record: KnownRecord) -> None:
-        """Restore what the engine remembered when this part began. Raises NoJournal."""
-        self._jobs = {digest_of(grammar): grammar for grammar in record.grammars}
+    def _restore(self, record: SnapshotRecord) -> None:
+        """Restore the state in which the engine was when the file was started.
+
+        Raises NoJournal if the snapshot is damaged.
+        """
+        self._jobs = {grammar_digest(grammar): grammar for grammar in record.grammars}
         try:
             restore_snapshot(self.engine, record.snapshot, cache(self._template))
         except (LookupError, ValueError, WireError) as error:
@@ -165,16 +176,16 @@ class _ReplayedEngine:
 
     def _plan(self, number: int, record: PlanRecord) -> None:
         plan = self.engine.plan()
-        now = PlanRecord() if plan is None else plan_record(plan)
-        if now != record:
+        replayed = PlanRecord() if plan is None else plan_record(plan)
+        if replayed != record:
             raise ReplayDiffers(
-                f"{self._where(number)}: was {_describe(record)}, is {_describe(now)}"
+                f"{self._position(number)}: was {_describe(record)}, is {_describe(replayed)}"
             )
 
     def _compare(
         self,
         number: int,
-        record: Ticked
+        record: TickRecord
         | AddRecord
         | GrammarRecord
         | AbortRecord
@@ -186,9 +197,9 @@ class _ReplayedEngine:
     ) -> None:
         if reply_digest != record.reply_digest:
             kind = str(type(record).__struct_config__.tag)
-            raise ReplayDiffers(f"{self._where(number)}: the reply to {kind!r} differs")
+            raise ReplayDiffers(f"{self._position(number)}: the reply to {kind!r} differs")
 
-    def _where(self, number: int) -> str:
+    def _position(self, number: int) -> str:
         return f"record {number}, at {self._at:.3f} s"
 
     def _compiled(self, record: GrammarRecord) -> CompiledGrammar:

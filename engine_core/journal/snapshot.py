@@ -1,12 +1,14 @@
-"""Snapshot: all that an engine remembers, as plain data, and the way back.
+"""Converts the state of an engine to plain data (`EngineSnapshot`) and back.
 
-It starts every later file of a journal. Shared objects are listed once and referred to by their
-index: requests in `EngineSnapshot.requests`, accounts in `EngineSnapshot.usages`. What follows from
-other data is not stored: a matcher consumes its answer's tokens again, an n-gram index is built
-again, and the parts of the engine get their configuration from `Began`.
+Every file of a journal except the first starts with a snapshot. Shared objects are listed once and
+referred to by their index: requests in `EngineSnapshot.requests`, accounts in
+`EngineSnapshot.usages`. Data that follow from other data are not stored. To restore them, a matcher
+consumes the tokens of its answer again, and an n-gram index is built again. The configuration of
+the engine is in the StartRecord.
 
-A new attribute of the engine or its parts belongs here if a decision depends on it; raise
-`records.FORMAT` then. `tests/unit/test_snapshot.py` lists what is stored, and why the rest is not.
+A new attribute of the engine or its parts must be added here if a decision depends on it. Then
+raise `records.FORMAT`. `tests/unit/test_snapshot.py` lists the stored attributes, and the reasons
+why the others are not stored.
 """
 
 from __future__ import annotations
@@ -47,20 +49,20 @@ from protocol.sampling import SamplingParams
 from protocol.steps import SlotRelease, StepPlan
 
 FindTemplate = Callable[[bytes], MatcherTemplate]
-"""Returns a compiled grammar by its digest."""
+"""A function that returns the compiled grammar with a digest."""
 _PLAN: wire.Decoder[StepPlan] = wire.Decoder(StepPlan)
 
 
 class SnapshotPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base class. A field that is missing or unknown means another version."""
+    """Base class. Decoding fails if a field is missing or unknown, as in another version."""
 
 
 class DraftingSnapshot(SnapshotPart, frozen=True, kw_only=True):
     """A request's `RequestDrafting`."""
 
-    #: Positions in the n-gram index; None: the drafts come from the draft model.
+    #: Number of positions in the n-gram index; None if the drafts come from the draft model.
     num_indexed: int | None
-    #: Known tokens when the draft model proposed `proposed`.
+    #: Number of known tokens when the draft model proposed `proposed`.
     num_known: int
     proposed: list[int]
     tally: AcceptanceTally
@@ -79,16 +81,17 @@ class StageSnapshot(SnapshotPart, frozen=True, kw_only=True):
 
 
 class RequestSnapshot(SnapshotPart, frozen=True, kw_only=True):
-    """A `Request`. Its fields mean the same, unless a comment says otherwise.
+    """A `Request`. Its fields have the same meaning, except for those with a comment.
 
-    Fields that only a cluster uses are left out, because a cluster's engine has no journal.
+    Fields that are used only in a cluster are left out, because an engine of a cluster has no
+    journal.
     """
 
     client: bytes
     number: int
     order: int
     namespace: str
-    #: As int32, little-endian.
+    #: The tokens as little-endian int32.
     tokens: bytes
     prompt_tokens: int
     params: SamplingParams
@@ -120,7 +123,7 @@ class RequestSnapshot(SnapshotPart, frozen=True, kw_only=True):
     num_preemptions: int
     prompt_logprobs: list[TokenLogprobs]
     grammar: bytes | None
-    #: The matcher exists. It has consumed all tokens after the prompt.
+    #: Whether the request has a matcher. If so, the matcher has consumed all tokens of the answer.
     has_matcher: bool
     labels: tuple[str, ...]
     account: Account | None
@@ -133,9 +136,9 @@ class RequestSnapshot(SnapshotPart, frozen=True, kw_only=True):
 class StepSnapshot(SnapshotPart, frozen=True, kw_only=True):
     """An `InflightStep`."""
 
-    #: A StepPlan, as the frames of its message.
+    #: The frames of the StepPlan.
     plan: list[bytes]
-    #: (request, number of positions).
+    #: (index of the request, number of positions) of each row.
     rows: list[tuple[int, int]]
     needs_masks: bool
     num_requested_drafts: int
@@ -148,16 +151,16 @@ class AdmissionSnapshot(SnapshotPart, frozen=True, kw_only=True):
     num_accepted: int
     num_refused: int
     order: int
-    #: Not fetched by the compiler yet.
+    #: Grammars that the loop has not fetched to compile.
     jobs: list[CompileJob]
     #: Digests of the compiled grammars, least recently used first.
     templates: list[bytes]
-    #: Digest of a grammar in compilation -> requests that wait for it.
+    #: Digest of a grammar being compiled -> indexes of the requests that wait for it.
     waiters: dict[bytes, list[int]]
 
 
 class FairShareSnapshot(SnapshotPart, frozen=True, kw_only=True):
-    """The `FairShare`. Accounts are indexes in `EngineSnapshot.usages`."""
+    """The `FairShare`. Accounts are given by their indexes in `EngineSnapshot.usages`."""
 
     level: float
     last: int | None
@@ -167,11 +170,14 @@ class FairShareSnapshot(SnapshotPart, frozen=True, kw_only=True):
 
 
 class SchedulerSnapshot(SnapshotPart, frozen=True, kw_only=True):
-    """The `Scheduler` and its slots. Requests are indexes in `EngineSnapshot.requests`."""
+    """The `Scheduler` and its slots.
+
+    Requests are given by their indexes in `EngineSnapshot.requests`.
+    """
 
     running: list[int]
     unbound: list[int]
-    #: By account.
+    #: Account by account, each account's requests by rank.
     waiting: list[int]
     blocked_newcomer: int | None
     has_paused_decodes: bool
@@ -184,7 +190,7 @@ class BlockSnapshot(SnapshotPart, frozen=True, kw_only=True):
     """The `BlockPool` and its `PrefixCache`."""
 
     holders: list[int]
-    #: In order of allocation.
+    #: Free blocks in the order in which they will be allocated.
     free: list[int]
     #: Block -> hash of its content.
     cached: dict[int, bytes]
@@ -192,7 +198,7 @@ class BlockSnapshot(SnapshotPart, frozen=True, kw_only=True):
 
 
 class FetchSnapshot(SnapshotPart, frozen=True, kw_only=True):
-    """A `Fetch` without a report."""
+    """A `Fetch` that the worker has not reported on."""
 
     job: int
     request: int
@@ -202,7 +208,10 @@ class FetchSnapshot(SnapshotPart, frozen=True, kw_only=True):
 
 
 class KVSnapshot(SnapshotPart, frozen=True, kw_only=True):
-    """The `Fetches` and the `TierIndex`. Leases exist only in a cluster, which has no journal."""
+    """The `Fetches` and the `TierIndex`.
+
+    There are no leases, because an engine of a cluster has no journal.
+    """
 
     fetches: list[FetchSnapshot]
     last_job: int
@@ -222,7 +231,7 @@ class SpeculationSnapshot(SnapshotPart, frozen=True, kw_only=True):
 
 
 class EngineSnapshot(SnapshotPart, frozen=True, kw_only=True):
-    """The `Engine`. Requests elsewhere are indexes in `requests`."""
+    """The state of an `Engine`. The parts refer to requests by their indexes in `requests`."""
 
     #: The engine's clock.
     now: float
@@ -236,23 +245,23 @@ class EngineSnapshot(SnapshotPart, frozen=True, kw_only=True):
     timeouts: dict[str, int]
     #: Known tokens of the requests admitted since the last commit.
     num_admitted_tokens: int
-    #: Open requests in order of arrival, then ended ones that still own something.
+    #: Open requests in order of arrival, then ended requests that still own slot and blocks.
     requests: list[RequestSnapshot]
     #: How many of `requests` are open.
     num_open: int
-    #: Each account that is still referred to.
+    #: The accounts that other parts refer to.
     usages: list[AccountUsage]
-    #: Ended requests that are in a step in flight.
+    #: Indexes of the ended requests that are in a step in flight.
     ended_in_flight: list[int]
-    #: Oldest first.
+    #: Steps in flight, oldest first.
     inflight: list[StepSnapshot]
-    #: Account -> its rate limits.
+    #: Account -> its token buckets.
     buckets: dict[str, AccountBuckets]
     #: Measured rates.
     throughput: Throughput
-    #: Counters, and grammars in compilation.
+    #: Counters, and the grammars that are compiled or being compiled.
     admission: AdmissionSnapshot
-    #: Service of the accounts.
+    #: The order between accounts.
     fair_share: FairShareSnapshot
     #: Running and waiting requests, and slots.
     scheduler: SchedulerSnapshot
@@ -260,12 +269,12 @@ class EngineSnapshot(SnapshotPart, frozen=True, kw_only=True):
     blocks: BlockSnapshot
     #: Fetches, and the contents of the tiers.
     kv: KVSnapshot
-    #: Measured worth of drafts.
+    #: Measured overhead and acceptance of drafts.
     speculation: SpeculationSnapshot
 
 
 CONVERTED = {"tokens", "account_usage", "has_matcher", "drafting", "stage_timer"}
-"""Fields of `RequestSnapshot` that differ from the request's own."""
+"""Fields of `RequestSnapshot` whose values are converted. The others are copied."""
 COPIED = [name for name in RequestSnapshot.__struct_fields__ if name not in CONVERTED]
 
 
@@ -273,9 +282,10 @@ COPIED = [name for name in RequestSnapshot.__struct_fields__ if name not in CONV
 
 
 def take_snapshot(engine: Engine) -> EngineSnapshot:
-    """Return a snapshot between two turns of the loop. O(requests + blocks).
+    """Return a snapshot of the engine, in O(requests + blocks).
 
-    It shares mutable objects with the engine, so encode it before the engine's next call.
+    Call it between two turns of the loop. The snapshot shares mutable objects with the engine, so
+    it must be encoded before the next call of the engine.
     """
     scheduler, fetches = engine.scheduler, engine.kv_transfers.fetches
     held = [*scheduler.running, *scheduler.unbound]
@@ -377,14 +387,14 @@ def _from_admission(admission: Admission, requests: dict[Request, int]) -> Admis
         order=admission._order,
         jobs=admission._grammars.jobs,
         templates=list(admission.templates),
-        waiters={digest: [requests[each] for each in waiting] for digest, waiting in waiters},
+        waiters={digest: [requests[request] for request in waiting] for digest, waiting in waiters},
     )
 
 
 def _from_scheduler(scheduler: Scheduler, requests: dict[Request, int]) -> SchedulerSnapshot:
     newcomer = scheduler._blocked_newcomer
     if newcomer is not None and newcomer not in scheduler.waiting:
-        newcomer = None  # the scheduler ignores it
+        newcomer = None  # it does not wait any more, so the scheduler would ignore it
     return SchedulerSnapshot(
         running=[requests[request] for request in scheduler.running],
         unbound=[requests[request] for request in scheduler.unbound],
@@ -420,9 +430,11 @@ def _from_fetch(fetch: Fetch, requests: dict[Request, int]) -> FetchSnapshot:
 
 
 def restore_snapshot(engine: Engine, snapshot: EngineSnapshot, find: FindTemplate) -> None:
-    """Give a new engine what the snapshot holds. The snapshot must not be used again.
+    """Restore the state of the snapshot in a new engine.
 
-    Raises LookupError or ValueError if the snapshot contradicts itself.
+    The engine takes over the mutable objects of the snapshot, so the snapshot must not be used
+    again. `find` returns compiled grammars. Raises LookupError or ValueError if the snapshot is
+    inconsistent.
     """
     engine._clock.now = engine._accounts.now = engine.kv_transfers._now = snapshot.now
     engine._step = snapshot.step
@@ -431,7 +443,7 @@ def restore_snapshot(engine: Engine, snapshot: EngineSnapshot, find: FindTemplat
     engine._timeouts = Counter(snapshot.timeouts)
     engine._num_admitted_tokens = snapshot.num_admitted_tokens
     engine._accounts._buckets = snapshot.buckets
-    for field in fields(Throughput):  # shared by several parts, so it stays the same object
+    for field in fields(Throughput):  # copied, because several parts share the engine's object
         setattr(engine.throughput, field.name, getattr(snapshot.throughput, field.name))
     speculation = engine._speculation
     speculation.overhead._times = snapshot.speculation.overhead

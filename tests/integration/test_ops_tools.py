@@ -220,7 +220,7 @@ def test_a_journal_of_an_engine_that_was_killed_is_replayed(
 def test_a_directory_without_a_journal_is_refused(tmp_path: Path) -> None:
     done = replay(tmp_path)
     assert done.returncode == 2
-    assert done.stderr == f"tidegate: {tmp_path} holds no journal (*.journal)\n"
+    assert done.stderr == f"tidegate: {tmp_path} contains no journal (*.journal)\n"
 
 
 def replay(path: Path) -> subprocess.CompletedProcess[str]:

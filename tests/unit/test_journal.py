@@ -15,11 +15,11 @@ from engine_core.journal.file import KEPT_FILES, Writer, read
 from engine_core.journal.recorder import RecordedEngine
 from engine_core.journal.records import (
     AnyRecord,
-    Began,
     CommitRecord,
-    KnownRecord,
     PlanRecord,
-    Ticked,
+    SnapshotRecord,
+    StartRecord,
+    TickRecord,
 )
 from engine_core.journal.replay import NoJournal, ReplayDiffers, replay
 from protocol.arrays import Int32
@@ -153,10 +153,12 @@ def test_a_part_may_begin_at_any_moment_and_replays_by_itself(
 ) -> None:
     """Whatever is open then: answers in grammars, drafts, steps that are out, fetches."""
     monkeypatch.setattr("engine_core.journal.file.KEPT_FILES", 1000)
-    monkeypatch.setattr("engine_core.journal.file.SPARE", 1)  # a file is nearly full at once
+    monkeypatch.setattr(
+        "engine_core.journal.file.SPARE_DIVISOR", 1
+    )  # a file is nearly full at once
     bench, _ = stormy(seed, journals, length=60, tiers=tiers)
     told = [replay(read(path), checks=True) for path in parts(journals)]
-    assert [done.began.part for done in told] == list(range(1, 62))
+    assert [done.start.part for done in told] == list(range(1, 62))
     assert sum(done.kinds["committed"] for done in told) == told[-1].stats.num_steps > 5
     assert told[-1].stats == bench.engine.stats()
 
@@ -165,7 +167,7 @@ def test_an_answer_is_where_it_was_in_its_grammar(
     journals: Journals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("engine_core.journal.file.KEPT_FILES", 1000)
-    monkeypatch.setattr("engine_core.journal.file.SPARE", 1)
+    monkeypatch.setattr("engine_core.journal.file.SPARE_DIVISOR", 1)
     bench = Bench(steps_in_flight=2)
     journals.of(bench)
     number = bench.add([5, 6, 7], grammar=ChoiceGrammar(choices=["abcdefgh", "abcdxyzw"]))
@@ -205,8 +207,8 @@ def test_a_long_life_is_bounded_the_oldest_part_goes_and_the_rest_replays(
     assert not first.exists()
     assert all(path.stat().st_size <= 1 << 15 for path in found)
     told = [replay(read(path)) for path in found]
-    assert [done.began.part for done in told] == [
-        *range(told[0].began.part, told[-1].began.part + 1)
+    assert [done.start.part for done in told] == [
+        *range(told[0].start.part, told[-1].start.part + 1)
     ]
     assert not any(done.is_full for done in told)
     assert told[-1].stats == bench.engine.stats()
@@ -232,13 +234,13 @@ def test_an_engine_whose_snapshot_exceeds_half_a_file_continues_without_a_journa
     for now in range(200):
         busy(bench, float(now))
     first, second = parts(journals)
-    assert replay(read(first)).began.part == 1
+    assert replay(read(first)).start.part == 1
     assert second.stat().st_size <= (1 << 13) + 100
 
 
 def second_part(journals: Journals, monkeypatch: pytest.MonkeyPatch) -> list[AnyRecord]:
     """The records of a part that starts with a snapshot of one open request."""
-    monkeypatch.setattr("engine_core.journal.file.SPARE", 1)
+    monkeypatch.setattr("engine_core.journal.file.SPARE_DIVISOR", 1)
     bench = Bench()
     journals.of(bench)
     bench.add([5, 6, 7], max_tokens=4)
@@ -255,14 +257,14 @@ def test_a_snapshot_of_an_engine_with_another_attribute_is_refused(
     changed = data["snapshot"] if part == "the engine" else data["snapshot"]["scheduler"]
     changed["of_old"] = 1
     with pytest.raises(msgspec.ValidationError, match="unknown field `of_old`"):
-        msgspec.msgpack.decode(msgspec.msgpack.encode(data), type=KnownRecord)
+        msgspec.msgpack.decode(msgspec.msgpack.encode(data), type=SnapshotRecord)
 
 
 def test_a_snapshot_that_contradicts_itself_is_refused(
     journals: Journals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     began, known, *rest = second_part(journals, monkeypatch)
-    assert isinstance(known, KnownRecord)
+    assert isinstance(known, SnapshotRecord)
     replay([began, known, *rest])
     wrong = replace(known.snapshot, ended_in_flight=[7])
     with pytest.raises(NoJournal, match="the snapshot in this journal is damaged"):
@@ -271,7 +273,7 @@ def test_a_snapshot_that_contradicts_itself_is_refused(
 
 def test_a_journal_of_another_format_is_refused(journals: Journals) -> None:
     _, (began, *rest) = small(journals)
-    assert isinstance(began, Began)
+    assert isinstance(began, StartRecord)
     with pytest.raises(NoJournal, match="has format 2; this release reads 3"):
         replay([replace(began, format=2), *rest])
 
@@ -282,8 +284,8 @@ def test_an_idle_engines_clock_is_written_when_it_matters(journals: Journals) ->
     for now in range(100):
         bench.engine.tick(float(now))
     bench.add([5, 6], max_tokens=1, ignore_eos=True)
-    kinds = [record for record in read(path) if not isinstance(record, Began)]
-    assert [record for record in kinds if isinstance(record, Ticked)] == [Ticked(now=99.0)]
+    kinds = [record for record in read(path) if not isinstance(record, StartRecord)]
+    assert [record for record in kinds if isinstance(record, TickRecord)] == [TickRecord(now=99.0)]
 
 
 def test_a_journal_is_private_and_the_oldest_files_are_deleted(
