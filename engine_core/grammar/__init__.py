@@ -1,8 +1,10 @@
 """Grammars: from the client's constraint to the token mask of each step.
 
-`cache.py` is pure and part of the engine: compiled grammars, and the requests that wait for one.
-`source.py` writes a grammar in llguidance's language, `compiler.py` compiles it, and `service.py`
-runs the compiler in threads beside the loop. `matcher.py` and `masks.py` follow each answer.
+- cache: compiled grammars, and the requests that wait for one; part of the pure engine
+- source, lark, markers: write a grammar in llguidance's language
+- compiler, probe: compile a grammar, and check that it can be enforced
+- service: runs the compiler in threads beside the loop
+- matcher, thinking_budget, masks: the state of each answer, and the masks that follow from it
 
-Only the service's threads import llguidance, so it does not delay the start.
+llguidance is imported only in the service's threads, so it does not delay the start of the engine.
 """

@@ -1,7 +1,8 @@
-"""Grammar -> MatcherTemplate, with llguidance, and with limits on the cost of one grammar.
+"""Compiles a grammar to a MatcherTemplate with llguidance, within limits on its cost.
 
-A grammar that cannot be enforced exactly is refused: on an error, a warning, or if a short walk
-(`probe.py`) reaches a dead end or a limit. An answer is never silently left unconstrained.
+A grammar that cannot be enforced exactly is refused, so an answer is never silently left
+unconstrained. It is refused if llguidance reports an error or a warning, or if a random walk
+(probe.py) reaches a dead end or a limit.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from engine_core.grammar.markers import added_tokens, with_markers_special
 from engine_core.grammar.matcher import MatcherTemplate, explain
 from engine_core.grammar.probe import GrammarProbe
-from engine_core.grammar.source import invalid, write
+from engine_core.grammar.source import invalid, write_grammar
 from engine_core.grammar.thinking_budget import spelling
 from protocol.errors import InvalidRequest
 from protocol.grammar import Body, Grammar
@@ -28,7 +29,7 @@ LIMITS = LLParserLimits(
 class Compiler:
     """The grammar compiler of one model.
 
-    Construction takes a few tenths of a second and holds the GIL.
+    Creating it takes a few tenths of a second, during which the GIL is held.
     """
 
     def __init__(self, model: ModelCard) -> None:
@@ -46,10 +47,11 @@ class Compiler:
         self._spelling = spelling(self._tokenizer, self._markers)
 
     def compile(self, grammar: Grammar) -> MatcherTemplate:
-        """Compile a grammar. Raises InvalidRequest.
+        """Compile a grammar. Raises InvalidRequest if it cannot be enforced.
 
-        It takes milliseconds, or seconds for huge schemas, mostly without the GIL, and needs a deep
-        stack. Thinking before the body doubles the time, and so do calls as an alternative to it.
+        Compiling takes milliseconds, or seconds for huge schemas, mostly without the GIL. It needs
+        a large stack. If the grammar has thinking or calls beside its body, the time doubles,
+        because its parts are compiled separately too.
         """
         inner = None
         if grammar.body is not None:
@@ -59,10 +61,10 @@ class Compiler:
         return MatcherTemplate(inner, (budget, self._spelling) if budget is not None else None)
 
     def _check_parts(self, grammar: Grammar, body: Body) -> None:
-        """Refuse a body or calls that are wrong by themselves.
+        """Raise InvalidRequest if the body or the calls, compiled separately, are wrong.
 
-        Inside the whole grammar, an error after the thinking would be found too late, and an error
-        in one alternative not at all.
+        Compiling the whole grammar is not enough. It finds an error after the thinking only when an
+        answer gets there, and an error in one of two alternatives not at all.
         """
         if grammar.thinking is not None or grammar.calls is not None:
             self._compile(Grammar(body=body))
@@ -75,7 +77,7 @@ class Compiler:
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
         inner = LLMatcher(
-            self._tokenizer, write(grammar, self._markers), log_level=0, limits=LIMITS
+            self._tokenizer, write_grammar(grammar, self._markers), log_level=0, limits=LIMITS
         )
         if inner.is_error():
             raise invalid(explain(inner))

@@ -1,7 +1,7 @@
-"""llguidance's Lark dialect: items for texts, markers and free text, and our rules written in it.
+"""Writes texts, markers and our grammar rules in llguidance's Lark dialect.
 
-Plain text from a client or a format becomes a regular expression in which every special character
-is escaped by its code point, so no text can be read as syntax.
+Plain text from a client or a format becomes a regular expression. Every character except ASCII
+letters and digits is written as its code point, so no text can be read as syntax.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from protocol.grammar import (
 )
 
 ANY_TEXT = "(?s:.*)"
-"""Any text; it never includes a marker."""
+"""Regular expression for any text. It never matches a marker."""
 EMPTY = '""'
 
 Speller = Callable[[str], str]
+"""A function that writes a text, in which markers are spelled out, as Lark items."""
 
 
 def speller(markers: Markers) -> Speller:
-    """Return a function that writes a text as Lark items: marker ids and literals."""
+    """Return a function that writes a text as Lark items: ids of markers, and literals between."""
     divide = divider(markers)
 
     def spell(text: str) -> str:
@@ -53,27 +54,31 @@ def _escaped(sign: str) -> str:
 
 
 def regex(pattern: str) -> str:
-    """Return a Lark item for text that `pattern` matches as a whole."""
+    """Return a Lark item for a text that `pattern` matches completely."""
     return f"/{regex_to_lark(pattern)}/"
 
 
 def any_of(items: Iterable[str]) -> str:
+    """Return the alternative of these items, without parentheses."""
     return " | ".join(items)
 
 
 def up_to(rule: str, end: str, spell: Speller, pattern: str = ANY_TEXT) -> list[str]:
-    """Return the lines of `rule`: text matching `pattern`, then the first occurrence of `end`."""
+    """Return the Lark lines of a rule: text that matches `pattern`, up to the first `end`.
+
+    The rule includes `end`, which starts with a marker or is plain text.
+    """
     text = regex(pattern)
-    first, _, others = spell(end).partition(" ")
+    first, _, rest = spell(end).partition(" ")
     if first.startswith("<"):
-        return [f"{rule}: {text} {first} {others}"]
-    return [f"{rule}: {rule}-text {others}", f"{rule}-text[suffix={first}]: {text}"]
+        return [f"{rule}: {text} {first} {rest}"]
+    return [f"{rule}: {rule}-text {rest}", f"{rule}-text[suffix={first}]: {text}"]
 
 
-def lines_of(rules: Rules, schemas: Mapping[str, str], spell: Speller) -> list[str]:
+def rule_lines(rules: Rules, schemas: Mapping[str, str], spell: Speller) -> list[str]:
     """Return the Lark lines of `rules`.
 
-    `schemas`: the rules' name of a schema -> the name of its grammar in the list.
+    `schemas` maps the name of a schema in `rules` to the name of its grammar in llguidance's list.
     """
     writer = _RuleWriter(spell, {name: f"rule-{n}" for n, name in enumerate(rules.rules)}, schemas)
     lines = [f"start: {writer.item(rules.start)}"]
@@ -82,22 +87,21 @@ def lines_of(rules: Rules, schemas: Mapping[str, str], spell: Speller) -> list[s
 
 
 class _RuleWriter:
-    """Writes forms as Lark items.
-
-    - names: our name of each rule
-    - lines: extra rules that items needed
-    """
+    """Writes forms as Lark items."""
 
     def __init__(
         self, spell: Speller, names: Mapping[str, str], schemas: Mapping[str, str]
     ) -> None:
+        #: Name of a rule in `Rules` -> its name in Lark.
         self.names = names
+        #: Additional Lark rules that the written items refer to.
         self.lines: list[str] = []
         self._spell = spell
         self._schemas = schemas
         self._until_rules: dict[Until, str] = {}
 
     def item(self, form: Form) -> str:
+        """Return the Lark item for `form`."""
         match form:
             case LiteralForm(text):
                 return self._spell(text) or EMPTY
@@ -117,6 +121,7 @@ class _RuleWriter:
                 return f"({self.item(item)}){_times(least, most)}"
 
     def _until(self, form: Until) -> str:
+        """Return the name of a rule for `form`. Equal forms share one rule."""
         if form not in self._until_rules:
             name = self._until_rules[form] = f"until-{len(self._until_rules)}"
             self.lines += up_to(name, form.end, self._spell, form.pattern)
@@ -124,6 +129,7 @@ class _RuleWriter:
 
 
 def _times(least: int, most: int | None) -> str:
+    """Return the Lark suffix for `least` to `most` repetitions."""
     if most is None and least < 2:
         return "+" if least else "*"
     return f"{{{least},{'' if most is None else most}}}"

@@ -1,9 +1,9 @@
-"""A model's markers: added tokens that are not text, found by their spelling.
+"""A model's markers: added tokens of its tokenizer that are not text.
 
-llguidance treats an added token as a marker if its tokenizer calls it special, or if it is spelled
-<like this>. Such a token is possible only where a grammar names it. Some tokenizers add other
-markers ("[TOOL_CALLS]") without calling them special. This file corrects that, so that a marker is
-never text for us either.
+llguidance treats an added token as a marker if the tokenizer marks it as special, or if it is
+spelled <like this>. A marker is possible only if the grammar names it; it is never part of a text.
+Some tokenizers add other markers, such as "[TOOL_CALLS]", without marking them as special. This
+file marks these as special too.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from typing import Any
 import msgspec
 
 Markers = Mapping[str, int]
-"""Spelling of a marker -> its token id."""
-
-
+"""Maps the spelling of a marker to its token id."""
 Divider = Callable[[str], list[str]]
+"""A function that splits a text at its markers. The markers are at the odd indexes of the list."""
 
 
 class AddedToken(msgspec.Struct):
@@ -32,15 +31,15 @@ class _Tokenizer(msgspec.Struct):
 
 
 def added_tokens(tokenizer: bytes) -> list[AddedToken]:
-    """Return the added tokens of a tokenizer.json.
+    """Return the added tokens of a tokenizer, given as the bytes of its tokenizer.json.
 
-    Raises msgspec.MsgspecError if it is malformed.
+    Raises msgspec.MsgspecError if the file is malformed.
     """
     return msgspec.json.decode(tokenizer, type=_Tokenizer).added_tokens
 
 
 def with_markers_special(tokenizer: bytes) -> bytes:
-    """Return the tokenizer with every marker among its added tokens marked as special."""
+    """Return the tokenizer.json with all markers among its added tokens marked as special."""
     missing = [token for token in added_tokens(tokenizer) if _is_missed_marker(token)]
     if not missing:
         return tokenizer
@@ -71,7 +70,7 @@ def is_marker(text: str) -> bool:
 
 
 def divider(markers: Markers) -> Divider:
-    """Return a function that splits a text at its markers, which end up at the odd indexes."""
+    """Return the divider for these markers. If several match at one place, the longest wins."""
     longest_first = sorted(markers, key=len, reverse=True)
     pattern = "|".join(map(re.escape, longest_first)) or r"(?!)"
     return re.compile(f"({pattern})").split

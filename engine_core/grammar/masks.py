@@ -1,4 +1,4 @@
-"""Token masks of one step: the tokens that each constrained row may sample."""
+"""Computes the token masks of one step: bit masks of the tokens that grammars and budgets allow."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from protocol.arrays import Int32
 WORD_BYTES = 4
 
 
-def fill(matchers: Sequence[Matcher | None], vocab_size: int) -> Int32:
+def compute_masks(matchers: Sequence[Matcher | None], vocab_size: int) -> Int32:
     """Return the masks [N, ceil(vocab_size / 32)], one row per matcher.
 
-    A row takes tens of microseconds, without the GIL. A matcher of None allows every token. A
-    matcher that fails allows none, so only its own row fails; its `error` gives the reason.
+    Bit t % 32 of word t // 32 is token t. None instead of a matcher allows every token. A matcher
+    that fails allows no token, so its row of the step fails, and its `error` gives the reason. A
+    row takes tens of microseconds, during which the GIL is released.
     """
     row_bytes = -(-vocab_size // 32) * WORD_BYTES
     bits = array("i", bytes(row_bytes * len(matchers)))
@@ -26,14 +27,17 @@ def fill(matchers: Sequence[Matcher | None], vocab_size: int) -> Int32:
         if matcher is None:
             rows[start : start + row_bytes] = b"\xff" * row_bytes
             continue
-        matcher.fill(address + start, row_bytes)
+        matcher.write_mask(address + start, row_bytes)
         if matcher.forced is not None:
             _leave_only(rows[start : start + row_bytes], matcher.forced, always=matcher.is_free)
     return Int32(bits, (len(matchers), row_bytes // WORD_BYTES))
 
 
 def _leave_only(bits: memoryview, token: int, *, always: bool) -> None:
-    """Clear all bits except `token`'s, if the grammar admits it or `always` is true."""
+    """Clear all bits except that of `token`.
+
+    If the bit of `token` is not set, nothing is cleared unless `always` is true.
+    """
     place, bit = token >> 3, 1 << (token & 7)
     if always or bits[place] & bit:
         bits[:] = bytes(len(bits))

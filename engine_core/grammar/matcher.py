@@ -1,9 +1,11 @@
 """Matcher: the state of one answer in its grammar and in its thinking budget.
 
-llguidance never raises; it stores an error. Callers therefore check `error` after each call.
+If llguidance fails, it stores an error instead of raising it. Callers therefore check `error` after
+each call.
 
-A `MatcherTemplate` is a compiled grammar before its first token. Each request starts with a copy.
-Copies share what llguidance has computed about the vocabulary, so only the first use is slow.
+A `MatcherTemplate` is a compiled grammar before its first token. Each request starts with a copy of
+it. Copies share the data that llguidance has computed about the vocabulary, so only the first use
+of a grammar is slow.
 """
 
 from __future__ import annotations
@@ -24,10 +26,10 @@ WRONG_TOKEN = "doesn't satisfy the grammar"
 
 
 class Matcher:
-    """The state of one answer. Only the engine advances it, one token at a time.
+    """The state of one answer. The engine advances it by each committed token.
 
-    - inner: None if the text is free
-    - budget_tracker: None if thinking is not limited
+    - inner: llguidance's state; None if there is no grammar
+    - budget_tracker: state of the thinking budget; None if thinking is not limited
     """
 
     def __init__(
@@ -38,14 +40,17 @@ class Matcher:
 
     @property
     def error(self) -> str | None:
-        """The error, which is permanent: a limit was reached, or a token was not admitted."""
+        """llguidance's error message, or None.
+
+        An error is permanent. A limit was reached, or a consumed token was not admitted.
+        """
         return explain(self._inner) if self._inner and self._inner.is_error() else None
 
     @property
     def was_given_wrong_token(self) -> bool:
-        """Whether it consumed a token that it does not admit.
+        """Whether `error` is about a consumed token that the grammar does not admit.
 
-        Any other error is the grammar's own.
+        The cause of any other error is the grammar itself.
         """
         return WRONG_TOKEN in (self.error or "")
 
@@ -62,16 +67,15 @@ class Matcher:
 
     @property
     def forced(self) -> int | None:
-        """The only token that the budget allows; None if it allows all.
+        """The only token that the thinking budget allows next; None if it allows all tokens.
 
-        If the grammar does not admit it yet, the grammar takes precedence: a character, say, must
-        be completed first.
+        If the grammar does not admit this token, the grammar takes precedence.
         """
         return self._budget_tracker.forced if self._budget_tracker else None
 
     @property
     def is_free(self) -> bool:
-        """Whether there is no grammar, only a budget."""
+        """Whether there is no grammar. There may be a thinking budget."""
         return self._inner is None
 
     def consume(self, token: int) -> None:
@@ -82,19 +86,20 @@ class Matcher:
             self._inner.consume_token(token)
 
     def forced_tokens(self, max_tokens: int) -> list[int]:
-        """Return the next tokens as far as only one text is possible, in its usual tokenization.
+        """Return the tokens of the text that must come next, at most `max_tokens`.
 
-        Other tokens may spell the same text, so these are only likely drafts.
+        They are empty if more than one text is possible. They are the usual tokens of the text, but
+        other tokens may spell the same text. So they are good drafts, but not certain.
         """
         if self.forced is not None:
             return [self.forced]
         return self._inner.compute_ff_tokens()[:max_tokens] if self._inner is not None else []
 
     def admitted_prefix(self, drafts: Sequence[int]) -> list[int]:
-        """Return the longest prefix of `drafts` the grammar admits.
+        """Return the longest prefix of `drafts` that the matcher admits.
 
-        It stops before a token that would complete the answer, because nothing is sampled after
-        that.
+        The prefix ends before a token that would complete the answer, because nothing is sampled
+        after such a token.
         """
         walker, kept = self._copy(), []
         for draft in drafts:
@@ -115,14 +120,15 @@ class Matcher:
             yield walker
 
     def update_error(self) -> None:
-        """Compute a mask, so that `error` is set if that fails.
+        """Compute a mask, which sets `error` if the mask cannot be computed.
 
-        A copy may have reached this state first.
+        If the mask was computed by a copy of this matcher (`walk`), only the copy has the error.
         """
         if self._inner is not None and not self._inner.is_error():
             self._inner.compute_bitmask()
 
     def _admits(self, token: int) -> bool:
+        """Whether `token` may follow, by the grammar and the budget."""
         inner, forced = self._inner, self.forced
         if inner is None:
             return forced is None or token == forced
@@ -134,8 +140,11 @@ class Matcher:
         inner = self._inner.deep_copy() if self._inner is not None else None
         return Matcher(inner, copy(self._budget_tracker))
 
-    def fill(self, address: int, num_bytes: int) -> None:
-        """Write the bit mask of admitted tokens to `address`. Check `error` afterwards."""
+    def write_mask(self, address: int, num_bytes: int) -> None:
+        """Write the bit mask of the tokens that the grammar admits to `address`.
+
+        Without a grammar, nothing is written. Check `error` afterwards.
+        """
         if self._inner is not None:
             self._inner.unsafe_compute_mask_ptr(address, num_bytes)
 
@@ -143,8 +152,8 @@ class Matcher:
 class MatcherTemplate:
     """A compiled grammar before its first token.
 
-    - inner: None if the text is free
-    - budget: None if thinking is not limited, else with the spelling of its markers
+    - inner: llguidance's state; None if there is no grammar
+    - budget: the thinking budget and the spelling of its markers; None if thinking is not limited
     """
 
     def __init__(
@@ -154,12 +163,13 @@ class MatcherTemplate:
         self._budget = budget
 
     def start(self) -> Matcher:
+        """Return a matcher for a new answer."""
         inner = self._inner.deep_copy() if self._inner is not None else None
         return Matcher(inner, ThinkingBudgetTracker(*self._budget) if self._budget else None)
 
 
 def explain(inner: LLMatcher) -> str:
-    """Return llguidance's message without its traces, quotations and advice."""
+    """Return llguidance's error message, without backtraces, quoted source and advice."""
     message = inner.get_error().partition("<backtrace>")[0].partition("<non-verbose/>")[0]
     if message.startswith("panic"):
         return "the grammar is too large"

@@ -1,11 +1,12 @@
-"""Probe of a compiled grammar: a few random walks that find faults before an answer meets them.
+"""Probe of a compiled grammar: random walks that find faults before an answer does.
 
-llguidance computes what may follow only when an answer gets there. A grammar that exceeds its
-limits, or that no text satisfies, may therefore fail late. A few random walks, with fixed seeds,
-find most of these faults at once. They prefer JSON's punctuation, which leads from one part of a
-schema to the next; the inside of a string is like its beginning.
+llguidance computes the tokens that may follow only when an answer gets to that point. So a grammar
+that exceeds the limits, or that no text satisfies, may fail in the middle of an answer. A few
+random walks with fixed seeds find most of these faults at once. They prefer the punctuation of
+JSON, which leads quickly from one part of a schema to the next. Random letters would mostly extend
+one string.
 
-A fault that they miss ends the answer with an error (`row_results.py`).
+If the walks miss a fault, it ends the answer with an error (row_results.py).
 """
 
 from __future__ import annotations
@@ -16,30 +17,31 @@ from time import perf_counter
 
 from llguidance import LLMatcher, LLTokenizer
 
-from engine_core.grammar.masks import fill
+from engine_core.grammar.masks import compute_masks
 from engine_core.grammar.matcher import Matcher, explain
 
 NUM_WALKS = 8
 NUM_STEPS = 24
 MAX_S = 0.25
-"""For all walks together; a step of the largest grammars takes about 30 ms."""
-SIGNS = (b'{"', b'["', b'":', b'"', b":", b",", b"{", b"[", b"}", b"]", b"0", b"null")
+"""Time limit of all walks together. A step of the largest grammars takes about 30 ms."""
+PUNCTUATION = (b'{"', b'["', b'":', b'"', b":", b",", b"{", b"[", b"}", b"]", b"0", b"null")
 PREFERENCE = 0.8
+"""Probability of choosing punctuation if it is allowed."""
 DEAD_END = "NoExtensionBias"
-"""Part of llguidance's message if nothing can follow but something must."""
-_SOME_BIT = re.compile(rb"[^\0]")
+"""Part of llguidance's message if no token can follow, although the text is not complete."""
+_NONZERO_BYTE = re.compile(rb"[^\0]")
 
 
 class GrammarProbe:
     """Probes the grammars of one model."""
 
     def __init__(self, tokenizer: LLTokenizer, vocab_size: int) -> None:
-        tokenized = map(tokenizer.tokenize_bytes, SIGNS)
-        self._signs = [tokens[0] for tokens in tokenized if len(tokens) == 1]
+        tokenized = map(tokenizer.tokenize_bytes, PUNCTUATION)
+        self._punctuation = [tokens[0] for tokens in tokenized if len(tokens) == 1]
         self._vocab_size = vocab_size
 
     def find_fault(self, inner: LLMatcher) -> str | None:
-        """Return why answers cannot follow this grammar, or None if no fault was found."""
+        """Return why this grammar cannot be enforced, or None if no fault was found."""
         deadline = perf_counter() + MAX_S
         for seed in range(NUM_WALKS):
             fault = self._walk(inner.deep_copy(), Random(seed), deadline)
@@ -48,13 +50,13 @@ class GrammarProbe:
         return None
 
     def _walk(self, probe: LLMatcher, random: Random, deadline: float) -> str | None:
-        """Take one walk.
+        """Walk up to NUM_STEPS random tokens, and return the fault that was found, or None.
 
-        The first step, which is the slowest, is taken regardless of the deadline.
+        The walk stops at the deadline, but never before its first step.
         """
         matcher = Matcher(probe)
         for step in range(NUM_STEPS):
-            mask = bytes(fill([matcher], self._vocab_size).data)
+            mask = bytes(compute_masks([matcher], self._vocab_size).data)
             if probe.is_stopped() and not probe.is_accepting():
                 return _fault(probe)
             if probe.is_stopped() or (step and perf_counter() > deadline):
@@ -63,11 +65,12 @@ class GrammarProbe:
         return _fault(probe) if probe.is_error() else None
 
     def _choose(self, mask: bytes, random: Random) -> int:
-        preferred = [token for token in self._signs if mask[token >> 3] >> (token & 7) & 1]
+        """Return a random token of `mask`, with a preference for punctuation."""
+        preferred = [token for token in self._punctuation if mask[token >> 3] >> (token & 7) & 1]
         if preferred and random.random() < PREFERENCE:
             return random.choice(preferred)
         start = random.randrange(len(mask))
-        found = _SOME_BIT.search(mask, start) or _SOME_BIT.search(mask)
+        found = _NONZERO_BYTE.search(mask, start) or _NONZERO_BYTE.search(mask)
         assert found is not None, "a matcher that has not stopped admits a token"
         place = found.start()
         return place * 8 + random.choice([bit for bit in range(8) if mask[place] >> bit & 1])

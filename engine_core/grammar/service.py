@@ -1,12 +1,11 @@
 """Grammar service: threads that compile grammars beside the loop.
 
-The loop never waits: `submit` queues a job, and `fd` becomes readable when `drain` has a result.
-Every job is answered, at the latest when its time is over. llguidance cannot be interrupted, so an
-overdue job continues in its thread, within the compiler's limits; its result is still cached for
-the next request.
+The loop never waits for a compilation: `submit` queues a job, and `fd` becomes readable when
+`drain` has a result. A job that takes too long is refused. llguidance cannot be interrupted, so the
+thread still completes such a job, and its result is cached for later requests.
 
-The threads have deep stacks, because llguidance recurses over its input: a chain of 20,000
-references overflows the usual 8 MB and crashes the process.
+The threads have large stacks, because llguidance recurses over its input. With the usual 8 MB, a
+chain of 20,000 references overflows the stack and crashes the process.
 """
 
 from __future__ import annotations
@@ -33,22 +32,23 @@ log = logging.getLogger(__name__)
 
 NUM_THREADS = 2
 STACK_BYTES = 512 << 20
-"""Address space; memory is used only as far as a stack grows."""
+"""Stack size of each thread. Only the part of the address space that is touched uses memory."""
 NICENESS = 10
-"""Niceness of the compiler threads (Linux): if cores are scarce, decoding runs first."""
+"""Niceness of the compiler threads (Linux), so that decoding has precedence on busy cores."""
 SLOW_S = 1.0
-"""A longer compilation is logged."""
+"""A compilation that takes longer than this is logged."""
 
 
 class GrammarService:
-    """The compiler threads.
+    """The compiler threads and their queues.
 
-    A job that takes longer than `budget_s`, queueing included, is refused.
+    A job that takes longer than `timeout_s`, including its time in the queue, is refused.
     """
 
-    def __init__(self, budget_s: float) -> None:
+    def __init__(self, timeout_s: float) -> None:
+        #: An eventfd that is readable when there are results.
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._budget_s = budget_s
+        self._timeout_s = timeout_s
         self._compiler: Future[Compiler] = Future()
         self._jobs: queue.SimpleQueue[CompileJob] = queue.SimpleQueue()
         self._results: deque[CompiledGrammar] = deque()
@@ -57,7 +57,7 @@ class GrammarService:
         self._is_closed = False
 
     def start(self, model: ModelCard) -> None:
-        """Start the threads, which build the model's compiler first. Earlier jobs wait for it."""
+        """Start the threads. The first builds the model's compiler, which all jobs wait for."""
         before = threading.stack_size(STACK_BYTES)
         try:
             for n in range(NUM_THREADS):
@@ -71,12 +71,13 @@ class GrammarService:
     def is_busy(self) -> bool:
         """Whether there are unanswered jobs.
 
-        If so, call `drain` regularly, even if `fd` is not readable.
+        If so, the caller must call `drain` regularly, even if `fd` is not readable, so that overdue
+        jobs are refused.
         """
         return bool(self._deadlines)
 
     def submit(self, job: CompileJob, now: float) -> None:
-        self._deadlines[job.digest] = now + self._budget_s
+        self._deadlines[job.digest] = now + self._timeout_s
         self._jobs.put(job)
 
     def drain(self, now: float) -> list[CompiledGrammar]:
@@ -93,14 +94,14 @@ class GrammarService:
         return results + [CompiledGrammar(digest, self._refusal()) for digest in overdue]
 
     def close(self) -> None:
-        """Close `fd`. Running compilations are abandoned; the threads end with the process."""
+        """Close `fd`. Running compilations are abandoned: the threads end with the process."""
         with self._lock:
             self._is_closed = True
             os.close(self.fd)
 
     def _refusal(self) -> ServingError:
         return InvalidRequest(
-            f"the grammar: it could not be compiled within {self._budget_s:g} s", param="grammar"
+            f"the grammar: it could not be compiled within {self._timeout_s:g} s", param="grammar"
         )
 
     # ---- in the threads
@@ -123,7 +124,7 @@ class GrammarService:
             from engine_core.grammar.compiler import Compiler
 
             self._compiler.set_result(Compiler(model))
-        except BaseException as error:  # a panic of the library is not an Exception
+        except BaseException as error:  # a panic in llguidance is not an Exception
             log.error("grammars are not available: %s", error)
             self._compiler.set_exception(error)
         else:

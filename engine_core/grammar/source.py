@@ -1,9 +1,9 @@
-"""Grammar -> llguidance's input: a list of grammars, the first of which is the answer's.
+"""Writes a grammar as llguidance's input: a list of grammars that refer to each other by name.
 
-Schemas are passed on as they are, plus our options: whitespace is bounded, and no keyword is
-ignored.
+The first grammar of the list describes the whole answer. JSON Schemas are passed on unchanged, with
+two options: whitespace is bounded, and an unsupported keyword is an error.
 
-Errors are InvalidRequest with param="grammar".
+Errors are raised as InvalidRequest with param="grammar".
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from engine_core.grammar.lark import (
     EMPTY,
     Speller,
     any_of,
-    lines_of,
     literal,
     regex,
+    rule_lines,
     speller,
     up_to,
 )
@@ -43,11 +43,11 @@ from protocol.grammar import (
 )
 
 MAX_BLANKS = 8
-"""Most whitespace characters between two items of JSON, line feeds included.
+"""Maximum number of whitespace characters between two items of JSON, line feeds included.
 
-Without a limit, an undecided model would write blanks forever. JSON may still be arbitrarily deep,
-on one line or many: deeper indentation is cut to seven columns. A separate pattern for indentation
-would keep deep documents as they are, but would let such a model continue, too.
+Without a limit, some models write whitespace forever. JSON may still be nested arbitrarily deep:
+only its indentation is limited, to seven columns after a line feed. A pattern that allows more
+indentation would not stop such models.
 """
 JSON_OPTIONS = msgspec.Raw(
     msgspec.json.encode(
@@ -60,25 +60,26 @@ JSON_OPTIONS = msgspec.Raw(
 )
 OPTIONS_KEY = "x-guidance"
 BODY = "tidegate-body"
-"""Name of the body's grammar if other rules surround it."""
+"""Name of the body's grammar in the list, if the answer consists of more than the body."""
 CALLS = "tidegate-calls"
-"""The name of the calls that an answer may be instead, and the beginning of their schemas' names.
-"""
+"""Name of the grammar of `Grammar.calls` in the list, and prefix of the names of its schemas."""
 FREE = f"FREE: /{ANY_TEXT}/"
+"""Lark line of the terminal for free text."""
 BLANKS = r"BLANKS: /[ \t\r\n]{1,8}/"
+"""Lark line of the terminal for whitespace after a thinking block."""
 
 Part = dict[str, Any]
-"""One grammar of the list, without its name: {"lark_grammar": ...} or {"json_schema": ...}."""
+"""One grammar of llguidance's list: {"lark_grammar": ...} or {"json_schema": ...}, and its name."""
 
 
-def write(grammar: Grammar, markers: Markers) -> str:
-    """Return the whole grammar as llguidance's JSON. It must have a body."""
+def write_grammar(grammar: Grammar, markers: Markers) -> str:
+    """Return the JSON text for llguidance. The grammar must have a body."""
     assert grammar.body is not None, "free text has no grammar"
     spell = speller(markers)
     body, others = _body(grammar.body, spell)
     parts = [body, *others]
     if grammar.thinking or grammar.before or grammar.after or grammar.calls:
-        parts = [_lark(_around(grammar, spell)), body | {"name": BODY}, *others]
+        parts = [_lark(_answer_rules(grammar, spell)), body | {"name": BODY}, *others]
     if grammar.calls is not None:
         calls, schemas = _rules(grammar.calls, spell, prefix=f"{CALLS}-")
         parts += [calls | {"name": CALLS}, *schemas]
@@ -89,7 +90,7 @@ def write(grammar: Grammar, markers: Markers) -> str:
 
 
 def _body(body: Body, spell: Speller) -> tuple[Part, list[Part]]:
-    """Return the body, and the named grammars that it refers to."""
+    """Return the body's grammar, and the named grammars that it refers to."""
     match body:
         case JsonSchema(text=text):
             return _schema(text), []
@@ -110,13 +111,13 @@ def _body(body: Body, spell: Speller) -> tuple[Part, list[Part]]:
 
 
 def _rules(rules: Rules, spell: Speller, prefix: str = "") -> tuple[Part, list[Part]]:
-    """Return the rules and their schemas.
+    """Return the grammar of `rules`, and the named grammars of their schemas.
 
-    Schema names start with `prefix`, because all grammars of an answer share one namespace.
+    The names start with `prefix`, because all grammars of an answer share one namespace.
     """
     names = {name: f"{prefix}schema-{n}" for n, name in enumerate(rules.schemas)}
     schemas = {names[name]: text for name, text in rules.schemas.items()}
-    return _lark(lines_of(rules, names, spell)), _named(schemas)
+    return _lark(rule_lines(rules, names, spell)), _named(schemas)
 
 
 def _lark(lines: Iterable[str]) -> Part:
@@ -146,39 +147,39 @@ def _from_gbnf(text: str) -> str:
         return gbnf_to_lark(text)
     except RecursionError:
         raise invalid("is nested too deeply") from None
-    except Exception as error:  # foreign parser: any exception means that it cannot read the text
+    except Exception as error:  # the parser of llguidance raises many types for malformed text
         raise invalid(f"is not GBNF: {error}") from None
 
 
-# ---- around the body
+# ---- the whole answer
 
 
-def _around(grammar: Grammar, spell: Speller) -> list[str]:
-    """Return the rules of the whole answer. `BODY` refers to the body, `CALLS` to the calls."""
+def _answer_rules(grammar: Grammar, spell: Speller) -> list[str]:
+    """Return the Lark lines of the whole answer, which refer to the grammars BODY and CALLS."""
     framed = f"framed: {spell(grammar.before)} @{BODY} {spell(grammar.after)}"
     if grammar.calls is not None:
         framed += f" | @{CALLS}"
     if grammar.thinking is None:
         return ["start: framed", framed]
-    return [*_thinking(grammar.thinking, spell, many=grammar.budget is None), framed]
+    # With a budget, only one block is allowed. Otherwise a model could open blocks forever, each of
+    # which the exhausted budget would close at once.
+    lines = _thinking(grammar.thinking, spell, allows_many=grammar.budget is None)
+    return [*lines, framed]
 
 
-def _thinking(thinking: Thinking, spell: Speller, *, many: bool) -> list[str]:
-    """Return the rules for thinking blocks, followed by the body.
+def _thinking(thinking: Thinking, spell: Speller, *, allows_many: bool) -> list[str]:
+    """Return the Lark lines for thinking blocks, followed by the rule `framed`.
 
-    `many` allows more than one block. With a budget only one is allowed: a model could otherwise
-    keep opening blocks that are closed at once.
-
-    Within a block any text is allowed up to its end, which is a marker or the first occurrence of a
-    text. The answer cannot end before the body is complete.
+    A block may contain any text up to the first occurrence of its end. `allows_many` allows more
+    than one block.
     """
     block = "(block BLANKS?)"
     if thinking.inside:
-        start = f"rest BLANKS? {block}*" if thinking.opens and many else "rest BLANKS?"
+        start = f"rest BLANKS? {block}*" if thinking.opens and allows_many else "rest BLANKS?"
     elif thinking.optional:
-        start = f"{block}{'*' if many else '?'}"
+        start = f"{block}{'*' if allows_many else '?'}"
     else:
-        start = f"{block}{'+' if many else ''}"
+        start = f"{block}{'+' if allows_many else ''}"
     lines = [f"start: {start} framed", *up_to("rest", thinking.closes, spell), BLANKS]
     if thinking.opens:
         lines.append(f"block: {spell(thinking.opens)} rest")
@@ -189,27 +190,29 @@ def _thinking(thinking: Thinking, spell: Speller, *, many: bool) -> list[str]:
 
 
 def _structural(body: Structural, spell: Speller) -> tuple[Part, list[Part]]:
-    tag = any_of(f"tag-{n}" for n in range(len(body.triggers)))
+    """Return the grammar of free text with tags, and the named grammars of the tags' schemas."""
+    any_tag = any_of(f"tag-{n}" for n in range(len(body.triggers)))
     if body.only_one:
-        start = tag if body.at_least_one else f"{tag} | FREE"
+        start = any_tag if body.at_least_one else f"{any_tag} | FREE"
     else:
-        start = f"({tag}){'+' if body.at_least_one else '*'} FREE"
+        start = f"({any_tag}){'+' if body.at_least_one else '*'} FREE"
     lines = [f"start: {start}", FREE]
     for n, trigger in enumerate(body.triggers):
         tails = (
-            _tail(index, one, trigger, spell)
-            for index, one in enumerate(body.tags)
-            if one.begin.startswith(trigger)
+            _tag_after_trigger(index, tag, trigger, spell)
+            for index, tag in enumerate(body.tags)
+            if tag.begin.startswith(trigger)
         )
         lines += [f"tag-{n}: head-{n} ({any_of(tails)})", *up_to(f"head-{n}", trigger, spell)]
-    schemas = (_schema(one.schema) | {"name": f"schema-{n}"} for n, one in enumerate(body.tags))
+    schemas = (_schema(tag.schema) | {"name": f"schema-{n}"} for n, tag in enumerate(body.tags))
     return _lark(lines), list(schemas)
 
 
-def _tail(index: int, tag: Tag, trigger: str, spell: Speller) -> str:
-    """Return what follows the trigger in a tag."""
+def _tag_after_trigger(index: int, tag: Tag, trigger: str, spell: Speller) -> str:
+    """Return the Lark items for the part of a tag after its trigger."""
     return f"{spell(tag.begin.removeprefix(trigger))} @schema-{index} {spell(tag.end)}"
 
 
-def invalid(what: str) -> InvalidRequest:
-    return InvalidRequest(f"the grammar: {what}", param="grammar")
+def invalid(reason: str) -> InvalidRequest:
+    """Return the error for a grammar that cannot be enforced."""
+    return InvalidRequest(f"the grammar: {reason}", param="grammar")

@@ -1,14 +1,15 @@
 """Thinking budget: counts an answer's thinking tokens, and forces the closing marker at the limit.
 
-The tracker reads the answer's bytes, in which each marker token has a unique spelling
-(`MarkerSpelling`). So a format's markers are found whether they are tokens, spelled out, or both
-mixed. Within the budget, and after the thinking has ended, nothing is constrained. Beyond the
-budget, each next token is the next one of the closing marker, from wherever the model has already
-begun to write it. A character is never cut; it is completed first.
+The tracker converts the answer's tokens to bytes, in which each marker token has a unique spelling
+(`MarkerSpelling`). So it finds the markers of a format whether they are single tokens, plain text,
+or a mixture of both. Within the budget, and outside of thinking, any token is allowed. At the
+limit, only the next token of the closing marker is allowed, until the marker is complete. If the
+model has already written the beginning of the marker, the forced tokens continue it. If the text
+ends within a UTF-8 character, the character is completed first.
 
-This state is separate from the grammar. A grammar would also have to describe the free text around
-the thinking: every special token, and every end that the request allows. Counted here, the budget
-covers all thinking blocks of an answer, and free text stays unconstrained.
+The budget is not part of the grammar, because the answer may have no grammar. A grammar for it
+would have to describe all free text around the thinking, with every special token and every end
+that the request allows.
 """
 
 from __future__ import annotations
@@ -25,24 +26,26 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 MARK = b"\xff"
-"""Starts a marker's bytes; it never occurs in text."""
+"""First byte of a marker's spelling. It never occurs in UTF-8 text."""
 _MARK = re.compile(MARK + rb"\[(\d+)\]")
 MAX_CHARACTER_BYTES = 4
 
 
 @dataclass(frozen=True)
 class MarkerSpelling:
-    """A model's tokens as bytes."""
+    """Converts between a model's tokens and bytes, in which markers have unique spellings."""
 
-    #: Bytes of one token. A marker is `MARK` and its id, so no text is mistaken for it.
+    #: Return the bytes of a token. For a marker these are `MARK` and its id, so that no text equals
+    #: them.
     token_bytes: Callable[[int], bytes]
-    #: Bytes of a text in which markers are spelled out.
+    #: Return the bytes of a text in which markers are spelled out.
     text_bytes: Callable[[str], bytes]
-    #: Some tokens that have these bytes.
+    #: Return tokens that have these bytes.
     tokens_from: Callable[[bytes], list[int]]
 
 
 def spelling(tokenizer: LLTokenizer, markers: Markers) -> MarkerSpelling:
+    """Return the spelling for a model's tokenizer and markers."""
     divide = divider(markers)
     by_id = {token: MARK + b"[%d]" % token for token in markers.values()}
 
@@ -53,7 +56,7 @@ def spelling(tokenizer: LLTokenizer, markers: Markers) -> MarkerSpelling:
     def tokens_from(text: bytes) -> list[int]:
         parts = enumerate(_MARK.split(text))
         split = ([int(part)] if n % 2 else tokenizer.tokenize_bytes(part) for n, part in parts)
-        return [token for some in split for token in some]
+        return [token for tokens in split for token in tokens]
 
     return MarkerSpelling(
         lambda token: by_id.get(token) or tokenizer.decode_bytes([token]), text_bytes, tokens_from
@@ -61,9 +64,9 @@ def spelling(tokenizer: LLTokenizer, markers: Markers) -> MarkerSpelling:
 
 
 class ThinkingBudgetTracker:
-    """The thinking budget of one answer.
+    """The state of one answer's thinking budget.
 
-    `forced` is the only token that may follow, or None if the budget does not restrict it.
+    `forced` is the only token that may follow, or None if the budget allows any token.
     """
 
     __slots__ = (
@@ -88,15 +91,18 @@ class ThinkingBudgetTracker:
         self._longest = max(MAX_CHARACTER_BYTES, *map(len, self._openers + self._closers))
         self._inside = budget.inside
         self._closer = self._closers[0]
-        self._is_at_beginning = (
-            True  # only blanks since the start, or since the last thinking block
-        )
+        #: Whether there were only blanks, or the beginning of an opening marker, since the start of
+        #: the answer or the last thinking block.
+        self._is_at_beginning = True
+        #: The last bytes of the answer, in which a marker may have begun.
         self._tail = b""
+        #: Number of thinking tokens so far.
         self._spent = 0
         self.forced: int | None = None
         self._update_forced()
 
     def consume(self, token: int) -> None:
+        """Advance by `token`, and update `forced`."""
         self._tail += self._spelling.token_bytes(token)
         if self._inside:
             self._spent += 1
@@ -128,10 +134,10 @@ class ThinkingBudgetTracker:
         )
 
     def _is_at_start(self, at: int) -> bool:
-        """Whether only blanks precede position `at`.
+        """Whether only blanks precede index `at` of the tail, since the start or the last block.
 
-        A spelled-out marker opens a block only there. Later it may be text about markup, or part of
-        a call's arguments.
+        A marker written as plain text opens a block only there. Elsewhere it may be text about
+        markup, or part of a call's arguments.
         """
         return self._is_at_beginning and not self._tail[:at].strip()
 
@@ -145,7 +151,7 @@ class ThinkingBudgetTracker:
 
 
 def is_cut(text: bytes) -> bool:
-    """Whether the text ends within a UTF-8 character."""
+    """Whether `text` ends in the middle of a UTF-8 character."""
     for back in range(1, min(len(text), MAX_CHARACTER_BYTES - 1) + 1):
         byte = text[-back]
         if byte < 0x80 or byte >= 0xF8:
@@ -156,6 +162,6 @@ def is_cut(text: bytes) -> bool:
 
 
 def _overlap(tail: bytes, closer: bytes) -> int:
-    """Return how many bytes of `closer` have been written already; fewer than all."""
+    """Return how many first bytes of `closer` stand at the end of `tail`; fewer than all."""
     sizes = range(min(len(tail), len(closer) - 1), 0, -1)
     return next((size for size in sizes if tail.endswith(closer[:size])), 0)

@@ -9,7 +9,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from engine_core.grammar.compiler import Compiler
-from engine_core.grammar.masks import fill
+from engine_core.grammar.masks import compute_masks
 from engine_core.grammar.matcher import Matcher
 from protocol.grammar import Body, Grammar
 from protocol.model_card import ModelCard
@@ -59,7 +59,7 @@ def text_of(tokens: list[int]) -> str:
 
 
 def possible(matcher: Matcher, vocab_size: int) -> set[int]:
-    bits = int.from_bytes(fill([matcher], vocab_size).data, "little")
+    bits = int.from_bytes(compute_masks([matcher], vocab_size).data, "little")
     return {token for token in range(vocab_size) if bits >> token & 1}
 
 

@@ -13,7 +13,7 @@ import tokenizers as hf
 from tokenizers import decoders, models, pre_tokenizers
 
 from engine_core.grammar.compiler import Compiler
-from engine_core.grammar.masks import fill
+from engine_core.grammar.masks import compute_masks
 from engine_core.grammar.matcher import Matcher
 from gateway.formats.choice_parser import AnswerOptions, ParserFactory
 from gateway.formats.event_builder import DeclaredTool
@@ -138,7 +138,7 @@ class Model:
 
     def admits(self, matcher: Matcher, token: int) -> bool:
         """Whether `token` is possible now; quick with any vocabulary."""
-        mask = bytes(fill([matcher], self._card.vocab_size).data)
+        mask = bytes(compute_masks([matcher], self._card.vocab_size).data)
         return bool(mask[token // 8] >> token % 8 & 1)
 
     def possible(self, matcher: Matcher) -> set[int]:

@@ -10,7 +10,7 @@ import pytest
 from engine_core.grammar.compiler import Compiler
 from engine_core.grammar.lark import literal, speller
 from engine_core.grammar.markers import added_tokens, is_marker, with_markers_special
-from engine_core.grammar.masks import fill
+from engine_core.grammar.masks import compute_masks
 from engine_core.grammar.probe import GrammarProbe
 from engine_core.grammar.source import MAX_BLANKS
 from protocol.errors import InvalidRequest
@@ -424,7 +424,7 @@ def test_a_compiled_grammar_is_fast_from_its_first_token(compiler, monkeypatch):
 
 def first_mask_s(compiler: Compiler, grammar: Grammar) -> float:
     matcher = compiler.compile(grammar).start()
-    return cpu_s(partial(fill, [matcher], compiler.vocab_size))
+    return cpu_s(partial(compute_masks, [matcher], compiler.vocab_size))
 
 
 def bodies() -> list[Body]:
