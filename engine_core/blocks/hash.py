@@ -1,12 +1,13 @@
 """Content hashes of K/V blocks: chained SHA-256.
 
-hash(block i) = SHA-256(hash(block i - 1) + the block's tokens as int32 LE). The chain starts from a
-root, a hash of everything else that K/V depends on: model and namespace. Equal hashes therefore
-mean equal tokens from position 0 on, computed by the same model for the same namespace. A hash from
-one namespace never matches a block of another.
+    hash(block i) = SHA-256(hash(block i - 1) + the block's tokens as little-endian int32)
 
-A prefix that ends within a block is hashed the same way. It cannot collide with a full block, which
-has more tokens.
+The chain starts from a root hash of the model and the namespace. So if two hashes are equal, all
+tokens from position 0 on are equal, and so are the model and the namespace. A block is therefore
+never found from another namespace.
+
+If a prefix ends within a block, its last tokens are hashed in the same way. This hash differs from
+the hash of any full block, which has more tokens.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from array import array
 from hashlib import sha256
 
 MAX_ROOTS = 1024
-"""Namespaces whose root hash is cached."""
+"""Maximum number of namespaces whose root hash is cached."""
 
 
 class ContentHashes:
-    """Block hashes for the token sequences of one model.
+    """Computes block hashes for the token sequences of one model.
 
-    A `hashes` list holds the hashes of a sequence's first full blocks. It is extended on demand.
+    The parameter `hashes` of its methods is the list of a sequence's block hashes, from the first
+    block on. The methods extend it as needed.
     """
 
     def __init__(self, model_digest: str, block_tokens: int) -> None:
@@ -58,9 +60,9 @@ class ContentHashes:
 
 
 def root_hash(model_digest: str, namespace: str, adapter: str = "") -> bytes:
-    """Return the hash that a chain starts from.
+    """Return the root hash of a chain.
 
-    Each part is preceded by its length, so ("a", "bc") and ("ab", "c") differ.
+    Each part is preceded by its length, so ("a", "bc") and ("ab", "c") have different hashes.
     """
     state = sha256(b"tidegate kv 1")
     for part in (model_digest, namespace, adapter):

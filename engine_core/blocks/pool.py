@@ -1,9 +1,9 @@
-"""Block pool: counts the holders of each block and keeps the free list.
+"""Block pool: counts the holders of each block, and keeps the free list.
 
-Every block is either free or held. The null block is neither. Blocks are allocated from the front
-of the free list. Free blocks without cached content stand at the front, the last released first.
-Free blocks that the prefix cache can still find stand at the back, in order of release. Eviction
-therefore takes the least recently used content first, and only after all other blocks are used up.
+Every block except the null block is either free or held. Blocks are allocated from the front of the
+free list. A released block without cached content is inserted at the front. A released block that
+the prefix cache can find is appended at the back. So blocks without cached content are used first,
+and after them the cached block that was released longest ago.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from protocol.steps import NULL_BLOCK
 
 
 class BlockPool:
-    """Blocks 1 to num_blocks - 1; block 0 is the null block.
+    """The blocks 1 to num_blocks - 1. Block 0 is the null block, which is never allocated.
 
-    Each operation is O(blocks touched).
+    Each operation is O(number of blocks passed or returned).
     """
 
     def __init__(self, num_blocks: int, cache: PrefixCache) -> None:
         if num_blocks < 2:
             raise ValueError(f"num_blocks is {num_blocks}; a pool needs at least 2")
+        #: Block -> number of requests and leases that hold it.
         self.holders = [0] * num_blocks
         self.cache = cache
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(
@@ -32,7 +33,7 @@ class BlockPool:
 
     @property
     def total(self) -> int:
-        """The number of blocks that can be held, without the null block."""
+        """The number of blocks, without the null block."""
         return len(self.holders) - 1
 
     @property
@@ -43,7 +44,10 @@ class BlockPool:
         return block in self._free
 
     def allocate(self, count: int) -> list[int] | None:
-        """Return `count` blocks for new content, each held once, or None if too few are free."""
+        """Return `count` blocks for new content, or None if too few are free.
+
+        Each block has one holder. Its former content is removed from the prefix cache.
+        """
         if count > len(self._free):
             return None
         blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
@@ -60,9 +64,9 @@ class BlockPool:
             self.holders[block] += 1
 
     def release(self, blocks: list[int]) -> None:
-        """Remove one holder from each block.
+        """Remove one holder from each of a sequence's blocks.
 
-        The end of the sequence is freed first, so the beginning stays in the prefix cache longest.
+        The last block is freed first, so the first block stays in the prefix cache longest.
         """
         for block in reversed(blocks):
             self.holders[block] -= 1

@@ -1,10 +1,12 @@
-"""Prefix cache: content hash -> block, for blocks whose writing step has committed.
+"""Prefix cache: finds a block by the hash of its content.
 
-A block can be found while it is held and while it stands in the pool's free list. It is removed
-when the pool allocates it for new content. The cache holds no block itself.
+A block is published after the step that filled it has committed. It can be found while it is held
+and while it is in the pool's free list. It is removed when the pool allocates it for new content.
+The cache is not a holder of its blocks.
 
-For each block the cache also records whether the draft model has computed its own K/V for it
-(drafting.py explains when it has not). A request that finds such a block need not compute it again.
+For each block, the cache also records whether the draft model's K/V exists for it. If not, a
+request that uses the draft model finds the block, but its draft model must compute it. The draft
+model is not used for every request (drafting.py).
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from protocol.messages import Limits
 
 
 class PrefixCache:
-    """Content hash <-> block."""
+    """A one-to-one mapping between content hashes and blocks."""
 
     def __init__(self) -> None:
         self._block_of: dict[bytes, int] = {}
@@ -32,9 +34,9 @@ class PrefixCache:
         return len(self._hash_of)
 
     def publish(self, content: bytes, block: int, *, is_draft_computed: bool) -> None:
-        """Make `block` findable as `content`, unless another block already is.
+        """Make `block` findable by its hash `content`, unless another block has the same content.
 
-        `is_draft_computed`: the draft model's K/V for it exists too.
+        `is_draft_computed` is whether the draft model's K/V for the block exists too.
         """
         if content not in self._block_of and block not in self._hash_of:
             self._block_of[content] = block
@@ -53,7 +55,7 @@ class PrefixCache:
         return found
 
     def num_draft_computed(self, found: Sequence[int]) -> int:
-        """Return how many leading blocks of `found` the draft model has computed."""
+        """Return how many leading blocks of `found` have the draft model's K/V."""
         return sum(1 for _ in takewhile(self._draft_computed.__contains__, found))
 
     def remove(self, block: int) -> None:
@@ -69,12 +71,12 @@ class PrefixCache:
         self._draft_computed.clear()
 
     def items(self) -> dict[int, bytes]:
-        """Return a copy of block -> hash, for checks."""
+        """Return a copy of the mapping from block to hash, for checks."""
         return dict(self._hash_of)
 
 
 class Prefixes:
-    """The prefix cache as requests use it: matches their tokens, publishes their blocks."""
+    """Finds cached blocks for requests, and publishes the blocks that requests have filled."""
 
     def __init__(self, limits: Limits, hashes: ContentHashes, cache: PrefixCache) -> None:
         self.hashes = hashes
@@ -83,10 +85,11 @@ class Prefixes:
         self._cache = cache
 
     def find(self, request: Request) -> list[int]:
-        """Return the cached blocks that hold the beginning of the request's tokens.
+        """Return the cached blocks with the first tokens of the request, as many as are cached.
 
-        The last token is always computed, because the step needs its logits. A request with prompt
-        logprobs computes its whole prompt for the same reason.
+        The block with the last token is not used, because the step needs the logits of this token.
+        A request with prompt logprobs uses no cached blocks, because it needs the logits of its
+        whole prompt.
         """
         if not self._is_enabled or request.params.prompt_logprobs is not None:
             return []
@@ -95,7 +98,10 @@ class Prefixes:
         return self._cache.match(request.hashes[:usable])
 
     def publish(self, request: Request) -> range:
-        """Publish the blocks filled since the last call, and return their indexes."""
+        """Publish the blocks that were filled since the last call for this request.
+
+        Return their indexes in the request's block table.
+        """
         full = request.num_shareable // self._block_tokens
         published = range(request.num_published, full) if self._is_enabled else range(0)
         if published:

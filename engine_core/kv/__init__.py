@@ -1,9 +1,9 @@
 """K/V transfer: the engine's decisions (protocol/kv.py describes the messages).
 
 - handle: the sealed text that names a prompt's K/V
-- leases: blocks kept for other engines, and until when
-- fetches: blocks being filled from another engine or a tier
-- peers: what engines of one cluster may ask of each other
-- tiers: blocks that the worker keeps outside its cache
-- transfers: all of this, as the engine and its scheduler use it
+- leases: blocks that are kept for other engines
+- fetches: blocks that the worker is filling from another engine or a tier
+- peers: the other engines of the cluster as suppliers and readers of K/V
+- tiers: index of the blocks that the worker keeps in host memory and on disk
+- transfers: the interface of all this for the engine and its scheduler
 """

@@ -1,9 +1,9 @@
 """Fetches: the worker fills a request's blocks from another engine or a tier.
 
-Each supplier offers what it has for a request (`Match`); the longest match becomes a job. Until the
-worker has reported on the job, its blocks and its request's slot are not reused, because the worker
-may still write to the blocks. If the request ends earlier, the job is cancelled, and the client
-gets its final Output at once.
+Each supplier returns the K/V that it has for a request (`Match`), and the longest match becomes a
+job. Until the worker has reported on the job, its blocks and its request's slot are not reused,
+because the worker may still write to the blocks. If the request ends earlier, the job is cancelled,
+and the client receives its final Output at once.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from protocol.kv import KVCancel, KVFailure, KVFetch, KVFetched, KVReport, PeerS
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """K/V that can be fetched: `num_blocks` blocks after those the request already has.
+    """Describes K/V that can be fetched for a request.
 
-    After the fetch, the K/V of its first `num_tokens` tokens exists.
+    The fetch fills `num_blocks` blocks, after the blocks whose K/V the request already has. After
+    the fetch, the K/V of the request's first `num_tokens` tokens exists.
     """
 
     source: Source
@@ -32,30 +33,30 @@ class Match:
 
     @property
     def is_handed_over(self) -> bool:
-        """Whether another engine computed it for this very request, as its handle says.
+        """Whether the K/V was handed over: another engine computed it for this request's handle.
 
-        The blocks of a tier were neither computed for the request nor promised to it.
+        It is false for blocks of a tier.
         """
         return isinstance(self.source, PeerSource)
 
 
 class Supplier(Protocol):
-    """A source of K/V."""
+    """A source of K/V: other engines, or the tiers."""
 
     def match(self, request: Request, num_blocks: int) -> Match | None:
-        """Return what can be fetched for a request that has its first `num_blocks` blocks, or None.
+        """Return the K/V that can be fetched for a request about to be admitted, or None.
 
-        The request is about to be admitted. Changes nothing.
+        The K/V of the request's first `num_blocks` blocks is in the prefix cache.
         """
         ...
 
 
 class FetchState(Enum):
     OPEN = auto()  # the worker is filling the blocks
-    CANCELLED = auto()  # the request has ended, but the worker may still write
+    CANCELLED = auto()  # the request has ended, but the worker may still write to the blocks
     ARRIVED = auto()  # final; the blocks hold the requested K/V
-    LOST = auto()  # final; the blocks' content is undefined
-    DROPPED = auto()  # final; cancelled, and reported on
+    LOST = auto()  # final; the fetch failed, so the blocks' content is undefined
+    DROPPED = auto()  # final; the fetch was cancelled, and the worker has reported on it
 
 
 class FetchEvent(Enum):
@@ -72,25 +73,28 @@ NEXT_STATE = {
     (FetchState.CANCELLED, FetchEvent.FETCHED): FetchState.DROPPED,
     (FetchState.CANCELLED, FetchEvent.FAILED): FetchState.DROPPED,
 }
-"""A missing row is an illegal move."""
+"""The state after an event. A missing row is an illegal move."""
 
 
 @dataclass(slots=True, eq=False)
 class Fetch:
-    """One job of the worker."""
+    """One fetch, which is a job of the worker."""
 
     job: int
     request: Request
     match: Match
     started_at: float
     state: FetchState = FetchState.OPEN
-    #: Why it was lost.
+    #: Why the fetch failed; "" if it has not.
     error: str = ""
-    #: How long it took, if it arrived.
+    #: How long the fetch took, as reported by the worker.
     seconds: float = 0.0
 
     def move(self, event: FetchEvent) -> None:
-        """Change the state. An illegal move raises RuntimeError and changes nothing."""
+        """Change the state according to NEXT_STATE.
+
+        An illegal move raises RuntimeError and changes nothing.
+        """
         state = NEXT_STATE.get((self.state, event))
         if state is None:
             raise RuntimeError(f"fetch {self.job}: {event.name} is illegal in {self.state.name}")
@@ -98,7 +102,7 @@ class Fetch:
 
 
 class Fetches:
-    """All jobs that the worker has not reported on. `send` queues a command for the worker."""
+    """The fetches that the worker has not reported on. `send` queues a command for the worker."""
 
     def __init__(
         self,
@@ -106,9 +110,9 @@ class Fetches:
         timeout_s: float,
         send: Callable[[KVFetch | KVCancel], None],
     ) -> None:
-        self.num_failed: Counter[str] = Counter()  # by kind
-        self.num_tokens = 0  # fetched, in all
-        self.num_bytes = 0
+        self.num_failed: Counter[str] = Counter()  # by kind of failure
+        self.num_tokens = 0  # total number of fetched tokens
+        self.num_bytes = 0  # total number of fetched bytes
         self._suppliers = suppliers
         self._timeout_s = timeout_s
         self._send = send
@@ -120,7 +124,7 @@ class Fetches:
         return len(self._jobs)
 
     def match(self, request: Request, num_blocks: int) -> Match | None:
-        """Return the longest match of all suppliers."""
+        """Return the longest match of all suppliers, or None."""
         found = (supplier.match(request, num_blocks) for supplier in self._suppliers)
         return max(filter(None, found), key=lambda match: match.num_tokens, default=None)
 
@@ -146,12 +150,15 @@ class Fetches:
         self._send(KVCancel(job=fetch.job))
 
     def on_kv_report(self, report: KVReport) -> list[Fetch]:
-        """Return the jobs that are over. Raises RuntimeError for a job that is not open."""
+        """Apply a report, and return the fetches that are over.
+
+        Raises RuntimeError if the report names a job that is not open.
+        """
         over = [self._on_fetched(fetched) for fetched in report.fetched]
         return over + [self._on_failed(failure) for failure in report.failed]
 
     def oldest_s(self, now: float) -> float:
-        """Return the age in seconds of the oldest job without a report."""
+        """Return the age in seconds of the oldest fetch without a report; 0 if there is none."""
         return max((now - fetch.started_at for fetch in self._jobs.values()), default=0.0)
 
     def _on_fetched(self, fetched: KVFetched) -> Fetch:

@@ -1,10 +1,11 @@
 """The handle: a sealed text that names a prompt's K/V in another engine.
 
-text = URL-safe base64, without padding, of: version (1 byte), tag (32 bytes), encrypted body. The
-body is a Handle as MessagePack. The tag is the HMAC-SHA256 of version and body. The body is
-encrypted with a SHAKE-256 key stream that is derived from the tag: authenticated encryption with
-the tag as nonce. Equal handles have equal texts; different handles never share a key stream.
-Without the cluster's key, a handle can be neither created nor read.
+The text is URL-safe base64, without padding, of three parts: version (1 byte), tag (32 bytes) and
+encrypted body. The plain body is a `Handle` as MessagePack. The tag is the HMAC-SHA256 of the
+version and the plain body. The body is encrypted with a SHAKE-256 key stream that is derived from
+the tag. This is authenticated encryption with the tag as nonce: equal handles have equal texts, and
+different handles never share a key stream. Without the cluster's key, a handle can be neither
+created nor read.
 """
 
 from __future__ import annotations
@@ -25,21 +26,21 @@ TAG_BYTES = 32
 
 
 class Handle(msgspec.Struct, frozen=True, array_like=True):
-    """Names the K/V that engine P keeps for engine D. Sealed: it travels through the client."""
+    """Names the K/V that one engine (P) keeps for another (D). The client carries it, sealed."""
 
     #: The lease under which the K/V is kept.
     lease: bytes
-    #: The life of the engine that holds the lease.
+    #: Identifies the life of engine P that holds the lease.
     epoch: str
-    #: Where its worker serves K/V.
+    #: Address at which P's worker serves K/V.
     address: str
-    #: Tokens with K/V, from position 0 on.
+    #: Number of tokens with K/V, from position 0 on.
     num_tokens: int
     #: Digest of the K/V's shape and dtype (KVEndpoint).
     layout: bytes
-    #: The same, readable, for error messages.
+    #: The shape and dtype as text, for error messages.
     layout_text: str
-    #: Hash of the tokens, with model and namespace (hash.py).
+    #: Hash of the model, the namespace and the tokens with K/V (blocks/hash.py).
     content: bytes
 
 
@@ -58,7 +59,10 @@ class Seal:
         return base64.urlsafe_b64encode(sealed).rstrip(b"=").decode()
 
     def from_text(self, text: str) -> Handle:
-        """Return the handle. Raises InvalidRequest unless an engine of this cluster wrote it."""
+        """Return the handle in a sealed text.
+
+        Raises InvalidRequest unless an engine of this cluster has written the text.
+        """
         if len(text) > MAX_CHARS:
             raise _refusal(
                 f"not a handle: {len(text):,} characters; a handle has at most {MAX_CHARS:,}"
@@ -88,7 +92,7 @@ class Seal:
         return hmac.digest(self._tag_key, bytes([VERSION]) + body, hashlib.sha256)
 
     def _xor_key_stream(self, body: bytes, tag: bytes) -> bytes:
-        """Encrypt or decrypt: XOR with the key stream."""
+        """Encrypt or decrypt `body`: return it XORed with the key stream of `tag`."""
         stream = hashlib.shake_256(self._stream_key + tag).digest(len(body))
         return bytes(a ^ b for a, b in zip(body, stream, strict=True))
 

@@ -1,20 +1,20 @@
-"""Leases: blocks kept for other engines after the request that filled them has ended.
+"""Leases: they keep a request's blocks for other engines after the request has ended.
 
-A lease holds its blocks in the pool, as a request does, and ends exactly once: all its readers are
-done (TAKE), it was released (RELEASE), its time is over (EXPIRE), or its blocks are needed here
-(YIELD). KVWithdraw is sent to the worker before any plan or fetch that reuses the blocks. Times are
-arguments, in seconds of a steady clock.
+A lease holds its blocks in the pool, as a request does. It ends exactly once, for one of four
+reasons: all its readers are done (TAKE), a client released it (RELEASE), its time is over (EXPIRE),
+or this engine needs the blocks (YIELD). KVWithdraw is sent to the worker before any plan or fetch
+that reuses the blocks. Times are arguments, in seconds of a steady clock.
 
-Three kinds of requests can make the oldest lease yield:
+The oldest lease yields in these cases:
 
-- a running request that cannot grow, always. It would have to be preempted otherwise, while the K/V
-  of a lost lease can be recomputed by its reader;
-- a waiting request, while leases hold more than MAX_LEASED_SHARE of all blocks;
-- a waiting request with readers of its own, only if the lease was kept beyond its first term.
-  Giving up K/V that is about to be fetched, for K/V that will be fetched later, gains nothing.
+- A running request needs a block. Without the block, it would be preempted. The reader of the lost
+  lease can recompute the K/V.
+- A waiting request needs blocks, and the lease has been renewed beyond its first term.
+- A waiting request without readers needs blocks, and leases hold more than MAX_LEASED_SHARE of all
+  blocks. A request with readers would itself end in a lease, so nothing would be gained.
 
-So no request waits longer than one term, even if two engines hold leases for requests in each
-other's queue and their clients renew them.
+So no request waits for leases longer than one term, even if two engines hold leases for requests in
+each other's queue and the clients renew them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from protocol.arrays import Int32
 from protocol.kv import KVExport, KVWithdraw
 
 MAX_LEASED_SHARE = 0.5
-"""Leases may keep this share of all blocks from waiting requests."""
+"""Leases may hold this share of all blocks while requests wait for blocks."""
 
 
 class LeaseState(Enum):
@@ -53,7 +53,7 @@ NEXT_STATE = {
     (LeaseState.OPEN, LeaseEvent.EXPIRE): LeaseState.OVER,
     (LeaseState.OPEN, LeaseEvent.YIELD): LeaseState.OVER,
 }
-"""A missing row is an illegal move."""
+"""The state after an event. A missing row is an illegal move."""
 
 CAUSES = {
     LeaseEvent.TAKE: "taken",
@@ -61,24 +61,27 @@ CAUSES = {
     LeaseEvent.EXPIRE: "expired",
     LeaseEvent.YIELD: "yielded",
 }
-"""The cause of a lease's end, as metric label."""
+"""The metric label for each cause of a lease's end."""
 
 
 @dataclass(slots=True, eq=False)
 class KVLease:
-    """One lease."""
+    """The blocks of one prompt, kept for the engines that will read them."""
 
     name: bytes
-    #: In sequence order.
+    #: Block ids, in sequence order.
     blocks: list[int]
-    #: End of its first term, which does not move.
+    #: End of the lease's first term. Renewals do not change it.
     term: float
-    #: When it expires; renewals move it.
+    #: Time at which the lease expires. Renewals move it.
     until: float
     state: LeaseState = LeaseState.OPEN
 
     def move(self, event: LeaseEvent) -> None:
-        """Change the state. An illegal move raises RuntimeError and changes nothing."""
+        """Change the state according to NEXT_STATE.
+
+        An illegal move raises RuntimeError and changes nothing.
+        """
         state = NEXT_STATE.get((self.state, event))
         if state is None:
             raise RuntimeError(f"lease: {event.name} is illegal in {self.state.name}")
@@ -103,18 +106,19 @@ class KVLeases:
 
     @property
     def num_blocks(self) -> int:
+        """The number of distinct blocks that leases hold."""
         return len(self._holders)
 
     @property
     def holders(self) -> Counter[int]:
-        """Return a copy of block -> number of leases, for checks."""
+        """A copy of the mapping from block to number of leases, for checks."""
         return Counter(self._holders)
 
     def announce(self, name: bytes, blocks: list[int], readers: int) -> None:
         """Announce a lease to the worker, before the plan that computes the last of its blocks.
 
-        The worker must have the lease before any reader arrives with the handle: the reader's way
-        may be shorter than the worker's own.
+        The worker must have the lease before the first reader connects with the handle. If the
+        lease were sent after the step, a fast reader could connect first.
         """
         self._send(KVExport(lease=name, blocks=Int32.of(blocks), readers=readers))
 
@@ -123,8 +127,8 @@ class KVLeases:
         self._send(KVWithdraw(lease=name))
 
     def open(self, name: bytes, blocks: list[int], now: float) -> None:
-        """Hold these blocks, which were announced and have been computed."""
-        assert name not in self._open, "two leases of one name"
+        """Open an announced lease after its blocks were computed. It then holds the blocks."""
+        assert name not in self._open, "two leases have the same name"
         until = now + self._lease_s
         self._pool.share(blocks)
         self._holders.update(blocks)
@@ -146,7 +150,7 @@ class KVLeases:
             self._end(lease.name, LeaseEvent.EXPIRE)
 
     def yield_oldest(self, request: Request, now: float) -> bool:
-        """End the oldest lease if `request` may have its blocks. Return whether it did."""
+        """End the oldest lease if `request` may have its blocks. Return whether the lease ended."""
         oldest = next(iter(self._open.values()), None)
         if oldest is None or not self._may_yield(oldest, request, now):
             return False
@@ -154,17 +158,19 @@ class KVLeases:
         return True
 
     def _may_yield(self, lease: KVLease, request: Request, now: float) -> bool:
+        """Whether the lease yields to `request`, by the rules at the top of this file."""
         if request.phase is RequestPhase.RUNNING or lease.term < now:
             return True
         return not request.kv_readers and self.num_blocks > MAX_LEASED_SHARE * self._pool.total
 
     def _end(self, name: bytes, event: LeaseEvent) -> None:
-        """End a lease. A lease that has already ended is ignored."""
+        """End the lease with this name. Do nothing if it has already ended."""
         lease = self._open.pop(name, None)
         if lease is None:
             return
         lease.move(event)
         self.num_ended[CAUSES[event]] += 1
-        self._send(KVWithdraw(lease=name))  # a handle may be used again after all its readers
+        # Sent even after TAKE: otherwise a client could use the handle once more.
+        self._send(KVWithdraw(lease=name))
         self._holders -= Counter(lease.blocks)
         self._pool.release(lease.blocks)

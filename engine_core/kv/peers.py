@@ -1,6 +1,6 @@
 """K/V of other engines of the cluster: checks requests, and seals and opens handles.
 
-Every refusal here is the request's fault, and names what is missing.
+Every error raised here is an InvalidRequest with param=KV_FIELD.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ MAX_READERS = 1024
 
 @dataclass(frozen=True)
 class PeerCluster:
-    """This engine's membership in a cluster."""
+    """Describes this engine as a member of a cluster."""
 
-    #: Derived from the cluster's key, for handles.
+    #: Secret for sealing handles, derived from the cluster's key.
     secret: bytes
     #: Identifies this life of the engine.
     epoch: str
-    #: The worker's K/V endpoint; None if it transfers no K/V.
+    #: The worker's K/V endpoint; None if the worker transfers no K/V.
     endpoint: KVEndpoint | None
 
 
@@ -51,7 +51,7 @@ class Peers:
         self._block_tokens = block_tokens
 
     def check(self, message: Generate) -> None:
-        """Raise InvalidRequest if this engine cannot do the request's part, whatever its prompt."""
+        """Raise InvalidRequest if this engine cannot serve the request's K/V fields."""
         if not 0 <= message.kv_readers <= MAX_READERS:
             raise _refusal(f"kv_readers is {message.kv_readers}; it must be 0 to {MAX_READERS:,}")
         if self._role == "prefill" and not message.kv_readers:
@@ -67,7 +67,7 @@ class Peers:
             raise _refusal("this engine cannot hand over K/V: its worker exports none")
 
     def seal_handle(self, request: Request, lease: bytes) -> str:
-        """Return a handle for all that `request` has computed."""
+        """Return a sealed handle for the K/V of all positions that `request` has computed."""
         seal, endpoint, epoch = self._require_endpoint()
         handle = Handle(
             lease=lease,
@@ -81,10 +81,10 @@ class Peers:
         return seal.to_text(handle)
 
     def open_handle(self, text: str, request: Request) -> Handle:
-        """Return the handle that `request` brings.
+        """Return the handle in `text`, which the client of `request` has sent.
 
-        Raises InvalidRequest unless it covers a prefix of the request's prompt, in the K/V layout
-        of this engine's worker.
+        Raises InvalidRequest unless the handle covers a prefix of the request's prompt, in the K/V
+        layout of this engine's worker.
         """
         seal, endpoint, _ = self._require_endpoint()
         handle = seal.from_text(text)
@@ -102,25 +102,29 @@ class Peers:
         return handle
 
     def lease_from_handle(self, text: str) -> bytes | None:
-        """Return the lease of a handle that this life of the engine wrote, else None."""
+        """Return the lease of a handle that this life of this engine has written.
+
+        Return None for any other text.
+        """
         if self._seal is None or self._cluster is None:
             return None
         try:
             handle = self._seal.from_text(text)
         except InvalidRequest:
-            return None  # of another cluster
+            return None  # not from this cluster
         return handle.lease if handle.epoch == self._cluster.epoch else None
 
     def match(self, request: Request, num_blocks: int) -> Match | None:
-        """Return what the request's handle offers, before its first admission only.
+        """Return the K/V that the request's handle offers beyond its first `num_blocks` blocks.
 
-        A request with prompt logprobs computes its whole prompt instead.
+        Return None if it offers no more, after a preemption, or if the request needs prompt
+        logprobs and so must compute its whole prompt.
         """
         handle = request.handle
         must_compute = request.num_preemptions or request.params.prompt_logprobs is not None
         if handle is None or must_compute:
             return None
-        # The last token is always computed here: its logits are what a step is for.
+        # The last token must be computed here, because the step needs its logits.
         num_tokens = min(handle.num_tokens, request.prompt_tokens - 1)
         if num_tokens <= num_blocks * self._block_tokens:
             return None
@@ -136,7 +140,10 @@ class Peers:
         )
 
     def _require_endpoint(self) -> tuple[Seal, KVEndpoint, str]:
-        """Raise InvalidRequest if there is no cluster, or the worker transfers no K/V."""
+        """Return (seal, endpoint, epoch).
+
+        Raises InvalidRequest if there is no cluster, or if the worker transfers no K/V.
+        """
         if self._seal is None or self._cluster is None:
             raise _refusal("this engine cannot hand over K/V: it has no cluster key")
         if self._cluster.endpoint is None:

@@ -1,11 +1,11 @@
-"""Tier index: which blocks the worker keeps in host memory and on disk.
+"""Tier index: the blocks that the worker keeps in host memory and on disk.
 
-Only the worker's reports (KVReport.tiers) count: a block sent to a tier is indexed when it is
-reported as stored. If the tier has dropped it since, the fetch fails, and the tokens are computed
-as they would be without tiers.
+A block is indexed when the worker reports it as stored (KVReport.tiers). If the tier drops the
+block before a request fetches it, the fetch fails, and the request computes the tokens.
 
-A request whose prefix is found in a tier fetches it if that pays off. A few tokens are computed in
-the next step anyway. If loading has proved slower than computing, it is only tried now and then.
+A request whose prefix is in a tier fetches it, unless the prefix has too few tokens, or loading was
+slower than computing when last measured. In the latter case, loading is tried again from time to
+time.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from engine_core.request import Request
 from protocol.arrays import Int32
 from protocol.kv import KVReport, KVStore, KVTierNews, KVUsed, TierSource
 
-SLOWER = 0.9
-"""Decay of the measured load time each time it was too long, so that loading is retried."""
+RETRY_DECAY = 0.9
+"""Factor on the measured load time each time it prevents a fetch, so that loading is retried."""
 
 
 @dataclass(slots=True)
 class Tier:
-    """The content and the counters of one tier."""
+    """Contents and counters of one tier, as reported by the worker."""
 
+    #: Hashes of the stored blocks.
     contents: set[bytes] = field(default_factory=set)
     num_bytes: int = 0
     num_stored: int = 0
@@ -41,7 +42,7 @@ class Tier:
         return len(self.contents)
 
     def apply(self, news: KVTierNews) -> None:
-        """Apply one report."""
+        """Apply one report of the worker."""
         self.contents.update(news.stored)
         self.contents.difference_update(news.lost)
         self.num_bytes = news.num_bytes
@@ -52,11 +53,11 @@ class Tier:
 
 
 class TierIndex:
-    """The supplier of blocks from the tiers of this engine's own worker.
+    """Supplies blocks from the tiers of this engine's own worker.
 
-    - names: the worker's tiers; may be empty
-    - throughput: of computing
-    - min_load_tokens: fewer tokens are computed instead of loaded
+    - names: names of the worker's tiers; may be empty
+    - throughput: how fast the engine computes tokens, for comparison
+    - min_load_tokens: fewer tokens than this are computed instead of loaded
     """
 
     def __init__(
@@ -72,14 +73,16 @@ class TierIndex:
         self._block_tokens = block_tokens
         self._throughput = throughput
         self._min_load_tokens = min_load_tokens
-        self._load_s = 0.0  # per token, as last measured; 0 if unknown
+        #: Seconds of loading per token, as last measured; 0 if unknown.
+        self._load_s = 0.0
 
     # ---- storing
 
     def store_command(self, request: Request, published: range) -> KVStore | None:
-        """Return the command to store newly published blocks of `request`, or None.
+        """Return the command to store newly published blocks of `request`.
 
-        The blocks keep their content at least until the next plan.
+        `published` are their indexes in the block table. Return None if all tiers have these
+        blocks. The blocks keep their content at least until the next plan.
         """
         indexes = [index for index in published if self._should_store(request.hashes[index])]
         if not indexes:
@@ -88,10 +91,11 @@ class TierIndex:
         return KVStore(blocks=blocks, hashes=[request.hashes[index] for index in indexes])
 
     def used_command(self, request: Request) -> KVUsed | None:
-        """Return the command that marks blocks as used, before `request` releases them, or None.
+        """Return the command that marks the stored blocks of `request` as used, or None.
 
-        The beginning of the sequence comes last, so it is kept longest: later blocks cannot be
-        found without it.
+        Call it before `request` releases its blocks. The first block of the sequence comes last in
+        the command, so it counts as most recently used and is kept longest: the other blocks cannot
+        be found without it.
         """
         used = filter(self._is_stored, request.hashes[: request.num_published])
         known = list(used) if self._tiers else []
@@ -100,10 +104,10 @@ class TierIndex:
     # ---- loading
 
     def match(self, request: Request, num_blocks: int) -> Match | None:
-        """Return what can be loaded for a request, which may have been preempted before.
+        """Return the stored blocks that follow the request's first `num_blocks` blocks, or None.
 
-        A request with prompt logprobs computes its prompt. The last token is always computed,
-        because the step needs its logits.
+        The block with the last token is not loaded, because the step needs the logits of this
+        token. A request with prompt logprobs computes its whole prompt.
         """
         if not self._tiers or request.params.prompt_logprobs is not None:
             return None
@@ -120,22 +124,22 @@ class TierIndex:
             return False
         if self._load_s * self._throughput.tokens_per_s <= 1:
             return True
-        self._load_s *= SLOWER
+        self._load_s *= RETRY_DECAY
         return False
 
     # ---- reports
 
     def on_kv_report(self, report: KVReport) -> None:
-        """Apply a report. Raises KeyError for a tier that WorkerReady did not name."""
+        """Apply a report. Raises KeyError if WorkerReady did not name one of its tiers."""
         for news in report.tiers:
             self._tiers[news.tier].apply(news)
 
     def observe_load(self, num_blocks: int, seconds: float) -> None:
-        """Record how long it took to load `num_blocks` blocks."""
+        """Record that loading `num_blocks` blocks took `seconds`."""
         self._load_s = seconds / (num_blocks * self._block_tokens)
 
     def by_tier(self, get: Callable[[Tier], int]) -> dict[str, int]:
-        """Return a value of each tier, by its name."""
+        """Return {name of the tier: get(tier)} for all tiers."""
         return {name: get(tier) for name, tier in self._tiers.items()}
 
     def _is_stored(self, content: bytes) -> bool:

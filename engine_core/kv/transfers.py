@@ -1,9 +1,9 @@
 """K/V transfer as the engine and its scheduler use it.
 
-Commands for the worker are collected in `commands`, in the order in which they were decided. The
-loop sends them before the next plan, and before clients receive anything that depends on them. So a
-withdrawn block is reused after its KVWithdraw, and a client gets a handle after its KVExport. The
-clock is the time of the last `tick`.
+Commands for the worker are collected in `commands`, in order. The loop sends them before the next
+plan, and before it sends Outputs to clients. So a block of an ended lease is reused only after its
+KVWithdraw was sent, and a client receives a handle only after its KVExport was sent. The current
+time is that of the last `tick`.
 """
 
 from __future__ import annotations
@@ -71,11 +71,11 @@ class KVTransfers:
     # ---- called for clients
 
     def check(self, message: Generate) -> None:
-        """Raise InvalidRequest if this engine cannot do the request's part."""
+        """Raise InvalidRequest if this engine cannot serve the K/V fields of `message`."""
         self._peers.check(message)
 
     def open_handle(self, text: str, request: Request) -> Handle:
-        """Return the handle of `request`. Raises InvalidRequest if it does not fit."""
+        """Return the handle in `text`. Raises InvalidRequest if it does not fit `request`."""
         return self._peers.open_handle(text, request)
 
     def renew(self, handles: Iterable[str]) -> None:
@@ -89,17 +89,17 @@ class KVTransfers:
     # ---- called by the engine
 
     def announce(self, request: Request) -> None:
-        """Announce the lease of a request whose last tokens the next plan computes."""
+        """Announce the lease of a request whose last tokens are computed by the next plan."""
         request.lease = self._draw_lease()
         self.leases.announce(request.lease, request.blocks, request.kv_readers)
 
     def retract(self, request: Request) -> None:
-        """Withdraw the lease of a request that ended before it was handed over."""
+        """Withdraw the announced lease of a request that ends without handing over its K/V."""
         if request.lease:
             self.leases.retract(request.lease)
 
     def hand_over(self, request: Request) -> str:
-        """Keep what `request` has computed for its readers, and return the handle for them."""
+        """Open the lease on the blocks of `request`, and return the handle for its readers."""
         self.leases.open(request.lease, request.blocks, self._now)
         return self._peers.seal_handle(request, request.lease)
 
@@ -110,7 +110,8 @@ class KVTransfers:
     def on_kv_report(self, report: KVReport) -> list[Fetch]:
         """Apply a report, and return the fetches that are over.
 
-        Raises RuntimeError for a fetch that is not open, KeyError for an unknown tier.
+        Raises RuntimeError if the report names a fetch that is not open, KeyError if it names an
+        unknown tier.
         """
         for name in report.taken:
             self.leases.on_taken(name)
@@ -126,21 +127,24 @@ class KVTransfers:
         self._send_if(self.tiers.store_command(request, published))
 
     def on_releasing(self, request: Request) -> None:
-        """Mark blocks as used in the tiers, before `request` releases them."""
+        """Mark the blocks of `request`, which is about to release them, as used in the tiers."""
         self._send_if(self.tiers.used_command(request))
 
     # ---- called by the scheduler
 
     def match(self, request: Request, num_blocks: int) -> Match | None:
-        """Return what could be fetched for a request that has its first `num_blocks` blocks."""
+        """Return the K/V that can be fetched for a request about to be admitted, or None.
+
+        The K/V of the request's first `num_blocks` blocks is in the prefix cache.
+        """
         return self.fetches.match(request, num_blocks)
 
     def start_fetch(self, request: Request, match: Match, blocks: list[int]) -> None:
-        """Start filling these blocks of a request that holds them."""
+        """Start the fetch that fills `blocks`, which the request holds."""
         self.fetches.start(request, match, blocks, self._now)
 
     def yield_lease(self, request: Request) -> bool:
-        """End a lease so that `request` can have its blocks. Return whether one ended."""
+        """End the oldest lease if `request` may have its blocks. Return whether a lease ended."""
         return self.leases.yield_oldest(request, self._now)
 
     def _send_if(self, command: KVCommand | None) -> None:
