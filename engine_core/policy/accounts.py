@@ -1,14 +1,13 @@
 """Rate limits of accounts: requests and tokens per minute, and concurrent answers.
 
-All clients of the engine are counted together, so an account's limits hold no matter how many
-gateway processes send its requests.
+Requests from all gateway processes are counted together.
 
-- Each limit is a token bucket that holds one minute's worth and fills evenly. A new account's
-  buckets are full.
-- A request and its prompt are charged on acceptance, the tokens of its answer when they are
-  generated. So the length of an answer need not be guessed, and no request is too large: an
-  overdraft delays the next request.
-- The limits come with each request, so new limits apply from the next request on.
+- Each limit per minute is a token bucket. It holds one minute's worth and fills evenly. A new
+  account's buckets are full.
+- A request and its prompt are charged when the request is accepted. The tokens of its answer are
+  charged when they are generated, so the length of the answer need not be guessed. A request that
+  costs more than the bucket holds is not refused; the overdraft delays the account's next request.
+- Each request carries the limits of its account, so new limits apply from the next request on.
 """
 
 from __future__ import annotations
@@ -21,17 +20,20 @@ from protocol.messages import Account
 
 MINUTE_S = 60.0
 BUSY_RETRY_S = 1.0
-MAX_STANDS_S = 0.25
-"""Longest time for which a gateway may repeat a refusal. New limits of a key apply after it."""
-MAX_KEPT = 4096
+MAX_REPEAT_S = 0.25
+"""Longest time for which a gateway may repeat a refusal without sending the request to the engine.
+
+New limits of a key take effect after at most this time.
+"""
+MAX_ACCOUNTS = 4096
 """Above this number of accounts, those with full buckets are removed."""
 
 
 @dataclass(slots=True)
 class Bucket:
-    """A token bucket that holds one minute's worth."""
+    """A token bucket: it holds `per_minute` tokens, and is filled at that rate."""
 
-    #: Tokens missing from a full bucket. More than a minute's worth after an overdraft.
+    #: Tokens missing from a full bucket. It exceeds `per_minute` after an overdraft.
     used: float = 0.0
     #: When `used` was last updated, in seconds of a steady clock.
     filled_at: float = 0.0
@@ -55,15 +57,18 @@ class AccountBuckets:
 
 @dataclass(slots=True, eq=False)
 class AccountUsage:
-    """Tokens that one account was served."""
+    """Counts the tokens that one account was served."""
 
     name: str = ""
-    #: Computed tokens, adjusted by `FairShare.on_wait_started`.
+    #: Computed tokens. `FairShare.on_wait_started` adjusts the number.
     served: float = 0.0
 
 
 class Accounts:
-    """The rate limits of all accounts. `now` is set by the owner, in seconds of a steady clock."""
+    """The rate limits of all accounts.
+
+    The owner sets `now`, in seconds of a steady clock.
+    """
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -75,8 +80,9 @@ class Accounts:
     def check(self, account: Account, num_open: int, *, is_first: bool) -> None:
         """Raise LimitReached, naming the limit, if the account may not start a request now.
 
-        - num_open: its open requests
-        - is_first: the first request of an answer; only these count towards requests per minute
+        - num_open: number of the account's open requests
+        - is_first: whether this is the first engine request of an HTTP request; only these count
+          towards requests per minute
         """
         if account.concurrency and num_open >= account.concurrency:
             raise LimitReached(
@@ -89,7 +95,7 @@ class Accounts:
         self._check("tokens", buckets.tokens)
 
     def charge_request(self, account: Account, num_tokens: int, *, is_first: bool) -> None:
-        """Charge a request and its prompt of `num_tokens`, after `check`."""
+        """Charge a request that passed `check`, and its prompt of `num_tokens`."""
         if is_first and account.requests_per_minute:
             self._get_buckets(account).requests.used += 1
         self.charge_tokens(account, num_tokens)
@@ -104,14 +110,14 @@ class Accounts:
                 f"{unit}_per_minute: this key has used up its {bucket.per_minute:,} {unit} per "
                 "minute",
                 retry_after_s=float(math.ceil(wait_s)),
-                stands_s=min(wait_s, MAX_STANDS_S),
+                stands_s=min(wait_s, MAX_REPEAT_S),
             )
 
     def _get_buckets(self, account: Account) -> AccountBuckets:
         """Return the account's buckets, refilled up to now."""
         buckets = self._buckets.get(account.name)
         if buckets is None:
-            if len(self._buckets) >= MAX_KEPT:
+            if len(self._buckets) >= MAX_ACCOUNTS:
                 self._remove_full()
             buckets = self._buckets[account.name] = AccountBuckets()
         limits = (account.requests_per_minute, account.tokens_per_minute)

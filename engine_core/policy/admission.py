@@ -1,7 +1,8 @@
-"""Admission: the one way in. A request is refused at once, or queued, and then it will end.
+"""Admission: checks each new request, and either refuses it at once or accepts and queues it.
 
-A request is refused if it can never run, or would wait too long. A request with a grammar is
-accepted once the grammar is compiled. Until then it is open, but its client has no reply yet.
+A request is refused if it can never run, or if it would wait too long. Every accepted request gets
+exactly one final Output. A request with a grammar is accepted when the grammar is compiled; until
+then it is open, but its client has no reply yet.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from engine_core.grammar.cache import CompiledGrammar, CompileJob, GrammarCache
 from engine_core.grammar.matcher import MatcherTemplate
 from engine_core.kv.transfers import KVTransfers
 from engine_core.open_requests import OpenRequests
-from engine_core.policy.accounts import MAX_STANDS_S, Accounts, AccountUsage
+from engine_core.policy.accounts import MAX_REPEAT_S, Accounts, AccountUsage
 from engine_core.policy.deadlines import Deadlines, queue_timeout_error
 from engine_core.policy.fair_share import FairShare, squash
 from engine_core.policy.queue import QueueLoad, WaitingQueue
@@ -37,10 +38,14 @@ from protocol.model_card import ModelCard
 from protocol.sampling import SamplingParams, check_token_ids, check_vocabulary
 
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
-LEAVING = 20
-"""A refusal may be repeated until about one in LEAVING of the waiting tokens has left the queue."""
-SMALL = 64
-"""A queue without room for one in SMALL of its tokens is full for every request."""
+REPEAT_DIVISOR = 20
+"""A gateway may repeat a refusal until about 1 / REPEAT_DIVISOR of the waiting tokens has left the
+queue.
+"""
+SMALL_PROMPT_DIVISOR = 64
+"""A queue without room for a prompt of `max_load.tokens // SMALL_PROMPT_DIVISOR` tokens counts as
+full for every request.
+"""
 
 
 class Admission:
@@ -84,26 +89,26 @@ class Admission:
 
     @property
     def num_waiting(self) -> int:
-        """Waiting requests, including those that wait for their grammar."""
+        """Number of waiting requests, including those that wait for their grammar."""
         return len(self._waiting) + self._grammars.num_waiting
 
     @property
     def templates(self) -> Mapping[bytes, MatcherTemplate]:
-        """Compiled grammars by their digest."""
+        """The cached compiled grammars, by digest."""
         return self._grammars.templates
 
     def add(self, client: bytes, message: Generate) -> Accepted | Refused | None:
         """Accept or refuse a request. Return None if its grammar must be compiled first."""
         try:
             request = self._check_and_create(client, message)
-            if message.grammar is None or message.kv_readers:  # readers get no answer
+            if message.grammar is None or message.kv_readers:  # with readers, nothing is sampled
                 return self._accept(request)
             return self._constrain(request, message.grammar)
         except ServingError as error:
             return self._refuse(message.request, error)
 
     def drain_compile_jobs(self) -> list[CompileJob]:
-        """Return the grammars to compile."""
+        """Return the grammars to compile since the last call."""
         jobs, self._grammars.jobs = self._grammars.jobs, []
         return jobs
 
@@ -124,12 +129,16 @@ class Admission:
         return replies
 
     def on_request_ending(self, request: Request) -> None:
-        """Stop waiting for an ending request's grammar, or remove a grammar that failed."""
+        """Update the grammar cache for a request that is about to end.
+
+        The request stops waiting for its grammar. If its grammar failed, the grammar is removed
+        from the cache.
+        """
         if request.grammar is None:
             return
         if request.phase is RequestPhase.ARRIVED:
             self._grammars.remove_waiter(request)
-            self.num_accepted += 1  # each end counts as the end of an accepted request
+            self.num_accepted += 1  # the caller counts its end as that of an accepted request
         elif request.matcher is not None and request.matcher.error is not None:
             self._grammars.remove(request.grammar)
 
@@ -204,7 +213,7 @@ class Admission:
         request.deadline = now + message.timeout_s if message.timeout_s else inf
 
     def _check_time(self, request: Request) -> None:
-        """Raise QueueTimeout if the queue moves too slowly for the request's deadlines."""
+        """Raise QueueTimeout if the request is not expected to leave the queue by its deadlines."""
         rate, waiting = self._throughput.queue_per_s, self._waiting
         max_tokens_ahead = rate * (
             min(request.start_deadline, request.deadline) - request.arrived_at
@@ -214,7 +223,7 @@ class Admission:
             or waiting.tokens <= max_tokens_ahead
             or waiting.max_tokens_before(request) <= max_tokens_ahead
         ):
-            return  # the common case; the exact count is O(waiting requests of the account)
+            return  # usual; the exact count below is O(waiting requests of the account)
         if (num_ahead := waiting.tokens_before(request)) > max_tokens_ahead:
             raise queue_timeout_error(request, num_ahead / rate, self.retry_after_s)
 
@@ -260,7 +269,7 @@ def check_request(prompt: list[int], message: Generate, model: ModelCard, limits
 
 
 def context_limit(message: Generate, limits: Limits) -> tuple[int, str]:
-    """Return the most tokens of prompt and answer together, and whose limit that is."""
+    """Return the maximum of prompt and answer tokens together, and the limit's owner in words."""
     if message.account is not None and 0 < message.account.max_len < limits.max_len:
         return message.account.max_len, "this key"
     return limits.max_len, "this model"
@@ -278,8 +287,8 @@ def new_request(
 ) -> Request:
     """Create the request of a checked `message`.
 
-    With `kv_readers`, only the prompt is computed, except its last token, which each reader
-    computes. A prompt of one token leaves nothing to hand over.
+    If other engines will read the K/V (`kv_readers`), the request computes its prompt except the
+    last token, which each reader computes. A prompt of a single token leaves nothing to hand over.
     """
     params, readers = message.params, 0
     if message.kv_readers:
@@ -319,18 +328,19 @@ def check_load(
 ) -> None:
     """Raise Overloaded if the queue is full for this account.
 
+    - waiting: the present load of the queue
     - own: the account's part of `waiting`
     - max_load: the limits of the queue
-    - num_accounts: accounts that wait, including this one
+    - num_accounts: number of accounts that wait, including this one
     - rate: tokens per second that leave the queue; 0 if unknown
 
-    An account with less than its equal part of the queue is not refused, so no account can fill the
-    queue for others. For this, the queue may grow to doubled its limits. A prompt larger than the
-    whole queue may still wait alone.
+    An account that has less than an equal part of the queue is accepted even if the queue is full,
+    until the queue has twice its limits. So no account can fill the queue for others. A prompt
+    larger than the limit may wait if the queue is empty.
     """
     if _accepts(num_tokens, waiting, own, max_load, num_accounts):
         return
-    small_prompt = min(num_tokens, max_load.tokens // SMALL)
+    small_prompt = min(num_tokens, max_load.tokens // SMALL_PROMPT_DIVISOR)
     is_full = not _accepts(small_prompt, waiting, own, max_load, num_accounts)
     raise Overloaded(
         f"{waiting.requests:,} requests with {waiting.tokens:,} tokens are already waiting; "
@@ -361,16 +371,19 @@ def _has_room(num_tokens: int, waiting: QueueLoad, max_load: QueueLoad) -> bool:
 
 
 def retry_after(waiting_tokens: int, rate: float) -> float:
-    """Return the whole seconds until about half of the waiting tokens are computed."""
+    """Return the whole seconds until about half of the waiting tokens have left the queue.
+
+    The result is between MIN_RETRY_S and MAX_RETRY_S.
+    """
     if rate <= 0:
         return MIN_RETRY_S
     return float(math.ceil(min(max(waiting_tokens / rate / 2, MIN_RETRY_S), MAX_RETRY_S)))
 
 
 def repeat_s(waiting_tokens: int, rate: float) -> float:
-    """Return the seconds for which a gateway may repeat this refusal without asking the engine.
+    """Return the seconds for which a gateway may repeat this refusal by itself.
 
-    Only a small part of the queue is computed in that time, so the engine does not run dry. 0 if
-    the rate is unknown.
+    Only a small part of the waiting tokens leaves the queue in that time, so the engine does not
+    run out of work while requests are refused. Return 0 if the rate is unknown.
     """
-    return min(waiting_tokens / rate / LEAVING, MAX_STANDS_S) if rate > 0 else 0.0
+    return min(waiting_tokens / rate / REPEAT_DIVISOR, MAX_REPEAT_S) if rate > 0 else 0.0

@@ -1,8 +1,8 @@
-"""Deadlines of requests: to be started, and to be finished. Pure; times are in seconds of a steady
-clock.
+"""Deadlines of requests: each may have one for its start and one for its end.
 
-A heap with lazy removal: add is O(log n), remove is O(1). It holds times and numbers only, so a
-distant deadline does not keep an ended request alive.
+Times are arguments, in seconds of a steady clock. The deadlines are in a heap with lazy removal:
+adding is O(log n), removing is O(1) on average. Heap entries refer to a request by its number, so
+the memory of an ended request is freed before its deadlines pass.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from math import inf
 from engine_core.request import Request, RequestPhase
 from protocol.errors import QueueTimeout, ServingError, TimedOut
 
-SLACK = 1024
-"""Stale heap entries are removed when they outnumber the live ones by this many."""
+STALE_SLACK = 1024
+"""Stale heap entries are removed when the heap has this many entries more than four per request."""
 
 
 class Deadlines:
@@ -29,7 +29,7 @@ class Deadlines:
 
     @property
     def next_at(self) -> float:
-        """The earliest deadline."""
+        """Time of the earliest deadline, which may be stale; infinity if there is none."""
         return self._heap[0][0] if self._heap else inf
 
     def add(self, request: Request) -> None:
@@ -41,17 +41,14 @@ class Deadlines:
             heapq.heappush(self._heap, entry)
 
     def remove(self, request: Request) -> None:
-        """Remove a request that has ended. It need not have deadlines."""
+        """Remove the deadlines of a request that has ended, if it has any."""
         self._requests.pop(request.order, None)
-        if len(self._heap) > 4 * len(self._requests) + SLACK:
+        if len(self._heap) > 4 * len(self._requests) + STALE_SLACK:
             self._heap = [entry for kept in self._requests.values() for entry in _entries(kept)]
             heapq.heapify(self._heap)
 
     def pop_late(self, now: float) -> list[Request]:
-        """Remove and return the requests that have missed a deadline, each once.
-
-        The caller ends them.
-        """
+        """Remove and return the requests that have missed a deadline. The caller ends them."""
         late = []
         while self._heap and self._heap[0][0] <= now:
             request = self._requests.get(heapq.heappop(self._heap)[1])
@@ -94,7 +91,10 @@ def queue_timeout_error(request: Request, wait_s: float, retry_after_s: float) -
 
 
 def _limit(request: Request, *, is_total: bool) -> tuple[str, float]:
-    """Return the deadline's request field, and its length in seconds from arrival."""
+    """Return (request field, seconds after arrival) of one of the two deadlines.
+
+    `is_total` selects the deadline for the end, otherwise that for the start.
+    """
     if is_total:
         return "timeout_s", request.deadline - request.arrived_at
     return "queue_timeout_s", request.start_deadline - request.arrived_at

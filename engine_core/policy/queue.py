@@ -1,9 +1,9 @@
-"""The waiting queue: which requests wait, in which order, and how many tokens they have.
+"""The waiting queue: the requests that wait for a slot, in the order in which they get one.
 
 Between accounts, the one served least goes first (fair_share.py). Within an account, requests go in
-order of arrival; a priority counts as some seconds of earlier or later arrival, so a request can be
-overtaken only for a bounded time. The order does not change while a request waits. A preempted
-request returns to its old position within its account.
+order of arrival. A priority counts as an earlier or later arrival by a bounded number of seconds,
+so later requests can overtake a request only for a bounded time. A preempted request returns to its
+old position within its account.
 """
 
 from __future__ import annotations
@@ -20,36 +20,40 @@ Rank = tuple[float, int]
 
 
 class QueueLoad(NamedTuple):
+    """Number of waiting requests and of their tokens; also the limits of both."""
+
     requests: int
     tokens: int
 
 
 class _AccountQueue:
-    """The waiting requests of one account: a heap with lazy removal.
-
-    `entry` is the account's current entry in the heap of accounts.
-    """
+    """The waiting requests of one account."""
 
     __slots__ = ("entry", "heap", "num", "tokens")
 
     def __init__(self) -> None:
+        #: Heap by rank. A removed request stays in it until it reaches the front.
         self.heap: list[tuple[Rank, Request]] = []
+        #: Number of waiting requests, and of their tokens.
         self.num = 0
         self.tokens = 0
+        #: The account's valid entry in the heap of accounts. Its other entries there are stale.
         self.entry: _QueueEntry | None = None
 
 
 _QueueEntry = tuple[float, Rank, int, _AccountQueue]
-"""The first request's virtual time and rank, and the entry's number, so that no two entries are
-equal.
+"""(virtual time of the account's first request, its rank, serial number, the account's queue).
+
+The serial number makes entries unique, so that comparing them never compares queues.
 """
 
 
 class WaitingQueue:
-    """A heap of account queues; push and remove are O(log n).
+    """The waiting requests of all accounts: a heap of account queues.
 
-    An account's service grows while its requests wait, so its entry may surface too early. It is
-    then pushed back with its current value.
+    Pushing and removing are O(log n). An account's virtual time grows while its requests wait, so
+    its entry may reach the front of the heap too early. `first` then replaces it by an entry with
+    the current value.
     """
 
     def __init__(self, fair_share: FairShare) -> None:
@@ -76,21 +80,24 @@ class WaitingQueue:
         return QueueLoad(0, 0) if queue is None else QueueLoad(queue.num, queue.tokens)
 
     def max_tokens_before(self, request: Request) -> float:
-        """Return an upper bound of `tokens_before`, which counts the whole account.
+        """Return an upper bound of `tokens_before`, in O(waiting accounts).
 
-        O(waiting accounts).
+        It counts all waiting tokens of the request's account.
         """
         own = self.account_load(request.account_usage).tokens
         return own + self._tokens_of_others(request, own)
 
     def tokens_before(self, request: Request) -> float:
-        """Return the tokens that would be computed before `request` if it waited here and no other
-        came.
+        """Estimate the tokens that will be computed before `request` if no other request arrives.
 
-        These are the tokens ahead of it in its own account, and what other accounts are due in that
-        time. When its turn comes, its account will have been served the tokens ahead of it. By then
-        every other account will have been served up to that level, or its queue is empty. Tokens of
-        answers are not predicted. O(requests of its account + waiting accounts).
+        `request` need not be in the queue. The estimate is the sum of two parts:
+
+        - the tokens of the requests ahead of it in its own account;
+        - tokens of other accounts. When `request` gets its turn, its account will have been served
+          the tokens ahead of it. By then, each other account will have been served up to the same
+          level, or all its waiting tokens.
+
+        Tokens of answers are not predicted. O(requests of the account + waiting accounts).
         """
         queue = self._queues.get(request.account_usage)
         ahead = {other for rank, other in queue.heap if rank < request.rank} if queue else set()
@@ -104,21 +111,24 @@ class WaitingQueue:
             if own_usage in self._queues
             else self._fair_share.clamped_service(own_usage)
         )
-        due = served + own + request.priority_credit
+        level = served + own + request.priority_credit
         for other, queue in self._queues.items():
             if other is not own_usage:
-                gap = due - max(other.served, self._head(queue).virtual_time)
+                gap = level - max(other.served, self._head(queue).virtual_time)
                 before += min(max(gap, 0.0), queue.tokens)
         return before
 
     def requests(self) -> Iterator[Request]:
-        """Yield the waiting requests, each account's in their order."""
+        """Yield the waiting requests, account by account, each account's requests by rank."""
         for queue in self._queues.values():
             entries = dict.fromkeys(sorted(queue.heap))  # a stale entry may equal a new one
             yield from (request for _, request in entries if request in self._waiting)
 
     def restore(self, requests: Iterable[Request]) -> None:
-        """Fill an empty queue with another's `requests`. No account's wait starts again."""
+        """Fill an empty queue with the `requests()` of another.
+
+        The accounts' service is not adjusted, because they already waited in the other queue.
+        """
         for request in requests:
             self._insert(request)
 
@@ -137,6 +147,7 @@ class WaitingQueue:
         self._push_entry(queue)
 
     def first(self) -> Request | None:
+        """Return the request that goes next, without removing it."""
         while self._entries:
             entry = self._entries[0]
             queue = entry[-1]
@@ -171,7 +182,7 @@ class WaitingQueue:
         return queue.heap[0][1]
 
     def _push_entry(self, queue: _AccountQueue) -> None:
-        """Push a new entry for the account if it is due earlier than before."""
+        """Push a new entry for the account if it goes earlier than its present entry."""
         head = self._head(queue)
         if queue.entry is None or (head.virtual_time, head.rank) < queue.entry[:2]:
             heapq.heappush(self._entries, self._new_entry(queue, head))

@@ -1,3 +1,1 @@
-"""One step: the scheduler's decisions, the plan sent to the worker, and the commit of its
-result.
-"""
+"""One step: the scheduler's decisions, the plan for the worker, and the commit of the result."""

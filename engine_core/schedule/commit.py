@@ -1,7 +1,7 @@
-"""Commit of one row: appends its tokens to the request, and builds the Output.
+"""Commit of one row of a step: appends the row's tokens to its request, and builds the Output.
 
-If a step returns several tokens, those after the answer's end are dropped. This file releases
-nothing; the engine frees the slot and blocks of an ended request.
+If the answer ends within the row's tokens, the tokens after the end are dropped. The engine
+releases the slot and blocks of an ended request, not this file.
 """
 
 from __future__ import annotations
@@ -19,34 +19,38 @@ from protocol.model_card import ModelCard
 
 @dataclass(slots=True)
 class CommittedTokens:
-    """Tokens and logprobs that one row of a step added to its request."""
+    """The effect of one row of a step on its request."""
 
-    #: Appended to the request.
+    #: Tokens that were appended to the request.
     tokens: list[int] = field(default_factory=list)
-    #: Of `tokens`, if requested.
+    #: Logprobs of `tokens`, if requested.
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    #: Positions whose K/V belongs to the request's tokens.
+    #: Number of computed positions with valid K/V. Those of rejected drafts do not count.
     num_valid: int = 0
-    #: Drafts among `tokens`.
+    #: How many of `tokens` were drafts.
     num_accepted: int = 0
-    #: Set if the answer ends here.
+    #: The finish reason if the answer ends here.
     finish: FinishReason | None = None
     #: Handle of the prompt's K/V, for its readers.
     kv_handle: str = ""
-    #: Why the request ended with "error", unless the row itself failed.
+    #: The error to send if `finish` is "error". None: `request_failure` returns it.
     error: ServingError | None = None
 
 
 NOTHING_COMMITTED = CommittedTokens()
+"""For a request that ends outside a step."""
 
 
 def commit_row(request: Request, count: int, row_result: RowResult) -> CommittedTokens:
-    """Append the tokens that a step of `count` positions sampled for `request`."""
+    """Append the tokens that a step sampled for `request`, up to the end of its answer.
+
+    `count` is the number of positions that the step computed in the row.
+    """
     committed = CommittedTokens(finish="error" if row_result.failed else None)
     if request.num_generated == 0 and not row_result.failed:
         request.prompt_logprobs += row_result.prompt_logprobs
     for token in row_result.tokens:
-        if not _admits(request, token):
+        if not _advance_grammar(request, token):
             committed.finish = "error"
             break
         committed.tokens.append(token)
@@ -64,8 +68,8 @@ def commit_row(request: Request, count: int, row_result: RowResult) -> Committed
     return committed
 
 
-def _admits(request: Request, token: int) -> bool:
-    """Advance the request's grammar, if any. Return False if the grammar failed."""
+def _advance_grammar(request: Request, token: int) -> bool:
+    """Advance the request's grammar by `token`. Return False if the grammar failed."""
     if request.matcher is None:
         return True
     request.matcher.consume(token)
@@ -73,7 +77,7 @@ def _admits(request: Request, token: int) -> bool:
 
 
 def _finish_reason(request: Request, token: int) -> FinishReason | None:
-    """Return the finish reason if the answer ends with the `token` just appended."""
+    """Return the finish reason if the answer ends with `token`, which was just appended."""
     is_complete = request.matcher is not None and request.matcher.is_complete
     if token in request.stop_ids or is_complete:
         return "stop"
@@ -96,7 +100,10 @@ def _update_drafting(request: Request, row_result: RowResult, committed: Committ
 
 
 def progress_output(request: Request, committed: CommittedTokens) -> Output:
-    """Return the Output of a request that continues."""
+    """Return the Output with the new tokens of a request that continues.
+
+    The first Output of a request also has the usage and the prompt logprobs.
+    """
     is_first = request.num_generated == len(committed.tokens)
     if is_first:
         request.stage_timer.on_first_token()
@@ -105,14 +112,14 @@ def progress_output(request: Request, committed: CommittedTokens) -> Output:
         tokens=committed.tokens,
         logprobs=committed.logprobs,
         prompt_logprobs=request.prompt_logprobs if is_first else [],
-        usage=usage_of(request) if is_first else None,
+        usage=request_usage(request) if is_first else None,
     )
 
 
 def final_output(
     request: Request, finish: FinishReason, committed: CommittedTokens, model: ModelCard
 ) -> Output:
-    """Return the final Output of a request."""
+    """Return the final Output of a request, with the tokens of its last step."""
     is_first = request.num_generated == len(committed.tokens)
     return Output(
         request=request.number,
@@ -121,13 +128,13 @@ def final_output(
         prompt_logprobs=request.prompt_logprobs if is_first and finish != "abort" else [],
         finish=finish,
         stop_token=_stop_token(request, model) if finish == "stop" else None,
-        usage=usage_of(request),
+        usage=request_usage(request),
         error=(committed.error or request_failure(request)).info() if finish == "error" else None,
         kv_handle=committed.kv_handle,
     )
 
 
-def usage_of(request: Request) -> Usage:
+def request_usage(request: Request) -> Usage:
     return Usage(
         prompt_tokens=request.prompt_tokens,
         generated_tokens=request.num_generated,
@@ -141,14 +148,17 @@ def usage_of(request: Request) -> Usage:
 
 
 def _stop_token(request: Request, model: ModelCard) -> int | None:
-    """Return the last token if it is a stop or EOS token, and not text that completed a grammar."""
+    """Return the last token if it is a stop or EOS token.
+
+    Otherwise return None: the answer ended because its grammar was complete.
+    """
     token = request.tokens[-1]
     is_end = token in request.stop_ids or token in model.eos_token_ids
     return token if is_end else None
 
 
-def view_row(request: Request) -> RequestView:
-    """Return the request's row of the status. The loop fills in its client."""
+def status_row(request: Request) -> RequestView:
+    """Return the request's row for EngineStatus. The loop adds the name of its client."""
     times = request.stage_timer.times()
     return RequestView(
         name=request.name,

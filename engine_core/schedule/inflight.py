@@ -1,9 +1,9 @@
-"""Steps in flight: sent to the worker and not committed yet.
+"""Steps in flight: their plans were sent to the worker, and their results are not committed yet.
 
-The worker executes plans in order, so a plan can be sent before the previous result has arrived. A
-request then counts the tokens that are being sampled (`num_pending`) and the positions that are
-planned (`num_scheduled`). Its slot and blocks are not reused while a plan in flight writes to them
-(`num_in_flight`).
+The worker executes plans in order, so a plan can be sent before the previous result has arrived.
+While plans are in flight, each request in them counts three things: the positions planned for it
+(`num_scheduled`), the tokens being sampled for it (`num_pending`) and the plans that contain it
+(`num_in_flight`). Its slot and blocks are not reused while a plan in flight contains it.
 """
 
 from __future__ import annotations
@@ -22,18 +22,21 @@ StepRows = list[tuple[Request, int]]
 
 @dataclass(slots=True)
 class InflightStep:
-    """One plan in flight."""
+    """A plan in flight and its rows."""
 
     plan: StepPlan
     rows: StepRows
-    #: Some rows are constrained, and their masks have not been sent.
+    #: Whether some rows are constrained by a grammar and their masks have not been sent.
     needs_masks: bool
-    #: Most drafts in a row that it requests of the draft model.
+    #: Maximum number of drafts per row that the plan requests of the draft model.
     num_requested_drafts: int
 
     @property
     def is_decisive(self) -> bool:
-        """Whether the next drafts depend on its result: it has drafts, or requests some."""
+        """Whether the next step's drafts depend on this step's result.
+
+        They do if this step verifies drafts, or requests drafts of the draft model.
+        """
         return self.num_requested_drafts > 0 or self.plan.row_drafts is not None
 
     @property
@@ -42,17 +45,19 @@ class InflightStep:
 
     @property
     def has_prompts(self) -> bool:
-        """Whether a row has more than one token."""
+        """Whether some row is not a plain decode: it has a prompt chunk or drafts."""
         return self.plan.num_decodes < len(self.rows)
 
     @property
     def prompts(self) -> list[Request]:
-        """The requests whose prompt it computes in part."""
-        return [each for each, _ in self.rows if each.num_computed < each.prompt_tokens - 1]
+        """The requests for which this step computes prompt tokens."""
+        return [
+            request for request, _ in self.rows if request.num_computed < request.prompt_tokens - 1
+        ]
 
 
 class InflightSteps:
-    """The plans in flight, oldest first; at most `depth`."""
+    """A queue of at most `depth` steps in flight, oldest first."""
 
     def __init__(self, depth: int) -> None:
         self._depth = depth
@@ -65,7 +70,7 @@ class InflightSteps:
         return iter(self._steps)
 
     def restore(self, steps: Iterable[InflightStep]) -> None:
-        """Add steps whose requests count them as in flight already."""
+        """Add the steps of a snapshot. The counts of their requests include these steps already."""
         self._steps.extend(steps)
 
     @property
@@ -78,7 +83,7 @@ class InflightSteps:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of the steps in flight that compute prompts, decodes included."""
+        """Number of tokens, decodes included, in the steps in flight for which `has_prompts`."""
         return sum(step.num_tokens for step in self._steps if step.has_prompts)
 
     @property
@@ -86,7 +91,7 @@ class InflightSteps:
         return self._steps[0] if self._steps else None
 
     def on_sent(self, plan: StepPlan, rows: StepRows) -> None:
-        """Record that a plan was sent."""
+        """Record that `plan` was sent, and count it in the requests of its rows."""
         for (request, count), samples in zip(rows, plan.row_samples.tolist(), strict=True):
             request.num_scheduled += count
             request.num_pending += samples
@@ -95,9 +100,9 @@ class InflightSteps:
         self._steps.append(InflightStep(plan, rows, plan.masked is not None, num_requested_drafts))
 
     def on_completed(self, result: StepResult) -> tuple[InflightStep, list[RowResult]]:
-        """Remove the oldest plan, and return it with the result of each row.
+        """Remove the oldest step, and return it with the result of each row.
 
-        Raises RuntimeError if the result belongs to another plan.
+        Raises RuntimeError if the result belongs to another step, or does not fit the plan.
         """
         oldest = self.oldest
         if oldest is None or oldest.plan.step != result.step:

@@ -1,6 +1,7 @@
-"""One step: the scheduler's decisions (`Schedule`), and the `StepPlan` that is built from them.
+"""Builds a `StepPlan` for the worker from the scheduler's decisions (`Schedule`).
 
-The plan holds the decisions as columns, which the worker executes as they are.
+The plan has one column per field and one entry per row. The worker executes it without further
+decisions.
 """
 
 from __future__ import annotations
@@ -17,34 +18,41 @@ from protocol.steps import SlotInit, SlotRelease, StepPlan
 
 
 class DraftCatchUp(NamedTuple):
-    """The draft model's work for one row, as in StepPlan."""
+    """The draft model's work for one row.
 
+    The fields become `follow_starts`, `follow_tokens` and `wanted` of the StepPlan.
+    """
+
+    #: First position to compute; -1: none.
     start: int
+    #: Number of positions to compute; 0 if drafts are requested, which computes all known ones.
     num_tokens: int
+    #: Number of tokens to draft after the row's sampled token.
     num_requested: int
 
 
 @dataclass(slots=True)
 class Schedule:
-    """The decisions of one step."""
+    """The scheduler's decisions for one step."""
 
-    #: Requests with one token each.
+    #: Requests that compute one token each, without drafts.
     decodes: list[Request] = field(default_factory=list)
-    #: (request, number of tokens, at least 2).
+    #: (request, number of tokens to compute), at least 2 tokens each.
     chunks: list[tuple[Request, int]] = field(default_factory=list)
-    #: (request, its drafts, at least one): one token, plus one per draft.
+    #: (request, its drafts), at least one draft each. The request computes one token and its
+    #: drafts.
     drafted: list[tuple[Request, list[int]]] = field(default_factory=list)
     #: The draft model's work, by request.
     draft_catch_ups: dict[Request, DraftCatchUp] = field(default_factory=dict)
-    #: Newly RUNNING, in order.
+    #: Requests that became RUNNING, in order.
     admitted: list[Request] = field(default_factory=list)
-    #: Newly PREEMPTED.
+    #: Requests that became PREEMPTED.
     preempted: list[Request] = field(default_factory=list)
     #: (slot, index in the block table, block), for requests that already had their slot.
     appended_blocks: list[tuple[int, int, int]] = field(default_factory=list)
     #: Blocks allocated for new content; the worker zeroes them.
     new_blocks: list[int] = field(default_factory=list)
-    #: Tokens left in the token budget.
+    #: Tokens left of the token budget.
     budget: int = 0
 
     @property
@@ -52,9 +60,9 @@ class Schedule:
         return sum(count for _, count, _ in self.rows())
 
     def rows(self) -> Iterator[tuple[Request, int, list[int]]]:
-        """Yield (request, number of positions, its drafts among them).
+        """Yield (request, number of positions, drafts) for each row, one-token rows first.
 
-        One-token rows come first.
+        The positions include those of the drafts.
         """
         for request in self.decodes:
             yield request, 1, []
@@ -68,18 +76,15 @@ NO_CATCH_UP = DraftCatchUp(start=-1, num_tokens=0, num_requested=0)
 
 
 def plan_rows(schedule: Schedule) -> list[tuple[Request, int]]:
-    """Return the step's rows in order: (request, number of positions).
-
-    One-token rows come first.
-    """
+    """Return (request, number of positions) for each row, one-token rows first."""
     return [(request, count) for request, count, _ in schedule.rows()]
 
 
 def build_plan(step: int, schedule: Schedule, releases: list[SlotRelease]) -> StepPlan:
-    """Build the step's plan."""
+    """Build the plan of step number `step`. `releases` are the slots to release first."""
     rows = plan_rows(schedule)
     samples = [request.is_sampled(count) for request, count in rows]
-    drafts = [some for _, _, some in schedule.rows()]
+    drafts = [row_drafts for _, _, row_drafts in schedule.rows()]
     catch_ups = [schedule.draft_catch_ups.get(request, NO_CATCH_UP) for request, _ in rows]
     masked = _masked_places(rows, samples, drafts)
     appended = schedule.appended_blocks
@@ -99,13 +104,13 @@ def build_plan(step: int, schedule: Schedule, releases: list[SlotRelease]) -> St
         masked=Int32.of(masked) if masked else None,
         row_drafts=Int32.of(map(len, drafts)) if schedule.drafted else None,
         drafts=Int32.of(chain.from_iterable(drafts)) if schedule.drafted else None,
-        follow_starts=Int32.of(part.start for part in catch_ups)
+        follow_starts=Int32.of(catch_up.start for catch_up in catch_ups)
         if schedule.draft_catch_ups
         else None,
-        follow_tokens=Int32.of(part.num_tokens for part in catch_ups)
+        follow_tokens=Int32.of(catch_up.num_tokens for catch_up in catch_ups)
         if schedule.draft_catch_ups
         else None,
-        wanted=Int32.of(part.num_requested for part in catch_ups)
+        wanted=Int32.of(catch_up.num_requested for catch_up in catch_ups)
         if schedule.draft_catch_ups
         else None,
     )
@@ -114,21 +119,28 @@ def build_plan(step: int, schedule: Schedule, releases: list[SlotRelease]) -> St
 def _masked_places(
     rows: Sequence[tuple[Request, int]], samples: Sequence[bool], drafts: Sequence[list[int]]
 ) -> list[int]:
+    """Return the indexes of the sampled places that may need a mask (`StepPlan.masked`)."""
     sampled = compress(zip(rows, drafts, strict=True), samples)
-    may_be = ([_may_be_masked(request, some)] * (1 + len(some)) for (request, _), some in sampled)
-    return [place for place, flag in enumerate(chain.from_iterable(may_be)) if flag]
+    flags = (
+        [_may_be_masked(request, row_drafts)] * (1 + len(row_drafts))
+        for (request, _), row_drafts in sampled
+    )
+    return [place for place, flag in enumerate(chain.from_iterable(flags)) if flag]
 
 
 def _may_be_masked(request: Request, drafts: list[int]) -> bool:
-    """Whether a mask may be needed. It is unknown after a token in flight, or after a draft."""
+    """Whether a place of the request's row may need a mask.
+
+    After a token in flight or a draft, the state of the grammar is unknown, so it may.
+    """
     matcher = request.matcher
     return matcher is not None and (matcher.constrains or bool(request.num_pending or drafts))
 
 
 def mask_matchers(plan: StepPlan, rows: Sequence[tuple[Request, int]]) -> list[Matcher | None]:
-    """Return the matchers of the plan's `masked` places, in order.
+    """Return the matcher of each place in the plan's `masked`, in order.
 
-    None means that nothing constrains the token after all, or that the answer has ended.
+    A matcher is None if nothing constrains the token after all, or if the answer has ended.
     """
     assert plan.masked is not None
     masked = set(plan.masked.tolist())
@@ -138,11 +150,12 @@ def mask_matchers(plan: StepPlan, rows: Sequence[tuple[Request, int]]) -> list[M
         (request, list(islice(ids, n))) for (request, _), n in zip(rows, counts, strict=True)
     ]
     places = (_row_matchers(*row) for row in compress(drafted, plan.row_samples.tolist()))
-    return [m for place, m in enumerate(chain.from_iterable(places)) if place in masked]
+    matchers = enumerate(chain.from_iterable(places))
+    return [matcher for place, matcher in matchers if place in masked]
 
 
 def _row_matchers(request: Request, drafts: list[int]) -> Iterable[Matcher | None]:
-    """Return the matcher of each place of a row, or None if the place is unconstrained."""
+    """Return the matcher of each sampled place of a row; None for an unconstrained place."""
     if request.matcher is None or request.phase is not RequestPhase.RUNNING:
         return repeat(None, 1 + len(drafts))
     walk = [request.matcher, *request.matcher.walk(drafts)]

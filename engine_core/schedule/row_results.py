@@ -1,7 +1,4 @@
-"""StepResult -> the result of each row.
-
-The shapes that a worker reports are checked here, and nowhere else.
-"""
+"""Splits a StepResult into the results of its rows, and checks that its shapes fit the plan."""
 
 from __future__ import annotations
 
@@ -18,33 +15,36 @@ from protocol.steps import Logprobs, StepPlan, StepResult
 class RowResult:
     """One row's part of a step result."""
 
-    #: Sampled tokens, in order; empty if the plan did not sample.
+    #: Sampled tokens, in order; empty if the row was not sampled.
     tokens: list[int] = field(default_factory=list)
-    #: No token could be sampled, or none after `tokens`.
+    #: Whether sampling failed: no token could be sampled after `tokens`.
     failed: bool = False
-    #: Number of drafts in the row. Each of `tokens` except the last is one of them.
+    #: Number of drafts in the row. All of `tokens` except the last one are accepted drafts.
     num_drafts: int = 0
-    #: Of `tokens`, if requested.
+    #: Logprobs of `tokens`, if requested.
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    #: What the draft model proposes after `tokens`.
+    #: Tokens that the draft model proposes after `tokens`.
     proposed: list[int] = field(default_factory=list)
 
     @property
     def num_accepted(self) -> int:
-        """The number of drafts that equal the sampled tokens."""
+        """The number of leading drafts that equal the sampled tokens."""
         if not self.num_drafts:
             return 0
         return len(self.tokens) if self.failed else len(self.tokens) - 1
 
     @property
     def num_rejected(self) -> int:
-        """The number of positions computed after a wrong draft."""
+        """The number of drafts from the first wrong one on. Their K/V is invalid."""
         return self.num_drafts - self.num_accepted
 
 
 def row_results(plan: StepPlan, result: StepResult) -> list[RowResult]:
-    """Return [R] results in row order. Raises RuntimeError if the result does not fit the plan."""
+    """Return one result per row of the plan, in order.
+
+    Raises RuntimeError if the result does not fit the plan.
+    """
     results = [RowResult() for _ in range(len(plan.row_slots))]
     sampled = [
         row_result
@@ -83,7 +83,7 @@ def _distribute_proposals(results: list[RowResult], plan: StepPlan, result: Step
 
 
 def _owners(sampled: list[RowResult], result: StepResult) -> list[RowResult]:
-    """Return [T]: the row of each token of the result."""
+    """Return the row result that each token of `result` belongs to."""
     counts = [1] * len(sampled) if result.counts is None else result.counts.tolist()
     if len(counts) != len(sampled) or sum(counts) != len(result.tokens):
         raise RuntimeError(f"{len(result.tokens)} tokens for {len(sampled)} sampled rows")
@@ -92,14 +92,16 @@ def _owners(sampled: list[RowResult], result: StepResult) -> list[RowResult]:
         for count, row_result in zip(counts, sampled, strict=True)
     ):
         raise RuntimeError("a row has no token, or more tokens than its drafts allow")
-    return [o for o, count in zip(sampled, counts, strict=True) for _ in range(count)]
+    return [
+        row_result for row_result, count in zip(sampled, counts, strict=True) for _ in range(count)
+    ]
 
 
 def request_failure(request: Request) -> ServingError:
-    """Return why a request got no token, or one that its grammar does not admit.
+    """Return the error of a request that got no token, or a token that its grammar excludes.
 
-    If a grammar proves too large at this point of the answer, that is the request's fault, as it
-    would have been before the answer began.
+    If the grammar turns out to be too large at this point of the answer, the error is
+    InvalidRequest, as it would have been at compilation. Otherwise it is StepFailed.
     """
     matcher = request.matcher
     if matcher is not None:
@@ -115,6 +117,7 @@ def request_failure(request: Request) -> ServingError:
 
 
 def _why_no_token(request: Request) -> str:
+    """Return the possible reasons why no token could be sampled, for the error message."""
     params = request.params
     limits = {
         "grammar": request.grammar,
@@ -130,19 +133,19 @@ def _why_no_token(request: Request) -> str:
 
 
 def _entries(columns: Logprobs) -> list[tuple[int, TokenLogprobs]]:
-    """Return (value of `rows`, logprobs of that token), in the order of the columns."""
+    """Return (value of `columns.rows`, logprobs) for each entry of the columns, in order."""
     num, width = columns.top_ids.shape
     top_ids, top_logprobs = columns.top_ids.tolist(), columns.top_logprobs.tolist()
     ids, logprobs, ranks = columns.ids.tolist(), columns.logprobs.tolist(), columns.ranks.tolist()
-    asked, drawn = _asked(columns), _drawn_rows(columns)
+    asked, drawn = _named_logprobs(columns), _drawn_rows(columns)
     entries = []
     for i, (row, count) in enumerate(
         zip(columns.rows.tolist(), columns.counts.tolist(), strict=True)
     ):
         best = slice(i * width, i * width + count)
-        drawn_of = _drawn(drawn[i], count, len(asked[i]), width) if i in drawn else []
+        own_drawn = _without_padding(drawn[i], count, len(asked[i]), width) if i in drawn else []
         entry = TokenLogprobs(
-            ids[i], logprobs[i], ranks[i], top_ids[best], top_logprobs[best], asked[i], drawn_of
+            ids[i], logprobs[i], ranks[i], top_ids[best], top_logprobs[best], asked[i], own_drawn
         )
         entries.append((row, entry))
     assert len(entries) == num
@@ -150,7 +153,11 @@ def _entries(columns: Logprobs) -> list[tuple[int, TokenLogprobs]]:
 
 
 def _drawn_rows(columns: Logprobs) -> dict[int, list[float]]:
-    """Return the second scores of the tokens that were scored twice: index -> [1 + K + A]."""
+    """Return the rows of `columns.drawn` [D, 1 + K + A] by the index of their entry.
+
+    They are the logprobs under the distribution that the token was drawn from. Only entries whose
+    request chose to get both distributions have them.
+    """
     if columns.drawn_at is None or columns.drawn is None:
         return {}
     width, values = columns.drawn.shape[1], columns.drawn.tolist()
@@ -158,13 +165,17 @@ def _drawn_rows(columns: Logprobs) -> dict[int, list[float]]:
     return {row: values[i * width : (i + 1) * width] for i, row in enumerate(at)}
 
 
-def _drawn(values: list[float], num_top: int, num_asked: int, width: int) -> list[float]:
-    """Return the scores without padding: `width` columns are reserved for top tokens."""
+def _without_padding(values: list[float], num_top: int, num_asked: int, width: int) -> list[float]:
+    """Return a row of `columns.drawn` without its unused columns.
+
+    The row holds the token itself, `width` columns for top tokens of which `num_top` are used, and
+    columns for named tokens of which `num_asked` are used.
+    """
     return [*values[: 1 + num_top], *values[1 + width : 1 + width + num_asked]]
 
 
-def _asked(columns: Logprobs) -> list[list[float]]:
-    """Return [N]: for each row, the logprobs of the tokens that its request named."""
+def _named_logprobs(columns: Logprobs) -> list[list[float]]:
+    """Return, for each entry, the logprobs of the tokens that its request named."""
     if columns.asked is None or columns.asked_counts is None:
         return [[] for _ in range(len(columns.ids))]
     width, values = columns.asked.shape[1], columns.asked.tolist()

@@ -1,37 +1,43 @@
-"""The scheduler: how many tokens each request computes in a step.
+"""The scheduler: decides how many tokens each request computes in a step.
 
-One token budget covers all work. Requests that decode (one token each) go first, oldest first. Then
-come requests that are still computing their prompt, then newcomers. So a long prompt never stalls
-the decodes. When blocks run out, the youngest request is preempted: it releases everything and is
-computed again later, mostly from the prefix cache.
+One token budget covers all work, in this order:
 
-This is the order within one account. Between accounts, the one served least goes first
-(fair_share.py): its newcomers go before the prompts of other accounts. If the decodes would make a
-newcomer's first step longer, those of accounts served more pause for that step, but never for two
-in a row. If a newcomer finds no slot or too few blocks, requests of accounts served more are
-preempted, youngest first, provided that the difference exceeds the cost of computing them again. So
-an account cannot hold all slots for as long as its answers last, and two accounts do not preempt
-each other in turn.
+1. Decodes: running requests that compute one token each, oldest first.
+2. Prefills: running requests that are still computing their prompt, in chunks.
+3. Newcomers: the requests at the front of the queue.
 
-A request is admitted only if there are blocks for all its known tokens; they are allocated at once.
-So only decoding requests ever need more, one block at a time, and the oldest can always get one.
+So a long prompt never stalls the decodes. If blocks run out, the youngest request is preempted: it
+releases its slot and blocks, and is computed again later, mostly from the prefix cache.
 
-If more of a newcomer's K/V can be fetched than is cached (kv/), it gets its slot and blocks and is
-FETCHING. It waits in `unbound`, takes no part in steps and is never preempted. When the fetch is
-over, it is bound with its first plan, like any newcomer.
+Between accounts, the one served least goes first (fair_share.py):
 
-What is left of the budget goes to drafts (drafting.py), computed after the last known token of a
-decoding request. Drafts take blocks only if every running request could still get one more. A block
-taken for drafts stays with its request, whose answer will fill it; nothing is undone if drafts are
-wrong.
+- Its newcomers go before the prefills of other accounts.
+- If the decodes would make a newcomer's first step longer, the decodes of accounts served more
+  pause for that step, but never for two steps in a row.
+- If there is no slot, or too few blocks, for a newcomer, requests of accounts served more are
+  preempted, youngest first. This happens only if the difference in service exceeds the cost of
+  computing them again. So long answers of one account cannot hold all slots, and two accounts do
+  not preempt each other in turn.
 
-The draft model computes prompts together with the model, and answers a little later: in the steps
-that request drafts of it, and whenever it is `MAX_DRAFT_LAG` tokens behind. It skips requests that
-will hardly be drafted. A block of a request that it computes is published when both have computed
-it.
+A request is admitted only if blocks for all its known tokens can be allocated at once. After that
+it needs blocks only for its decodes, one block at a time, and the oldest request can always get
+one.
 
-No request is preempted while it is in a plan in flight, because its tokens would be lost.
-`can_continue` returns whether a step can be planned without preemption.
+If more of a newcomer's K/V can be fetched (kv/) than is in the prefix cache, the newcomer gets its
+slot and blocks and becomes FETCHING. It then waits in `unbound`, is in no plan and is never
+preempted. When the fetch is over, it is bound with its first plan, like any newcomer.
+
+The rest of the budget goes to drafts (drafting.py), which follow the last known token of a decode.
+Blocks are allocated for drafts only if one more block per running request remains free. If the
+drafts are wrong, their blocks stay with the request, whose answer will fill them.
+
+The draft model computes a prompt in the same steps as the main model. It computes the tokens of the
+answer later: in steps that request drafts of it, and when it is `MAX_DRAFT_LAG` tokens behind. It
+skips requests for which drafts are not worthwhile. If it computes a request, the request's blocks
+are published only when both models have computed them.
+
+No request is preempted while a plan in flight contains it, because the tokens being sampled would
+be lost. `can_continue` returns whether the next step can be planned without preemption.
 """
 
 from __future__ import annotations
@@ -59,23 +65,29 @@ from engine_core.schedule.slot_pool import SlotPool
 from protocol.messages import Limits
 
 MAX_DRAFT_LAG = 32
-"""Computing this many tokens at once is cheap; computing them one by one would not be."""
+"""The draft model computes answer tokens once it lacks this many of them.
+
+One pass over many tokens costs little more than a pass over one token.
+"""
 
 
 class DraftPolicy(Protocol):
     """Decides which requests get drafts, and how many (drafting.py)."""
 
     def propose(self, request: Request, max_tokens: int, rows: int) -> list[int]:
-        """Return up to `max_tokens` >= 1 drafts, for a step of `rows` rows."""
+        """Return at most `max_tokens` drafts (>= 1) for a request in a step of `rows` rows."""
         ...
 
     def num_draft_model_tokens(self, request: Request, max_tokens: int, rows: int) -> int:
-        """Return how many drafts, up to `max_tokens` >= 1, to request of the draft model."""
+        """Return how many drafts to request of the draft model, at most `max_tokens` (>= 1)."""
         ...
 
 
 class Scheduler:
-    """Owns the running requests, slots and blocks. It has no clients, sampling or clock."""
+    """Owns the waiting and running requests, the slots and the blocks.
+
+    It has no clock, and neither sampling nor clients concern it.
+    """
 
     def __init__(
         self,
@@ -88,9 +100,10 @@ class Scheduler:
     ) -> None:
         self.fair_share = FairShare(limits, step_costs)
         self.waiting = WaitingQueue(self.fair_share)
-        #: By rank: oldest first.
+        #: Requests in phase RUNNING, and ended ones in a step in flight, by rank: oldest first.
         self.running: list[Request] = []
-        #: These hold a slot that has not been bound in the worker yet.
+        #: Requests that own a slot which the worker has not bound yet: FETCHING, READY, or ended
+        #: while their fetch is not reported.
         self.unbound: list[Request] = []
         self.pool = pool
         self.slots = SlotPool(limits.max_slots)
@@ -98,11 +111,11 @@ class Scheduler:
         self.prefixes = Prefixes(limits, hashes, pool.cache)
         self._kv_transfers = kv_transfers
         self._speculation = speculation
-        #: Each running request needs one token of the budget.
+        #: Each running request needs at least one token of the budget per step.
         self._max_running = min(limits.max_slots, limits.token_budget)
-        #: The first request in the queue, if it found no room in the last step.
+        #: The first request in the queue, if the last step had no slot or too few blocks for it.
         self._blocked_newcomer: Request | None = None
-        #: The last step paused decodes.
+        #: Whether the last step paused decodes.
         self._has_paused_decodes = False
 
     @property
@@ -110,28 +123,28 @@ class Scheduler:
         return bool(self.running or self.unbound or len(self.waiting))
 
     def can_continue(self) -> bool:
-        """Whether the next step needs no preemption."""
+        """Whether the next step can be planned without preemption."""
         growing = sum(map(self._needs_block, self.running))
         return growing <= self.pool.num_free and not self._fair_share_victims()
 
     def schedule(self, *, is_shared: bool = False) -> Schedule:
-        """Decide one step, and allocate what it needs.
+        """Decide one step, and allocate the slots and blocks that it needs.
 
-        The result is empty if there is nothing to do.
-
-        `is_shared`: several accounts sent requests recently.
+        The result has no rows if no request can compute anything. `is_shared` is whether several
+        accounts sent requests recently (`FairShare.is_shared`).
         """
         step = Schedule(budget=self.limits.token_budget)
         self._preempt_for_newcomer(step)
         num_preempted = len(step.preempted)
         self._schedule_decodes(step)
         decodes = step.decodes[:]
-        self._bind_fetched(step, max_tokens=1)  # these are about to decode as well
+        self._bind_fetched(step, max_tokens=1)  # in effect, these are decodes
         may_admit = len(step.preempted) == num_preempted
         reserved = 0
         if is_shared:
-            part = max(self.fair_share.shared_prefill_budget, len(decodes))
-            step.budget, reserved = min(step.budget, part), min(len(decodes), part - len(decodes))
+            max_tokens = max(self.fair_share.shared_prefill_budget, len(decodes))
+            step.budget = min(step.budget, max_tokens)
+            reserved = min(len(decodes), max_tokens - len(decodes))
         self._schedule_prefills(step, may_admit=may_admit, reserved=reserved)
         self._bind_fetched(step, max_tokens=self.limits.max_len)
         if may_admit:
@@ -148,7 +161,10 @@ class Scheduler:
         self._publish(request)
 
     def on_fetch_over(self, request: Request, match: Match | None) -> None:
-        """Apply the end of a request's fetch. `match` was fetched; None means nothing was."""
+        """Make a request READY, because its fetch is over.
+
+        `match` describes the K/V that was fetched; None means that the fetch failed.
+        """
         request.move(RequestEvent.ARRIVE)
         if match is None:
             return
@@ -160,7 +176,10 @@ class Scheduler:
         self._publish(request)
 
     def finish(self, request: Request) -> None:
-        """Release what a request owns. It must not be in a step in flight, nor in a fetch."""
+        """Release the slot and blocks of an ended request, or remove it from the queue.
+
+        The request must not be in a step in flight, and its fetch must be over.
+        """
         if request.slot is not None:
             self._release(request)
         elif request in self.waiting:
@@ -171,7 +190,7 @@ class Scheduler:
     def _pause_decodes(self, step: Schedule, decodes: list[Request]) -> None:
         """Pause decodes that would make a newcomer's first step longer.
 
-        They keep their new blocks.
+        A paused decode keeps the block that was just allocated for it.
         """
         has_paused_decodes, self._has_paused_decodes = self._has_paused_decodes, False
         if has_paused_decodes or not step.admitted:
@@ -182,6 +201,7 @@ class Scheduler:
             step.decodes = [request for request in step.decodes if request not in paused]
 
     def _schedule_decodes(self, step: Schedule) -> None:
+        """Schedule the running requests that compute one token, oldest first."""
         for request in list(self.running):
             if step.budget == 0:
                 return
@@ -194,11 +214,11 @@ class Scheduler:
                 step.budget -= 1
 
     def _schedule_prefills(self, step: Schedule, *, may_admit: bool, reserved: int) -> None:
-        """Schedule prompt chunks.
+        """Schedule prompt chunks of running requests.
 
-        - may_admit: newcomers of accounts that were served less go first, and then no other prompts
-          are added, because these would make their step longer
-        - reserved: part of the budget reserved for newcomers
+        - may_admit: first admit newcomers of accounts that were served less. If there are any, no
+          prompt chunks are added, because these would make the newcomers' step longer
+        - reserved: the part of the budget that only these newcomers may use
         """
         for request in prefill_order(self.running):
             if may_admit:
@@ -221,7 +241,7 @@ class Scheduler:
         step.budget -= count
 
     def _needs_block(self, request: Request) -> bool:
-        """Whether the request decodes and has no block for its last token."""
+        """Whether the request is a decode, and has no block for its last token."""
         return (
             request.phase is RequestPhase.RUNNING
             and request.num_uncomputed == 1
@@ -229,9 +249,10 @@ class Scheduler:
         )
 
     def _ensure_block(self, request: Request, step: Schedule) -> bool:
-        """Make sure that there is a block for the last token.
+        """Allocate a block for the request's last token if it needs one.
 
-        Return False if the request itself was preempted.
+        If no block is free, leases yield or the youngest requests are preempted. Return False if
+        the request itself was preempted.
         """
         if not self._needs_block(request):
             return True
@@ -246,7 +267,7 @@ class Scheduler:
         return True
 
     def _add_drafts(self, step: Schedule) -> None:
-        """Add drafts to the decodes whose tokens are all known."""
+        """Add drafts to the decodes that have no token in flight."""
         rows, plain = len(step.decodes) + len(step.chunks), []
         for request in step.decodes:
             are_all_known = request.num_uncomputed == 1 and not request.num_pending
@@ -261,20 +282,23 @@ class Scheduler:
         step.decodes = plain
 
     def _max_drafts(self, request: Request, step: Schedule) -> int:
-        """Return how many drafts budget, answer length and blocks allow.
+        """Return how many drafts the budget, the answer's length and the blocks allow.
 
-        The step samples one token more than it has drafts.
+        With n drafts, the step samples up to n + 1 tokens.
         """
         left = request.max_total_tokens - len(request.tokens) - 1
         return min(step.budget, left, self._max_positions(request) - len(request.tokens))
 
     def _max_positions(self, request: Request) -> int:
-        """Return how many positions could have blocks without preempting anything."""
+        """Return how many positions of the request can have blocks without a preemption.
+
+        One free block is left for each running request.
+        """
         reserved = max(self.pool.num_free - len(self.running), 0)
         return (len(request.blocks) + reserved) * self.limits.block_tokens
 
     def _plan_draft_model(self, step: Schedule) -> None:
-        """Plan the draft model's work: tokens that it lacks, and new drafts if there is room."""
+        """Plan the draft model's work: the tokens that it lacks, and the drafts requested of it."""
         rows = list(step.rows())
         for request, count, drafts in rows:
             if not request.uses_draft_model:
@@ -302,7 +326,10 @@ class Scheduler:
             request.num_draft_computed = start + stride
 
     def _allocate_up_to(self, request: Request, num_positions: int, step: Schedule) -> None:
-        """Allocate the missing blocks, which `_max_positions` has counted."""
+        """Allocate the blocks that the first `num_positions` positions lack.
+
+        They are free, because the caller stays within `_max_positions`.
+        """
         needed = -(-num_positions // self.limits.block_tokens)
         blocks = self.pool.allocate(max(needed - len(request.blocks), 0))
         assert blocks is not None
@@ -311,8 +338,8 @@ class Scheduler:
     def _append_blocks(self, request: Request, blocks: list[int], step: Schedule) -> None:
         """Append blocks to a request that has a slot.
 
-        A request admitted in this step is bound with all its blocks, so they are not listed in
-        `appended_blocks`.
+        If the request is admitted in this step, the blocks are part of its bind. Otherwise they are
+        listed in `appended_blocks`.
         """
         assert request.slot is not None
         first = len(request.blocks)
@@ -324,6 +351,7 @@ class Scheduler:
         request.blocks += blocks
 
     def _preempt(self, victim: Request, step: Schedule) -> None:
+        """Release the victim's slot and blocks, and put it back into the queue."""
         assert not victim.num_in_flight, "the tokens of a plan in flight would be lost"
         victim.move(RequestEvent.PREEMPT)
         victim.num_preemptions += 1
@@ -351,7 +379,10 @@ class Scheduler:
     # ---- waiting
 
     def _admit(self, step: Schedule, before: Request | None = None) -> None:
-        """Admit newcomers; with `before`, only those of accounts served less than its account."""
+        """Admit requests from the queue until slots, blocks or budget run out.
+
+        With `before`, admit only requests that go before that running request.
+        """
         while (request := self.waiting.first()) is not None:
             if before is not None and not goes_before(request, before):
                 return
@@ -361,7 +392,7 @@ class Scheduler:
             found = self.prefixes.find(request)
             match = self._kv_transfers.match(request, len(found))
             if match is None and not step.budget:
-                return  # only a fetch needs no budget
+                return  # only a request that starts a fetch needs no budget
             if not self._allocate_for(request, found):
                 self._blocked_newcomer = request
                 return
@@ -378,7 +409,7 @@ class Scheduler:
         return len(self.running) + len(self.unbound) < self._max_running
 
     def _preempt_for_newcomer(self, step: Schedule) -> None:
-        """Preempt requests for the newcomer that found no room in the last step."""
+        """Preempt requests for the newcomer that the last step had no room for."""
         victims = self._fair_share_victims()
         request, self._blocked_newcomer = self._blocked_newcomer, None
         for victim in victims:
@@ -388,9 +419,9 @@ class Scheduler:
             self._preempt(victim, step)
 
     def _fair_share_victims(self) -> list[Request]:
-        """Return the requests to preempt for the blocked newcomer, youngest first.
+        """Return the requests that may be preempted for the blocked newcomer, youngest first.
 
-        Empty if preempting all of them would not make enough room.
+        Return none if even preempting all of them would free too few blocks.
         """
         request = self._blocked_newcomer
         if request is None or request is not self.waiting.first():
@@ -400,7 +431,7 @@ class Scheduler:
         return victims if self._num_blocks_needed(request) <= could_be_free else []
 
     def _num_blocks_needed(self, request: Request) -> int:
-        """Return the blocks that the request needs if none of its prefix is cached."""
+        """Return how many blocks the request needs if none of its prefix is cached."""
         return -(-len(request.tokens) // self.limits.block_tokens)
 
     def _fetch(self, request: Request, match: Match) -> None:
@@ -412,7 +443,7 @@ class Scheduler:
         )
 
     def _bind_fetched(self, step: Schedule, max_tokens: int) -> None:
-        """Bind fetched requests that have at most `max_tokens` left to compute."""
+        """Bind the READY requests that have at most `max_tokens` tokens left to compute."""
         for request in list(self.unbound):
             if step.budget == 0:
                 return
@@ -421,9 +452,9 @@ class Scheduler:
                 self._bind(request, step)
 
     def _bind(self, request: Request, step: Schedule) -> None:
-        """Schedule the request's first step since it was admitted.
+        """Make an admitted request RUNNING, and schedule its first tokens.
 
-        Blocks without content are zeroed.
+        The worker zeroes its blocks that have no content yet.
         """
         request.move(RequestEvent.ADMIT)
         insort(self.running, request, key=lambda other: other.rank)
@@ -433,9 +464,10 @@ class Scheduler:
         self._schedule_tokens(request, step)
 
     def _allocate_for(self, request: Request, found: list[int]) -> bool:
-        """Allocate blocks for all known tokens; the `found` ones are cached already.
+        """Allocate blocks for all known tokens of the request.
 
-        Return False, and change nothing, if too few are free.
+        The first of them are shared with the prefix cache: `found`. Return False, without
+        allocating any, if too few blocks are free even after leases have yielded.
         """
         missing = -(-len(request.tokens) // self.limits.block_tokens) - len(found)
         while missing > self.pool.num_free - sum(map(self.pool.is_free, found)):

@@ -1,7 +1,7 @@
-"""Slot pool: the worker's slots that are free, and the generation of each.
+"""Slot pool: the worker's free slots, and the generation of each slot.
 
-The engine alone counts generations. A bind and the release that ends it carry the same one, so the
-worker notices a release that comes twice or too late.
+The generation of a slot is the number of times that it was allocated. A bind and its release carry
+the same generation, so the worker detects a release that comes twice or too late.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from protocol.steps import SlotRelease
 
 
 class SlotPool:
-    """Every slot is either free or owned by one request."""
+    """The slots of one worker. Each is either free or owned by one request."""
 
     def __init__(self, num_slots: int) -> None:
         self._free = list(range(num_slots - 1, -1, -1))
-        #: Number of times that each slot was allocated.
+        #: Generation of each slot.
         self._generations = [0] * num_slots
-        #: To be sent to the worker with the next plan.
+        #: Releases to send to the worker with the next plan.
         self._releases: list[SlotRelease] = []
 
     @property
@@ -25,13 +25,16 @@ class SlotPool:
         return list(self._free)
 
     def allocate(self, request: Request) -> None:
-        """Give the request a free slot. There must be one."""
+        """Give the request a free slot. The caller ensures that one is free."""
         slot = self._free.pop()
         self._generations[slot] += 1
         request.slot, request.slot_generation = slot, self._generations[slot]
 
     def release(self, request: Request, *, is_bound: bool) -> None:
-        """Take the request's slot back. If it was bound, the worker has to release it, too."""
+        """Free the request's slot.
+
+        If the worker has bound the slot, the next plan also releases it in the worker.
+        """
         slot, generation = request.slot, request.slot_generation
         assert slot is not None, f"request {request.number} owns no slot"
         assert generation == self._generations[slot], (
@@ -43,6 +46,6 @@ class SlotPool:
         request.slot = None
 
     def drain_releases(self) -> list[SlotRelease]:
-        """Return the releases to send with the next plan."""
+        """Return the releases since the last call, to send with the next plan."""
         releases, self._releases = self._releases, []
         return releases

@@ -1,1 +1,1 @@
-"""Speculative decoding: drafts and how many of them pay off."""
+"""Speculative decoding: the drafters, and the policy that decides how many drafts to verify."""

@@ -1,19 +1,23 @@
-"""Draft policy: which requests get drafts, and how many.
+"""Draft policy: decides which requests get drafts, and how many.
 
-Drafts never change an answer, only its speed (protocol/steps.py: sampled tokens are those of plain
-decoding). The cost of a step by its number of tokens is measured on the worker (step_costs.py): the
-first few more tokens cost next to nothing, later ones as much as their multiplications. The
-overhead of having drafts at all is estimated from steps (overhead.py). The number of drafts
-maximises tokens per cost: n drafts in each of B rows give 1 + p + ... + p ** n tokens a row for the
-cost of B * (1 + n) tokens. A draft of a draft model adds c steps, for all rows together. The
-acceptance rate p is estimated per request: the share of the checked drafts that were right. The
-i-th draft of a run is right with probability p ** i.
+Drafts never change an answer, only its speed: the sampled tokens are those of plain decoding
+(protocol/steps.py). The number of drafts is chosen so that the expected tokens per cost are
+highest:
 
-A draft model must also compute a request's prompt to draft for it. So if it was wrong for recent
-requests, it is used for few of the next.
+- Tokens: n consecutive drafts give 1 + p + ... + p ** n expected tokens per row, because the i-th
+  draft counts only if all before it are right. The acceptance rate p is estimated per request, as
+  the share of its checked drafts that were right.
+- Cost: n drafts in each of B rows make a step of B * (1 + n) tokens. The cost of a step by its
+  number of tokens is measured on the worker (step_costs.py): a few more tokens cost almost nothing,
+  many more cost their multiplications. Each draft by a draft model adds c steps of B tokens, where
+  c is the cost of the draft model relative to the main model. The overhead of steps with drafts
+  beyond these costs is estimated from step times (overhead.py).
 
-A step's drafts must be known when it is planned. While drafts are in flight, or a request that is
-likely to get good drafts waits for a token, no step is planned ahead.
+To draft for a request, a draft model must also compute its prompt. If its recent drafts were wrong,
+it is therefore used for few of the next requests.
+
+A step's drafts must be known when the step is planned. So no step is planned ahead while drafts are
+in flight, or while a request that is likely to get right drafts waits for a token.
 """
 
 from __future__ import annotations
@@ -30,40 +34,46 @@ from engine_core.speculation.step_costs import StepCosts
 from protocol.config.engine import EngineConfig
 
 PRIOR = 0.5
-"""Acceptance rate before any draft was checked; it weighs as much as one checked draft."""
-FORGET = 0.9
-"""Decay of past counts per step with drafts."""
-FORGET_IDLE = 0.98
-"""Decay per step without drafts: a request that did badly is eventually tried again."""
+"""Acceptance rate before any draft was checked. It has the weight of one checked draft."""
+DECAY = 0.9
+"""Factor on past counts at each step with drafts."""
+IDLE_DECAY = 0.98
+"""Factor on past counts at each step without drafts.
+
+The acceptance rate then returns to the prior, so a request with wrong drafts is tried again later.
+"""
 MODEL_PRIOR = 0.7
-"""The prior of a draft model, which was chosen for the purpose."""
-MODEL_IDLE = 0.995
-"""Slower decay for a draft model, because its drafts cost more than n-gram lookups."""
-TRY_EVERY = 16
+"""The prior for drafts of a draft model. Its drafts are usually better than n-gram lookups."""
+MODEL_IDLE_DECAY = 0.995
+"""`IDLE_DECAY` for a draft model. Its drafts cost more, so they are tried again more rarely."""
+RETRY_EVERY = 16
 """If the draft model did badly, one in this many new requests still uses it with the prior."""
 FORCED_PRIOR = 0.95
-"""The prior of a token that spells the grammar's only possible text in the usual way."""
-MIN_CHANCE = 0.2
-"""Less likely drafts do not pay, because they prevent planning ahead."""
+"""The prior for tokens forced by a grammar: the usual tokens of the only text that it allows."""
+MIN_PROBABILITY = 0.2
+"""A draft that is less likely to be right is not verified, because it prevents planning ahead."""
 
 
 class Drafter(Protocol):
     """Proposes the next tokens of one request."""
 
     def propose(self, tokens: array[int], max_tokens: int) -> list[int]:
-        """Return up to `max_tokens` >= 1 tokens likely to follow `tokens`."""
+        """Return at most `max_tokens` (>= 1) tokens that are likely to follow `tokens`."""
         ...
 
 
 class ModelDrafter:
-    """The draft model's proposals from the last step; void once more tokens are known."""
+    """Returns the drafts that the draft model proposed in the last step.
+
+    They are void once more tokens are known.
+    """
 
     def __init__(self) -> None:
         self._num_known = -1
         self._proposed: list[int] = []
 
     def on_proposed(self, num_known: int, proposed: list[int]) -> None:
-        """Store the proposals that follow `num_known` tokens."""
+        """Store the drafts that follow the first `num_known` tokens."""
         self._num_known, self._proposed = num_known, proposed
 
     def propose(self, tokens: array[int], max_tokens: int) -> list[int]:
@@ -72,12 +82,12 @@ class ModelDrafter:
 
 @dataclass(slots=True)
 class AcceptanceTally:
-    """Decaying counts of one kind of drafts: `accepted` of `checked`."""
+    """Counts of checked and accepted drafts; older drafts count less."""
 
     #: The acceptance rate before any draft was checked.
     prior: float
-    #: Decay per step without drafts.
-    idle: float = FORGET_IDLE
+    #: Factor on the counts at each step without drafts.
+    idle: float = IDLE_DECAY
     accepted: float = 0.0
     checked: float = 0.0
 
@@ -88,54 +98,55 @@ class AcceptanceTally:
     def observe(self, proposed: int, accepted: int) -> None:
         """Count `proposed` drafts, of which the first `accepted` were right.
 
-        The next one was wrong; those after it were not checked.
+        The next draft was wrong. The drafts after it were not checked.
         """
-        forget = FORGET if proposed else self.idle
-        self.accepted = self.accepted * forget + accepted
-        self.checked = self.checked * forget + min(accepted + 1, proposed)
+        decay = DECAY if proposed else self.idle
+        self.accepted = self.accepted * decay + accepted
+        self.checked = self.checked * decay + min(accepted + 1, proposed)
 
 
 @dataclass(slots=True)
 class RequestDrafting:
-    """The drafter of one request and its acceptance, also of drafts forced by its grammar."""
+    """The drafter of one request, and the acceptance of the request's drafts."""
 
     drafter: Drafter
-    #: Of this request's drafts.
+    #: Tally of the drafter's drafts for this request.
     tally: AcceptanceTally = field(default_factory=lambda: AcceptanceTally(PRIOR))
-    #: Tally of all requests with such a drafter, if one request predicts the next.
+    #: Tally of the draft model over all requests; None for other drafters.
     shared_tally: AcceptanceTally | None = None
-    #: Of the drafts that its grammar forced.
+    #: Tally of the drafts that the request's grammar forced.
     forced_tally: AcceptanceTally = field(default_factory=lambda: AcceptanceTally(FORCED_PRIOR))
-    #: Prediction of the token in flight, if a step has waited for it.
+    #: The drafter's guess of the token in flight, if the next step waits for this token.
     awaited_guess: int | None = None
-    #: The drafts in flight are forced by the grammar.
+    #: Whether the drafts in flight are forced by the grammar.
     is_forced: bool = False
 
     def on_proposed(self, num_known: int, proposed: list[int]) -> None:
-        """Store what the draft model proposes after `num_known` tokens."""
+        """Store the tokens that the draft model proposes after the first `num_known` tokens."""
         assert isinstance(self.drafter, ModelDrafter), "there is no draft model"
         self.drafter.on_proposed(num_known, proposed)
 
     def observe(self, proposed: int, accepted: int, token: int) -> None:
-        """Count the drafts that were in flight.
+        """Count the drafts of a step: `proposed` drafts, of which the first `accepted` were right.
 
-        `token` is the first sampled token. Having waited for it in vain counts as a wrong draft.
+        `token` is the first token that the step sampled. If the next step waited for it, the guess
+        of this token counts as a draft, so that useless waiting lowers the acceptance rate.
         """
-        right = (proposed, accepted)
+        counts = (proposed, accepted)
         if not proposed and self.awaited_guess is not None:
-            right = (1, int(token == self.awaited_guess))
-        self.tally.observe(*((0, 0) if self.is_forced else right))
-        if self.shared_tally is not None and not self.is_forced and right[0]:
-            self.shared_tally.observe(*right)
-        self.forced_tally.observe(*(right if self.is_forced else (0, 0)))
+            counts = (1, int(token == self.awaited_guess))
+        self.tally.observe(*((0, 0) if self.is_forced else counts))
+        if self.shared_tally is not None and not self.is_forced and counts[0]:
+            self.shared_tally.observe(*counts)
+        self.forced_tally.observe(*(counts if self.is_forced else (0, 0)))
         self.awaited_guess, self.is_forced = None, False
 
 
 class Speculation:
     """The draft policy of one engine.
 
-    - draft_cost: cost of one draft of the draft model, in steps
-    - step_costs: measured (tokens, cost) of a step; may be empty
+    - draft_cost: cost of one draft by the draft model, in steps
+    - step_costs: (tokens, cost) of steps as measured by the worker; may be empty
     """
 
     def __init__(
@@ -155,44 +166,48 @@ class Speculation:
         """Choose the drafter of an accepted request."""
         kind = self._config.speculation
         if kind == "none" or (kind == "model" and self._draft_cost >= 1):
-            return  # a draft model that costs a full step per token saves nothing
+            return  # a draft that costs a whole step saves nothing
         if not request.samples:
             request.uses_draft_model = kind == "model"
         elif kind == "model":
-            chance = self._expected_acceptance()
-            request.uses_draft_model = self.best_count(chance, 1, self._draft_cost) > 0
-            request.drafting = self.new_drafting(AcceptanceTally(chance, MODEL_IDLE))
+            acceptance = self._expected_acceptance()
+            request.uses_draft_model = self.best_count(acceptance, 1, self._draft_cost) > 0
+            request.drafting = self.new_drafting(AcceptanceTally(acceptance, MODEL_IDLE_DECAY))
         else:
             request.drafting = self.new_drafting(AcceptanceTally(PRIOR))
 
     def new_drafting(self, tally: AcceptanceTally) -> RequestDrafting:
-        """Return the configured drafter for a request, with the tally of its drafts."""
+        """Return a new drafter of the configured kind. `tally` counts its drafts."""
         if self._config.speculation == "model":
             return RequestDrafting(ModelDrafter(), tally, self._model_tally)
         drafter = NgramDrafter(self._config.ngram_min, self._config.ngram_max)
         return RequestDrafting(drafter, tally)
 
     def observe(self, rows: int, tokens: int, num_drafts: int, elapsed_s: float) -> None:
-        """Record a step's time.
+        """Record the time of a step without prompts, to estimate the overhead of drafts.
 
-        The step had `rows` rows, no prompts, and `tokens` tokens, drafts included. It requested
-        `num_drafts` consecutive drafts of the draft model.
+        - rows, tokens: the size of the step; `tokens` includes drafts
+        - num_drafts: number of consecutive drafts that the step requested of the draft model
         """
         cost = self._costs[tokens] + num_drafts * self._draft_cost * self._costs[rows]
         self.overhead.observe(rows, cost, elapsed_s, is_drafted=bool(num_drafts) or tokens > rows)
 
     def _expected_acceptance(self) -> float:
-        """Return the draft model's expected acceptance for the next request.
+        """Return the acceptance to assume for the draft model's drafts for a new request.
 
-        It is the recent rate, but now and then the prior, to retry.
+        It is the recent rate of all requests, but at most the prior. For one in RETRY_EVERY
+        requests it is the prior, so that the draft model is tried again.
         """
         self._num_started += 1
-        if self._num_started % TRY_EVERY == 1:
+        if self._num_started % RETRY_EVERY == 1:
             return MODEL_PRIOR
         return min(self._model_tally.acceptance, MODEL_PRIOR)
 
     def num_draft_model_tokens(self, request: Request, max_tokens: int, rows: int) -> int:
-        """Return how many drafts to request of the draft model after the sampled token."""
+        """Return how many drafts to request of the draft model, in a step of `rows` rows.
+
+        The result is at most `max_tokens`, and 0 if the draft model does not compute the request.
+        """
         if request.drafting is None or not request.uses_draft_model:
             return 0
         return min(
@@ -200,7 +215,10 @@ class Speculation:
         )
 
     def propose(self, request: Request, max_tokens: int, rows: int) -> list[int]:
-        """Return drafts for a request whose tokens are all known, in a step of `rows` rows."""
+        """Return at most `max_tokens` drafts for a request, for a step of `rows` rows.
+
+        The request must have no token in flight.
+        """
         drafting = request.drafting
         if drafting is None:
             return []
@@ -210,7 +228,7 @@ class Speculation:
             return drafts
         refused, drafts = drafts, request.matcher.admitted_prefix(drafts)
         if refused and not drafts:
-            drafting.tally.observe(1, 0)  # the grammar rules it out without a step
+            drafting.tally.observe(1, 0)  # the grammar has excluded the first draft
         forced = self._forced_drafts(request, drafting, max_tokens, rows)
         drafting.is_forced = len(forced) > len(drafts)
         return forced if drafting.is_forced else drafts
@@ -218,14 +236,21 @@ class Speculation:
     def _forced_drafts(
         self, request: Request, drafting: RequestDrafting, max_tokens: int, rows: int
     ) -> list[int]:
-        """Return the tokens that the grammar forces, which are usually right and need no past."""
+        """Return the next tokens, at most `max_tokens`, if the grammar allows only one text.
+
+        They are usually right, and can be proposed without looking at earlier tokens.
+        """
         assert request.matcher is not None
         count = min(max_tokens, self.best_count(drafting.forced_tally.acceptance, rows))
-        run = request.matcher.forced_tokens(count) if count > 0 else []
-        return request.matcher.admitted_prefix(run)
+        forced = request.matcher.forced_tokens(count) if count > 0 else []
+        return request.matcher.admitted_prefix(forced)
 
     def should_wait(self, running: Iterable[Request], rows: int) -> bool:
-        """Whether planning ahead would deny a request drafts that are likely to be right."""
+        """Whether the next step should wait until the tokens in flight are known.
+
+        If it is planned earlier, requests with a token in flight get no drafts. So it should wait
+        if some request is likely to get right ones.
+        """
         return any(self._has_likely_drafts(request, rows) for request in running)
 
     def _has_likely_drafts(self, request: Request, rows: int) -> bool:
@@ -236,22 +261,27 @@ class Speculation:
             request.matcher is not None
             and len(self._forced_drafts(request, drafting, 2, rows)) == 2
         ):
-            return True  # the first one is in flight
+            return True  # the first forced token is in flight; the second could be a draft
         if not self.best_count(drafting.tally.acceptance, rows):
             return False
         guess = drafting.drafter.propose(request.tokens, 1)
         drafting.awaited_guess = guess[0] if guess else None
         return bool(guess)
 
-    def best_count(self, chance: float, rows: int, draft_cost: float = 0.0) -> int:
-        """Return the number of consecutive drafts with the most expected tokens per cost."""
+    def best_count(self, acceptance: float, rows: int, draft_cost: float = 0.0) -> int:
+        """Return the number of consecutive drafts that gives the most expected tokens per cost.
+
+        - acceptance: probability that a draft is right if all before it are
+        - rows: number of rows in the step
+        - draft_cost: cost of one draft, in steps; 0 for drafts that cost nothing to propose
+        """
         costs, fixed, overhead = self._costs, self._costs[rows], self.overhead[rows]
-        count, best_gain, likely, tokens = 0, 1.0 / fixed, 1.0, 1.0
+        count, best_gain, probability, tokens = 0, 1.0 / fixed, 1.0, 1.0
         for drafts in range(1, self._config.max_drafts + 1):
-            likely *= chance
-            if likely < MIN_CHANCE:
+            probability *= acceptance
+            if probability < MIN_PROBABILITY:
                 break
-            tokens += likely
+            tokens += probability
             cost = costs[rows * (1 + drafts)] + drafts * draft_cost * fixed
             gain = tokens / (cost * overhead)
             if gain > best_gain:

@@ -1,10 +1,14 @@
-"""N-gram drafter (prompt lookup): proposes what followed the last occurrence of the current n-gram.
+"""N-gram drafter (prompt lookup): proposes the tokens that followed an earlier occurrence of the
+request's last n-gram.
 
-Each request has an index over its own tokens, prompt and answer. For each run of `shortest` tokens
-it stores the last position where the run ended, and for each position the previous one with the
-same run. A run is indexed when a token follows it, so each token is indexed once. A lookup compares
-at most MAX_CANDIDATES positions, up to `longest` tokens back: the longest match wins, and among
-equal ones the latest.
+Each request has an index over its own tokens, prompt and answer. The index stores two things:
+
+- for each n-gram of `shortest` tokens, the position after its last occurrence;
+- for each position, the previous position after the same n-gram.
+
+An n-gram is indexed when the token after it is known, so each position is indexed once. A lookup
+compares at most MAX_CANDIDATES earlier positions with the end of the sequence, each at most
+`longest` tokens back. The longest match wins; of equally long ones, the latest.
 """
 
 from __future__ import annotations
@@ -13,22 +17,24 @@ from array import array
 
 MAX_CANDIDATES = 8
 CATCH_UP = 4096
-"""Tokens indexed per call: the index of a long prompt is built over several steps."""
+"""Maximum number of tokens indexed per call, so a long prompt is indexed over several steps."""
 
 
 class NgramDrafter:
-    """The n-gram index of one request (a `Drafter`). The tokens passed to it only grow."""
+    """A `Drafter` for one request, with an index over the request's tokens."""
 
     def __init__(self, shortest: int, longest: int) -> None:
         self._shortest = shortest
         self._longest = longest
-        self._last: dict[bytes, int] = {}  # run -> position after its last occurrence
-        self._before = array("i", [0] * shortest)  # position -> previous one of the same run
+        #: N-gram -> position after its last occurrence.
+        self._last: dict[bytes, int] = {}
+        #: Position -> previous position after the same n-gram; 0: none.
+        self._previous = array("i", [0] * shortest)
 
     @property
     def num_indexed(self) -> int:
         """The number of leading positions in the index."""
-        return len(self._before)
+        return len(self._previous)
 
     def index_first(self, tokens: array[int], num_indexed: int) -> None:
         """Index this many leading positions of `tokens`."""
@@ -36,9 +42,10 @@ class NgramDrafter:
             self._catch_up(tokens[:num_indexed])
 
     def propose(self, tokens: array[int], max_tokens: int) -> list[int]:
-        """Return up to `max_tokens` drafts.
+        """Return at most `max_tokens` drafts.
 
-        If the match reaches the end of the known tokens, the draft continues with itself.
+        If the copied tokens reach the end of `tokens`, the drafts continue with their own
+        beginning: a repetition is expected to go on.
         """
         self._catch_up(tokens)
         position = self._match(tokens)
@@ -51,19 +58,19 @@ class NgramDrafter:
         return drafts
 
     def _catch_up(self, tokens: array[int]) -> None:
-        start = len(self._before)
+        start = len(self._previous)
         for position in range(start, min(len(tokens), start + CATCH_UP)):
-            run = tokens[position - self._shortest : position].tobytes()
-            self._before.append(self._last.get(run, 0))
-            self._last[run] = position
+            ngram = tokens[position - self._shortest : position].tobytes()
+            self._previous.append(self._last.get(ngram, 0))
+            self._last[ngram] = position
 
     def _match(self, tokens: array[int]) -> int:
-        """Return the position with the longest match before it, or 0.
+        """Return the position after the longest match with the end of `tokens`.
 
-        It is 0 if there is no match, or if indexing has not caught up.
+        Return 0 if there is no match, or if some tokens are not indexed yet.
         """
         known = len(tokens)
-        if len(self._before) < known or known <= self._shortest:
+        if len(self._previous) < known or known <= self._shortest:
             return 0
         position = self._last.get(tokens[known - self._shortest :].tobytes(), 0)
         best, best_length = 0, 0
@@ -73,11 +80,14 @@ class NgramDrafter:
             length = self._match_length(tokens, position)
             if length > best_length:
                 best, best_length = position, length
-            position = self._before[position]
+            position = self._previous[position]
         return best
 
     def _match_length(self, tokens: array[int], position: int) -> int:
-        """Return how many tokens before `position` equal the last tokens, up to `longest`."""
+        """Return how many tokens before `position` equal the last tokens, at most `longest`.
+
+        The caller has found that at least `shortest` tokens are equal.
+        """
         known = len(tokens)
         for length in range(self._shortest, min(self._longest, position)):
             if tokens[position - 1 - length] != tokens[known - 1 - length]:

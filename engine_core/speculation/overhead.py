@@ -1,31 +1,36 @@
-"""Overhead of steps with drafts, relative to the cost of their tokens; estimated from step times.
+"""Overhead of steps with drafts, estimated from step times.
 
-The worker measures its linear layers at start (step_costs.py). A step with drafts takes longer than
-these predict: each draft position is attended and sampled by itself, and the next step is planned
-only after its result. How much longer depends on the machine and its load. So steps are timed with
-drafts and without, relative to the cost of their tokens. Estimates are kept per number of rows,
-because a few rows predict nothing about many.
+At start, the worker measures only its linear layers (step_costs.py). A step with drafts takes
+longer than this cost predicts: attention and sampling also run for each draft, and the next step is
+planned only after its result. The excess depends on the machine and its load. Therefore steps with
+and without drafts are timed, and the overhead is the ratio of their mean times per unit of
+predicted cost. It is estimated separately for each range of row counts, because the overhead at a
+few rows says nothing about that at many rows.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-MEMORY = 16
-"""A mean is taken over about this many steps."""
+AVERAGED_STEPS = 16
+"""Mean times are taken over about this many steps."""
 MIN_STEPS = 4
-"""Steps of each kind before an estimate is made."""
-OUTLIER = 2.0
-"""Step times beyond this factor of the mean are clipped: they reflect the machine, not the
-drafts.
+"""Number of steps with drafts, and of steps without, before an overhead is estimated."""
+MAX_DEVIATION = 2.0
+"""Step times are clipped to the mean divided and multiplied by this factor.
+
+Times outside this range are caused by the machine's load, not by the drafts.
 """
-FORGET = 1 / 512
-"""Decay per draft-free step. The two estimates converge, so drafting is retried eventually."""
+RETRY_RATE = 1 / 512
+"""Each step without drafts moves the time of steps with drafts by this part towards its own time.
+
+So an overhead that prevents drafts shrinks until drafts are tried again.
+"""
 
 
 @dataclass(slots=True)
 class StepTime:
-    """Mean seconds per unit of cost, for one kind of step."""
+    """Mean seconds per unit of predicted cost, for steps with or without drafts."""
 
     mean: float = 0.0
     count: int = 0
@@ -33,45 +38,49 @@ class StepTime:
     def observe(self, value: float) -> None:
         self.count += 1
         if self.count > MIN_STEPS:
-            value = min(max(value, self.mean / OUTLIER), self.mean * OUTLIER)
-        self.mean += (value - self.mean) / min(self.count, MEMORY)
+            value = min(max(value, self.mean / MAX_DEVIATION), self.mean * MAX_DEVIATION)
+        self.mean += (value - self.mean) / min(self.count, AVERAGED_STEPS)
 
 
 @dataclass(slots=True)
 class StepTimes:
-    """The step times of one class of row counts."""
+    """The step times for one range of row counts."""
 
-    #: Without drafts.
+    #: Of steps without drafts.
     plain: StepTime = field(default_factory=StepTime)
-    #: With drafts.
+    #: Of steps with drafts.
     drafted: StepTime = field(default_factory=StepTime)
 
     def observe(self, value: float, *, is_drafted: bool) -> None:
         (self.drafted if is_drafted else self.plain).observe(value)
         if not is_drafted:
-            self.drafted.mean += (self.plain.mean - self.drafted.mean) * FORGET
+            self.drafted.mean += (self.plain.mean - self.drafted.mean) * RETRY_RATE
 
     @property
     def overhead(self) -> float:
+        """The ratio of the mean time with drafts to that without; 1.0 if unknown."""
         is_known = min(self.plain.count, self.drafted.count) >= MIN_STEPS
         return self.drafted.mean / self.plain.mean if is_known else 1.0
 
 
 class DraftOverhead:
-    """The overhead by number of rows, in powers of two."""
+    """The overhead of drafts, for ranges of row counts: 1, 2 to 3, 4 to 7, 8 to 15, ..."""
 
     def __init__(self) -> None:
         self._times: dict[int, StepTimes] = {}
 
     def __getitem__(self, rows: int) -> float:
-        """Return the factor on the cost of a step with drafts; 1.0 if unknown."""
+        """Return the factor on the predicted cost of a step of `rows` rows with drafts.
+
+        It is 1.0 if the overhead is unknown.
+        """
         times = self._times.get(rows.bit_length())
         return 1.0 if times is None else times.overhead
 
     def observe(self, rows: int, cost: float, elapsed_s: float, *, is_drafted: bool) -> None:
         """Record the time of a step without prompts.
 
-        `cost` > 0 is its expected cost, in any unit.
+        `cost` (> 0) is the predicted cost of the step, in any unit.
         """
         if elapsed_s > 0:
             times = self._times.setdefault(rows.bit_length(), StepTimes())

@@ -1,6 +1,7 @@
 """Cost of a step by its number of tokens, as measured by the worker or as configured.
 
-Only ratios matter. Costs are interpolated linearly, and extrapolated from the last two points.
+Only ratios of costs matter. Costs between two measured points are interpolated linearly. Costs
+beyond the last point are extrapolated from the last two.
 """
 
 from __future__ import annotations
@@ -9,15 +10,16 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 UNMEASURED_WIDTH = 32
-"""Without measurements, a step of this many tokens costs about twice as much as a step of one."""
+"""Number of tokens that double the cost of a step, if it is neither measured nor configured."""
 
 
 class StepCosts(dict[int, float]):
-    """Tokens -> cost, computed on demand and cached."""
+    """Maps a number of tokens to the cost of a step. Costs are computed on demand and cached."""
 
     def __init__(self, points: Sequence[tuple[int, float]]) -> None:
-        """Create from (tokens, cost > 0) points: at least one, tokens increasing, costs never
-        decreasing.
+        """Create from at least one point (tokens, cost > 0).
+
+        The tokens must increase from point to point, and the costs must not decrease.
         """
         super().__init__()
         self._tokens = [tokens for tokens, _ in points]
@@ -27,7 +29,7 @@ class StepCosts(dict[int, float]):
     def from_measurements(cls, width: int, measured: Sequence[tuple[int, float]]) -> StepCosts:
         """Create from measurements, or from `width` if it is not 0.
 
-        width: tokens that double the cost of a step.
+        `width` is the number of tokens that doubles the cost of a step.
         """
         if not width and measured:
             return cls(measured)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from engine_core.policy import accounts
-from engine_core.policy.accounts import MAX_STANDS_S, Accounts
+from engine_core.policy.accounts import MAX_REPEAT_S, Accounts
 from engine_core.policy.admission import check_load, repeat_s
 from engine_core.policy.queue import QueueLoad
-from engine_core.policy.throughput import LONG_S, Rate, Throughput
+from engine_core.policy.throughput import LONG_STEP_S, Rate, Throughput
 from gateway.engine.refusal_cache import MAX_ENTRIES, RefusalCache
 from protocol.errors import ContextTooLong, LimitReached, Overloaded, ServingError
 from protocol.grammar import Lark
@@ -66,7 +66,7 @@ def test_a_new_limit_holds_from_the_next_request_on():
 
 
 def test_accounts_with_full_buckets_are_forgotten(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(accounts, "MAX_KEPT", 10)
+    monkeypatch.setattr(accounts, "MAX_ACCOUNTS", 10)
     kept = Accounts()
     for place in range(100):
         kept.now = place * 70.0
@@ -195,13 +195,13 @@ def test_a_refusal_from_a_queue_full_of_tokens_is_cacheable_if_no_small_prompt_f
 
 def test_a_refusal_holds_while_a_twentieth_of_the_queue_leaves() -> None:
     assert repeat_s(2000, 1000.0) == 0.1  # a twentieth of it, at that speed
-    assert repeat_s(10**6, 1000.0) == MAX_STANDS_S
+    assert repeat_s(10**6, 1000.0) == MAX_REPEAT_S
     assert repeat_s(2000, 0.0) == 0  # unknown
 
 
 def test_a_rate_limit_refusal_holds_until_the_bucket_has_one_request() -> None:
     bench = Bench()
-    for per_minute, stands_s in ((60, MAX_STANDS_S), (600, 0.1)):
+    for per_minute, stands_s in ((60, MAX_REPEAT_S), (600, 0.1)):
         account = Account(name=f"{per_minute}", requests_per_minute=per_minute)
         for _ in range(per_minute):
             number = bench.add([1], account=account)
@@ -228,6 +228,6 @@ def test_decode_steps_do_not_change_the_prefill_rate() -> None:
     speed.observe(1, 0.02, has_prompts=False)
     assert not speed.is_long_step(1 << 20)
     speed.observe(256, 0.2, has_prompts=True)
-    fits = int(256 / 0.2 * LONG_S)
+    fits = int(256 / 0.2 * LONG_STEP_S)
     assert [speed.is_long_step(tokens) for tokens in (0, fits, fits + 1)] == [False, False, True]
     assert speed.busy_s == pytest.approx(0.22)

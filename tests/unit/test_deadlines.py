@@ -169,7 +169,7 @@ def test_deadlines_are_due_in_order_although_requests_leave() -> None:
 def test_a_request_that_has_ended_is_not_kept_by_its_deadline(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(deadlines, "SLACK", 10)
+    monkeypatch.setattr(deadlines, "STALE_SLACK", 10)
     book = Deadlines()
     for order in range(1000):
         request = watched(order, float("inf"), 600.0)

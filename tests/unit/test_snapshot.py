@@ -160,7 +160,7 @@ DERIVED = {
     "KVTransfers": "_now",
     "Matcher": "_budget_tracker _inner",
     "MatcherTemplate": "_budget _inner",
-    "NgramDrafter": "_before _last",
+    "NgramDrafter": "_last _previous",
     "OpenRequests": "_by_account _by_label",
     "PrefixCache": "_block_of",
     "RequestDrafting": "shared_tally",

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from engine_core.schedule.scheduler import MAX_DRAFT_LAG
-from engine_core.speculation.drafting import TRY_EVERY
+from engine_core.speculation.drafting import RETRY_EVERY
 from protocol.arrays import Int32
 from protocol.config.engine import EngineConfig
 from protocol.config.worker import WorkerConfig
@@ -91,23 +91,23 @@ def test_a_draft_model_that_costs_as_much_as_it_saves_is_not_used() -> None:
 def test_a_draft_model_that_was_never_right_is_tried_by_few_requests() -> None:
     each = bench(0.0)
     asked = []
-    for n in range(2 * TRY_EVERY):
+    for n in range(2 * RETRY_EVERY):
         before = len(each.plans)
         each.add([*PROMPT, n], max_tokens=20, ignore_eos=True)
         each.run()
         asked.append(any(map(wanted, each.plans[before:])))
-    assert [n for n, is_asked in enumerate(asked) if is_asked] == [0, TRY_EVERY]
+    assert [n for n, is_asked in enumerate(asked) if is_asked] == [0, RETRY_EVERY]
 
 
 def test_a_draft_model_that_is_rarely_used_does_not_compute_prompts() -> None:
     each = bench(0.0, max_len=128)
     followed = []
-    for n in range(TRY_EVERY + 1):
+    for n in range(RETRY_EVERY + 1):
         before = len(each.plans)
         each.add([*range(n, n + 60)], max_tokens=8, ignore_eos=True)
         each.run()
         followed.append(any(map(follows, each.plans[before:])))
-    assert [n for n, is_followed in enumerate(followed) if is_followed] == [0, TRY_EVERY]
+    assert [n for n, is_followed in enumerate(followed) if is_followed] == [0, RETRY_EVERY]
 
 
 def test_a_full_step_requests_no_drafts_of_the_model() -> None:
@@ -137,7 +137,7 @@ def test_the_draft_model_computes_cached_blocks_that_it_has_not_followed() -> No
     """The echo worker fails where a request is followed from a place that was never computed."""
     each = bench(0.0, max_len=128)
     prompt = [*range(40)]
-    for n in range(TRY_EVERY - 1):
+    for n in range(RETRY_EVERY - 1):
         each.add([n], max_tokens=8, ignore_eos=True)
         each.run()
         if n == 0:

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from engine_core.journal.file import Writer
 from engine_core.journal.recorder import RecordedEngine
-from engine_core.startup import engine_for
+from engine_core.startup import build_engine
 from protocol.cluster_key import ClusterKey
 from protocol.config.engine import EngineConfig
 from protocol.config.worker import WorkerConfig
@@ -23,9 +23,9 @@ READY = WorkerReady(model=a_card(), max_len=512, max_slots=8, block_tokens=16, n
 
 
 def test_no_request_is_longer_than_all_blocks_but_the_null_block() -> None:
-    limits = engine_for(READY, CONFIG, epoch="e").limits
+    limits = build_engine(READY, CONFIG, epoch="e").limits
     assert (limits.max_len, limits.num_blocks, limits.max_slots) == (512, 33, 8)
-    assert engine_for(replace(READY, num_blocks=4), CONFIG, epoch="e").limits.max_len == 48
+    assert build_engine(replace(READY, num_blocks=4), CONFIG, epoch="e").limits.max_len == 48
 
 
 @pytest.mark.parametrize(
@@ -36,19 +36,19 @@ def test_only_an_engine_that_hands_over_promises_a_lease(
     role: str, key: ClusterKey | None, lease_s: float
 ) -> None:
     config = replace(CONFIG, role=role)
-    assert engine_for(READY, config, epoch="e", key=key).limits.kv_lease_s == lease_s
+    assert build_engine(READY, config, epoch="e", key=key).limits.kv_lease_s == lease_s
 
 
 def test_an_engine_with_a_journal_is_a_recorded_engine(tmp_path: Path) -> None:
     with closing(Writer(tmp_path, 1 << 20)) as journal:
-        assert isinstance(engine_for(READY, CONFIG, epoch="e", journal=journal), RecordedEngine)
-    assert not isinstance(engine_for(READY, CONFIG, epoch="e"), RecordedEngine)
+        assert isinstance(build_engine(READY, CONFIG, epoch="e", journal=journal), RecordedEngine)
+    assert not isinstance(build_engine(READY, CONFIG, epoch="e"), RecordedEngine)
 
 
 @pytest.mark.parametrize(("cost", "warnings"), [(None, 0), (0.5, 0), (1.0, 1)])
 def test_a_draft_model_as_slow_as_the_model_logs_a_warning(
     cost: float | None, warnings: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine_for(replace(READY, draft_cost=cost), CONFIG, epoch="e")
+    build_engine(replace(READY, draft_cost=cost), CONFIG, epoch="e")
     told = [record for record in caplog.records if record.levelname == "WARNING"]
     assert len(told) == warnings
