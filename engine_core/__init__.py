@@ -1,7 +1,7 @@
-"""Decisions: which requests, tokens, blocks and slots go into each step. No torch, no HTTP, no
-text.
+"""The engine process: decides which requests, tokens, blocks and slots go into each step.
 
-Imports protocol, msgspec, pyzmq and llguidance only. Nothing imports this package: other processes
-send it messages. `Engine` (engine.py) is a pure object; `loop.py` owns the sockets and decides
-nothing.
+It handles token ids only, never text. It imports `protocol`, msgspec, pyzmq and llguidance, but
+neither torch nor an HTTP library. No other package imports it: other processes send it messages.
+`Engine` (engine.py) is a pure object that makes every decision. `EngineLoop` (loop.py) owns the
+sockets and decides nothing.
 """

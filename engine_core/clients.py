@@ -1,18 +1,21 @@
 """Registry of the engine's clients: when each last sent a message, and how many bytes it has not
 read.
 
-Pure bookkeeping; time is an argument (seconds of a steady clock). A client is dropped if
+The registry has no socket, and time is an argument (seconds of a steady clock). A client is dropped
+in any of these cases:
 
-- its connection is gone: a message to it cannot be sent. A client that has been silent for
-  PROBE_AFTER_S is probed once a second. A program that is killed or stopped loses its connection
-  within seconds; one that is only busy keeps it (protocol/sockets.py: heartbeat);
-- its connection lives, but it has sent nothing for `lease_s`;
-- it leaves more than MAX_UNREAD_BYTES unread. Its messages are then ignored for IGNORED_S;
-- all clients together leave more than MAX_TOTAL_UNREAD_BYTES unread, and it leaves the most. A
-  client that has read nothing for STALLED_S is dropped before any that reads.
+- Its connection is gone, so that sending to it fails. To notice this, a client that has been silent
+  for PROBE_AFTER_S is sent a Probe every PROBE_EVERY_S. A program that was killed or stopped loses
+  its connection within seconds; a program that is only busy keeps it (protocol/sockets.py:
+  heartbeat).
+- It is connected, but has sent nothing for `lease_s`.
+- It has more than MAX_UNREAD_BYTES unread.
+- All clients together have more than MAX_TOTAL_UNREAD_BYTES unread, and it has the most. A client
+  that has read nothing for STALLED_S is dropped before any client that reads.
 
-The mailbox closes the connection of a dropped client, if it is still open. This frees the bytes
-that were queued for the client.
+After the last two cases, the client's messages are ignored for IGNORED_S. The mailbox
+closes the connection of a dropped client, if it is still open. This frees the bytes that were
+queued for the client.
 """
 
 from __future__ import annotations
@@ -22,16 +25,22 @@ from dataclasses import dataclass
 PROBE_AFTER_S = 2.0
 PROBE_EVERY_S = 1.0
 MAX_UNREAD_BYTES = 64 << 20
-"""Checked before each message, so the queue may exceed it by one message. A gateway with 256
-streams receives 5 MB in half a minute.
+"""Limit of unread bytes per client.
+
+It is checked before each message, so the queue may exceed it by one message. For comparison: a
+gateway with 256 streams receives 5 MB in half a minute.
 """
 MAX_TOTAL_UNREAD_BYTES = 4 * MAX_UNREAD_BYTES
-"""Limit for all clients together, so that their number does not multiply the memory they cost. It
-is fifty times what a gateway leaves unread in a stall of half a minute, and little compared to a
-model.
+"""Limit of unread bytes for all clients together, so that many clients cannot exhaust the memory.
+
+It is fifty times the bytes that a gateway with 256 streams leaves unread if it stalls for half a
+minute.
 """
 STALLED_S = 2.0
-"""A client reports with each Ping how much it has read, twice a second."""
+"""A client that has reported no newly read bytes for this long counts as stalled.
+
+Clients report the number of bytes read in each Ping, twice a second.
+"""
 IGNORED_S = 10.0
 MAX_IGNORED = 1024
 
@@ -43,9 +52,9 @@ class _Client:
     #: When a Ping last reported new bytes read; initially, when the client was added.
     read_at: float
     probed_at: float = float("-inf")
-    #: Bytes of all messages sent to it since its first Hello.
+    #: Total bytes of the messages sent to the client since its first Hello.
     sent_bytes: int = 0
-    #: Bytes read according to its last Ping. Never more than `sent_bytes`.
+    #: Bytes that the client has read, according to its Pings. Never more than `sent_bytes`.
     read_bytes: int = 0
 
     @property
@@ -59,7 +68,7 @@ class Clients:
     def __init__(self, lease_s: float) -> None:
         self._lease_s = lease_s
         self._clients: dict[bytes, _Client] = {}
-        #: The sum over all clients, kept up to date so that no message costs a loop.
+        #: Sum over all clients. It is kept up to date, so that sending needs no loop over clients.
         self._unread_bytes = 0
         self._ignored_until: dict[bytes, float] = {}
 
@@ -75,7 +84,7 @@ class Clients:
     def add(self, client: bytes, now: float, name: str = "") -> None:
         """Add a client that has sent Hello.
 
-        If it is known already, its unread bytes still count.
+        A client that is known already keeps its counts of sent and read bytes.
         """
         record = self._clients.get(client)
         if record is None:
@@ -137,7 +146,7 @@ class Clients:
             self._unread_bytes += num_bytes
 
     def on_read(self, client: bytes, read_bytes: int, now: float) -> None:
-        """Record how many of the sent bytes the client reports as read."""
+        """Record the total number of bytes that the client reports as read."""
         if (record := self._clients.get(client)) is None:
             return
         num_bytes = min(read_bytes, record.sent_bytes) - record.read_bytes
@@ -147,10 +156,10 @@ class Clients:
             self._unread_bytes -= num_bytes
 
     def find_unread(self, client: bytes, now: float) -> bytes | None:
-        """Return the client to drop for its unread messages before more is sent to `client`.
+        """Return a client that must be dropped before another message is sent to `client`.
 
-        This is `client` itself if it exceeds MAX_UNREAD_BYTES. If all clients together exceed
-        MAX_TOTAL_UNREAD_BYTES, it is the worst reader. Otherwise return None.
+        Return `client` itself if its unread bytes exceed MAX_UNREAD_BYTES. Otherwise return the
+        worst reader if all clients together exceed MAX_TOTAL_UNREAD_BYTES, else None.
         """
         record = self._clients.get(client)
         if record is not None and record.unread_bytes > MAX_UNREAD_BYTES:
@@ -160,7 +169,10 @@ class Clients:
         return None
 
     def _worst_reader(self, now: float) -> bytes:
-        """Return the client with the most unread bytes, preferring stalled clients."""
+        """Return the stalled client with the most unread bytes.
+
+        If no client is stalled, return the one with the most unread bytes.
+        """
 
         def backlog(client: bytes) -> tuple[bool, int]:
             record = self._clients[client]

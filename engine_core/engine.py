@@ -1,27 +1,30 @@
 """The engine: a pure object that decides what the worker computes.
 
-Its verbs:
+Its main methods and their results:
 
     add(client, Generate)            -> Accepted or Refused; None while its grammar is compiled
     on_grammar_compiled(compiled)    -> Accepted or Refused for each request that waited for it
     abort(client, numbers)           -> the final Output of each request that was open
     abort_by_label(names)            -> the final Outputs, and which names were found
-    plan()                           -> the next StepPlan, or None if there is nothing to compute
+    plan()                           -> the next StepPlan, or None if no step can be planned now
     masks()                          -> the token masks of the oldest plan, while it is computed
     commit(StepResult)               -> Outputs per client
     tick(now)                        -> Outputs of requests that missed a deadline, per client
     drain_kv_commands()              -> K/V commands to send to the worker before the next plan
     on_kv_report(KVReport)           -> Outputs per client
-    freed                            -> aborted requests whose slot and blocks are free again
 
-It has no socket, no clock (times are arguments) and no torch. At most `steps_in_flight` plans are
-in flight (inflight.py): a step can be planned before the tokens of the previous one are known. A
+The engine has no socket and no clock; times are arguments. At most `steps_in_flight` plans are in
+flight (inflight.py), so a step can be planned before the tokens of the previous one are known. A
 slot or block that a step in flight may still write to is not reused until that step has committed.
-A request that ends earlier is kept aside until then.
+A request that ends earlier keeps its slot and blocks until then.
 
-Invariants, checked by `check()` and the property tests: every block is either free or held; a
-block's holders are the requests and leases that list it; findable content was written by a
-committed step or fetched; slots are unique; each accepted request ends exactly once.
+These invariants are checked by `check()` and by the property tests:
+
+- every block is either free or held;
+- the holders of a block are the requests and leases that list it;
+- a block in the prefix cache was written by a committed step, or fetched;
+- no two requests own the same slot;
+- each accepted request ends exactly once.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ from engine_core.blocks.hash import ContentHashes
 from engine_core.blocks.pool import BlockPool
 from engine_core.blocks.prefix_cache import PrefixCache
 from engine_core.grammar.cache import CompiledGrammar, CompileJob
-from engine_core.grammar.masks import fill
+from engine_core.grammar.masks import compute_masks
 from engine_core.invariants import check_invariants
 from engine_core.kv.fetches import Fetch
 from engine_core.kv.fetches import FetchState as FetchState
@@ -54,7 +57,7 @@ from engine_core.schedule.commit import (
     commit_row,
     final_output,
     progress_output,
-    view_row,
+    status_row,
 )
 from engine_core.schedule.inflight import InflightSteps
 from engine_core.schedule.plan import build_plan, mask_matchers, plan_rows
@@ -84,12 +87,15 @@ def draw_seed() -> int:
     return secrets.randbits(63)
 
 
-MAX_VIEW_ROWS = 10_000
-"""Most rows in one status reply."""
+MAX_STATUS_ROWS = 10_000
+"""Maximum number of request rows in one EngineStatus."""
 
 
 class Engine:
-    """The decisions of one replica. `draw_seed` returns the seed for a request that brings none."""
+    """Makes all decisions of one replica.
+
+    `draw_seed` returns a random seed for a request whose client sent none.
+    """
 
     def __init__(
         self,
@@ -103,7 +109,12 @@ class Engine:
         cluster: PeerCluster | None = None,
         tiers: Sequence[str] = (),
     ) -> None:
-        """Create the engine. `draft_cost` and `step_costs` are described in WorkerReady."""
+        """Create the engine of one worker.
+
+        - draft_cost, step_costs: as in WorkerReady
+        - cluster: for an engine that is part of a cluster
+        - tiers: names of the worker's tiers
+        """
         self.limits = limits
         self._config = config
         self._model = model
@@ -121,13 +132,14 @@ class Engine:
         )
         self.open_requests = OpenRequests()
         self._inflight = InflightSteps(config.steps_in_flight)
-        #: Ended, but in a step in flight: they keep slot and blocks until it commits.
+        #: Ended requests that are in a step in flight. They keep slot and blocks until it commits.
         self._ended_in_flight: list[Request] = []
         #: Number of the last plan.
         self._step = 0
-        #: Client -> its aborted requests whose slot and blocks are free again.
+        #: Client -> numbers of its aborted requests whose slot and blocks have become free. The
+        #: loop reports these to the client, and clears the dict.
         self.freed: dict[bytes, list[int]] = {}
-        #: Aborted by their client, but not in `freed` yet.
+        #: Requests aborted by their client that still own their slot and blocks.
         self._aborted: set[Request] = set()
         #: Totals for EngineStats, by name.
         self._counts: Counter[str] = Counter()
@@ -167,21 +179,21 @@ class Engine:
         return self.admission.is_draining
 
     def drain(self) -> None:
-        """Finish the accepted requests and refuse new ones."""
+        """Refuse new requests from now on. Accepted requests are finished."""
         self.admission.is_draining = True
 
     def add(self, client: bytes, message: Generate) -> Accepted | Refused | None:
         """Queue a request or refuse it.
 
-        Return None if its grammar has to be compiled first (`drain_compile_jobs`);
-        `on_grammar_compiled` returns the reply then.
+        Return None if its grammar must be compiled first. `drain_compile_jobs` then contains the
+        grammar, and `on_grammar_compiled` returns the reply.
         """
         return self.admission.add(client, message)
 
     def drain_compile_jobs(self) -> list[CompileJob]:
-        """Return the grammars to compile.
+        """Return the grammars to compile since the last call.
 
-        Answer each with one `on_grammar_compiled`, in any order.
+        The caller must pass the outcome of each to `on_grammar_compiled`, in any order.
         """
         return self.admission.drain_compile_jobs()
 
@@ -194,7 +206,10 @@ class Engine:
     # ---- abort
 
     def abort(self, client: bytes, numbers: Iterable[int]) -> list[Output]:
-        """End these requests of `client`. Numbers that are not open are ignored."""
+        """End these requests of `client`, and return their final Outputs.
+
+        Numbers of requests that are not open are ignored.
+        """
         found = [self.open_requests.find(client, number) for number in dict.fromkeys(numbers)]
         requests = [request for request in found if request is not None]
         self._aborted.update(requests)
@@ -215,7 +230,7 @@ class Engine:
         return ends, {name: bool(requests) for name, requests in found.items()}
 
     def on_client_lost(self, client: bytes) -> None:
-        """Abort all requests of a client that is gone."""
+        """Abort all requests of a client that has left or is gone."""
         for request in self.open_requests.from_client(client):
             self._finish_request(request, "abort")
 
@@ -223,7 +238,7 @@ class Engine:
 
     @property
     def num_in_flight(self) -> int:
-        """The number of plans in flight. `commit` is called for each, in order."""
+        """The number of plans that were sent to the worker and not committed yet."""
         return len(self._inflight)
 
     @property
@@ -263,10 +278,11 @@ class Engine:
         return plan
 
     def _must_wait(self, *, is_shared: bool) -> bool:
-        """Whether the next step must wait for the plans in flight.
+        """Whether the next step may be planned only after the plans in flight have committed.
 
-        It must if the step may preempt, or depends on drafts. It also waits after a long prefill,
-        so that a request that arrives meanwhile can go first.
+        This is so if the next step may preempt a request, or if its drafts depend on a result in
+        flight. The next step also waits for a long prefill step, or for any prefill step if
+        accounts share the engine. Then a request that arrives meanwhile can be part of it.
         """
         scheduler = self.scheduler
         prompt_tokens = self._inflight.num_prompt_tokens
@@ -278,25 +294,25 @@ class Engine:
         )
 
     def masks(self) -> Masks | None:
-        """Return the masks of the oldest plan in flight, once.
+        """Return the masks of the oldest plan in flight on the first call, None on later calls.
 
-        A mask depends on all tokens before it, so it is known only after the previous plan has
-        committed. Return None if no grammar constrains the plan's rows.
+        A mask depends on all tokens before it, so it can be computed only after the previous plan
+        has committed. Return None if no grammar constrains the plan's rows.
         """
         step = self._inflight.oldest
         if step is None or not step.needs_masks:
             return None
         step.needs_masks = False
         matchers = mask_matchers(step.plan, step.rows)
-        return Masks(step=step.plan.step, bits=fill(matchers, self._model.vocab_size))
+        return Masks(step=step.plan.step, bits=compute_masks(matchers, self._model.vocab_size))
 
     # ---- commit
 
     def commit(self, result: StepResult, elapsed_s: float) -> dict[bytes, Outputs]:
         """Apply the result of the oldest plan in flight.
 
-        `elapsed_s`: since the plan was sent, or since the previous result if that came later.
-        Raises RuntimeError if the result belongs to another plan.
+        `elapsed_s` is the time in seconds since the plan was sent, or since the previous result if
+        that came later. Raises RuntimeError if the result belongs to another plan.
         """
         step, row_results = self._inflight.on_completed(result)
         rows, num_computed = step.rows, step.num_tokens
@@ -327,14 +343,17 @@ class Engine:
         self._ended_in_flight = still
 
     def _release(self, request: Request) -> None:
-        """Release what an ended request owns. Nothing writes to it any more."""
+        """Release the slot and blocks of an ended request, to which nothing writes any more."""
         self.scheduler.finish(request)
         if request in self._aborted:
             self._aborted.remove(request)
             self.freed.setdefault(request.client, []).append(request.number)
 
     def _commit_row(self, request: Request, count: int, row_result: RowResult) -> Output | None:
-        """Apply one row of a committed step. Return None while the prompt is being computed."""
+        """Apply one row of a committed step, and return the Output for its client.
+
+        Return None while the prompt is being computed.
+        """
         committed = commit_row(request, count, row_result)
         self._counts["generated_tokens"] += len(committed.tokens)
         if request.account is not None:
@@ -357,7 +376,7 @@ class Engine:
     ) -> Output:
         """End a request, and return its final Output with the tokens of the last step.
 
-        This is the only way a request ends.
+        Every accepted request ends here.
         """
         if not committed.kv_handle:
             self.kv_transfers.retract(request)
@@ -380,11 +399,14 @@ class Engine:
 
     @property
     def next_deadline(self) -> float:
-        """The earliest deadline of all requests. `tick` ends none before it."""
+        """The earliest deadline of all requests. `tick` ends no request before this time."""
         return self._deadlines.next_at
 
     def tick(self, now: float) -> dict[bytes, Outputs]:
-        """Set the clock to `now` (of a steady clock), and end the requests past their deadline."""
+        """Set the engine's clock to `now`, and end the requests that are past a deadline.
+
+        `now` is in seconds of a steady clock. Return the final Outputs per client.
+        """
         self.kv_transfers.tick(now)
         self._accounts.now = self._clock.now = now
         outputs: dict[bytes, list[Output]] = {}
@@ -397,26 +419,28 @@ class Engine:
         return {client: Outputs(step=0, outputs=own) for client, own in outputs.items()}
 
     def drain_kv_commands(self) -> list[KVCommand]:
-        """Return the K/V commands for the worker, in order.
+        """Return the K/V commands for the worker since the last call, in order.
 
-        Send them before any later plan, and before clients receive what depends on them.
+        The caller must send them before any later plan, and before it sends Outputs to clients: a
+        handle in an Output must not reach a reader before the worker has the lease.
         """
         commands, self.kv_transfers.commands = self.kv_transfers.commands, []
         return commands
 
     def keep_kv(self, handles: Iterable[str]) -> None:
-        """Renew the leases of these handles, unless draining."""
+        """Renew the leases of these handles, unless the engine is draining."""
         if not self.is_draining:
             self.kv_transfers.renew(handles)
 
     def release_kv(self, handles: Iterable[str]) -> None:
-        """End the leases of these handles: no reader will come."""
+        """End the leases of these handles, which no reader needs any more."""
         self.kv_transfers.release(handles)
 
     def on_kv_report(self, report: KVReport) -> dict[bytes, Outputs]:
         """Apply the worker's report on fetches, leases and tiers.
 
-        Raises RuntimeError for a job that is not open.
+        Return the final Outputs, per client, of requests that cannot continue without their K/V.
+        Raises RuntimeError if the report names a job that is not open.
         """
         outputs: dict[bytes, list[Output]] = {}
         for fetch in self.kv_transfers.on_kv_report(report):
@@ -425,10 +449,14 @@ class Engine:
         return {client: Outputs(step=0, outputs=own) for client, own in outputs.items()}
 
     def oldest_fetch_s(self, now: float) -> float:
-        """Return the seconds since the oldest unreported fetch was requested."""
+        """Return the age in seconds of the oldest fetch without a report; 0 if there is none."""
         return self.kv_transfers.fetches.oldest_s(now)
 
     def _on_fetch_over(self, fetch: Fetch) -> Output | None:
+        """Continue a request whose fetch is over.
+
+        Return its final Output if the fetch failed and the prompt may not be recomputed here.
+        """
         request = fetch.request
         if fetch.state is FetchState.DROPPED:
             self._release(request)
@@ -455,14 +483,14 @@ class Engine:
         return [request.name for request in self.open_requests]
 
     def status_rows(self, max_rows: int) -> list[tuple[bytes, RequestView]]:
-        """Return (client, row) of the `max_rows` oldest requests, at most MAX_VIEW_ROWS."""
-        oldest = islice(self.open_requests, min(max(max_rows, 0), MAX_VIEW_ROWS))
-        return [(request.client, view_row(request)) for request in oldest]
+        """Return (client, row) of the `max_rows` oldest requests, at most MAX_STATUS_ROWS."""
+        oldest = islice(self.open_requests, min(max(max_rows, 0), MAX_STATUS_ROWS))
+        return [(request.client, status_row(request)) for request in oldest]
 
     def worker_view(self) -> WorkerView:
-        """Return what the worker is computing, according to the oldest plan in flight.
+        """Return a description of the step that the worker computes: the oldest plan in flight.
 
-        The caller fills in the measured times; `expected_s` is set here.
+        It has the step's expected time, `expected_s`. The caller adds the measured times.
         """
         step = self._inflight.oldest
         if step is None:

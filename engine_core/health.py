@@ -1,11 +1,12 @@
-"""Worker health: whether it makes progress. Pure; time and process state are arguments.
+"""Worker health: whether the worker makes progress. Time and process state are arguments.
 
-A step that takes no longer than recent steps of its size is progress, however long it is. A long
-prompt, which is computed in chunks, is therefore healthy. Two conditions are not:
+The expected time of a step follows from the measured throughput, so a large step is not a sign of
+trouble. The worker is unhealthy in two cases:
 
-- the worker was stopped by a signal. After `patience_s` it counts as lost, so that its clients get
-  an end;
-- a step takes many times its expected time. It may still finish; `step_timeout_s` bounds it.
+- It was stopped by a signal. After `patience_s` it counts as lost, so that its clients receive the
+  end of their requests.
+- Its step takes many times the expected time. The step may still finish; the config's
+  `step_timeout_s` bounds it.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ LATE_FACTOR, LATE_S = 10.0, 10.0
 
 @dataclass(slots=True)
 class Health:
-    """Tracks whether one worker makes progress, is late or was stopped by a signal."""
+    """The health of one worker: it makes progress, is late, or was stopped by a signal."""
 
     #: A worker stopped for this long counts as lost.
     patience_s: float
-    #: Why nothing is being computed; "" if the worker is healthy.
+    #: Why the worker is unhealthy; "" if it is healthy.
     trouble: str = ""
-    #: When the worker was first seen stopped, until it continues.
+    #: Time of the first update that found the worker stopped; None while it is not stopped.
     stopped_at: float | None = None
 
     def update(self, view: WorkerView, is_stopped: bool, now: float) -> bool:
         """Update `trouble`, and return whether the worker became healthy or unhealthy.
 
-        Call a few times a second.
+        Call this method a few times a second.
         """
         before, self.trouble = bool(self.trouble), self._trouble(view, is_stopped, now)
         return bool(self.trouble) != before

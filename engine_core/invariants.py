@@ -1,6 +1,6 @@
-"""The invariants of slots, blocks and the prefix cache, checked by brute force.
+"""Brute-force check of the invariants of slots, blocks and the prefix cache.
 
-Used by tests and `Engine.check()`.
+`Engine.check()` calls it, for tests and for `tidegate replay --check`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def check_invariants(
     open_requests: Iterable[Request],
     ended_in_flight: Collection[Request],
 ) -> None:
-    """Raise AssertionError naming the first invariant that does not hold."""
+    """Raise AssertionError, with a description, if an invariant does not hold."""
     running, unbound = scheduler.running, scheduler.unbound
     assert running == sorted(running, key=lambda request: request.rank), (
         "running is not in rank order"
@@ -37,7 +37,7 @@ def check_invariants(
         assert (request in scheduler.waiting) == is_queued, (
             f"{request.number}: in `waiting` xor WAITING"
         )
-    assert set(running) >= set(ended_in_flight), "a request that ended in flight lost its blocks"
+    assert set(running) >= set(ended_in_flight), "a request that ended in flight lost its slot"
     assert {request.phase for request in unbound} <= UNBOUND | {RequestPhase.FINISHED}, "unbound"
     holders = running + unbound
     _check_slots(scheduler, holders)
@@ -73,7 +73,11 @@ def _check_blocks(scheduler: Scheduler, requests: list[Request], leases: KVLease
 
 
 def _check_content(scheduler: Scheduler, requests: list[Request]) -> None:
-    """Check that held findable blocks contain what their hash says, and that it is committed."""
+    """Check the held blocks that the prefix cache can find.
+
+    The hash of such a block must be the hash of its request's tokens, and all its positions must be
+    computed.
+    """
     size = scheduler.limits.block_tokens
     findable = scheduler.pool.cache.items()
     for request in requests:

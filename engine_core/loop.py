@@ -1,8 +1,9 @@
-"""The engine process's event loop: owns the sockets, calls the engine, sends its replies.
+"""The event loop of the engine process: owns the sockets, calls the engine, sends its replies.
 
-It contains no decision. Each turn reads every waiting message of every client first, so an Abort
-never waits behind prompts (a prompt is only queued). Then it commits a result, if there is one, and
-sends the next plan if the worker is free. The loop sleeps in poll; it never spins.
+The loop makes no scheduling decision. Each turn commits the worker's result, if there is one, reads
+the waiting client messages, and sends the next plan if the worker can take one. Reading a prompt
+only queues it, so an Abort never waits for prompts to be computed. Between turns the loop sleeps in
+poll.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from engine_core.health import Health
 from engine_core.journal.file import Writer
 from engine_core.mailbox import Mailbox
 from engine_core.profiling import Profiling
-from engine_core.startup import engine_for
+from engine_core.startup import build_engine
 from engine_core.worker_link import WorkerLink, WorkerLost
 from protocol.cluster_key import ClusterKey
 from protocol.config.engine import EngineConfig
@@ -60,21 +61,22 @@ from protocol.steps import StepResult, Traced, WorkerFailed, WorkerReady
 log = logging.getLogger(__name__)
 
 TICK_MS = 250
-"""Interval at which leases and the step's deadline are checked. Request deadlines are met
-exactly.
+"""Longest sleep of the loop, in milliseconds, so that leases and the step timeout are checked.
+
+The loop wakes earlier for a request's deadline.
 """
 
 
 class StoppedBySignal(Exception):
-    """SIGQUIT asked this process to stop at once."""
+    """Raised after SIGQUIT, which stops the process at once."""
 
 
 class EngineLoop:
     """The event loop of one engine process.
 
-    - wakeup: a file descriptor that becomes readable on a signal
-    - key: the cluster's key, if there is one
-    - journal: records all input of the engine
+    - wakeup: a file descriptor from which the numbers of received signals can be read
+    - key: the cluster's key; None if the engine is not part of a cluster
+    - journal: records all input of the engine; None for no journal
     """
 
     def __init__(
@@ -103,11 +105,11 @@ class EngineLoop:
         #: None until the worker is ready.
         self._engine: Engine | None = None
         self._model: ModelCard | None = None
-        #: Requester of the drain; "" until there is one.
+        #: How the drain was requested, for the log; "" until it is requested.
         self.drained_by = ""
         #: When the worker started the oldest step in flight; None if there is none.
         self._step_started_at: float | None = None
-        #: Requests that gateways rejected from a cached refusal.
+        #: Number of requests that gateways rejected from a cached refusal.
         self._num_refused_early = 0
         self._health = Health(config.stopped_timeout_s)
         self._next_check_at = 0.0
@@ -116,10 +118,10 @@ class EngineLoop:
         self._journal = journal
 
     def run(self) -> None:
-        """Run until drained; `drained_by` names the first requester.
+        """Serve until drained; `drained_by` then names the first requester.
 
-        Raises WorkerLost if the worker is lost, and StoppedBySignal after SIGQUIT. All clients are
-        sent the cause.
+        Raises WorkerLost if the worker is lost, and StoppedBySignal after SIGQUIT. However the loop
+        ends, all clients receive an EngineStopped with the cause.
         """
         poller = zmq.Poller()
         sources = (self._mailbox.socket, self._worker.socket, self._worker.death, self._wakeup)
@@ -149,9 +151,8 @@ class EngineLoop:
         if self._worker.socket in ready:
             self._on_worker_message(now)
         if self._worker.death in ready:
-            self._on_worker_message(
-                now
-            )  # its last message, if any, is more precise than its exit code
+            # The worker's last message, if there is one, is more precise than its exit code.
+            self._on_worker_message(now)
             raise self._worker.exit_error()
         self._check_worker(now)
         if self._mailbox.socket in ready:
@@ -164,7 +165,10 @@ class EngineLoop:
             self._send_freed(self._engine)
 
     def _poll_timeout_ms(self, now: float) -> int:
-        """Return how long to sleep in poll: a tick, or less if a deadline comes first."""
+        """Return the longest sleep in poll, in milliseconds.
+
+        It is TICK_MS, or the time until the next deadline of a request if that is shorter.
+        """
         if self._engine is None:
             return TICK_MS
         left_s = min(self._engine.next_deadline - now, TICK_MS / 1000)
@@ -241,7 +245,7 @@ class EngineLoop:
             self._mailbox.send(client, reply)
 
     def _not_ready_error(self) -> ErrorInfo:
-        """Return the refusal of a request sent before Welcome, or to an earlier engine."""
+        """Return the error for a request sent before Welcome, or to an earlier engine process."""
         cause = "the model is loading" if self._engine is None else "the engine was restarted"
         return EngineNotReady(f"{cause}: try again", retry_after_s=1).info()
 
@@ -251,9 +255,9 @@ class EngineLoop:
             self._mailbox.send(client, ResourcesFreed(requests=requests))
 
     def _abort_by_label(self, client: bytes, message: AbortByLabel) -> None:
-        """Abort by label.
+        """Abort the requests that `message` names, of any client.
 
-        The owners are sent their Outputs before the requester is sent Aborted.
+        Their clients are sent the final Outputs before `client` is sent Aborted.
         """
         found = dict.fromkeys(message.names, False)
         if self._engine is not None:
@@ -269,9 +273,9 @@ class EngineLoop:
         )
 
     def _welcome(self, client: bytes) -> None:
-        """Send Welcome if the model is loaded.
+        """Send Welcome if the model is loaded; otherwise send Loading.
 
-        Otherwise send Loading; `_start` sends Welcome later.
+        After Loading, `_start` sends Welcome once the model is loaded.
         """
         if self._engine is None:
             self._mailbox.send(client, Loading(elapsed_s=time.monotonic() - self._started_at))
@@ -325,7 +329,7 @@ class EngineLoop:
 
     def _start(self, ready: WorkerReady) -> None:
         self._model = ready.model
-        self._engine = engine_for(
+        self._engine = build_engine(
             ready, self._config, epoch=self._epoch, key=self._key, journal=self._journal
         )
         if self.drained_by:
@@ -344,7 +348,7 @@ class EngineLoop:
             return
         if (step_s := self._step_s(now)) > self._config.step_timeout_s:
             raise WorkerLost(f"the worker has not answered for {step_s:.0f} s")
-        # A busy worker may report only after its step, so the step's timeout is added.
+        # A busy worker may report on a fetch only after its step, so the step timeout is added.
         if (
             report_age_s := engine.oldest_fetch_s(now)
         ) > self._config.kv_timeout_s + self._config.step_timeout_s:
@@ -364,9 +368,9 @@ class EngineLoop:
             self._send_trace_command()
 
     def _send_trace_command(self) -> None:
-        """Send a pending trace command.
+        """Send the pending trace command, if there is one.
 
-        It is sent only before a plan, or while no plan is in flight: nothing may come between a
+        Call it only before a plan, or while no plan is in flight. No message may come between a
         plan and its masks.
         """
         if (command := self._profiling.pop_command()) is not None:
@@ -377,9 +381,9 @@ class EngineLoop:
             self._worker.send(command)
 
     def _send_masks(self, engine: Engine) -> None:
-        """Send the masks of the oldest step in flight.
+        """Send the masks of the oldest step in flight, unless they are sent or not needed.
 
-        They follow their plan, and precede all later plans except one that was sent ahead of them.
+        They are sent after their plan. A later plan may already have been sent before them.
         """
         if (masks := engine.masks()) is not None:
             self._worker.send(masks)
@@ -391,7 +395,8 @@ class EngineLoop:
     def _on_step_result(self, result: StepResult, now: float) -> None:
         assert self._engine is not None
         elapsed_s = self._step_s(now)
-        self._step_started_at = now  # of the next step; `_next_step` resets it if there is none
+        # The next step starts now. `_next_step` resets the time if there is no next step.
+        self._step_started_at = now
         outputs = self._engine.commit(result, elapsed_s)
         self._send_masks(self._engine)  # first: the worker may already be waiting for them
         self._send_kv_commands(self._engine)
@@ -400,7 +405,7 @@ class EngineLoop:
     # ---- the engine's own state
 
     def _drain(self, cause: str) -> None:
-        """Drain, and notify all clients now instead of with their next heartbeat."""
+        """Drain the engine. All clients are sent a Pong at once, which reports the drain."""
         self.drained_by = self.drained_by or cause
         if self._engine is not None:
             self._engine.drain()
@@ -417,7 +422,10 @@ class EngineLoop:
         )
 
     def _check_worker(self, now: float) -> None:
-        """Check the worker's health. All clients are notified when it changes."""
+        """Check the worker's health. If it has changed, send all clients a Pong with it.
+
+        Raises WorkerLost if the worker was stopped for too long.
+        """
         if now < self._next_check_at:
             return
         self._next_check_at = now + TICK_MS / 1000

@@ -1,10 +1,10 @@
 """The engine's client socket: receives, sends, and drops clients that are gone or do not read.
 
-- A malformed message is counted and refused, and the session continues. A flood of them does not
-  flood the log.
+- A malformed message is counted and refused, and the client's session continues. Only the 1st, 2nd,
+  4th, 8th, ... malformed message is logged, so a flood of them does not fill the log.
 - A client that has disconnected or does not read is dropped (clients.py), and `on_client_lost` is
   called with it.
-- Nothing here blocks.
+- No method blocks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MESSAGES_PER_TURN = 1000
 
 
 class Mailbox:
-    """The ROUTER socket of all clients."""
+    """The ROUTER socket that all clients connect to."""
 
     def __init__(
         self,
@@ -38,13 +38,14 @@ class Mailbox:
         lease_s: float,
         on_client_lost: Callable[[bytes], None],
     ) -> None:
-        #: For the loop's poller.
+        #: The loop polls it.
         self.socket = sockets.bind_router(context, address, key, heartbeat=True)
         #: The clients that have sent Hello and have not left.
         self.clients = Clients(lease_s)
-        #: Malformed messages since the start, of all clients.
+        #: Number of malformed messages since the start, from all clients.
         self.num_wire_errors = 0
-        #: Connections of the clients. Those of departed clients are removed when one is added.
+        #: Client -> its connection. Entries of clients that have left are removed when a client is
+        #: added.
         self._connections: dict[bytes, sockets.PeerConnection] = {}
         self._on_client_lost = on_client_lost
         self._decoder: wire.Decoder[ToEngine] = wire.Decoder(ToEngine)
@@ -70,7 +71,10 @@ class Mailbox:
             yield client, message
 
     def send(self, client: bytes, message: Message) -> None:
-        """Send `message`, after dropping the clients whose unread bytes exceed a limit."""
+        """Send `message` to `client`, without blocking.
+
+        Clients whose unread bytes exceed a limit are dropped first; `client` may be one of them.
+        """
         now = time.monotonic()
         while (unread := self.clients.find_unread(client, now)) is not None:
             self._ignore(unread, now)
@@ -96,12 +100,12 @@ class Mailbox:
         self._disconnect(client)
 
     def _disconnect(self, client: bytes) -> None:
-        """Close the connection of a dropped client. libzmq then frees what is queued for it."""
+        """Close the connection of a dropped client. libzmq then frees its queued messages."""
         if (connection := self._connections.pop(client, None)) is not None:
             connection.shut_down()
 
     def _remember_connection(self, client: bytes, sender: zmq.Frame) -> None:
-        """Store the connection of a new client, and remove those of clients that have left."""
+        """Store the connection of a new client, and forget those of clients that have left."""
         self._connections = {c: k for c, k in self._connections.items() if c in self.clients}
         if (connection := sockets.PeerConnection.from_frame(sender)) is not None:
             self._connections[client] = connection

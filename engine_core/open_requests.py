@@ -1,6 +1,6 @@
-"""Open requests, by client and number, by label, and counted by account.
+"""Index of the open requests: by client and number, by label, and counted by account.
 
-A label need not be unique: an abort by label ends every request that has it. Each lookup is O(1).
+Several requests may have the same label; an abort by label then ends all of them.
 """
 
 from __future__ import annotations
@@ -59,7 +59,10 @@ class OpenRequests:
         return [request for request in self if request.client == client]
 
     def find_by_name(self, name: str) -> list[Request]:
-        """Return the requests with this label, or the one with this name."""
+        """Return the requests with the label `name`.
+
+        If no request has it, return the request without labels whose `Request.name` it is.
+        """
         if name in self._by_label:
             return list(self._by_label[name])
         client, _, number = name.partition(".")

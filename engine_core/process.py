@@ -1,7 +1,8 @@
-"""The engine process: command line, logging, signals, exit code.
+"""Entry point of the engine process: command line, logging, signals, exit code.
 
-Exit codes are in protocol/exit_codes.py; 0 means drained as requested (SIGTERM, SIGINT or a Drain
-message). The last log line names the cause. The engine also drains when its parent process is gone.
+The exit codes are declared in protocol/exit_codes.py. The code is 0 if the engine was drained on
+request (SIGTERM, SIGINT or a Drain message) or stopped by SIGQUIT. The last log line names the
+cause. The engine also drains when its parent process has ended.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(config: EngineConfig) -> int:
-    """Serve until drained or lost, and return the exit code."""
-    wakeup = _signals()
+    """Serve until the engine is drained, stopped or fails, and return the exit code."""
+    wakeup = _catch_signals()
     parent = attach_to_parent(signal.SIGTERM)
 
     def fail(cause: str, code: int) -> int:
@@ -83,10 +84,11 @@ def run(config: EngineConfig) -> int:
     return ExitCode.OK
 
 
-def _signals() -> int:
+def _catch_signals() -> int:
     """Catch the stop signals, and return a file descriptor from which their numbers can be read.
 
-    Each number is one byte. SIGQUIT stops at once; the others drain first.
+    Each signal adds one byte, its number. The loop stops at once on SIGQUIT, and drains on SIGTERM
+    and SIGINT.
     """
     readable, writable = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(writable)

@@ -1,13 +1,15 @@
-"""Profiling: one profile at a time, requested by a client and made by the worker.
+"""State machine for profiles of the worker: a client requests a profile, the worker records it.
+
+Only one profile is made at a time.
 
     IDLE -request-> REQUESTED -pop_command-> TRACING -on_traced-> IDLE
                     REQUESTED -cancel-> IDLE
                     TRACING -cancel-> CANCELLED -pop_command-> ENDING -on_traced-> IDLE
                                       CANCELLED -on_traced-> IDLE
 
-If the client aborts the request or leaves, its profile ends, so it cannot slow the worker or block
-other profiles forever. A command must not be sent between a plan and its masks; the loop picks the
-moment.
+If the client aborts its profile or leaves, the profile is cancelled, so that it does not slow the
+worker or block other profiles. The loop calls `pop_command` when a command may be sent: never
+between a plan and its masks.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ class ProfilingPhase(Enum):
 
 
 class Profiling:
-    """The state of the profile that is being made, if any."""
+    """The current profile, if there is one, and its client."""
 
     def __init__(self) -> None:
         self._phase = ProfilingPhase.IDLE
@@ -39,7 +41,7 @@ class Profiling:
         self._message = Profile(request=0, steps=0, directory="")
 
     def request(self, client: bytes, message: Profile) -> Refused | None:
-        """Start a profile. Return None if it is going to be made, else the refusal."""
+        """Start a profile. Return None if it was accepted, else the refusal."""
         if self._phase is not ProfilingPhase.IDLE:
             return _refused(
                 message, "steps", "another profile is being made; try again when it is done"
@@ -54,7 +56,10 @@ class Profiling:
         return None
 
     def cancel(self, client: bytes, requests: Collection[int] | None = None) -> None:
-        """Cancel the profile if it is one of these requests of `client`; None means all of them."""
+        """Cancel the profile if it is one of the requests of `client` with these numbers.
+
+        With None, cancel it if it is any request of `client`.
+        """
         if client != self._owner or (
             requests is not None and self._message.request not in requests
         ):
@@ -65,7 +70,7 @@ class Profiling:
             self._phase = ProfilingPhase.CANCELLED
 
     def pop_command(self) -> Trace | None:
-        """Return the next command for the worker, once, or None."""
+        """Return the command to send to the worker now, or None. Each is returned once."""
         match self._phase:
             case ProfilingPhase.REQUESTED:
                 self._phase = ProfilingPhase.TRACING

@@ -1,9 +1,9 @@
 """A request: one generation in the engine, with its tokens, its progress and what it owns.
 
 There are no prefill and decode phases. A request has `tokens` (its prompt and the sampled tokens)
-and K/V for the first `num_computed` of them; a step computes some of the difference. A step that
-computes the last known token samples the next one. What the steps in flight will compute and sample
-is counted separately, in `num_scheduled` and `num_pending`.
+and K/V for the first `num_computed` of them. A step computes some of the tokens that still lack
+K/V. A step that computes the last known token samples the next one. `num_scheduled` includes the
+positions that the steps in flight compute, and `num_pending` counts the tokens that they sample.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 
 class RequestPhase(Enum):
-    ARRIVED = auto()  # not accepted yet, its grammar may be compiling; owns nothing
+    ARRIVED = auto()  # not accepted yet; its grammar may be compiling; owns nothing
     WAITING = auto()  # accepted; owns nothing
-    FETCHING = auto()  # owns a slot, and blocks that are being filled by a fetch; in no plan
-    READY = auto()  # owns the same; the fetch is over; will be bound with its first plan
+    FETCHING = auto()  # owns a slot, and blocks that a fetch is filling; is in no plan
+    READY = auto()  # the fetch is over; still owns slot and blocks; waits for its first plan
     RUNNING = auto()  # owns a slot, and blocks for every known token
-    PREEMPTED = auto()  # released slot and blocks; will be computed again
-    #: Final; owns nothing once its step in flight has committed, and its fetch is reported.
+    PREEMPTED = auto()  # released slot and blocks; waits to be computed again
+    #: Final. It owns nothing once its steps in flight have committed and its fetch is reported.
     FINISHED = auto()
 
 
@@ -63,7 +63,7 @@ NEXT_PHASE = {
     (RequestPhase.PREEMPTED, RequestEvent.FETCH): RequestPhase.FETCHING,
     (RequestPhase.PREEMPTED, RequestEvent.FINISH): RequestPhase.FINISHED,
 }
-"""A missing row is an illegal move."""
+"""The phase after an event. A missing row is an illegal move."""
 
 STAGES = {
     RequestPhase.ARRIVED: RequestStage.GRAMMAR,
@@ -74,86 +74,89 @@ STAGES = {
     RequestPhase.PREEMPTED: RequestStage.PREEMPTED,
     RequestPhase.FINISHED: None,
 }
-"""The stage in which the time of a phase is reported."""
+"""The timing stage of each phase; None: no time is counted."""
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One generation. Only the engine and its parts change it."""
+    """One generation: its tokens, its progress, its slot and its blocks."""
 
     # ---- identity
 
-    #: Identity of its client on the socket.
+    #: Socket identity of the client that sent it.
     client: bytes
-    #: The client's number for the request.
+    #: Number that the client chose for the request.
     number: int
-    #: Position in the order of arrival, kept through preemption.
+    #: Serial number in order of arrival. A preempted request keeps it.
     order: int
-    #: Cached prefixes are shared within it only.
+    #: Cached prefixes are shared only between requests of the same namespace.
     namespace: str
     #: Prompt tokens, then sampled tokens; int32. Only ever grows.
     tokens: array[int]
     #: How many of `tokens` are the prompt.
     prompt_tokens: int
-    #: As sent by the client; `seed` and `max_total_tokens` are resolved.
+    #: As sent by the client; `seed` and `max_total_tokens` below are resolved from it.
     params: SamplingParams
-    #: Drawn once. With the position it determines every sample, also after a preemption.
+    #: Sent by the client, or drawn on arrival. Seed and position determine each sampled token, so
+    #: a preempted request continues with the same tokens.
     seed: int
-    #: Number of known tokens at which it ends with "length".
+    #: Number of tokens, prompt included, at which the request ends with "length".
     max_total_tokens: int
-    #: Tokens that end it with "stop".
+    #: Tokens that end the answer with "stop".
     stop_ids: frozenset[int]
-    #: Changed by `move` only.
+    #: Only `move` changes it.
     phase: RequestPhase = RequestPhase.ARRIVED
 
     # ---- order and deadlines, in seconds of the engine's clock
 
-    #: Time of arrival, moved by its priority: the order among the requests of one account.
+    #: Time of arrival, shifted by the priority. It orders the requests of one account.
     queue_time: float = 0.0
-    #: Time of arrival, which the deadlines count from.
+    #: Time of arrival. The deadlines are relative to it.
     arrived_at: float = 0.0
-    #: It is too late if it has never had a slot by then.
+    #: The request ends with an error if it has never had a slot by this time.
     start_deadline: float = inf
-    #: It is too late if it has not finished by then.
+    #: The request ends with an error if it has not finished by this time.
     deadline: float = inf
-    #: The worth of its priority against other accounts, in tokens.
+    #: Tokens added to its account's service when it is compared with requests of other accounts.
+    #: It follows from the priority; negative: the request goes earlier.
     priority_credit: float = 0.0
-    #: What its account was served.
+    #: Tokens that its account was served; shared by all requests of the account.
     account_usage: AccountUsage = field(default_factory=AccountUsage)
 
     # ---- slot, blocks and progress
 
-    #: Its row in the worker's buffers; None while it owns none.
+    #: Row in the worker's buffers; None while the request owns none.
     slot: int | None = None
     #: Generation of `slot` while the request owns it.
     slot_generation: int = 0
     #: Block ids of positions [0, len(blocks) * block_tokens).
     blocks: list[int] = field(default_factory=list)
-    #: Chained hashes of the first full blocks, computed when first needed.
+    #: Chained hashes of the first full blocks. The list is extended when a hash is needed.
     hashes: list[bytes] = field(default_factory=list)
     #: Positions whose K/V is in `blocks`. Never exceeds `num_scheduled`.
     num_computed: int = 0
-    #: Tokens charged to `account_usage`: those planned, or found in a cache.
+    #: Positions that were charged to `account_usage` when planned, or were found in a cache. No
+    #: position is charged twice.
     num_charged: int = 0
     #: `num_computed` once every plan in flight has committed, if all drafts are right.
     num_scheduled: int = 0
-    #: Tokens that the plans in flight sample. Their values are unknown, their positions are not.
+    #: Tokens that the plans in flight sample. Their positions are known, their values are not.
     num_pending: int = 0
-    #: Plans in flight that contain the request.
+    #: Number of plans in flight that contain the request.
     num_in_flight: int = 0
-    #: The draft model computes the request, too.
+    #: Whether the draft model computes the request as well.
     uses_draft_model: bool = False
-    #: Positions that the draft model has computed once every plan in flight has committed.
+    #: Positions that the draft model will have computed once every plan in flight has committed.
     num_draft_computed: int = 0
-    #: Blocks offered to the prefix cache.
+    #: Number of leading blocks that were published in the prefix cache.
     num_published: int = 0
     #: Prompt tokens whose K/V was cached or fetched at the first admission.
     num_cached: int = 0
-    #: Those of `num_cached` that another engine computed for this request.
+    #: How many of `num_cached` another engine computed for this request.
     num_fetched: int = 0
-    #: How often it lost its slot and blocks.
+    #: How often the request lost its slot and blocks.
     num_preemptions: int = 0
-    #: Computed since the last admission; sent with the first token.
+    #: Logprobs of prompt tokens, collected over the prompt's chunks and sent with the first token.
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     # ---- grammar, K/V transfer, labels, drafts
@@ -162,55 +165,64 @@ class Request:
     grammar: bytes | None = None
     #: State of the answer in its grammar. Kept through preemption.
     matcher: Matcher | None = None
-    #: Readers of its K/V, if only that is requested; 0 for an answer.
+    #: Number of engines that will read the prompt's K/V; 0 if the request generates an answer.
     kv_readers: int = 0
-    #: Name of the lease for the readers, once it was announced to the worker.
+    #: Name of the lease for the readers; empty until it is announced to the worker.
     lease: bytes = b""
-    #: Handle of another engine's K/V of its prompt.
+    #: Names the K/V that another engine has computed for the prompt.
     handle: Handle | None = None
-    #: Names by which any client may abort it.
+    #: Names by which any client may abort the request.
     labels: tuple[str, ...] = ()
-    #: The account that is charged; None if usage is not limited.
+    #: The account that is charged, and its limits; None if usage is not limited.
     account: Account | None = None
-    #: Its drafter and acceptance rates; None if it gets no drafts.
+    #: Drafter and acceptance rates; None if the request gets no drafts.
     drafting: RequestDrafting | None = None
-    #: Tokens drafted for it, in all.
+    #: Total number of drafts that were verified for the request.
     num_drafts: int = 0
-    #: Those of `num_drafts` that are in the answer.
+    #: How many of `num_drafts` became part of the answer.
     num_accepted: int = 0
     #: Time spent in each stage so far.
     stage_timer: StageTimer = field(default_factory=lambda: StageTimer(EngineClock()))
 
     @property
     def rank(self) -> tuple[float, int]:
-        """Order within an account: a smaller rank is served earlier and preempted later. Unique."""
+        """Sort key within an account. A smaller rank is served earlier and preempted later.
+
+        No two requests have the same rank.
+        """
         return self.queue_time, self.order
 
     @property
     def virtual_time(self) -> float:
-        """Order between accounts: a smaller value is served earlier."""
+        """Sort key between accounts, in tokens. A smaller value is served earlier."""
         return self.account_usage.served + self.priority_credit
 
     @property
     def name(self) -> str:
-        """The name by which any client may abort it: its first label, or client and number."""
+        """The name by which any client may abort it: the first label, or client and number."""
         return self.labels[0] if self.labels else f"{self.client.hex()}.{self.number}"
 
     @property
     def num_ahead(self) -> int:
-        """Known tokens once all plans in flight have committed."""
+        """Number of known tokens once all plans in flight have committed."""
         return len(self.tokens) + self.num_pending
 
     @property
     def num_uncomputed(self) -> int:
-        """Tokens that no plan computes yet. A full answer's last token needs no computation."""
+        """Number of tokens, pending ones included, that are in no plan and not computed.
+
+        It is 0 if the pending tokens complete the answer, whose last token need not be computed.
+        """
         if self.num_pending and self.num_ahead >= self.max_total_tokens:
             return 0
         return self.num_ahead - self.num_scheduled
 
     @property
     def num_shareable(self) -> int:
-        """Positions whose K/V is complete, also the draft model's if it computes the request."""
+        """Number of leading positions whose K/V may be published.
+
+        If the draft model computes the request, its K/V must exist too.
+        """
         if not self.uses_draft_model:
             return self.num_computed
         return min(self.num_computed, self.num_draft_computed)
@@ -225,11 +237,14 @@ class Request:
 
     @property
     def samples(self) -> bool:
-        """False if only the prompt is to be computed (max_tokens=0)."""
+        """Whether the request samples tokens; false if only its prompt is computed."""
         return self.max_total_tokens > self.prompt_tokens
 
     def move(self, event: RequestEvent) -> None:
-        """Change the phase. An illegal move raises RuntimeError and changes nothing."""
+        """Change the phase according to NEXT_PHASE.
+
+        An illegal move raises RuntimeError and changes nothing.
+        """
         phase = NEXT_PHASE.get((self.phase, event))
         if phase is None:
             raise RuntimeError(

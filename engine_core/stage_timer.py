@@ -1,7 +1,7 @@
-"""Stage timer: how long a request spends in each stage of its life. Pure.
+"""Stage timer: measures how long a request spends in each stage of its life.
 
-It switches when the request changes phase (request.STAGES) and at its first token, so it costs
-nothing per step or token.
+The stage changes only when the request changes its phase (request.STAGES) and at its first token.
+So timing costs nothing per step or token.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from protocol.messages import Times
 
 
 class RequestStage(Enum):
-    """A stage of a request's life. The value is the field of Times that it adds to."""
+    """A stage of a request's life. The value is the field of `Times` for the stage."""
 
     GRAMMAR = "grammar_s"
     QUEUE = "queued_s"
@@ -23,7 +23,7 @@ class RequestStage(Enum):
 
 
 class EngineClock:
-    """The engine's current time, in seconds of a steady clock; shared by all its requests."""
+    """The engine's current time, in seconds of a steady clock. All requests share one object."""
 
     __slots__ = ("now",)
 
@@ -44,10 +44,10 @@ class StageTimer:
         self._has_token = False
 
     def enter(self, stage: RequestStage | None) -> None:
-        """Switch to another stage; None means the request has ended.
+        """Switch to `stage`; None means that the request has ended.
 
-        Once the first token exists, PREFILL counts as DECODE: tokens recomputed after a preemption
-        are not prefill.
+        After the first token, PREFILL counts as DECODE, because the client waits for the next
+        token of its answer while a preempted request is recomputed.
         """
         now = self._clock.now
         if self._stage is not None and now > self._since:
@@ -58,13 +58,13 @@ class StageTimer:
         self._stage = RequestStage.DECODE if is_decoding else stage
 
     def on_first_token(self) -> None:
-        """Record that the first token exists."""
+        """Record that the first token was sampled, which starts the stage DECODE."""
         self._has_token = True
         self.enter(self._stage)
 
     @property
     def stage(self) -> str:
-        """The current stage, without its unit; "" if the request has ended."""
+        """The current stage as a word, such as "prefill"; "" if the request has ended."""
         return "" if self._stage is None else self._stage.value.removesuffix("_s")
 
     def times(self) -> Times:

@@ -1,4 +1,4 @@
-"""Builds the engine for a worker that is ready."""
+"""Builds the `Engine` once the worker has loaded the model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from protocol.steps import WorkerReady
 log = logging.getLogger(__name__)
 
 
-def engine_for(
+def build_engine(
     ready: WorkerReady,
     config: EngineConfig,
     *,
@@ -24,16 +24,16 @@ def engine_for(
     key: ClusterKey | None = None,
     journal: Writer | None = None,
 ) -> Engine:
-    """Return the engine for a worker.
+    """Return an engine for the worker that has sent `ready`.
 
-    - epoch: identifies this life of the engine
-    - key: the cluster's key, if there is one
-    - journal: records all input of the engine; an engine of a cluster has none
+    - epoch: identifies this life of the engine process
+    - key: the cluster's key; None if the engine is not part of a cluster
+    - journal: records all input of the engine; None in a cluster
     """
     limits = _limits(ready, config, hands_over=key is not None and config.role != "decode")
     draft_cost, tiers = ready.draft_cost or 0.0, ready.kv_tiers
     if draft_cost >= 1:
-        log.warning("the draft model costs as much as the model; it is not used")
+        log.warning("the draft model is as slow as the model; it is not used")
     log.info(
         "engine ready: %s, %s, %d blocks of %d tokens, %d slots, max_len %d (%s)",
         ready.model.name,

@@ -1,7 +1,7 @@
 """The connection to the worker process: starts it, sends plans, receives results, detects its end.
 
-One worker for now. A replica of several ranks would send each plan to all of them and receive from
-rank 0.
+There is one worker. With several ranks, each plan would be sent to all of them, and rank 0 would
+answer.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAX_FOREIGN_PER_TURN = 100
 
 
 class WorkerLost(Exception):
-    """The worker process ended or failed; the message gives the cause in one line."""
+    """The worker process ended, failed or does not respond. The message gives the cause."""
 
     def __init__(self, message: str, exit_code: int = ExitCode.WORKER_LOST) -> None:
         super().__init__(message)
@@ -39,9 +39,10 @@ class WorkerLost(Exception):
 
 
 class WorkerLink:
-    """The worker of one replica. `socket` and `death` (a pidfd) are for the loop's poller.
+    """The worker process of one replica, and the socket that it connects to.
 
-    The first peer that sends WorkerReady or WorkerFailed is the worker. Messages of other peers are
+    The loop polls `socket`, and `death`: a pidfd that becomes readable when the process ends. The
+    first peer that sends WorkerReady or WorkerFailed is the worker. Messages of other peers are
     dropped and counted in `num_foreign_messages`.
     """
 
@@ -74,7 +75,10 @@ class WorkerLink:
         return is_stopped(self.pid)
 
     def send(self, message: ToWorker) -> None:
-        """Send a message, or drop it if the worker has just died: `death` reports that."""
+        """Send a message. It is dropped if the worker has disconnected.
+
+        The loop detects the end of the process by `death`.
+        """
         assert self._identity is not None, "the worker has not sent WorkerReady"
         try:
             self.socket.send_multipart([self._identity, *wire.encode(message)])
@@ -85,7 +89,8 @@ class WorkerLink:
     def receive(self) -> FromWorker | None:
         """Return the worker's next message, or None if there is none now.
 
-        Raises WorkerLost if it cannot be decoded: later messages could not be trusted either.
+        Raises WorkerLost if the message cannot be decoded, because later messages could not be
+        trusted either.
         """
         for _ in range(MAX_FOREIGN_PER_TURN):
             try:
@@ -101,7 +106,10 @@ class WorkerLink:
         return None
 
     def _read(self, identity: bytes, frames: list[bytes]) -> FromWorker | None:
-        """Decode a message. Return None if it is not a first message of a worker."""
+        """Decode a message.
+
+        Until the worker is known, return None for any message except WorkerReady and WorkerFailed.
+        """
         try:
             message = self._decoder.decode(frames)
         except WireError as error:
@@ -116,7 +124,7 @@ class WorkerLink:
         return message
 
     def exit_error(self) -> WorkerLost:
-        """Return the error that describes how the process ended, once `death` is readable."""
+        """Wait for the process to end, and return an error that describes how it ended."""
         code = self._process.wait()
         if code < 0:
             number = signal.Signals(-code)
@@ -128,7 +136,10 @@ class WorkerLink:
         return WorkerLost(f"the worker exited with code {code}" + (why and f": {why}"), exit_code)
 
     def stop(self) -> None:
-        """Stop the process: with a Stop message or SIGTERM first, then with SIGKILL."""
+        """Stop the process with a Stop message or SIGTERM, then with SIGKILL after STOP_WAIT_S.
+
+        SIGTERM is sent to a process that has not connected yet.
+        """
         if self._process.poll() is None and self._identity is not None:
             self._try_to_send(Stop())
         else:
