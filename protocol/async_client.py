@@ -21,10 +21,9 @@ from typing import Any, Self
 
 import zmq
 
-from protocol import sockets, wire
+from protocol import sockets
 from protocol.client import BaseClient, OpenGeneration, checked_reply
-from protocol.cluster_key import read_cluster_key
-from protocol.errors import EngineNotReady, WireError
+from protocol.errors import WireError
 from protocol.messages import (
     AbortByLabel,
     Aborted,
@@ -33,18 +32,19 @@ from protocol.messages import (
     GetStatus,
     Output,
     Profiled,
-    ToClient,
 )
 
 TICK_S = 0.25
+"""Seconds between two calls of `Session.tick`."""
 _MAX_MESSAGES_PER_TURN = 256
+"""Most messages received before other tasks of the event loop run."""
 
 
 class AsyncGeneration(OpenGeneration, AsyncIterator[Output]):
-    """The answer to one prompt, as a stream. Iteration ends after the output that carries `finish`.
+    """The answer to one prompt, as an iterator over its outputs. The last one has `finish` set.
 
-    Raises, at the next step: RequestError if the engine refused the request, EngineError if it
-    failed.
+    The next step of the iteration raises RequestError if the engine has refused the request,
+    EngineError if the request has failed.
     """
 
     async def __anext__(self) -> Output:
@@ -54,45 +54,25 @@ class AsyncGeneration(OpenGeneration, AsyncIterator[Output]):
         raise StopAsyncIteration
 
     async def tokens(self) -> list[int]:
-        """Wait for the end. Return all token ids that were not iterated over yet."""
+        """Wait until the generation ends. Return all token ids that were not iterated over yet."""
         return [token async for output in self for token in output.tokens]
 
 
 class AsyncClient(BaseClient[AsyncGeneration]):
-    """A connection to a running engine, from `start` (or `async with`) to `close`.
+    """A connection to a running engine, from `start` (or `async with`) until `close`.
 
-    address       the address printed by `tidegate serve`; default: the engine of the server on port
-                  8000
-    wait_s        seconds to wait for the engine to be ready, before EngineNotReady
-    cluster_key   file with the cluster key, which TCP addresses need
-
-    Raises ValueError if the address or the file cannot be used.
+    `BaseClient` describes the arguments.
     """
 
-    def __init__(
-        self,
-        address: str | None = None,
-        *,
-        name: str = "client",
-        wait_s: float = 10.0,
-        cluster_key: str = "",
-    ) -> None:
-        super().__init__(name)
-        self._address = address or sockets.engine_address()
-        self._key = read_cluster_key(cluster_key)
-        sockets.check_address(self._address, self._key)
-        self._wait_s = wait_s
-        self._decoder: wire.Decoder[ToClient] = wire.Decoder(ToClient)
-        self._ready = asyncio.Event()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._ticking: asyncio.TimerHandle | None = None
+    _loop: asyncio.AbstractEventLoop | None = None
+    _ticking: asyncio.TimerHandle | None = None  # None: not connected
 
     async def start(self) -> None:
-        """Connect, and wait until the engine is ready."""
+        """Connect, and wait until the engine is ready. Raises EngineNotReady after `wait_s`."""
         self._loop = asyncio.get_running_loop()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        pair = sockets.connect_monitored(self._context, self._address, self._key)
-        self._socket, self._monitor = pair
+        self._ready = asyncio.Event()
+        self._connect()
+        pair = (self._socket, self._monitor)
         self._fds = [int(socket.getsockopt(zmq.FD)) for socket in pair]
         for fd in self._fds:
             self._loop.add_reader(fd, self._receive_pending)
@@ -103,11 +83,11 @@ class AsyncClient(BaseClient[AsyncGeneration]):
                 async with asyncio.timeout(self._wait_s):
                     await self._ready.wait()
             except TimeoutError:
-                raise EngineNotReady(f"no engine answered at {self._address}") from None
+                raise self._no_answer() from None
             on_failure.pop_all()
 
     async def close(self) -> None:
-        """Disconnect; open requests are aborted. May be called twice."""
+        """Disconnect, which aborts the open requests. May be called twice."""
         if self._loop is None or self._ticking is None:
             return
         self._ticking.cancel()
@@ -127,8 +107,8 @@ class AsyncClient(BaseClient[AsyncGeneration]):
     async def __aexit__(self, *exception: object) -> None:
         await self.close()
 
-    def _generation(self, request: int, reports: Any) -> AsyncGeneration:
-        return AsyncGeneration(request, reports, self._abort_from_anywhere)
+    def _new_generation(self, request: int, reports: Any) -> AsyncGeneration:
+        return AsyncGeneration(request, reports, self._abort_threadsafe)
 
     def _new_queue(self) -> Any:
         return asyncio.Queue()
@@ -146,7 +126,7 @@ class AsyncClient(BaseClient[AsyncGeneration]):
         return status
 
     async def profile(self, steps: int, directory: str, *, wait_s: float | None = None) -> Profiled:
-        """Record steps of the worker, as `Client.profile` does. Cancelling the wait ends it."""
+        """Record steps, as `Client.profile` does. Cancelling this coroutine ends the recording."""
         request, reports = self._open(lambda: self._session.profile(steps, directory))
         with contextlib.ExitStack() as on_failure:
             on_failure.callback(self._abort, request)
@@ -160,19 +140,22 @@ class AsyncClient(BaseClient[AsyncGeneration]):
         return profiled
 
     async def drain(self) -> None:
-        """Make the engine finish its requests, refuse new ones, and exit."""
+        """Make the engine finish its open requests, refuse new ones, and exit."""
         self._send(Drain())
 
     async def _request_reply(self, make_message: Callable[[], AbortByLabel | GetStatus]) -> Any:
         _, reports = self._open(make_message)
         return checked_reply(await reports.get())
 
-    def _abort_from_anywhere(self, request: int) -> None:
-        """Abort from any thread, as garbage collection does, even after the loop has ended."""
+    def _abort_threadsafe(self, request: int) -> None:
+        """Abort `request` from any thread, because garbage collection may run in any thread. Do
+        nothing if the event loop was closed.
+        """
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._abort, request)
 
-    # ---- the socket: its file descriptor is edge-triggered, and sending consumes the edge
+    # ---- the socket. Its file descriptor is edge-triggered, and sending may consume the edge of a
+    # message that has arrived. So after each send, received messages are checked for.
 
     def _flush(self) -> None:
         self._send_queued()
@@ -204,18 +187,18 @@ class AsyncClient(BaseClient[AsyncGeneration]):
                 self._send_heartbeat()
             else:
                 while not self._receive(_MAX_MESSAGES_PER_TURN):
-                    pass  # its last messages give the reason
+                    pass  # the engine's last messages give the reason
                 self._deliver(self._session.on_disconnected())
 
     def _receive(self, max_messages: int) -> bool:
-        """Receive up to `max_messages`. Return whether these were all."""
+        """Receive up to `max_messages` messages. Return whether no more are waiting."""
         for _ in range(max_messages):
             try:
                 message = self._decoder.decode(self._socket.recv_multipart(zmq.NOBLOCK))
             except zmq.Again:
                 return True
             except WireError:
-                continue  # an incompatible engine shows up as silence
+                continue  # an incompatible engine is treated as a silent one
             was_ready = self._session.is_ready
             self._deliver(self._session.receive(message, time.monotonic()))
             if self._session.is_ready and not was_ready:

@@ -6,7 +6,7 @@
         for output in client.generate([504, 3575, 282, 4649], max_tokens=16):
             print(output.tokens, output.finish)
 
-A `Client` may be used by many threads, with many open generations. One background thread owns the
+Many threads may use one `Client`, with many open generations. One background thread owns the
 socket, and each generation has its own queue. Leaving a generation early (break, close, garbage
 collection) aborts it. `Engine` is an alias of `Client`.
 """
@@ -58,7 +58,10 @@ AnyGeneration = TypeVar("AnyGeneration")
 
 
 class OpenGeneration:
-    """The state of an open generation: its request, and the queue of the reports on it."""
+    """Base of `Generation` and `AsyncGeneration`: an open request, and the queue of its reports.
+
+    close   aborts the request, unless it has ended
+    """
 
     def __init__(self, request: int, reports: Any, close: Callable[[int], None]) -> None:
         self.request = request
@@ -68,7 +71,7 @@ class OpenGeneration:
         self.close.atexit = False
 
     def _output(self, report: Any) -> Output | None:
-        """Return the output of a report; None for Accepted. Raises the error that it carries."""
+        """Return `report` if it is an Output; None for Accepted. Raises the error in the report."""
         if isinstance(report, Accepted):
             return None
         self._ended = isinstance(report, Refused) or report.finish is not None
@@ -78,10 +81,10 @@ class OpenGeneration:
 
 
 class Generation(OpenGeneration, Iterator[Output]):
-    """The answer to one prompt, as a stream. Iteration ends after the output that carries `finish`.
+    """The answer to one prompt, as an iterator over its outputs. The last one has `finish` set.
 
-    Raises, at the next step: RequestError if the engine refused the request, EngineError if it
-    failed.
+    The next step of the iteration raises RequestError if the engine has refused the request,
+    EngineError if the request has failed.
     """
 
     def __next__(self) -> Output:
@@ -91,12 +94,12 @@ class Generation(OpenGeneration, Iterator[Output]):
         raise StopIteration
 
     def tokens(self) -> list[int]:
-        """Wait for the end. Return all token ids that were not iterated over yet."""
+        """Wait until the generation ends. Return all token ids that were not iterated over yet."""
         return [token for output in self for token in output.tokens]
 
 
 def params_from(params: SamplingParams | None, options: dict[str, Any]) -> SamplingParams:
-    """Return `params`, or parameters made from `options`. Raises InvalidRequest."""
+    """Return `params`, or parameters made from `options`. Raises InvalidRequest for bad options."""
     if params is None:
         try:
             return msgspec.convert(options, SamplingParams)
@@ -108,16 +111,46 @@ def params_from(params: SamplingParams | None, options: dict[str, Any]) -> Sampl
 
 
 class BaseClient(ABC, Generic[AnyGeneration]):
-    """Base of the blocking and the asyncio client: a session, and queues of messages."""
+    """Base of the blocking and the asyncio client: a session, and queues of messages.
 
-    _socket: zmq.Socket[bytes]
+    address       the address printed by `tidegate serve`; default: the engine of the server on port
+                  8000
+    name          name of this client, as the engine logs it
+    wait_s        seconds to wait until the engine is ready, before EngineNotReady is raised
+    cluster_key   file with the cluster key, which TCP addresses need
+
+    Raises ValueError if the address or the file cannot be used.
+    """
+
     _is_closed = False
 
-    def __init__(self, name: str) -> None:
+    def __init__(
+        self,
+        address: str | None = None,
+        *,
+        name: str = "client",
+        wait_s: float = 10.0,
+        cluster_key: str = "",
+    ) -> None:
+        self._address = address or sockets.engine_address()
+        self._key = read_cluster_key(cluster_key)
+        sockets.check_address(self._address, self._key)
+        self._wait_s = wait_s
+        self._decoder: wire.Decoder[ToClient] = wire.Decoder(ToClient)
         self._session = Session(name)
-        self._lock: AbstractContextManager[Any] = nullcontext()  # guards all three
-        self._queues: dict[int, Any] = {}
-        self._outbox: deque[ToEngine] = deque()
+        self._queues: dict[int, Any] = {}  # request -> queue of its reports
+        self._outbox: deque[ToEngine] = deque()  # messages to send
+        #: Guards the session, the queues and the outbox.
+        self._lock: AbstractContextManager[Any] = nullcontext()
+
+    def _connect(self) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket, self._monitor = sockets.connect_monitored(
+            self._context, self._address, self._key
+        )
+
+    def _no_answer(self) -> EngineNotReady:
+        return EngineNotReady(f"no engine answered at {self._address}")
 
     @property
     def model(self) -> ModelCard:
@@ -131,7 +164,7 @@ class BaseClient(ABC, Generic[AnyGeneration]):
 
     @property
     def stats(self) -> EngineStats:
-        """As of the last heartbeat, at most about a second old."""
+        """The engine's statistics in its last heartbeat, at most about a second old."""
         return self._session.stats
 
     def generate(
@@ -147,7 +180,13 @@ class BaseClient(ABC, Generic[AnyGeneration]):
         queue_timeout_s: float = 0.0,
         **options: Any,
     ) -> AnyGeneration:
-        """Start a generation. Sampling parameters are given as `params`, or as its fields."""
+        """Start a generation, and return it. See `Generate` for the meaning of the arguments.
+
+        params    the sampling parameters; or
+        options   fields of SamplingParams, in place of `params`
+
+        Raises InvalidRequest for bad `options`, EngineError if there is no engine.
+        """
         request, reports = self._open(
             lambda: self._session.generate(
                 prompt,
@@ -160,22 +199,22 @@ class BaseClient(ABC, Generic[AnyGeneration]):
                 queue_timeout_s=queue_timeout_s,
             )
         )
-        return self._generation(request, reports)
+        return self._new_generation(request, reports)
 
     @abstractmethod
-    def _generation(self, request: int, reports: Any) -> AnyGeneration: ...
+    def _new_generation(self, request: int, reports: Any) -> AnyGeneration: ...
 
     @abstractmethod
     def _new_queue(self) -> Any: ...
 
     @abstractmethod
     def _flush(self) -> None:
-        """Send the outbox, or make the thread that owns the socket send it."""
+        """Send the messages in the outbox, or wake up the thread that sends them."""
 
     def _open(
         self, make_message: Callable[[], Generate | AbortByLabel | GetStatus | Profile]
     ) -> tuple[int, Any]:
-        """Send a message that opens a request. Return the request and the queue of its reports."""
+        """Send the message that opens a request. Return its number and the queue of its reports."""
         with self._lock:
             message = make_message()
             reports = self._queues[message.request] = self._new_queue()
@@ -201,7 +240,9 @@ class BaseClient(ABC, Generic[AnyGeneration]):
         while self._outbox:
             try:
                 self._socket.send_multipart(wire.encode(self._outbox[0]), zmq.NOBLOCK)
-            except zmq.Again:  # the engine does not read; drop heartbeats, which are repeated
+            except (
+                zmq.Again
+            ):  # the engine does not read; drop heartbeats, as the next tick repeats them
                 kept = (m for m in self._outbox if not isinstance(m, Hello | Ping))
                 self._outbox = deque(kept)
                 return
@@ -217,21 +258,16 @@ class BaseClient(ABC, Generic[AnyGeneration]):
 
 
 def checked_reply(report: Any) -> Any:
-    """Return the only reply to a command. Raises the error that the engine reports."""
+    """Return `report`, the reply to a command. Raises its error if it reports a failure."""
     if isinstance(report, Aborted | EngineStatus | Profiled):
         return report
     raise error_from(report.error)
 
 
 class Client(BaseClient[Generation]):
-    """A connection to a running engine.
+    """A connection to a running engine, from its creation until `close`.
 
-    address       the address printed by `tidegate serve`; default: the engine of the server on port
-                  8000
-    wait_s        seconds to wait for the engine to be ready, before EngineNotReady
-    cluster_key   file with the cluster key, which TCP addresses need
-
-    Raises ValueError if the address or the file cannot be used.
+    `BaseClient` describes the arguments. Creating a client waits until the engine is ready.
     """
 
     def __init__(
@@ -242,31 +278,30 @@ class Client(BaseClient[Generation]):
         wait_s: float = 10.0,
         cluster_key: str = "",
     ) -> None:
-        key = read_cluster_key(cluster_key)
-        address = address or sockets.engine_address()
-        super().__init__(name)
+        super().__init__(address, name=name, wait_s=wait_s, cluster_key=cluster_key)
         self._lock = threading.Lock()
         self._ready = threading.Event()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket, self._monitor = sockets.connect_monitored(self._context, address, key)
+        self._connect()
         self._wake_in, self._wake_out = self._wake_pair()
         self._thread = threading.Thread(target=self._run, name="tidegate-client", daemon=True)
         self._thread.start()
         if not self._ready.wait(wait_s):
             self.close()
-            raise EngineNotReady(f"no engine answered at {address}")
+            raise self._no_answer()
 
-    def _generation(self, request: int, reports: Any) -> Generation:
+    def _new_generation(self, request: int, reports: Any) -> Generation:
         return Generation(request, reports, self._abort)
 
     def _new_queue(self) -> Any:
         return queue.SimpleQueue()
 
     def abort_by_label(self, names: Sequence[str], *, everything: bool = False) -> Aborted:
-        """Abort every request with one of these names (a label, or a name from EngineStatus), or
-        all requests, whichever client sent them.
+        """Abort requests of any client by name, and return which were aborted.
 
-        Raises EngineError if there is no engine, or it is lost before it answers.
+        names        labels, or names from EngineStatus; every request with one of them is aborted
+        everything   abort all requests, and ignore `names`
+
+        Raises EngineError if there is no engine, or if the engine is lost before it answers.
         """
         _, reports = self._open(lambda: self._session.abort_by_label(names, everything=everything))
         aborted: Aborted = checked_reply(reports.get())
@@ -275,19 +310,22 @@ class Client(BaseClient[Generation]):
     def get_status(self, max_rows: int = 100) -> EngineStatus:
         """Return the status of the engine, with at most `max_rows` requests, the oldest first.
 
-        Raises EngineError if there is no engine, or it is lost before it answers.
+        Raises EngineError if there is no engine, or if the engine is lost before it answers.
         """
         _, reports = self._open(lambda: self._session.get_status(max_rows))
         status: EngineStatus = checked_reply(reports.get())
         return status
 
     def profile(self, steps: int, directory: str, *, wait_s: float | None = None) -> Profiled:
-        """Record the next `steps` steps of the worker, as a Chrome trace in `directory` on the
-        engine machine. Waits until the file is written; without requests there are no steps.
-        Interrupting the wait (KeyboardInterrupt) ends the recording.
+        """Record the worker's next steps as a Chrome trace, and wait until its file is written.
 
-        Raises InvalidRequest if another recording is running or `directory` is not allowed,
-        EngineError if recording failed or there is no engine, TimeoutError after `wait_s`.
+        steps       number of steps to record; there are no steps while there are no requests
+        directory   directory for the file, on the engine's machine
+        wait_s      seconds to wait; None: no limit
+
+        Interrupting the wait (KeyboardInterrupt) ends the recording. Raises InvalidRequest if
+        another recording is running or `directory` is not allowed, EngineError if recording failed
+        or there is no engine, TimeoutError after `wait_s`.
         """
         request, reports = self._open(lambda: self._session.profile(steps, directory))
         with contextlib.ExitStack() as on_failure:
@@ -301,11 +339,11 @@ class Client(BaseClient[Generation]):
         return profiled
 
     def drain(self) -> None:
-        """Make the engine finish its requests, refuse new ones, and exit."""
+        """Make the engine finish its open requests, refuse new ones, and exit."""
         self._send(Drain())
 
     def close(self) -> None:
-        """Disconnect; open requests are aborted. May be called twice."""
+        """Disconnect, which aborts the open requests. May be called twice."""
         if self._is_closed:
             return
         with self._lock:
@@ -325,12 +363,13 @@ class Client(BaseClient[Generation]):
         self.close()
 
     def _wake_pair(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+        """Return two connected sockets: a message sent to the first wakes up `_run`."""
         address = f"inproc://{id(self)}"
         sink = self._context.socket(zmq.PULL)
         sink.bind(address)
         source = self._context.socket(zmq.PUSH)
         source.connect(address)
-        self._wake_lock = threading.Lock()  # a ZeroMQ socket is for one thread at a time
+        self._wake_lock = threading.Lock()  # only one thread at a time may use a ZeroMQ socket
         return source, sink
 
     def _flush(self) -> None:
@@ -338,8 +377,9 @@ class Client(BaseClient[Generation]):
             self._wake_in.send(b"", zmq.NOBLOCK)
 
     def _run(self) -> None:
-        """Own the socket, in a thread: send queued messages, deliver reports, keep the lease."""
-        decoder: wire.Decoder[ToClient] = wire.Decoder(ToClient)
+        """Run the thread that owns the socket: send queued messages and heartbeats, and deliver
+        reports, until the client is closed.
+        """
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         for socket in (self._wake_out, self._monitor):
@@ -357,27 +397,27 @@ class Client(BaseClient[Generation]):
                 if socket is self._wake_out:
                     self._wake_out.recv()
                 elif socket is self._monitor:
-                    self._check_connection(decoder)
+                    self._check_connection()
                 else:
-                    self._receive(decoder)
+                    self._receive()
 
-    def _check_connection(self, decoder: wire.Decoder[ToClient]) -> None:
+    def _check_connection(self) -> None:
         for is_connected in sockets.read_connection_events(self._monitor):
             while not is_connected and self._socket.poll(0):
-                self._receive(decoder)  # its last messages give the reason
+                self._receive()  # the engine's last messages give the reason
             with self._lock:
                 if is_connected:
                     self._session.on_connected()
                 else:
                     self._deliver(self._session.on_disconnected())
 
-    def _receive(self, decoder: wire.Decoder[ToClient]) -> None:
+    def _receive(self) -> None:
         try:
-            message = decoder.decode(self._socket.recv_multipart(zmq.NOBLOCK))
+            message = self._decoder.decode(self._socket.recv_multipart(zmq.NOBLOCK))
         except zmq.Again:
-            return  # was read already, when the connection broke
+            return  # the message was read already, when the connection broke
         except WireError:
-            return  # an incompatible engine shows up as silence
+            return  # an incompatible engine is treated as a silent one
         with self._lock:
             self._deliver(self._session.receive(message, time.monotonic()))
             if self._session.has_stats:
