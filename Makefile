@@ -1,7 +1,7 @@
-# The commands of the README, and the installation that they need. `make help` lists them.
+# The commands of the README, and the installation that they need. `make help` lists the commands.
 #
-# The virtual environment is made once and installed into once: a stamp in it remembers which extras
-# are there, and is older than setup.cfg when the list of dependencies has changed.
+# The virtual environment is created once. A stamp file in it shows which extras are installed. If a
+# file that declares dependencies or kernels is newer than the stamp, they are installed again.
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -16,22 +16,22 @@ DECLARED := setup.cfg setup.py worker/kernels/sets.py $(wildcard worker/kernels/
 help:
 	@echo 'make serve   install Tidegate and serve the default model;        ARGS="--port 8001" passes options on'
 	@echo 'make test    install the test tools and run the whole suite;      ARGS="-k stream" passes options on'
-	@echo 'make test-oldest  test streams with the oldest gunicorn and gevent that are allowed, as make test does too'
-	@echo 'make torture kill and stop every process of a server at every moment, and print what comes of it (half an hour)'
-	@echo 'make check   format, lint, types and unit tests, which every change must pass'
+	@echo 'make test-oldest  test streams with the oldest supported gunicorn and gevent; make test includes this'
+	@echo 'make torture kill and stop every process of a server at every moment, and print the results (half an hour)'
+	@echo 'make check   check format, lint and types, and run the unit tests; every change must pass'
 	@echo 'make clean   remove $(VENV) and build leftovers; downloaded models stay in the cache'
 
 serve: $(VENV)/.installed-all
 	@$(BIN)/tidegate serve $(ARGS)
 
-# All stages run, whichever fails; the last lines sum them up (tests/stages.py).
+# All stages run, even if one fails. The last lines of output summarise them (tests/stages.py).
 test: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.stages $(ARGS)
 
 test-oldest: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.oldest $(ARGS)
 
-# The whole table; `make test` runs a few of its cells.
+# Runs every combination of process, signal and moment; `make test` runs a few of them.
 torture: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.torture.signals $(ARGS)
 	@$(BIN)/python -m tests.torture.kill_storm
@@ -46,13 +46,13 @@ clean:
 	rm -rf $(VENV) worker/kernels/_*.so build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# `test` holds everything of `all`, so after `make test`, `make serve` has nothing to install.
+# The extra `test` includes `all`, so after `make test`, `make serve` has nothing to install.
 $(VENV)/.installed-all: $(DECLARED) | $(BIN)/python
 	@if test -e $(VENV)/.installed-test && test $(VENV)/.installed-test -nt setup.cfg; then touch $@; \
 	else $(call install,all) && touch $@; fi
 
-# Its bound on jiter would keep the tests from the newest openai. All that its session needs of its
-# dependencies is declared by others.
+# instructor is installed without its dependencies, because its upper bound for jiter excludes the
+# newest openai. The extra `test` declares those of its dependencies that our tests need.
 INSTRUCTOR := 'instructor>=1.17,<2'
 
 $(VENV)/.installed-test: $(DECLARED) | $(BIN)/python

@@ -1,11 +1,12 @@
-"""Tidegate's extras, one per need, and its compiled kernels; all else stands in setup.cfg.
+"""Tidegate's extras and its compiled kernels. All other metadata of the package is in setup.cfg.
 
-Extras are here because `all` and `test` are sums. Written as `tidegate[worker]`, a sum is looked
-into late, and pip may fetch half a gigabyte of some other torch before it learns which one we take.
+The extras are in this file because `all` and `test` are sums of others, which are written out here.
+If `all` required `tidegate[worker]` instead, pip would read the requirements of that extra late,
+and might first download half a gigabyte of a torch version that we do not support.
 
-Kernels need a C++ compiler and nothing else. They are optional, one library for each instruction
-set: where there is no compiler, or it does not know a set, installing goes on, and the worker says
-what it has to do without.
+The kernels need only a C++ compiler. Each instruction set has a library of its own, which is
+optional: if there is no compiler, or if it does not support the instruction set, the installation
+continues without the library. The worker then logs which kernels are missing.
 """
 
 import platform
@@ -16,8 +17,8 @@ from setuptools import Extension, setup
 
 GATEWAY = [
     "flask>=3.1,<4",
-    # Streams rest on private details of these two: gateway/http/client_socket.py. Both ends of both
-    # ranges are tested: the newest versions by all tests, the oldest by tests/oldest.py.
+    # gateway/http/client_socket.py uses private details of gevent and gunicorn. Both ends of their
+    # version ranges are tested: the newest versions by all tests, the oldest by tests/oldest.py.
     "gevent>=26.5.0,<26.10",
     "gunicorn>=26.0.0,<27.1",
     "jinja2>=3.1.6,<4",
@@ -25,7 +26,7 @@ GATEWAY = [
     "tokenizers>=0.21,<1",
 ]
 ENGINE = [
-    "llguidance>=1.9,<2",  # 1.9 bounds the blanks that JSON may have between its items
+    "llguidance>=1.9,<2",  # since 1.9 it can limit the white space between the items of JSON
 ]
 WORKER = [
     "gguf>=0.17,<1",
@@ -33,11 +34,11 @@ WORKER = [
     "safetensors>=0.5,<1",
     "torch>=2.11,<2.14",
 ]
-OTEL = [  # traces of requests (docs/metrics.md)
+OTEL = [  # request traces (docs/metrics.md)
     "opentelemetry-exporter-otlp-proto-http>=1.27,<2",
     "opentelemetry-sdk>=1.27,<2",
 ]
-TEST = [  # and instructor, which the Makefile installs without its dependencies
+TEST = [  # the Makefile also installs instructor, without its dependencies
     "accelerate>=1.7,<2",
     "anthropic>=2.11,<3",
     "dockerfile-parse>=2,<3",
@@ -66,7 +67,7 @@ CSRC = Path("worker/kernels/csrc")
 SETS = runpy.run_path("worker/kernels/sets.py")["INSTRUCTION_SETS"]
 IS_X86 = platform.machine() in ("x86_64", "AMD64")
 OPTIONS = ["-std=c++17", "-O3", "-g0", "-fno-math-errno", "-fvisibility=hidden"]
-OPTIONS += ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]  # of the compiler's own headers
+OPTIONS += ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]  # in the compiler's own headers
 
 setup(
     ext_modules=[
@@ -85,7 +86,7 @@ setup(
         "gateway": GATEWAY,
         "engine": ENGINE,
         "worker": WORKER,
-        # The package `nixl` has builds for several CUDA versions as its requirements; this is one.
+        # The package `nixl` requires its builds for several CUDA versions. This is one of them.
         "nixl": ["nixl-cu12>=1.5,<2"],
         "otel": OTEL,
         "all": GATEWAY + ENGINE + WORKER,

@@ -1,6 +1,7 @@
 """The entry point of the command `tidegate`: checks the installation, then runs `tools`.
 
-It is not in a package, so it works even if another distribution has replaced one of the packages.
+This module is not in a package, so it works even if another distribution has replaced one of
+Tidegate's packages.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ def main() -> int:
     except ImportError as error:
         print(f"tidegate: the package protocol is not Tidegate's: {error}", file=sys.stderr)
         return 1
-    troubles = check_rooms()
-    for trouble in troubles:
-        print(f"tidegate: {trouble.message}; {REMEDY}", file=sys.stderr)
-    if any(trouble.is_fatal for trouble in troubles):
+    problems = check_rooms()
+    for problem in problems:
+        print(f"tidegate: {problem.message}; {REMEDY}", file=sys.stderr)
+    if any(problem.is_fatal for problem in problems):
         return 1
     from tools.__main__ import main as run
 

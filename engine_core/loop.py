@@ -412,7 +412,7 @@ class EngineLoop:
             self._mailbox.broadcast(Pong(epoch=self._epoch, stats=self._stats()))
 
     def _status(self, message: GetStatus, now: float) -> EngineStatus:
-        rows = [] if self._engine is None else self._engine.status_rows(message.most)
+        rows = [] if self._engine is None else self._engine.status_rows(message.max_rows)
         return EngineStatus(
             request=message.request,
             now_s=now,

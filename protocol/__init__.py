@@ -1,5 +1,5 @@
-"""Everything that two processes must agree on, and nothing else: messages, configs, errors,
-sockets.
+"""Everything that two Tidegate processes must agree on: messages, configs, errors and sockets.
 
-May import: msgspec and pyzmq. May be imported by: every room.
+This package imports only msgspec, pyzmq and the standard library. Every other package may import
+it.
 """

@@ -7,9 +7,9 @@ The file is TOML, one table per key, for people to read and edit:
     scopes = ["inference"]
     requests_per_minute = 60
 
-A digest is a plain SHA-256, not bcrypt or scrypt. Slow hashes protect passwords, which can be
-guessed; our keys are 256 random bits, which cannot. And with a slow hash per request, anyone
-without a key could keep the server busy with wrong keys.
+A digest is a SHA-256, not a slow hash such as bcrypt or scrypt. Slow hashes protect passwords,
+because passwords can be guessed. Our keys cannot be guessed: they are 256 random bits. A slow hash
+per request would also let anyone without a key keep the server busy by sending wrong keys.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ Scope = Literal["inference", "admin", "metrics"]
 ALL_SCOPES: frozenset[Scope] = frozenset(("inference", "admin", "metrics"))
 
 PREFIX = "tg-"
-"""Scanners for leaked secrets recognise a key by it."""
+"""Prefix of every new key. Scanners for leaked secrets recognise our keys by it."""
 SECRET_BYTES = 32
 MAX_KEY_LETTERS = 512
 MAX_FILE_BYTES = 8 << 20
 MAX_KEYS = 10_000
 UNSAFE_MODE = 0o022
-"""Anyone who can write to the file could add a key."""
+"""Mode bits that the keys file must not have: they let other users write to it and so add a key."""
 
 _DOMAIN = b"tidegate api key 1\0"
 _WORD = r"^[A-Za-z0-9_-]{1,64}$"
@@ -46,7 +46,7 @@ Name = Annotated[str, Meta(pattern=_WORD)]
 
 
 class KeyEntry(Config, frozen=True, kw_only=True, omit_defaults=True):
-    """The permissions and limits of one key. 0: the key has no limit of its own."""
+    """The permissions and limits of one key. A limit of 0 means that the key has no such limit."""
 
     digest: Annotated[
         str, about("SHA-256 digest of the key", wiring=True, pattern=r"^[0-9a-f]{64}$")
@@ -62,7 +62,7 @@ class KeyEntry(Config, frozen=True, kw_only=True, omit_defaults=True):
         int, about("most tokens of prompts and answers per minute; 0: no limit", ge=0, le=1 << 40)
     ] = 0
     concurrency: Annotated[
-        int, about("most answers (each of n counts) generated at once; 0: no limit", ge=0)
+        int, about("most answers generated at once, counting each of n; 0: no limit", ge=0)
     ] = 0
     max_n: Annotated[int, about("most choices (n) in one request; 0: no limit", ge=0)] = 0
     max_len: Annotated[
@@ -102,12 +102,15 @@ def check_key(key: str) -> None:
 
 
 def digest_of(key: str) -> str:
-    """Return 64 hex digits, which differ from all other digests of the same text."""
+    """Return the digest of a key that the keys file stores: 64 hex digits.
+
+    A fixed prefix is hashed with the key, so the digest differs from a plain SHA-256 of the key.
+    """
     return hashlib.sha256(_DOMAIN + key.encode()).hexdigest()
 
 
 def parse(text: str) -> dict[str, KeyEntry]:
-    """Return the keys by name. Raises ValueError, in one line, which says what is wrong."""
+    """Return the keys in the text of a keys file, by name. Raises ValueError with one line."""
     try:
         keys = msgspec.toml.decode(text, type=_File).keys
     except msgspec.DecodeError as error:
@@ -122,7 +125,10 @@ def parse(text: str) -> dict[str, KeyEntry]:
 
 
 def read_text(path: str) -> str:
-    """Return the content of the file. Raises ValueError if others can write to it."""
+    """Return the text of a keys file.
+
+    Raises ValueError if the file cannot be read, is too large, or other users can write to it.
+    """
     try:
         with open(path, "rb") as file:
             info = os.fstat(file.fileno())
@@ -140,7 +146,7 @@ def read_text(path: str) -> str:
 
 
 def read(path: str) -> dict[str, KeyEntry]:
-    """Return the keys of the file by name. Raises ValueError, in one line."""
+    """Return the keys in the keys file at `path`, by name. Raises ValueError with one line."""
     text = read_text(path)
     try:
         return parse(text)

@@ -1,8 +1,8 @@
-"""Typed, shaped views of raw bytes: how arrays of numbers cross a process boundary.
+"""Arrays of numbers in messages: raw bytes with a dtype and a shape.
 
-An `Array` has a buffer and a shape. Its class is its dtype, so a message field declared `Int32`
-refuses floats when decoded. There is no arithmetic: the engine reads lists, the worker wraps the
-buffer with `torch.frombuffer`. Items are little-endian, rows are C-contiguous.
+The class of an `Array` is its dtype, so decoding refuses floats in a message field declared
+`Int32`. An array has no arithmetic: the engine converts it to a list, and the worker wraps its
+buffer with `torch.frombuffer`. Items are little-endian, and rows are C-contiguous.
 """
 
 from __future__ import annotations
@@ -20,10 +20,13 @@ MAX_DIMS = 4
 
 
 class Array:
-    """A flat buffer of one dtype and its shape. Immutable by convention; compared by value.
+    """A flat buffer of one dtype, and its shape. Nothing changes an array after it was made. Two
+    arrays are equal if their dtype, shape and bytes are.
 
-    `data` is any C-contiguous buffer of `prod(shape) * itemsize` bytes.
-    Raises ValueError if the sizes differ.
+    data    any C-contiguous buffer of `prod(shape) * itemsize` bytes
+    shape   default: one dimension, as long as the buffer
+
+    Raises ValueError if the buffer does not have the size of the shape.
     """
 
     __slots__ = ("data", "shape")
@@ -48,14 +51,17 @@ class Array:
 
     @classmethod
     def of(cls, values: Iterable[float], shape: Sequence[int] | None = None) -> Self:
-        """Copy `values`, in row order. Raises OverflowError or TypeError for a wrong value."""
+        """Return an array with a copy of `values`, which are in row order.
+
+        Raises OverflowError or TypeError if the dtype cannot hold one of the values.
+        """
         return cls(array(cls.typecode, values), shape)
 
     def tolist(self) -> list[Any]:
-        """Return all items, flat, in row order."""
+        """Return all items in one flat list, in row order."""
         if not self.data.nbytes:
             return []
-        # Typed for codes that are literals only.
+        # The type stubs of `cast` accept only a literal format code.
         values: list[Any] = self.data.cast(self.typecode).tolist()  # type: ignore[call-overload]
         return values
 
@@ -88,7 +94,7 @@ class Float32(Array):
 
 
 class UInt8(Array):
-    """Flags and masks, 0 or 1 per item; or raw bytes."""
+    """An array of flags (each 0 or 1) or of raw bytes."""
 
     __slots__ = ()
     typecode = "B"
@@ -96,5 +102,5 @@ class UInt8(Array):
 
 
 KINDS: dict[int, type[Array]] = {1: Int32, 2: Float32, 3: UInt8}
-"""dtype code on the wire -> class. Codes are never reused."""
+"""Maps the dtype code on the wire to its class. A code is never reused for another dtype."""
 CODES = {kind: code for code, kind in KINDS.items()}

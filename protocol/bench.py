@@ -14,14 +14,14 @@ from protocol.config.base import Config, about
 from protocol.config.worker import WorkerConfig
 
 PARTS = ("linears", "attention", "head", "sampling", "other layers", "overhead")
-"""Parts of a step, in display order. Their sum is the step.
+"""Parts of a step, in display order. Their times add up to the time of the step.
 
 linears       the matrix products of the layers
-attention     reading the cache, and writing this step's keys and values to it
+attention     attention itself, and writing the step's keys and values to the KV cache
 head          the final norm and the logits
 sampling      from logits to sampled tokens on the host
 other layers  the rest of the forward pass: norms, rotation, activations, embeddings
-overhead      before the forward pass: the plan, slots, this step's tensors
+overhead      work before the forward pass: the plan, the slots, and the step's tensors
 """
 
 
@@ -41,7 +41,9 @@ class StepBench(Config, frozen=True, kw_only=True):
         int, about("tokens computed per request; 1: decode, more: prefill", ge=1, le=1 << 16)
     ] = 1
     steps: Annotated[int, about("timed steps of each kind", ge=1, le=1 << 16)] = 20
-    warm_up: Annotated[int, about("untimed steps of each kind before them", ge=0, le=1 << 16)] = 3
+    warm_up: Annotated[
+        int, about("untimed steps of each kind before the timed ones", ge=0, le=1 << 16)
+    ] = 3
     sampling: Annotated[
         Literal["greedy", "nucleus"],
         about("sampling method; nucleus: temperature 1, top_p 0.9"),
@@ -53,7 +55,7 @@ class StepBench(Config, frozen=True, kw_only=True):
 
 
 class StepBenchReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
-    """The setup that is about to be measured."""
+    """Worker -> tool, first. The model and the device that are about to be measured."""
 
     model: str
     dtype: str
@@ -63,7 +65,11 @@ class StepBenchReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
 
 
 class StepTiming(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
-    """Times of one kind of step, measured without timing its parts."""
+    """Worker -> tool, once for each kind of step. The times of that kind.
+
+    `step_s`, `best_s` and `p90_s` are of steps whose parts were not timed, because timing the parts
+    makes a step slower.
+    """
 
     batch: int
     context: int
@@ -72,8 +78,8 @@ class StepTiming(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
     step_s: float  #: median
     best_s: float
     p90_s: float
-    watched_s: float  #: median of further steps whose parts were timed, too
-    parts_s: dict[str, float]  #: mean of each of PARTS in these further steps
+    watched_s: float  #: median of additional steps, whose parts were timed
+    parts_s: dict[str, float]  #: mean time of each of PARTS in those additional steps
 
 
 StepBenchLine = StepBenchReady | StepTiming

@@ -1,12 +1,12 @@
 """The cluster key: the secret that all processes of one cluster share.
 
-A process with the key may send requests to engines and may write handles that they trust; all
-others get no answer over a network. The two CURVE key pairs of every connection (sockets.py) and
-all other secrets of the cluster are derived from it, each with its own label (`derive`). So only
-one file has to be copied to another host.
+A process with the key can send requests to engines over a network, and can write K/V handles that
+engines accept. A process without it gets no answer over a network. The two CURVE key pairs of every
+connection (sockets.py) and all other secrets of the cluster are derived from the key, each with its
+own label (`derive`). So only one file has to be copied to another host.
 
 The file holds at least MIN_BYTES random bytes, raw or in URL-safe base64. Its mode must be 0600 or
-less.
+stricter.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _TEXT = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz01234567
 
 
 class KeyPair(msgspec.Struct, frozen=True):
-    """A CURVE key pair, in Z85, as ZeroMQ expects it."""
+    """A CURVE key pair. Both keys are encoded in Z85, as ZeroMQ expects them."""
 
     public: bytes
     secret: bytes
@@ -41,7 +41,7 @@ class KeyPair(msgspec.Struct, frozen=True):
 
 
 class ClusterKey:
-    """The key, and the CURVE key pairs derived from it.
+    """The cluster key, and the CURVE key pairs derived from it.
 
     server   key pair of every socket that binds
     client   key pair of every socket that connects; no other peer is admitted
@@ -55,12 +55,18 @@ class ClusterKey:
         self.client = _pair(self.derive("curve client"))
 
     def derive(self, purpose: str) -> bytes:
-        """Return a secret for this purpose only, [32]. It reveals nothing about the others."""
+        """Return a secret of 32 bytes for `purpose`.
+
+        The secret reveals neither the cluster key nor the secrets for other purposes.
+        """
         return hmac.digest(self._secret, f"tidegate 1: {purpose}".encode(), hashlib.sha256)
 
 
 def read_cluster_key(path: str) -> ClusterKey | None:
-    """Return the key in this file; None for an empty path. Raises ValueError, in one line."""
+    """Return the key in the file at `path`; None if `path` is "".
+
+    Raises ValueError with one line if the file cannot be read or is not a safe key file.
+    """
     if not path:
         return None
     try:
@@ -87,7 +93,11 @@ def write_cluster_key(path: str) -> None:
 
 
 def _decode_key(content: bytes) -> bytes:
-    """Return the bytes of a key. Text in base64's alphabet is always decoded, hex digits, too."""
+    """Return the bytes of the key in a key file's `content`.
+
+    Content in the alphabet of URL-safe base64 is decoded, even if it was meant as hex digits. Any
+    other content is the key itself.
+    """
     text = content.strip().rstrip(b"=")
     if not text or not _TEXT.issuperset(text):
         return content
@@ -98,6 +108,6 @@ def _decode_key(content: bytes) -> bytes:
 
 
 def _pair(secret: bytes) -> KeyPair:
-    """Return the key pair of a secret. ZeroMQ clamps the secret for Curve25519 itself."""
+    """Return the CURVE key pair of `secret`, 32 bytes, which libzmq clamps for Curve25519."""
     encoded = z85.encode(secret)
     return KeyPair(zmq.curve_public(encoded), encoded)

@@ -1,10 +1,11 @@
 """Device locks: a GPU belongs to one worker, unless all workers on it share it.
 
-Each device has a directory next to the run directories of this user's servers. Its file `lock` is
-locked by the holder: exclusively, or shared with others that share the device. Each holder also
-has a locked file of its own there, which describes it. The kernel releases both locks when the
-process ends, however it ends; children do not inherit them. Files left by a killed process are
-removed by the next one.
+Each device has a directory next to the run directories of this user's servers. A process that uses
+the device, its holder, locks the file `lock` in that directory: exclusively, or shared with the
+other holders if all of them share the device. A holder also writes and locks a second file, which
+describes the holder (`DeviceHolder`). The kernel releases both locks when the process ends for any
+reason. Child processes do not inherit the locks. The next holder removes the files that a killed
+process has left behind.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ from protocol.sockets import make_private, run_directory
 LOCK_FILE = "lock"
 HOLDER_SUFFIX = ".holder"
 WAIT_S = 5.0
-"""Time to wait for a holder that is about to end, or has not written its file yet."""
+"""Time to wait for a holder that is about to end, or that has not written its file yet."""
 POLL_S = 0.05
 
 
 class DeviceHolder(msgspec.Struct, frozen=True, kw_only=True):
     """A process that uses a device.
 
-    place    name of its run directory: the port of its server, or "engine-" and a hash
-    since    seconds since 1970
-    shares   whether others may use the device too, if they share it
+    place    name of the run directory: the port of the server, or "engine-" and a hash
+    since    when it started to use the device, in seconds since 1970
+    shares   whether other processes that share the device may use it at the same time
     """
 
     pid: int
@@ -54,13 +55,13 @@ class DeviceHolder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeviceInUse(EngineError):
-    """The device is in use. The message names the holders and what to do."""
+    """The device is in use. The message names its holders and what the user can do."""
 
     code = "device_in_use"
 
 
 class DeviceClaim:
-    """Holds a device until it is closed, or this process ends."""
+    """The right to use a device, until `close` is called or this process ends."""
 
     def __init__(self, lock: int, holder_file: int, path: Path) -> None:
         self._descriptors = (lock, holder_file)
@@ -84,12 +85,18 @@ class DeviceClaim:
 
 
 def directory(base: Path | None = None) -> Path:
-    """Return the directory of all devices, next to the run directories in `base`."""
+    """Return the directory that contains the directory of each device.
+
+    base   the directory of the run directories; default: this user's
+    """
     return (base or run_directory(0).parent) / "devices"
 
 
 def claim_device(base: Path, device: str, holder: DeviceHolder) -> DeviceClaim:
-    """Lock the device of this name. Raises DeviceInUse, or OSError for an unusable directory."""
+    """Lock the device named `device` for `holder`.
+
+    Raises DeviceInUse if other processes use the device, OSError if its directory cannot be used.
+    """
     folder = base / device
     make_private(base)
     make_private(folder)
@@ -104,7 +111,7 @@ def claim_device(base: Path, device: str, holder: DeviceHolder) -> DeviceClaim:
 
 
 def read_holders(folder: Path) -> list[DeviceHolder]:
-    """Return the current holders of the device with this directory, oldest first."""
+    """Return the current holders of the device whose directory is `folder`, oldest first."""
     found = []
     for path in folder.glob(f"*{HOLDER_SUFFIX}"):
         with contextlib.suppress(OSError, msgspec.MsgspecError):
@@ -120,7 +127,10 @@ def read_holders(folder: Path) -> list[DeviceHolder]:
 
 
 def holders_by_device(base: Path) -> dict[str, list[DeviceHolder]]:
-    """Return the holders of each device in use."""
+    """Return device name -> holders of each device that is in use.
+
+    base   the directory of all devices
+    """
     folders = sorted(base.iterdir()) if base.is_dir() else []
     return {folder.name: found for folder in folders if (found := read_holders(folder))}
 
@@ -131,7 +141,7 @@ def _wait_for_lock(lock: int, folder: Path, holder: DeviceHolder) -> None:
     while not _try_lock(lock, fcntl.LOCK_SH if holder.shares else fcntl.LOCK_EX):
         found = read_holders(folder)
         remaining = [other for other in found if not is_ending(other.pid)]
-        # Seen twice, the same holders are not just ending.
+        # The same holders were found twice, so they are not just about to end.
         if (remaining and remaining == previous) or time.monotonic() > until:
             raise DeviceInUse(_in_use_message(folder.name, remaining or found))
         previous = remaining
@@ -149,7 +159,10 @@ def _in_use_message(device: str, found: list[DeviceHolder]) -> str:
 
 
 def _write_holder(folder: Path, holder: DeviceHolder) -> tuple[int, Path]:
-    """Write and lock the holder's file. Retry if another process removes it before it is locked."""
+    """Write and lock the file that describes `holder`. Return its descriptor and path.
+
+    If another process removes the file before it is locked, write another one.
+    """
     while True:
         path = folder / f"{holder.pid}-{secrets.token_hex(4)}{HOLDER_SUFFIX}"
         descriptor = _open(path, os.O_CREAT | os.O_EXCL)
@@ -161,7 +174,7 @@ def _write_holder(folder: Path, holder: DeviceHolder) -> tuple[int, Path]:
 
 
 def _remove_stale(folder: Path) -> None:
-    """Remove the files of processes that have ended."""
+    """Remove the files in `folder` that describe holders which have ended."""
     for path in folder.glob(f"*{HOLDER_SUFFIX}"):
         with contextlib.suppress(OSError):
             descriptor = _open(path)
@@ -175,7 +188,10 @@ def _open(path: Path, flags: int = 0) -> int:
 
 
 def _try_lock(descriptor: int, mode: int) -> bool:
-    """Lock the file without waiting. Return False if it is locked by another process."""
+    """Lock a file without waiting. Return False if another process has locked it.
+
+    mode   `fcntl.LOCK_SH` or `fcntl.LOCK_EX`
+    """
     try:
         fcntl.flock(descriptor, mode | fcntl.LOCK_NB)
     except BlockingIOError:

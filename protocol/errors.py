@@ -1,4 +1,4 @@
-"""The error tree. The branch says whose fault an error is.
+"""The error tree. The branch of an error shows whose fault it is.
 
 ServingError
 ├── RequestError          the caller's fault: the message is sent to the caller
@@ -8,13 +8,13 @@ ServingError
 │   ├── Overloaded          "overloaded"                retry after `retry_after_s`
 │   ├── QueueTimeout        "queue_timeout"             not started in time; retry as above
 │   ├── TimedOut            "timeout"                   not finished in time
-│   └── LimitReached        "rate_limit_exceeded"       the caller's own limit; retry as above
+│   └── LimitReached        "rate_limit_exceeded"       a limit of this caller; retry as above
 ├── EngineError           our fault: the message is for the log and for operators
-│   ├── EngineLost          "engine_lost"               the engine died, restarted or went silent
+│   ├── EngineLost          "engine_lost"               the engine ended, restarted or was silent
 │   ├── EngineNotReady      "engine_not_ready"          the engine is loading, or not started
 │   ├── NoEngine            "no_engine"                 this server has no engine
 │   ├── StepFailed          "step_failed"               the computation of this request failed
-│   └── Draining            "draining"                  only requests accepted before are finished
+│   └── Draining            "draining"                  new requests are refused
 └── WireError             a message is malformed; it is dropped and counted
 
 On the wire an error is an `ErrorInfo`. Each API family maps `code` to its own status and JSON.
@@ -30,8 +30,8 @@ import msgspec
 class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """An error as it is sent between processes. `code` is one of the codes in the tree above.
 
-    stands_s   for a refusal: every request of the same account would be refused for this many
-               seconds, whatever it asks, so it need not be sent. 0: depends on the request
+    stands_s   for a refusal: seconds in which the engine would refuse every request of the same
+               account, so a client need not send one. 0: another request might be accepted
     """
 
     code: str
@@ -42,8 +42,11 @@ class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
 
 
 class ServingError(Exception):
-    """Base of all errors. `param` is the path of the faulty field, such as "logit_bias.12" or
-    "messages[2].content". For `stands_s` see ErrorInfo.
+    """Base of all errors.
+
+    param           path of the field at fault, such as "logit_bias.12" or "messages[2].content"
+    retry_after_s   seconds after which the caller should try again
+    stands_s        see ErrorInfo
     """
 
     code: ClassVar[str] = "internal"
@@ -81,7 +84,7 @@ class InvalidRequest(RequestError):
 
     @classmethod
     def at(cls, field: str, problem: str) -> InvalidRequest:
-        """Return an error about one field. Its message begins with the path of the field."""
+        """Return an error about the field at the path `field`, with which its message begins."""
         return cls(f"{field}: {problem}", param=field)
 
 
@@ -147,7 +150,7 @@ _BY_CODE = {kind.code: kind for kind in _SENT}
 
 
 def error_from(info: ErrorInfo) -> ServingError:
-    """Return the exception that `info` describes; EngineError for the code of a newer engine."""
+    """Return the exception that `info` describes; an EngineError if its code is unknown here."""
     kind = _BY_CODE.get(info.code, EngineError)
     return kind(
         info.message, param=info.param, retry_after_s=info.retry_after_s, stands_s=info.stands_s

@@ -1,6 +1,7 @@
 """Exit codes of all Tidegate processes (docs/operations.md).
 
-A process ended by a signal from outside has the code that shells use: 128 plus the signal's number.
+A process that was killed by a signal is reported with the exit code that shells use: 128 plus the
+number of the signal.
 """
 
 from __future__ import annotations
@@ -8,15 +9,15 @@ from __future__ import annotations
 from enum import IntEnum
 
 KILLED = 128
-"""Added to the number of the signal that ended a process."""
+"""Exit code of a process that a signal killed, minus the number of the signal."""
 
 DRAINED = "drained, "
-"""Start of the last log line of an engine that ended with OK; the cause follows."""
+"""Start of the last log line of an engine that was drained. The cause of the drain follows."""
 
 
 class ExitCode(IntEnum):
     OK = 0  # stopped on request, after finishing its requests
-    FAILED = 1  # none of the causes below; the last line gives it
+    FAILED = 1  # none of the causes below; the last line of output gives the cause
     USAGE = 2  # wrong options: a bad value, a missing file, or options that contradict each other
     WORKER_LOST = 3  # the worker was killed or stopped, went silent, or failed
     OUT_OF_MEMORY = 4  # on the device or in this container, while loading or later

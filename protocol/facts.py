@@ -1,7 +1,7 @@
 """Facts that are known before a server starts, about the machine and about a model.
 
-`worker.startup.facts` and `worker.startup.preflight` write them as JSON for `tidegate doctor`,
-`tidegate serve` and `tidegate engine`. They are never written back into a config.
+`worker.startup.facts` and `worker.startup.preflight` write the facts as JSON for `tidegate doctor`,
+`tidegate serve` and `tidegate engine`.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     #: Name of the processor.
     cpu: str
-    #: The processor features that matter to our kernels.
+    #: The processor features that our kernels use.
     cpu_flags: list[str]
-    #: Cores that this process may use.
+    #: Number of cores that this process may use.
     cores: int
     #: The value that `--threads 0` would choose.
     threads: int
-    #: Free memory of the device, or of this container.
+    #: Free memory of the GPU, or of this container if the device is the CPU.
     free_bytes: int
     #: CPU quota of the container, in cores; None if there is none.
     quota: float | None = None
-    #: Name of the GPU.
+    #: Name of the GPU; "" for the CPU.
     device_name: str = ""
-    #: Identifies the device in devices.py; "" for the CPU.
+    #: Name of the device's directory in devices.py; "" for the CPU.
     device_id: str = ""
 
 
@@ -47,17 +47,17 @@ class ModelPlan(msgspec.Struct, frozen=True, kw_only=True):
     architecture: str
     device: str
     dtype: str
-    #: The model's own limit.
+    #: Context length that the model was made for.
     context_tokens: int
     #: Most tokens of one request, prompt and answer together.
     max_len: int
-    #: Size of the weights after loading, including the draft model.
+    #: Size of the weights after loading, including the draft model's.
     weights_bytes: int
     #: Size of the KV cache.
     kv_bytes: int
-    #: Memory of the processes and of a step.
+    #: Memory for the processes and for the temporary tensors of a step.
     work_bytes: int
-    #: Free memory of the device, or of this container.
+    #: Free memory of the GPU, or of this container if the device is the CPU.
     free_bytes: int
     #: Host memory for blocks that the cache has dropped.
     tier_bytes: int = 0
@@ -68,10 +68,12 @@ class ModelPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Preflight(msgspec.Struct, frozen=True, kw_only=True):
-    """The plans, one per worker; or an `error`, and in `remedy` what to do about it.
+    """The result of checking the models before the start: a plan per worker, or an error.
 
+    error       why a server could not start; "" if it could
+    remedy      what the user can do about the error
     is_memory   the error is a lack of memory; otherwise the model or an option is at fault
-    card        the text-related part of the first model's card; None if there is an `error`
+    card        the part of the first model's card that concerns text; None if there is an `error`
     """
 
     plans: list[ModelPlan] = []

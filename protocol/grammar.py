@@ -1,16 +1,16 @@
-"""Grammars constrain an answer: a client writes one, and the engine enforces it token by token.
+"""Grammars, which constrain answers: a client writes one, and the engine enforces it at each token.
 
-A `Grammar` describes the whole answer: optional thinking, then a body. The body starts exactly
-where the thinking ends, so no second check beside the grammar can disagree with it. A
-`ThinkingBudget` may be combined with a body. Without a body the answer is free text.
+A `Grammar` describes the whole answer: optional thinking, then a body. The grammar itself defines
+where the thinking ends and the body starts, so no other code has to detect that. A `ThinkingBudget`
+may be combined with a body. Without a body the answer is free text.
 
-A marker (`Thinking.opens`, `Tag.begin`, `LiteralForm`, ...) is written as text. If part of it is a
-special token of the vocabulary ("</think>", "<|channel|>"), only that token matches, never the same
-letters spelt with other tokens; the engine does this lookup. Conversely, a special token is never
-text: no string in a constrained answer can contain one.
+A marker (`Thinking.opens`, `Tag.begin`, `LiteralForm`, ...) is written as text. If part of a marker
+is a special token of the vocabulary ("</think>", "<|channel|>"), only that token matches, never the
+same letters spelt with other tokens. The engine looks these tokens up. Conversely, no string in a
+constrained answer can contain a special token.
 
-`check_grammar` checks the bounds, not the decoder. So a grammar out of bounds only refuses its own
-request.
+The bounds below are checked by `check_grammar`, not while decoding the message. So a grammar beyond
+them is an error of its request, not a malformed message.
 """
 
 from __future__ import annotations
@@ -22,28 +22,29 @@ import msgspec
 from protocol.errors import InvalidRequest
 
 MAX_GRAMMAR_CHARS = 512 << 10
-"""Total of all texts of a grammar: schemas, choices, markers."""
+"""Most characters in all texts of one grammar together: schemas, choices, markers."""
 MAX_SYNTAX_CHARS = 64 << 10
-"""In one regular expression, or in one grammar in Lark or GBNF."""
+"""Most characters in one regular expression, or in one grammar in Lark or GBNF."""
 MAX_CHOICES = 4096
 MAX_SCHEMAS = 1024
 MAX_TAGS = 1024
 MAX_FORMS = 16_384
-"""Total of all rules of one grammar."""
+"""Most forms in all rules of one grammar together."""
 MAX_FORM_DEPTH = 64
 MAX_MARKERS = 32
-"""In a thinking budget; every token is checked against each of them."""
+"""Most markers in a thinking budget. Each token is compared with every marker."""
 MAX_MARKER_CHARS = 256
 
 
 class Thinking(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """Thinking before the body: free text in blocks between two markers, with blanks after each
-    block.
+    """Thinking before the body: blocks of free text between two markers. White space may follow
+    each block.
 
-    opens      starts a block; "" if only the template writes it, so no second block can follow
-    closes     ends a block
-    inside     the prompt ends inside a block: the answer starts with the rest of it
-    optional   if not `inside`: the answer may start with the body at once
+    opens      the marker that starts a block; "" if only the chat template writes this marker, so
+               the answer cannot start another block
+    closes     the marker that ends a block
+    inside     the prompt ends inside a block, so the answer starts with the rest of that block
+    optional   the answer may start with the body, without thinking; ignored if `inside`
     """
 
     closes: str
@@ -53,16 +54,18 @@ class Thinking(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
 
 
 class ThinkingBudget(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """Limits the tokens between the markers, over all blocks of an answer together. At the limit
-    the engine writes the closing marker, token by token, and the model continues after it.
+    """A limit on the thinking tokens of an answer, in all its blocks together. At the limit the
+    engine writes the closing marker, token by token, and the model continues after the marker.
 
     most     largest number of tokens; 0: a block is closed as soon as it is opened
-    opens    markers that start a block. One without a special token counts only if nothing but
-             blanks precedes it
-    closes   markers that end a block: `closes[i]` ends `opens[i]` if it exists, else the first one
-    inside   the prompt ends inside a block, which the first of `closes` ends
+    opens    markers that start a block. A marker without a special token starts a block only if
+             nothing but white space precedes it
+    closes   markers that end a block: `closes[i]` ends a block that `opens[i]` started; if there is
+             no `closes[i]`, `closes[0]` does
+    inside   the prompt ends inside a block, and `closes[0]` ends that block
 
-    A marker spelt with several tokens counts as thinking until it is complete.
+    The tokens of a marker that is spelt with several tokens count as thinking until the marker is
+    complete.
     """
 
     most: int
@@ -78,8 +81,8 @@ class _Body(msgspec.Struct, frozen=True, tag_field="kind", omit_defaults=True, k
 class JsonSchema(_Body, frozen=True, tag="json_schema", kw_only=True):
     """JSON that is valid under `text`, a JSON Schema (draft 2020-12) in JSON.
 
-    Keywords that cannot be enforced are refused by name. Properties are written in the schema's
-    order.
+    A schema with a keyword that cannot be enforced is refused, and the error names the keyword. The
+    answer has its properties in the order of the schema.
     """
 
     text: str
@@ -90,13 +93,13 @@ class JsonObject(_Body, frozen=True, tag="json_object", kw_only=True):
 
 
 class Regex(_Body, frozen=True, tag="regex", kw_only=True):
-    """Text that fully matches `pattern` (syntax of Rust's regex crate; no look-around)."""
+    """Text that matches `pattern` as a whole (syntax of Rust's regex crate; no look-around)."""
 
     pattern: str
 
 
 class ChoiceGrammar(_Body, frozen=True, tag="choice", kw_only=True):
-    """One of these texts."""
+    """One of the texts in `choices`."""
 
     choices: list[str]
 
@@ -104,8 +107,8 @@ class ChoiceGrammar(_Body, frozen=True, tag="choice", kw_only=True):
 class Lark(_Body, frozen=True, tag="lark", kw_only=True):
     """A context-free grammar in llguidance's dialect of Lark; the rule `start` is the body.
 
-    `<[151657]>` and `<|python_tag|>` are tokens, by id and by name. `@name` refers to one of
-    `schemas` (name -> JSON Schema in JSON), which is enforced as in `JsonSchema`.
+    In the grammar, `<[151657]>` is a token by its id, and `<|python_tag|>` a special token by its
+    name. `@name` is JSON that is valid under `schemas[name]`, as in `JsonSchema`.
     """
 
     text: str
@@ -119,7 +122,7 @@ class Gbnf(_Body, frozen=True, tag="gbnf", kw_only=True):
 
 
 class Tag(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """`begin`, then JSON that is valid under `schema`, then `end`."""
+    """The text `begin`, JSON that is valid under the JSON Schema `schema`, and the text `end`."""
 
     begin: str
     schema: str
@@ -127,7 +130,8 @@ class Tag(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
 
 
 class Structural(_Body, frozen=True, tag="structural", kw_only=True):
-    """Free text with tags. A trigger must continue as one of the tags that start with it.
+    """Free text with tags. Text that is one of `triggers` must continue as one of the tags whose
+    `begin` starts with that trigger.
 
     at_least_one   the answer has at least one tag
     only_one       the answer ends with its first tag
@@ -140,54 +144,54 @@ class Structural(_Body, frozen=True, tag="structural", kw_only=True):
 
 
 class _Form(msgspec.Struct, frozen=True, tag_field="form", omit_defaults=True):
-    """Base of the forms that `Rules` are made of."""
+    """Base of the forms, of which `Rules` consist."""
 
 
 class LiteralForm(_Form, frozen=True, tag="text"):
-    """Exactly `text`, which may be empty. Markers in it are special tokens."""
+    """Exactly `text`, which may be empty. Special tokens in `text` match only as these tokens."""
 
     text: str
 
 
 class Json(_Form, frozen=True, tag="json"):
-    """JSON that is valid under `schemas[schema]` of the rules."""
+    """JSON that is valid under `Rules.schemas[schema]`."""
 
     schema: str
 
 
 class Pattern(_Form, frozen=True, tag="pattern"):
-    """Text without markers that fully matches `pattern` (Rust's regex syntax)."""
+    """Text without special tokens that matches `pattern` as a whole (Rust's regex syntax)."""
 
     pattern: str
 
 
 class Until(_Form, frozen=True, tag="until"):
-    """Text without markers that matches `pattern`, up to and including the first `end` after it."""
+    """Text without special tokens that matches `pattern`, and the first `end` after that text."""
 
     end: str
     pattern: str = "(?s:.*)"
 
 
 class GrammarRule(_Form, frozen=True, tag="rule"):
-    """The form `rules[rule]`. Rules may refer to themselves."""
+    """The form `Rules.rules[rule]`. A rule may refer to itself."""
 
     rule: str
 
 
 class Sequence(_Form, frozen=True, tag="sequence"):
-    """These forms one after the other."""
+    """All forms in `items`, one after the other."""
 
     items: list[Form]
 
 
 class Either(_Form, frozen=True, tag="either"):
-    """One of these forms."""
+    """One of the forms in `options`."""
 
     options: list[Form]
 
 
 class Repeat(_Form, frozen=True, tag="repeat"):
-    """`item`, repeated from `least` to `most` times; None: without a limit."""
+    """The form `item`, from `least` to `most` times. If `most` is None, there is no upper limit."""
 
     item: Form
     least: int = 0
@@ -198,7 +202,7 @@ Form = LiteralForm | Json | Pattern | Until | GrammarRule | Sequence | Either | 
 
 
 class Rules(_Body, frozen=True, tag="rules", kw_only=True):
-    """A context-free grammar that is independent of the grammar library; `start` is the body.
+    """A context-free grammar in our own structs, for any grammar library; `start` is the body.
 
     rules    name -> form, for `GrammarRule`
     schemas  name -> JSON Schema in JSON, enforced as in `JsonSchema`
@@ -215,11 +219,11 @@ Body = JsonSchema | JsonObject | Regex | ChoiceGrammar | Lark | Gbnf | Structura
 class Grammar(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """The constraint on one answer.
 
-    body           None: free text, with a budget
-    before, after  fixed text around the body, after the thinking: markup that some models write
-                   around every answer
-    calls          tool calls in the model's own format, allowed in place of `before`, the body and
-                   `after`
+    body           None: free text, whose thinking `budget` limits
+    before, after  fixed text before and after the body (`before` follows the thinking): markup that
+                   some models write around every answer
+    calls          tool calls in the model's own format: a second possibility, in place of `before`,
+                   the body and `after`
     """
 
     body: Body | None = None
@@ -234,7 +238,7 @@ class Grammar(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
 
 
 def check_grammar(grammar: Grammar) -> None:
-    """Raise InvalidRequest if a part is empty that must not be, or beyond the bounds above."""
+    """Raise InvalidRequest if `grammar` is incomplete, inconsistent or beyond the bounds above."""
     if grammar.thinking is not None:
         _check_thinking(grammar.thinking)
     if grammar.budget is not None:
@@ -264,7 +268,7 @@ def check_grammar(grammar: Grammar) -> None:
 
 
 def forms_of(rules: Rules) -> Iterator[Form]:
-    """Yield every form of all rules. Raises InvalidRequest if they are nested too deeply."""
+    """Yield all forms of `rules`, also nested ones. Raises InvalidRequest for too deep nesting."""
     waiting = [(form, 1) for form in (rules.start, *rules.rules.values())]
     while waiting:
         form, depth = waiting.pop()

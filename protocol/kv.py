@@ -6,22 +6,23 @@
                  │                                  KVExport ──▶ P worker: may be read
  gateway ── Generate(kv_handle) ──▶ D engine        checks the handle, allocates its own blocks
                                     KVFetch ──▶ D worker ◀── bytes ──▶ P worker
-                                    KVReport ◀── fetched, or failed: then D computes it again
+                                    KVReport ◀── fetched; or failed: D computes the prompt again
                                     P worker ── KVReport(taken) ──▶ P engine: the lease is over
 ```
 
-A handle is sealed (engine_core/kv/handle.py): only engines that hold the cluster key can write or
-open one. A client that carries it can neither read nor change it, and no host, port or block id
-ever comes from a client. A lease ends when all its readers are done, when it is released
-(`messages.ReleaseKV`), or when its time is over; `messages.KeepKV` renews it.
+A handle is a text that names a prompt's K/V. It is sealed (engine_core/kv/handle.py): only engines
+that have the cluster key can write or open it. A client that passes a handle on can neither read
+nor change it, so no host, port or block id ever comes from a client. A lease is P's promise to keep
+the K/V. It ends when all its readers are done, when it is released (`messages.ReleaseKV`), or when
+its time is over. `messages.KeepKV` renews it.
 
-The engine makes all decisions: which blocks, how long, what to do after a failure. Workers move
-bytes and report the result of each job exactly once.
+The engine decides which blocks are moved, how long a lease lasts, and what to do after a failure.
+Workers move bytes and report the result of each job exactly once.
 
-A worker's *tiers*, host memory and disk, keep blocks that the KV cache has dropped, under their
-chained hash (engine_core/blocks/hash.py). KVStore fills them, after the commit that published the
-blocks. A KVFetch from a TierSource loads them back. The engine counts on exactly the blocks that
-KVReport.tiers has reported.
+The *tiers* of a worker, host memory and disk, keep blocks that the KV cache has dropped. They find
+a block by its chained hash (engine_core/blocks/hash.py). KVStore copies blocks to the tiers, after
+the commit that published the blocks. A KVFetch from a TierSource loads blocks back. The engine
+fetches only blocks that KVReport.tiers has reported as stored.
 
 Legend: B blocks.
 """
@@ -34,10 +35,10 @@ from protocol.arrays import Int32
 from protocol.messages import Message
 
 KV_FIELD = "kv_transfer_params"
-"""The HTTP field that carries a handle; errors about a handle name it as the field at fault."""
+"""The HTTP field that carries a handle. Errors about a handle name this field as their `param`."""
 LEASE_BYTES = 16
-"""Random bytes in a lease's name. They cannot be guessed, so only an engine can have given the
-name.
+"""Number of random bytes in the name of a lease. The name cannot be guessed, so whoever presents it
+received it from an engine.
 """
 
 
@@ -45,13 +46,15 @@ name.
 
 
 class KVExport(Message, frozen=True, kw_only=True):
-    """Engine -> worker P. Allow readers that name this lease to read these blocks.
+    """Engine -> worker P. Start a lease: readers that present its name may read its blocks.
 
-    Sent before the step that computes the last of the blocks; the name of the lease is given to a
-    client only after that step. So the worker has the lease before the first reader arrives.
+    The engine sends this message before the step that computes the last of the blocks, and gives a
+    handle to a client only after that step. So the worker has the lease before the first reader
+    arrives.
 
-    blocks      [B] ids, in the order of the sequence
-    readers     number of readers; after that many are done, KVReport.taken lists the lease
+    lease       name of the lease
+    blocks      [B] block ids, in the order of the sequence
+    readers     number of readers; when all of them are done, KVReport.taken lists the lease
     """
 
     lease: bytes
@@ -60,8 +63,8 @@ class KVExport(Message, frozen=True, kw_only=True):
 
 
 class KVWithdraw(Message, frozen=True, kw_only=True):
-    """Engine -> worker P. End the lease. Later messages may reuse its blocks, so no reader gets
-    KVLive after this. An unknown lease is not an error.
+    """Engine -> worker P. End this lease. Later messages may reuse its blocks, so the worker sends
+    no KVLive for the lease from now on. An unknown lease is ignored.
     """
 
     lease: bytes
@@ -70,11 +73,11 @@ class KVWithdraw(Message, frozen=True, kw_only=True):
 class PeerSource(
     msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="peer", omit_defaults=True
 ):
-    """The export of another worker.
+    """A source of K/V: blocks that another worker exports under a lease.
 
     address   that worker's address (ZeroMQ)
     lease     name of the lease
-    first     index of the first block of the export to fetch; earlier ones are present already
+    first     index of the first exported block to fetch; D has the earlier blocks already
     """
 
     address: str
@@ -85,7 +88,7 @@ class PeerSource(
 class TierSource(
     msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="tier", omit_defaults=True
 ):
-    """A source of K/V: the worker's own tiers. `hashes` [B] has one hash for each block."""
+    """A source of K/V: the worker's own tiers. `hashes` [B] has the hash of each block to fetch."""
 
     hashes: list[bytes]
 
@@ -94,12 +97,14 @@ Source = PeerSource | TierSource
 
 
 class KVFetch(Message, frozen=True, kw_only=True):
-    """Engine -> worker D. Fill these blocks. Answered by exactly one entry of a KVReport.
+    """Engine -> worker D. Fetch K/V into `blocks`. Exactly one entry of a KVReport answers.
 
     job         the engine's number for this job, never used again
-    source      where the content is: block `first + i`, or `hashes[i]`, is written to blocks[i]
-    blocks      [B] ids, not read or written by anything else until the job is over; written whole
-    timeout_s   seconds after which the job has failed
+    source      where to fetch from: the exported block `first + i` of a PeerSource, or the block
+                `hashes[i]` of a TierSource, is written to blocks[i]
+    blocks      [B] block ids. Each block is written whole, and nothing else reads or writes it
+                until the job is over
+    timeout_s   seconds after which the job fails
     """
 
     job: int
@@ -109,20 +114,21 @@ class KVFetch(Message, frozen=True, kw_only=True):
 
 
 class KVCancel(Message, frozen=True, kw_only=True):
-    """Engine -> worker D. Cancel this job. Its report is sent as soon as nothing writes to its
-    blocks any more, unless it was sent already. An unknown job is over, and no error.
+    """Engine -> worker D. Cancel the KVFetch with this job number. The worker reports the job when
+    nothing writes to its blocks any more, unless it has reported the job already. An unknown job is
+    ignored, because it is over.
     """
 
     job: int
 
 
 class KVStore(Message, frozen=True, kw_only=True):
-    """Engine -> worker. Copy these computed blocks of one sequence, in its order, to the tiers that
-    do not have them. Their content is valid until the next plan is sent. Best effort: the only
-    answer is KVReport.tiers.
+    """Engine -> worker. Copy computed blocks of one sequence to the tiers that lack them.
 
-    blocks    [B] ids
-    hashes    [B] hashes of their content
+    The worker may not be able to store all blocks. KVReport.tiers lists those that it has stored.
+
+    blocks    [B] block ids, in the order of the sequence; valid until the next plan is sent
+    hashes    [B] hash of each block
     """
 
     blocks: Int32
@@ -130,7 +136,9 @@ class KVStore(Message, frozen=True, kw_only=True):
 
 
 class KVUsed(Message, frozen=True, kw_only=True):
-    """Engine -> worker. Mark these hashes as used, the last one most recently, for eviction."""
+    """Engine -> worker. Blocks with these hashes were used just now, the last one most recently.
+    Tiers evict the least recently used blocks.
+    """
 
     hashes: list[bytes]
 
@@ -139,7 +147,7 @@ class KVUsed(Message, frozen=True, kw_only=True):
 
 
 class KVFailure(msgspec.Struct, frozen=True, array_like=True):
-    """Why a job failed. `kind` is one of:
+    """The reason why a job failed. `kind` is one of:
 
     "expired"      the lease is over
     "unreachable"  the peer is silent or gone
@@ -147,7 +155,7 @@ class KVFailure(msgspec.Struct, frozen=True, array_like=True):
     "refused"      the peer's cache has another layout
     "timeout"      it took longer than `timeout_s`
     "cancelled"    the engine cancelled it
-    "lost"         the tier no longer has the block
+    "lost"         the tier no longer has a block
     """
 
     job: int
@@ -156,7 +164,7 @@ class KVFailure(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KVFetched(msgspec.Struct, frozen=True, array_like=True):
-    """A finished job: its blocks are filled. `mover` fetched `num_bytes` in `seconds`."""
+    """A job that succeeded: `mover` has fetched `num_bytes` into its blocks in `seconds`."""
 
     job: int
     num_bytes: int
@@ -169,13 +177,13 @@ class KVTierNews(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     #: "host" or "disk".
     tier: str
-    #: Hashes that can be fetched now.
+    #: Hashes of blocks that can be fetched from now on.
     stored: list[bytes] = []
-    #: Hashes that cannot be fetched, or no longer.
+    #: Hashes of blocks that cannot be fetched any more, or that were not stored.
     lost: list[bytes] = []
-    #: Bytes held now. For a disk: of all models and servers that share the directory.
+    #: Bytes stored now. For a disk: by all models and servers that share the directory.
     num_bytes: int = 0
-    #: Blocks that were stored.
+    #: Number of blocks stored since the last report; the next three fields count likewise.
     num_stored: int = 0
     #: Blocks that were not stored for lack of space or time.
     num_dropped: int = 0
@@ -186,8 +194,11 @@ class KVTierNews(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class KVReport(Message, frozen=True, kw_only=True):
-    """Worker -> engine, whenever there is something to report: jobs that are over, leases that all
-    readers have finished, and tiers that have changed.
+    """Worker -> engine, when there is something to report.
+
+    fetched, failed   jobs that are over
+    taken             leases whose readers are all done
+    tiers             tiers that have changed
     """
 
     fetched: list[KVFetched] = []
@@ -199,14 +210,14 @@ class KVReport(Message, frozen=True, kw_only=True):
 class KVEndpoint(msgspec.Struct, frozen=True, kw_only=True):
     """How a worker transfers K/V; part of WorkerReady.
 
-    address   where other workers request its exports (ZeroMQ); "": it exports nothing
-    layout    digest of all that both ends must have in common: model digest, dtype, layers, heads,
-              head dim, tokens per block
-    told      the layout as text, shown if two workers differ
-    mover     how it moves bytes: "shm", "zmq", "nixl", or "auto"
+    address       address where other workers request its exports (ZeroMQ); "": it exports nothing
+    layout        digest of the properties that both workers must share: model digest, dtype, number
+                  of layers, heads, head dim, tokens per block
+    layout_text   these properties as text, shown if two workers differ
+    mover         how the worker moves bytes: "shm", "zmq", "nixl", or "auto"
     """
 
     address: str
     layout: bytes
-    told: str
+    layout_text: str = msgspec.field(name="told")
     mover: str

@@ -1,17 +1,17 @@
-"""Messages between workers: how D, which continues a prompt, reads K/V that P has computed.
+"""Messages between workers: how D, which continues from a prompt, reads K/V that P has computed.
 
 ```
  D: KVOpen ─────▶ P      names the lease and the first block, and describes D's cache
  D ◀───── KVOpened       lists P's blocks and the ways to read them
         the bytes        read from P's memory (shm, nixl), or requested: KVRead ─▶ ◀─ KVChunk
  D: KVDone ─────▶ P      all has been read, or D gives up
- D ◀─────── KVLive       the lease was live all the time: the bytes read are valid
+ D ◀─────── KVLive       the lease did not end during the transfer: the bytes read are valid
 ```
-If P answers KVExpired, the lease is over and the bytes read may be anything. Only KVLive makes a
-transfer valid, however the bytes were moved.
+If P answers KVExpired, the lease is over and the bytes read may be wrong. However the bytes were
+moved, the transfer is valid only if P answers KVLive.
 
-D sends requests, and P answers each with one message. P stores nothing about D but its name. Each
-transfer has its own socket, with the frames of wire.py.
+D sends requests, and P answers each with one message. The only thing that P stores about D is the
+transfer's name (`reader`). Each transfer has its own socket. Its messages are framed as in wire.py.
 
 Legend: B blocks.
 """
@@ -24,31 +24,33 @@ from protocol.arrays import Int32, UInt8
 from protocol.messages import Message
 
 READER_BYTES = 16
-"""Random bytes in a transfer's name, which D draws."""
+"""Number of random bytes in the name of a transfer (`reader`), which D chooses."""
 MAX_CHUNK_BYTES = 4 << 20
 WINDOW = 4
-"""Most chunks that D requests before they arrive. P never queues more."""
+"""Most chunks that D has requested and not received yet. P never queues more."""
 
 
 # ---- D -> P
 
 
 class KVOpen(Message, frozen=True, kw_only=True):
-    """D -> P. Open blocks [first, first + count) of the lease, in its order, for `reader`. `layout`
-    and `told` describe D's cache, as in KVEndpoint.
+    """D -> P. Open blocks [first, first + count) of the lease, in its order, for reading.
+
+    reader                name of the transfer, in all its messages
+    layout, layout_text   describe D's cache, as in KVEndpoint
     """
 
     lease: bytes
     reader: bytes
     layout: bytes
-    told: str
+    layout_text: str = msgspec.field(name="told")
     first: int
     count: int
 
 
 class KVRead(Message, frozen=True, kw_only=True):
-    """D -> P, with the mover "zmq". Send this chunk of the opened blocks. Chunks are numbered from
-    0, in the order of `worker.kv.movers.zmq`.
+    """D -> P, with the mover "zmq". Send one chunk of the opened blocks. `worker.kv.movers.zmq`
+    defines the order of the chunks, which are numbered from 0.
     """
 
     lease: bytes
@@ -57,11 +59,11 @@ class KVRead(Message, frozen=True, kw_only=True):
 
 
 class KVDone(Message, frozen=True, kw_only=True):
-    """D -> P. `reader` is finished: it has read everything, or it gives up."""
+    """D -> P. The transfer is over: D has read everything, or gives up."""
 
     lease: bytes
     reader: bytes
-    is_read: bool  #: False: it gives up, and expects no answer
+    is_read: bool  #: False: D gives up, and expects no answer
 
 
 # ---- P -> D
@@ -70,12 +72,12 @@ class KVDone(Message, frozen=True, kw_only=True):
 class ShmOffer(
     msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="shm", omit_defaults=True
 ):
-    """P's cache can be mapped by processes of the same user on the same host.
+    """P -> D. D can map P's cache into its memory, if it runs as the same user on the same host.
 
-    boot            id of the host's kernel boot; the other fields are valid only within the same
-                    boot
-    path            path that opens the memory; `device` and `inode` must match the file opened
-    num_bytes       size of the memory: the rows of the cache, each of `num_blocks` blocks
+    boot            id of the host's kernel boot. If D's host has another id, the other fields mean
+                    nothing there
+    path            path that opens the memory; `device` and `inode` must match the opened file
+    num_bytes       size of the memory, which consists of rows of `num_blocks` blocks each
     """
 
     boot: str
@@ -89,7 +91,7 @@ class ShmOffer(
 class ZmqOffer(
     msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="zmq", omit_defaults=True
 ):
-    """P sends the chunks requested by KVRead, each of at most `chunk_bytes`."""
+    """P -> D. P sends the chunks that D requests with KVRead, each of at most `chunk_bytes`."""
 
     chunk_bytes: int
 
@@ -97,7 +99,7 @@ class ZmqOffer(
 class NixlOffer(
     msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="nixl", omit_defaults=True
 ):
-    """P's cache is registered with NIXL.
+    """P -> D. D can read P's cache through NIXL, with which it is registered.
 
     agent       metadata of P's NIXL agent
     address     address of the cache in P's memory
@@ -116,14 +118,14 @@ Offer = ShmOffer | ZmqOffer | NixlOffer
 
 
 class KVOpened(Message, frozen=True, kw_only=True):
-    """P -> D. The requested blocks [B] of P, and the ways to read them."""
+    """P -> D. The ids [B] of the requested blocks in P's cache, and the ways to read them."""
 
     blocks: Int32
     offers: list[Offer]
 
 
 class KVChunk(Message, frozen=True, kw_only=True):
-    """P -> D. A chunk, and its crc32 (zlib)."""
+    """P -> D, answering KVRead. One chunk, and the CRC-32 of its data (zlib)."""
 
     chunk: int
     crc32: int
@@ -131,15 +133,15 @@ class KVChunk(Message, frozen=True, kw_only=True):
 
 
 class KVLive(Message, frozen=True, kw_only=True):
-    """P -> D, answering KVDone. The lease was live all the time: the bytes read are valid."""
+    """P -> D, answering KVDone. The lease did not end before: the bytes read are valid."""
 
 
 class KVExpired(Message, frozen=True, kw_only=True):
-    """P -> D, answering any message. The lease is over, or unknown."""
+    """P -> D, answering any message. The lease is over or unknown."""
 
 
 class KVUnlike(Message, frozen=True, kw_only=True):
-    """P -> D, answering KVOpen. P's cache cannot be read by D; `reason` says why."""
+    """P -> D, answering KVOpen. D cannot read P's cache, for this reason."""
 
     reason: str
 

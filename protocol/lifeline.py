@@ -1,12 +1,14 @@
-"""The lifeline: child processes end with their parent, and report why they end.
+"""The lifeline: makes child processes end with their parent, and report why they end.
 
-A child is held by two mechanisms, since each has a gap. The parent-death signal (Linux) is sent
-when the thread that forked ends, but not if the parent died before the child requested the signal.
-The pipe, whose other end only the parent has, is closed by the kernel however the parent ends; then
-the kernel signals the child, which needs no thread and interrupts no loop.
+Two mechanisms end a child, because each has a gap:
 
-A second pipe leads back. The child writes the cause of its end to it, so the parent need not guess
-it from the child's output.
+- The parent-death signal (Linux). The kernel sends it when the parent's thread that forked the
+  child ends. It is not sent if the parent ended before the child requested it.
+- A pipe whose other end only the parent has. The kernel closes that end when the parent ends for
+  any reason, and then signals the child. The child needs no thread to watch the pipe.
+
+A second pipe leads back to the parent. The child writes the cause of its end to it, so the parent
+does not have to guess the cause from the child's output.
 """
 
 from __future__ import annotations
@@ -21,14 +23,17 @@ import sys
 from collections.abc import Mapping
 
 VARIABLE = "TIDEGATE_LIFELINE"
-"""Environment variable with the child's descriptors of the two pipes."""
+"""Environment variable with the file descriptors of the child's ends of the two pipes."""
 MAX_CAUSE_BYTES = 2000
 PR_SET_PDEATHSIG = 1  # man 2 prctl
 F_SETSIG = 10  # man 2 fcntl; not in the module
 
 
 class Lifeline:
-    """The parent's ends for one child. Call `on_started` after the child was started."""
+    """The parent's ends of the two pipes to one child.
+
+    Start the child with `environment` and the descriptors `child_ends`, then call `on_started`.
+    """
 
     def __init__(self) -> None:
         held, self._ours = os.pipe()
@@ -41,7 +46,7 @@ class Lifeline:
         return {VARIABLE: " ".join(map(str, self.child_ends))}
 
     def on_started(self) -> None:
-        """Close the child's ends here, after the child was started with them."""
+        """Close the parent's copies of the child's ends, after the child was started."""
         for fd in self.child_ends:
             os.close(fd)
 
@@ -60,13 +65,16 @@ class Lifeline:
 
 
 class ParentPipe:
-    """Sends a child's cause of death to its parent. Forked processes may use it, too."""
+    """The child's end of the pipe to its parent. Processes that the child forks may use it, too.
+
+    fd   file descriptor of the pipe; None: there is no parent to report to
+    """
 
     def __init__(self, fd: int | None = None) -> None:
         self._fd = fd
 
     def send_cause(self, cause: str) -> None:
-        """Send the first line of `cause`, if there is a parent to receive it. Never waits."""
+        """Send the first line of `cause`, why this process ends, to the parent. Never waits."""
         line = (cause.strip().splitlines() or [""])[0].encode()[:MAX_CAUSE_BYTES]
         if self._fd is not None:
             with contextlib.suppress(OSError):  # the parent is gone, or the pipe is full
@@ -74,10 +82,10 @@ class ParentPipe:
 
 
 def attach_to_parent(number: signal.Signals) -> ParentPipe:
-    """Arrange that this process gets `number` when its parent ends, or at once if it has ended
-    already.
+    """Make the kernel send the signal `number` to this process when its parent ends, or send it at
+    once if the parent has ended already. Return the pipe to the parent.
 
-    Without VARIABLE (started by hand) only the parent-death signal is set up.
+    Without VARIABLE, in a process started by hand, only the parent-death signal is set up.
     """
     die_with_parent(number)
     descriptors = os.environ.pop(VARIABLE, "").split()
@@ -96,6 +104,6 @@ def attach_to_parent(number: signal.Signals) -> ParentPipe:
 
 
 def die_with_parent(number: signal.Signals) -> None:
-    """Make the kernel send `number` when the thread that started this process ends (Linux)."""
+    """Make the kernel send `number` here when the thread that started this process ends (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)

@@ -11,7 +11,9 @@ import msgspec
 
 LogStyle: TypeAlias = Literal["text", "color", "json"]
 FIELDS = "fields"
-"""Attribute of a log record that holds the fields of its JSON line, in place of a message."""
+"""Name of the attribute of a log record that contains the fields of its JSON line. A record with it
+needs no message.
+"""
 
 _COLORS = {"DEBUG": "2", "INFO": "32", "WARNING": "33", "ERROR": "31", "CRITICAL": "1;31"}
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
@@ -21,8 +23,8 @@ class LineFormatter(logging.Formatter):
     """Formats the log lines of one process, such as `13:05:12 engine[41] INFO drained, by a
     signal`.
 
-    process     name of the process; the pid is added
-    exceptions  formatter for exceptions
+    process     name of the process in its log lines; the pid is added to it
+    exceptions  formatter for exceptions; default: the standard one
     """
 
     def __init__(
@@ -71,7 +73,7 @@ class _JsonLine(msgspec.Struct):
 
 
 def without_style(line: str) -> str:
-    """Return "LEVEL message" for a JSON line, and any other line without its colours."""
+    """Return "LEVEL message" if `line` is JSON, else `line` without colours."""
     try:
         found = msgspec.json.decode(line, type=_JsonLine)
         return f"{found.level} {found.message}"
@@ -80,7 +82,7 @@ def without_style(line: str) -> str:
 
 
 def log_to_stderr(process: str, style: LogStyle = "text") -> None:
-    """Configure this process's log. A later call replaces an earlier one."""
+    """Make this process log to stderr. A later call replaces an earlier one."""
     handler = logging.StreamHandler()
     handler.setFormatter(LineFormatter(process, style))
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)

@@ -1,11 +1,11 @@
 """Messages between a client and an engine.
 
-A client (a gateway, a program that uses `protocol.client`, a tool) sends commands; the engine
-answers with reports. Each `Generate` is answered by `Accepted` or `Refused`: at once, or after its
-grammar has been compiled. After `Accepted` come `Outputs`, until one of them carries `finish`. So
-each request ends exactly once. (A request aborted while its grammar is being compiled gets only
-that end.) If the engine ends (`EngineStopped`, silence beyond the lease, or a new epoch), all open
-requests end with it.
+A client (a gateway, a program that uses `protocol.client`, a tool) sends commands, and the engine
+answers with reports. The engine answers each `Generate` with `Accepted` or `Refused`: at once, or
+after it has compiled the request's grammar. After `Accepted` it sends `Outputs`, until an `Output`
+of the request has `finish` set. So each request ends exactly once. (If a request is aborted while
+its grammar is being compiled, the engine sends only that last `Output`.) If the engine ends
+(`EngineStopped`, silence beyond the lease, or a new epoch), all open requests end with it.
 """
 
 from __future__ import annotations
@@ -32,61 +32,62 @@ Seconds = Annotated[float, Meta(ge=0, le=MAX_TIMEOUT_S)]
 class Message(
     msgspec.Struct, frozen=True, tag_field="kind", tag=str.lower, omit_defaults=True, kw_only=True
 ):
-    """Base of all messages. The tag is the class name in lower case, unless declared otherwise."""
+    """Base of all messages. The default tag of a message is its class name in lower case."""
 
 
 # ---- client -> engine
 
 
 class Hello(Message, frozen=True, kw_only=True):
-    """Client -> engine. The client's first message, and again after an engine restart."""
+    """Client -> engine. Open a session: the first message, sent again after an engine restart."""
 
-    protocol: int  # always sent: a default would be read as the receiver's own
+    # No default: a default is not sent, so the receiver would assume its own version.
+    protocol: int
     name: str = ""
     pid: int = 0
 
 
 class Account(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """The account that a request is charged to, and its limits; 0: no limit. The engine counts the
-    account's requests from all clients together.
+    """The account that a request is charged to, and the limits of the account; 0: no limit. The
+    engine counts the requests of an account from all clients together.
     """
 
     name: str
     requests_per_minute: int = 0
-    #: Tokens of prompts and answers.
+    #: Most tokens of prompts and answers.
     tokens_per_minute: int = 0
-    #: Requests that have been accepted and have not ended.
+    #: Most requests that have been accepted and have not ended.
     concurrency: int = 0
-    #: Tokens of prompt and answer together.
+    #: Most tokens of prompt and answer together.
     max_len: int = 0
 
 
 class Generate(Message, frozen=True, kw_only=True):
-    """Client -> engine. Produce tokens after `prompt` until a stop, a limit or an abort."""
+    """Client -> engine. Generate tokens after `prompt`, until a stop, a limit or an abort."""
 
     #: The client's number for this request, never used before by this client.
     request: int
-    #: [tokens], at least one.
+    #: [number of prompt tokens] token ids, at least one.
     prompt: Int32
     params: SamplingParams = SamplingParams()
     #: Requests share prefix-cache entries only within one namespace.
     namespace: str = ""
-    #: Lower goes first; equal priorities go in order of arrival.
+    #: Requests with a lower value are started first; equal values in order of arrival.
     priority: int = 0
-    #: What the answer must match. The answer ends with "stop" as soon as the grammar is complete.
+    #: The grammar that the answer must match. The answer ends with "stop" when it is complete.
     grammar: Grammar | None = None
     #: Names by which any client may abort this request, such as ids shown to users. They need not
     #: be unique.
     labels: list[str] = []
-    #: 0: generate an answer. n: only compute the prompt, without its last token, and end with
-    #: "length" and a handle (`Output.kv_handle`) from which n requests can continue (kv.py).
+    #: 0: generate an answer. n > 0: only compute the K/V of the prompt without its last token, and
+    #: end with "length" and a handle (`Output.kv_handle`) with which n requests can go on (kv.py).
     kv_readers: int = 0
-    #: Continue from the K/V that this handle names; it must have been made for the same prompt.
+    #: Continue from the K/V that this handle names. The handle must be for the same prompt.
     kv_handle: str = ""
-    #: The account charged; None: not counted.
+    #: The account that the request is charged to; None: no account.
     account: Account | None = None
-    #: Whether this is the first of the requests that make up one answer. Only the first one counts
-    #: as a request of the account.
+    #: Whether this is the first request of one HTTP request, which may need several. Only the first
+    #: one counts in `Account.requests_per_minute`.
     is_first: bool = True
     #: The request ends with an error if it has not ended after this many seconds. 0: no limit.
     timeout_s: Seconds = 0.0
@@ -99,15 +100,16 @@ class Generate(Message, frozen=True, kw_only=True):
 
 
 class Abort(Message, frozen=True, kw_only=True):
-    """Client -> engine. End these requests; each one still open finishes with "abort"."""
+    """Client -> engine. End these requests. Each one that is still open ends with "abort"."""
 
     requests: list[int]
 
 
 class AbortByLabel(Message, frozen=True, kw_only=True, tag="abortnamed"):
-    """Client -> engine. Abort every request with one of these names, whichever client sent it. A
-    name is a label or a name from an EngineStatus. Each request ends with finish="abort". Answered
-    by Aborted.
+    """Client -> engine. Abort every request that has one of these names, whichever client sent it.
+
+    A name is a label or a name from an EngineStatus. Each of the requests ends with finish="abort".
+    The engine answers with Aborted.
     """
 
     request: int
@@ -117,36 +119,36 @@ class AbortByLabel(Message, frozen=True, kw_only=True, tag="abortnamed"):
 
 
 class KeepKV(Message, frozen=True, kw_only=True):
-    """Client -> engine. Renew the leases of these handles; unknown and ended ones are ignored."""
+    """Client -> engine. Renew the leases of these handles. Unknown and ended leases are ignored."""
 
     handles: list[str]
 
 
 class ReleaseKV(Message, frozen=True, kw_only=True):
-    """Client -> engine. End the leases of these handles; unknown and ended ones are ignored."""
+    """Client -> engine. End the leases of these handles. Unknown and ended leases are ignored."""
 
     handles: list[str]
 
 
 class Profile(Message, frozen=True, kw_only=True):
-    """Client -> engine. Record the worker's next steps and write them as a Chrome trace. Answered
-    by Profiled or Refused. An Abort ends the recording early, without an answer.
+    """Client -> engine. Record the worker's next steps and write them as a Chrome trace. The engine
+    answers with Profiled or Refused. An Abort ends the recording early, without an answer.
     """
 
     request: int
     steps: int
-    #: Absolute path on the engine's machine; created for its owner only, if missing.
+    #: Absolute path on the engine's machine. A missing directory is created, for its owner only.
     directory: str
 
 
 class GetStatus(Message, frozen=True, kw_only=True, tag="look"):
-    """Client -> engine. Request the engine's status. Answered by EngineStatus. An engine that gets
-    no such request spends nothing on it.
+    """Client -> engine. Request the engine's status. The engine answers with EngineStatus, which it
+    computes only then.
     """
 
     request: int
-    #: The most rows, up to 10,000; the requests that have been open longest come first.
-    most: int = 100
+    #: The most rows in the answer, up to 10,000. The oldest open requests come first.
+    max_rows: int = msgspec.field(name="most", default=100)
 
 
 class Drain(Message, frozen=True, kw_only=True):
@@ -154,10 +156,10 @@ class Drain(Message, frozen=True, kw_only=True):
 
 
 class Ping(Message, frozen=True, kw_only=True):
-    """Client -> engine, about twice a second. Renews the client's lease. Answered by Pong.
+    """Client -> engine, about twice a second. Renews the client's lease. Pong is the answer.
 
-    num_early   requests refused by the client since its last Ping, because an earlier refusal by
-                the engine still held (`ErrorInfo.stands_s`)
+    num_early   number of requests that the client itself has refused since its last Ping, because
+                an earlier refusal by the engine was still valid (`ErrorInfo.stands_s`)
     read_bytes  `sent_bytes` of the last Pong that the client has read
     """
 
@@ -166,7 +168,7 @@ class Ping(Message, frozen=True, kw_only=True):
 
 
 class Goodbye(Message, frozen=True, kw_only=True):
-    """Client -> engine. The client's last message; its open requests are aborted."""
+    """Client -> engine. The client's last message. The engine aborts the client's open requests."""
 
 
 # ---- engine -> client
@@ -175,8 +177,8 @@ class Goodbye(Message, frozen=True, kw_only=True):
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """The limits of this engine, found at start.
 
-    max_len      tokens of prompt and answer together
-    kv_lease_s   seconds that K/V is kept for another engine; 0: none is kept
+    max_len      most tokens of prompt and answer together
+    kv_lease_s   seconds that this engine keeps K/V for another engine; 0: it keeps none
     """
 
     max_len: int
@@ -189,7 +191,10 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Welcome(Message, frozen=True, kw_only=True):
-    """Engine -> client, answering Hello. An epoch is one life of the engine."""
+    """Engine -> client, answering Hello. The session is open.
+
+    epoch   identifies this engine process; a restarted engine has another epoch
+    """
 
     protocol: int
     epoch: str
@@ -198,8 +203,7 @@ class Welcome(Message, frozen=True, kw_only=True):
 
 
 class Loading(Message, frozen=True, kw_only=True):
-    """Engine -> client, answering Hello while the model is loading. Welcome follows when it is
-    loaded.
+    """Engine -> client, answering Hello while the model is loading. Welcome follows after that.
 
     elapsed_s  seconds since the engine started
     """
@@ -208,34 +212,35 @@ class Loading(Message, frozen=True, kw_only=True):
 
 
 class SessionLost(Message, frozen=True, kw_only=True):
-    """Engine -> a client that is unknown, or no longer known. All its open requests are lost, and
-    it must send Hello again. `why` is shown to users.
+    """Engine -> client. The engine has no session with this client, or has ended it. All open
+    requests of the client are lost, and it must send Hello again. `why` is shown to users.
     """
 
     why: str
 
 
 class Probe(Message, frozen=True, kw_only=True):
-    """Engine -> a client that has been silent. The client answers with a Ping."""
+    """Engine -> client that has been silent for a while. The client answers with a Ping."""
 
 
 class Accepted(Message, frozen=True, kw_only=True):
-    """Engine -> client. `request` is queued; an end will follow."""
+    """Engine -> client. `request` is queued. Its end will be reported in an Output."""
 
     request: int
 
 
 class Refused(Message, frozen=True, kw_only=True):
-    """Engine -> client. `request` was never queued. -1: a frame was malformed."""
+    """Engine -> client. `request` was not queued. If it is -1, a message was malformed."""
 
     request: int
     error: ErrorInfo
 
 
 class Aborted(Message, frozen=True, kw_only=True):
-    """Engine -> client, answering AbortByLabel. Lists each of its names once, in their order.
+    """Engine -> client, answering AbortByLabel. Lists each name once, in the order of the command.
 
-    unknown    names that no open request has: it has ended, or never existed
+    aborted    names of requests that were aborted
+    unknown    names that no open request has: the request has ended, or never existed
     """
 
     request: int
@@ -244,17 +249,17 @@ class Aborted(Message, frozen=True, kw_only=True):
 
 
 class RequestView(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """One open request in an EngineStatus. Contains no text and no tokens."""
+    """One open request in an EngineStatus, without its text and tokens."""
 
-    #: Its name for AbortByLabel: the request's first label.
+    #: The request's name for AbortByLabel, which is its first label.
     name: str
     #: The name of the client, from its Hello.
     client: str = ""
-    #: The account charged.
+    #: Name of the account that it is charged to.
     account: str = ""
-    #: The part of Times that is growing now, without its unit: "queued", "decode", ...
+    #: The field of Times that is growing now, without its unit: "queued", "decode", ...
     stage: str = ""
-    #: Seconds since it arrived.
+    #: Seconds since the request arrived.
     age_s: float = 0.0
     #: Seconds of computation since its first token.
     decode_s: float = 0.0
@@ -271,7 +276,7 @@ class RequestView(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
 class EngineStatus(Message, frozen=True, kw_only=True, tag="view"):
     """Engine -> client, answering GetStatus.
 
-    now_s      seconds of the engine's clock; rates are differences of counters over it
+    now_s      the engine's clock, in seconds; a rate is the growth of a counter per second of it
     num_open   number of open requests; `rows` has the oldest of them
     """
 
@@ -293,15 +298,18 @@ class Profiled(Message, frozen=True, kw_only=True):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Natural logarithms of one token's probabilities. They are of the model's distribution (before
-    temperature and filters); for sampled tokens, `SamplingParams.logprobs_of` can choose the
-    distribution that the token was drawn from.
+    """Logprobs (natural logarithms of probabilities) at the position of one token.
 
-    rank     1 for the most likely token
-    top_ids, top_logprobs   the most likely tokens, best first, without impossible ones
-    asked_logprobs   of the request's `logprob_token_ids`, in their order; sampled tokens only
-    drawn_logprobs   if both distributions were requested: logprobs under the one that the token was
-                     drawn from, of token_id, then of top_ids, then of the `logprob_token_ids`
+    They are of the model's distribution, before temperature and filters. For a sampled token,
+    `SamplingParams.logprobs_of` can choose the distribution that the token was drawn from instead.
+
+    rank             1 if the token is the most likely one
+    top_ids          the most likely tokens, best first, without impossible ones
+    top_logprobs     the logprobs of `top_ids`
+    asked_logprobs   the logprobs of the request's `logprob_token_ids`, in their order; empty for
+                     prompt tokens
+    drawn_logprobs   if both distributions were requested: logprobs in the distribution that the
+                     token was drawn from, of token_id, then of top_ids, then of `logprob_token_ids`
     """
 
     token_id: int
@@ -314,15 +322,16 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Times(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """How long a request has spent in each stage in the engine so far, in seconds of the engine's
-    clock. The stages do not overlap; they add up to the time since the request arrived.
+    """Seconds that a request has spent in each stage so far. The stages do not overlap, and add up
+    to the time since the request arrived.
 
-    grammar_s    until its grammar was compiled
+    grammar_s    from the arrival until its grammar was compiled
     queued_s     from then until it was first scheduled
     fetching_s   waiting for K/V to be fetched
     prefill_s    being computed, until its first token
-    decode_s     being computed after that
-    preempted_s  preempted, without slot and blocks; recomputing counts as prefill or decode
+    decode_s     being computed after its first token
+    preempted_s  waiting after a preemption, without a slot and blocks. Computing its tokens again
+                 counts as prefill or decode
     """
 
     grammar_s: float = 0.0
@@ -334,11 +343,13 @@ class Times(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
 
 
 class Usage(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """Token counts of a request so far. `times` is None if the time was not measured.
+    """Token counts of a request so far.
 
-    cached_tokens    prompt tokens that were not computed again
-    fetched_tokens   those of them that another engine computed for this request (kv.py)
+    cached_tokens    prompt tokens whose K/V did not have to be computed
+    fetched_tokens   the part of `cached_tokens` whose K/V another engine computed for this request
+                     (kv.py)
     draft_tokens     tokens drafted; `accepted_tokens` of them became part of the answer
+    times            None: the times were not measured
     """
 
     prompt_tokens: int
@@ -352,16 +363,16 @@ class Usage(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
 
 
 class Output(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """New output of one request: the tokens since the last Output and, once, its end."""
+    """New output of one request: the tokens since its last Output. `finish` marks the final one."""
 
     request: int
     tokens: list[int] = []
     logprobs: list[TokenLogprobs] = []
-    #: [prompt tokens - 1], in the first Output, if requested.
+    #: [number of prompt tokens - 1], in the first Output, if requested.
     prompt_logprobs: list[TokenLogprobs] = []
     finish: FinishReason | None = None
-    #: The token (last of `tokens`) that ended the request with finish="stop". None if its grammar
-    #: was complete.
+    #: The stop token that ended the request with finish="stop"; it is the last of `tokens`. None if
+    #: the request ended because its grammar was complete.
     stop_token: int | None = None
     #: Sent with the first tokens, and with finish.
     usage: Usage | None = None
@@ -372,26 +383,29 @@ class Output(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
 
 
 class Outputs(Message, frozen=True, kw_only=True):
-    """Engine -> client. One step's output for all requests of this client, in one frame."""
+    """Engine -> client. The output of one step for all requests of this client, in one message."""
 
     step: int
     outputs: list[Output]
 
 
 class ResourcesFreed(Message, frozen=True, kw_only=True, tag="freed"):
-    """Engine -> client, after an Abort. The slot and blocks of these requests are free again. Their
-    end was sent before; a step or a fetch may still have been in progress then.
+    """Engine -> client, after an Abort. The slots and blocks of these requests are free again.
+
+    The engine has reported the end of the requests earlier, when a step or a fetch could still use
+    their slots and blocks.
     """
 
     requests: list[int]
 
 
 class Pong(Message, frozen=True, kw_only=True):
-    """Engine -> client, answering Ping; also sent without a Ping when the engine can no longer
-    compute, or can again. If the epoch is not the Welcome's, all earlier requests are lost.
+    """Engine -> client, answering Ping. Also sent without a Ping when the engine becomes unable to
+    compute, or able again.
 
-    sent_bytes  bytes sent to this client before this message. The client returns it in its next
-                Ping, so the engine can compute how much is unread. 0 without a Ping
+    epoch       if it differs from the epoch in Welcome, all earlier requests are lost
+    sent_bytes  number of bytes sent to this client before this message; 0 without a Ping. The
+                client returns it in its next Ping, so the engine can compute how much is unread
     """
 
     epoch: str
@@ -400,7 +414,7 @@ class Pong(Message, frozen=True, kw_only=True):
 
 
 class EngineStopped(Message, frozen=True, kw_only=True, tag="gone"):
-    """Engine -> every client. The engine is stopping; open requests are lost."""
+    """Engine -> every client. The engine is stopping, and all open requests are lost."""
 
     error: ErrorInfo
 

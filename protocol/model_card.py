@@ -1,8 +1,8 @@
-"""The model card: what the engine sends to every client about the model it serves.
+"""The model card: the description of a model that an engine sends to its clients.
 
-Only the worker opens model files and fills the card; the engine sends it at the handshake. So a
-gateway needs no model files, imports neither torch nor transformers, and can run on another
-machine.
+Only the worker opens the files of a model. It fills in the card, and the engine sends the card in
+Welcome. So a gateway needs no model files, imports neither torch nor transformers, and can run on
+another machine.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from protocol.sampling import SamplingParams
 class SamplingDefaults(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """Sampling parameters for requests that do not set them; None leaves a parameter unset.
 
-    The card has the model's own defaults, from generation_config, GGUF metadata or the catalogue. A
-    gateway may override them.
+    The card contains the model's own defaults, from generation_config.json, the metadata of a GGUF
+    file or the catalogue. The options of a gateway may override them.
     """
 
     temperature: float | None = None
@@ -31,11 +31,11 @@ class SamplingDefaults(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=
     repetition_penalty: float | None = None
 
     def with_fallback(self, fallback: SamplingDefaults) -> SamplingDefaults:
-        """Return these defaults, with those of `fallback` for unset parameters."""
+        """Return these defaults, with the values of `fallback` for parameters that are unset."""
         return SamplingDefaults(**(fallback._set_values() | self._set_values()))
 
     def effective_values(self) -> dict[str, float]:
-        """Return the value of each parameter in a request that sets none of them."""
+        """Return the value that each parameter has in a request which sets none of them."""
         values = self._set_values()
         return {name: values.get(name, getattr(_NEUTRAL, name)) for name in self.__struct_fields__}
 
@@ -48,7 +48,10 @@ _NEUTRAL = SamplingParams()
 
 
 def sampling_defaults(text: str) -> SamplingDefaults:
-    """Parse a JSON object, or "", of sampling defaults. Raises ValueError, which names a member."""
+    """Return the defaults in `text`: a JSON object of sampling parameters, or "" for none.
+
+    Raises ValueError with a message that names the bad parameter.
+    """
     if not text:
         return SamplingDefaults()
     try:
@@ -67,41 +70,41 @@ def sampling_defaults(text: str) -> SamplingDefaults:
 
 
 class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """Everything about a model that a process without its files needs."""
+    """Everything that a process without the model's files must know about the model."""
 
-    #: The model's own name, or the stem of its path: the default served name.
+    #: The model's own name, or else the stem of its path. The default name in the API.
     name: str
     #: The model family, as Hugging Face spells it: "LlamaForCausalLM".
     architecture: str
-    #: Hex; equal for equal weights and tokenizer. Part of every prefix-cache hash.
+    #: Hex digest, equal for equal weights and tokenizer. Part of every hash in the prefix cache.
     digest: str
     vocab_size: int
-    #: The context length the model was made for; a server may allow less (Limits.max_len).
+    #: The context length that the model was made for. A server may allow less (Limits.max_len).
     context_tokens: int
-    #: tokenizer.json of Hugging Face `tokenizers`, as bytes.
+    #: Content of tokenizer.json, in the format of Hugging Face `tokenizers`.
     tokenizer: bytes
-    #: Each of them ends an answer.
+    #: The model's end tokens. Each of them ends an answer.
     eos_token_ids: list[int]
     bos_token_id: int | None = None
     pad_token_id: int | None = None
-    #: Name in templates -> text: {"bos_token": "<s>", "eos_token": ...}.
+    #: Name in chat templates -> text of the token: {"bos_token": "<s>", "eos_token": ...}.
     special_tokens: dict[str, str] = {}
-    #: Jinja source; None if the model has none.
+    #: Jinja source of the chat template; None if the model has none.
     chat_template: str | None = None
-    #: JSON in which the checkpoint describes the format of its answers, or None.
+    #: JSON in which the checkpoint describes the format of its answers; None if it does not.
     response_template: str | None = None
     defaults: SamplingDefaults = SamplingDefaults()
-    #: Of the weights in memory: "bfloat16" or "float32".
+    #: dtype of the weights in memory: "bfloat16" or "float32".
     dtype: str = "float32"
     num_parameters: int = 0
     weights_bytes: int = 0
     license: str | None = None
-    #: Template for conversations with tools, if the model has a separate one.
+    #: Jinja source of the template for conversations with tools, if the model has a separate one.
     tool_use_template: str | None = None
 
 
 class CardFile(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of a card file, which a worker process writes for a gateway without an engine."""
+    """The content of a card file. A worker process writes it for a gateway without an engine."""
 
     card: ModelCard
     #: Most tokens of prompt and answer together.
@@ -113,7 +116,7 @@ def write_card(path: str | Path, content: CardFile) -> None:
 
 
 def read_card(path: str | Path) -> CardFile:
-    """Read a card file. Raises ValueError if it is missing or malformed."""
+    """Return the content of a card file. Raises ValueError if it is missing or malformed."""
     try:
         return msgspec.msgpack.decode(Path(path).read_bytes(), type=CardFile)
     except OSError as error:

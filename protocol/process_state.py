@@ -1,6 +1,7 @@
 """The state of this machine's processes, read from /proc.
 
-A parameter `proc` is the path of /proc. A process may be gone at any time.
+A process may end at any time, so every function expects that it is gone. The argument `proc` of a
+function is the path of /proc.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from typing import NamedTuple
 PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
 STOPPED = "T"
-"""State of a process stopped by a signal. State "t", stopped by a debugger, is not included."""
+"""State of a process that a signal has stopped. A debugger's stop is another state, "t"."""
 ZOMBIE = "Z"
-"""State of a process that has ended and was not reaped yet."""
+"""State of a process that has ended and that its parent has not reaped yet."""
 ENDING = 0x4 | 0x400
-"""The kernel's flags PF_EXITING and PF_SIGNALED."""
+"""The kernel's flags PF_EXITING and PF_SIGNALED: the process is ending."""
 PENDING = ("SigPnd:", "ShdPnd:")
 """Lines of /proc/PID/status with the bit masks of pending signals."""
 
@@ -28,10 +29,11 @@ PENDING = ("SigPnd:", "ShdPnd:")
 class ProcessStat(NamedTuple):
     """The state of one process.
 
-    state     a letter
-    started   clock ticks between boot and its start
-    cpu_s     CPU seconds used
-    flags     the kernel's flags
+    state     the letter that `ps` shows
+    parent    pid of its parent
+    started   clock ticks between the boot and its start
+    cpu_s     CPU time used, in seconds
+    flags     the kernel's flags (PF_...)
     """
 
     state: str
@@ -42,7 +44,7 @@ class ProcessStat(NamedTuple):
 
 
 def read_stat(pid: int, proc: Path = PROC) -> ProcessStat | None:
-    """Return the state of a process; None if it is gone, or without /proc."""
+    """Return the state of a process; None if it is gone, or if there is no /proc."""
     try:
         text = (proc / str(pid) / "stat").read_text()
     except OSError:
@@ -55,13 +57,16 @@ def read_stat(pid: int, proc: Path = PROC) -> ProcessStat | None:
 
 
 def read_all_stats(proc: Path = PROC) -> dict[int, ProcessStat]:
-    """Return pid -> state of all processes."""
+    """Return the state of each process, by pid."""
     pids = sorted(int(path.name) for path in proc.glob("[0-9]*"))
     return {pid: stat for pid in pids if (stat := read_stat(pid, proc)) is not None}
 
 
 def with_descendants(pids: Iterable[int], parents: Mapping[int, int]) -> set[int]:
-    """Return `pids` and all their descendants."""
+    """Return `pids` and all their descendants.
+
+    parents   the parent of each process
+    """
     found = set(pids)
     while more := {pid for pid, parent in parents.items() if parent in found} - found:
         found |= more
@@ -78,14 +83,14 @@ def read_command_line(pid: int, proc: Path = PROC) -> list[str]:
 
 
 def program_name(pid: int, proc: Path = PROC) -> str:
-    """Return what a process runs: the module after -m, or the program's name."""
+    """Return the module after -m on a process's command line, or else the name of its program."""
     arguments = read_command_line(pid, proc)
     modules = [b for a, b in pairwise(arguments) if a == "-m"]
     return modules[0] if modules else Path(arguments[0]).name if arguments else "?"
 
 
 def process_age_s(pid: int, proc: Path = PROC) -> float | None:
-    """Return the seconds since a process started; None if it is gone."""
+    """Return the number of seconds since a process started; None if it is gone."""
     stat = read_stat(pid, proc)
     try:
         since_boot = float((proc / "uptime").read_text().split()[0])
@@ -95,7 +100,7 @@ def process_age_s(pid: int, proc: Path = PROC) -> float | None:
 
 
 def memory_bytes(pid: int, proc: Path = PROC) -> int:
-    """Return the memory of a process in bytes, with its part of shared memory; 0 if it is gone."""
+    """Return the memory of a process in bytes, with its share of shared memory; 0 if it is gone."""
     try:
         lines = (proc / str(pid) / "smaps_rollup").read_text().splitlines()
     except OSError:
@@ -104,13 +109,16 @@ def memory_bytes(pid: int, proc: Path = PROC) -> int:
 
 
 def is_stopped(pid: int) -> bool:
-    """Return whether a process is stopped (SIGSTOP, SIGTSTP). False if it is gone."""
+    """Return whether a signal (SIGSTOP, SIGTSTP) has stopped a process. False if it is gone."""
     stat = read_stat(pid)
     return stat is not None and stat.state == STOPPED
 
 
 def num_oom_kills(proc: Path = PROC, cgroups: Path = CGROUPS) -> int | None:
-    """Return how many processes of this control group ran out of memory; None: not reported."""
+    """Return how many processes of this control group the kernel has killed for lack of memory.
+
+    Return None if the kernel does not report the number.
+    """
     try:
         lines = (proc / "self" / "cgroup").read_text().splitlines()
     except OSError:
@@ -127,9 +135,9 @@ def num_oom_kills(proc: Path = PROC, cgroups: Path = CGROUPS) -> int | None:
 
 
 def explain_kill(number: Signals, num_before: int | None) -> str:
-    """Return what is known about a death by signal `number`; "" if nothing is.
+    """Return why the signal `number` killed a process, if that is known; "" if not.
 
-    num_before   `num_oom_kills` when the process was started
+    num_before   `num_oom_kills()` when the process was started
     """
     if number is not SIGKILL:
         return ""
@@ -140,7 +148,7 @@ def explain_kill(number: Signals, num_before: int | None) -> str:
 
 
 def is_ending(pid: int) -> bool:
-    """Return whether a process is gone, or about to end: a large one takes a while to die."""
+    """Return whether a process has ended or is about to, which takes a large process a while."""
     stat = read_stat(pid)
     if stat is None:
         return (PROC / "self").exists()

@@ -1,8 +1,9 @@
 """Checks that Tidegate's top-level packages, which have common names, are complete and unchanged.
 
-Another distribution may have a package of the same name. In the same environment it hides ours, or
-its files are mixed into ours, and uninstalling it removes ours with them. The checks compare the
-installer's list of files (RECORD) and the places where Python finds the packages.
+Another distribution may contain a package with the same name. If it is installed in the same
+environment, its package hides ours, or its files are mixed with ours, and uninstalling it also
+removes files of ours. The checks look up where Python finds the packages, and compare their files
+with the installer's list (RECORD).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOMS = ("protocol", "gateway", "engine_core", "worker", "tools")
+"""The names of Tidegate's packages."""
 HOME = Path(__file__).parents[1]
 """The directory with all packages of this installation."""
 REMEDY = (
@@ -21,7 +23,7 @@ REMEDY = (
     "uv tool install 'tidegate[all]'"
 )
 _SOURCES = (".py", ".so")
-_BEGINNINGS = tuple(f"{room}/{name}.py" for room in ROOMS for name in ("__init__", "__main__"))
+_FIRST_FILES = tuple(f"{room}/{name}.py" for room in ROOMS for name in ("__init__", "__main__"))
 _INFO = ".dist-info"
 
 
@@ -30,22 +32,24 @@ class PackageProblem:
     """A problem with the installed packages."""
 
     message: str
-    #: Whether the programs would not work, or work wrongly.
+    #: Whether Tidegate would fail or work wrongly because of it.
     is_fatal: bool = True
 
 
 def check_rooms(home: Path = HOME, *, thorough: bool = False) -> list[PackageProblem]:
     """Return the problems of the installed packages, without importing them.
 
-    thorough   check the size of every file. Otherwise only the first files of each package, which
-               another package replaces first; that takes a few milliseconds
+    home       the directory that contains the packages
+    thorough   compare the size of every file. Otherwise compare only `__init__.py` and
+               `__main__.py`, which another package of the same name would also have; this takes a
+               few milliseconds
     """
     found = [PackageProblem(message) for room in ROOMS if (message := _misplaced(room, home))]
     return found or list(_mixed(home, thorough))
 
 
 def _misplaced(room: str, home: Path) -> str:
-    """Return why Python would import something else under this name; "" if it would not."""
+    """Return why `import room` would not import our package; "" if it would."""
     try:
         spec = importlib.util.find_spec(room)
     except (ImportError, ValueError):
@@ -53,7 +57,7 @@ def _misplaced(room: str, home: Path) -> str:
     ours = home / room
     if not (ours / "__init__.py").is_file():
         return f"the package {room} has no __init__.py: a part of Tidegate was removed from {ours}"
-    # A folder without an __init__.py is a package, too. It hides ours in an editable install.
+    # A folder without __init__.py is a package, too, and hides ours in an editable installation.
     folders = [*(spec.submodule_search_locations or ())] if spec else []
     if folders:
         found = Path(folders[0])
@@ -70,7 +74,7 @@ def _misplaced(room: str, home: Path) -> str:
 
 
 def _mixed(home: Path, thorough: bool) -> Iterator[PackageProblem]:
-    """Yield the differences from the list of installed files, which a source tree does not have."""
+    """Yield the differences between our files and the installer's list; none in a source tree."""
     ours = _installed(home)
     if not ours:
         return
@@ -81,7 +85,7 @@ def _mixed(home: Path, thorough: bool) -> Iterator[PackageProblem]:
         path
         for path, size in ours.items()
         if path in there
-        and (thorough or path.endswith(_BEGINNINGS))
+        and (thorough or path.endswith(_FIRST_FILES))
         and os.stat(home / path).st_size != size
     ]
     if not (missing or changed or foreign):
@@ -106,7 +110,7 @@ def _mixed(home: Path, thorough: bool) -> Iterator[PackageProblem]:
 
 
 def _installed(home: Path) -> Mapping[str, int]:
-    """Return path -> size of the source files that were installed with Tidegate."""
+    """Return the size of each source file in the installer's list, by path."""
     for record in home.glob(f"tidegate-*{_INFO}/RECORD"):
         rows = (line.rsplit(",", 2) for line in record.read_text().splitlines())
         return {
@@ -118,7 +122,7 @@ def _installed(home: Path) -> Mapping[str, int]:
 
 
 def _files(home: Path) -> Iterator[str]:
-    """Yield the paths of all source files in our packages."""
+    """Yield the paths of all source files that are in our packages now."""
     folders = list(ROOMS)
     while folders:
         folder = folders.pop()
@@ -132,7 +136,7 @@ def _files(home: Path) -> Iterator[str]:
 
 
 def _owners(home: Path, paths: Iterable[str]) -> dict[str, str]:
-    """Return path -> "NAME VERSION" of the other distribution in `home` that installed it."""
+    """Return "NAME VERSION" of the other distribution that installed a path, for each such path."""
     wanted = set(paths)
     found = {}
     for record in home.glob(f"*{_INFO}/RECORD"):
@@ -147,6 +151,6 @@ def _owners(home: Path, paths: Iterable[str]) -> dict[str, str]:
 
 
 def _listed(names: list[str]) -> str:
-    """Return the first name, and the number of further names."""
+    """Return the first name and the number of the others: "a.py (and 3 more)"."""
     more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
     return names[0] + more if names else ""

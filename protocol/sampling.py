@@ -1,8 +1,7 @@
 """Sampling parameters of one generation, and their bounds.
 
-The bounds are declared here once. HTTP schemas use the same annotated types, so any number that a
-route accepts is accepted by the engine, too. Parameters that concern text or choices (stop strings,
-n) are not here.
+HTTP schemas use the annotated types of this module, so the engine accepts every number that a route
+accepts. Parameters that concern text or choices (stop strings, n) are declared in the gateway.
 """
 
 from __future__ import annotations
@@ -20,11 +19,13 @@ MAX_LOGPROBS = 20
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 128
-"""Counted as a user writes them."""
+"""Most bad words in a request, as its user writes them."""
 MAX_BAD_SEQUENCES = 2 * MAX_BAD_WORDS
-"""A word has up to two spellings in tokens: at the start of a text, and after a space."""
+"""Most token sequences for these words. A word has up to two: at the start of a text, and after a
+space.
+"""
 MAX_BAD_TOKENS = 1024
-"""Of all sequences together."""
+"""Most tokens in all these sequences together."""
 MAX_ALLOWED_TOKEN_IDS = 1024
 MAX_LOGPROB_TOKEN_IDS = 128
 MAX_TOKENS = 1 << 24
@@ -38,7 +39,9 @@ TopK = Annotated[int, Meta(ge=-1, le=1 << 24)]
 MinP = Annotated[float, Meta(ge=0, le=1)]
 AdditivePenalty = Annotated[float, Meta(ge=-2, le=2)]
 RepetitionPenalty = Annotated[float, Meta(ge=0.01, le=10)]
-"""Logits are multiplied or divided by it; with a value closer to 0 they could overflow."""
+"""The sampler multiplies or divides logits by this value. They could overflow if it were closer to
+0.
+"""
 Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 StopTokenIds = Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKEN_IDS)]
@@ -52,13 +55,14 @@ LogprobTokenIds = Annotated[list[TokenId], Meta(max_length=MAX_LOGPROB_TOKEN_IDS
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """All sampling parameters of one generation. No other defaults are applied later."""
+    """The sampling parameters of one generation. An engine applies no other defaults."""
 
-    #: None: until the context is full. 0: only compute the prompt (for its logprobs).
+    #: Most tokens of the answer. None: until the context is full. 0: only compute the prompt, for
+    #: its logprobs.
     max_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None
-    #: No stop token is sampled before this many tokens.
+    #: Fewest tokens of the answer: no stop token is sampled before this many tokens.
     min_tokens: MinTokens = 0
-    #: 0: greedy, the most likely token.
+    #: 0: greedy, which always samples the most likely token.
     temperature: Temperature = 1.0
     top_p: TopP = 1.0
     #: 0 or -1: off.
@@ -67,26 +71,27 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     frequency_penalty: AdditivePenalty = 0.0
     presence_penalty: AdditivePenalty = 0.0
     repetition_penalty: RepetitionPenalty = 1.0
-    #: None: the engine draws one.
+    #: None: the engine draws a random seed.
     seed: Seed | None = None
     #: Tokens that end the answer, in addition to the model's end tokens.
     stop_token_ids: StopTokenIds = []
-    #: Do not end the answer at the model's end tokens.
+    #: Whether the answer continues after the model's end tokens.
     ignore_eos: bool = False
     logit_bias: LogitBias = {}
-    #: None: none. n: those of the sampled token and of the n most likely ones.
+    #: Report the logprobs of the sampled token and of this many most likely tokens. None: report
+    #: no logprobs.
     logprobs: NumLogprobs | None = None
-    #: The same for each prompt token after the first.
+    #: The same as `logprobs`, for each prompt token after the first.
     prompt_logprobs: NumLogprobs | None = None
     #: Token sequences that the answer never contains.
     bad_words: BadWords = []
-    #: None: all tokens. Otherwise only these are sampled; this includes end tokens.
+    #: The only tokens that may be sampled; end tokens are not exempt. None: all tokens.
     allowed_token_ids: AllowedTokenIds | None = None
-    #: Tokens whose logprobs are reported at each sampled token, whichever token was sampled.
+    #: Tokens whose logprobs are reported with each sampled token, whichever token that is.
     logprob_token_ids: LogprobTokenIds = []
-    #: The distribution of `logprobs`. "model": the model's. "sampling": the one the token was drawn
-    #: from, after all parameters above and the grammar. "both": the model's, with the other one's
-    #: logprobs of the same tokens added.
+    #: The distribution that `logprobs` are computed from. "model": the model's. "sampling": the one
+    #: that the token was drawn from, after the grammar and all parameters above. "both": report the
+    #: model's logprobs, and in addition those of the same tokens in the other distribution.
     logprobs_of: LogprobsOf = "model"
 
     def __post_init__(self) -> None:
@@ -126,12 +131,12 @@ _FLOATS = (
 
 
 def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
-    """Raise InvalidRequest, which names the element, if a token id is not in the vocabulary."""
+    """Raise InvalidRequest if a token id in `params` is not in the vocabulary."""
     for field, ids in (
         ("stop_token_ids", params.stop_token_ids),
         ("allowed_token_ids", params.allowed_token_ids or ()),
         ("logprob_token_ids", params.logprob_token_ids),
-        *((f"bad_words[{place}]", word) for place, word in enumerate(params.bad_words)),
+        *((f"bad_words[{i}]", word) for i, word in enumerate(params.bad_words)),
     ):
         check_token_ids(ids, vocab_size, field)
     worst = max(params.logit_bias, default=0)
@@ -140,10 +145,10 @@ def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
 
 
 def check_token_ids(ids: Sequence[int], vocab_size: int, field: str) -> None:
-    """Raise InvalidRequest, which names the element, if an id is not in the vocabulary."""
+    """Raise InvalidRequest if an element of `ids`, the field `field`, is not in the vocabulary."""
     if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
-        place = next(i for i, token_id in enumerate(ids) if not 0 <= token_id < vocab_size)
-        raise _unknown_token(ids[place], vocab_size, f"{field}[{place}]")
+        index = next(i for i, token_id in enumerate(ids) if not 0 <= token_id < vocab_size)
+        raise _unknown_token(ids[index], vocab_size, f"{field}[{index}]")
 
 
 def _unknown_token(token_id: int, vocab_size: int, param: str) -> InvalidRequest:

@@ -1,14 +1,15 @@
 """The client's half of the protocol with an engine, without I/O.
 
 A session numbers requests, tracks which are open, and turns messages into reports on each request.
-The client libraries and the gateway share it, so they cannot drift. Time is an argument (seconds of
-any steady clock). Its laws:
+The client libraries and the gateway use the same class, so they behave alike. The current time is
+an argument, in seconds of any steady clock. A session guarantees:
 
-- an opened request gets exactly one end: `Refused`, or an `Output` with `finish`;
-- the session itself can produce that end: if the engine sends EngineStopped, is silent beyond the
-  lease, restarts with a new epoch, or its connection breaks, every open request ends with
-  finish="error";
-- after its end, or after `abort`, a request gets no more reports: late messages are dropped, and so
+- An opened request gets exactly one end: `Refused`, the reply to its command, or an `Output` with
+  `finish`.
+- If the engine is lost, the session itself produces that end: every open request ends with
+  finish="error". An engine is lost if it sends EngineStopped, is silent beyond the lease, restarts
+  with a new epoch, or if the connection to it breaks.
+- After its end, or after `abort`, a request gets no more reports. Late messages are dropped, and so
   are messages that do not answer the request.
 """
 
@@ -58,19 +59,20 @@ PING_EVERY_S = 0.5
 LEASE_S = 4.0
 MAX_LOADING_RETRY_S = 10.0
 MAX_TICK_GAP_S = 1.0
-"""After a longer time without a `tick`, this process was suspended or too busy."""
+"""If more time passes between two calls of `tick`, this process was suspended or too busy."""
 
 RequestReport = tuple[int, Accepted | Refused | Output | Aborted | Profiled | EngineStatus]
-"""(request, report on it)"""
+"""A request, and a report on it."""
 
 Command = TypeVar("Command", Generate, AbortByLabel, Profile, GetStatus)
-"""A message that opens a request. An engine that is lost ends it with an error."""
+"""A message that opens a request. If the engine is lost, the request ends with an error."""
 REPLY_TYPES: dict[type, tuple[type, ...]] = {
     Generate: (Accepted, Refused, Output),
     AbortByLabel: (Aborted,),
     Profile: (Profiled, Refused),
     GetStatus: (EngineStatus,),
 }
+"""Command -> the reports that may answer it."""
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -89,7 +91,11 @@ class GenerateOptions(TypedDict, total=False):
 
 
 class Session:
-    """One client's session with one engine. Until Welcome, model, limits and epoch are None."""
+    """One client's session with one engine.
+
+    `model`, `limits` and `epoch` are those of the last Welcome, and None before the first one. When
+    the engine is lost, `epoch` becomes None again.
+    """
 
     def __init__(self, name: str, *, lease_s: float = LEASE_S) -> None:
         self.model: ModelCard | None = None
@@ -99,7 +105,7 @@ class Session:
         self.open: dict[int, type] = {}  # request -> type of the message that opened it
         self.not_ready_error: ServingError = EngineNotReady("the engine has not answered yet")
         self.last_received_at: float | None = None  # time of the last message
-        self.num_refused_early = 0  # refused from a cached refusal, since the last Ping
+        self.num_refused_early = 0  # by this client, from a cached refusal, since the last Ping
         self._name = name
         self._lease_s = lease_s
         self._next_request = 1
@@ -111,12 +117,12 @@ class Session:
 
     @property
     def has_stats(self) -> bool:
-        """Whether `stats` are those of the current engine."""
+        """Whether `stats` were sent by the current engine."""
         return self.is_ready and self._stats_epoch == self.epoch
 
     @property
     def is_ready(self) -> bool:
-        """Whether the engine accepts requests; if not, `not_ready_error` says why."""
+        """Whether the engine accepts requests. If not, `not_ready_error` gives the reason."""
         return self.epoch is not None
 
     def generate(
@@ -125,7 +131,7 @@ class Session:
         params: SamplingParams,
         **options: Unpack[GenerateOptions],
     ) -> Generate:
-        """Return the message that opens a request.
+        """Open a generation. Return the message to send.
 
         Raises EngineNotReady or EngineLost if there is no engine.
         """
@@ -136,25 +142,27 @@ class Session:
         )
 
     def abort_by_label(self, names: Sequence[str], *, everything: bool = False) -> AbortByLabel:
-        """Return the message that aborts requests of any client by their names, or all of them.
+        """Open a request that aborts requests of any client by name. Return the message to send.
 
-        It opens a request of its own, which ends with an Aborted, or with an error if the engine is
-        lost. Raises EngineNotReady or EngineLost if there is no engine.
+        everything   abort all requests, and ignore `names`
+
+        The opened request ends with an Aborted, or with an error if the engine is lost. Raises
+        EngineNotReady or EngineLost if there is no engine.
         """
         return self._opened(
             AbortByLabel(request=self._next_request, names=list(names), everything=everything)
         )
 
     def profile(self, steps: int, directory: str) -> Profile:
-        """Return the message that starts a profile. It ends with Profiled or Refused."""
+        """Open a request, which ends with Profiled or Refused. Return the message to send."""
         return self._opened(Profile(request=self._next_request, steps=steps, directory=directory))
 
     def get_status(self, max_rows: int) -> GetStatus:
-        """Return the message that requests the status. It ends with EngineStatus."""
-        return self._opened(GetStatus(request=self._next_request, most=max_rows))
+        """Open a request, which ends with an EngineStatus. Return the message to send."""
+        return self._opened(GetStatus(request=self._next_request, max_rows=max_rows))
 
     def _opened(self, message: Command) -> Command:
-        """Open the request of `message`, and return the message."""
+        """Record that the request of `message` is open. Return `message`."""
         self._check_ready()
         self._next_request += 1
         self.open[message.request] = type(message)
@@ -166,24 +174,27 @@ class Session:
             raise type(error)(error.message, retry_after_s=error.retry_after_s)
 
     def abort(self, request: int) -> Abort | None:
-        """Forget `request`. Return the message to send, or None if it has ended already."""
+        """End `request` without a report. Return the message to send; None if it has ended."""
         if request not in self.open:
             return None
         del self.open[request]
         return Abort(requests=[request])
 
     def request_abort(self, request: int) -> Abort | None:
-        """Return the message that aborts `request`, which stays open until its end is reported."""
+        """Return the message that aborts `request`; None if the request has ended already.
+
+        Unlike after `abort`, the request stays open until the engine reports its end.
+        """
         return Abort(requests=[request]) if request in self.open else None
 
     def goodbye(self) -> Goodbye:
-        """Forget all requests. Return the last message to send."""
+        """End all requests without a report. Return the last message to send."""
         self.open.clear()
         self.epoch = None
         return Goodbye()
 
     def receive(self, message: ToClient, now: float) -> list[RequestReport]:
-        """Handle one message. Return its reports on open requests."""
+        """Handle one message from the engine. Return its reports on open requests."""
         self.last_received_at = now
         match message:
             case Outputs():
@@ -191,15 +202,15 @@ class Session:
             case Accepted(request=request):
                 return [(request, message)] if self._is_answer(request, message) else []
             case Refused(request=-1, error=error):
-                # The engine could not read one of our messages, so our views of the open requests
-                # may differ. A new Hello makes it forget all of them.
+                # The engine could not read one of our messages, so it may not know all open
+                # requests. A new Hello makes it drop all requests of this client.
                 self._last_sent_at = float("-inf")
                 return self._on_lost(
                     f"the engine could not read this client's message: {error.message}"
                 )
             case SessionLost(why=why):
                 self._last_sent_at = float("-inf")
-                # Before a Welcome it answers a message that was sent to the previous engine.
+                # Before Welcome, SessionLost answers a message meant for the previous engine.
                 return self._on_lost(why) if self.is_ready else []
             case Loading(elapsed_s=elapsed_s):
                 self._on_loading(elapsed_s)
@@ -210,7 +221,7 @@ class Session:
             case Refused() | Aborted() | Profiled() | EngineStatus():
                 return self._on_last_reply(message)
             case ResourcesFreed():
-                return []  # these requests have ended already
+                return []  # the ends of these requests were reported already
             case Welcome():
                 return self._on_welcome(message)
             case Pong():
@@ -219,13 +230,15 @@ class Session:
                 return self._on_lost(error.message)
 
     def on_connected(self) -> None:
-        """Handle a new connection: Hello is sent at the next tick."""
+        """Handle a new connection: the next `tick` returns a Hello."""
         if not self.is_ready:
             self._last_sent_at = float("-inf")
 
     def on_disconnected(self) -> list[RequestReport]:
-        """Handle a broken connection: the engine has forgotten this client. Return the ends of all
-        open requests. Call it after everything that arrived over the connection has been received.
+        """Handle a broken connection, after which the engine drops this client. Return the ends of
+        all open requests.
+
+        Call this after all messages that arrived over the connection have been received.
         """
         reason = "the connection to the engine broke"
         if self._is_loading:
@@ -233,7 +246,10 @@ class Session:
         return self._on_lost(reason) if self.is_ready else []
 
     def tick(self, now: float) -> tuple[list[ToEngine], list[RequestReport]]:
-        """Return messages to send and the ends of lost requests. Call it a few times a second."""
+        """Return the messages to send at `now`, and the ends of requests that were lost.
+
+        Call this a few times a second.
+        """
         self._discount_sleep(now)
         reports: list[RequestReport] = []
         if (
@@ -253,7 +269,7 @@ class Session:
         return [Hello(protocol=PROTOCOL_VERSION, name=self._name, pid=os.getpid())], reports
 
     def _discount_sleep(self, now: float) -> None:
-        """Do not count time in which this process was suspended as silence of the engine."""
+        """Do not count time during which this process was suspended as silence of the engine."""
         gap_s = 0.0 if self._last_tick_at is None else now - self._last_tick_at
         self._last_tick_at = now
         if self.last_received_at is not None and gap_s > MAX_TICK_GAP_S:
@@ -304,7 +320,7 @@ class Session:
             self._read_bytes = max(self._read_bytes, message.sent_bytes)
             return []
         self._last_sent_at = float("-inf")  # Hello at the next tick, not a second later
-        # Without a session all losses are reported already; this may be an old Pong.
+        # Before Welcome all losses are reported already, and this may be an old Pong.
         return self._on_lost("the engine was restarted") if self.is_ready else []
 
     def _on_lost(self, reason: str) -> list[RequestReport]:

@@ -1,11 +1,14 @@
-"""ZeroMQ sockets: the only module that makes them and sets their options.
+"""ZeroMQ sockets. All other modules create sockets and set their options with this one.
 
-The engine always binds (a ROUTER for clients, a ROUTER for its workers), and so does a worker whose
-K/V is fetched by others (kv.py). All other processes connect a DEALER and may come and go.
+The engine binds two ROUTER sockets, one for its clients and one for its workers. A worker that
+exports K/V (kv.py) binds a ROUTER for its readers. All other sockets are DEALERs, which connect and
+may disconnect at any time.
 
-An address is an `ipc://` path in a directory that only its owner can enter; a path that others
-could write to is refused. Or it is `tcp://HOST:PORT`, with a cluster key (cluster_key.py) at both
-ends: the connection is encrypted, and peers without the key get no answer. TCP always needs a key.
+An address is one of:
+
+- `ipc://PATH`. The directory of the socket must be one that only its owner can enter.
+- `tcp://HOST:PORT`, which always needs the cluster key (cluster_key.py) at both ends. The
+  connection is encrypted, and peers without the key get no answer.
 """
 
 from __future__ import annotations
@@ -31,15 +34,17 @@ from protocol.cluster_key import ClusterKey
 from protocol.wire import MAX_MESSAGE_BYTES
 
 MAX_IPC_PATH = 107
-"""Bytes in sockaddr_un, without the terminating zero (man 7 unix)."""
+"""Most bytes in the path of a Unix socket, without the terminating zero (man 7 unix)."""
 SEND_QUEUE = 10_000
-"""Frames queued for a peer that does not read. If the queue is full, sends fail at once and the
-peer counts as gone.
+"""Most frames queued for a peer that does not read. If the queue is full, sends fail at once, and
+the peer is treated as gone.
 """
 LINGER_MS = 500
-"""Time in which a closing socket still delivers queued messages."""
+"""Time during which a closed socket still sends its queued messages."""
 HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 1_000, 5_000
-"""A host that vanishes, or a process that is stopped, closes no connection."""
+"""Interval of heartbeats, and the time after which a silent peer is disconnected. Without them, the
+connection to a host that vanishes or to a process that is stopped (SIGSTOP) would stay open.
+"""
 _UP = zmq.EVENT_CONNECTED
 _DOWN = (
     zmq.EVENT_CONNECT_RETRIED
@@ -52,7 +57,7 @@ _DOWN = (
 _TCP = re.compile(r"tcp://(?P<host>\[[0-9A-Fa-f:.]+(%\w+)?\]|[^\s:/\[\]]+):(?P<port>\d{1,5})")
 _ANY_HOST = ("*", "0.0.0.0", "[::]")
 _ZAP = "inproc://zeromq.zap.01"
-"""Address where libzmq asks whether to admit a peer: https://rfc.zeromq.org/spec/27/."""
+"""Address where libzmq requests a decision about each new peer: https://rfc.zeromq.org/spec/27/."""
 
 
 def run_directory(port: int) -> Path:
@@ -63,12 +68,15 @@ def run_directory(port: int) -> Path:
 
 
 def engine_address(port: int = 8000) -> str:
-    """Return the engine's address of the server on HTTP port `port`."""
+    """Return the address of the engine of the server on HTTP port `port`."""
     return f"ipc://{run_directory(port) / 'engine.sock'}"
 
 
 def make_private(directory: Path) -> None:
-    """Create `directory` and its parent with mode 0700. Raises PermissionError if they differ."""
+    """Create `directory` and its parent with mode 0700.
+
+    Raises PermissionError if one of them exists and other users can enter it.
+    """
     for path in (directory.parent, directory):
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         info = path.lstat()
@@ -92,13 +100,16 @@ def bind_router(
     send_queue: int = SEND_QUEUE,
     heartbeat: bool = False,
 ) -> zmq.Socket[bytes]:
-    """Bind a ROUTER. Sending to a peer that is gone raises zmq.ZMQError (EHOSTUNREACH).
+    """Return a ROUTER that is bound to `address`.
 
-    On TCP only peers with `key` are admitted. Raises ValueError as `check_address` does.
+    key          cluster key that TCP peers must have
+    send_queue   most messages queued for a peer that does not read
+    heartbeat    disconnect a peer that is stopped (SIGSTOP) for HEARTBEAT_TIMEOUT_MS; always on for
+                 TCP. Threads of libzmq send and answer heartbeats, so a peer that is only busy
+                 stays connected
 
-    send_queue   messages queued for a peer that does not read
-    heartbeat    break the connection of a stopped peer after HEARTBEAT_TIMEOUT_MS; always on for
-                 TCP. libzmq's own threads do this at both ends, so a busy peer keeps its connection
+    Sending to a peer that is gone raises zmq.ZMQError (EHOSTUNREACH). This function raises
+    ValueError as `check_address` does.
     """
     path = check_address(address, key)
     socket = _socket(context, zmq.ROUTER)
@@ -118,10 +129,10 @@ def bind_router(
 
 @dataclass(frozen=True, slots=True)
 class PeerConnection:
-    """The operating system's socket of a ROUTER's peer."""
+    """The system socket that connects a ROUTER with one of its peers."""
 
     descriptor: int
-    inode: int  #: identifies the socket, as a descriptor number can be reused
+    inode: int  #: identifies the socket, because the number of a descriptor can be reused
 
     @classmethod
     def from_frame(cls, frame: zmq.Frame) -> Self | None:
@@ -135,13 +146,13 @@ class PeerConnection:
     def shut_down(self) -> None:
         """End the connection. libzmq then frees the messages queued for the peer, after LINGER_MS.
 
-        libzmq's heartbeat does not end the connection of a peer that reads nothing: the PING queues
-        behind the unread bytes, and its timeout starts when it is sent.
+        Heartbeats do not end the connection of a peer that reads nothing. The PING waits in the
+        queue after the unread bytes, and its timeout starts only when it is sent.
         """
         family, kind = system_socket.AF_UNSPEC, system_socket.SOCK_STREAM
         with (
-            contextlib.suppress(OSError),  # it is closed
-            # A duplicate descriptor, which cannot be reused for another file.
+            contextlib.suppress(OSError),  # the connection is closed already
+            # A duplicate of the descriptor, which cannot be reused for another file meanwhile.
             system_socket.fromfd(self.descriptor, family, kind) as own,
         ):
             if os.fstat(own.fileno()).st_ino == self.inode:
@@ -151,12 +162,12 @@ class PeerConnection:
 def connect_dealer(
     context: zmq.Context[zmq.Socket[bytes]], address: str, key: ClusterKey | None = None
 ) -> zmq.Socket[bytes]:
-    """Connect a DEALER. It connects when the engine appears, and reconnects when the engine
-    restarts.
+    """Return a DEALER that connects to `address` when a process binds it, and reconnects when that
+    process restarts.
 
-    Messages sent without an engine wait for the next one. That does no harm: an engine refuses
-    clients before their Hello. (ZMQ_IMMEDIATE would avoid the wait, but at a disconnect it drops
-    received messages that were not read yet: the engine's last ones.)
+    Messages sent while no engine is there are queued for the next one. This does no harm, because
+    an engine refuses all messages of a client before its Hello. ZMQ_IMMEDIATE would not queue them,
+    but it also drops received messages at a disconnect, such as the last ones of the engine.
 
     Raises ValueError as `check_address` does.
     """
@@ -168,7 +179,10 @@ def connect_dealer(
 def connect_monitored(
     context: zmq.Context[zmq.Socket[bytes]], address: str, key: ClusterKey | None = None
 ) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-    """Connect a DEALER with a monitor of its connection. Close both with `close_monitored`."""
+    """Return a DEALER as `connect_dealer` does, and a monitor of its connection.
+
+    Close both with `close_monitored`.
+    """
     socket = _dealer(context, address, key)
     monitor = socket.get_monitor_socket(_UP | _DOWN)
     socket.connect(address)
@@ -176,9 +190,10 @@ def connect_monitored(
 
 
 def read_connection_events(monitor: zmq.Socket[bytes]) -> list[bool]:
-    """Return the changes of the connection since the last call, without waiting. True: connected.
-    False: disconnected, or not connected. Messages that arrived before a disconnect can still be
-    read.
+    """Return the changes of the connection since the last call, without waiting.
+
+    True means that it was established. False means that it was lost, or could not be established.
+    Messages that arrived before the loss can still be received.
     """
     events = []
     while monitor.poll(0):
@@ -212,8 +227,8 @@ def _dealer(
 def check_address(address: str, key: ClusterKey | None = None) -> Path | None:
     """Return the path of an ipc address; None for TCP.
 
-    Raises ValueError for any other transport, an overlong path, a malformed host or port, or TCP
-    without a key.
+    Raises ValueError for another transport, a path that is too long, a malformed host or port, or
+    TCP without a key.
     """
     transport, _, path = address.partition("://")
     if transport == "tcp":
@@ -231,7 +246,7 @@ def check_address(address: str, key: ClusterKey | None = None) -> Path | None:
 
 
 def is_connectable(address: str) -> bool:
-    """Return whether others can connect to it. "tcp://0.0.0.0:5600" is only good to bind."""
+    """Return whether a socket can connect to `address`. "tcp://0.0.0.0:5600" can only be bound."""
     return not address.startswith(tuple(f"tcp://{host}:" for host in _ANY_HOST))
 
 
@@ -252,7 +267,7 @@ def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[by
     return socket
 
 
-# ---- TCP: CURVE, with the key pairs that follow from the cluster's key
+# ---- TCP: CURVE, with the key pairs that are derived from the cluster key
 
 
 def _secure_server(
@@ -261,7 +276,7 @@ def _secure_server(
     address: str,
     key: ClusterKey | None,
 ) -> None:
-    assert key is not None  # check_address
+    assert key is not None  # by `check_address`
     _set_up_tcp(socket, address)
     _start_admission(context)
     socket.setsockopt(zmq.CURVE_SERVER, 1)
@@ -271,7 +286,7 @@ def _secure_server(
 
 
 def _secure_client(socket: zmq.Socket[bytes], address: str, key: ClusterKey | None) -> None:
-    assert key is not None  # check_address
+    assert key is not None  # by `check_address`
     _set_up_tcp(socket, address)
     socket.setsockopt(zmq.CURVE_SERVERKEY, key.server.public)
     socket.setsockopt(zmq.CURVE_PUBLICKEY, key.client.public)
@@ -289,8 +304,8 @@ def _set_up_heartbeat(socket: zmq.Socket[bytes]) -> None:
 
 
 def _start_admission(context: zmq.Context[zmq.Socket[bytes]]) -> None:
-    """Start the admission thread of a context, which ends with the context."""
-    # No other code closes a socket of a shadow context while the thread waits.
+    """Start the thread that runs `_admit` for a context, unless it runs already."""
+    # Through a shadow context, no other code closes the socket while the thread uses it.
     shadow: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(context.underlying)
     socket = shadow.socket(zmq.REP)
     socket.setsockopt(zmq.LINGER, 0)
@@ -298,14 +313,17 @@ def _start_admission(context: zmq.Context[zmq.Socket[bytes]]) -> None:
         socket.bind(_ZAP)
     except zmq.ZMQError as error:
         socket.close()
-        if error.errno != errno.EADDRINUSE:  # it runs already
+        if error.errno != errno.EADDRINUSE:  # the thread runs already
             raise
         return
     threading.Thread(target=_admit, args=(socket,), name="admission", daemon=True).start()
 
 
 def _admit(socket: zmq.Socket[bytes]) -> None:
-    """Admit peers whose public key is the ZAP domain of the socket, until the context ends."""
+    """Answer the ZAP requests of libzmq, until the context ends.
+
+    A peer is admitted if its public key is the ZAP domain of the socket that it connects to.
+    """
     with socket, contextlib.suppress(zmq.ContextTerminated):
         while True:
             version, number, domain, _host, _name, mechanism, *keys = socket.recv_multipart()

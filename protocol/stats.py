@@ -1,4 +1,4 @@
-"""Statistics of one engine: gauges of its current state, and counters since its start."""
+"""Statistics of one engine: values of its current state, and counters since its start."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import msgspec
 
 
 class WorkerView(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """What the worker is doing now, as its engine sees it. Durations are in seconds.
+    """The current work of a worker, as known to its engine.
 
-    step             the oldest unfinished step; 0: the worker is idle
-    step_s           time since that step started
-    expected_s       expected duration of that step, at recent speed; 0: not known yet
+    engine_pid       pid of the engine
+    pid              pid of the worker
+    step             number of the oldest unfinished step; 0: the worker is idle
+    step_s           seconds since that step started
+    expected_s       seconds that the step should take at recent speed; 0: not known yet
     prompt_tokens    total length of the prompts of which the step computes a chunk
-    computed_tokens  tokens of these prompts computed before the step
-    trouble          why nothing is being computed; "": no problem
+    computed_tokens  tokens of these prompts that were computed before the step
+    trouble          why the worker is late, or that it is stopped; "": no problem
     """
 
     engine_pid: int = 0
@@ -27,7 +29,7 @@ class WorkerView(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
 
 
 class EngineStats(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """A snapshot of one engine. Counters (`num_*`) only grow within an epoch."""
+    """A snapshot of one engine. Counters (`num_*` and `busy_s`) never shrink within an epoch."""
 
     draining: bool = False  #: new requests are refused
     worker: WorkerView = WorkerView()
@@ -38,15 +40,15 @@ class EngineStats(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     total_blocks: int = 0
     clients: int = 0
     fetching: int = 0  #: K/V fetches in progress
-    leases: int = 0  #: of K/V kept for other engines
+    leases: int = 0  #: leases of K/V that is kept for other engines
     leased_blocks: int = 0
-    tier_blocks: dict[str, int] = {}  #: by tier (kv.KVTierNews)
+    tier_blocks: dict[str, int] = {}  #: number of stored blocks, by tier (kv.KVTierNews)
     tier_bytes: dict[str, int] = {}
     # ---- counters
     num_steps: int = 0
     num_accepted: int = 0
     num_refused: int = 0
-    num_refused_early: int = 0  #: by clients, from a cached engine refusal
+    num_refused_early: int = 0  #: refused by clients, from a cached refusal of the engine
     num_finished: dict[str, int] = {}  #: by finish reason
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
@@ -54,15 +56,15 @@ class EngineStats(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     num_fetched_tokens: int = 0  #: prompt tokens whose K/V was fetched
     num_fetched_bytes: int = 0
     num_fetches_failed: dict[str, int] = {}  #: by kind (kv.KVFailure)
-    num_timeouts: dict[str, int] = {}  #: by stage: queued (never started), running
+    num_timeouts: dict[str, int] = {}  #: by stage: queued (not started yet), running
     num_leases_ended: dict[str, int] = {}  #: by reason: taken, released, expired, yielded
-    num_tier_stored: dict[str, int] = {}  #: blocks, by tier
+    num_tier_stored: dict[str, int] = {}  #: blocks, by tier; so are the next three
     num_tier_dropped: dict[str, int] = {}
     num_tier_loaded: dict[str, int] = {}
     num_tier_failed: dict[str, int] = {}
     num_generated_tokens: int = 0
     num_preemptions: int = 0
     num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0  #: drafts that were right
+    num_accepted_tokens: int = 0  #: draft tokens that became part of an answer
     num_wire_errors: int = 0
-    busy_s: float = 0.0  #: time spent waiting for workers' results
+    busy_s: float = 0.0  #: seconds spent on steps

@@ -1,10 +1,12 @@
-"""Struct <-> frames: MessagePack with a version byte; large arrays get frames of their own.
+"""Encodes messages as ZeroMQ frames and decodes them: MessagePack, with extra frames for arrays.
 
-Frame 0 is the version byte, then the MessagePack map of the message. An `Array` is an extension
-value: `Ext(1, header + bytes)` if small, or `Ext(2, header + frame number)` if its bytes are in a
-later frame. A header is the dtype code and the number of dimensions (a byte each), then each
-dimension (uint32 LE). A receiver checks sizes and counts before it allocates. Malformed messages
-raise WireError and nothing else. There is no pickle and no code: data only.
+Frame 0 is a version byte, followed by the MessagePack map of the message. An `Array` in the map is
+an extension value: `Ext(1, header + bytes)` if it is small, or `Ext(2, header + frame number)` if
+its bytes are in a frame of their own. The header is the dtype code and the number of dimensions
+(one byte each), then each dimension (uint32, little-endian).
+
+The decoder checks sizes and counts before it allocates memory. For a malformed message it raises
+only WireError. Messages contain data only: there is no pickle, and nothing received is executed.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from protocol.errors import WireError
 
 WIRE_VERSION = 1
 INLINE_BYTES = 4096
-"""Arrays up to this size stay inside frame 0."""
+"""An array of up to this size is encoded in frame 0."""
 MAX_MESSAGE_BYTES = 256 << 20
 MAX_FRAMES = 64
 
@@ -29,12 +31,12 @@ _VERSION = bytes([WIRE_VERSION])
 _UINT32 = struct.Struct("<I")
 
 Frames = list[Any]
-"""bytes or memoryviews, ready for `Socket.send_multipart`."""
+"""The frames of one message, each bytes or a memoryview, for `Socket.send_multipart`."""
 T = TypeVar("T")
 
 
 def encode(message: msgspec.Struct) -> Frames:
-    """Return the frames of `message`. Buffers of large arrays are not copied."""
+    """Return the frames of `message`. The buffers of large arrays are not copied."""
     frames: Frames = [b""]
 
     def hook(value: Any) -> msgspec.msgpack.Ext:
@@ -52,9 +54,12 @@ def encode(message: msgspec.Struct) -> Frames:
 
 
 class Decoder(Generic[T]):
-    """Decodes the messages of one direction. Messages of other directions raise WireError.
+    """Decodes the messages of one direction, such as `ToClient`.
 
-    Not thread-safe: it stores the frames of the message while it is decoded.
+    kind   union of the message classes of that direction
+
+    Only one thread may use a decoder, because it stores the frames of the message that is being
+    decoded.
     """
 
     def __init__(self, kind: Any) -> None:
@@ -64,7 +69,10 @@ class Decoder(Generic[T]):
         )
 
     def decode(self, frames: Sequence[Any]) -> T:
-        """Return the message. Raises WireError if it is malformed or of another direction."""
+        """Return the message in `frames`.
+
+        Raises WireError if it is malformed, or a message of another direction.
+        """
         if not 1 <= len(frames) <= MAX_FRAMES:
             raise WireError(f"a message of {len(frames)} frames")
         size = sum(memoryview(frame).nbytes for frame in frames)
@@ -93,7 +101,7 @@ class Decoder(Generic[T]):
             if not 1 <= number < len(self._frames):
                 raise ValueError(f"frame {number} of {len(self._frames)}")
             return kind(self._frames[number], shape)
-        # The buffer belongs to the incoming frame; small arrays are copied out so it can be freed.
+        # `rest` keeps all of frame 0 alive. A copy of the small array allows freeing the frame.
         return kind(bytes(rest), shape)
 
 

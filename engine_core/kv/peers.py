@@ -75,7 +75,7 @@ class Peers:
             address=endpoint.address,
             num_tokens=request.num_computed,
             layout=endpoint.layout,
-            layout_text=endpoint.told,
+            layout_text=endpoint.layout_text,
             content=self._content(request, request.num_computed),
         )
         return seal.to_text(handle)
@@ -90,7 +90,7 @@ class Peers:
         handle = seal.from_text(text)
         if handle.layout != endpoint.layout:
             raise _refusal(
-                f"the K/V layouts differ: {handle.layout_text} there; {endpoint.told} here"
+                f"the K/V layouts differ: {handle.layout_text} there; {endpoint.layout_text} here"
             )
         if not 0 < handle.num_tokens <= request.prompt_tokens:
             raise _refusal(

@@ -1,9 +1,10 @@
-"""The configs: one frozen struct per process, with each field's type, default, bounds and help.
+"""The configs: one frozen struct per process, which declares the type, default, bounds and help of
+each field.
 
 `tidegate serve` generates its options from these declarations, so flags, help and documentation
-cannot drift from the code. Fields with `wiring=True` only connect processes and become no option.
-Facts found at start (number of blocks, real context length) are never written back here; they
-travel in `steps.WorkerReady` and `messages.Welcome`.
+cannot drift from the code. Fields with `wiring=True` connect processes, are set by code, and
+become no option. Facts found at start (number of blocks, real context length) are not stored in a
+config: they are sent in `steps.WorkerReady` and `messages.Welcome`.
 
     base.py     `about`, which describes a field, and the fields that several configs share
     worker.py   the worker: model, device, memory

@@ -1,4 +1,4 @@
-"""The base of all configs, the function that describes a field, and fields that configs share."""
+"""The base class of all configs, the function `about`, and fields that several configs share."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from protocol.log_lines import LogStyle
 def about(description: str, *, wiring: bool = False, **bounds: Any) -> Meta:
     """Return the metadata of a config field: its help text and its bounds.
 
-    A `wiring` field connects processes; it is not a command-line option.
+    wiring   the field connects processes: code sets it, and there is no command-line option for it
+    bounds   arguments of `msgspec.Meta`, such as `ge` and `le`
     """
     return Meta(description=description, extra={"wiring": wiring}, **bounds)
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of all configs: immutable and keyword-only. An unknown field raises, with its name."""
+    """Base of all configs. Decoding an unknown field raises an error that names the field."""
 
     def _make_absolute(self, *fields: str) -> None:
-        """Make the paths in `fields` absolute; call it from `__post_init__` only.
+        """Make the paths in `fields` absolute. Only `__post_init__` may call this.
 
-        The process that opens them may have another working directory than the user's shell.
+        The process that opens the paths may have another working directory than the user's shell.
         """
         for field in fields:
             if path := getattr(self, field):
@@ -42,4 +43,4 @@ LogFormat = Annotated[
     ),
 ]
 OnFailure = Literal["recompute", "error"]
-"""The action if K/V cannot be fetched: compute it again, or end the request with an error."""
+"""What to do if K/V cannot be fetched: compute it again, or end the request with an error."""

@@ -28,7 +28,10 @@ class EngineConfig(Config, frozen=True, kw_only=True):
     ] = True
     speculation: Annotated[
         Literal["none", "ngram", "model"],
-        about("draft tokens ahead; ngram: from the request's own text; model: with --draft-model"),
+        about(
+            "speculative decoding; ngram: draft from the request's own text; model: draft with "
+            "--draft-model"
+        ),
     ] = "none"
     max_drafts: Annotated[
         int, about("most tokens drafted in one step, per request", ge=1, le=64)
@@ -40,7 +43,8 @@ class EngineConfig(Config, frozen=True, kw_only=True):
     draft_width: Annotated[
         int,
         about(
-            "tokens in a step that double its time, to limit drafts; 0: as measured, or 32",
+            "number of tokens that doubles the time of a step, to limit drafts; 0: measure it, or "
+            "32 if that is not possible",
             ge=0,
             le=1 << 16,
         ),
@@ -48,8 +52,8 @@ class EngineConfig(Config, frozen=True, kw_only=True):
     role: Annotated[
         Literal["both", "prefill", "decode"],
         about(
-            "prefill: compute prompts for other engines; decode: continue their prompts, and "
-            "compute all others itself; both: do both"
+            "prefill: compute prompts for other engines; decode: continue prompts that other "
+            "engines computed, and compute all others; both: do both"
         ),
     ] = "both"
     cluster_key: SharedKey = ""

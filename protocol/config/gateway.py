@@ -66,7 +66,8 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
         str, about("SHA-256 of a tokenizer.json that passed its trial run, to skip it", wiring=True)
     ] = ""
     supervisor_digest: Annotated[
-        str, about("digest of the key with which the supervisor checks this gateway", wiring=True)
+        str,
+        about("digest of the API key that the supervisor uses to check this gateway", wiring=True),
     ] = ""
     insecure_no_auth: Annotated[
         bool, about("allow a --host that other machines can reach, although there is no API key")
@@ -178,7 +179,7 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
     resume_s: Annotated[
         float,
         about(
-            "seconds that a resumable stream is continued and kept without a client", ge=0, le=86400
+            "seconds that a resumable stream continues and is kept without a client", ge=0, le=86400
         ),
     ] = 60.0
 

@@ -15,8 +15,8 @@ class SupervisorConfig(Config, frozen=True, kw_only=True):
     restart: Annotated[
         bool,
         about(
-            "restart an engine or a gateway that dies, while the others keep serving; without it "
-            "all stop, with an exit code that shows the cause"
+            "restart an engine or a gateway that exits, while the others keep serving; without "
+            "this option all stop, with an exit code that shows the cause"
         ),
     ] = False
     restart_limit: Annotated[
@@ -35,7 +35,7 @@ class SupervisorConfig(Config, frozen=True, kw_only=True):
 
     @property
     def max_restarts(self) -> int:
-        """The restarts allowed within five minutes; 0 if restarting is off."""
+        """The number of restarts allowed within five minutes; 0 if `restart` is off."""
         return self.restart_limit if self.restart else 0
 
 

@@ -37,7 +37,7 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
     share_device: Annotated[
         bool,
         about(
-            "share the GPU with other servers that set this option, too; make sure that the memory "
+            "share the GPU with other servers that also set this option; make sure that the memory "
             "is enough for all. Default: exclusive use"
         ),
     ] = False
@@ -64,7 +64,8 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
         ),
     ] = "auto"
     measurements: Annotated[
-        str, about("directory of measured speeds; empty: measure at every start", wiring=True)
+        str,
+        about("directory that stores measured speeds; empty: measure at every start", wiring=True),
     ] = ""
     max_slots: Annotated[int, about("most requests computed at the same time", ge=1, le=4096)] = 64
     max_len: Annotated[

@@ -353,7 +353,7 @@ def test_nonsense_is_dropped_and_a_reader_that_takes_nothing_costs_a_window(cont
             greedy.send_multipart([*frames, b""])
         layout = big.layout
         opening = KVOpen(
-            lease=LEASE, reader=b"greedy", layout=layout.digest, told="", first=0, count=1199
+            lease=LEASE, reader=b"greedy", layout=layout.digest, layout_text="", first=0, count=1199
         )
         greedy.send_multipart(wire.encode(opening))
         for chunk in [10**9, -1, *range(300), *range(300)]:

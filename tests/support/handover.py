@@ -62,7 +62,7 @@ class Air:
         fields: dict[str, object] = {
             "address": name,
             "layout": LAYOUT,
-            "told": "echo, blocks alike",
+            "layout_text": "echo, blocks alike",
             "mover": "echo",
         }
         endpoint = KVEndpoint(**(fields | changes))  # type: ignore[arg-type]

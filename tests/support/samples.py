@@ -243,7 +243,7 @@ MESSAGES: list[Message] = [
     KeepKV(handles=["aGFuZGxl"]),
     ReleaseKV(handles=["aGFuZGxl"]),
     Profile(request=4, steps=20, directory="/var/tmp/traces"),
-    GetStatus(request=5, most=20),
+    GetStatus(request=5, max_rows=20),
     Drain(),
     Ping(num_early=300, read_bytes=70_000),
     Goodbye(),
@@ -389,7 +389,7 @@ MESSAGES: list[Message] = [
         draft_cost=0.125,
         step_costs=[(1, 0.004), (8, 0.0075)],
         kv=KVEndpoint(
-            address="tcp://here:7000", layout=b"d" * 32, told="tiny, bfloat16", mover="shm"
+            address="tcp://here:7000", layout=b"d" * 32, layout_text="tiny, bfloat16", mover="shm"
         ),
         kv_tiers=["host", "disk"],
     ),
@@ -418,7 +418,7 @@ MESSAGES: list[Message] = [
         lease=b"l" * 16,
         reader=b"r" * 16,
         layout=b"d" * 16,
-        told="tiny, bfloat16",
+        layout_text="tiny, bfloat16",
         first=3,
         count=5,
     ),

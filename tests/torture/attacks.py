@@ -135,7 +135,7 @@ ATTACKS: dict[str, Attack] = {
     "a long line": Raw(b"GET /" + b"x" * 20_000 + b" HTTP/1.1\r\n\r\n", (400, 414)),
     "many headers": Raw(b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * 1000 + b"\r\n", (400, 431)),
     "unread welcomes": Unread(Hello(protocol=PROTOCOL_VERSION, name="unread")),
-    "unread views": Unread(GetStatus(request=1, most=10_000)),
+    "unread views": Unread(GetStatus(request=1, max_rows=10_000)),
     "unread pongs": Unread(Ping()),
     "unread answers": Unread(
         Generate(

@@ -100,7 +100,7 @@ class Transfer:
                 lease=source.lease,
                 reader=self._reader,
                 layout=shared.endpoint.layout,
-                told=shared.endpoint.told,
+                layout_text=shared.endpoint.layout_text,
                 first=source.first,
                 count=len(self._ids),
             )
@@ -147,7 +147,7 @@ class Transfer:
             case KVExpired():
                 self._fail(FetchJobEvent.EXPIRED, "the lease has ended")
             case KVUnlike(reason=reason):
-                ours = self._shared.endpoint.told
+                ours = self._shared.endpoint.layout_text
                 self._fail(FetchJobEvent.UNLIKE, f"{reason}; this worker's cache is of {ours}")
 
     def _start_moving(self, message: KVOpened) -> None:

@@ -132,8 +132,8 @@ class KVServer:
 
     def _open(self, message: KVOpen) -> FromExporter:
         if message.layout != self._endpoint.layout:
-            log.warning("refused a reader with a cache of %s", message.told)
-            return KVUnlike(reason=f"the peer's cache is of {self._endpoint.told}")
+            log.warning("refused a reader with a cache of %s", message.layout_text)
+            return KVUnlike(reason=f"the peer's cache is of {self._endpoint.layout_text}")
         try:
             ids = self._exports.open(message.lease, message.reader, message.first, message.count)
         except ValueError as error:

@@ -59,7 +59,7 @@ class KVTransferService:
         self.endpoint = KVEndpoint(
             address=config.kv_address if config.kv_export else "",
             layout=layout.digest,
-            told=layout.description,
+            layout_text=layout.description,
             mover=config.kv_mover,
         )
         blocks = blocks_of(cache)
