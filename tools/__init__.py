@@ -1,6 +1,6 @@
 """The `tidegate` command, and the supervisor that starts and watches the other processes.
 
-May import protocol, msgspec, tqdm and the standard library. No other room imports it; the tests use
-`tools.models.fetch` and `tools.commands.models` to find the default model. Tools start the other
-rooms as processes and never import them.
+This package imports only protocol, msgspec, tqdm and the standard library. It starts programs of
+the other packages as processes and never imports them. No other package imports tools; only the
+tests use `tools.models.fetch` and `tools.commands.models`, to find the default model.
 """

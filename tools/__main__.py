@@ -1,7 +1,7 @@
-"""The `tidegate` command: selects the tool to run and reports its failure.
+"""The `tidegate` command: runs the module of the selected subcommand and reports its failure.
 
-Each command is a row of COMMANDS and a module. A Failure becomes one line on stderr. Ctrl-C ends
-without a message, with the exit code that shells expect.
+Each subcommand is a row of COMMANDS and a module in `tools.commands`. A Failure is printed as one
+line on stderr. Ctrl-C ends the command without a message, with the exit code that shells expect.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ DESCRIPTION = "Tidegate serves language models over the OpenAI API. It runs on a
 
 BENCH_STEP = "bench step"
 STARTERS = (serve.run, engine.run)
-"""Commands that start engines. For these, options of other servers are recognised."""
+"""Commands that start engines. Their errors name replacements for options of other servers."""
 
 EXAMPLES = """\
 getting started:
@@ -108,7 +108,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _check_command(words: Sequence[str]) -> None:
-    """Raise Failure for an unknown command, and suggest a similar one."""
+    """Raise Failure if the first word is not a command. The message suggests a similar one."""
     names = [name for name, _, _ in COMMANDS]
     word = words[0] if words else ""
     if word.startswith("-") or word in names:
@@ -122,7 +122,7 @@ def _check_command(words: Sequence[str]) -> None:
 
 
 def join_bench_step(arguments: Sequence[str]) -> list[str]:
-    """Join the words `bench step` into the name of one command."""
+    """Return `arguments`, with the first two words `bench step` joined into one command name."""
     words = list(arguments)
     name = BENCH_STEP.split()
     return [BENCH_STEP, *words[len(name) :]] if words[: len(name)] == name else words
@@ -139,7 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options, unknown = build_parser().parse_known_args(words)
         if unknown:
             options.parser.refuse(unknown, OPTIONS if options.run in STARTERS else {})
-        log_format = getattr(options, "log_format", None)  # only commands that start a server
+        log_format = getattr(options, "log_format", None)  # only `serve` and `engine` have it
         code: int = options.run(options)
         sys.stdout.flush()
     except Failure as failure:

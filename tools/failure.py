@@ -6,7 +6,10 @@ from protocol.exit_codes import ExitCode
 
 
 class Failure(Exception):
-    """Printed as one line without a traceback. The command ends with `exit_code` (`ExitCode`)."""
+    """A failure of a command, which is printed as one line without a traceback.
+
+    exit_code   the exit code of the command (`ExitCode`)
+    """
 
     def __init__(self, message: str, *, exit_code: int = ExitCode.FAILED) -> None:
         super().__init__(message)

@@ -1,15 +1,16 @@
-"""The findings of `tidegate doctor` about a machine. Pure: facts in, findings out.
+"""The findings of `tidegate doctor`: each function turns the facts about one subject into findings.
 
-A finding states a fact with its numbers, and a remedy if there is a problem. BAD: a server would
-not start, or would be unusable. DOUBT: a server would run, but worse than it could.
+The functions do not collect the facts. A finding states a fact with its numbers, and a remedy if
+there is a problem.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+
+import msgspec
 
 from protocol.devices import DeviceHolder
 from protocol.facts import GIB, MachineFacts, ModelPlan, Preflight
@@ -17,25 +18,25 @@ from protocol.rooms import REMEDY, PackageProblem
 
 OLDEST_PYTHON = (3, 11)
 ENOUGH_FILES = 4096
-"""File descriptors. A gateway needs one per open connection."""
+"""Number of file descriptors that suffices. A gateway needs one per open connection."""
 ENOUGH_DISK = GIB
-OTHERS_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_THREAD_LIMIT")
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_THREAD_LIMIT")
+"""Environment variables that change the number of threads behind our back."""
 
 
 class Verdict(Enum):
     OK = "ok"
-    DOUBT = "doubt"
-    BAD = "bad"
+    DOUBT = "doubt"  # a server would run, but worse than it could
+    BAD = "bad"  # a server would not start, or would be unusable
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(msgspec.Struct, frozen=True):
     """The result of one check. `tidegate doctor --json` prints these fields."""
 
-    #: The subject of the check.
-    what: str
-    #: What was found.
-    said: str
+    #: The subject of the check, such as "memory".
+    subject: str = msgspec.field(name="what")
+    #: The fact that the check found.
+    fact: str = msgspec.field(name="said")
     verdict: Verdict = Verdict.OK
     #: What to do about a problem; "" if there is none.
     remedy: str = ""
@@ -48,19 +49,22 @@ def python(version: tuple[int, int, int]) -> Finding:
     return Finding("python", text)
 
 
-def packages(troubles: Sequence[PackageProblem]) -> Finding:
-    """Check Tidegate's own packages, which another distribution may have replaced."""
-    if not troubles:
+def packages(problems: Sequence[PackageProblem]) -> Finding:
+    """Judge the problems of Tidegate's own packages, which another distribution may replace."""
+    if not problems:
         return Finding(
             "packages", "protocol, gateway, engine_core, worker and tools are Tidegate's own"
         )
-    is_bad = any(trouble.is_fatal for trouble in troubles)
-    text = "; ".join(trouble.message for trouble in troubles)
+    is_bad = any(problem.is_fatal for problem in problems)
+    text = "; ".join(problem.message for problem in problems)
     return Finding("packages", text, Verdict.BAD if is_bad else Verdict.DOUBT, REMEDY)
 
 
 def libraries(found: Mapping[str, Mapping[str, str | None]]) -> list[Finding]:
-    """Check the libraries of each extra; the version of a missing one is None."""
+    """Judge the installed libraries of each extra.
+
+    found   extra -> library -> its version, or None if it is missing
+    """
     return [_extra(extra, versions) for extra, versions in found.items()]
 
 
@@ -87,7 +91,7 @@ def processor(facts: MachineFacts) -> Finding:
 def threads(facts: MachineFacts, environment: Mapping[str, str]) -> Finding:
     text = f"{facts.threads} of {facts.cores} cores"
     text += "" if facts.quota is None else f" (this container may use {facts.quota:g})"
-    present = [name for name in OTHERS_THREADS if name in environment]
+    present = [name for name in THREAD_VARIABLES if name in environment]
     if present:
         variables = ", ".join(f"{name}={environment[name]}" for name in present)
         remedy = f"unset {' '.join(present)}; use --threads to set the number of threads"
@@ -103,7 +107,7 @@ def compute(facts: MachineFacts) -> Finding:
 
 
 def device(facts: MachineFacts, holders: Sequence[DeviceHolder]) -> Finding:
-    """Check whether another process uses the GPU."""
+    """Judge whether the GPU is free. `holders` are the processes that use it."""
     if not holders:
         return Finding("device", f"{facts.device_id}, free")
     text = f"{facts.device_id}, in use by {' and '.join(holder.description for holder in holders)}"
@@ -118,12 +122,15 @@ def device(facts: MachineFacts, holders: Sequence[DeviceHolder]) -> Finding:
 
 
 def memory(facts: MachineFacts) -> Finding:
-    """Return the free memory of the device, for a check without a model."""
+    """Return the free memory of the device. For a check without a model."""
     return Finding("memory", f"{facts.free_bytes / GIB:.1f} GiB free")
 
 
 def model(found: Preflight) -> list[Finding]:
-    """Check a model, and its memory with default options: whether a server would start."""
+    """Judge whether a server with default options could load a model.
+
+    found   the result of the check by a worker process
+    """
     if found.error:
         what = "memory" if found.is_memory else "model"
         return [Finding(what, found.error, Verdict.BAD, found.remedy)]
@@ -154,7 +161,10 @@ def _model_memory(plan: ModelPlan) -> Finding:
 
 
 def _for_longer_requests(plan: ModelPlan) -> str:
-    """Return the option that allows longer requests if the memory suffices for them."""
+    """Return the remedy if the K/V memory limits the length of requests.
+
+    It is an option for the model's full length if the free memory suffices for that.
+    """
     needed = plan.kv_bytes / plan.max_len * plan.context_tokens * 1.01
     if needed <= plan.free_bytes - plan.weights_bytes - plan.work_bytes:
         return f"for the longest requests, set --kv-memory-gib {needed / GIB:.2f}"
@@ -165,30 +175,30 @@ def _gib(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.2f} GiB"
 
 
-def port(number: int, trouble: str | None, server: int | None) -> Finding:
-    """Check the HTTP port.
+def port(number: int, problem: str | None, server: int | None) -> Finding:
+    """Judge whether a server can listen on an HTTP port.
 
-    trouble   why a server cannot listen on it; None if it can
-    server    pid of a Tidegate server that listens on it
+    problem   why a server cannot listen on it; None if it can
+    server    pid of the Tidegate server that listens on it; None if there is none
     """
     what = f"port {number}"
     if server is not None:
         return Finding(what, f"a Tidegate server runs here (pid {server}); see tidegate status")
-    if trouble is not None:
-        return Finding(what, trouble, Verdict.BAD, "choose another with --port or --host")
+    if problem is not None:
+        return Finding(what, problem, Verdict.BAD, "choose another with --port or --host")
     return Finding(what, "free")
 
 
-def sockets(directory: Path, trouble: str | None) -> Finding:
-    """Check the run directory. `trouble`: why it cannot hold the sockets; None if it can."""
-    if trouble is not None:
+def sockets(directory: Path, problem: str | None) -> Finding:
+    """Judge the run directory. `problem`: why a server cannot put its sockets there, or None."""
+    if problem is not None:
         remedy = "set XDG_RUNTIME_DIR to a private directory with a short path"
-        return Finding("sockets", trouble, Verdict.BAD, remedy)
+        return Finding("sockets", problem, Verdict.BAD, remedy)
     return Finding("sockets", f"in {directory}, which is private")
 
 
 def open_files(limit: int) -> Finding:
-    """Check the hard limit of open files."""
+    """Judge the hard limit of open files."""
     text = f"at most {limit:,}"
     if limit < ENOUGH_FILES:
         remedy = f"ulimit -n {ENOUGH_FILES}; each connection needs one"
@@ -196,11 +206,15 @@ def open_files(limit: int) -> Finding:
     return Finding("open files", text)
 
 
-def cache(directory: Path, free_bytes: int | None, trouble: str | None) -> Finding:
-    """Check the cache directory. `trouble`: why it cannot be used; None if it can."""
-    if trouble is not None:
+def cache(directory: Path, free_bytes: int | None, problem: str | None) -> Finding:
+    """Judge the cache directory.
+
+    free_bytes   free space on its disk; None if there is a `problem`
+    problem      why the directory cannot be used; None if it can
+    """
+    if problem is not None:
         remedy = "set TIDEGATE_HOME to a writable directory"
-        return Finding("cache", trouble, Verdict.BAD, remedy)
+        return Finding("cache", problem, Verdict.BAD, remedy)
     assert free_bytes is not None
     text = f"{directory}, {free_bytes / GIB:.1f} GiB free on its disk"
     if free_bytes < ENOUGH_DISK:
@@ -210,5 +224,6 @@ def cache(directory: Path, free_bytes: int | None, trouble: str | None) -> Findi
 
 
 def worst(findings: Sequence[Finding]) -> Verdict:
+    """Return the worst verdict of `findings`; OK if there are none."""
     order = list(Verdict)
     return max((finding.verdict for finding in findings), key=order.index, default=Verdict.OK)

@@ -1,13 +1,13 @@
 """Command-line options generated from the config structs: names, bounds, defaults and help.
 
 A field is declared once, in `protocol.config`. This module turns the field into an option, and the
-option's text into a checked value:
+text that a user gives for the option into a checked value:
 
-- Every field becomes an option except `wiring` fields, which connect processes and are set by code.
+- Every field becomes an option, except `wiring` fields: code sets these, to connect processes.
 - `max_slots: int` becomes `--max-slots N`. A bool that is True by default becomes `--no-x`. A list
   becomes an option that may be repeated, a tuple of numbers an option with a comma-separated value.
-- msgspec checks the bounds; this module only describes them. A bad value is reported in one line
-  with the option and the values that it accepts.
+- msgspec checks the bounds, and this module describes them in the help. The error for a bad value
+  is one line, with the option and the values that it accepts.
 """
 
 from __future__ import annotations
@@ -32,16 +32,17 @@ KINDS: dict[type[inspect.Type], tuple[str, str]] = {
     inspect.FloatType: ("X", "a number"),
     inspect.StrType: ("TEXT", "text"),
 }
+"""Type of a value -> its name in the usage, and in error messages."""
 NOUNS = {"file": "FILE", "directory": "DIRECTORY", "address": "ADDRESS", "URL": "URL"}
-"""The first word of the description of a text -> its name in the usage."""
+"""First word of a text field's description -> the name of the value in the usage."""
 
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """One option."""
+    """One command-line option, made from a field of a config."""
 
     field: str
-    #: The field's declared type with its bounds. The item type of a list or a tuple.
+    #: The type of a value with its bounds; for a list or a tuple, the type of an item.
     type: Any
     #: msgspec's description of `type`.
     shape: inspect.Type
@@ -91,7 +92,7 @@ class Flag:
         return ",".join(_number(v) if isinstance(v, float) else str(v) for v in values)
 
     def read(self, text: str) -> Any:
-        """Return the value that `text` stands for. Raises ArgumentTypeError."""
+        """Return the value that `text` denotes. Raises ArgumentTypeError if it is not accepted."""
         try:
             if self.is_tuple:
                 items = text.split(",")
@@ -102,7 +103,7 @@ class Flag:
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Keeps option names, such as --kv-memory-gib, on one line."""
+    """Formats help texts so that no line ends within an option name such as --kv-memory-gib."""
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return textwrap.wrap(text, width, break_on_hyphens=False)
@@ -118,10 +119,10 @@ class OneLineParser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, formatter_class=HelpFormatter, **options)
 
     def refuse(self, unknown: Sequence[str], others: Mapping[str, str]) -> NoReturn:
-        """Exit with an error that names each unknown option and a replacement for it.
+        """Exit with an error that names each unknown option and, if there is one, its replacement.
 
         unknown   the arguments that the parser did not recognise
-        others    options of other servers -> their replacement
+        others    option of another server -> its replacement
         """
         options = [word for word in unknown if word.startswith("-")]
         if not options:
@@ -140,7 +141,7 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def flags_of(config: type[msgspec.Struct]) -> list[Flag]:
-    """Return the options of a config struct, in the order of its fields."""
+    """Return the options for the fields of a config struct, in their order."""
     described = inspect.type_info(config)
     assert isinstance(described, inspect.StructType)
     shapes = {field.name: field.type for field in described.fields}
@@ -174,7 +175,11 @@ def add_flags(
     title: str,
     without: Collection[str] = (),
 ) -> None:
-    """Add the options of `config` to `parser` as the group `title`, except the fields `without`."""
+    """Add the options of `config` to `parser`, in a group of their own.
+
+    title     title of the group
+    without   fields that become no options
+    """
     summary = (config.__doc__ or "").partition("\n")[0]
     group = parser.add_argument_group(title, summary)
     for flag in flags_of(config):
@@ -197,9 +202,12 @@ def add_flags(
 
 
 def build(config: type[C], options: Mapping[str, Any], **wiring: Any) -> C:
-    """Return a struct built from `options` and `wiring`. Other fields keep their defaults.
+    """Return a config with the values in `options` and `wiring`. Other fields have their defaults.
 
-    Raises ValueError, with field names spelt as options, if the struct rejects the combination.
+    options   field -> value, None if the user did not give the option
+    wiring    values of `wiring` fields
+
+    Raises ValueError if the config rejects the combination. The message spells fields as options.
     """
     fields = [flag.field for flag in flags_of(config)]
     given = {field: options[field] for field in fields if options.get(field) is not None}
@@ -215,6 +223,7 @@ def _item(annotated: Any) -> Any:
 
 
 def _one(shape: inspect.Type) -> inspect.Type:
+    """Return the type of an item of a list or a tuple; other types unchanged."""
     if isinstance(shape, inspect.ListType | inspect.VarTupleType):
         shape = shape.item_type
     return shape.type if isinstance(shape, inspect.Metadata) else shape
@@ -238,5 +247,6 @@ def _number(value: float) -> str:
 
 
 def _as_options(message: str, fields: Iterable[str]) -> str:
+    """Return `message` with the names of fields spelt as options: --max-len for max_len."""
     names = "|".join(map(re.escape, fields))
     return re.sub(rf"\b({names})\b", lambda found: "--" + found[0].replace("_", "-"), message)

@@ -1,6 +1,7 @@
-"""Options of vLLM, SGLang and llama.cpp and their replacements here, for error messages.
+"""Options of vLLM, SGLang and llama.cpp, and their replacements in Tidegate, for error messages.
 
-They are not accepted as aliases. The command still fails, and its error names the replacement.
+A command with such an option fails, and its error names the replacement. The options are not
+accepted as aliases.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ REPLACEMENTS: Mapping[str, str] = {
     "--token-budget": "--max-num-batched-tokens --chunked-prefill-size --max-prefill-tokens"
     " -b --batch-size -ub --ubatch-size",
     "--tool-format": "--tool-call-parser",
-    # another way to the same end, or none
+    # another way to achieve the same, or an explanation why there is none
     "$TIDEGATE_HOME selects the directory of downloaded models": "--download-dir",
     "--default-sampling sets sampling parameters for requests that set none": "--generation-config"
     " --temp --temperature --top-p --top-k --min-p",
@@ -71,7 +72,7 @@ REPLACEMENTS: Mapping[str, str] = {
     "tool calls are always parsed; --tool-format selects the format": "--enable-auto-tool-choice",
     "weights keep the types of the file; --weights selects their form in memory": "--quantization",
 }
-"""Replacement -> the options of other servers that it replaces."""
+"""Replacement -> the options of other servers that it replaces, separated by spaces."""
 
 OPTIONS: Mapping[str, str] = {
     option: replacement
@@ -82,9 +83,10 @@ OPTIONS: Mapping[str, str] = {
 
 
 def advice(word: str, known: Collection[str], others: Mapping[str, str]) -> str:
-    """Return the replacement for the unknown option `word`, or "" if no option is similar.
+    """Return advice for the unknown option `word`: its replacement, or a similar option; or "".
 
-    others   options of other servers -> their replacement
+    known    our options
+    others   option of another server -> its replacement
     """
     name = word.partition("=")[0]
     dashed = "-" * (len(name) - len(name.lstrip("-"))) + name.lstrip("-").replace("_", "-")

@@ -1,4 +1,4 @@
-"""Terminal output: log lines, banner and failure of a server, and names made safe to print."""
+"""Terminal output of commands: log lines, progress, failures, and names made safe to print."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from protocol.log_lines import LineFormatter, LogStyle
 
 
 def log_style(log_format: str | None) -> LogStyle:
-    """Return the style of log lines for `log_format`. Text has colours on a terminal."""
+    """Return the style of log lines for the option --log-format: text has colours on a terminal."""
     if log_format == "json":
         return "json"
     is_smart = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
@@ -25,7 +25,10 @@ def use_colors() -> bool:
 
 
 class Terminal:
-    """Prints failures and progress to stderr, the rest to stdout. Never raises."""
+    """Prints failures and progress to stderr, everything else to stdout.
+
+    A closed stdout or stderr is ignored.
+    """
 
     def __init__(self, style: LogStyle = "text") -> None:
         self.style = style
@@ -43,7 +46,7 @@ class Terminal:
             print(line, file=sys.stderr, flush=True)
 
     def show(self, banner: str) -> None:
-        """Print text of several lines. In JSON, log only its first line."""
+        """Print a text of several lines. If log lines are JSON, log only its first line."""
         if self.style == "json":
             self.log(banner.strip().partition("\n")[0])
             return
@@ -64,7 +67,7 @@ class Terminal:
 
 
 def clean(text: str) -> str:
-    """Replace control, combining and wide characters with "?", so each character has width 1."""
+    """Return `text` with "?" for control, combining and wide characters, so each has width 1."""
     return "".join(char if _is_plain(char) else "?" for char in text)
 
 
@@ -75,7 +78,7 @@ def _is_plain(char: str) -> bool:
 
 
 def cut(text: str, width: int) -> str:
-    """Shorten `text` to `width` characters, with an ellipsis if it was longer."""
+    """Return `text`, shortened to `width` characters; the last one is then an ellipsis."""
     if len(text) <= width:
         return text
     return text[: max(0, width - 1)] + "…" if width > 0 else ""

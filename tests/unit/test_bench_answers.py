@@ -68,7 +68,7 @@ def cuts(data: bytes) -> list[list[bytes]]:
 
 def read(pieces: list[bytes], *, closes: bool = True) -> AnswerReader:
     """Each piece comes a second after the one before it."""
-    reader = AnswerReader(BenchAnswer(started=0.0, asked_tokens=7))
+    reader = AnswerReader(BenchAnswer(started=0.0, requested_tokens=7))
     for now, piece in enumerate(pieces, start=1):
         reader.push(piece, float(now))
     if closes:

@@ -15,7 +15,7 @@ import pytest
 
 from tools.bench import datasets
 from tools.bench.answers import BenchAnswer, BenchUsage
-from tools.bench.config import BenchConfig, BenchLoad, turns
+from tools.bench.config import BenchConfig, BenchLoad, run_order
 from tools.bench.load import arrivals, body_of
 from tools.bench.page import PlotLine, Point, axis, decades, page, svg
 from tools.bench.report import METRICS, aligned, ratios, table, warnings
@@ -31,7 +31,7 @@ def answer(*times: float, started: float = 0.0, error: str = "", tokens: int = 0
     usage = BenchUsage(prompt_tokens=10, completion_tokens=tokens) if tokens else None
     return BenchAnswer(
         started=started,
-        asked_tokens=tokens or len(times),
+        requested_tokens=tokens or len(times),
         ended=times[-1] if times else started,
         times=array("d", times),
         error=error,
@@ -121,7 +121,7 @@ def test_goodput_counts_answers_within_all_objectives(
 def test_a_summary_warns_of_figures_that_cannot_be_trusted() -> None:
     uncounted = answer(1.0, 2.0)
     short = answer(1.0, tokens=3)
-    short.asked_tokens = 4
+    short.requested_tokens = 4
     run = BenchRun([uncounted, short], 0.0, 1.0, cpu_s=0.9)
     told = warnings(summarize("http://here", BenchLoad(concurrency=2), [run], config()))
     assert [
@@ -285,7 +285,12 @@ def test_arrivals_come_at_the_rate_that_was_asked_for_and_are_the_same_for_a_see
 
 def test_servers_take_turns_and_the_first_one_alternates() -> None:
     wanted = config(concurrency=[1, 8], vs=["http://b"], rounds=2)
-    assert list(turns(wanted)) == [(0, 0, [0, 1]), (0, 1, [1, 0]), (1, 0, [0, 1]), (1, 1, [1, 0])]
+    assert list(run_order(wanted)) == [
+        (0, 0, [0, 1]),
+        (0, 1, [1, 0]),
+        (1, 0, [0, 1]),
+        (1, 1, [1, 0]),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -23,13 +23,13 @@ from protocol.config.worker import WorkerConfig
 from tests.support.processes import ROOT
 from tools.__main__ import COMMANDS, build_parser, main
 from tools.commands.models import resolve
-from tools.commands.serve import ROOMS, plan
+from tools.commands.serve import CONFIGS, plan
 from tools.failure import Failure
 from tools.flags import Flag, OneLineParser, add_flags, build, flags_of
 from tools.models.fetch import home
 from tools.other_servers import OPTIONS, REPLACEMENTS
 
-OURS = {flag.name for _, config in ROOMS for flag in flags_of(config)}
+OURS = {flag.name for _, config in CONFIGS for flag in flags_of(config)}
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -118,7 +118,7 @@ def test_a_model_that_is_not_here_is_refused_with_what_to_type(
 
 
 # ---- options
-FLAGS = [flag for _, config in ROOMS for flag in flags_of(config)]
+FLAGS = [flag for _, config in CONFIGS for flag in flags_of(config)]
 NUMBERS = [flag for flag in FLAGS if hasattr(flag.shape, "ge")]
 
 
@@ -127,7 +127,7 @@ def options(*words: str) -> dict[str, object]:
 
 
 def test_every_field_but_wiring_is_an_option() -> None:
-    for _, config in ROOMS:
+    for _, config in CONFIGS:
         fields = {field.name for field in msgspec.structs.fields(config)}
         wiring = {"model", "address", "worker", "engine", "card", "measurements"}
         wiring |= {"recommended_sampling"}

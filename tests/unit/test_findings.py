@@ -72,7 +72,7 @@ def test_a_complete_machine_has_no_findings() -> None:
     ]
     assert findings.worst(said) is Verdict.OK
     assert not any(finding.remedy for finding in said)
-    assert all(finding.said for finding in said)
+    assert all(finding.fact for finding in said)
 
 
 @pytest.mark.parametrize(
@@ -143,18 +143,18 @@ def test_a_complete_machine_has_no_findings() -> None:
         (findings.cache(Path("/c"), None, "read-only"), Verdict.BAD, "read-only", "TIDEGATE_HOME"),
         (findings.cache(Path("/c"), 1 << 20, None), Verdict.DOUBT, "0.0 GiB", "free some space"),
     ],
-    ids=lambda value: value.what if isinstance(value, Finding) else None,
+    ids=lambda value: value.subject if isinstance(value, Finding) else None,
 )
 def test_every_bad_finding_has_a_remedy(
     finding: Finding, verdict: Verdict, said: str, remedy: str
 ) -> None:
     assert finding.verdict is verdict
-    assert said in finding.said
+    assert said in finding.fact
     assert remedy in finding.remedy
 
 
 def test_types_that_are_expanded_are_named() -> None:
-    assert "(bfloat16, Q4_K is expanded)" in planned(expanded=["Q4_K"])[1].said
+    assert "(bfloat16, Q4_K is expanded)" in planned(expanded=["Q4_K"])[1].fact
 
 
 def test_a_gpu_needs_no_fast_cpu() -> None:
@@ -164,7 +164,7 @@ def test_a_gpu_needs_no_fast_cpu() -> None:
 def test_our_own_server_on_the_port_is_no_problem() -> None:
     finding = findings.port(8000, "in use", 12)
     assert finding.verdict is Verdict.OK
-    assert "pid 12" in finding.said
+    assert "pid 12" in finding.fact
 
 
 def test_the_worst_verdict_counts() -> None:
@@ -302,10 +302,10 @@ def test_an_edited_file_is_reported_by_the_doctor_alone(site: Path) -> None:
     with (site / "protocol/rooms.py").open("a") as file:
         file.write("# mine\n")
     assert problems_of(site) == []
-    (trouble,) = problems_of(site, thorough=True)
+    (problem,) = problems_of(site, thorough=True)
     said = "protocol/rooms.py was changed after the installation"
-    assert trouble == PackageProblem(said, is_fatal=False)
-    assert findings.packages([trouble]).verdict is Verdict.DOUBT
+    assert problem == PackageProblem(said, is_fatal=False)
+    assert findings.packages([problem]).verdict is Verdict.DOUBT
 
 
 def test_a_file_that_is_gone_is_fatal(site: Path) -> None:

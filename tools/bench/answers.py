@@ -1,8 +1,8 @@
-"""Incremental parsers from the bytes of a socket to one measured answer. Pure.
+"""Parses the bytes of an HTTP response, piece by piece, into one measured answer.
 
     bytes -> ResponseReader (HTTP/1.1) -> EventReader (sse.py) -> AnswerReader (chunks)
 
-The arrival time of the bytes is an argument.
+The parsers do no I/O and read no clock: the bytes and their arrival time are arguments.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class BadResponse(Exception):
 
 
 class ResponsePart(Enum):
-    """The part of a response that the next byte belongs to."""
+    """The part of a response to which the next byte belongs."""
 
     HEAD = auto()
-    BODY = auto()  # `_left` more bytes, or until the connection ends if that is None
+    BODY = auto()  # `_left` more bytes; if `_left` is None, until the connection ends
     CHUNK_SIZE = auto()
     CHUNK = auto()  # `_left` more bytes
     CHUNK_END = auto()
@@ -38,7 +38,11 @@ class ResponsePart(Enum):
 
 
 class ResponseReader:
-    """Parses one response. `status` and `headers` (names in lower case) are set after the HEAD."""
+    """Parses one HTTP response.
+
+    status    0 until the head of the response was parsed
+    headers   by name in lower case; empty until the head was parsed
+    """
 
     def __init__(self) -> None:
         self.status = 0
@@ -48,7 +52,7 @@ class ResponseReader:
         self._held = b""
 
     def push(self, data: bytes) -> bytes:
-        """Return the part of the body that is in `data`. Raises BadResponse."""
+        """Parse the next bytes. Return the bytes of the body in them. Raises BadResponse."""
         data = self._held + data if self._held else data
         self._held = b""
         body = []
@@ -75,7 +79,7 @@ class ResponseReader:
         return b"".join(body)
 
     def finish(self) -> None:
-        """Handle the end of the connection: a body without a length is complete."""
+        """Handle the end of the connection, which completes a body without a length."""
         if self.part is ResponsePart.BODY and self._left is None:
             self.part = ResponsePart.END
 
@@ -104,7 +108,7 @@ class ResponseReader:
         if not version.startswith("HTTP/1.") or not rest[:3].isdigit():
             raise BadResponse(f"not an HTTP response: {first[:40]!r}")
         self.status = int(rest[:3])
-        if self.status < OK:  # an interim response, such as 100 Continue: the final one follows
+        if self.status < OK:  # an interim response such as 100 Continue; the final one follows
             return
         pairs = (line.partition(":") for line in lines)
         self.headers = {name.lower(): value.strip() for name, _, value in pairs}
@@ -135,7 +139,7 @@ class ResponseReader:
                 self.part = ResponsePart.END
 
 
-# ---- chunks: only the fields that are used here
+# ---- the chunks of a stream: only the fields that are used here
 
 
 class BenchDelta(msgspec.Struct):
@@ -151,7 +155,7 @@ class BenchChoice(msgspec.Struct):
 
     @property
     def has_content(self) -> bool:
-        """Whether it contains a part of the answer, not only a role or a finish reason."""
+        """Whether the choice contains a part of the answer, not only a role or a finish reason."""
         delta = self.delta
         if delta is None:
             return bool(self.text)
@@ -181,24 +185,24 @@ CHUNK = msgspec.json.Decoder(Chunk)
 class BenchAnswer:
     """The result of one request. Times are in seconds of one clock."""
 
-    #: When the request was due.
+    #: When the request was due to be sent.
     started: float
     #: The requested length of the answer.
-    asked_tokens: int = 0
+    requested_tokens: int = 0
     ended: float = 0.0
-    #: [events] Arrival time of each event with a piece of the answer.
+    #: Arrival time of each event that contains a piece of the answer.
     times: array[float] = field(default_factory=lambda: array("d"))
-    #: The kind of error, by which errors are counted; "" for a complete answer.
+    #: The kind of the first error; "" for a complete answer.
     error: str = ""
-    #: The first error message of the server or the system.
+    #: The message of the first error, from the server or the operating system.
     message: str = ""
-    #: Number of times a reused connection was closed without a response.
+    #: How often the request was sent again, because the server had closed a reused connection.
     num_resent: int = 0
     usage: BenchUsage | None = None
 
     @property
     def counted(self) -> str:
-        """How its tokens were counted: "usage" if the server reported it, "chunks" otherwise."""
+        """How tokens were counted: "usage" if the server reported their number, else "chunks"."""
         return "chunks" if self.usage is None else "usage"
 
     @property
@@ -207,17 +211,20 @@ class BenchAnswer:
 
     @property
     def ttft_s(self) -> float:
-        """Time to the first token. The answer must have one."""
+        """Seconds until the first token. The answer must have one."""
         return self.times[0] - self.started
 
     @property
     def tpot_s(self) -> float | None:
-        """Time per token after the first; None if there is no further token."""
+        """Seconds per token after the first; None if there are no further tokens."""
         further = self.output_tokens - 1
         return (self.times[-1] - self.times[0]) / further if further > 0 else None
 
     def fail(self, kind: str, message: str = "") -> None:
-        """Record an error. Only the first one is kept."""
+        """Record an error, unless one was recorded before.
+
+        kind   short text by which errors are counted
+        """
         if not self.error:
             self.error, self.message = kind, message[:MESSAGE_CHARS]
 
@@ -237,7 +244,7 @@ class AnswerReader:
         return self.response.part is ResponsePart.END
 
     def push(self, data: bytes, now: float) -> None:
-        """Parse bytes that arrived at `now`. Raises BadResponse."""
+        """Parse the next bytes, which arrived at `now`. Raises BadResponse."""
         body = self.response.push(data)
         if self.response.status == OK:
             for event in self._events.push(body):
@@ -284,7 +291,7 @@ class AnswerReader:
 
 
 def error_message(error: Any) -> str:
-    """Return the message of an error in OpenAI's format, or the error itself."""
+    """Return the message of an error in OpenAI's format; any other error as text."""
     return str(error.get("message", error)) if isinstance(error, dict) else str(error)
 
 

@@ -1,8 +1,9 @@
 """The benchmark's HTTP client: requests to one server over many connections, from one thread.
 
-The arrival time of bytes is the time at which the event loop's wait ended, before any of them are
-read. So the time that the client spends on one stream does not count as the server's delay in
-another. A connection serves one request at a time, and is reused if the server allows it.
+The client takes the time once, when the event loop has finished waiting, as the arrival time of all
+bytes that it then reads. So the time that the client spends on one stream is not measured as a
+delay of another stream. A connection serves one request at a time, and is reused if the server
+allows that.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from tools.http.web import WebServer
 
 PROBE_TOKENS = 2
 OPTIONAL = ("ignore_eos", "stream_options")
-"""Request fields that a server may not support. They are sent until the server refuses them."""
+"""Request fields that a server may not support. Those that it refuses are not sent any more."""
 
 
 class StampedSelector(selectors.DefaultSelector):
-    """A selector that records when its latest wait ended, as `woke_at`."""
+    """A selector that records in `woke_at` when its last wait ended."""
 
     woke_at = 0.0
 
@@ -38,7 +39,7 @@ class StampedSelector(selectors.DefaultSelector):
 
 
 class StampedLoop(asyncio.SelectorEventLoop):
-    """An event loop whose `clock` records when its latest wait ended."""
+    """An event loop whose `clock` records when the loop's last wait ended."""
 
     def __init__(self) -> None:
         self.clock = StampedSelector()
@@ -46,6 +47,8 @@ class StampedLoop(asyncio.SelectorEventLoop):
 
 
 class BenchConnection(asyncio.Protocol):
+    """A connection to the server, which serves one request at a time."""
+
     def __init__(self, clock: StampedSelector) -> None:
         self._clock = clock
         self._transport: asyncio.Transport | None = None
@@ -77,7 +80,7 @@ class BenchConnection(asyncio.Protocol):
             self._end()
 
     async def exchange(self, request: bytes, reader: AnswerReader) -> None:
-        """Send the request and wait until its answer ends."""
+        """Send the request, and wait until `reader` has received the whole answer."""
         assert self._transport is not None
         self._reader = reader
         self._ended = asyncio.get_running_loop().create_future()
@@ -102,7 +105,7 @@ class BenchConnection(asyncio.Protocol):
 
 
 class BenchClient:
-    """A server and its idle connections."""
+    """Sends requests to one server, over as many connections as are needed."""
 
     def __init__(
         self,
@@ -128,9 +131,9 @@ class BenchClient:
         self._free: list[BenchConnection] = []
 
     async def post(self, body: Mapping[str, Any], started: float | None = None) -> BenchAnswer:
-        """Send a request and return its answer, which may be an error.
+        """Send a request and return its answer. Errors are recorded in the answer.
 
-        started   when the request was due; default: now
+        started   when the request was due to be sent; default: now
         """
         now = perf_counter()
         answer = BenchAnswer(now if started is None else started, int(body["max_tokens"]))
@@ -153,7 +156,7 @@ class BenchClient:
             await self._exchange_on(connection, request, reader)
             if reader.response.status:
                 return
-            # No byte arrived: the server probably closed the connection while it was idle.
+            # No byte arrived: the server probably closed the idle connection before the request.
             answer.error, answer.message, answer.ended = "", "", 0.0
             answer.num_resent += 1
         await self._exchange_on(await self._connect(), request, AnswerReader(answer))
@@ -163,7 +166,7 @@ class BenchClient:
     ) -> None:
         try:
             await connection.exchange(request, reader)
-        except asyncio.CancelledError:  # disconnect, so that the server stops, too
+        except asyncio.CancelledError:  # disconnect, so that the server ends the request
             connection.close()
             raise
         if connection.is_open:
@@ -188,9 +191,9 @@ class BenchClient:
 
 
 async def accepted_fields(client: BenchClient, body: Mapping[str, Any]) -> frozenset[str]:
-    """Return which fields of `OPTIONAL` the server accepts, found with a short request.
+    """Send short requests to find which fields of `OPTIONAL` the server accepts. Return these.
 
-    Raises Failure if the server refuses a request without them.
+    Raises Failure if the server refuses the request for another reason.
     """
     accepted = frozenset(OPTIONAL)
     while True:
@@ -206,7 +209,7 @@ async def accepted_fields(client: BenchClient, body: Mapping[str, Any]) -> froze
 
 
 def _kind(error: OSError) -> str:
-    """Return the kind of error, without the address, so that errors can be counted by kind."""
+    """Return a short text for the kind of `error`, by which errors are counted."""
     if isinstance(error, ConnectionRefusedError):
         return "connection refused"
     if isinstance(error, ConnectionError):

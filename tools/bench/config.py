@@ -1,4 +1,4 @@
-"""The config of a benchmark. The options, their help and the checks are derived from it."""
+"""The config of a benchmark. The options of `tidegate bench` are generated from it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,16 @@ from protocol.config.base import Config, about
 
 MIN_REQUESTS = 16
 REQUESTS_PER_STREAM = 4
-RATE_LASTS_S = 30.0
-"""The default duration of a load with a rate."""
+RATE_DURATION_S = 30.0
+"""The default duration of a load that has a rate."""
 
 
 class BenchLoad(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """One point of the curve: a number of streams, or a rate with an optional limit of streams."""
+    """A load to measure, one point of the latency curve.
+
+    concurrency   number of streams; with a rate: most streams at once, or 0 for no limit
+    rate          requests per second; 0: `concurrency` streams without pauses
+    """
 
     concurrency: int = 0
     rate: float = 0.0
@@ -60,7 +64,7 @@ class BenchConfig(Config, frozen=True, kw_only=True):
         int,
         about(
             f"number of requests per load; 0: {REQUESTS_PER_STREAM} per stream and at least "
-            f"{MIN_REQUESTS}, or {RATE_LASTS_S:g} s with --rate",
+            f"{MIN_REQUESTS}, or enough for {RATE_DURATION_S:g} s with --rate",
             ge=0,
             le=10_000_000,
         ),
@@ -149,13 +153,13 @@ class BenchConfig(Config, frozen=True, kw_only=True):
         return [BenchLoad(concurrency=number) for number in self.concurrency or (8,)]
 
     def num_requests(self, load: BenchLoad) -> int | None:
-        """Return the number of requests of a load; None if `duration_s` limits it."""
+        """Return the number of requests in `load`; None if `duration_s` limits the load instead."""
         if self.duration_s:
             return None
         if self.requests:
             return self.requests
         if load.rate:
-            return max(MIN_REQUESTS, round(load.rate * RATE_LASTS_S))
+            return max(MIN_REQUESTS, round(load.rate * RATE_DURATION_S))
         return max(MIN_REQUESTS, REQUESTS_PER_STREAM * load.concurrency)
 
     @property
@@ -167,15 +171,15 @@ class BenchConfig(Config, frozen=True, kw_only=True):
         return self.prompt_as == "ids" or (self.prompt_as == "auto" and self.api == "completions")
 
 
-def turns(config: BenchConfig) -> Iterator[tuple[int, int, list[int]]]:
-    """Yield (round, load, servers in their order).
+def run_order(config: BenchConfig) -> Iterator[tuple[int, int, list[int]]]:
+    """Yield the round, the index of a load, and the indexes of all servers in the order to run it.
 
-    Each load runs on every server before the next load starts. The first server alternates, so that
-    a machine that becomes warm or busy favours none.
+    Each load runs on every server before the next load starts. The order of the servers is reversed
+    each time, so that a machine that gets warm or busy over time favours none of them.
     """
     servers = list(range(1 + len(config.vs)))
-    turn = 0
-    for number in range(config.rounds):
+    num_yielded = 0
+    for round_number in range(config.rounds):
         for load in range(len(config.loads)):
-            yield number, load, servers if turn % 2 == 0 else servers[::-1]
-            turn += 1
+            yield round_number, load, servers if num_yielded % 2 == 0 else servers[::-1]
+            num_yielded += 1

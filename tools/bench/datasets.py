@@ -1,4 +1,4 @@
-"""The prompts of a benchmark: an endless sequence of `BenchPrompt`s, determined by the seed."""
+"""The prompts of a benchmark: an endless sequence, which the seed determines."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ from tools.failure import Failure
 
 PROBE_TOKENS = 8
 PROBE_RUN = -1
+"""Number of the run that the probe belongs to; real runs count from 0."""
 FIRST_ID = 1 / 20
-"""The first random id, as a share of the vocabulary. Special tokens and bytes are usually below."""
+"""The lowest random token id, as a share of the vocabulary. Special tokens and single bytes usually
+have lower ids.
+"""
 WORDS = (
     "the of and to in is that it for was on are as with they be at one have this from or had by "
     "but some what there we can out other were all your when up use how said an each she which do "
@@ -24,11 +27,11 @@ WORDS = (
     "him two has look more day could go come did my sound no most number who over know water than "
     "call first people may down side been now find any new work part take get place made live where"
 )
-"""Each word, with the space before it, is one token in the tokenizers of all common models."""
+"""Words that, with a space before them, are one token in the tokenizers of all common models."""
 
 
 class BenchPrompt(msgspec.Struct, frozen=True, kw_only=True):
-    """One request, with either `prompt` (text or token ids) or `messages`."""
+    """One request: either a `prompt` (text or token ids), or `messages`."""
 
     output_tokens: int
     prompt: str | list[int] | None = None
@@ -36,10 +39,11 @@ class BenchPrompt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def prompts(config: BenchConfig, seed: int, number: int) -> Iterator[BenchPrompt]:
-    """Return the prompts of run `number`.
+    """Return the prompts of run `number`, which never end.
 
-    Runs with the same seed have different prompts, so that no run finds the prompts of another in a
-    cache. Their shared prefixes are the same. Raises Failure if the file cannot be used.
+    All runs with the same seed use the same shared prefixes. Apart from these, their prompts
+    differ, so no run finds a prompt of another run in the prefix cache. With --file, all runs use
+    the prompts in the file. Raises Failure if the file cannot be used.
     """
     if config.dataset == "file":
         return itertools.cycle(read_file(Path(config.file), config))
@@ -47,7 +51,7 @@ def prompts(config: BenchConfig, seed: int, number: int) -> Iterator[BenchPrompt
 
 
 def probe(config: BenchConfig, seed: int) -> BenchPrompt:
-    """Return a short prompt of the same kind, without a shared prefix."""
+    """Return a short prompt like those of the benchmark, without a shared prefix."""
     if config.dataset == "file":
         return next(prompts(config, seed, 0))
     short = msgspec.structs.replace(config, dataset="random", input_tokens=PROBE_TOKENS, spread=0.0)
@@ -55,7 +59,7 @@ def probe(config: BenchConfig, seed: int) -> BenchPrompt:
 
 
 def _random_prompts(config: BenchConfig, seed: int, number: int) -> Iterator[BenchPrompt]:
-    own = random.Random(f"{seed}/{number}")
+    own = random.Random(f"{seed}/{number}")  # for what only this run has
     prefixes: list[list[Any]] = [[]]
     if config.dataset == "shared-prefix":
         shared = random.Random(f"{seed}/prefixes")
@@ -71,7 +75,7 @@ def _random_prompts(config: BenchConfig, seed: int, number: int) -> Iterator[Ben
 
 
 def _tokens(config: BenchConfig, source: random.Random, count: int) -> list[Any]:
-    """Return random token ids, or words of about one token each."""
+    """Return `count` random token ids, or as many random words of about one token each."""
     if config.sends_ids:
         lowest = int(config.vocabulary * FIRST_ID)
         return [source.randrange(lowest, config.vocabulary) for _ in range(count)]
@@ -94,7 +98,7 @@ def _text(text: str, output_tokens: int, api: str) -> BenchPrompt:
 
 
 class DatasetLine(msgspec.Struct, kw_only=True):
-    """A line of the file. It has exactly one of the first three fields."""
+    """A line of a file of prompts. It has exactly one of the first three fields."""
 
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
@@ -103,7 +107,7 @@ class DatasetLine(msgspec.Struct, kw_only=True):
 
 
 def read_file(path: Path, config: BenchConfig) -> Sequence[BenchPrompt]:
-    """Read the prompts in a file. Raises Failure with the line number."""
+    """Return the prompts in a file. Raises Failure with the number of a bad line."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
@@ -136,9 +140,9 @@ def _to_prompt(line: DatasetLine, config: BenchConfig) -> BenchPrompt:
 
 
 def _up_to_the_first_answer(conversation: list[dict[str, str]]) -> list[dict[str, Any]]:
-    """Return the messages before the first answer of a conversation in ShareGPT's format.
+    """Return the messages before the first answer of a conversation.
 
-    A turn looks like {"from": "human", "value": ...}.
+    The conversation is in ShareGPT's format, with turns such as {"from": "human", "value": ...}.
     """
     roles = {"system": "system", "human": "user", "user": "user"}
     turns = itertools.takewhile(lambda turn: turn.get("from") in roles, conversation)

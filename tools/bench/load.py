@@ -1,8 +1,9 @@
 """Sends the requests of a load: a fixed number of streams, or random arrivals.
 
-With streams (a closed loop), a stream sends its next request when the last one has ended. With a
+With streams (a closed loop), each stream sends its next request when its last one has ended. With a
 rate (an open loop), each request is sent when it is due, whether or not earlier ones have ended.
-Its latency counts from that time, even if the client was late or `concurrency` delayed it.
+The latency of a request is measured from the time when it was due, even if the client was late or
+the limit `concurrency` delayed it.
 """
 
 from __future__ import annotations
@@ -21,21 +22,27 @@ from tools.bench.datasets import BenchPrompt
 from tools.bench.stats import BenchRun
 
 PAUSE_S = 0.05
-"""The pause of a stream after a failed request."""
+"""Seconds that a stream waits after a failed request."""
 
 OnAnswer = Callable[[BenchAnswer], object]
-"""Called with each answer that has ended."""
+"""Function that is called with each answer when it has ended."""
 
 
 def arrivals(rate: float, source: random.Random) -> Iterator[float]:
-    """Yield the arrival times of a Poisson process, in seconds after its start."""
+    """Yield the arrival times of a Poisson process, in seconds after its start.
+
+    rate   arrivals per second
+    """
     return itertools.accumulate(source.expovariate(rate) for _ in itertools.count())
 
 
 def body_of(
     prompt: BenchPrompt, config: BenchConfig, model: str, accepted: frozenset[str]
 ) -> dict[str, Any]:
-    """Return the body of a request with `accepted` fields only (`client.accepted_fields`)."""
+    """Return the body of the request for `prompt`.
+
+    accepted   fields of `client.OPTIONAL` that the server accepts; the others are left out
+    """
     body: dict[str, Any] = {
         "model": model,
         "max_tokens": prompt.output_tokens,
@@ -61,11 +68,11 @@ async def run_load(
     seed: int,
     on_answer: OnAnswer,
 ) -> BenchRun:
-    """Send the warm-up requests, then the load, and wait for its last answer."""
+    """Send the warm-up requests, then the load, and wait until all answers have ended."""
     warm_ups = [client.post(body) for body in itertools.islice(bodies, config.warm_up)]
     await asyncio.gather(*warm_ups)
     if (number := config.num_requests(load)) is not None:
-        # Create the bodies now, so that this is not measured.
+        # Create the bodies before the measurement, because that takes time.
         bodies = iter(list(itertools.islice(bodies, number)))
     cpu_s, began = time.process_time(), time.perf_counter()
     answers: list[BenchAnswer] = []
@@ -96,7 +103,7 @@ async def _closed_loop(
                 return
             answer = await client.post(body)
             record(answer)
-            if answer.error:  # do not flood a server that refuses at once
+            if answer.error:  # do not flood a server that refuses requests
                 await asyncio.sleep(PAUSE_S)
 
     await asyncio.gather(*(stream() for _ in range(streams)))

@@ -1,7 +1,7 @@
-"""An HTML page with the plots, tables and warnings of a benchmark. It loads nothing else.
+"""Writes an HTML page with the plots, tables and warnings of a benchmark.
 
-Plots are SVG, drawn without a library or a script. Axes start at zero. The vertical axis can be
-logarithmic, for values of very different sizes.
+The page loads no other files and runs no script. Plots are SVG. Their axes start at zero, except a
+logarithmic vertical axis, which can show values of very different sizes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,11 @@ th:first-child, td:first-child { text-align: left; }
 
 
 def page(title: str, facts: str, servers: Sequence[Sequence[Summary]]) -> str:
-    """Return the page for `servers`: each server's summaries, one per load."""
+    """Return the HTML page.
+
+    facts     describes the benchmark in one line
+    servers   the summaries of each server, one per load
+    """
     parts = [f"<h1>{escape(title)}</h1>", f"<p>{escape(facts)}</p>", plots(servers)]
     texts = [text for summaries in servers for summary in summaries for text in warnings(summary)]
     parts += [f'<p class="warning">{escape(text)}</p>' for text in texts]
@@ -50,7 +54,7 @@ def page(title: str, facts: str, servers: Sequence[Sequence[Summary]]) -> str:
 
 
 def plots(servers: Sequence[Sequence[Summary]]) -> str:
-    """Plot latency against throughput: time to first token, and time per output token."""
+    """Return two plots: time to first token, and time per output token, against throughput."""
     metrics = (
         ("Time to first token", lambda summary: summary.ttft_ms),
         ("Time per output token", lambda summary: summary.tpot_ms),
@@ -92,6 +96,8 @@ def _html_table(rows: Sequence[Sequence[str]]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Point:
+    """A measured point of a line."""
+
     x: float
     y: float
     label: str
@@ -99,28 +105,30 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class PlotLine:
-    """A line of a plot."""
+    """A line of a plot, with its points."""
 
     name: str
     points: Sequence[Point]
     #: Index into COLOURS.
     colour: int
-    #: Tells it apart from another line of the same colour.
+    #: Distinguishes the line from another one of the same colour.
     dashed: bool = False
 
 
 class Scale(Protocol):
+    """An axis of a plot."""
+
     @property
     def ticks(self) -> list[float]: ...
 
     def share(self, value: float) -> float:
-        """Return the position of a value on the axis, from 0 to 1."""
+        """Return the position of `value` on the axis, from 0 to 1."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """A linear axis from 0 to `top` with a tick every `step`. Both are round numbers."""
+    """A linear axis from 0 to `top`, with a tick every `step`. Both numbers are round."""
 
     top: float
     step: float
@@ -145,9 +153,9 @@ class Decades:
 
 
 def axis(largest: float) -> Axis:
-    """Return the shortest axis for values up to `largest`.
+    """Return the shortest linear axis for values up to `largest`.
 
-    It has at most MAX_TICKS steps, which are 1, 2 or 5 times a power of ten.
+    It has at most MAX_TICKS steps. A step is 1, 2 or 5 times a power of ten.
     """
     if not largest > 0 or not math.isfinite(largest):
         return Axis(1.0, 0.5)
@@ -169,7 +177,10 @@ def decades(values: Sequence[float]) -> Decades:
 def svg(
     title: str, x_name: str, y_name: str, lines: Sequence[PlotLine], *, logarithmic: bool = False
 ) -> str:
-    """Return the plot. `logarithmic` applies to the vertical axis."""
+    """Return a plot of `lines` as SVG.
+
+    logarithmic   whether the vertical axis is logarithmic
+    """
     points = [point for line in lines for point in line.points]
     across = axis(max((point.x for point in points), default=0))
     heights = [point.y for point in points]
@@ -225,7 +236,7 @@ def _line(line: PlotLine, across: Scale, up: Scale) -> list[str]:
 
 
 def _legend(lines: Sequence[PlotLine]) -> list[str]:
-    """Draw the legend below the plot, because curves may be anywhere in it."""
+    """Return the SVG of the legend. It is below the plot, because lines may be anywhere in it."""
     drawn = []
     for row, line in enumerate(lines):
         y, colour = HEIGHT + LEGEND_ROW * row + LEGEND_ROW // 2, COLOURS[line.colour % len(COLOURS)]
@@ -255,5 +266,5 @@ def _text(x: float, y: float, text: str, anchor: str, style: str = "") -> str:
 
 
 def number(value: float) -> str:
-    """Format a number with about three significant digits."""
+    """Return `value` as text with about three significant digits."""
     return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"

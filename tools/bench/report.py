@@ -1,4 +1,4 @@
-"""The text output of a benchmark: tables with a column per load, ratios, and warnings."""
+"""The text output of a benchmark: tables of figures and ratios, and warnings."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ NOTHING = "-"
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A row of the table."""
+    """A row of the table of figures."""
 
     name: str
     value: Callable[[Summary], float | None]
-    #: None: servers are not compared by it.
+    #: None: the figure is not used to compare servers.
     lower_is_better: bool | None = None
     digits: int = 0
 
@@ -25,7 +25,7 @@ class Metric:
         return NOTHING if value is None else f"{value:,.{self.digits}f}"
 
 
-def _spread(name: str, value: Callable[[Summary], Spread | None]) -> list[Metric]:
+def _spread_metrics(name: str, value: Callable[[Summary], Spread | None]) -> list[Metric]:
     def at(share: str) -> Callable[[Summary], float | None]:
         return lambda summary: getattr(value(summary), share, None)
 
@@ -39,10 +39,10 @@ METRICS = [
     Metric("requests/s", lambda s: s.requests_per_s, False, 2),
     Metric("tokens/s in", lambda s: s.input_tokens_per_s, False, 0),
     Metric("tokens/s out", lambda s: s.output_tokens_per_s, False, 1),
-    *_spread("time to first token, ms", lambda s: s.ttft_ms),
-    *_spread("time per output token, ms", lambda s: s.tpot_ms),
-    *_spread("between two events, ms", lambda s: s.gap_ms),
-    *_spread("end to end, ms", lambda s: s.e2e_ms),
+    *_spread_metrics("time to first token, ms", lambda s: s.ttft_ms),
+    *_spread_metrics("time per output token, ms", lambda s: s.tpot_ms),
+    *_spread_metrics("between two events, ms", lambda s: s.gap_ms),
+    *_spread_metrics("end to end, ms", lambda s: s.e2e_ms),
     Metric("within the objectives", lambda s: s.good),
     Metric("goodput, requests/s", lambda s: s.goodput_per_s, False, 2),
     Metric("prompt tokens from a cache", lambda s: s.cached_tokens or None),
@@ -52,7 +52,7 @@ METRICS = [
 
 
 def table(summaries: Sequence[Summary]) -> list[list[str]]:
-    """Return the figures of one server: a row per metric that has a value, a column per load."""
+    """Return the table of one server: a row per metric that has a value, a column per load."""
     rows = [["", *(str(summary.load) for summary in summaries)]]
     for metric in METRICS:
         if any(metric.value(summary) is not None for summary in summaries):
@@ -61,7 +61,7 @@ def table(summaries: Sequence[Summary]) -> list[list[str]]:
 
 
 def ratios(first: Sequence[Summary], other: Sequence[Summary]) -> list[list[str]]:
-    """Return the ratios of the first server's figures to the other's, a column per load."""
+    """Return the table of the first server's figures divided by the other's, a column per load."""
     rows = [["", *(str(summary.load) for summary in first)]]
     for metric in METRICS:
         if metric.lower_is_better is None:
@@ -75,12 +75,13 @@ def ratios(first: Sequence[Summary], other: Sequence[Summary]) -> list[list[str]
 
 
 def ratio(metric: Metric, one: Summary, other: Summary) -> float | None:
+    """Return the ratio of a metric's two values; None if one is missing or the second is 0."""
     a, b = metric.value(one), metric.value(other)
     return None if a is None or not b else a / b
 
 
 def warnings(summary: Summary) -> list[str]:
-    """Return the errors, and the reasons why figures may be misleading."""
+    """Return the errors under one load, and the reasons why its figures may mislead, as text."""
     where = f"{summary.server}, {summary.load}"
     texts = [
         f"{where}: {count} x {kind}" + (f": {first}" if (first := summary.complaints[kind]) else "")
@@ -107,7 +108,7 @@ def warnings(summary: Summary) -> list[str]:
 
 
 def aligned(rows: Iterable[Sequence[str]]) -> str:
-    """Format rows as a table: the first column is left-aligned, the others right-aligned."""
+    """Return `rows` as a text table: the first column left-aligned, the others right-aligned."""
     rows = list(rows)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []

@@ -1,7 +1,7 @@
-"""Computes the figures of a load, its `Summary`, from the answers.
+"""Computes the figures of one server under one load (`Summary`) from the answers.
 
-Percentiles are nearest-rank: always a measured value, never interpolated. Failed requests do not
-count in latencies and throughputs. They are counted by kind, with the first message of each.
+A percentile is nearest-rank: always a measured value, never interpolated. Latencies and throughputs
+leave out failed requests. These are counted by kind, with the first message of each kind.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from tools.bench.answers import BenchAnswer
 from tools.bench.config import BenchConfig, BenchLoad
 
 BUSY_CLIENT = 0.7
-"""If the client uses more than this share of a core, its own delays affect the figures."""
+"""If the client uses a larger share of a CPU core, its own delays may affect the figures."""
 
 
 @dataclass(slots=True)
 class BenchRun:
-    """One run of a load on one server. Times are on the clock of the answers."""
+    """One run of a load on one server. Its times are of the same clock as those of the answers."""
 
     answers: list[BenchAnswer]
     began: float
     ended: float
-    #: CPU time of this process during the run.
+    #: CPU time of this process during the run, in seconds.
     cpu_s: float
 
 
@@ -44,13 +44,13 @@ class Spread(msgspec.Struct, frozen=True):
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """The figures of one server under one load. `--json` writes these fields."""
 
-    #: URL.
+    #: URL of the server.
     server: str
-    #: The load that it was under.
+    #: The load that the requests were sent under.
     load: BenchLoad
-    #: Requests sent.
+    #: Number of requests sent.
     requests: int
-    #: Requests without an error.
+    #: Number of requests without an error.
     completed: int
     #: Kind of error -> number of requests.
     errors: dict[str, int]
@@ -58,13 +58,13 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     complaints: dict[str, str]
     #: Total time of all runs.
     duration_s: float
-    #: Of the complete answers' prompts.
+    #: Tokens in the prompts of the complete answers.
     input_tokens: int
-    #: How many of `input_tokens` the server found in its cache.
+    #: The part of `input_tokens` that the server found in its prefix cache.
     cached_tokens: int
-    #: Of the complete answers.
+    #: Tokens in the complete answers.
     output_tokens: int
-    #: Events of all streams, also of failed ones.
+    #: Number of events in all streams, including failed ones.
     events: int
     #: Complete answers per second.
     requests_per_s: float
@@ -72,25 +72,25 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     input_tokens_per_s: float
     #: `output_tokens` per second.
     output_tokens_per_s: float
-    #: From the time when a request was due to the first piece of its answer.
+    #: Time from when a request was due until the first piece of its answer.
     ttft_ms: Spread | None
     #: Time per token after the first, per answer.
     tpot_ms: Spread | None
-    #: Between two events of one stream.
+    #: Time between two successive events of one stream.
     gap_ms: Spread | None
-    #: From the time when a request was due to the end of its stream.
+    #: Time from when a request was due until the end of its stream.
     e2e_ms: Spread | None
     #: "usage" or "chunks" -> number of answers whose tokens were counted this way.
     counted_by: dict[str, int]
     #: Sum of `BenchAnswer.num_resent`.
     resent: int
-    #: Answers that are shorter than requested.
+    #: Number of complete answers that are shorter than requested.
     short_answers: int
-    #: Complete answers within the objectives; None if there are no objectives.
+    #: Number of complete answers within the objectives; None if there are no objectives.
     good: int | None
     #: `good` per second.
     goodput_per_s: float | None
-    #: CPU cores that the client used.
+    #: Number of CPU cores that the client used on average.
     client_cpu: float
 
     @property
@@ -101,7 +101,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 def summarize(
     server: str, load: BenchLoad, runs: Sequence[BenchRun], config: BenchConfig
 ) -> Summary:
-    """Summarize all runs of one load as one: durations add up, and answers are pooled."""
+    """Return the figures of all runs of a load on a server, as if they were one long run."""
     answers = [answer for run in runs for answer in run.answers]
     done = [answer for answer in answers if not answer.error]
     failed = [answer for answer in answers if answer.error]
@@ -135,7 +135,7 @@ def summarize(
         e2e_ms=spread(answer.ended - answer.started for answer in done),
         counted_by=dict(Counter(answer.counted for answer in done)),
         resent=sum(answer.num_resent for answer in answers),
-        short_answers=sum(answer.output_tokens < answer.asked_tokens for answer in done),
+        short_answers=sum(answer.output_tokens < answer.requested_tokens for answer in done),
         good=good,
         goodput_per_s=None if good is None else per_s(good),
         client_cpu=sum(run.cpu_s for run in runs) / duration_s if duration_s > 0 else 0.0,
@@ -143,7 +143,7 @@ def summarize(
 
 
 def spread(seconds: Iterable[float]) -> Spread | None:
-    """Return the distribution of latencies given in seconds; None if there are none."""
+    """Return the distribution of latencies, which are given in seconds; None if there are none."""
     values = sorted(value * 1e3 for value in seconds)
     if not values:
         return None
@@ -152,7 +152,7 @@ def spread(seconds: Iterable[float]) -> Spread | None:
 
 
 def percentile(ascending: Sequence[float], share: int) -> float:
-    """Return the smallest value that is at least as large as `share` percent of all values."""
+    """Return the smallest value that is at least as large as `share` percent of the values."""
     return ascending[max(0, -(-share * len(ascending) // 100) - 1)]
 
 

@@ -1,1 +1,1 @@
-"""The commands of `tidegate`, one file each."""
+"""The subcommands of `tidegate`, one module each."""

@@ -1,6 +1,6 @@
 """`tidegate abort`: abort requests of any client by name.
 
-The name of a request is the `id` in its response; `tidegate top` shows it, too.
+The name of a request is the `id` in its response. `tidegate top` shows it, too.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from tools.bench import datasets
 from tools.bench.answers import BenchAnswer
 from tools.bench.client import OPTIONAL, BenchClient, StampedLoop, accepted_fields
-from tools.bench.config import BenchConfig, BenchLoad, turns
+from tools.bench.config import BenchConfig, BenchLoad, run_order
 from tools.bench.load import body_of, run_load
 from tools.bench.page import page
 from tools.bench.report import aligned, ratios, table, warnings
@@ -53,14 +53,14 @@ ERRORS_EXIT = 1
 
 @dataclass(slots=True)
 class BenchTarget:
-    """A server under test."""
+    """A server to measure."""
 
     url: str
     model: str
     client: BenchClient
     #: Fields of `OPTIONAL` that the server accepts.
     accepted: frozenset[str] = frozenset()
-    #: The runs of each load, in the order of the loads.
+    #: For each load, its runs on this server.
     runs: list[list[BenchRun]] = field(default_factory=list)
 
 
@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the benchmark. The exit code is 1 if a request failed."""
+    """Run the benchmark. Return 1 if a request failed."""
     try:
         if options.server and (options.url or options.port):
             raise Failure("give only one of URL, --url and --port", exit_code=2)
@@ -96,7 +96,10 @@ def run(options: argparse.Namespace) -> int:
 async def _measure(config: BenchConfig, seed: int) -> list[BenchTarget]:
     key = os.environ.get(KEY_VARIABLE, "")
     own = _target(config, config.url, key)
-    targets = [own, *(_target(config, url, "") for url in config.vs)]  # never send them our key
+    targets = [
+        own,
+        *(_target(config, url, "") for url in config.vs),
+    ]  # do not send the API key to them
     try:
         await _measure_all(targets, config, seed)
     finally:
@@ -112,7 +115,7 @@ async def _measure_all(targets: list[BenchTarget], config: BenchConfig, seed: in
         everything = body_of(probe, config, target.model, frozenset(OPTIONAL))
         target.accepted = await accepted_fields(target.client, everything)
         target.runs = [[] for _ in config.loads]
-    for round_number, load_number, order in turns(config):
+    for round_number, load_number, order in run_order(config):
         load = config.loads[load_number]
         run_number = round_number * len(config.loads) + load_number
         for server in order:
@@ -149,7 +152,10 @@ def _header(line: str) -> tuple[str, str]:
 
 @contextlib.contextmanager
 def _progress_bar(config: BenchConfig, load: BenchLoad, url: str) -> Iterator[Any]:
-    """Show a progress bar on a terminal. Yields the function to call with each answer."""
+    """Show a progress bar inside the `with` block, if stderr is a terminal.
+
+    Yields the function to call with each answer.
+    """
     with tqdm(
         desc=f"{url}, {load}",
         total=config.num_requests(load),
@@ -197,7 +203,7 @@ def _report(
 
 
 def facts(config: BenchConfig, seed: int) -> str:
-    """Describe the requests that were measured, in one line."""
+    """Return a line that describes the requests of the benchmark."""
     prompts = {
         "random": f"random prompts of {config.input_tokens} tokens",
         "shared-prefix": f"prompts of {config.prefix_tokens} shared and {config.input_tokens} "

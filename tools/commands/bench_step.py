@@ -1,6 +1,6 @@
 """`tidegate bench step`: measures one step of the worker and its parts.
 
-`worker.debug.benchmark` runs as a child process and measures; this module prints the table.
+A child process (`worker.debug.benchmark`) measures, and this module prints the table.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ examples:
 FIXED = frozenset(
     {"max_slots", "max_len", "kv_blocks", "kv_memory_gib", "poison_slots", "kv_mover"}
 )
-"""Worker options that the benchmark sets itself, or that do not affect a step."""
+"""Fields of WorkerConfig that the benchmark sets itself, or that do not affect a step."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def measure(config: StepBench) -> Iterator[StepBenchLine]:
-    """Run the benchmark, and yield its results as they arrive. Raises Failure."""
+    """Run the benchmark in a child process. Yield its results as they arrive. Raises Failure."""
     encoded = msgspec.json.encode(config).decode()
     command = module_command("worker.debug.benchmark", "--config", encoded)
     with subprocess.Popen(
@@ -91,7 +91,7 @@ def measure(config: StepBench) -> Iterator[StepBenchLine]:
 
 
 def table(timings: Sequence[StepTiming]) -> str:
-    """Format one row per kind of step. Shares are relative to the sum of the parts."""
+    """Return a table with a row per kind of step. Shares are of the sum of all parts."""
     heads = ["context", "batch", "step ms", "best", "p90", "tokens/s", *PARTS]
     rows = [[str(timing.context), *_cells(timing)] for timing in timings]
     return aligned([heads, *rows])

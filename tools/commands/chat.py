@@ -1,8 +1,8 @@
 """`tidegate chat`: a conversation at the terminal.
 
 Lines that start with a slash are commands. Every other line is a message to the model. Ctrl-C stops
-an answer, not the program. If stdin is not a terminal, each line is a turn, and only the answers
-are printed.
+an answer, not the program. If stdin is not a terminal, there is no prompt, and the first failure
+ends the program. If stdout is not a terminal, only the answers are printed.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 class ChatTerminal:
-    """Reads lines and prints answers. Prints notes only if stdout is a terminal."""
+    """Reads lines from stdin and prints answers, and notes if stdout is a terminal."""
 
     def __init__(self, conversation: ChatSession) -> None:
         self._conversation = conversation
@@ -82,7 +82,10 @@ class ChatTerminal:
         self._prints_notes = sys.stdout.isatty()
 
     def run(self) -> int:
-        """Run until the end of the input. The exit code is 1 if a turn failed without a user."""
+        """Process lines until the end of the input, and return the exit code.
+
+        If stdin is not a terminal, a failure ends the program, with its exit code.
+        """
         if self._is_interactive:
             self._print_note(f"{self._conversation.model} at {self._conversation.server.url}")
             self._print_note("/help lists the commands, Ctrl-C stops an answer, Ctrl-D ends")
@@ -104,7 +107,7 @@ class ChatTerminal:
             self._answer(line)
 
     def _answer(self, text: str) -> None:
-        """Stream the answer to the terminal. Ctrl-C disconnects and keeps the text so far."""
+        """Print the answer to `text` as it arrives. Ctrl-C disconnects; the text so far is kept."""
         pieces = self._conversation.ask(text)
         stopped = False
         with contextlib.closing(pieces):
@@ -151,7 +154,7 @@ class ChatTerminal:
         self._print_note(f"saved {len(conversation.messages)} messages to {name}")
 
     def _lines(self) -> Iterator[str]:
-        """Yield the lines of input, without empty ones. Ctrl-C at the prompt clears the line."""
+        """Yield the lines of stdin, except empty ones. Ctrl-C at the prompt clears the line."""
         if self._is_interactive:
             with contextlib.suppress(ImportError):
                 import readline  # noqa: F401  (editing and history for input())
@@ -175,7 +178,10 @@ class ChatTerminal:
 
 
 def _summary(answer: ChatAnswer, *, stopped: bool) -> str:
-    """Describe an answer in one line. The token count of a stopped answer is unknown."""
+    """Return a line that describes an answer: tokens, speed and why it ended.
+
+    The number of tokens is unknown if the user stopped the answer.
+    """
     facts = [f"{answer.tokens} tokens"] if answer.tokens else []
     facts += [f"{answer.tokens_per_s:.1f} tokens/s"] if answer.tokens_per_s else []
     return f"[{', '.join([*facts, 'stopped by you' if stopped else str(answer.finish_reason)])}]"
@@ -186,11 +192,11 @@ def _summary(answer: ChatAnswer, *, stopped: bool) -> str:
 
 @dataclass(slots=True)
 class ChatAnswer:
-    """An answer, which grows until its stream ends. Times are in seconds of a monotonic clock."""
+    """An answer, to which text is added until its stream ends. Times are in monotonic seconds."""
 
     text: str = ""
     finish_reason: str | None = None
-    #: As counted by the server; 0 if it did not report it.
+    #: Number of tokens that the server reported; 0 if it reported none.
     tokens: int = 0
     #: When the first text arrived.
     started_at: float = 0.0
@@ -199,14 +205,19 @@ class ChatAnswer:
 
     @property
     def tokens_per_s(self) -> float:
-        """Decoding speed, without the wait for the first token. 0 if it is unknown."""
+        """The decoding speed, without the time to the first token; 0 if it is unknown."""
         seconds = self.ended_at - self.started_at
         return (self.tokens - 1) / seconds if self.tokens > 1 and seconds > 0 else 0.0
 
 
 @dataclass(slots=True)
 class ChatSession:
-    """History and options of a conversation. `messages` contains only complete turns."""
+    """The history of a conversation, and its options.
+
+    options    sampling parameters for each request
+    messages   the history, whose last message is always an answer
+    last       the last answer
+    """
 
     server: WebServer
     model: str
@@ -216,10 +227,11 @@ class ChatSession:
     last: ChatAnswer = field(default_factory=ChatAnswer)
 
     def ask(self, text: str) -> Generator[str, None, None]:
-        """Send `text` and yield the pieces of the answer as they arrive. Raises Failure.
+        """Send `text` as a user's message, and yield the pieces of the answer as they arrive.
 
         Closing the iterator early disconnects, which ends the request on the server. The text so
-        far stays in the history because the user has read it. A refused turn is not added.
+        far is added to the history, because the user has read it. A message without any answer is
+        not added. Raises Failure.
         """
         turn = {"role": "user", "content": text}
         self.last = answer = ChatAnswer()
@@ -260,7 +272,7 @@ class ChatSession:
 
 
 def events(lines: Iterable[bytes]) -> Iterator[str]:
-    """Yield the data of each server-sent event until [DONE]. Comments (keep-alives) are skipped.
+    """Yield the data of each server-sent event until [DONE]. Skip comments (keep-alives).
 
     Raises Failure if the stream ends without [DONE], because the answer may be incomplete.
     """
@@ -274,7 +286,7 @@ def events(lines: Iterable[bytes]) -> Iterator[str]:
 
 
 def _apply(chunk: dict[str, Any], answer: ChatAnswer) -> str:
-    """Add a chunk to `answer`, and return its text."""
+    """Add a chunk to `answer`. Return the chunk's text."""
     if error := chunk.get("error"):
         raise Failure(f"the server reported an error: {error.get('message', error)}")
     if usage := chunk.get("usage"):
@@ -291,7 +303,7 @@ def _apply(chunk: dict[str, Any], answer: ChatAnswer) -> str:
 
 
 def _error_message(status: int, body: bytes) -> str:
-    """Return the message of an error response, in OpenAI's format or any other."""
+    """Return a message about an error response, with the server's own message if it has one."""
     try:
         return f"the server refused the request ({status}): {json.loads(body)['error']['message']}"
     except (ValueError, LookupError, TypeError):

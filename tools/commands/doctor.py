@@ -1,6 +1,7 @@
 """`tidegate doctor`: checks this machine before a server is started.
 
-This module collects facts; findings.py judges them. It changes nothing and downloads nothing.
+This module collects facts, and `tools.findings` judges them. The command changes nothing and
+downloads nothing.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ examples:
 EXTRAS = ("gateway", "engine", "worker")
 FACTS_TIMEOUT_S = 120
 LONGEST_NAME = "worker.sock"
+"""The longest name of a socket in the run directory of a server without --split."""
 NAME = re.compile(r"[\w.-]+")
 """The package name at the start of a requirement."""
 MARKS = {Verdict.OK: "ok", Verdict.DOUBT: "doubt", Verdict.BAD: "BAD"}
@@ -82,19 +84,19 @@ def run(options: argparse.Namespace) -> int:
 
 
 def format_finding(finding: Finding) -> str:
-    line = f"{MARKS[finding.verdict]:<6} {finding.what:<10}  {finding.said}"
+    line = f"{MARKS[finding.verdict]:<6} {finding.subject:<10}  {finding.fact}"
     return line + (f"\n{'':19}-> {finding.remedy}" if finding.remedy else "")
 
 
 def examine(model: str | None, host: str, port: int) -> Iterator[Finding]:
-    """Yield the findings, quick checks first."""
+    """Run all checks, the quick ones first, and yield their findings."""
     yield findings.python(sys.version_info[:3])
     yield findings.packages(check_rooms(thorough=True))
     libraries = {extra: versions for extra in EXTRAS if (versions := _versions(extra))}
     yield from findings.libraries(libraries)
-    yield findings.port(port, _port_trouble(host, port), holder(run_directory(port)))
+    yield findings.port(port, _port_problem(host, port), holder(run_directory(port)))
     directory = run_directory(port)
-    yield findings.sockets(directory, _sockets_trouble(directory))
+    yield findings.sockets(directory, _sockets_problem(directory))
     yield findings.open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
     yield _cache()
     if None not in libraries.get("worker", {}).values():
@@ -139,9 +141,9 @@ def _find_model(model: str | None) -> tuple[Path | None, Finding | None]:
 
 
 def _machine_facts() -> MachineFacts | str:
-    """Return the facts that a worker process reports, or the reason why it failed.
+    """Return the facts that a worker process reports, or the reason why the process failed.
 
-    A process of its own is needed because only the worker imports torch.
+    This needs a process of its own, because the tools must not import torch.
     """
     command = module_command("worker.startup.facts")
     try:
@@ -154,7 +156,7 @@ def _machine_facts() -> MachineFacts | str:
 
 
 def _versions(extra: str) -> dict[str, str | None]:
-    """Return the installed version of each library that the package declares for `extra`."""
+    """Return library -> version for each library of `extra`; None for one that is not installed."""
     declared = metadata.requires("tidegate") or []
     marker = f'extra == "{extra}"'
     named = [NAME.match(text) for text in declared if marker in text]
@@ -168,7 +170,8 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _port_trouble(host: str, port: int) -> str | None:
+def _port_problem(host: str, port: int) -> str | None:
+    """Return why a server cannot listen on this address; None if it can."""
     try:
         check_port_is_free(host, port)
     except Failure as failure:
@@ -176,7 +179,8 @@ def _port_trouble(host: str, port: int) -> str | None:
     return None
 
 
-def _sockets_trouble(directory: Path) -> str | None:
+def _sockets_problem(directory: Path) -> str | None:
+    """Return why a server cannot put its sockets into `directory`; None if it can."""
     path = directory / LONGEST_NAME
     if len(os.fsencode(path)) > MAX_IPC_PATH:
         return f"{path} is longer than {MAX_IPC_PATH} bytes, the limit for a socket path"
@@ -198,5 +202,5 @@ def _cache() -> Finding:
 
 
 def _nearest(directory: Path) -> Path:
-    """Return `directory`, or its nearest parent that exists."""
+    """Return `directory` if it exists, or else its nearest parent that exists."""
     return next(path for path in (directory, *directory.parents) if path.exists())

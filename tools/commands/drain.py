@@ -1,6 +1,7 @@
 """`tidegate drain`: stops an engine after its open requests finish.
 
-Its gateways report at once that they are not ready, so load balancers stop sending requests.
+The gateways of the engine report at once that they are not ready, so load balancers stop sending
+requests to them.
 """
 
 from __future__ import annotations

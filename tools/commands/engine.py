@@ -1,6 +1,7 @@
 """`tidegate engine`: starts one engine of a cluster and its worker, without a gateway.
 
-options -> configs -> lock of the address -> model path -> watch loop
+`run` does, in this order: make the configs from the options, lock the run directory of the address,
+find the model, check it, start the engine, and watch it until it ends.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ example with three hosts that share a cluster.key (tidegate key cluster.key):
   c$ tidegate serve --prefill tcp://a:5600 --decode tcp://b:5600 --cluster-key cluster.key
 """
 
-ROOMS = (
+CONFIGS = (
     ("the supervisor", SoloConfig),
     ("the engine", EngineConfig),
     ("the worker", WorkerConfig),
@@ -65,7 +66,7 @@ IN_USE = ("an engine already runs at this address ({})", "--address")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser, default=DEFAULT)
-    for title, config in ROOMS:
+    for title, config in CONFIGS:
         add_flags(parser, config, title=title)
 
 
@@ -74,8 +75,10 @@ def plan(
 ) -> tuple[SoloConfig, EngineConfig, Path]:
     """Return the configs that the options describe, and the engine's run directory.
 
-    The model is still named as on the command line. Raises Failure, with the exit code of a usage
-    error, if options contradict each other.
+    style   format of the log lines of all processes
+
+    `worker.model` is the MODEL of the command line, not yet a path. Raises Failure, with the exit
+    code of a usage error, if options contradict each other.
     """
     try:
         solo = build(SoloConfig, options)
@@ -97,13 +100,16 @@ def plan(
 
 
 def directory_of(address: str) -> Path:
-    """Return the run directory of the engine at `address`. Its name is short for any address."""
+    """Return the run directory of the engine at `address`.
+
+    Its name is a short hash, because the path of a socket must not be long.
+    """
     name = hashlib.sha256(address.encode()).hexdigest()[:12]
     return run_directory(0).parent / f"engine-{name}"
 
 
 class _EngineProbe:
-    """Checks the readiness of the engine as a client."""
+    """Checks whether the engine is ready, by connecting to it as a client."""
 
     def __init__(self, engine: EngineConfig) -> None:
         self._address = local_address(engine.address)

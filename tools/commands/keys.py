@@ -1,8 +1,8 @@
 """`tidegate keys`: adds, lists and revokes API keys.
 
-The operator edits the keys file by hand, too, and adds comments and limits. So this module changes
-the file as text, and checks that the new text parses to exactly the intended keys. It replaces the
-file atomically because servers read it at any time.
+Operators also edit the keys file by hand, for example to add comments and limits. So this module
+changes the file as text, and then checks that the new text contains exactly the intended keys. It
+replaces the file atomically, because a server may read the file at any time.
 """
 
 from __future__ import annotations
@@ -114,7 +114,10 @@ def _revoke(path: Path, options: argparse.Namespace) -> None:
 
 
 def with_key(text: str, name: str, entry: KeyEntry) -> str:
-    """Return the file's text with the key added. Raises ValueError if it cannot be added."""
+    """Return the text of a keys file, with the key `name` added.
+
+    Raises ValueError if there is a key with this name, or if the name is not allowed.
+    """
     api_keys.check_name(name)
     keys = api_keys.parse(text)
     if name in keys:
@@ -126,10 +129,10 @@ def with_key(text: str, name: str, entry: KeyEntry) -> str:
 
 
 def without_key(text: str, name: str) -> str:
-    """Return the file's text without the key; comments stay.
+    """Return the text of a keys file, with the key `name` removed. Comments stay.
 
-    Raises ValueError if there is no such key, or if it is not written as a table of its own with
-    one line per field.
+    Raises ValueError if there is no such key, or if the key is not written as a table of its own
+    with one line per field.
     """
     keys = api_keys.parse(text)
     if keys.pop(name, None) is None:
@@ -145,7 +148,7 @@ def without_key(text: str, name: str) -> str:
 
 
 def _checked(text: str, keys: dict[str, KeyEntry]) -> str:
-    """Return `text` if it parses to `keys`. Raises ValueError otherwise."""
+    """Return `text` if it contains exactly `keys`. Otherwise raise ValueError."""
     try:
         is_correct = api_keys.parse(text) == keys
     except ValueError:
@@ -156,8 +159,8 @@ def _checked(text: str, keys: dict[str, KeyEntry]) -> str:
 
 
 def write(path: Path, text: str) -> None:
-    """Replace the file atomically: a reader gets the old text or the new one."""
-    target = path.resolve()  # replace a link's target, not the link
+    """Replace the file atomically: a reader gets either the old text or the new one."""
+    target = path.resolve()  # replace the target of a symbolic link, not the link
     mode = target.stat().st_mode & 0o777 if target.exists() else MODE
     with (
         tempfile.NamedTemporaryFile("w", dir=target.parent, prefix=".keys-", delete=False) as new,

@@ -1,4 +1,4 @@
-"""The MODEL argument of all commands, and `tidegate models`.
+"""`tidegate models`, and the argument MODEL of other commands.
 
 MODEL is a name from the catalogue, a .gguf file, or a Hugging Face directory. A catalogue name
 takes precedence over a directory of the same name; ./NAME selects the directory.
@@ -32,7 +32,7 @@ examples:
 
 
 def add_model(parser: argparse.ArgumentParser, *, default: str | None = None) -> None:
-    """Add MODEL. `default` is its value if it is missing."""
+    """Add the argument MODEL. `default` is its value if the user does not give it."""
     parser.add_argument(
         "model",
         nargs="?",
@@ -46,8 +46,9 @@ def add_model(parser: argparse.ArgumentParser, *, default: str | None = None) ->
 def resolve(
     model: str, cache: Path, print_line: PrintLine = print_on_stderr, *, text_only: bool = False
 ) -> Path:
-    """Return the absolute path of a model. A catalogue model is downloaded first. Raises Failure.
+    """Return the absolute path of MODEL. Download a catalogue model first. Raises Failure.
 
+    cache        directory of downloaded models
     print_line   prints a line of progress
     text_only    accept a directory that contains only a tokenizer
     """
@@ -67,7 +68,7 @@ def resolve(
 
 
 def _suggestion(model: str) -> str:
-    """Return advice for a MODEL that is neither a path nor in the catalogue."""
+    """Return advice for a user whose MODEL is neither a path nor in the catalogue."""
     hub = re.fullmatch(r"[\w.-]+/([\w.-]+)", model)
     name = (hub[1] if hub else model).lower()
     if close := get_close_matches(name, CATALOGUE, n=1, cutoff=0.5):
@@ -89,7 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """List the catalogue, and which of its models are in the cache."""
+    """Print the models of the catalogue, and where their files are."""
     cache = home()
     for entry in CATALOGUE.values():
         where = str(cached_file(entry, cache)) if is_cached(entry, cache) else "not downloaded yet"

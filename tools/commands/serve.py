@@ -62,7 +62,7 @@ examples:
                                                   engines on other hosts (tidegate engine --help)
 """
 
-ROOMS = (
+CONFIGS = (
     ("the gateway", GatewayConfig),
     ("the engine", EngineConfig),
     ("the worker", WorkerConfig),
@@ -109,7 +109,7 @@ class Plan:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
-    for title, config in ROOMS:
+    for title, config in CONFIGS:
         add_flags(parser, config, title=title)
 
 
