@@ -175,6 +175,17 @@ def _gib(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.2f} GiB"
 
 
+def tokenizer(problem: str | None) -> Finding:
+    """Judge whether a gateway can serve the model's tokenizer and formats.
+
+    problem   why it cannot, as in the error of `tidegate serve`; None if it can
+    """
+    if problem is not None:
+        remedy = "fetch the model's files again, or use another model"
+        return Finding("tokenizer", problem.removesuffix(f"; {remedy}"), Verdict.BAD, remedy)
+    return Finding("tokenizer", "a gateway can use the model's tokenizer and formats")
+
+
 def port(number: int, problem: str | None, server: int | None) -> Finding:
     """Judge whether a server can listen on an HTTP port.
 

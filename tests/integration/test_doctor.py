@@ -28,6 +28,7 @@ def test_a_model_that_can_be_served_is_well(
     assert code == 0
     assert "LlamaForCausalLM, context of 128 tokens" in found["model"]["said"]
     assert f"torch {torch.__version__}" in found["compute"]["said"]
+    assert found["tokenizer"]["verdict"] == "ok"
     assert str(tmp_path / "cache") in found["cache"]["said"]
     assert not (tmp_path / "cache").exists()  # it changes nothing
 
@@ -40,6 +41,19 @@ def test_a_model_of_a_kind_that_we_cannot_compute_is_bad_and_named(
     assert code == 1
     assert found["model"]["verdict"] == "bad"
     assert "RwkvForCausalLM" in found["model"]["said"]
+
+
+def test_a_tokenizer_that_a_gateway_cannot_use_is_bad(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_tiny_llama(tmp_path)
+    (path / "tokenizer.json").write_text('{"model": {}}')
+    code, found = examined(capsys, str(path))
+    assert code == 1
+    assert found["model"]["verdict"] == "ok"
+    assert found["tokenizer"]["verdict"] == "bad"
+    assert found["tokenizer"]["said"].startswith("the model's tokenizer cannot be used: ")
+    assert found["tokenizer"]["remedy"] == "fetch the model's files again, or use another model"
 
 
 def test_a_model_that_does_not_fit_is_bad_with_the_numbers(

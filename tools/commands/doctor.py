@@ -22,6 +22,7 @@ from protocol import devices
 from protocol.config.gateway import GatewayConfig
 from protocol.config.worker import WorkerConfig
 from protocol.facts import MachineFacts
+from protocol.model_card import ModelCard
 from protocol.rooms import check_rooms
 from protocol.sockets import MAX_IPC_PATH, run_directory
 from tools import findings
@@ -30,14 +31,14 @@ from tools.findings import Finding, Verdict
 from tools.flags import flags_of
 from tools.models.catalogue import CATALOGUE
 from tools.models.fetch import cached_file, home, is_cached
-from tools.models.preflight import preflight
+from tools.models.preflight import ModelCheck, preflight
 from tools.processes.children import module_command, run_module
 from tools.processes.run_lock import check_port_is_free, holder
 
 DESCRIPTION = """\
-Check whether this machine can run a server: libraries, CPU, threads, memory for MODEL, port,
-sockets and files. Each line is a verdict; a problem comes with a remedy. The command changes
-nothing. It exits with code 1 if a line is BAD.
+Check whether this machine can run a server: libraries, CPU, threads, port, sockets and files, and
+for MODEL its memory and its tokenizer. Each line is a verdict; a problem comes with a remedy. The
+command changes nothing. It exits with code 1 if a line is BAD.
 """
 
 EXAMPLES = """\
@@ -100,10 +101,14 @@ def examine(model: str | None, host: str, port: int) -> Iterator[Finding]:
     yield findings.open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
     yield _cache()
     if None not in libraries.get("worker", {}).values():
-        yield from _worker(model)
+        yield from _worker(model, has_gateway=None not in libraries.get("gateway", {}).values())
 
 
-def _worker(model: str | None) -> Iterator[Finding]:
+def _worker(model: str | None, *, has_gateway: bool) -> Iterator[Finding]:
+    """Yield the findings about the worker, and about the model if there is one.
+
+    has_gateway   whether the gateway's libraries are installed, so that it can check the model
+    """
     path, finding = _find_model(model)
     facts = _machine_facts()
     if isinstance(facts, str):
@@ -121,9 +126,23 @@ def _worker(model: str | None) -> Iterator[Finding]:
         yield findings.memory(facts)
         return
     try:
-        yield from findings.model(preflight([WorkerConfig(model=str(path))]))
+        found = preflight([WorkerConfig(model=str(path))])
     except Failure as failure:
         yield Finding("model", str(failure), Verdict.BAD, "see: tidegate models")
+        return
+    yield from findings.model(found)
+    if found.card is not None and has_gateway:
+        yield findings.tokenizer(_tokenizer_problem(found.card))
+
+
+def _tokenizer_problem(card: ModelCard) -> str | None:
+    """Return why a gateway cannot serve the model with this card; None if it can."""
+    try:
+        with ModelCheck(GatewayConfig()) as check:
+            check.run(card)
+    except Failure as failure:
+        return str(failure)
+    return None
 
 
 def _find_model(model: str | None) -> tuple[Path | None, Finding | None]:
