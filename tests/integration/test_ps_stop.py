@@ -67,7 +67,7 @@ class ServerMachine:
         return done.stdout + done.stderr
 
     def places(self) -> dict[str, RunDirectory]:
-        return {place.name: place for place in discover(self.base).places}
+        return {place.name: place for place in discover(self.base).run_directories}
 
     def place(self, name: str) -> RunDirectory:
         return self.places()[name]
@@ -100,7 +100,7 @@ def test_a_server_is_listed_with_all_its_processes_and_stopped_alone(
     assert not set(pids(found["8001"])) & set(pids(found["8002"]))
     assert f"8001: serves (pid {first.process.pid})" in machine.tool("ps")
     told = msgspec.json.decode(machine.tool("ps", "--json"), type=Found)
-    assert {place.name: place for place in told.places} == found
+    assert {place.name: place for place in told.run_directories} == found
     printed = machine.tool("stop", "8001", "--kill")
     assert "stopped  8001 (3 processes)" in printed
     assert not any(map(is_alive, pids(found["8001"])))

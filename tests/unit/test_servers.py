@@ -129,15 +129,15 @@ SUPERVISOR, ENGINE = RunningProcess(10, 1, 5, "tools"), RunningProcess(11, 10, 6
 
 
 def place(**fields) -> RunDirectory:
-    more = {"name": "8000", "pid": 10, "leads": True, "processes": [SUPERVISOR, ENGINE]}
+    more = {"name": "8000", "pid": 10, "is_supervised": True, "processes": [SUPERVISOR, ENGINE]}
     return RunDirectory(**{**more, "sockets": ["engine.sock"], **fields})
 
 
 def test_ps_shows_each_state_of_a_server() -> None:
     named = place(name="7000", url="http://127.0.0.1:7000", model="small")
-    lost = place(name="8001", leads=False, processes=[ENGINE])
-    stale = place(name="engine-ab", pid=None, leads=False, processes=[])
-    free = place(name="8002", pid=None, leads=False, processes=[], sockets=[])
+    lost = place(name="8001", is_supervised=False, processes=[ENGINE])
+    stale = place(name="engine-ab", pid=None, is_supervised=False, processes=[])
+    free = place(name="8002", pid=None, is_supervised=False, processes=[], sockets=[])
     usages = {
         "7000": ProcessUsage(3725.0, 3 << 29),
         "8000": ProcessUsage(5.2),
@@ -173,7 +173,7 @@ def test_a_time_span_is_shown_in_its_two_largest_units(seconds: float, words: st
 def test_stop_signals_the_supervisor_or_its_orphans() -> None:
     assert signal_targets(place(), kill=False) == [SUPERVISOR]
     assert signal_targets(place(), kill=True) == [SUPERVISOR, ENGINE]
-    assert signal_targets(place(leads=False, processes=[ENGINE]), kill=False) == [ENGINE]
+    assert signal_targets(place(is_supervised=False, processes=[ENGINE]), kill=False) == [ENGINE]
     one, other = place(), place(name="8001")
     assert select(Found([one, other], []), ["8001", "8001"]) == [other]
     assert select(Found([one, other], []), []) == [one, other]

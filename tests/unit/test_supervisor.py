@@ -358,14 +358,14 @@ def test_every_phase_but_the_last_can_be_left_and_the_last_only_without_children
             phase is not SupervisorPhase.ENDED
         )
     ends = {key for key, phase in NEXT_PHASE.items() if phase is SupervisorPhase.ENDED}
-    assert {event for _, event in ends} == {SupervisorEvent.EMPTY}
+    assert {event for _, event in ends} == {SupervisorEvent.ALL_EXITED}
     last = (
         SupervisorPhase.FOLLOWING,
         SupervisorPhase.DRAINING,
         SupervisorPhase.STOPPING,
         SupervisorPhase.KILLING,
     )
-    assert ends == {(phase, SupervisorEvent.EMPTY) for phase in last}
+    assert ends == {(phase, SupervisorEvent.ALL_EXITED) for phase in last}
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """`tidegate profile`: records a trace of a server's worker, and the CPU use of its processes.
 
-It connects to the engine, not the gateway, so it works when HTTP is down. While the worker records,
-this process reads the CPU times of the supervisor and all its descendants from /proc.
+The command connects to the engine, not the gateway, so it works when HTTP is down. While the worker
+records, this process reads the CPU times of the supervisor and all its descendants from /proc.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class CpuSample:
 
     #: Seconds since 1970.
     at: float
-    #: Process id -> seconds of CPU used so far.
+    #: Process id -> CPU time used so far, in seconds.
     cpu_s: Mapping[int, float]
 
 
@@ -95,7 +95,11 @@ def run(options: argparse.Namespace) -> int:
 
 
 class Sampler:
-    """Samples the CPU times of a process and its descendants inside a `with` block."""
+    """Samples the CPU times of a process and its descendants, inside a `with` block.
+
+    samples   the samples so far, in order
+    names     process id -> name of the program
+    """
 
     def __init__(self, root: int, proc: Path = PROC) -> None:
         self.samples: list[CpuSample] = []
@@ -123,7 +127,7 @@ class Sampler:
 
 
 def descendants(root: int, proc: Path) -> dict[int, float]:
-    """Return the CPU seconds used by `root` and each of its descendants, by process id."""
+    """Return the CPU time that `root` and each of its descendants has used, by process id."""
     stats = read_all_stats(proc)
     found = with_descendants(
         {root} & stats.keys(), {pid: stat.parent for pid, stat in stats.items()}
@@ -134,8 +138,8 @@ def descendants(root: int, proc: Path) -> dict[int, float]:
 def cores_used(samples: list[CpuSample], began: float, ended: float) -> dict[int, float]:
     """Return the average number of cores that each process used, by process id.
 
-    The time span is from the last sample before `began` to the first after `ended`. Processes that
-    did not exist for all of it are left out.
+    The average is over the time from the last sample before `began` to the first one after `ended`.
+    Processes that did not exist during all of that time are left out.
     """
     before = [sample for sample in samples if sample.at <= began] or samples[:1]
     after = [sample for sample in samples if sample.at >= ended] or samples[-1:]

@@ -25,11 +25,11 @@ examples:
 
 
 class ProcessUsage(msgspec.Struct, frozen=True):
-    """Age and memory of a server."""
+    """Age and memory of a running server."""
 
-    #: Seconds since the supervisor started.
+    #: Seconds since the supervisor started; None if it is gone.
     age_s: float | None = None
-    #: Memory of all processes together.
+    #: Memory of all its processes together.
     memory_bytes: int = 0
 
 
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     found = discover(base_directory())
-    usages = {place.name: usage_of(place) for place in found.places}
+    usages = {server.name: usage_of(server) for server in found.run_directories}
     if options.json:
         print(msgspec.json.encode(_listed(found, usages)).decode())
     else:
@@ -47,26 +47,26 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def usage_of(place: RunDirectory) -> ProcessUsage:
-    if place.pid is None:
+def usage_of(server: RunDirectory) -> ProcessUsage:
+    if server.pid is None:
         return ProcessUsage()
-    memory = sum(memory_bytes(process.pid) for process in place.processes)
-    return ProcessUsage(process_age_s(place.pid), memory)
+    memory = sum(memory_bytes(process.pid) for process in server.processes)
+    return ProcessUsage(process_age_s(server.pid), memory)
 
 
 def _listed(found: Found, usages: dict[str, ProcessUsage]) -> dict[str, Any]:
-    """Return `found` as JSON, with the usage of each run directory."""
+    """Return the JSON of `found`, with the usage of each server."""
     listed: dict[str, Any] = msgspec.to_builtins(found)
-    for place in listed["places"]:
-        place |= msgspec.to_builtins(usages[place["name"]])
+    for server in listed["places"]:
+        server |= msgspec.to_builtins(usages[server["name"]])
     return listed
 
 
 def format_found(found: Found, usages: dict[str, ProcessUsage]) -> str:
     lines = []
-    for place in found.places:
-        if place.state != "free":
-            lines += _place(place, usages[place.name])
+    for server in found.run_directories:
+        if server.state != "free":
+            lines += _format_server(server, usages[server.name])
     for stray in found.strays:
         lines.append(
             f"stray    {stray.name} (pid {stray.pid}) belongs to no server; to end it: "
@@ -77,22 +77,22 @@ def format_found(found: Found, usages: dict[str, ProcessUsage]) -> str:
     return "\n".join(lines) or "no servers are running, and nothing was left behind"
 
 
-def _place(place: RunDirectory, usage: ProcessUsage) -> list[str]:
-    kind = "engine" if place.name.startswith("engine-") else "port"
-    model = f" {place.model}" if place.leads and place.model else ""
-    url = f" at {place.url}" if place.leads and place.url else ""
-    pid = f" (pid {place.pid})" if place.pid is not None else ""
+def _format_server(server: RunDirectory, usage: ProcessUsage) -> list[str]:
+    kind = "engine" if server.name.startswith("engine-") else "port"
+    model = f" {server.model}" if server.is_supervised and server.model else ""
+    url = f" at {server.url}" if server.is_supervised and server.url else ""
+    pid = f" (pid {server.pid})" if server.pid is not None else ""
     used = "" if usage.age_s is None else f", up {duration(usage.age_s)}"
     used += f", {usage.memory_bytes / (1 << 30):.2f} GiB" if usage.memory_bytes else ""
-    lines = [f"{kind:<8} {place.name}: {place.state}{model}{url}{pid}{used}"]
-    lines += [f"         {each.name} (pid {each.pid})" for each in place.processes]
-    if place.pid is None:
-        lines.append(f"         sockets without a process: {', '.join(place.sockets)}")
+    lines = [f"{kind:<8} {server.name}: {server.state}{model}{url}{pid}{used}"]
+    lines += [f"         {each.name} (pid {each.pid})" for each in server.processes]
+    if server.pid is None:
+        lines.append(f"         sockets without a process: {', '.join(server.sockets)}")
     return lines
 
 
 def duration(seconds: float) -> str:
-    """Format a time span in its two largest units: "3 d 4 h", "5 min 2 s", "7 s"."""
+    """Return a time as text in its two largest units: "3 d 4 h", "5 min 2 s", "7 s"."""
     left, parts = int(seconds), []
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
         number, left = divmod(left, size)

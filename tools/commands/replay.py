@@ -1,4 +1,4 @@
-"""`tidegate replay`: replays the journal of an engine, in an `engine_core.journal` process."""
+"""`tidegate replay`: replays the journal of an engine, in a child process."""
 
 from __future__ import annotations
 

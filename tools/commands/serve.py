@@ -1,9 +1,10 @@
 """`tidegate serve`: starts a server from the command line.
 
-    options -> configs -> lock of the run directory -> model path -> commands -> watch loop
+`run` does, in this order: make the configs from the options (`plan`), lock the run directory, find
+the model and check it, and start the processes and watch them until they end (`supervise`).
 
 `tools.processes.topology` decides which engines to start, and `tools.processes.supervisor` what to
-do while they run. This module connects them.
+do while the processes run.
 """
 
 from __future__ import annotations
@@ -75,22 +76,25 @@ ENGINE_LIBRARIES = frozenset({"torch"})
 ENGINE_EXIT_CODES: dict[int, int] = {
     code: code for code in ExitCode if code not in (ExitCode.OK, ExitCode.FAILED)
 }
+"""Exit code of an engine -> exit code of the server, if the engine's failure ends the server."""
 GATEWAY_EXIT_CODES: dict[int, int] = {4: ExitCode.USAGE, ExitCode.BAD_MODEL: ExitCode.BAD_MODEL}
-"""4: gunicorn's code if the application cannot be created because an option is wrong."""
+"""The same for gateways. If an option is wrong, the application cannot be created. gunicorn then
+exits with 4.
+"""
 CHECKED = (
     *("api_keys", "chat_template", "default_chat_template_kwargs", "default_sampling"),
     *("tool_format", "reasoning_format", "otlp_traces_endpoint", "cors_origin", "allowed_host"),
 )
-"""Gateway options whose values only the gateway's code can check."""
+"""Fields of GatewayConfig whose values only the gateway's code can check."""
 CHECK_TIMEOUT_S = 60
 CARD_TIMEOUT_S = 120
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The server to start. Creating a plan starts nothing."""
+    """Describes the server to start."""
 
-    #: One engine as the options describe it. `engines` derives the real ones.
+    #: One engine as the options describe it. `engines` are the ones to start.
     engine: EngineConfig
     gateway: GatewayConfig
     serve: ServeConfig
@@ -114,11 +118,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def plan(options: Mapping[str, Any], style: LogStyle = "text") -> Plan:
-    """Return the plan that the options describe. `worker.model` is still as on the command line.
+    """Return the plan that the options describe.
 
     style   format of the log lines of all processes
 
-    Raises Failure, with the exit code of a usage error, if options contradict each other.
+    `worker.model` is the MODEL of the command line, not yet a path. Raises Failure, with the exit
+    code of a usage error, if options contradict each other.
     """
     try:
         gateway = build(GatewayConfig, options, log_format=style)
@@ -150,9 +155,11 @@ def plan(options: Mapping[str, Any], style: LogStyle = "text") -> Plan:
 
 
 def _with_digests(config: GatewayConfig, key: str) -> GatewayConfig:
-    """Replace the API keys by their digests, and add the digest of the supervisor's own key.
+    """Return `config` with digests in place of the API keys, because a gateway needs no more.
 
-    The gateway needs only digests. Raises ValueError for an invalid key.
+    key   the supervisor's own API key, whose digest is added; "": none
+
+    Raises ValueError for an invalid key.
     """
     for api_key in config.api_key:
         api_keys.check_key(api_key)
@@ -164,11 +171,11 @@ def _with_digests(config: GatewayConfig, key: str) -> GatewayConfig:
 
 
 def commands(plan: Plan, *, lock: int) -> list[Command]:
-    """Return the commands that start the children, in the order in which a drain stops them.
+    """Return the commands that start the child processes, in the order in which a drain stops them.
 
-    gunicorn adds the working directory to sys.path, so the gateway's is the run directory, which
-    contains only sockets.
+    lock   descriptor of the lock of the run directory, which the children inherit
     """
+    # gunicorn adds the working directory to sys.path. The run directory contains no Python files.
     conf = f"--config={_folder_of('gateway') / 'gunicorn_conf.py'}"
     gateway = Command(
         "gateway",
@@ -200,7 +207,7 @@ def engine_command(name: str, engine: EngineConfig, lock: int) -> Command:
 
 def run(options: argparse.Namespace) -> int:
     started = time.monotonic()
-    own = os.environ.pop(KEY_VARIABLE, "")  # the children get only its digest
+    own = os.environ.pop(KEY_VARIABLE, "")  # the child processes get only a digest of the key
     api_key = [*(options.api_key or []), *([own] if own else [])]
     terminal = Terminal(log_style(options.log_format))
     planned = plan({**vars(options), "api_key": api_key}, terminal.style)
@@ -220,7 +227,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _describe(lock: int, plan: Plan, names: Sequence[str | None]) -> None:
-    """Write the server's URL and the first known model name into the lock, for other tools."""
+    """Write the server's URL and the first of `names` into the lock, for other tools to find."""
     model = next(filter(None, names), "")
     run_lock.describe(lock, run_lock.LockFacts(url=plan.url, model=model))
 
@@ -234,7 +241,10 @@ def check_key(path: str) -> None:
 
 
 def check_kv_disk(path: str) -> None:
-    """Create the directory for K/V on disk. Raises Failure if that is not possible."""
+    """Create the directory for K/V on disk, if `path` is not "".
+
+    Raises Failure if that is not possible, or if the directory is not writable.
+    """
     try:
         if path:
             Path(path).mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -246,10 +256,10 @@ def check_kv_disk(path: str) -> None:
 
 
 def _check_gateway(config: GatewayConfig) -> None:
-    """Check the gateway's options in a process of its own before anything is started.
+    """Check the options in CHECKED, in a process of the gateway that ends at once.
 
-    The check takes the time of the gateway's imports, so it is skipped if all of these options have
-    their defaults. Raises Failure if an option is wrong.
+    Importing the gateway takes time, so the check is skipped if all these options have their
+    defaults. Raises Failure if an option is wrong.
     """
     default = GatewayConfig()
     if all(getattr(config, name) == getattr(default, name) for name in CHECKED):
@@ -265,7 +275,7 @@ def _check_gateway(config: GatewayConfig) -> None:
 
 
 def _with_model_path(plan: Plan, terminal: Terminal) -> Plan:
-    """Return the plan with the model's path instead of its name, downloaded if necessary.
+    """Download the model if necessary, check it, and return the plan with its path.
 
     Raises Failure if the model cannot be served.
     """
@@ -290,14 +300,17 @@ def _with_model_path(plan: Plan, terminal: Terminal) -> Plan:
 
 
 def log_limits(plans: Iterable[ModelPlan], terminal: Terminal) -> None:
-    """Log each limit on the length of requests once."""
+    """Log the limits on the length of requests that the plans contain, each one once."""
     for message in dict.fromkeys(limit(plan) for plan in plans):
         if message is not None:
             terminal.log(message)
 
 
 def _write_card(worker: WorkerConfig, file: Path) -> Path:
-    """Write the model card, in a worker process because only the worker reads model files."""
+    """Write the card of the worker's model to `file`, and return `file`. Raises Failure.
+
+    A worker process does this, because only the worker reads model files.
+    """
     model, sampling = worker.model, worker.recommended_sampling
     command = module_command(
         "worker.startup.card",
@@ -373,6 +386,7 @@ def _addresses(plan: Plan) -> str:
 
 
 def check_installation(libraries: Iterable[str]) -> None:
+    """Raise Failure if one of `libraries` is not installed."""
     for library in libraries:
         extra = NEEDED[library]
         if importlib.util.find_spec(library) is None:

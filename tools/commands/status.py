@@ -1,8 +1,8 @@
 """`tidegate status`: shows the state of a running server.
 
-It connects to the engine's socket, so it works when HTTP is down, and reports that HTTP is down. If
-prefill and decode engines are separate, the state of each comes from the gateway's /readyz instead,
-because they may run on other hosts.
+The command connects to the engine's socket, so it works when HTTP is down, and reports that HTTP is
+down. If a server has separate prefill and decode engines, the command instead reads their state
+from the gateway's /readyz, because they may run on other hosts.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the status. Raises Failure if no server runs."""
+    """Print the status. Return 1 if the server is not ready. Raises Failure if no server runs."""
     server = local_server(options)
     answer = WebServer(server.url).get("/readyz", timeout_s=WAIT_S)
     http_status, body = answer or (None, b"")
@@ -57,25 +57,25 @@ class ServerStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
     #: Process id of the supervisor.
     pid: int
-    #: Of the gateways.
+    #: URL of the gateways.
     url: str
-    #: The server and all its engines are ready.
+    #: Whether the server and all its engines are ready.
     ready: bool
     #: HTTP status of /readyz; None if there is no answer.
     http: int | None
-    #: (role, state in /readyz) of each engine, if the server has several.
+    #: The role of each engine and its state in /readyz, if the server has separate engines.
     engines: list[tuple[str, dict[str, Any]]] = []
-    #: Why the engine cannot be reached.
+    #: Why the engine cannot be reached; None if it can, or if the server has separate engines.
     why: str | None = None
-    #: Name of the engine's model, like the next fields None if it cannot be reached.
+    #: Name of the engine's model. This and all later fields are None if no engine was reached.
     model: str | None = None
-    #: As in the model card.
+    #: Architecture of the model, as in its card.
     architecture: str | None = None
-    #: Of weights and K/V.
+    #: Number type of the weights and K/V.
     dtype: str | None = None
-    #: As the engine announces them.
+    #: The limits that the engine announces.
     limits: Limits | None = None
-    #: As the engine reports them.
+    #: The statistics that the engine reports.
     stats: EngineStats | None = None
 
 

@@ -1,7 +1,7 @@
 """`tidegate stop`: stops servers as Ctrl-C does, and removes what was left behind.
 
-The supervisor receives SIGTERM and drains its server. If the supervisor is gone, each process of
-the server receives SIGTERM. Only --kill sends SIGKILL.
+The command sends SIGTERM to the supervisor of a server, which then drains the server. If the
+supervisor is gone, it sends SIGTERM to each process of the server. With --kill it sends SIGKILL.
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ def run(options: argparse.Namespace) -> int:
     if options.all and (options.names or options.port or options.url):
         raise Failure("give servers or --all, not both", exit_code=2)
     base = base_directory()
-    places = select(discover(base), names)
-    targets = [each for place in places for each in signal_targets(place, kill=options.kill)]
-    leaving = [each for place in places for each in place.processes]
+    servers = select(discover(base), names)
+    targets = [each for server in servers for each in signal_targets(server, kill=options.kill)]
+    stopping = [each for server in servers for each in server.processes]
     _signal(targets, signal.SIGKILL if options.kill else signal.SIGTERM)
-    _wait_for_exit(leaving, options.wait_s)
-    for place in places:
-        _print_result(place, clear(base / place.name))
-    if not leaving and not any(place.sockets for place in places):
+    _wait_for_exit(stopping, options.wait_s)
+    for server in servers:
+        _print_result(server, clear(base / server.name))
+    if not stopping and not any(server.sockets for server in servers):
         print("no servers were running, and nothing was left behind")
     return 0
 
@@ -84,29 +84,35 @@ def _selected_name(options: argparse.Namespace) -> str:
 
 
 def select(found: Found, names: Sequence[str]) -> list[RunDirectory]:
-    """Return the run directories with these names, or all if `names` is empty. Raises Failure."""
+    """Return the run directories with these names, or all if `names` is empty.
+
+    Raises Failure if there is no run directory with one of the names.
+    """
     if not names:
-        return found.places
-    by_name = {place.name: place for place in found.places}
+        return found.run_directories
+    by_name = {server.name: server for server in found.run_directories}
     for name in names:
         if name not in by_name:
             raise Failure(f"nothing runs at {name}; see: tidegate ps")
     return [by_name[name] for name in dict.fromkeys(names)]
 
 
-def signal_targets(place: RunDirectory, *, kill: bool) -> list[RunningProcess]:
-    """Return the processes to signal.
+def signal_targets(server: RunDirectory, *, kill: bool) -> list[RunningProcess]:
+    """Return the processes of a server to which a signal must be sent.
 
-    If the supervisor runs, it is the only one, because it stops the others. With `kill`, all
-    processes are returned.
+    A running supervisor is the only one, because it stops the others. With `kill`, and if the
+    supervisor is gone, they are all processes of the server.
     """
-    if place.leads and not kill:
-        return [each for each in place.processes if each.pid == place.pid]
-    return place.processes
+    if server.is_supervised and not kill:
+        return [each for each in server.processes if each.pid == server.pid]
+    return server.processes
 
 
 def _signal(targets: Iterable[RunningProcess], number: signal.Signals) -> None:
-    """Signal the processes, except any whose pid belongs to another process by now."""
+    """Send a signal to those of the processes that still run.
+
+    The pid of a process that has ended may belong to another process by now.
+    """
     running = processes()
     for target in targets:
         if _is_running(target, running):
@@ -118,17 +124,18 @@ def _is_running(process: RunningProcess, running: dict[int, RunningProcess]) -> 
     return process.pid in running and running[process.pid].started == process.started
 
 
-def _wait_for_exit(leaving: Sequence[RunningProcess], wait_s: float) -> None:
+def _wait_for_exit(stopping: Sequence[RunningProcess], wait_s: float) -> None:
+    """Wait until the processes have ended. Raises Failure if one still runs after `wait_s`."""
     deadline = time.monotonic() + wait_s
-    while left := [each for each in leaving if _is_running(each, processes())]:
+    while left := [each for each in stopping if _is_running(each, processes())]:
         if time.monotonic() >= deadline:
             names = ", ".join(f"{each.name} (pid {each.pid})" for each in left)
             raise Failure(f"still running after {wait_s:g} s: {names}; --kill ends them at once")
         time.sleep(POLL_EVERY_S)
 
 
-def _print_result(place: RunDirectory, cleared: Sequence[str]) -> None:
-    if place.processes:
-        print(f"stopped  {place.name} ({len(place.processes)} processes)")
+def _print_result(server: RunDirectory, cleared: Sequence[str]) -> None:
+    if server.processes:
+        print(f"stopped  {server.name} ({len(server.processes)} processes)")
     if cleared:
-        print(f"removed  {', '.join(str(Path(place.name) / name) for name in cleared)}")
+        print(f"removed  {', '.join(str(Path(server.name) / name) for name in cleared)}")

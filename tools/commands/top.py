@@ -1,4 +1,4 @@
-"""`tidegate top`: shows the state of an engine, updated every second on a terminal."""
+"""`tidegate top`: shows the state of an engine, and updates it regularly on a terminal."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ examples:
   tidegate top --engine tcp://host:5600 --cluster-key cluster.key
 """
 
-KEPT_VIEWS = 120
+KEPT_STATUSES = 120
+"""The number of statuses of which the curve of tokens per second is drawn."""
 ALL_ROWS = 1000
 ONCE_WIDTH = 120
 
@@ -73,17 +74,17 @@ def _once(engine: Client, options: argparse.Namespace) -> str:
     """
     before = engine.get_status(0)
     time.sleep(options.every_s)
-    view = engine.get_status(ALL_ROWS)
+    now = engine.get_status(ALL_ROWS)
     if options.json:
-        facts = {"model": engine.model.name, "limits": engine.limits, "rates": rates(before, view)}
-        return msgspec.json.encode({**facts, "view": view}).decode()
-    scene = TopScene(engine.model.name, engine.limits, [before, view])
+        facts = {"model": engine.model.name, "limits": engine.limits, "rates": rates(before, now)}
+        return msgspec.json.encode({**facts, "view": now}).decode()
+    scene = TopScene(engine.model.name, engine.limits, [before, now])
     return "\n".join(render(scene, Canvas(ONCE_WIDTH, has_colours=use_colors())))
 
 
 def _watch(engine: Client, every_s: float) -> None:
     """Update the screen until the user quits. If the engine is lost, keep trying."""
-    views: deque[EngineStatus] = deque(maxlen=KEPT_VIEWS)
+    statuses: deque[EngineStatus] = deque(maxlen=KEPT_STATUSES)
     error_text = ""
     with open_screen(has_colours=use_colors()) as screen:
         polled_at = float("-inf")
@@ -91,12 +92,12 @@ def _watch(engine: Client, every_s: float) -> None:
             if time.monotonic() - polled_at >= every_s:
                 polled_at = time.monotonic()
                 try:
-                    views.append(engine.get_status(screen.canvas.height or ALL_ROWS))
+                    statuses.append(engine.get_status(screen.canvas.height or ALL_ROWS))
                     error_text = ""
                 except ServingError as error:
                     error_text = str(error)
-            if views:
-                scene = TopScene(engine.model.name, engine.limits, list(views), error_text)
+            if statuses:
+                scene = TopScene(engine.model.name, engine.limits, list(statuses), error_text)
                 screen.show(render(scene, screen.canvas))
             if not screen.wait(max(0.0, polled_at + every_s - time.monotonic())):
                 return

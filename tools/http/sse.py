@@ -9,13 +9,14 @@ DONE = b"[DONE]"
 
 
 class EventReader:
-    """Returns the data of each event, however the input is cut. Other fields are ignored."""
+    """Extracts the data of each event from the bytes of a stream. Other fields are ignored."""
 
     def __init__(self) -> None:
         self._held = b""
         self._data: list[bytes] = []
 
     def push(self, body: bytes) -> Iterator[bytes]:
+        """Parse the next bytes, which may end anywhere. Yield the data of each completed event."""
         *lines, self._held = (self._held + body).split(b"\n")
         for line in lines:
             if line.startswith(b"data:"):

@@ -1,4 +1,4 @@
-"""A small HTTP client with GET and streamed POST requests, on the standard library alone."""
+"""A small HTTP client for GET and streamed POST requests. Uses only the standard library."""
 
 from __future__ import annotations
 
@@ -17,20 +17,24 @@ KEY_VARIABLE = "TIDEGATE_API_KEY"
 
 @dataclass(frozen=True, slots=True)
 class ServerReadiness:
-    """Whether a server is ready, and what it serves."""
+    """The answer of a server to the question whether it is ready."""
 
     is_ready: bool
     #: Name of the model, if the server is ready.
     model: str | None = None
-    #: Epochs of its engines. A restarted engine has a new one.
+    #: Epochs of its engines. A restarted engine has a new epoch.
     epochs: frozenset[str] = frozenset()
 
 
 class WebServer:
-    """A server at `url`: "http://host:port", with an optional path prefix.
+    """A client of one HTTP server.
 
-    key             API key to send with every request; "": none
-    waits_for_all   consider the server ready only if all its engines are
+    url             "http://host:port", with an optional path prefix
+
+    key             API key that is sent with every request; "": none
+    waits_for_all   whether the server counts as ready only if all its engines are ready
+
+    Raises Failure if the URL is malformed.
     """
 
     def __init__(self, url: str, key: str = "", *, waits_for_all: bool = False) -> None:
@@ -50,7 +54,7 @@ class WebServer:
         return kind(host, port, timeout=timeout_s)
 
     def get(self, path: str, timeout_s: float = 5.0) -> tuple[int, bytes] | None:
-        """Return (status, body), or None if there is no answer."""
+        """Return the status and the body of the response; None if the server does not answer."""
         connection = self.connect(timeout_s)
         try:
             connection.request("GET", self._path + path, headers=self._headers)
@@ -64,7 +68,7 @@ class WebServer:
     def post(
         self, connection: http.client.HTTPConnection, path: str, body: Any
     ) -> http.client.HTTPResponse:
-        """Send `body` as JSON. Returns the response, whose body is not read yet."""
+        """Send `body` as JSON. Return the response, whose body is not read yet."""
         connection.request(
             "POST",
             self._path + path,
@@ -78,7 +82,7 @@ class WebServer:
         return connection.getresponse()
 
     def readiness(self) -> ServerReadiness | None:
-        """Return the server's readiness, or None if there is no answer."""
+        """Return whether the server is ready; None if it does not answer."""
         answer = self.get("/readyz", timeout_s=1.0)
         if answer is None:
             return None
@@ -93,7 +97,7 @@ class WebServer:
         return ServerReadiness(is_ready=True, model=self.first_model(), epochs=epochs)
 
     def first_model(self) -> str | None:
-        """Return the name of the server's first model, or None if no model server answers.
+        """Return the name of the server's first model; None if no model server answers.
 
         Raises Failure if the API key is missing or wrong.
         """
@@ -113,19 +117,22 @@ def no_server(server: WebServer) -> Failure:
 
 
 def engine_states(body: bytes) -> list[tuple[str, dict[str, Any]]]:
-    """Return (role, state) of each engine in the body of /readyz, if the server has several."""
+    """Return the role and state of each engine in the body of /readyz.
+
+    The list is empty if the server has no separate prefill and decode engines.
+    """
     facts = json.loads(body) if body else {}
     return [(role, state) for role in ("prefill", "decode") for state in facts.get(role, [])]
 
 
 def local_url(host: str, port: int) -> str:
-    """Return the URL for programs on this machine of a server that listens on `host`."""
+    """Return the URL at which programs on this machine reach a server that listens on `host`."""
     reachable = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
 
 
 def hang_up(connection: http.client.HTTPConnection) -> None:
-    """Close a connection in the middle of a response, so that the server notices it at once."""
+    """Close a connection in the middle of a response. The server notices this at once."""
     if connection.sock is not None:
         with contextlib.suppress(OSError):
             connection.sock.shutdown(socket.SHUT_RDWR)
@@ -133,6 +140,7 @@ def hang_up(connection: http.client.HTTPConnection) -> None:
 
 
 def port_of(parts: SplitResult, url: str) -> int | None:
+    """Return the port of a URL; None if it has none. Raises Failure if it is malformed."""
     try:
         return parts.port
     except ValueError:

@@ -1,1 +1,1 @@
-"""Model names: the catalogue, downloads, and the check before a start."""
+"""The catalogue of built-in models, their download, and the check of a model before a start."""

@@ -1,8 +1,8 @@
-"""The built-in models: where each is downloaded from, and the digests of its files.
+"""The built-in models: where each one is downloaded from, and the digests of its files.
 
-`tools.models.fetch` downloads them. The weights come from a package on the Python index, because
-every machine that could install Tidegate can reach the index. Only the file inside the package is
-kept; the package itself is never installed.
+`tools.models.fetch` downloads them. The weights are in a package on the Python index, because every
+machine on which Tidegate could be installed can reach the index. Only the file inside the package
+is kept. The package itself is not installed.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ DEFAULT = "smollm2-135m"
 class Entry:
     """A built-in model. Digests are SHA-256, in hex."""
 
-    #: What users write after --model.
+    #: The name that users give as MODEL.
     name: str
     #: One line for `tidegate models`.
     description: str
-    #: SPDX identifier.
+    #: Licence of the model, as an SPDX identifier.
     licence: str
     #: Package on the Python index.
     package: str
-    #: Its exact version.
+    #: Exact version of the package.
     version: str
-    #: Size of the wheel.
+    #: Size of the package's wheel.
     wheel_bytes: int
     #: Digest of the wheel.
     wheel_sha256: str
-    #: Path of the file inside the wheel.
+    #: Path of the model file inside the wheel.
     member: str
-    #: Size of the file.
+    #: Size of the model file.
     file_bytes: int
-    #: Digest of the file.
+    #: Digest of the model file.
     file_sha256: str
-    #: Recommended on the model's page; used if the file has no recommendation.
+    #: Sampling parameters that the model's page recommends. Used if the file recommends none.
     sampling: SamplingDefaults
 
     @property

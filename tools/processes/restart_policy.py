@@ -1,8 +1,8 @@
-"""Decides whether and when a failed process is restarted. Reads no clock.
+"""Decides whether and when a failed process is restarted. The current time is an argument.
 
-The first restart is immediate. The delay before each further one doubles. Failures older than
-WINDOW_S are forgotten. After `limit` restarts within that time there are no more, because the cause
-is one that a restart does not fix.
+The first restart is immediate. The delay before each later one doubles. Restarts older than
+WINDOW_S do not count any more. After `limit` restarts within that time there are no more, because
+restarts evidently do not fix the cause.
 """
 
 from __future__ import annotations
@@ -14,29 +14,32 @@ from protocol.exit_codes import ExitCode
 WINDOW_S = 300.0
 FIRST_DELAY_S, MAX_DELAY_S = 1.0, 30.0
 PERMANENT = frozenset({ExitCode.USAGE, ExitCode.BAD_MODEL, ExitCode.IN_USE})
-"""Exit codes of failures that a restart does not fix."""
+"""Exit codes of failures that a restart cannot fix."""
 
 
 class RestartPolicy:
-    """Restarts a process at most `limit` times within WINDOW_S; 0 disables restarts.
+    """Allows at most `limit` restarts within WINDOW_S. If `limit` is 0, it allows none.
 
-    After `delay` returned None, `why_not` is the reason for the user, or "".
+    why_not   after `delay` has returned None: text for users that says why, or ""
     """
 
     def __init__(self, limit: int) -> None:
         self.is_enabled = limit > 0
         self.why_not = ""
         self._limit = limit
-        self._restarts: deque[float] = deque()  # their times
+        self._restarts: deque[float] = deque()  # times of the restarts within WINDOW_S
 
     @property
     def description(self) -> str:
-        """The number of this restart, in words."""
+        """The number of the last restart that was allowed, in words."""
         number = len(self._restarts)
         return f"restart {number} of at most {self._limit} in {WINDOW_S / 60:g} minutes"
 
     def delay(self, server_code: int, code: int, now: float) -> float | None:
-        """Return the seconds to wait before a restart; None: no restart. See `ProcessExit`."""
+        """Return the seconds to wait before a restart, after a failure at `now`; None: no restart.
+
+        server_code, code   see `ProcessExit`
+        """
         if not self.is_enabled or (code > 0 and server_code in PERMANENT):
             return None
         while self._restarts and now - self._restarts[0] > WINDOW_S:

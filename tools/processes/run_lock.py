@@ -1,9 +1,9 @@
 """The lock of a run directory, which allows one server per port, and the check of the HTTP port.
 
-The lock is a file that is locked with flock. The children inherit the locked descriptor, so the
-directory stays locked until the last of them is gone, even if the supervisor was killed. Otherwise
-an old engine that cleans up could remove the sockets of a new server. The file contains the pid of
-the supervisor and a line of JSON (`LockFacts`).
+A server locks a file in its run directory with flock. Its child processes inherit the locked
+descriptor, so the directory stays locked until the last of them has ended, even if the supervisor
+was killed. Otherwise an old engine could remove the sockets of a new server when it ends. The file
+contains the pid of the supervisor and a line of JSON (`LockFacts`).
 """
 
 from __future__ import annotations
@@ -26,57 +26,60 @@ from tools.failure import Failure
 
 LOCK = "pid"
 RUN_KEY = "cluster.key"
-"""The cluster key of `--split`, new in each run."""
+"""File with the cluster key of a server with --split, which has a new key in each run."""
 CARD_FILE = "model.card"
 METRICS = "metrics"
-"""The directory in which several gateway processes share their metrics."""
+"""Directory in which the gateway processes of a server combine their metrics."""
 ATTEMPTS, ATTEMPT_EVERY_S = 25, 0.02
+"""How often `hold` tries to get the lock, and the pause between two attempts."""
 LISTENING = "0A"  # the state column of /proc/net/tcp
 
 
 class LockFacts(msgspec.Struct, frozen=True):
-    """What a server writes into its lock in addition to its pid; "" until it is known."""
+    """The facts that a server writes into its lock, in addition to its pid; "" if unknown."""
 
     url: str = ""
     model: str = ""
 
 
 PORT_IN_USE = ("a server already runs on port {}", "--port")
+"""The argument `in_use` of `hold` for servers."""
 
 
 @contextlib.contextmanager
 def holding(directory: Path, in_use: tuple[str, str] = PORT_IN_USE) -> Iterator[int]:
-    """Hold the directory inside the `with` block; see `hold`.
+    """Hold a run directory inside the `with` block, as `hold` does. Yields its descriptor.
 
-    The files of killed servers are removed before, and the files of this server after. An
-    unexpected exception leaves the files alone, because children may still use them.
+    The directories of killed servers are removed before the block, and this one after it. After an
+    unexpected exception it is not removed, because child processes may still use its files.
     """
-    sweep(directory.parent)
+    remove_stale(directory.parent)
     lock = hold(directory, in_use)
     try:
         clear(directory)
         yield lock
-    except (Failure, KeyboardInterrupt):  # before any child was started
-        dissolve(directory)
+    except (Failure, KeyboardInterrupt):  # these are raised only before a child was started
+        remove(directory)
         raise
     else:
-        dissolve(directory)
+        remove(directory)
     finally:
         os.close(lock)
 
 
 def hold(directory: Path, in_use: tuple[str, str] = PORT_IN_USE) -> int:
-    """Make `directory` private, and lock it until the returned descriptor is closed.
+    """Create a run directory if necessary, and lock it until the returned descriptor is closed.
 
-    Raises Failure if another process holds it.
+    in_use   for the error message: a text with {} for the directory's name, and the option with
+             which the user can choose another directory
 
-    in_use   for the error message: a format with the directory's name; the option to change
+    Raises Failure if another process holds the directory.
     """
     for _ in range(ATTEMPTS):
         try:
             make_private(directory)
             lock = _try_lock(directory, os.O_CREAT)
-        except FileNotFoundError:  # its last holder removed it just now
+        except FileNotFoundError:  # another process has just removed the directory
             lock = None
         except OSError as error:
             raise Failure(f"no run directory: {error}") from None
@@ -84,14 +87,17 @@ def hold(directory: Path, in_use: tuple[str, str] = PORT_IN_USE) -> int:
             os.ftruncate(lock, 0)
             describe(lock, LockFacts())
             return lock
-        time.sleep(ATTEMPT_EVERY_S)  # a tool may hold it for a moment
+        time.sleep(ATTEMPT_EVERY_S)  # another command may hold the lock for a moment
     raise Failure(_in_use_message(directory, *in_use), exit_code=ExitCode.IN_USE)
 
 
 def _try_lock(directory: Path, flags: int = 0) -> int | None:
-    """Return the descriptor of the locked file in `directory`. Raises OSError.
+    """Lock the lock file in `directory`, and return its descriptor.
 
-    Returns None if another process has locked it, or if the file was removed meanwhile.
+    flags   additional flags of `os.open`
+
+    Return None if another process has locked the file, or if it was removed meanwhile. Raises
+    OSError if it cannot be opened.
     """
     path = directory / LOCK
     lock = os.open(path, os.O_RDWR | os.O_NOFOLLOW | flags, 0o600)
@@ -104,7 +110,10 @@ def _try_lock(directory: Path, flags: int = 0) -> int | None:
 
 
 def clear(directory: Path) -> list[str]:
-    """Remove the files of a server from a directory that we hold. Returns their names."""
+    """Remove a server's files, except the lock, from a directory that this process holds.
+
+    Return the names of the removed files.
+    """
     removed = []
     for path in sorted(directory.iterdir()):
         if path.name == METRICS and path.is_dir():
@@ -117,8 +126,11 @@ def clear(directory: Path) -> list[str]:
     return removed
 
 
-def dissolve(directory: Path) -> list[str]:
-    """Call `clear`, then remove the lock, and the directory if it is empty."""
+def remove(directory: Path) -> list[str]:
+    """Remove a run directory that this process holds. Keep it if it has unknown files.
+
+    Return the names of the removed files, without the lock.
+    """
     removed = clear(directory)
     (directory / LOCK).unlink(missing_ok=True)
     with contextlib.suppress(OSError):
@@ -126,25 +138,25 @@ def dissolve(directory: Path) -> list[str]:
     return removed
 
 
-def sweep(base: Path) -> None:
-    """Remove the run directories in `base` that no process holds: their servers were killed."""
+def remove_stale(base: Path) -> None:
+    """Remove the run directories in `base` that no process holds, as their servers were killed."""
     for directory in [lock.parent for lock in base.glob(f"*/{LOCK}")]:
         with contextlib.suppress(OSError):
             lock = _try_lock(directory)
             if lock is not None:
-                dissolve(directory)
+                remove(directory)
                 os.close(lock)
 
 
 def describe(lock: int, facts: LockFacts) -> None:
-    """Write the holder's pid and `facts` into the lock, for other tools of this user."""
+    """Write this process's pid and `facts` into the lock, for other commands of this user."""
     text = b"%d\n%s\n" % (os.getpid(), msgspec.json.encode(facts))
     os.pwrite(lock, text, 0)
     os.ftruncate(lock, len(text))
 
 
 def facts(directory: Path) -> LockFacts:
-    """Return the facts in the lock of `directory`, or empty ones if there are none."""
+    """Return the facts in the lock of `directory`; empty ones if it has none."""
     try:
         line = (directory / LOCK).read_text().split("\n")[1]
         return msgspec.json.decode(line, type=LockFacts)
@@ -153,7 +165,10 @@ def facts(directory: Path) -> LockFacts:
 
 
 def holder(directory: Path) -> int | None:
-    """Return the pid of the supervisor that holds `directory`, which may have exited, or None."""
+    """Return the pid of the supervisor that holds `directory`; None if no process holds it.
+
+    The supervisor itself may have ended, while its child processes still hold the directory.
+    """
     try:
         with (directory / LOCK).open("r+") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -166,7 +181,10 @@ def holder(directory: Path) -> int | None:
 
 
 def check_port_is_free(host: str, port: int) -> None:
-    """Raise Failure if the port is in use, with the pid that uses it if that is visible to us."""
+    """Raise Failure if no server can listen on `host` and `port`.
+
+    If another process of this user listens there, the message contains its pid.
+    """
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -197,7 +215,7 @@ def _in_use_message(directory: Path, template: str, option: str) -> str:
 
 
 def _listener(port: int) -> str | None:
-    """Return "pid 12 (name)" of the process that listens on `port`, if this user owns it."""
+    """Return "pid 12 (name)" of the process that listens on `port`; None if it is not visible."""
     sockets = {f"socket:[{inode}]" for inode in _listening_inodes(port)}
     for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
         with contextlib.suppress(OSError):
@@ -208,6 +226,7 @@ def _listener(port: int) -> str | None:
 
 
 def _listening_inodes(port: int) -> list[str]:
+    """Return the inodes of the TCP sockets that listen on `port`."""
     inodes = []
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         with contextlib.suppress(OSError):

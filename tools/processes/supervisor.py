@@ -1,21 +1,22 @@
-"""Decides what to do with a server's processes. Starts nothing, signals nothing, reads no clock.
+"""Decides what to do with a server's processes. It starts and signals no process itself.
 
-Events come in: a child exited, the server is ready, a stop signal arrived, time passed. Actions
-come out: log a line, start a process, send a signal, end with an exit code. The module
-`tools.processes.watch` performs them. The rules, in addition to the table of phases:
+Its input is events: a child exited, the server is ready, a stop signal arrived, time passed. Its
+output is actions: log a line, start a process, send a signal, end with an exit code. The module
+`tools.processes.watch` performs the actions. The current time is an argument. These rules hold in
+addition to the table of phases:
 
-- If a child exits without a request to stop, it has failed. If it may be restarted
-  (`tools.processes.restart_policy`), the others continue and it is started again. Otherwise the
+- If a child exits although nothing has requested that, it has failed. If it may be restarted
+  (`tools.processes.restart_policy`), it is started again, and the others continue. Otherwise the
   others are stopped. The first failure determines the reported cause and the exit code.
-- If a child exits with code 0, something else has drained it (`tidegate drain`, a signal). Then the
-  others are drained as well, and the server ends without a failure.
+- If a child exits with code 0, it was drained by something else (`tidegate drain`, a signal). Then
+  the others are drained as well, and the server ends without a failure.
 - A drain stops the children one after the other, those that accept requests first. So the processes
   that an open stream needs keep running.
-- After a failure the others get SIGQUIT: each sends its clients an error and exits. In a drain they
-  get SIGTERM and let open requests finish.
-- A process that does not stop in time is killed. A second Ctrl-C kills all at once.
-- A process stopped by SIGSTOP serves nothing. If it would be restarted, it alone is killed: its
-  children may still send their clients an error.
+- After a failure, the others receive SIGQUIT: each sends its clients an error and exits. In a drain
+  they receive SIGTERM, and let open requests finish.
+- A process that does not stop in time is killed. A second Ctrl-C kills all processes at once.
+- A process that is stopped by SIGSTOP serves nothing. If it can be replaced, only this process is
+  killed, so that its own child processes can still send their clients an error.
 - The server ends only when no child is left and no restart is pending.
 """
 
@@ -30,22 +31,26 @@ from protocol.exit_codes import DRAINED, KILLED, ExitCode
 from tools.processes.restart_policy import RestartPolicy
 
 STOP_S = 5.0
-"""Time for the other processes to send their clients an error and exit after a failure."""
+"""Seconds after a failure in which the other processes must send their clients an error and
+exit.
+"""
 UNUSED_STOP_S = 1.0
-"""The same before the server was ready, when no client waits for an answer."""
+"""The same for a server that was not ready yet, so no client waits for an answer."""
 SAME_SIGNAL_S = 0.5
-"""Stop signals within this time count as one: `timeout` and service managers may send two."""
+"""Stop signals within this many seconds count as one, because `timeout` and service managers may
+send two.
+"""
 GRACE_S = 5.0
-"""Time to exit that a child has in a drain, after the time limit of its open requests."""
+"""Seconds that a child has to exit in a drain, after the time limit of its open requests."""
 STOPPED_S = 3.0
-"""A process that is stopped (SIGSTOP) for this long is considered lost."""
+"""A process that is stopped (SIGSTOP) for this many seconds is considered lost."""
 
 
 class SupervisorPhase(Enum):
     STARTING = auto()  # children run; not ready yet; limited by start_timeout_s
     SERVING = auto()  # ready; ends with a failure or a signal
     RESTARTING = auto()  # a child is being restarted, as in STARTING; the others serve
-    FOLLOWING = auto()  # a child was drained from outside; the others are draining
+    FOLLOWING = auto()  # a child was drained from outside; the other children are draining
     DRAINING = auto()  # the children drain one after the other
     STOPPING = auto()  # all children were signalled to stop after a failure
     KILLING = auto()  # all children were killed
@@ -53,7 +58,7 @@ class SupervisorPhase(Enum):
 
 
 UNSTOPPED = {SupervisorPhase.STARTING, SupervisorPhase.SERVING, SupervisorPhase.RESTARTING}
-"""Phases in which no process was sent a stop signal."""
+"""Phases before any child has received a stop signal."""
 
 
 class SupervisorEvent(Enum):
@@ -61,39 +66,39 @@ class SupervisorEvent(Enum):
     LOST = auto()  # a child exited and will be restarted
     FAILED = auto()  # a child exited and will not be restarted
     DRAINED = auto()  # a child exited after a drain from outside
-    ASKED = auto()  # a stop signal arrived
-    LATE = auto()  # the phase's deadline has passed
-    EMPTY = auto()  # no child is left, and no restart is pending
+    STOP_SIGNAL = auto()  # a stop signal arrived
+    DEADLINE = auto()  # the phase's deadline has passed
+    ALL_EXITED = auto()  # no child is left, and no restart is pending
 
 
 NEXT_PHASE = {
     (SupervisorPhase.STARTING, SupervisorEvent.READY): SupervisorPhase.SERVING,
     (SupervisorPhase.STARTING, SupervisorEvent.FAILED): SupervisorPhase.STOPPING,
     (SupervisorPhase.STARTING, SupervisorEvent.DRAINED): SupervisorPhase.FOLLOWING,
-    (SupervisorPhase.STARTING, SupervisorEvent.ASKED): SupervisorPhase.DRAINING,
-    (SupervisorPhase.STARTING, SupervisorEvent.LATE): SupervisorPhase.STOPPING,
+    (SupervisorPhase.STARTING, SupervisorEvent.STOP_SIGNAL): SupervisorPhase.DRAINING,
+    (SupervisorPhase.STARTING, SupervisorEvent.DEADLINE): SupervisorPhase.STOPPING,
     (SupervisorPhase.SERVING, SupervisorEvent.LOST): SupervisorPhase.RESTARTING,
     (SupervisorPhase.SERVING, SupervisorEvent.FAILED): SupervisorPhase.STOPPING,
     (SupervisorPhase.SERVING, SupervisorEvent.DRAINED): SupervisorPhase.FOLLOWING,
-    (SupervisorPhase.SERVING, SupervisorEvent.ASKED): SupervisorPhase.DRAINING,
+    (SupervisorPhase.SERVING, SupervisorEvent.STOP_SIGNAL): SupervisorPhase.DRAINING,
     (SupervisorPhase.RESTARTING, SupervisorEvent.READY): SupervisorPhase.SERVING,
     (SupervisorPhase.RESTARTING, SupervisorEvent.LOST): SupervisorPhase.RESTARTING,
     (SupervisorPhase.RESTARTING, SupervisorEvent.FAILED): SupervisorPhase.STOPPING,
     (SupervisorPhase.RESTARTING, SupervisorEvent.DRAINED): SupervisorPhase.FOLLOWING,
-    (SupervisorPhase.RESTARTING, SupervisorEvent.ASKED): SupervisorPhase.DRAINING,
-    (SupervisorPhase.RESTARTING, SupervisorEvent.LATE): SupervisorPhase.STOPPING,
-    (SupervisorPhase.FOLLOWING, SupervisorEvent.ASKED): SupervisorPhase.DRAINING,
-    (SupervisorPhase.FOLLOWING, SupervisorEvent.LATE): SupervisorPhase.KILLING,
-    (SupervisorPhase.FOLLOWING, SupervisorEvent.EMPTY): SupervisorPhase.ENDED,
-    (SupervisorPhase.DRAINING, SupervisorEvent.ASKED): SupervisorPhase.KILLING,
-    (SupervisorPhase.DRAINING, SupervisorEvent.LATE): SupervisorPhase.KILLING,
-    (SupervisorPhase.DRAINING, SupervisorEvent.EMPTY): SupervisorPhase.ENDED,
-    (SupervisorPhase.STOPPING, SupervisorEvent.ASKED): SupervisorPhase.KILLING,
-    (SupervisorPhase.STOPPING, SupervisorEvent.LATE): SupervisorPhase.KILLING,
-    (SupervisorPhase.STOPPING, SupervisorEvent.EMPTY): SupervisorPhase.ENDED,
-    (SupervisorPhase.KILLING, SupervisorEvent.EMPTY): SupervisorPhase.ENDED,
+    (SupervisorPhase.RESTARTING, SupervisorEvent.STOP_SIGNAL): SupervisorPhase.DRAINING,
+    (SupervisorPhase.RESTARTING, SupervisorEvent.DEADLINE): SupervisorPhase.STOPPING,
+    (SupervisorPhase.FOLLOWING, SupervisorEvent.STOP_SIGNAL): SupervisorPhase.DRAINING,
+    (SupervisorPhase.FOLLOWING, SupervisorEvent.DEADLINE): SupervisorPhase.KILLING,
+    (SupervisorPhase.FOLLOWING, SupervisorEvent.ALL_EXITED): SupervisorPhase.ENDED,
+    (SupervisorPhase.DRAINING, SupervisorEvent.STOP_SIGNAL): SupervisorPhase.KILLING,
+    (SupervisorPhase.DRAINING, SupervisorEvent.DEADLINE): SupervisorPhase.KILLING,
+    (SupervisorPhase.DRAINING, SupervisorEvent.ALL_EXITED): SupervisorPhase.ENDED,
+    (SupervisorPhase.STOPPING, SupervisorEvent.STOP_SIGNAL): SupervisorPhase.KILLING,
+    (SupervisorPhase.STOPPING, SupervisorEvent.DEADLINE): SupervisorPhase.KILLING,
+    (SupervisorPhase.STOPPING, SupervisorEvent.ALL_EXITED): SupervisorPhase.ENDED,
+    (SupervisorPhase.KILLING, SupervisorEvent.ALL_EXITED): SupervisorPhase.ENDED,
 }
-"""An event without a row is ignored, such as a late READY or a third Ctrl-C."""
+"""(phase, event) -> next phase. An event without a row is ignored, such as a third Ctrl-C."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +110,8 @@ class ProcessExit:
     code: int
     #: The cause in words; "" if it is unknown.
     reason: str = ""
-    #: The server's exit code if the server ends because of this exit, unless a signal killed it.
+    #: The server's exit code if the server ends because of this exit. If a signal killed the child,
+    #: `exit_code` follows from the signal instead.
     server_code: int = ExitCode.FAILED
 
     @property
@@ -122,7 +128,7 @@ class ProcessExit:
 
 @dataclass(frozen=True, slots=True)
 class LogAction:
-    """Log a line; on stderr if it is a failure."""
+    """Print a log line; a failure is printed to stderr."""
 
     text: str
     is_failure: bool = False
@@ -130,7 +136,7 @@ class LogAction:
 
 @dataclass(frozen=True, slots=True)
 class StartProcess:
-    """Start `child` again, and check again whether the server is ready."""
+    """Start `child` again, and poll again until the server is ready."""
 
     child: str
 
@@ -156,7 +162,7 @@ class EndServer:
     """End the supervisor with this exit code."""
 
     code: int
-    #: The failure to report as the last line on the terminal; "" if there was none.
+    #: The failure to print as the last line on the terminal; "" if there was none.
     cause: str = field(default="", compare=False)
 
 
@@ -175,8 +181,10 @@ class StoppedProcess:
 class Supervisor:
     """The state of one server. Times are in seconds of any monotonic clock.
 
-    children            in the order in which a drain stops them
-    restarts_children   children that restart their own child processes
+    children            names of the child processes, in the order in which a drain stops them
+    start_timeout_s     time until the server must be ready
+    drain_s             time in which open requests may finish
+    restarts_children   those children that restart child processes of their own
     """
 
     def __init__(
@@ -197,27 +205,27 @@ class Supervisor:
         self._restarts = restarts or RestartPolicy(0)
         self._restarts_children = restarts_children
         self._phase_deadline: float | None = now + start_timeout_s
-        self._restart_at: dict[str, float] = {}  # pending restarts
-        self._signalled: set[str] = set()  # children that were sent a stop signal
+        self._restart_at: dict[str, float] = {}  # child -> time of its pending restart
+        self._signalled: set[str] = set()  # children to which a stop signal was sent
         self._stopped_since: dict[StoppedProcess, float] = {}
         self._code: int = ExitCode.OK
         self._cause = ""
-        self._signal_at = float("-inf")  # of the last stop signal
+        self._signal_at = float("-inf")  # time of the last stop signal
 
     @property
     def deadline(self) -> float | None:
-        """When to call `tick`; None if no deadline is pending."""
+        """The time at which `tick` must be called; None if nothing is pending."""
         phase_deadline = [] if self._phase_deadline is None else [self._phase_deadline]
         return min([*self._restart_at.values(), *phase_deadline], default=None)
 
     def on_ready(self) -> list[Action]:
-        """Handle a ready server. After a restart, call this only if the new process is ready."""
+        """Handle a server that is ready. After a restart, call this when it is ready again."""
         if not self._restart_at and self._transition(SupervisorEvent.READY):
             self._phase_deadline = None
         return []
 
     def on_exit(self, exit: ProcessExit, now: float) -> list[Action]:
-        """Handle the exit of a child. Call once for each time the child was started."""
+        """Handle the exit of a child. Call this once for each time the child was started."""
         self.alive.remove(exit.child)
         for stopped in [each for each in self._stopped_since if each.child == exit.child]:
             del self._stopped_since[stopped]
@@ -230,11 +238,11 @@ class Supervisor:
         return actions + self._end()
 
     def on_signal(self, by: signal.Signals, now: float) -> list[Action]:
-        """Handle a stop signal: drain at the first, kill at the second."""
+        """Handle a stop signal. The first one starts a drain, the second one kills all children."""
         if now - self._signal_at < SAME_SIGNAL_S:
             return []
         self._signal_at = now
-        if not self._transition(SupervisorEvent.ASKED):
+        if not self._transition(SupervisorEvent.STOP_SIGNAL):
             return []
         if self.phase is SupervisorPhase.DRAINING:
             self._restart_at.clear()
@@ -245,12 +253,15 @@ class Supervisor:
         return [LogAction("stopping at once", is_failure=True), *self._kill()]
 
     def tick(self, now: float) -> list[Action]:
-        """Perform what is due at `now`. Call at `deadline`; earlier calls do no harm."""
+        """Start children whose restart is due, and handle a deadline that has passed.
+
+        Call this at `deadline`. Earlier calls do nothing.
+        """
         actions = self._start_due(now)
         if self._phase_deadline is None or now < self._phase_deadline:
             return actions
         before = self.phase
-        assert self._transition(SupervisorEvent.LATE), f"{before} has no deadline"
+        assert self._transition(SupervisorEvent.DEADLINE), f"{before} has no deadline"
         if self.phase is SupervisorPhase.STOPPING:
             cause = f"not ready after {self._start_timeout_s:g} s; --start-timeout-s allows more"
             return actions + self._stop(cause, ExitCode.NOT_READY, before, now)
@@ -262,7 +273,10 @@ class Supervisor:
         return [LogAction(self._cause, is_failure=True), *self._kill()]
 
     def on_stopped(self, stopped: Collection[StoppedProcess], now: float) -> list[Action]:
-        """Handle the list of all processes that are stopped at `now`. Call about once a second."""
+        """Handle the processes that are stopped (SIGSTOP) at `now`. Call this once a second.
+
+        stopped   all child processes, and their child processes, that are stopped
+        """
         since = {each: self._stopped_since.get(each, now) for each in stopped}
         self._stopped_since = since
         actions: list[Action] = []
@@ -284,13 +298,13 @@ class Supervisor:
         return actions
 
     def _transition(self, event: SupervisorEvent) -> bool:
-        """Change the phase. Returns False if `event` is ignored in the current phase."""
+        """Change the phase. Return False if the current phase ignores `event`."""
         phase = NEXT_PHASE.get((self.phase, event))
         self.phase = phase or self.phase
         return phase is not None
 
     def _follow(self, exit: ProcessExit, now: float) -> list[Action]:
-        """Drain the other children after this one was drained from outside."""
+        """Handle the exit of a child that was drained from outside: drain the others, too."""
         self._transition(SupervisorEvent.DRAINED)
         self._restart_at.clear()
         has_reason = exit.reason.startswith(DRAINED)
@@ -298,10 +312,10 @@ class Supervisor:
         return [LogAction(f"{exit.child} {how}; the server stops"), *self._drain_next(now)]
 
     def _on_failure(self, exit: ProcessExit, now: float) -> list[Action]:
-        """Restart the child, or stop the others."""
+        """Handle the failure of a child: restart it, or stop the others."""
         before = self.phase
         delay_s = None
-        if before is not SupervisorPhase.STARTING:  # a restart would not fix the first start
+        if before is not SupervisorPhase.STARTING:  # a restart does not fix a failed start
             delay_s = self._restarts.delay(exit.server_code, exit.code, now)
         if delay_s is None:
             self._transition(SupervisorEvent.FAILED)
@@ -314,6 +328,7 @@ class Supervisor:
         return [LogAction(message, is_failure=True), *self._start_due(now)]
 
     def _start_due(self, now: float) -> list[Action]:
+        """Start the children whose restart is due."""
         due = [child for child, when in self._restart_at.items() if when <= now]
         for child in due:
             del self._restart_at[child]
@@ -322,7 +337,10 @@ class Supervisor:
         return [StartProcess(child) for child in due]
 
     def _stop(self, cause: str, code: int, before: SupervisorPhase, now: float) -> list[Action]:
-        """Stop all children after a failure in the phase `before`."""
+        """Stop all children after a failure.
+
+        before   the phase in which the failure happened
+        """
         timeout_s = UNUSED_STOP_S if before is SupervisorPhase.STARTING else STOP_S
         self._phase_deadline, self._code, self._cause = now + timeout_s, code, cause
         self._restart_at.clear()
@@ -331,13 +349,14 @@ class Supervisor:
         return [LogAction(cause, is_failure=True), *stops]
 
     def _on_exit_in_drain(self, exit: ProcessExit) -> list[Action]:
-        """Report the exit if it was not clean or not requested."""
+        """Handle an exit during a drain: report it if it was not requested, or not clean."""
         if exit.child in self._signalled and exit.code in (ExitCode.OK, -signal.SIGTERM):
             return []
         self._code, self._cause = exit.exit_code, f"while stopping, {exit.cause}"
         return [LogAction(self._cause, is_failure=True)]
 
     def _drain_next(self, now: float) -> list[Action]:
+        """Drain the first child that is left, unless it is draining already."""
         if not self.alive or self.alive[0] in self._signalled:
             return []
         self._signalled.add(self.alive[0])
@@ -349,7 +368,8 @@ class Supervisor:
         return [SendSignal(child, signal.SIGKILL) for child in self.alive]
 
     def _end(self) -> list[Action]:
-        if self.alive or self._restart_at or not self._transition(SupervisorEvent.EMPTY):
+        """End the server if no child is left and no restart is pending."""
+        if self.alive or self._restart_at or not self._transition(SupervisorEvent.ALL_EXITED):
             return []
         self._phase_deadline = None
         return [EndServer(self._code, self._cause)]

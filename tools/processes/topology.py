@@ -1,12 +1,13 @@
-"""The engines that a command starts, with their names and addresses. Starts nothing itself.
+"""Decides which engines a command starts, and makes their configs.
 
     serve                       one engine
     serve --cluster-key FILE    one engine, which can pass K/V to other engines of its cluster
     serve --split               a prefill and a decode engine on this machine, with a temporary key
-    serve --prefill --decode    none: the engines run elsewhere
+    serve --prefill --decode    none, because the engines run elsewhere
     engine                      one engine of a cluster, without a gateway
 
-The engine that answers has the default address of a server's engine, where clients connect to.
+With --split, the decode engine has the default address of a server's engine, to which clients
+connect.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _with = msgspec.structs.replace
 
 
 def engines_of(serve: ServeConfig, engine: EngineConfig, directory: Path) -> Engines:
-    """Return the engines to start.
+    """Return the engines that `tidegate serve` starts.
 
     engine      one engine as the options describe it
     directory   the run directory of the server
@@ -65,7 +66,11 @@ def engines_of(serve: ServeConfig, engine: EngineConfig, directory: Path) -> Eng
 def wired(
     gateway: GatewayConfig, serve: ServeConfig, engine: EngineConfig, engines: Engines
 ) -> GatewayConfig:
-    """Return the gateway's config with the addresses of its engines."""
+    """Return the gateway's config, with the addresses of its engines and its cluster key.
+
+    engine    one engine as the options describe it
+    engines   the engines to start
+    """
     prefill, decode, key = serve.prefill, serve.decode, serve.cluster_key
     if serve.split:
         decode, prefill = ([config.address] for config in engines.values())
@@ -80,9 +85,10 @@ def wired(
 
 
 def in_cluster(engine: EngineConfig, key: str, kv_address: str) -> EngineConfig:
-    """Return `engine` as a member of a cluster.
+    """Return the config `engine` for an engine that is part of a cluster.
 
-    kv_address   where other engines fetch its K/V; "" and for role decode: nowhere
+    key          file with the cluster key
+    kv_address   address where other engines fetch K/V from this one; unused with the role decode
     """
     key = os.path.abspath(key)
     exports = engine.role != "decode"
@@ -93,7 +99,10 @@ def in_cluster(engine: EngineConfig, key: str, kv_address: str) -> EngineConfig:
 
 
 def with_model(engine: EngineConfig, path: Path, draft: Path | None = None) -> EngineConfig:
-    """Return `engine` with the model's path in place of its name."""
+    """Return the config `engine` with the paths of the model and of the draft model.
+
+    The catalogue's recommended sampling parameters of the model are added.
+    """
     entry = CATALOGUE.get(engine.worker.model)
     measurements = str(home() / "measurements")
     draft_path = str(draft or "")
@@ -107,7 +116,7 @@ def with_model(engine: EngineConfig, path: Path, draft: Path | None = None) -> E
 
 
 def check_reachable(address: str, option: str) -> None:
-    """Raise Failure if other hosts could not connect to `address`."""
+    """Raise Failure if other hosts cannot connect to `address`, the value of `option`."""
     if not sockets.is_connectable(address):
         raise Failure(
             f"{option} {address}: the host must be one that other machines can connect to",
@@ -116,7 +125,10 @@ def check_reachable(address: str, option: str) -> None:
 
 
 def _halves(cores: int) -> tuple[int, int]:
-    """Return the numbers of threads for P and D. If `cores` is odd, P gets one more."""
+    """Return the numbers of threads of the prefill engine and of the decode engine.
+
+    The prefill engine gets one more if `cores` is odd.
+    """
     return max(1, cores - cores // 2), max(1, cores // 2)
 
 

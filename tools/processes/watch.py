@@ -1,8 +1,8 @@
-"""The loop around the supervisor: turns what happens into events, and performs its actions.
+"""The loop around the supervisor: reports events to it, and performs the actions that it returns.
 
-It decides nothing. One `select` waits for a signal, a child's exit, a child's output, a change of
-readiness, and the supervisor's deadline. Once a second the loop checks for stopped processes
-(SIGSTOP). Signal handlers only wake the loop.
+The loop itself decides nothing. One `select` waits for a signal, a child's exit, a child's output,
+a change of readiness, and the supervisor's deadline. Once a second the loop checks for stopped
+processes (SIGSTOP). Signal handlers only wake up the loop.
 """
 
 from __future__ import annotations
@@ -41,23 +41,24 @@ class ReadinessProbe(Protocol):
     """Checks whether a server is ready."""
 
     def readiness(self) -> ServerReadiness | None:
-        """Return the server's readiness, or None if it does not answer.
+        """Return whether the server is ready; None if it does not answer.
 
-        Called several times a second, in a thread of its own.
+        The caller is a thread that does this several times a second.
         """
 
 
 class ReadinessPoller:
     """Polls the server, in a thread of its own, until it is ready.
 
-    `changes` receives LISTENING when the server first answers, and READY when it is ready. `model`,
-    the name of the served model, is set before READY is sent.
+    changes   socket that receives LISTENING when the server first answers, and READY when it is
+              ready
+    model     name of the served model; set before READY is sent
     """
 
     def __init__(self, server: ReadinessProbe) -> None:
         self.model: str | None = None
         self._server = server
-        self._epochs: frozenset[str] = frozenset()  # engines of the last READY, now lost
+        self._epochs: frozenset[str] = frozenset()  # epochs of the engines at the last READY
         self.changes, self._sender = socket.socketpair()
         self._is_closed = False
         self._is_needed = threading.Event()
@@ -78,10 +79,10 @@ class ReadinessPoller:
         self._sender.close()
 
     def restart(self, *, is_engine: bool) -> None:
-        """Poll again after a process was restarted, and send READY once more.
+        """Poll again after a process was restarted, until READY was sent once more.
 
-        If an engine was restarted, the gateway may still report the old engine as ready. That does
-        not count.
+        is_engine   whether an engine was restarted. Then the gateway may still report the old
+                    engine as ready, so only an answer with a new epoch counts
         """
         if not is_engine:
             self._epochs = frozenset()
@@ -107,10 +108,10 @@ class ReadinessPoller:
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[socket.socket]:
-    """Handle stop signals inside the `with` block.
+    """Receive stop signals inside the `with` block. They do not end the process there.
 
-    Yields a socket that receives the number of each signal as one byte. If SIGHUP was ignored
-    before (nohup), it stays ignored.
+    Yields a socket from which the number of each signal can be read, as one byte. If SIGHUP was
+    ignored before (nohup), it stays ignored.
     """
     receiver, sender = socket.socketpair()
     receiver.setblocking(False)
@@ -130,10 +131,11 @@ def stop_signals() -> Iterator[socket.socket]:
 
 
 class Watch:
-    """Performs a supervisor's actions on real processes until it returns EndServer.
+    """Performs a supervisor's actions on real processes, until an action is EndServer.
 
-    on_listening   called once, when the server first answers
-    on_ready       called once, when the server is first ready
+    wakeups        socket that receives the numbers of stop signals
+    on_listening   is called once, when the server first answers
+    on_ready       is called once, when the server is ready for the first time
     """
 
     def __init__(
@@ -158,8 +160,10 @@ class Watch:
         self._on_ready = on_ready
         self._check_at = time.monotonic()
         self._lost_at = 0.0
-        self._last_line = ""  # our last line on the terminal; "" if a child printed after it
-        self._reap_at: dict[str, float] = {}  # exited children whose own children still run
+        self._last_line = ""  # the last line that we logged; "" if a child has printed since
+        self._reap_at: dict[
+            str, float
+        ] = {}  # exited child whose own children may run -> time limit
         self._selector = selectors.DefaultSelector()
         self._selector.register(wakeups, selectors.EVENT_READ, self._receive_signals)
         self._selector.register(readiness.changes, selectors.EVENT_READ, self._receive_readiness)
@@ -167,12 +171,12 @@ class Watch:
             self._register(child)
 
     def run(self) -> int:
-        """Run until the last child is gone, and return the exit code."""
+        """Run until the server has ended, and return the exit code."""
         with self._selector:
             while True:
                 for key, _ in self._selector.select(self._timeout()):
                     if key.fd not in self._selector.get_map():
-                        continue  # the event before this one closed it
+                        continue  # the previous event has closed this descriptor
                     code = self._perform(key.data())
                     if code is not None:
                         return code
@@ -210,7 +214,9 @@ class Watch:
             if self._supervisor.phase is SupervisorPhase.SERVING:
                 self._lost_at = now
             if child.survivors_s and child.output in self._selector.get_map():
-                self._reap_at[child.name] = now + child.survivors_s  # or when its output ends
+                self._reap_at[child.name] = (
+                    now + child.survivors_s
+                )  # or earlier, at the end of its output
                 return []
             return self._reap(child)
 
@@ -269,7 +275,7 @@ class Watch:
         self._terminal.log(f"{name} started again (pid {child.pid})")
 
     def _perform(self, actions: Sequence[Action]) -> int | None:
-        """Perform the actions. Returns the exit code if the server ends."""
+        """Perform the actions. Return the exit code if the server ends, else None."""
         for action in actions:
             match action:
                 case LogAction(text, is_failure):
@@ -300,13 +306,17 @@ def supervise(
     on_listening: Callable[[], None],
     on_ready: Callable[[str | None], None],
 ) -> int:
-    """Start `commands` together, supervise them until the end, and return the exit code.
+    """Start the processes of a server, supervise them until all have ended, and return the exit
+    code.
 
-    commands       in the order in which a drain stops them
-    max_restarts   see `RestartPolicy`
-    on_started     called once, after the processes were started
-    on_listening   called once, when the server first answers
-    on_ready       called once, with the model's name, when the server is first ready
+    commands          the processes, in the order in which a drain stops them
+    server            checks whether the server is ready
+    start_timeout_s   time until the server must be ready
+    drain_s           time in which open requests may finish
+    max_restarts      limit of a `RestartPolicy`
+    on_started        is called once, after the processes were started
+    on_listening      is called once, when the server first answers
+    on_ready          is called once, with the model's name, when the server is first ready
     """
     names = [command.name for command in commands]
     with stop_signals() as wakeups:

@@ -1,5 +1,5 @@
 """The parts of `tidegate top`. The command itself is `tools.commands.top`.
 
-picture   renders views, and the rates between them, as lines of text; pure
+picture   draws the state of an engine as lines of text; does no I/O
 screen    the terminal: size, keys, alternate screen
 """

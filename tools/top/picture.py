@@ -1,4 +1,4 @@
-"""Renders views of an engine, and the rates between them, as lines of text. Pure."""
+"""Draws the state of an engine, and rates between states, as lines of text. Does no I/O."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ FAINT, BOLD, GREEN, YELLOW, RED, CYAN, PLAIN = (
     f"\x1b[{code}m" for code in ("2", "1", "32", "33", "31", "36", "0")
 )
 BUSY, FULL = 0.7, 0.9
-"""A bar is yellow from the first share on, and red from the second."""
+"""The shares from which on a bar is yellow, and red."""
 STAGE_COLOURS = {"decode": GREEN, "prefill": CYAN, "preempted": RED}
 
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True):
-    """Rates of one engine between two views."""
+    """The rates of an engine between two of its statuses."""
 
-    #: Generated tokens.
+    #: Generated tokens per second.
     tokens_per_s: float = 0.0
-    #: Computed positions of prompts, answers and drafts.
+    #: Computed positions of prompts, answers and drafts, per second.
     computed_per_s: float = 0.0
     steps_per_s: float = 0.0
     requests_per_s: float = 0.0
@@ -41,7 +41,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def rates(before: EngineStatus, now: EngineStatus) -> Rates:
-    """Return the rates between two views; all zero if no time passed or the engine restarted."""
+    """Return the rates between two statuses; 0 if no time has passed or the engine restarted."""
     seconds = now.now_s - before.now_s
     old, new = before.stats, now.stats
     if seconds <= 0 or new.num_steps < old.num_steps:
@@ -68,12 +68,12 @@ def _share(part: float, whole: float) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class TopScene:
-    """The state to show."""
+    """The state of an engine to draw."""
 
     model: str
     limits: Limits
-    #: At least one view; the latest is last.
-    views: Sequence[EngineStatus]
+    #: The last statuses, at least one, the newest last.
+    statuses: Sequence[EngineStatus]
     #: Why the engine does not answer; "" if it does.
     error: str = ""
 
@@ -88,21 +88,20 @@ class Canvas:
     has_colours: bool = False
 
     def style(self, text: str, *codes: str) -> str:
-        """Return `text` with these escape codes, or as it is if there are no colours."""
+        """Return `text` in the style of these escape codes; unchanged if there are no colours."""
         return "".join(codes) + text + PLAIN if self.has_colours and text else text
 
 
 def render(scene: TopScene, canvas: Canvas) -> list[str]:
-    """Return the lines of the picture, within the width and the height of the canvas."""
+    """Return the lines of the picture of `scene`, which fit into the canvas."""
     canvas = Canvas(max(canvas.width, MIN_WIDTH), canvas.height, canvas.has_colours)
     lines = [*_head(scene, canvas), *_gauges(scene, canvas), ""]
     room = None if canvas.height is None else canvas.height - len(lines)
-    return [*lines, *_rows(scene.views[-1], canvas, room)][: canvas.height]
+    return [*lines, *_rows(scene.statuses[-1], canvas, room)][: canvas.height]
 
 
 def _head(scene: TopScene, canvas: Canvas) -> list[str]:
-    view = scene.views[-1]
-    state = "draining" if view.stats.draining else "serving"
+    state = "draining" if scene.statuses[-1].stats.draining else "serving"
     if scene.error:
         state = scene.error
     colour = GREEN if state == "serving" else YELLOW
@@ -114,9 +113,9 @@ def _head(scene: TopScene, canvas: Canvas) -> list[str]:
 
 
 def _gauges(scene: TopScene, canvas: Canvas) -> list[str]:
-    view, limits = scene.views[-1], scene.limits
-    stats = view.stats
-    now = rates(scene.views[-2], view) if len(scene.views) > 1 else Rates()
+    status, limits = scene.statuses[-1], scene.limits
+    stats = status.stats
+    now = rates(scene.statuses[-2], status) if len(scene.statuses) > 1 else Rates()
     used = stats.total_blocks - stats.free_blocks
     waiting = f"waiting {stats.waiting:,} ({stats.waiting_tokens:,} tokens)"
     kept = f"{stats.leased_blocks:,} kept for other engines" if stats.leased_blocks else ""
@@ -126,7 +125,7 @@ def _gauges(scene: TopScene, canvas: Canvas) -> list[str]:
         _gauge("busy", round(now.busy * 100), 100, f"{now.steps_per_s:,.0f} steps/s", canvas, "%"),
     ]
     words = f"tokens   {now.tokens_per_s:,.0f}/s answered  {now.computed_per_s:,.0f}/s computed"
-    line = curve([rates(a, b).tokens_per_s for a, b in pairwise(scene.views)], 30)
+    line = curve([rates(a, b).tokens_per_s for a, b in pairwise(scene.statuses)], 30)
     lines.append(cut(words, canvas.width) + canvas.style(_rest(line, words, canvas), CYAN))
     facts = [
         f"cache    {_percent(now.cache_hits)} hits",
@@ -154,7 +153,10 @@ def _gauge(name: str, part: int, whole: int, beside: str, canvas: Canvas, unit: 
 
 
 def bar(share: float, width: int) -> str:
-    """Draw a bar with a resolution of an eighth of a character."""
+    """Return a bar as text, with a resolution of an eighth of a character.
+
+    share   the filled share of the bar
+    """
     eighths = round(max(0.0, min(1.0, share)) * width * 8)
     whole, part = divmod(eighths, 8)
     filled = BLOCKS[-1] * whole + (BLOCKS[part] if part else "")
@@ -162,7 +164,7 @@ def bar(share: float, width: int) -> str:
 
 
 def curve(values: Sequence[float], width: int) -> str:
-    """Draw the last `width` values, scaled to the highest of them."""
+    """Return a curve of the last `width` values as text, scaled to the highest of them."""
     last = values[-width:]
     top = max(last, default=0.0)
     if top <= 0:
@@ -173,16 +175,19 @@ def curve(values: Sequence[float], width: int) -> str:
 # ---- the requests
 
 
-def _rows(view: EngineStatus, canvas: Canvas, room: int | None) -> list[str]:
-    """Return the table of requests in at most `room` lines; the last line counts the rest."""
+def _rows(status: EngineStatus, canvas: Canvas, room: int | None) -> list[str]:
+    """Return the table of requests in at most `room` lines.
+
+    If not all requests fit, the last line is the number of the others.
+    """
     head = f"{'request':<{NAME_WIDTH}} {'stage':<9} {'age':>7} {'prompt':>7} {'cached':>7} "
     head += f"{'answer':>13} {'tokens/s':>8}  {'account':<12} client"
-    shown = len(view.rows)
-    if room is not None and 1 + shown + (view.num_open > shown) > room:
+    shown = len(status.rows)
+    if room is not None and 1 + shown + (status.num_open > shown) > room:
         shown = max(0, room - 2)
     lines = [canvas.style(cut(head, canvas.width), FAINT)]
-    lines += [_row(row, canvas) for row in view.rows[:shown]]
-    left = view.num_open - shown
+    lines += [_row(row, canvas) for row in status.rows[:shown]]
+    left = status.num_open - shown
     return [*lines, canvas.style(f"and {left:,} more", FAINT)] if left else lines
 
 
@@ -200,6 +205,7 @@ def _row(row: RequestView, canvas: Canvas) -> str:
 
 
 def age(seconds: float) -> str:
+    """Return the age of a request as short text: "7.5 s", "12 min", "3 h"."""
     if seconds < 100:
         return f"{seconds:.1f} s"
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.0f} h"

@@ -20,7 +20,10 @@ QUIT_KEYS = frozenset(b"q\x03\x04")
 
 
 class TopScreen:
-    """The screen. Create it with `open_screen`."""
+    """The terminal in full-screen mode. `open_screen` creates it.
+
+    wake   descriptor that becomes readable when the size of the terminal changes
+    """
 
     def __init__(self, wake: int, has_colours: bool) -> None:
         self._wake = wake
@@ -28,7 +31,7 @@ class TopScreen:
 
     @property
     def canvas(self) -> Canvas:
-        """A canvas of the terminal's current size."""
+        """A canvas that has the current size of the terminal."""
         size = os.get_terminal_size(sys.stdout.fileno())
         return Canvas(size.columns, size.lines, self._has_colours)
 
@@ -38,7 +41,10 @@ class TopScreen:
         sys.stdout.flush()
 
     def wait(self, seconds: float) -> bool:
-        """Wait for `seconds`, a new size or a key. Returns False if the user quits."""
+        """Wait until `seconds` have passed, the size changes or a key is pressed.
+
+        Return False if the user quits.
+        """
         stdin = sys.stdin.fileno()
         ready, _, _ = select.select([stdin, self._wake], [], [], seconds)
         if self._wake in ready:
@@ -51,7 +57,7 @@ class TopScreen:
 
 @contextlib.contextmanager
 def open_screen(*, has_colours: bool) -> Iterator[TopScreen]:
-    """Switch the terminal to the alternate screen, and restore it afterwards."""
+    """Show the alternate screen of the terminal inside the `with` block."""
     stdin = sys.stdin.fileno()
     before = termios.tcgetattr(stdin)
     ours, kernels = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
