@@ -16,7 +16,7 @@ from tests.support.kernels import NAMES, assert_near, native_kernels, randn
 from tests.support.paged import PagedRow, attention_batch, scattered
 from worker.attention.select import select_attention
 from worker.attention.torch_paged import TorchPagedAttention
-from worker.kernels import library
+from worker.kernels import library, prepacked
 from worker.kernels.base import Kernels
 from worker.kernels.library import NoKernels, runnable
 from worker.kernels.packed import PackedLinear
@@ -87,6 +87,18 @@ def test_compiled_kernels_compute_what_torch_computes(
             torch.testing.assert_close(one, other, rtol=0, atol=0.03 * float(other.abs().max()))
 
 
+def test_dense_copies_are_offered_only_if_onednn_can_make_them() -> None:
+    try:
+        prepacked.Prepacked(torch.zeros(64, 64, dtype=torch.bfloat16), None)
+    except RuntimeError:
+        assert not prepacked.is_possible()
+    else:
+        assert prepacked.is_possible()
+
+
+@pytest.mark.skipif(
+    not prepacked.is_possible(), reason="needs a processor that oneDNN reorders bfloat16 for"
+)
 @pytest.mark.parametrize("from_rows", [1, 10, 100])
 def test_steps_of_many_rows_use_dense_weights_with_the_same_answers(
     directory: Path, from_rows: int

@@ -37,6 +37,11 @@ class Prepacked:
 
 
 def is_possible() -> bool:
-    """Return whether torch was built with oneDNN and has the functions that this module calls."""
-    names = ("_reorder_linear_weight", "_linear_pointwise")
-    return bool(torch._C._has_mkldnn) and all(hasattr(torch.ops.mkldnn, name) for name in names)
+    """Return whether this build of torch and this processor support the functions used here.
+
+    Without AVX-512 or avx_ne_convert, oneDNN reorders no bfloat16 matrix.
+    """
+    needed = ("_reorder_linear_weight", "_linear_pointwise", "_is_mkldnn_bf16_supported")
+    if not torch._C._has_mkldnn or not all(hasattr(torch.ops.mkldnn, name) for name in needed):
+        return False
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
