@@ -1,5 +1,6 @@
-"""Computation: model files, weights, the K/V cache, one step after another. Schedules nothing.
+"""The worker: loads the model, holds its weights and the K/V cache, and computes the engine's
+steps.
 
-May import: protocol, numpy, torch, safetensors, gguf. Nothing imports this package: it runs as a
-process of its own.
+It schedules nothing. May import: protocol, numpy, torch, safetensors, gguf. Nothing imports this
+package, because it runs as a process of its own.
 """

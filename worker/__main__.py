@@ -1,4 +1,4 @@
-"""`python -P -m worker --config JSON`"""
+"""Entry point of `python -P -m worker --config JSON`."""
 
 import sys
 

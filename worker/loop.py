@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class EngineLink(Protocol):
-    """The connection to the engine; worker.process.EngineConnection implements it."""
+    """Interface of the connection to the engine. worker.process.EngineConnection implements it."""
 
     def receive(self) -> ToWorker: ...
 
@@ -38,7 +38,8 @@ class EngineLink(Protocol):
 
 
 class KVService(Protocol):
-    """K/V transfers beside the steps; worker.kv.transfer.service implements it."""
+    """Interface of the K/V transfers, which run in threads beside the steps.
+    worker.kv.transfer.service.KVTransferService implements it."""
 
     @property
     def fd(self) -> int: ...
@@ -49,9 +50,9 @@ class KVService(Protocol):
 
 
 class WorkerLoop:
-    """Executes plans until Stop. Use it as a context manager.
+    """Executes the engine's plans, one after another. Use it as a context manager.
 
-    kv_transfers   receives the engine's K/V messages, in their order
+    kv_transfers   receives the engine's K/V messages, in the order of their arrival
     """
 
     def __init__(self, runner: Runner, engine: EngineLink, kv_transfers: KVService) -> None:
@@ -70,8 +71,8 @@ class WorkerLoop:
         self._watcher.close()
 
     def run(self) -> None:
-        """Run until Stop. Raises ValueError if a plan contradicts the slots or a message is out of
-        order."""
+        """Execute plans until Stop arrives. Raises ValueError if a plan contradicts the slots or a
+        message is out of order."""
         while True:
             self._send_finished()
             if (traced := self._tracer.pop()) is not None:
@@ -102,8 +103,9 @@ class WorkerLoop:
             self._watcher.watch(pending)
 
     def _receive_masks(self) -> ToWorker:
-        """Return the message with the masks of the step being launched. K/V messages that arrive
-        before it are applied."""
+        """Return the next message that is not about K/V: the masks of the step being launched, if
+        the engine keeps the order. The results of all earlier steps are sent first, and K/V
+        messages are applied as they arrive."""
         while self._inflight:
             self._send_oldest()
         while isinstance(message := self._engine.receive(), KVMessage):
@@ -129,10 +131,10 @@ class WorkerLoop:
 
 
 class StepWatcher:
-    """Thread that waits for launched steps in their order and makes `fd` readable after each.
+    """Thread that waits for launched steps in their order, and makes `fd` readable after each.
 
-    The thread starts with the first step that is not done when its launch returns, so on the CPU it
-    never starts.
+    The thread starts with the first step that is not done when its launch returns. On the CPU there
+    is no such step, so the thread never starts.
     """
 
     def __init__(self) -> None:
@@ -152,7 +154,8 @@ class StepWatcher:
             os.eventfd_read(self.fd)
 
     def close(self) -> None:
-        """Wait for the steps in flight, unless the device has failed."""
+        """Stop the thread and close `fd`. The thread first waits for the steps in flight, unless
+        the device has failed."""
         if self._thread is not None:
             self._watched.put(None)
             self._thread.join()
@@ -163,5 +166,5 @@ class StepWatcher:
             try:
                 pending.wait()
             finally:
-                # Also if the device has failed: the loop then reads the result and gets the error.
+                # If the device has failed, the loop gets the error when it reads the result.
                 os.eventfd_write(self.fd, 1)

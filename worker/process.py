@@ -35,7 +35,7 @@ PARENT_CHECK_MS = 5_000
 SEND_WAIT_MS = 30_000
 FINAL_SEND_MS = 2_000
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
-"""Messages of allocators: CUDA's, and torch's on a CPU."""
+"""Texts by which an out-of-memory error of torch's allocators, on CUDA or a CPU, is recognised."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -107,8 +107,8 @@ def run(
 
 
 def exit_code_for(error: Exception) -> ExitCode:
-    """Return the exit code for an error. Out-of-memory errors of torch are recognised by their
-    text, because torch has no class for all of them."""
+    """Return the exit code for an error. torch has no common class for its out-of-memory errors, so
+    they are recognised by their text."""
     is_out_of_memory = any(words in str(error) for words in OUT_OF_MEMORY)
     if is_out_of_memory or isinstance(error, MemoryError | NotEnoughMemory):
         return ExitCode.OUT_OF_MEMORY
@@ -125,8 +125,8 @@ class ParentGone(Exception):
 class EngineConnection:
     """The worker's connection to the engine.
 
-    Waiting is a blocking poll. The socket is not polled if a message has arrived already, or if a
-    send succeeds at once.
+    Waiting is a blocking poll. Nothing is polled if a message has arrived already, or if a send
+    succeeds at once.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, parent: int) -> None:
@@ -152,7 +152,8 @@ class EngineConnection:
         return self._socket in ready
 
     def _poller(self, wakeups: tuple[int, ...]) -> zmq.Poller:
-        """Return the poller for these file descriptors, which is created once."""
+        """Return a poller of the socket and these file descriptors. The poller is created at its
+        first use."""
         if (poller := self._pollers.get(wakeups)) is None:
             poller = self._pollers[wakeups] = zmq.Poller()
             for source in (self._socket, *wakeups):
@@ -160,7 +161,7 @@ class EngineConnection:
         return poller
 
     def send(self, message: FromWorker) -> None:
-        """Send a message. Raises ParentGone if the engine has stopped reading."""
+        """Send a message. Raises ParentGone if the engine reads nothing for SEND_WAIT_MS."""
         frames = wire.encode(message)
         try:
             self._socket.send_multipart(frames, zmq.NOBLOCK)
@@ -170,7 +171,7 @@ class EngineConnection:
             self._socket.send_multipart(frames)
 
     def send_final(self, message: FromWorker) -> None:
-        """Send a message, unless the engine does not read it within FINAL_SEND_MS."""
+        """Send a last message. Give up if the engine reads nothing for FINAL_SEND_MS."""
         if self._socket.poll(FINAL_SEND_MS, zmq.POLLOUT):
             with contextlib.suppress(zmq.Again):
                 self._socket.send_multipart(wire.encode(message), zmq.NOBLOCK)
@@ -180,8 +181,8 @@ class EngineConnection:
 
 
 def one_line(error: Exception) -> str:
-    """Return the first line of the error's message, or the error's name, and the remedy if there is
-    one."""
+    """Return the first line of the error's message, then the remedy if there is one. An error
+    without a message is described by its class name."""
     lines = str(error).strip().splitlines()
     cause = lines[0] if lines else type(error).__name__
     remedy = error.remedy if isinstance(error, UnusableModel) else ""

@@ -1,8 +1,8 @@
-"""One step: a StepPlan in, a StepResult out.
+"""Runs one step: takes a StepPlan and returns a StepResult.
 
-The runner executes plans in order and decides nothing. It holds no request state of its own: that
-is in the slots and the KV cache only. Launching a step queues all its work on the device without
-waiting, so that the next step can be queued before this one's tokens are read. The order of the
+The runner executes plans in order and decides nothing. It stores no request state of its own: all
+of it is in the slots and the KV cache. Launching a step queues all its work on the device without
+waiting, so the next step can be queued before this one's tokens are read. The order of the
 operations below is part of the contract with the engine (protocol.steps.StepPlan).
 
 Legend: T tokens in the step, S sampled positions, P rows that sample, V vocabulary.
@@ -57,12 +57,16 @@ class StepComponents:
 
 
 def no_masks() -> object:
-    """The default for plans without masks."""
+    """Return None. The default for plans without masks."""
     return None
 
 
 class Runner:
-    """Owns the slots and the cache of one worker."""
+    """Executes plans. Owns the slots and the cache of one worker.
+
+    draft_model   needed only by plans that use the draft model
+    mark          records the device event that marks the end of a step; see readback.py
+    """
 
     def __init__(
         self,
@@ -74,10 +78,6 @@ class Runner:
         draft_model: DraftModel | None = None,
         mark: Mark = mark,
     ) -> None:
-        """
-        draft_model   needed by plans that request drafts
-        mark          returns the event that tells when a step is done, see readback.py
-        """
         self._model = model
         self._slots = slots
         self._cache = cache
@@ -97,14 +97,16 @@ class Runner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, receive_masks: Callable[[], object] = no_masks) -> PendingStep:
-        """Do exactly what the plan says. Raises ValueError if it contradicts the slots.
+        """Queue the work of the plan on the device. Raises ValueError if the plan contradicts the
+        slots.
 
-        receive_masks   called for the plan's `Masks`, if it has any, after all else is computed
+        receive_masks   returns the message after the plan, which holds its masks; called only if
+                        the plan has masked rows, once the work up to the logits is queued
         """
         started = perf_counter()
         readback = Readback(self._slots.device, self._mark)
         self._prepare(plan)
-        sampled, of_prompt, proposed = None, None, None
+        sampled, prompt_columns, proposed = None, None, None
         if len(plan.row_slots):
             rows = read_rows(plan)
             if self._decode is not None and self._decode.is_for(plan, rows):
@@ -112,17 +114,18 @@ class Runner:
             else:
                 batch = build_batch(plan, rows, self._slots, block_tokens=self._cache.block_tokens)
                 hidden = self._model(batch.token_ids, batch.attention, self._cache, self._attention)
-                of_prompt = prompt_logprobs(hidden, self._model.logits, self._slots, batch)
+                prompt_columns = prompt_logprobs(hidden, self._model.logits, self._slots, batch)
                 sampled = self._sample(hidden, batch, plan, receive_masks)
                 proposed = self._run_draft_model(plan, batch, sampled)
         return PendingStep.start_readback(
-            plan.step, started, readback, sampled, of_prompt, proposed
+            plan.step, started, readback, sampled, prompt_columns, proposed
         )
 
     @torch.inference_mode()
     def zero_draft_blocks(self, blocks: Int32) -> None:
         """Zero these blocks in the draft model's cache. A transfer is about to fill them in the
-        model's cache only, and the draft model must not read an earlier request's K/V there."""
+        main model's cache only, and the draft model must not read an earlier request's K/V in
+        them."""
         if self.draft_model is not None:
             (ids,) = upload([integers(blocks.data)], self._slots.device)
             self.draft_model.cache.zero(ids)
@@ -152,8 +155,8 @@ class Runner:
         plan: StepPlan,
         receive_masks: Callable[[], object],
     ) -> SampledTokens:
-        """Compute and sample a plain decode step. If no row needs more than the most likely token,
-        the call that computes the logits has chosen it already."""
+        """Compute and sample a plain decode step. If every row needs only its most likely token,
+        the compiled call that computes the logits also chooses the tokens."""
         features = features_of_rows(self._slots, rows.slots)
         choose = not features and plan.masked is None
         logits, choice = decode(rows.slots, rows.starts, choose=choose)
@@ -166,7 +169,7 @@ class Runner:
     def _sample(
         self, hidden: Tensor, batch: StepBatch, plan: StepPlan, receive_masks: Callable[[], object]
     ) -> SampledTokens | None:
-        """Sample tokens from the step's hidden states; None if no row samples."""
+        """Return the tokens sampled from the step's hidden states, or None if no row samples."""
         if not len(batch.sampled.host_slots):
             return None
         logits = self._model.logits(batch.sampled.select(hidden))
@@ -180,7 +183,8 @@ class Runner:
         plan: StepPlan,
         receive_masks: Callable[[], object],
     ) -> SampledTokens:
-        """Sample one token per position, and append the answers' tokens to the slots."""
+        """Sample one token for each of the S positions, and append the tokens that belong to the
+        answers to the slots."""
         slots, masks = self._slots, None
         if plan.masked is not None:
             masks = row_masks(plan, rows, receive_masks(), logits.shape[1], logits.device)
@@ -200,8 +204,9 @@ class Runner:
         sampled: Sampled,
         rows: BatchRows,
     ) -> SampledTokens:
-        """Return the sampled tokens that belong to the answers, and append each row's last one. The
-        drafts before it are correct and in the slots already. Waits for the device."""
+        """Verify the drafts, and return the sampled tokens that belong to the answers. The last one
+        of each row is appended to its slot. The others equal their drafts, which are in the slot
+        already. Waits for the device."""
         tokens, finite = choice.tokens.cpu().numpy(), choice.finite.cpu().numpy()
         verified = verify(tokens, finite, rows.drafts)
         last_places = verified.places[verified.last]
@@ -222,7 +227,8 @@ class Runner:
     def _run_draft_model(
         self, plan: StepPlan, batch: StepBatch, sampled: SampledTokens | None
     ) -> Tensor | None:
-        """Return the tokens that the draft model proposes, if the plan uses it."""
+        """Return the tokens that the draft model proposes; None if the plan does not use it. Raises
+        ValueError if the plan uses it and there is no draft model."""
         if plan.follow_starts is None:
             return None
         if self.draft_model is None:

@@ -1,4 +1,4 @@
-"""The tensors of a step, from the plan and the slots. The shapes of all inputs are declared here.
+"""Builds the tensors of a step from its plan and the slots, and declares their shapes.
 
 Legend: T tokens in the step, R rows (requests), S sampled positions, M most blocks of any row.
 
@@ -10,9 +10,9 @@ A row computes positions [start, start + count) of its request:
 A row samples once, after its last token. A row with k drafts, which are its last tokens, samples at
 1 + k places: also before each draft, as if that draft and the following tokens did not exist.
 
-All arithmetic is on whole vectors on the host. Indexes are uploaded in one copy, and what depends
-on the contents of slots is gathered on the device. In most steps every row is one position that is
-sampled; `_decodes` and `_tokens` build these without arithmetic.
+The host computes all indexes with arithmetic on whole vectors and uploads them in one copy. The
+device gathers what depends on the contents of slots. In most steps every row is one position that
+is sampled; `_decodes` and `_tokens` have a shortcut for these steps.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class BatchRows:
-    """The plan's rows, on the host. All [R] int64, except sampled, drafts_after and drafts: [S].
+    """The plan's rows, on the host. All arrays are [R] int64, but sampled, drafts_after and drafts
+    are [S] int64.
 
     starts         first position computed
     counts         number of positions computed
@@ -58,7 +59,7 @@ class BatchRows:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The places where a token is sampled. All [S] int64.
+    """The places at which a token is sampled. All tensors are [S] int64.
 
     host_slots, host_known   on the host: the slot, and the number of tokens before the new one,
                              which is the new one's position
@@ -75,14 +76,14 @@ class Sampled:
     features: int
 
     def select(self, hidden: Tensor) -> Tensor:
-        """Return the rows of hidden [T, ...] before these places. If that is all rows, `hidden` is
-        returned without a copy, because `last` ascends."""
+        """Return the hidden states that the places sample from: the rows `last` of hidden [T, ...].
+        If these are all rows, return `hidden` itself; `last` ascends, so the order is the same."""
         if len(self.last) == len(hidden):
             return hidden
         return hidden.index_select(0, self.last)
 
     def subset(self, places: Ints) -> Sampled:
-        """Return these places only."""
+        """Return the sampled places with these indexes, in this order."""
         (index,) = upload([places], self.slots.device)
         on_host = torch.from_numpy(places)
         return Sampled(
@@ -131,14 +132,16 @@ def read_rows(plan: StepPlan) -> BatchRows:
 
 
 def _decodes(slots: Ints, starts: Ints, counts: Ints) -> BatchRows:
-    """Return `read_rows` of a plan in which every row is one position and samples."""
+    """Return the rows of a plan in which every row computes one position and samples. A shortcut of
+    `read_rows`."""
     rows = np.arange(len(slots))
     none = np.full(len(slots), NO_DRAFT, np.int64)
     return BatchRows(slots, starts, counts, starts + 1, rows + 1, rows, np.zeros_like(rows), none)
 
 
 def _read_drafts(plan: StepPlan, counts: Ints, samples: NDArray[np.uint8]) -> tuple[Ints, Ints]:
-    """Return the number of drafts of each row [R], and all drafts."""
+    """Return the number of drafts of each row [R], and the drafts of all rows, concatenated. Raises
+    ValueError if they contradict the rows."""
     if plan.row_drafts is None or plan.drafts is None:
         return np.zeros_like(counts), np.empty(0, np.int64)
     drafts, ids = integers(plan.row_drafts.data), integers(plan.drafts.data)
@@ -150,7 +153,8 @@ def _read_drafts(plan: StepPlan, counts: Ints, samples: NDArray[np.uint8]) -> tu
 
 
 def stage_drafts(plan: StepPlan, slots: SlotTable) -> None:
-    """Stage the plan's drafts in `token_ids`. They count as known until the step has sampled."""
+    """Stage the plan's drafts in `token_ids`. The slots count them as known tokens until the step
+    has sampled."""
     if plan.row_drafts is None:
         return
     rows = read_rows(plan)
@@ -166,7 +170,7 @@ def build_batch(
     plan: StepPlan, rows: BatchRows, slots: SlotTable, *, block_tokens: int
 ) -> StepBatch:
     """Build the batch of a plan with at least one row, whose slots are bound and flushed. `rows` is
-    the result of `read_rows`."""
+    the result of `read_rows`. Raises ValueError if a row exceeds its slot."""
     max_len = slots.fields["token_ids"].width
     if rows.known.max() > max_len or (
         len(rows.sampled) and rows.known[rows.sampled].max() >= max_len
@@ -187,18 +191,18 @@ def build_batch(
     return StepBatch(rows, placed.token_ids(slots), placed.attention, sampled)
 
 
-def features_of_rows(slots: SlotTable, rows: Ints) -> int:
-    """Return the union of the features of the requests in these slots [R]. Raises ValueError for a
-    slot that does not exist."""
-    if rows.min() < 0 or rows.max() >= slots.max_slots:
+def features_of_rows(slots: SlotTable, row_slots: Ints) -> int:
+    """Return the union of the features of the requests in the slots `row_slots` [R]. Raises
+    ValueError for a slot that does not exist."""
+    if row_slots.min() < 0 or row_slots.max() >= slots.max_slots:
         raise ValueError(f"a row's slot is outside the {slots.max_slots} slots")
-    return int(np.bitwise_or.reduce(slots.host("features").numpy()[rows]))
+    return int(np.bitwise_or.reduce(slots.host("features").numpy()[row_slots]))
 
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """Positions [start, start + count) of each row's slot. [R] int64, on the host. The
-    `num_decodes` rows with one position come first."""
+    """Positions [start, start + count) of each row's slot. All arrays are [R] int64, on the host.
+    The `num_decodes` rows with one position come first."""
 
     slots: Ints
     starts: Ints
@@ -208,21 +212,25 @@ class Spans:
 
 @dataclass(frozen=True, slots=True)
 class PlacedTokens:
-    """Spans on the device: `items` [T] int64 are the tokens' indexes in the flat `token_ids`;
-    `attention` is the input of attention."""
+    """The tokens of spans, on the device.
+
+    items       [T] int64 indexes of the tokens in the flat `token_ids`
+    attention   input of attention
+    """
 
     items: Tensor
     attention: AttentionBatch
 
     def token_ids(self, slots: SlotTable) -> Tensor:
-        """Return all tokens, [T] int64. They must be known."""
+        """Return the ids of all tokens, [T] int64. The tokens must be known."""
         return slots["token_ids"].view(-1).index_select(0, self.items).long()
 
 
 def place(
     spans: Spans, slots: SlotTable, block_tokens: int, *others: Ints
 ) -> tuple[PlacedTokens, list[Tensor]]:
-    """Upload spans. `others` are uploaded in the same copy and returned as tensors."""
+    """Return the tokens of the spans on the device. `others` are uploaded in the same copy and
+    returned as tensors."""
     known = spans.starts + spans.counts
     slot_of_token, positions, starts = _tokens(spans, known)
     table, width = slots["block_table"], slots.fields["block_table"].width

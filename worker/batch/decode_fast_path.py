@@ -1,8 +1,9 @@
-"""A plain decode step in one compiled call: every row computes one position and samples after it.
+"""Runs a plain decode step in one compiled call: every row computes one position and samples after
+it.
 
-Most steps are of this kind. The call reads and writes the same slot fields as the general path
-(batch.py, the model, sampler.py, SlotTable.append_tokens), which is its reference implementation:
-both give the same tokens, bit for bit.
+Most steps are plain. The call reads and writes the same slot fields as the general path (batch.py,
+the model, sampler.py, SlotTable.append_tokens). That path is the reference: both give the same
+tokens, bit for bit.
 
 Legend: R rows, V vocabulary.
 """
@@ -35,8 +36,12 @@ def is_plain(plan: StepPlan, rows: BatchRows) -> bool:
 
 @dataclass(slots=True)
 class DecodeCall:
-    """Arguments of the call for steps of R rows, except the rows themselves, and its work memory,
-    flat: hidden [R * hidden], logits [R * V]."""
+    """Arguments and work memory of the compiled call for steps of R rows. Only the rows themselves
+    are set in each step.
+
+    hidden   [R * hidden] work memory, flat
+    logits   [R * V] the result, flat
+    """
 
     step: structs.CDecode
     memory: PassMemory
@@ -70,11 +75,11 @@ class DecodeFastPath:
     def __call__(
         self, slots: Ints, starts: Ints, *, choose: bool
     ) -> tuple[Tensor, TokenChoice | None]:
-        """Compute the positions `starts` [R] of `slots` [R].
+        """Compute the positions `starts` [R] of `slots` [R], which must exist.
 
         Return logits [R, V] float32, valid until the next call. With `choose`, also return the most
-        likely tokens, which the call has appended to the slots. The slots must exist. Raises
-        ValueError for a position outside the slot.
+        likely tokens, which the call has appended to the slots. Raises ValueError for a position
+        outside its slot.
         """
         table, count = self._slots, len(slots)
         max_tokens = table.fields["token_ids"].width
@@ -120,5 +125,5 @@ class DecodeFastPath:
 
 
 def _no_choice(count: int) -> TokenChoice:
-    """Return empty tensors for the call to fill."""
+    """Return a choice with uninitialised tensors, which the compiled call fills."""
     return TokenChoice(torch.empty(count, dtype=torch.int64), torch.empty(count, dtype=torch.bool))

@@ -1,4 +1,4 @@
-"""A step in flight: its work is queued on the device, and its results are read when it is done."""
+"""A step in flight: its work is queued on the device, and its results are read once it is done."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from worker.sampling.logprob_columns import LogprobColumns, int32
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """Sampled tokens of the P rows that sample, T tokens in all.
+    """The T tokens sampled by the P rows that sample.
 
     tokens   [T] int64
     finite   [P] bool; False if the logits of the row's last token were not finite
-    counts   [P] int64 tokens per row; None: one each
+    counts   [P] int64, tokens of each row; None: one each
     """
 
     tokens: Tensor
@@ -85,23 +85,23 @@ class PendingStep:
         return self.readback.is_done
 
     def wait(self) -> None:
-        """Wait until the step is done; other threads continue."""
+        """Wait until the step is done. Other threads can run meanwhile."""
         self.readback.wait()
 
     def result(self) -> StepResult:
-        """Wait for this step only, and return what it computed."""
+        """Wait for this step, but for no later one, and return its result."""
         self.wait()
         computed_s = perf_counter() - self.started
-        sampled, of_prompt = self.sampled, self.prompt_logprobs
+        sampled, prompt_logprobs = self.sampled, self.prompt_logprobs
         counts = None if sampled is None else sampled.counts
-        of_sampled = None if sampled is None else sampled.logprobs
+        logprobs = None if sampled is None else sampled.logprobs
         return StepResult(
             step=self.step,
             tokens=Int32(b"") if sampled is None else int32(sampled.tokens.numpy()),
             failed=Int32(b"") if sampled is None else _failed(sampled.finite),
             counts=None if counts is None else int32(counts.numpy()),
-            logprobs=None if of_sampled is None else of_sampled.to_message(),
-            prompt_logprobs=None if of_prompt is None else of_prompt.to_message(),
+            logprobs=None if logprobs is None else logprobs.to_message(),
+            prompt_logprobs=None if prompt_logprobs is None else prompt_logprobs.to_message(),
             proposed=None if self.proposed is None else int32(self.proposed.numpy()),
             compute_s=computed_s,
         )

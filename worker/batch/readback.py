@@ -1,6 +1,6 @@
-"""Copies device tensors to host memory without waiting before the result is needed.
+"""Copies device tensors to host memory; nothing waits before the result is needed.
 
-`copy` queues a copy, `seal` records an event after all copies, and `wait` waits for that event and
+`copy` queues a copy, `seal` records an event after all copies, and `wait` waits for that event but
 not for later work. On the CPU nothing is queued: a copy is the tensor itself, readable at once.
 """
 
@@ -26,7 +26,7 @@ class DeviceEvent(Protocol):
 
 
 class HostDone:
-    """The event of a device without a queue: always done."""
+    """The event of a device without a work queue. It is always done."""
 
     def query(self) -> bool:
         return True
@@ -39,7 +39,8 @@ Mark = Callable[[torch.device], DeviceEvent]
 
 
 def mark(device: torch.device) -> DeviceEvent:
-    """Record an event in the device's queue. A thread that waits for it sleeps instead of spins."""
+    """Record an event in the device's queue. A thread that waits for the event sleeps instead of
+    spinning."""
     if device.type == "cpu":
         return HostDone()
     event: DeviceEvent = torch.cuda.current_stream(device).record_event(
@@ -49,7 +50,7 @@ def mark(device: torch.device) -> DeviceEvent:
 
 
 class Readback:
-    """The copies of one step's results."""
+    """Copies the results of one step to host memory."""
 
     def __init__(self, device: torch.device, mark: Mark = mark) -> None:
         self._device = device

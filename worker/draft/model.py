@@ -1,10 +1,10 @@
-"""A smaller model that proposes tokens, which later steps verify with the main model.
+"""A smaller model that proposes tokens. Later steps verify them with the main model.
 
 Its KV cache has the same block ids and block tables as the main model's, and blocks are zeroed in
-both together, so a request that holds a block holds it in both caches. The draft model keeps no
-other state per request: the plan says where it starts to compute. K/V that it computed for proposed
-tokens is computed again when the real tokens are known. It proposes the most likely tokens;
-worker/sampling/verify.py explains why no other choice is needed.
+both caches together, so a request that holds a block holds it in both. The draft model stores no
+other state of a request: the plan gives the position at which it starts to compute. K/V that it
+computed for proposed tokens is computed again when the real tokens are known. It proposes the most
+likely tokens; worker/sampling/verify.py explains why no other choice is needed.
 
 Legend: R rows of the step, Q rows that the draft model computes in it, P rows of Q with proposals.
 """
@@ -28,7 +28,8 @@ from worker.slots.table import SlotTable
 
 @dataclass(frozen=True, slots=True)
 class CatchUp:
-    """The draft model's work in a plan: [Q] int64 each, rows with one position first.
+    """The draft model's work in one plan. All arrays are [Q] int64; rows with one position come
+    first.
 
     starts, ends   positions to compute; all their tokens are known
     wanted         number of tokens to propose after them
@@ -70,7 +71,10 @@ def read_catch_up(plan: StepPlan, lens: Ints) -> CatchUp | None:
 
 
 class DraftModel:
-    """Weights and a cache. The model's vocabulary has `vocab` ids."""
+    """The draft model and its cache.
+
+    vocab   number of ids in the main model's vocabulary; only these are proposed
+    """
 
     def __init__(self, model: StepModel, cache: KVCache, attention: Attention, vocab: int) -> None:
         self._model = model
@@ -79,8 +83,10 @@ class DraftModel:
         self._vocab = vocab
 
     def catch_up(self, plan: StepPlan, slots: SlotTable, lens: Ints) -> Tensor | None:
-        """Compute what the plan requests and return the proposed tokens, [sum of wanted] int64, or
-        None.
+        """Do the draft model's work of a plan. Return the proposed tokens, [sum of wanted] int64,
+        or None if the plan requests no proposals.
+
+        lens   [R] known tokens of each row after the step has sampled
 
         Only queues work; does not wait for the device.
         """
@@ -98,7 +104,7 @@ class DraftModel:
         return self._propose(work, proposing, self._likeliest(hidden.index_select(0, at)), slots)
 
     def _propose(self, work: CatchUp, rows: Ints, tokens: Tensor, slots: SlotTable) -> Tensor:
-        """Return all proposals. tokens [P] are the first ones, of `rows` [P]."""
+        """Return the proposals of all rows. `tokens` [P] are the first proposals of `rows` [P]."""
         proposed = torch.empty(int(work.wanted.sum()), dtype=torch.int64, device=slots.device)
         for nth in range(int(work.wanted.max())):
             if nth:
@@ -113,12 +119,14 @@ class DraftModel:
     def _next(
         self, work: CatchUp, rows: Ints, nth: int, tokens: Tensor, slots: SlotTable
     ) -> Tensor:
-        """Return the next proposal of these rows, after their last `tokens`."""
+        """Return proposal number `nth`, counted from 0, of each of these rows. `tokens` are their
+        previous proposals."""
         starts = work.ends[rows] + nth - 1
         spans = Spans(work.slots[rows], starts, np.ones_like(starts), len(rows))
         placed, _ = place(spans, slots, self.cache.block_tokens)
         return self._likeliest(self._model(tokens, placed.attention, self.cache, self._attention))
 
     def _likeliest(self, hidden: Tensor) -> Tensor:
-        """hidden [P, hidden] -> [P] int64. The head may have more rows than the vocabulary."""
+        """Return the most likely tokens [P] int64 after hidden [P, hidden]. The head may have more
+        rows than the vocabulary; those are ignored."""
         return self._model.logits(hidden)[:, : self._vocab].argmax(-1)

@@ -1,6 +1,7 @@
 """All fields of the slot table: the only place where per-request state is declared.
 
-A new field must say what happens to the rest of its row (`rest`); the table derives all else.
+A new field must declare its `rest`, the policy for the part of a row that is not written. The table
+derives everything else from the declarations.
 """
 
 from __future__ import annotations
@@ -29,21 +30,23 @@ from worker.slots.table import RestPolicy, SlotField, Value
 MAX_STOP_IDS = MAX_STOP_TOKEN_IDS + 32
 """The request's own stop tokens plus the model's end tokens."""
 NO_LOGPROBS = -1
+"""Number of logprobs if the request has requested none. 0 stands for the chosen token's only."""
 LOGPROBS_OF: tuple[str, ...] = get_args(LogprobsOf)
 """A slot stores the index of its request's `logprobs_of` in this tuple."""
 
 SAMPLED = ("SlotTable.append_tokens",)
 EXTENDED = ("SlotTable.stage_items",)
+"""Values of `SlotField.written_by`: sampling writes the field, or the plan extends it."""
 
 
 def slot_fields(max_len: int, max_blocks: int) -> tuple[SlotField, ...]:
-    """Return all fields for requests of at most max_len tokens and max_blocks blocks."""
+    """Return all fields, for requests of at most max_len tokens and max_blocks blocks."""
     return (*_tokens_and_blocks(max_len, max_blocks), *_numbers(), *_lists())
 
 
 def _tokens_and_blocks(max_len: int, max_blocks: int) -> tuple[SlotField, ...]:
-    """token_ids[slot, p] is the request's token p, whether it came from the prompt, the sampler or
-    an earlier run of the request."""
+    """Return the fields of a request's tokens and block table. token_ids[slot, p] is the request's
+    token p, from the prompt, the sampler or an earlier run of the request."""
     return (
         SlotField(
             name="token_ids",
@@ -75,7 +78,8 @@ def _tokens_and_blocks(max_len: int, max_blocks: int) -> tuple[SlotField, ...]:
 
 
 def _numbers() -> tuple[SlotField, ...]:
-    """min_len is the number of tokens, prompt included, before which no stop token is sampled."""
+    """Return the scalar fields of the sampling parameters. min_len is the number of tokens, prompt
+    included, that a request must have before it may sample a stop token."""
     return (
         _parameter("temperature"),
         _parameter("top_p"),
@@ -102,14 +106,15 @@ def _numbers() -> tuple[SlotField, ...]:
         _scalar(
             "num_prompt_logprobs",
             torch.int32,
-            lambda init: _or_none(init.params.prompt_logprobs),
+            lambda init: _or_no_logprobs(init.params.prompt_logprobs),
             host=True,
         ),
     )
 
 
 def _lists() -> tuple[SlotField, ...]:
-    """Variable-length lists up to a bound, each with its count."""
+    """Return the fields of the variable-length lists: a row of bounded length and a count for
+    each."""
     return (
         _scalar("num_bias", torch.int32, lambda init: len(init.params.logit_bias), host=True),
         SlotField(
@@ -144,7 +149,7 @@ def _lists() -> tuple[SlotField, ...]:
 
 
 def _bad_words() -> tuple[SlotField, ...]:
-    """All sequences concatenated, and the end of each."""
+    """Return the fields of the bad words: all sequences concatenated, and the end of each."""
     return (
         *_ids("bad", MAX_BAD_TOKENS, lambda params: [t for word in params.bad_words for t in word]),
         _scalar("num_bad_words", torch.int32, lambda init: len(init.params.bad_words), host=True),
@@ -170,7 +175,7 @@ def _bad_words() -> tuple[SlotField, ...]:
 def _ids(
     name: str, max_items: int, get_ids: Callable[[SamplingParams], list[int]]
 ) -> tuple[SlotField, ...]:
-    """A list of token ids, `{name}_ids`, and its count, `num_{name}`."""
+    """Return the fields of a list of token ids, `{name}_ids`, and of its count, `num_{name}`."""
     return (
         _scalar(f"num_{name}", torch.int32, lambda init: len(get_ids(init.params)), host=True),
         SlotField(
@@ -191,15 +196,18 @@ def _scalar(
 
 
 def _parameter(name: str) -> SlotField:
-    """A float parameter with the same name in SamplingParams."""
+    """Return the field of a float parameter, which has the same name in SamplingParams."""
     assert name in SamplingParams.__struct_fields__
     return _scalar(name, torch.float32, lambda init: getattr(init.params, name), host=True)
 
 
 def _num_logprobs(params: SamplingParams) -> int:
-    """Return 0 if only `logprob_token_ids` is set: that implies logprobs of sampled tokens."""
-    return 0 if params.logprobs is None and params.logprob_token_ids else _or_none(params.logprobs)
+    """Return how many of the most likely tokens to report with each sampled token, or NO_LOGPROBS.
+    The result is 0 if only `logprob_token_ids` is set, which implies logprobs of sampled tokens."""
+    if params.logprobs is None and params.logprob_token_ids:
+        return 0
+    return _or_no_logprobs(params.logprobs)
 
 
-def _or_none(count: int | None) -> int:
+def _or_no_logprobs(count: int | None) -> int:
     return NO_LOGPROBS if count is None else count

@@ -1,7 +1,8 @@
-"""Copies host arrays to the device without waiting for it.
+"""Copies host arrays to the device without waiting for the copies.
 
-On a GPU all arrays of a call are copied asynchronously in one pinned buffer; the caching host
-allocator keeps the buffer until the copy is done. On the CPU the tensor shares the array's memory.
+On a GPU all arrays of one call are copied together from one pinned buffer; the caching host
+allocator keeps the buffer until the copy is done. On the CPU nothing is copied: the tensor shares
+the array's memory.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Words = NDArray[np.int64] | NDArray[np.float64]
-"""Arrays with items of eight bytes, which can share one buffer."""
+"""Arrays whose items have eight bytes, so that several of them can share one buffer."""
 
 
 def upload(arrays: Sequence[Words], device: torch.device) -> list[Tensor]:
-    """Return one-dimensional arrays as tensors on `device`, with their dtypes. The CPU shares the
-    arrays' memory."""
+    """Return the one-dimensional arrays as tensors on `device`, with the same dtypes. On the CPU
+    the tensors share the arrays' memory."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
     sizes = [array.size for array in arrays]
@@ -47,5 +48,5 @@ def upload_bytes(buffer: Any, device: torch.device) -> Tensor:
 
 
 def integers(buffer: Any) -> NDArray[np.int64]:
-    """Return the items of a `protocol.arrays.Int32` (its `data`) as int64."""
+    """Return the int32 items in `buffer`, the `data` of a `protocol.arrays.Int32`, as int64."""
     return np.frombuffer(buffer, np.int32).astype(np.int64)

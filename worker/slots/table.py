@@ -1,12 +1,13 @@
-"""The slot table: every buffer of the worker that is kept between steps and belongs to one request.
+"""The slot table: every buffer that the worker keeps between steps and that belongs to one request.
 
-Invariant: a request's state enters only through `bind`, from one list of declared fields, and bind
-writes every item of the row that can be read later. Fresh and resumed requests and requests whose
-prompt was computed elsewhere are all bound the same way. So no value of an earlier request in the
-row can reach a later one. No other class may create tensors with one row per slot.
+Invariant: a request's state enters only through `bind`, from one list of declared fields, and
+`bind` writes every item of the row that can be read later. New requests, resumed requests and
+requests whose prompt was computed elsewhere are all bound in the same way. So no value of an
+earlier request in the row can reach a later one. No other class may create tensors with one row per
+slot.
 
-Writes are staged on the host and applied by `flush`, in order and in one batch. No value is written
-individually, and the host never waits for the device.
+Writes are staged on the host and applied by `flush`, in order and in one batch. No value is copied
+to the device on its own, and the host never waits for the device.
 
 Legend: N slots bound since the last flush.
 """
@@ -30,19 +31,19 @@ Derive = Callable[["SlotTable", Tensor], None]
 
 
 class RestPolicy(Enum):
-    """What happens to the part of a row that `init` does not write. There is no default."""
+    """Policy for the part of a row that `init` does not write. Every field must choose one."""
 
     FILL = auto()
     """The rest is set to `fill`, so the whole row is defined after binding."""
     GUARDED = auto()
-    """The rest keeps its old values; every reader is bounded by a count, the FILL field `guard`."""
+    """The rest keeps its old values. Readers stop at a count, which is the FILL field `guard`."""
     DERIVED = auto()
-    """The field has no init; its row is computed from other fields after they are written."""
+    """The field has no `init`. Its row is computed from other fields after they are written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotField:
-    """One per-slot buffer, [slots, *shape] of `dtype`."""
+    """Declaration of one per-slot buffer, [slots, *shape]."""
 
     #: Key of the buffer in the table. Unique.
     name: str
@@ -50,19 +51,20 @@ class SlotField:
     dtype: torch.dtype
     #: () for a scalar, (width,) for a row.
     shape: tuple[int, ...] = ()
-    #: What happens to the part of a row that `init` does not write.
+    #: Policy for the part of a row that `init` does not write.
     rest: RestPolicy
-    #: Returns the value of a scalar, or a prefix of the row (int64 or float64).
+    #: Returns the value of a scalar, or the first items of a row (int64 or float64).
     init: Callable[[SlotInit], Value] | None = None
-    #: Value of the rest of the row, if it is FILLed.
+    #: Value of the rest of the row, if `rest` is FILL.
     fill: int | float = 0
-    #: The FILL scalar that bounds what readers see of the row, if it is GUARDED.
+    #: Name of the FILL scalar that counts the row's readable items, if `rest` is GUARDED.
     guard: str | None = None
-    #: Computes the rows of newly bound slots, if they are DERIVED.
+    #: Computes the rows of newly bound slots, if `rest` is DERIVED.
     derive: Derive | None = None
-    #: Methods that may write the field after binding. Empty: constant while bound.
+    #: Methods that may write the field after binding. If empty, it is constant while bound.
     written_by: tuple[str, ...] = ()
-    #: Keep a copy in host memory, which decides what work a step needs (constant scalars).
+    #: Whether host memory has a copy, by which the host decides what work a step needs. Only for
+    #: scalars that are constant while bound.
     host: bool = False
 
     def __post_init__(self) -> None:
@@ -88,19 +90,21 @@ class SlotField:
 
 @dataclass(frozen=True, slots=True)
 class SlotWrite:
-    """A staged write: field.flatten()[index[i]] = values[i]; values of eight bytes each."""
+    """A staged write: item index[i] of the flattened field becomes values[i]. Items of `values`
+    have eight bytes."""
 
     field: SlotField
     index: NDArray[np.int64]
     values: Words
 
     def without(self, slot: int) -> SlotWrite:
+        """Return the write without its items in `slot`."""
         kept = self.index // self.field.width != slot
         return SlotWrite(self.field, self.index[kept], self.values[kept])
 
 
 class SlotTable:
-    """The buffers of all fields, and the occupants of the rows."""
+    """The buffers of all fields, and the request that occupies each row."""
 
     def __init__(self, fields: Iterable[SlotField], max_slots: int, device: torch.device) -> None:
         self.fields = {field.name: field for field in fields}
@@ -117,11 +121,12 @@ class SlotTable:
         self._check_guards()
 
     def __getitem__(self, name: str) -> Tensor:
-        """Return the device buffer [slots, *shape]. Valid for slots whose binding was flushed."""
+        """Return the field's device buffer [slots, *shape]. A row is valid once its binding was
+        flushed."""
         return self._tensors[name]
 
     def host(self, name: str) -> Tensor:
-        """Return the host copy [slots] of a field with `host`."""
+        """Return the host copy [slots] of a field that is declared with `host=True`."""
         return self._host[name]
 
     def tensors(self) -> list[Tensor]:
@@ -131,10 +136,10 @@ class SlotTable:
     # ---- occupants
 
     def bind(self, init: SlotInit) -> None:
-        """Assign a free slot to a request; the next flush applies it. There is no other way in.
+        """Assign a free slot to a request. The next flush writes the request's state into the row.
 
-        Raises ValueError if the slot does not exist or is occupied, the generation is not newer
-        than the last one, or a value is longer than its row.
+        Raises ValueError if the slot does not exist or is occupied, if the generation is not newer
+        than the slot's last one, or if a value is longer than its row.
         """
         slot = init.slot
         if not 0 <= slot < self.max_slots:
@@ -148,7 +153,8 @@ class SlotTable:
         self._binds[slot] = init
 
     def release(self, slot: int, generation: int) -> None:
-        """Free a slot. Raises ValueError and does nothing if no binding has this generation."""
+        """Free a slot. Raises ValueError and changes nothing if the slot is not bound with this
+        generation."""
         if slot not in self._occupants:
             raise ValueError(f"slot {slot} is free; generation {generation} cannot be released")
         if self._occupants[slot] != generation:
@@ -169,8 +175,8 @@ class SlotTable:
         indexes: NDArray[np.int64],
         values: NDArray[np.int64],
     ) -> None:
-        """Stage table[name][slots[i], indexes[i]] = values[i]. Slots must be bound; each item may
-        be written once."""
+        """Stage the writes table[name][slots[i], indexes[i]] = values[i]. The slots must be bound,
+        and each item may be written only once before the next flush."""
         if not len(slots):
             return
         field = self.fields[name]
@@ -182,7 +188,8 @@ class SlotTable:
         self._items.append(SlotWrite(field, slots * field.width + indexes, values))
 
     def flush(self) -> None:
-        """Apply the staged writes: rows of new occupants, then items, then derived fields."""
+        """Apply the staged writes: first the rows of new occupants, then items, then derived
+        fields."""
         inits = list(self._binds.values())
         writes = self._resets(inits) + self._items
         if not writes:
@@ -211,7 +218,7 @@ class SlotTable:
         self["len"].index_copy_(0, slots, (positions + 1).to(self["len"].dtype))
 
     def _resets(self, inits: Sequence[SlotInit]) -> list[SlotWrite]:
-        """Return the writes of all new occupants' fields."""
+        """Return the writes that set the fields of all new occupants."""
         if not inits:
             return []
         return [_reset(field, inits) for field in self.fields.values() if field.init is not None]
@@ -226,8 +233,8 @@ class SlotTable:
         field.derive(self, slots)
 
     def _apply(self, write: SlotWrite, index: Tensor, values: Tensor) -> None:
-        """Apply a write; index and values are its arrays on the device. The host copy, if any, is
-        written too."""
+        """Apply a write, whose index and values were uploaded as `index` and `values`. Update the
+        host copy too, if the field has one."""
         tensor, field = self[write.field.name], write.field
         tensor.view(-1).index_copy_(0, index, values.to(field.dtype))
         copy = self._host.get(field.name)
@@ -267,7 +274,7 @@ def _column(values: Iterable[int]) -> NDArray[np.int64]:
 
 
 def _reset(field: SlotField, inits: Sequence[SlotInit]) -> SlotWrite:
-    """Return the write of the field's scalars or row prefixes for all `inits`."""
+    """Return the write that sets the field's scalar or row prefix for each of `inits`."""
     assert field.init is not None
     prefixes = [np.atleast_1d(np.asarray(field.init(init))) for init in inits]
     starts = np.array([init.slot * field.width for init in inits])
@@ -281,7 +288,8 @@ def _words(field: SlotField, values: Words) -> Words:
 
 
 def _ragged(starts: NDArray[np.int64], prefixes: Sequence[Words]) -> NDArray[np.int64]:
-    """Return starts[i] + 0, 1, ... len(prefixes[i]) - 1, for all i."""
+    """Return the index of every item of the prefixes: starts[i], starts[i] + 1, ... for
+    prefixes[i]."""
     lens = np.array([prefix.size for prefix in prefixes])
     before = np.cumsum(lens) - lens
     index: NDArray[np.int64] = np.repeat(starts - before, lens) + np.arange(lens.sum())
