@@ -269,8 +269,8 @@ def test_masks_for_missing_places_are_refused(place):
 @pytest.mark.parametrize(
     ("answer", "says"),
     [
-        (None, "does not hold its masks"),
-        (masks_of(5, [{1}]), "does not hold its masks"),
+        (None, "the next message must hold its masks"),
+        (masks_of(5, [{1}]), "the next message must hold its masks"),
         (masks_of(4, [{1}, {2}]), "for 1 places"),
         (masks_of(4, [{1}], 33), "for 1 places"),
     ],

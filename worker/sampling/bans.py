@@ -1,6 +1,7 @@
-"""Bans: allowed-token lists, bad words, end tokens before min_tokens, and grammar masks.
+"""Bans tokens: allowed-token lists, bad words, end tokens before min_tokens, and grammar masks.
 
-A banned token's logit becomes -inf. If a row has no token left, the sampler reports it as failed.
+A banned token's logit becomes -inf. If a row has no token left, the sampler reports the row as
+failed.
 
 Legend: S sampled rows, V vocabulary, N rows that use a stage, W most bad words of a row, J tokens
 of the longest bad word without its last, K items of the longest list.
@@ -37,13 +38,14 @@ class RowMasks:
 def row_masks(
     plan: StepPlan, rows: BatchRows, masks: object, vocab: int, device: torch.device
 ) -> RowMasks:
-    """Upload the masks of a plan. Raises ValueError if `masks` are not this plan's `Masks`."""
+    """Upload the masks of a plan that has masked places. Raises ValueError if `masks` is not the
+    `Masks` message of this plan."""
     assert plan.masked is not None
     places = integers(plan.masked.data)
     if len(places) and not 0 <= places.min() <= places.max() < len(rows.sampled):
         raise ValueError(f"step {plan.step}: masks for places that do not exist")
     if not isinstance(masks, Masks) or masks.step != plan.step:
-        raise ValueError(f"step {plan.step}: the message after it does not hold its masks")
+        raise ValueError(f"step {plan.step}: the next message must hold its masks")
     if masks.bits.shape != (len(places), -(-vocab // 32)):
         raise ValueError(f"step {plan.step}: masks {masks.bits.shape} for {len(places)} places")
     (index,) = upload([places], device)
@@ -54,38 +56,40 @@ def row_masks(
 
 
 def ban(logits: Tensor, ids: Tensor) -> None:
-    """Ban ids [N, K]."""
+    """Ban each row's ids [N, K] in logits [N, V]."""
     logits.scatter_(1, ids, BANNED)
 
 
 def allow_only(logits: Tensor, ids: Tensor) -> None:
-    """Ban all tokens except ids [N, K]."""
+    """Ban all tokens of logits [N, V] except each row's ids [N, K]."""
     kept = logits.gather(1, ids)
     logits.fill_(BANNED)
     logits.scatter_(1, ids, kept)
 
 
 def apply_masks(logits: Tensor, masks: RowMasks) -> None:
-    """Ban the tokens that a masked row's mask does not allow.
+    """Ban the tokens that the masks do not allow.
 
-    Each byte selects eight penalties, 0 or -inf, that are added to the logits. On a CPU this is ten
-    times faster than unpacking the bits and filling.
+    Each byte of a mask selects eight penalties, 0 or -inf, which are added to the logits. On a CPU
+    this is ten times faster than unpacking the bits and filling.
     """
     penalties = _penalties(logits.device).index_select(0, masks.bits.flatten().int())
     logits.index_add_(0, masks.index, penalties.view(len(masks.index), -1)[:, : logits.shape[1]])
 
 
 def _penalties(device: torch.device) -> Tensor:
-    """Return [256, 8] float32: 0 for each set bit of a byte, else -inf."""
+    """Return a table [256, 8] float32 by byte and bit: 0 if the bit is set in the byte, else
+    -inf."""
     numbers = torch.arange(256, device=device)[:, None]
     is_set = numbers.bitwise_right_shift(torch.arange(8, device=device)).bitwise_and(1).bool()
     return torch.where(is_set, 0.0, BANNED)
 
 
-# ---- the same on slots; rows [N] index the step's sampled rows, on the host
+# ---- stages: the same with the ids in the slots; `rows` [N], on the host, index the sampled rows
 
 
 def allow_rows(logits: Tensor, slots: SlotTable, sampled: Sampled, rows: Tensor) -> None:
+    """Ban all tokens except the request's allowed tokens."""
     index, slot_ids = rows_and_slots(slots, sampled, rows)
     ids, _ = listed_ids(slots, "allowed_ids", "num_allowed", sampled.host_slots[rows], slot_ids)
     part = logits.index_select(0, index)
@@ -94,6 +98,7 @@ def allow_rows(logits: Tensor, slots: SlotTable, sampled: Sampled, rows: Tensor)
 
 
 def ban_early_ends(logits: Tensor, slots: SlotTable, sampled: Sampled, rows: Tensor) -> None:
+    """Ban the request's stop tokens."""
     index, slot_ids = rows_and_slots(slots, sampled, rows)
     ids, _ = listed_ids(slots, "stop_ids", "num_stop_ids", sampled.host_slots[rows], slot_ids)
     part = logits.index_select(0, index)
@@ -102,7 +107,7 @@ def ban_early_ends(logits: Tensor, slots: SlotTable, sampled: Sampled, rows: Ten
 
 
 def ban_words(logits: Tensor, slots: SlotTable, sampled: Sampled, rows: Tensor) -> None:
-    """Ban the last token of each bad word if the answer ends with the tokens before it."""
+    """Ban the last token of each bad word whose other tokens are the end of the answer."""
     index, slot_ids = rows_and_slots(slots, sampled, rows)
     host_slots = sampled.host_slots[rows]
     ends, listed = listed_ids(slots, "bad_ends", "num_bad_words", host_slots, slot_ids)
@@ -119,22 +124,24 @@ def ban_words(logits: Tensor, slots: SlotTable, sampled: Sampled, rows: Tensor) 
 
 
 def _ends_with(ids: Tensor, ends: Tensor, tail: Tensor, is_answer: Tensor) -> Tensor:
-    """Return [N, W] bool: whether the answer ends with all of a word except its last token.
+    """Return for each bad word whether the answer ends with all its tokens but the last, [N, W]
+    bool.
 
-    ids [N, K], ends [N, W]   the words
-    tail, is_answer [N, J]    the row's latest tokens, latest first, and which are the answer's
+    ids [N, K], ends [N, W]   the bad words, concatenated, and the end of each
+    tail, is_answer [N, J]    the row's latest tokens, latest first, and which belong to the answer
     """
-    begins = torch.cat([torch.zeros_like(ends[:, :1]), ends[:, :-1]], 1)
+    starts = torch.cat([torch.zeros_like(ends[:, :1]), ends[:, :-1]], 1)
     back = torch.arange(1, tail.shape[1] + 1, device=ids.device)
     places = ends[:, :, None] - 1 - back
     words = ids.gather(1, places.clamp_(min=0).flatten(1)).view(places.shape)
     is_equal = (words == tail[:, None]) & is_answer[:, None]
-    is_beyond = back >= (ends - begins)[:, :, None]
+    is_beyond = back >= (ends - starts)[:, :, None]
     return (is_equal | is_beyond).all(2)
 
 
 def _tail(slots: SlotTable, known: Tensor, slot_ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return each row's last tokens [N, count], latest first, and which are the answer's."""
+    """Return each row's last tokens [N, count], latest first, and which of them belong to the
+    answer."""
     positions = known[:, None] - torch.arange(1, count + 1, device=slots.device)
     width = slots.fields["token_ids"].width
     index = slot_ids[:, None] * width + positions.clamp(min=0)

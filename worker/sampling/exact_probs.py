@@ -1,9 +1,9 @@
-"""Probabilities as integers, so that every sum over the vocabulary is exact.
+"""Represents probabilities as integers, so that every sum over the vocabulary is exact.
 
-A floating-point sum depends on the order of additions, which depends on the number of rows in the
-batch. Integer sums do not. So everything computed from them (a cumulative distribution, a nucleus,
-a normaliser) has the same bits alone and in any batch, on every device. All else is arithmetic on
-single items, and the maximum of a row, which does not depend on the order.
+A floating-point sum depends on the order of its additions, and that order depends on the number of
+rows in the batch. An integer sum does not. So everything computed from integer sums (a cumulative
+distribution, a nucleus, a normaliser) has the same bits in any batch and on every device. All other
+arithmetic is on single items, or is the maximum of a row, which does not depend on the order.
 
 Legend: N rows, V vocabulary.
 """
@@ -14,21 +14,22 @@ import torch
 from torch import Tensor
 
 EXACT_FLOAT_BITS = 52
-"""A row's total stays below 2**52, so that it and its product with u in [0, 1) fit a float64."""
-
-
+"""A row's total weight stays below 2**52. So the total, and its product with u in [0, 1), fit a
+float64 exactly."""
 CACHED_ROWS = 8
-"""Rows processed together on the CPU, so that intermediate results stay in its cache."""
+"""Rows that are processed together on the CPU. With so few, intermediate results stay in its
+cache."""
 
 
 def rows_at_once(device: torch.device) -> int:
-    """Return how many rows to process together. It does not change the bits of a row's result."""
+    """Return the number of rows to process together. It does not affect the bits of a row's
+    result."""
     return CACHED_ROWS if device.type == "cpu" else 1 << 30
 
 
 def scale_bits(vocab: int) -> int:
-    """Return the weight of the most likely token as a power of two. Tokens less likely by a factor
-    of more than that weigh 0."""
+    """Return the exponent b of the most likely token's weight, 2**b. A token that is more than 2**b
+    times less likely has weight 0."""
     return EXACT_FLOAT_BITS - vocab.bit_length()
 
 

@@ -1,7 +1,7 @@
-"""Sampling features that requests use beyond greedy decoding, one bit each.
+"""Sampling features that a request can use beyond greedy decoding, one bit each.
 
-A slot stores its request's bits, and a step the union of its rows' bits (`Sampled.features`). A
-feature that no row of a step uses is skipped without looking at any row.
+A slot stores the bits of its request, and `Sampled.features` is the union of the bits of a step's
+rows. A feature that no row of the step uses is skipped without examining any row.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ALL = (1 << 9) - 1
 
 
 def features_of(init: SlotInit) -> int:
-    """Return all features that the request may use at any of its tokens."""
+    """Return the bits of all features that the request may use at any of its tokens."""
     params = init.params
     used = {
         DRAW: params.temperature != 0,

@@ -1,10 +1,10 @@
 """Logit processors: bias, penalties, and bans, applied before a token is sampled.
 
-Each stage changes only the rows that need it, in place. Stages that no row of the step needs are
-skipped (features.py). For the others, the rows are selected on the host from the slots' host
-copies, so no kernel is launched for an unused stage. Order: bias, repetition penalty, frequency and
+Each stage changes only the rows that need it, in place. A stage whose feature no row of the step
+uses is skipped (features.py). For the other stages the host selects the rows from the slots' host
+copies, so an unused stage launches no kernel. Order: bias, repetition penalty, frequency and
 presence penalty, allowed tokens, bad words, end tokens before min_tokens, grammar mask (`bans.py`
-has the last four). Penalties keep no state: they read the request's own tokens each time.
+has the last four). Penalties store no state: they read the request's own tokens each time.
 
 Legend: S sampled rows, V vocabulary, N rows that use a stage, L tokens of the longest of them, K
 items of the longest list.
@@ -24,15 +24,17 @@ from worker.sampling.slot_lookup import known_tokens, listed_ids, rows_and_slots
 from worker.slots.table import SlotTable
 
 RowFilter = Callable[[SlotTable, Sampled], Tensor]
-"""Returns which sampled rows need a stage: [S] bool, on the host."""
+"""Function that returns which sampled rows need a stage: [S] bool, on the host."""
 Stage = Callable[[Tensor, SlotTable, Sampled, Tensor], None]
-"""(logits [S, V], slots, sampled, rows [N] on the host): changes these rows of the logits."""
+"""Function of (logits [S, V], slots, sampled, rows [N]). Changes the logits of these rows in place;
+`rows` is on the host."""
 
 
 def process_logits(
     logits: Tensor, slots: SlotTable, sampled: Sampled, masks: RowMasks | None = None
 ) -> Tensor:
-    """logits [S, V] float32 -> the same tensor, or a changed copy if a row needs a stage."""
+    """Return the processed logits [S, V] float32: `logits` itself if no row needs a stage,
+    otherwise a changed copy."""
     candidates = [
         (stage, where(needs_stage(slots, sampled)))
         for feature, needs_stage, stage in STAGES
@@ -58,9 +60,10 @@ def add_bias(logits: Tensor, ids: Tensor, values: Tensor) -> None:
 
 
 def penalise_repetition(logits: Tensor, tokens: Tensor, penalty: Tensor) -> None:
-    """Make tokens [N, L] less likely by penalty [N]: divide positive logits, multiply others.
+    """Make tokens [N, L] less likely by penalty [N]: divide positive logits by it, multiply others
+    by it.
 
-    A token that occurs twice is penalised once, because both writes have the same value.
+    A token that occurs twice is penalised only once, because both writes have the same value.
     """
     old = logits.gather(1, tokens)
     factor = penalty[:, None]
@@ -70,10 +73,12 @@ def penalise_repetition(logits: Tensor, tokens: Tensor, penalty: Tensor) -> None
 def penalise_counts(
     logits: Tensor, tokens: Tensor, is_answer: Tensor, frequency: Tensor, presence: Tensor
 ) -> None:
-    """logits -= frequency * count + presence * (count > 0), where only tokens of the answer count.
+    """Subtract frequency * count + presence * (count > 0) from the logits [N, V]. `count` is how
+    often a token occurs in the answer.
 
-    tokens [N, L]; is_answer [N, L] bool; frequency, presence [N]. Only columns in `tokens` are
-    written, with values that depend on the column only, so equal tokens write the same value.
+    tokens [N, L]; is_answer [N, L] bool; frequency, presence [N]. Only the columns in `tokens` are
+    written. A token that occurs twice is written twice with the same value, because the value
+    depends on the column only.
     """
     counts = torch.zeros(logits.shape, dtype=torch.int32, device=logits.device)
     counts.scatter_add_(1, tokens, is_answer.to(torch.int32))
@@ -82,7 +87,7 @@ def penalise_counts(
     logits.scatter_(1, tokens, logits.gather(1, tokens) - cost)
 
 
-# ---- the same on slots; rows [N] index the step's sampled rows, on the host
+# ---- stages: the same with values in the slots; `rows` [N], on the host, index the sampled rows
 
 
 def _bias_rows(logits: Tensor, slots: SlotTable, sampled: Sampled, rows: Tensor) -> None:
@@ -103,7 +108,7 @@ def _repetition_rows(logits: Tensor, slots: SlotTable, sampled: Sampled, rows: T
 
 
 def _additive_rows(logits: Tensor, slots: SlotTable, sampled: Sampled, rows: Tensor) -> None:
-    """Apply frequency and presence penalties; only tokens after the prompt count."""
+    """Apply frequency and presence penalties. Only tokens after the prompt count."""
     index, slot_ids = rows_and_slots(slots, sampled, rows)
     tokens, known = known_tokens(slots, sampled, rows, slot_ids)
     places = torch.arange(tokens.shape[1], device=slots.device)
@@ -124,7 +129,7 @@ def _host(name: str, slots: SlotTable, sampled: Sampled) -> Tensor:
 
 
 def _has_items(count: str) -> RowFilter:
-    """Return a filter for rows whose list, counted by the field `count`, is not empty."""
+    """Return a filter for rows whose list has items; the field `count` has the number of items."""
     return lambda slots, sampled: _host(count, slots, sampled) > 0
 
 
@@ -150,4 +155,4 @@ STAGES: tuple[tuple[int, RowFilter, Stage], ...] = (
     (features.BAD_WORDS, _has_items("num_bad_words"), ban_words),
     (features.MIN_TOKENS, _must_not_end, ban_early_ends),
 )
-"""In order of application."""
+"""Each stage's feature bit, row filter and function, in the order of application."""

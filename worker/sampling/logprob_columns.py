@@ -1,7 +1,7 @@
-"""Columns of logprobs, from their computation on the device to the message.
+"""Columns of logprobs: computed on the device, copied to the host, and sent as a message.
 
-Columns known on the host are arrays; the others are tensors on the device. Queueing their copies
-does not need their contents, so nothing waits. `to_message` reads them.
+Columns that the host computes are arrays; the others are tensors on the device. Their copies to the
+host are queued without waiting, and only `to_message` reads them.
 
 Legend as in protocol.steps.Logprobs, which has the same fields: N tokens, K most likely tokens, A
 requested tokens, D of the N tokens with logprobs under both distributions.
@@ -25,13 +25,13 @@ Ints = NDArray[np.integer]
 
 @dataclass(frozen=True, slots=True)
 class LogprobColumns:
-    """The fields of Logprobs, and `possible`."""
+    """The columns of a Logprobs message, and `possible`."""
 
     #: [N] index into the tokens, or into the rows for prompt logprobs.
     rows: Ints
     #: [N] number of most likely tokens that were requested.
     counts: Ints
-    #: [N] number of the K tokens that are not banned.
+    #: [N] number of the K most likely tokens that are not banned.
     possible: Tensor
     #: [N] token id.
     ids: Tensor
@@ -43,11 +43,11 @@ class LogprobColumns:
     top_ids: Tensor
     #: [N, K] their logprobs.
     top_logprobs: Tensor
-    #: [N] number of `asked` columns; None: no request named tokens.
+    #: [N] number of tokens named by the token's request; None: no request named tokens.
     asked_counts: Ints | None = None
     #: [N, A] logprobs of the named tokens.
     asked: Tensor | None = None
-    #: [D] indexes into N with both distributions.
+    #: [D] which of the N tokens have logprobs under both distributions.
     drawn_at: Ints | None = None
     #: [D, 1 + K + A] logprobs under the distribution that the token was drawn from.
     drawn: Tensor | None = None

@@ -1,11 +1,12 @@
-"""Logprobs of tokens, for rows that request them.
+"""Computes logprobs of tokens, for rows that request them.
 
-They are of the model's own distribution, before any parameter of the request, of the distribution
-that the token was drawn from, after all parameters, or of both. At most CHUNK rows of logits are
-held at a time. The normaliser is a sum of integers (exact_probs.py), so a logprob's bits do not
-depend on other rows. Nothing here waits for the device; the results are columns to read later.
+A request chooses the distribution: the model's own, before any sampling parameter; the one that the
+token was drawn from, after all parameters; or both. At most CHUNK rows of logits are held at a
+time. The normaliser is a sum of integers (exact_probs.py), so a logprob's bits do not depend on
+other rows. No function waits for the device; the results are columns to read later.
 
-Legend: N scored tokens, V vocabulary, K most likely tokens per row, D of the N scored twice.
+Legend: N scored tokens, V vocabulary, K most likely tokens per row, A requested tokens per row, D
+of the N scored under both distributions.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ CHUNK = 64
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Scores of N tokens.
+    """Logprobs and ranks of N tokens.
 
-    logprobs [N] float32, ranks [N] int64       of the tokens; rank 1 is the most likely
+    logprobs [N] float32, ranks [N] int64       of the tokens themselves; rank 1 is the most likely
     top_ids [N, K] int64, top_logprobs [N, K]   most likely first, equal ones by id; float32
     asked [N, A] float32                        logprobs of requested tokens
     """
@@ -49,8 +50,8 @@ class Scores:
 
 
 def score(logits: Tensor, tokens: Tensor, num_top: int, asked_ids: Tensor | None = None) -> Scores:
-    """Score tokens [N] int64 under logits [N, V] float32, in which banned tokens are -inf. num_top
-    is at most MAX_LOGPROBS; asked_ids is [N, A] int64."""
+    """Return the scores of tokens [N] int64 under logits [N, V] float32, in which banned tokens are
+    -inf. `num_top` is at most MAX_LOGPROBS. `asked_ids` is [N, A] int64."""
     peaks = logits.amax(-1)
     vocab = logits.shape[1]
     mass = weigh(relative(logits, peaks), vocab).sum(-1)
@@ -71,7 +72,8 @@ def score(logits: Tensor, tokens: Tensor, num_top: int, asked_ids: Tensor | None
 def sampled_logprobs(
     logits: Tensor, processed: Tensor, tokens: Tensor, slots: SlotTable, sampled: Sampled
 ) -> LogprobColumns | None:
-    """Score the sampled tokens [S] for rows that request it; None if no row does.
+    """Return logprobs of the sampled tokens [S] for the rows that request them, or None if no row
+    does.
 
     logits [S, V]      the model's own
     processed [S, V]   after all logit processors
@@ -106,10 +108,11 @@ def sampled_logprobs(
 def prompt_logprobs(
     hidden: Tensor, project: Callable[[Tensor], Tensor], slots: SlotTable, batch: StepBatch
 ) -> LogprobColumns | None:
-    """Score prompt tokens that follow a computed position, for rows that request it; None if no
-    row does.
+    """Return logprobs of the prompt tokens that follow a computed position, for the rows that
+    request them, or None if no row does.
 
-    hidden [T, hidden] is the step's; `project` turns some of its rows into logits.
+    hidden    [T, hidden] the step's hidden states
+    project   turns rows of `hidden` into logits
     """
     if not batch.sampled.features & PROMPT_LOGPROBS:
         return None
@@ -144,8 +147,8 @@ def _with_drawn(
 ) -> Tensor:
     """Return the logits [n, V] that score the sampled rows `rows` [n].
 
-    A row is scored with the distribution it drew from if is_drawn [n] says so, else with the
-    model's own logits in `part` [n, V]. `part` is modified.
+    A row whose is_drawn [n] is true is scored under the distribution that it drew from. Any other
+    row is scored under the model's own logits in `part` [n, V]. `part` is modified.
     """
     at = np.flatnonzero(is_drawn)
     if len(at):
@@ -157,7 +160,8 @@ def _with_drawn(
 def _reported_ids(
     scored: LogprobColumns, asked_ids: Tensor | None, at: NDArray[np.int64]
 ) -> Tensor:
-    """Return [D, 1 + K + A]: the sampled, most likely and requested ids of the scored rows `at`."""
+    """Return the ids [D, 1 + K + A] of the scored rows `at`: the sampled, the most likely and the
+    requested tokens."""
     (index,) = upload([at], scored.ids.device)
     parts = [scored.ids[:, None], scored.top_ids]
     if asked_ids is not None:
@@ -168,7 +172,8 @@ def _reported_ids(
 def _drawn(
     ids: Tensor, rows: NDArray[np.int64], processed: Tensor, slots: SlotTable, sampled: Sampled
 ) -> Tensor:
-    """Score ids [D, I], the sampled token first, under what these rows [D] drew from."""
+    """Return the logprobs of ids [D, I] under the distributions that the sampled rows `rows` [D]
+    drew from. The first id of each row is the sampled token."""
     parts = []
     for start in range(0, len(rows), CHUNK):
         some = slice(start, start + CHUNK)
@@ -187,7 +192,7 @@ def _drawn_from(
 
 def _asked_ids(slots: SlotTable, sampled: Sampled, rows: NDArray[np.int64]) -> Tensor | None:
     """Return the ids [N, A] that the requests of these sampled rows name, padded with 0; None if
-    there are none."""
+    the requests name no ids."""
     host_slots = sampled.host_slots[torch.from_numpy(rows)]
     longest = int(slots.host("num_asked")[host_slots].max())
     if not longest:
@@ -199,8 +204,9 @@ def _asked_ids(slots: SlotTable, sampled: Sampled, rows: NDArray[np.int64]) -> T
 
 
 def _most_likely(logits: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
-    """Return the values and ids of the num_top largest logits, descending, equal ones by id. The
-    result is a prefix of the first MAX_LOGPROBS, so it does not depend on num_top."""
+    """Return the values and ids of the num_top largest logits, in descending order, equal ones by
+    id. The result is always a prefix of the MAX_LOGPROBS largest, so `num_top` does not affect
+    which of several equal logits are chosen."""
     if not num_top:
         return logits[:, :0], torch.empty_like(logits[:, :0], dtype=torch.int64)
     values, ids = logits.topk(min(MAX_LOGPROBS, logits.shape[1]))
@@ -216,7 +222,8 @@ def _scored(
     logits_of: Callable[[int, int], Tensor],
     asked_ids: Tensor | None = None,
 ) -> LogprobColumns:
-    """Score tokens [N] in chunks; logits_of(a, b) returns the logits of tokens [a, b)."""
+    """Return the logprobs of tokens [N], computed in chunks. `logits_of(a, b)` returns the logits
+    that score tokens [a, b)."""
     num_top, size = int(counts.max()), rows_at_once(tokens.device)
     asked = tokens.new_empty(len(tokens), 0) if asked_ids is None else asked_ids
     parts = []

@@ -1,10 +1,10 @@
 """Random numbers without a generator: u = hash(seed, position, draw).
 
-There is no state to save at preemption, to reset, or to leak. The number drawn for a position is
-the same in every batch, after every preemption, and on every rank and device. The hash is three
-rounds of the SplitMix64 finaliser, one per word of the key, in wrapping 64-bit integers.
+There is no generator state to save at preemption, to reset, or to leak. The number drawn for a
+position is the same in every batch, after every preemption, and on every rank and device. The hash
+is three rounds of the SplitMix64 finaliser, one per word of the key, in wrapping 64-bit integers.
 
-`draw` distinguishes several numbers of one position; the sampler uses 0.
+`draw` counts the random numbers of one position; the sampler uses only number 0.
 """
 
 from __future__ import annotations
@@ -20,17 +20,15 @@ UNIFORM_BITS = 53
 
 
 def hash_words(seeds: Tensor, positions: Tensor, draw: int = 0) -> Tensor:
-    """Return hashes [N] int64, all 64 bits well mixed, for seeds and positions [N] int64."""
+    """Return hashes [N] int64 of seeds and positions [N] int64. All 64 bits are well mixed."""
     state = _mix(seeds + _signed(GAMMA))
     state = _mix((state ^ positions) + _signed(GAMMA))
     return _mix((state ^ draw) + _signed(GAMMA))
 
 
 def uniform(seeds: Tensor, positions: Tensor, draw: int = 0) -> Tensor:
-    """Return uniform numbers [N] float64 in [0, 1), for seeds and positions [N] int64.
-
-    They are multiples of 2**-53.
-    """
+    """Return uniform random numbers [N] float64 in [0, 1), multiples of 2**-53, for seeds and
+    positions [N] int64."""
     bits = _shift(hash_words(seeds, positions, draw), 64 - UNIFORM_BITS)
     return bits.to(torch.float64) * 2.0**-UNIFORM_BITS
 
@@ -42,7 +40,8 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
-    """Shift right logically; int64's own shift copies the sign bit, which is masked here."""
+    """Shift right logically. int64's own shift copies the sign bit, so the copies are masked
+    away."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 

@@ -1,7 +1,7 @@
-"""Sampling of the next token from processed logits.
+"""Samples the next token from processed logits.
 
 Greedy rows (temperature 0) take the argmax, the lowest id among equals, without exponentials or
-sorting. Other rows apply these in order, each to what the previous one left:
+sorting. Other rows apply these steps in order, each to the tokens that the previous one kept:
 
     temperature -> top_k -> top_p -> min_p -> draw
 
@@ -35,13 +35,15 @@ from worker.slots.table import SlotTable
 
 DIGIT_BITS = 10
 SHIFTS = (20, 10, 0)
-"""Three digits of ten bits hold a share's float32 bits: a share is at most 1.0, so its bits are
-below 2**30. Among non-negative floats the order of the bits is the order of the values."""
+"""Shifts that select the three digits of a share's float32 bits, ten bits each. Three digits are
+enough: a share is at most 1.0, so its bits are below 2**30. Among non-negative floats the order of
+the bits is the order of the values."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenChoice:
-    """tokens [S] int64; finite [S] bool: False if a logit was NaN or infinite, with token 0."""
+    """The sampled tokens [S] int64, and whether each row was finite, [S] bool. A row is not finite
+    if a logit is NaN or +inf, or if all tokens are banned; its token is then 0."""
 
     tokens: Tensor
     finite: Tensor
@@ -49,9 +51,10 @@ class TokenChoice:
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """Parameters of N rows that draw, [N] each: on the device, and the filters on the host too.
+    """Sampling parameters of the N rows that draw, [N] each, on the device. The host has the
+    filters too.
 
-    top_k 0, top_p 1 and min_p 0 mean off. u is float64 in [0, 1).
+    The values top_k 0, top_p 1 and min_p 0 switch a filter off. u is float64 in [0, 1).
     """
 
     temperature: Tensor
@@ -109,10 +112,10 @@ def draw(logits: Tensor, peaks: Tensor, draws: Draws) -> Tensor:
 
 
 def drawn_from(logits: Tensor, slots: SlotTable, sampled: Sampled, rows: Tensor) -> Tensor:
-    """Return the distribution that `rows` [N] draw from: the logarithms [N, V] of their shares,
-    -inf for tokens that a filter removed.
+    """Return the distribution that `rows` [N] draw from, as the logarithms [N, V] of the shares. A
+    token that a filter removed has -inf.
 
-    `logits` [S, V] are processed; `rows` index the step's sampled rows, on the host, and must not
+    `logits` [S, V] are processed. `rows` index the step's sampled rows, on the host, and must not
     be greedy.
     """
     draws, device = _draws(slots, sampled, rows, logits.device), logits.device
@@ -130,7 +133,8 @@ def _filtered(logits: Tensor, draws: Draws) -> Tensor:
 
 
 def keep_from(shares: Tensor, draws: Draws) -> Tensor | None:
-    """Return the smallest share [N] that filters keep, of shares [N, V]; None without filters."""
+    """Return the smallest share [N] that the filters keep among shares [N, V], or None if no row
+    has a filter."""
     by_count = _where((draws.host_top_k > 0) & (draws.host_top_k < shares.shape[1]))
     by_mass = _where(draws.host_top_p < 1)
     if not len(by_count) and not len(by_mass) and not bool((draws.host_min_p > 0).any()):
@@ -149,11 +153,12 @@ def keep_from(shares: Tensor, draws: Draws) -> Tensor | None:
     return torch.maximum(bound, draws.min_p)
 
 
-# ---- steps of the above
+# ---- parts of sampling
 
 
 def _draw_rows(logits: Tensor, slots: SlotTable, sampled: Sampled, rows: Tensor) -> TokenChoice:
-    """Draw for `rows` [N], which index the step's sampled rows on the host. logits are [N, V]."""
+    """Return the tokens drawn for `rows` [N], which index the step's sampled rows, on the host.
+    logits are [N, V]."""
     peaks = logits.amax(-1)
     return _checked(peaks, draw(logits, peaks, _draws(slots, sampled, rows, logits.device)))
 
@@ -174,8 +179,8 @@ def _draws(slots: SlotTable, sampled: Sampled, rows: Tensor, device: torch.devic
 
 
 def _checked(peaks: Tensor, tokens: Tensor) -> TokenChoice:
-    """Mark rows that failed. A row's maximum is NaN if any logit is NaN, and infinite if a logit is
-    +inf or all tokens are banned."""
+    """Return the tokens with the rows that failed marked. A row's maximum is NaN if any logit is
+    NaN, and infinite if a logit is +inf or all tokens are banned."""
     finite = peaks.isfinite()
     return TokenChoice(torch.where(finite, tokens, 0), finite)
 
@@ -187,10 +192,9 @@ def _kth(shares: Tensor, top_k: Tensor, max_k: int) -> Tensor:
 
 
 def _nucleus(shares: Tensor, top_p: Tensor) -> Tensor:
-    """Return the largest bound [N] such that shares at or above it hold at least top_p of the row's
-    mass. It is a share of the row and found exactly, so both methods agree. A GPU sorts, because
-    sorting is cheap there and the search by digits would wait for the device.
-    """
+    """Return the largest bound [N] such that the shares at or above it hold at least top_p of the
+    row's mass. The bound is one of the row's shares and is found exactly, so both methods agree. A
+    GPU sorts, because sorting is cheap there and the search by digits would wait for the device."""
     weights = weigh(shares, shares.shape[1])
     mass = weights.sum(-1)
     target = (mass * top_p.double()).ceil_().to(torch.int64).clamp_(min=1).minimum(mass)
@@ -200,7 +204,8 @@ def _nucleus(shares: Tensor, top_p: Tensor) -> Tensor:
 
 
 def bound_by_order(shares: Tensor, weights: Tensor, target: Tensor) -> Tensor:
-    """Return the share [N] at which shares [N, V], in descending order, sum to target [N]."""
+    """Return the share [N] at which the weights, summed in the descending order of shares [N, V],
+    reach target [N]."""
     best, order = shares.sort(-1, descending=True)
     totals = weights.gather(1, order).cumsum(-1)
     at = torch.searchsorted(totals, target[:, None]).clamp_(max=shares.shape[1] - 1)
@@ -210,9 +215,9 @@ def bound_by_order(shares: Tensor, weights: Tensor, target: Tensor) -> Tensor:
 def bound_by_digits(shares: Tensor, weights: Tensor, target: Tensor) -> Tensor:
     """Return the same bound as `bound_by_order`, without sorting.
 
-    The bound's bits are found one digit at a time, from the highest. Each digit follows from the
-    total weight of the shares by digit, among the shares that have all higher digits in common with
-    the bound. Rows that are not finite get an arbitrary bound.
+    The bound's bits are found one digit at a time, from the highest. To find a digit, the shares
+    that agree with the bound in all higher digits are grouped by this digit, and the weights of
+    each group are summed. Rows that are not finite get an arbitrary bound.
     """
     size = 1 << DIGIT_BITS
     keys = shares.contiguous().view(torch.int32)
@@ -234,11 +239,10 @@ def bound_by_digits(shares: Tensor, weights: Tensor, target: Tensor) -> Tensor:
 
 
 def _digit(totals: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Find each row's next digit.
+    """Return each row's next digit [N], and the part of target [N] that larger digits leave.
 
-    totals [N, digits] are the weights of the shares by digit. Return the largest digit [N] such
-    that shares with it or a larger one reach target [N], and the part of the target that the larger
-    digits leave.
+    totals [N, digits] are the summed weights of the shares with each digit. The digit is the
+    largest one such that the shares with it or a larger digit reach the target.
     """
     falling = totals.flip(1).cumsum(1)
     at = torch.searchsorted(falling, target[:, None]).clamp_(max=totals.shape[1] - 1)
@@ -255,7 +259,8 @@ def _invert(weights: Tensor, u: Tensor) -> Tensor:
 
 
 def _rows(matrix: Tensor, index: Tensor) -> Tensor:
-    """Return these rows (ascending, distinct) of a matrix; without a copy if they are all rows."""
+    """Return these rows (ascending, distinct) of a matrix. If they are all rows, return the matrix
+    itself."""
     return matrix if len(index) == len(matrix) else matrix.index_select(0, index)
 
 

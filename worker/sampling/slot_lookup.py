@@ -1,7 +1,7 @@
-"""Gathers lists and tokens from the slots of some rows as dense tensors on the device.
+"""Gathers lists and tokens from the slots of some rows, as dense tensors on the device.
 
-`rows` [N] index the step's sampled rows, on the host. A list shorter than the longest is padded
-with its first item, and a second tensor shows which items are real.
+`rows` [N], on the host, index the step's sampled rows. A list shorter than the longest is padded
+with its first item, and a second tensor marks the real items.
 
 Legend: S sampled rows, N rows of a group, K items of the longest list, L tokens of the longest row.
 """
@@ -25,9 +25,10 @@ def rows_and_slots(slots: SlotTable, sampled: Sampled, rows: Tensor) -> tuple[Te
 def known_tokens(
     slots: SlotTable, sampled: Sampled, rows: Tensor, slot_ids: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return tokens [N, L] int64, padded with the row's first token, and which are real [N, L].
+    """Return the rows' tokens [N, L] int64, padded with the row's first token, and which are real,
+    [N, L] bool.
 
-    A row ends at its slot's length, and before any draft that follows its place.
+    A row's tokens end at its slot's length, or at its own place if drafts follow it.
     """
     longest = int(sampled.host_known[rows].max())
     tokens = slots["token_ids"][:, :longest].index_select(0, slot_ids).long()
@@ -42,14 +43,16 @@ def known_tokens(
 def listed_ids(
     slots: SlotTable, name: str, count: str, host_slots: Tensor, slot_ids: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return lists of ids [N, K] int64, padded with the first id, and which are real [N, K]."""
+    """Return the lists in slot field `name`, [N, K] int64, padded with their first id, and which
+    ids are real, [N, K] bool. The lists' lengths are in slot field `count`."""
     longest = int(slots.host(count)[host_slots].max())
     ids = slots[name][:, :longest].index_select(0, slot_ids).long()
     return bounded(ids, slots[count].index_select(0, slot_ids))
 
 
 def bounded(items: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Pad items [N, K] after counts [N] >= 1 with the row's first; also return which are real."""
+    """Replace the items [N, K] after the first counts [N] of each row by the row's first item.
+    Return them, and which are real, [N, K] bool. Counts are at least 1."""
     known = torch.arange(items.shape[1], device=items.device) < counts[:, None]
     return torch.where(known, items, items[:, :1]), known
 
