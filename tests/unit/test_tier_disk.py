@@ -23,7 +23,7 @@ from worker.kv.tiers.disk import (
     DamagedBlockFile,
     DiskTier,
     check_block_file,
-    header_of,
+    make_header,
 )
 
 LAYOUT, OTHER = b"l" * 16, b"o" * 16
@@ -74,7 +74,7 @@ def age(root: Path, *numbers: int, layout: bytes = LAYOUT) -> None:
 
 # ---- the file
 def test_the_bytes_of_a_file_do_not_change() -> None:
-    header = header_of(LAYOUT, b"c" * 32, b"payload")
+    header = make_header(LAYOUT, b"c" * 32, b"payload")
     fields = b"tidegate" + b"\1\0\0\0" + b"\7\0\0\0\0\0\0\0" + LAYOUT + b"c" * 32
     assert header == fields + sha256(fields + b"payload").digest()
     assert len(header) == HEADER_BYTES
@@ -107,7 +107,7 @@ def test_a_whole_file_under_another_name_is_damage(tmp_path: Path) -> None:
     tier = disk(tmp_path / "kv")
     store(tier, 1)
     path_of(tmp_path / "kv", 1).rename(path_of(tmp_path / "kv", 2))
-    with pytest.raises(DamagedBlockFile, match="not the one of this block"):
+    with pytest.raises(DamagedBlockFile, match="does not match this block"):
         loaded(tier, 2)
 
 

@@ -18,7 +18,7 @@ import torch
 from protocol.arrays import Int32
 from protocol.config.worker import WorkerConfig
 from protocol.kv import KVFailure, KVFetch, KVFetched, KVStore, KVTierNews, KVUsed, TierSource
-from worker.kv.blocks import blocks_of
+from worker.kv.blocks import cache_blocks
 from worker.kv.cache import KVCache
 from worker.kv.report_queue import ReportQueue
 from worker.kv.tiers.disk import DiskTier
@@ -49,7 +49,7 @@ class TierBench:
             most = disk_blocks * (BLOCK_BYTES + 200)
             tier = DiskTier(disk, LAYOUT, payload_bytes=BLOCK_BYTES, max_bytes=most)
         self.news = ReportQueue()
-        rows, blocks = self.cache.rows, blocks_of(self.cache)
+        rows, blocks = self.cache.rows, cache_blocks(self.cache)
         self.tiers = TierStore(rows, blocks, tier, host_blocks * BLOCK_BYTES, self.news)
         self.ends: dict[int, KVFetched | KVFailure] = {}
         self.known: dict[str, set[bytes]] = {"host": set(), "disk": set()}
@@ -293,7 +293,7 @@ def test_the_config_says_which_tiers_there_are(tmp_path: Path) -> None:
     def tiers(**config: object) -> list[str] | None:
         news = ReportQueue()
         worker = WorkerConfig(model="", **config)  # type: ignore[arg-type]
-        made = TierStore.from_config(worker, LAYOUT, cache.rows, blocks_of(cache), news)
+        made = TierStore.from_config(worker, LAYOUT, cache.rows, cache_blocks(cache), news)
         if made is not None:
             made.close()
         news.close()

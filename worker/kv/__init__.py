@@ -1,1 +1,2 @@
-"""K/V that other workers read, or that is read from them: bytes and leases, no decisions."""
+"""The K/V cache, and the movement of its bytes: to and from other workers and the tiers. The engine
+makes all decisions."""

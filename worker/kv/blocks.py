@@ -1,7 +1,8 @@
-"""The cache's blocks as bytes, for transfers and tiers, in host memory or on a device.
+"""The cache's blocks as bytes, in host memory or on a device, for transfers and tiers.
 
-This code runs in threads beside the steps. So it makes few calls on large memory, each of which
-releases the GIL while it copies, and none that starts torch's own threads.
+This code runs in threads beside the steps. To disturb the steps little, it makes few calls, each on
+large memory. The calls release the GIL while they copy, and none of them starts torch's own
+threads.
 
 Legend: R rows (see KVCache.rows), B blocks of the cache, N blocks to copy, P bytes of a piece.
 """
@@ -21,60 +22,73 @@ from worker.kv.transfer.exports import Ids
 from worker.slots.staging import upload, upload_bytes
 
 Pieces = NDArray[np.uint8]
-"""[R', N, P], some rows of some blocks; C-contiguous if it was gathered."""
+"""[some rows, N, P]: the pieces of N blocks in some of the R rows. C-contiguous if it was
+gathered."""
 
 
 class CacheBlocks(Protocol):
-    """num_rows, num_blocks, piece_bytes: R, B, P."""
+    """Interface to the bytes of one cache.
+
+    num_rows      R
+    num_blocks    B
+    piece_bytes   P
+    """
 
     num_rows: int
     num_blocks: int
     piece_bytes: int
 
     def fence(self) -> object:
-        """Return a fence after all steps launched so far. Call it in the loop's thread."""
+        """Return a fence that marks the end of all steps launched so far. Call it in the loop's
+        thread."""
         ...
 
     def wait_for(self, fence: object) -> None:
-        """Order all later `put`s after the fence."""
+        """Make all later `put`s and `copy`s happen after the fence."""
         ...
 
     def gather(self, first_row: int, end_row: int, ids: Ids) -> Pieces:
-        """Copy pieces to host memory."""
+        """Return the pieces in rows [first_row, end_row) of the blocks `ids`, copied to host
+        memory."""
         ...
 
-    def put(self, first_row: int, end_row: int, ids: Ids, pieces: Pieces) -> None: ...
+    def put(self, first_row: int, end_row: int, ids: Ids, pieces: Pieces) -> None:
+        """Write the pieces into rows [first_row, end_row) of the blocks `ids`."""
+        ...
 
     def copy(self, ids: Ids, source: Pieces, theirs: Ids) -> None:
-        """Copy whole blocks `theirs` from another cache, which is mapped here, to `ids`."""
+        """Copy the whole blocks `theirs` of another cache, which is mapped as `source`, to the
+        blocks `ids` of this one."""
         ...
 
     def synchronize(self) -> None:
-        """Wait until everything that was put is in place."""
+        """Wait until all `put`s and `copy`s are done."""
         ...
 
 
-def blocks_of(cache: KVCache) -> CacheBlocks:
+def cache_blocks(cache: KVCache) -> CacheBlocks:
     rows = cache.rows
     return HostBlocks(rows.numpy()) if rows.device.type == "cpu" else DeviceBlocks(rows)
 
 
 class HostBlocks:
-    """The blocks of a cache in host memory, rows [R, B, P]. Reads and writes the cache directly."""
+    """The blocks of a cache in host memory, rows [R, B, P]. Its methods read and write the cache
+    directly."""
 
     def __init__(self, rows: Pieces) -> None:
         self.num_rows, self.num_blocks, self.piece_bytes = rows.shape
         self._rows = rows
 
     def fence(self) -> object:
-        """Steps on the CPU are done after their launch, so there is nothing to wait for."""
+        """Return None. On the CPU a step is done when its launch returns, so there is nothing to
+        wait for."""
         return None
 
     def wait_for(self, fence: object) -> None:
         pass
 
     def gather(self, first_row: int, end_row: int, ids: Ids) -> Pieces:
-        # Any mode but "clip" copies twice; the ids were checked when they were exported.
+        # Any mode except "clip" copies twice. The ids were checked when they were exported.
         out = np.empty((end_row - first_row, len(ids), self.piece_bytes), np.uint8)
         return np.take(self._rows[first_row:end_row], ids, axis=1, out=out, mode="clip")
 
@@ -82,7 +96,7 @@ class HostBlocks:
         self._rows[first_row:end_row, ids] = pieces
 
     def copy(self, ids: Ids, source: Pieces, theirs: Ids) -> None:
-        """Copy runs of blocks that are consecutive in both caches in one call."""
+        """Copy blocks; a run of blocks that is consecutive in both caches is copied in one call."""
         steps = (np.diff(ids) != 1) | (np.diff(theirs) != 1)
         starts = [0, *(np.flatnonzero(steps) + 1).tolist(), len(ids)]
         for start, end in pairwise(starts):
@@ -94,8 +108,9 @@ class HostBlocks:
 
 
 class DeviceBlocks:
-    """The cache on a device, rows uint8 [R, B, P]. Copies go through pinned memory on a stream
-    beside the steps' stream. torch's allocator reuses pinned memory after its copies are done."""
+    """The blocks of a cache on a device, rows uint8 [R, B, P]. Copies use pinned memory and their
+    own stream, beside the stream of the steps. torch's allocator reuses pinned memory only after
+    its copies are done."""
 
     def __init__(self, rows: Tensor) -> None:
         self.num_rows, self.num_blocks, self.piece_bytes = rows.shape

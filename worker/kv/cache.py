@@ -1,4 +1,4 @@
-"""Paged KV cache: the keys and values, and three operations on them: read, write, zero.
+"""Paged KV cache: keys and values in blocks, which can be read, written and zeroed.
 
 Legend: L layers, B blocks (block 0 is the null block), H_kv key/value heads, D head dim, T tokens.
 The engine assigns blocks to requests; the cache does not store the assignment.
@@ -14,7 +14,8 @@ from worker.kv.transfer.shared_memory import SharedMemory
 
 
 class KVCache:
-    """k, v [L, B, block_tokens, H_kv, D], initially zero. Block 0 is never written."""
+    """The keys `k` and values `v`, [L, B, block_tokens, H_kv, D] each, initially zero. Block 0 is
+    never written."""
 
     def __init__(
         self,
@@ -27,7 +28,8 @@ class KVCache:
         device: torch.device,
         shared: SharedMemory | None = None,
     ) -> None:
-        """`shared` is new memory of `num_blocks` blocks; None allocates memory on the device."""
+        """Use `shared`, which is new memory of `num_blocks` blocks; if it is None, allocate memory
+        on the device."""
         shape = (num_layers, num_blocks, block_tokens, num_kv_heads, head_dim)
         self.block_tokens = block_tokens
         self.shared = shared
@@ -47,8 +49,9 @@ class KVCache:
 
     @property
     def rows(self) -> Tensor:
-        """Return the whole cache as bytes, uint8 [2L, B, bytes of a piece]: the keys of each layer,
-        then the values of each layer. A piece is the part of a block in one row."""
+        """Return the whole cache as bytes, uint8 [2L, B, bytes of a piece]. The first L rows are
+        the layers' keys, the others the layers' values. A piece is the part of a block that lies in
+        one row."""
         return self._memory.view(2 * self.k.shape[0], self.num_blocks, -1)
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
@@ -72,14 +75,14 @@ class KVCache:
 def block_bytes(
     num_layers: int, block_tokens: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> int:
-    """Return the memory of one block: its keys and values in all layers."""
+    """Return the size of one block in bytes: its keys and values in all layers."""
     return 2 * num_layers * block_tokens * num_kv_heads * head_dim * dtype.itemsize
 
 
 def _zeros(num_bytes: int, device: torch.device) -> Tensor:
-    """Return zeroed uint8 memory. On the CPU the system zeroes pages on first touch, so unused ones
-    cost nothing; torch.zeros would write every page at once, which takes seconds and makes the
-    whole size resident."""
+    """Return zeroed memory, uint8 [num_bytes]. On the CPU the system zeroes a page when it is first
+    touched, so unused pages cost nothing. torch.zeros would write every page at once, which takes
+    seconds and makes the whole size resident."""
     if device.type != "cpu":
         return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     return torch.from_numpy(np.zeros(num_bytes, np.uint8))

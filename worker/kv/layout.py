@@ -14,8 +14,8 @@ DIGEST_BYTES = 16
 
 
 class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that must be equal: the model's digest, dtype and shape. The number of blocks may
-    differ."""
+    """Properties in which two caches must agree to exchange blocks: the model's digest, the dtype
+    and the shape. The number of blocks may differ."""
 
     model: str
     dtype: str
@@ -38,7 +38,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def digest(self) -> bytes:
-        """Return the same bytes for equal layouts, and different bytes for different ones."""
+        """Return a digest of the layout. Different layouts have different digests."""
         return blake2b(msgspec.msgpack.encode(self), digest_size=DIGEST_BYTES).digest()
 
     @property

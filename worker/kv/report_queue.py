@@ -10,61 +10,65 @@ from protocol.kv import KVFailure, KVFetched, KVReport, KVTierNews
 
 
 class ReportQueue:
-    """`fd` is readable if there may be reports. Any thread may add; only the loop drains."""
+    """Queue from the K/V threads to the loop. `fd` is readable if there may be reports. Any thread
+    may add reports; only the loop drains them."""
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._lock = Lock()
-        self._ends: list[KVFetched | KVFailure] = []
+        self._results: list[KVFetched | KVFailure] = []
         self._taken: list[bytes] = []
         self._tier_reports: Callable[[], list[KVTierNews]] = list
         self._crash: Exception | None = None
 
-    def add_end(self, end: KVFetched | KVFailure) -> None:
-        """Report the end of a job."""
+    def add_result(self, result: KVFetched | KVFailure) -> None:
+        """Add the result of a job."""
         with self._lock:
-            self._ends.append(end)
+            self._results.append(result)
         self.wake()
 
     def add_taken(self, lease: bytes) -> None:
+        """Add a lease that all its readers have finished."""
         with self._lock:
             self._taken.append(lease)
         self.wake()
 
     def set_tier_reports(self, tier_reports: Callable[[], list[KVTierNews]]) -> None:
-        """Add the result of `tier_reports` to every report. Call `wake` if it has something new."""
+        """Call `tier_reports` for every report and include what it returns. The tiers call `wake`
+        when they have something to report."""
         self._tier_reports = tier_reports
         self.wake()
 
     def guard(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Wrap a thread's function so that `drain` raises its exception in the loop."""
+        """Return `work` for a thread, wrapped so that `drain` raises its exception in the loop."""
 
         def guarded() -> None:
             try:
                 work()
-            except Exception as error:  # raised in the loop, as the worker's own failures are
+            except Exception as error:  # `drain` raises it in the loop
                 self._crash = error
                 self.wake()
 
         return guarded
 
     def drain(self) -> KVReport | None:
-        """Return everything since the last call, or None. Raises the exception of a thread."""
+        """Return a report of everything added since the last call, or None. Raises the exception of
+        a thread that failed."""
         try:
             os.eventfd_read(self.fd)
-        except BlockingIOError:  # every addition wakes, so there is none
+        except BlockingIOError:  # `add_*` make `fd` readable, so nothing was added
             return None
         if self._crash is not None:
             raise self._crash
         with self._lock:
-            ends, taken = self._ends, self._taken
-            self._ends, self._taken = [], []
+            results, taken = self._results, self._taken
+            self._results, self._taken = [], []
         tiers = self._tier_reports()
-        if not ends and not taken and not tiers:
-            return None  # the last call returned it, between its addition and the wake
+        if not results and not taken and not tiers:
+            return None  # the last call came between an addition and its wake
         return KVReport(
-            fetched=[end for end in ends if isinstance(end, KVFetched)],
-            failed=[end for end in ends if isinstance(end, KVFailure)],
+            fetched=[each for each in results if isinstance(each, KVFetched)],
+            failed=[each for each in results if isinstance(each, KVFailure)],
             taken=taken,
             tiers=tiers,
         )

@@ -1,4 +1,5 @@
-"""Interface of movers, which copy the bytes of a transfer at the reading end."""
+"""Interface of movers, which copy the bytes of a transfer. They run in the worker that receives the
+bytes."""
 
 from __future__ import annotations
 
@@ -11,14 +12,14 @@ from protocol.kv_peers import KVChunk
 class PollHint(Enum):
     """When to call a mover's `advance` again."""
 
-    NOW = auto()  # it has more work
-    SOON = auto()  # something else is working
-    MESSAGE = auto()  # after a message from the peer
-    DONE = auto()  # everything is in place
+    NOW = auto()  # at once: the mover has more work
+    SOON = auto()  # shortly: the hardware or another thread is working
+    MESSAGE = auto()  # after the next message from the peer
+    DONE = auto()  # never: all blocks are in place
 
 
 class DamagedTransfer(Exception):
-    """The received bytes or offer differ from what was sent."""
+    """Received bytes are damaged, or an offer contradicts itself or the blocks."""
 
 
 class TransferLost(Exception):
@@ -26,20 +27,22 @@ class TransferLost(Exception):
 
 
 class Mover(Protocol):
-    """Copies the blocks of one transfer. All calls come from one thread and return within a few
-    milliseconds, because other transfers wait."""
+    """Copies the blocks of one transfer. All calls are made by one thread, and return within a few
+    milliseconds, because other transfers wait for that thread."""
 
     name: str
 
     def advance(self) -> PollHint:
-        """Do some of the work. Raises DamagedTransfer or TransferLost."""
+        """Do some of the work. Return when to call again. Raises DamagedTransfer or
+        TransferLost."""
         ...
 
     def receive(self, chunk: KVChunk) -> None:
-        """Handle a chunk from the peer. Raises DamagedTransfer."""
+        """Handle a chunk that the peer has sent. Raises DamagedTransfer."""
         ...
 
     def stop(self) -> bool:
-        """Stop writing. Returns False if something may still write; call it again soon. After it
-        returned True, or `advance` returned DONE, the mover holds nothing of the transfer."""
+        """Stop writing into the blocks. Return False if writes may still happen; then call again
+        soon. The mover holds no resources once this has returned True or `advance` has returned
+        DONE."""
         ...

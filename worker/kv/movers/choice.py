@@ -1,4 +1,4 @@
-"""Choice of the mover: among those that a peer offers, by this worker's configuration."""
+"""Chooses a mover among those that the peer offers and this worker's configuration allows."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ ORDER: dict[Name, tuple[type[Offer], ...]] = {
     "zmq": (ZmqOffer,),
     "nixl": (NixlOffer,),
 }
-"""WorkerConfig.kv_mover -> acceptable offers, best first."""
+"""WorkerConfig.kv_mover -> the offers that it accepts, best first."""
 
 
 class NoCommonMover(Exception):
-    """The peer offers no mover that this worker may use."""
+    """The peer offers no mover that this worker's configuration allows."""
 
 
 class MoverFactory:
-    """`agent` is the NIXL agent, if kv_mover is nixl."""
+    """Creates a mover for each transfer. `agent` is the NIXL agent; it is needed only if kv_mover
+    is nixl."""
 
     def __init__(self, name: Name, blocks: CacheBlocks, agent: Agent | None) -> None:
         self._name = name
@@ -41,8 +42,12 @@ class MoverFactory:
     def create(
         self, ids: Ids, theirs: Ids, offers: Sequence[Offer], request: Callable[[int], None]
     ) -> Mover:
-        """Return a mover from blocks `theirs` of the peer to our `ids`. Raises NoCommonMover,
-        DamagedTransfer, and TransferLost if no other offer is left."""
+        """Return a mover that copies the blocks `theirs` of the peer to our blocks `ids`. `request`
+        requests a chunk by its number.
+
+        If one offer raises TransferLost, the next accepted offer is tried. Raises NoCommonMover,
+        DamagedTransfer, or the TransferLost of the last offer.
+        """
         wanted = ORDER[self._name]
         found = [offer for kind in wanted for offer in offers if isinstance(offer, kind)]
         if not found:

@@ -1,8 +1,9 @@
-"""NIXL mover: reads the peer's memory by RDMA, or by what NIXL's UCX uses instead.
+"""NIXL mover: reads the peer's memory by RDMA, or by another transport that NIXL's UCX backend
+chooses.
 
-NIXL is optional (`tidegate[nixl]`). It runs without its own thread, because that thread never
-sleeps. The reader drives a transfer by polling its state. If the hardware cannot read by itself,
-the peer must also call `Agent.make_progress` while it is being read.
+NIXL is optional (`tidegate[nixl]`). Its own progress thread is off, because that thread never
+sleeps. Instead, the reader drives a transfer by polling its state. If the hardware cannot read by
+itself, the peer must also call `Agent.make_progress` while its memory is read.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ from worker.kv.transfer.exports import Ids
 
 LIBRARY = "nixl_cu12"
 SLICE_BYTES = 4 << 20
-"""Bytes read by one request; other transfers run between two requests."""
+"""Bytes read by one NIXL request. Other transfers run between two requests."""
 
 
 class NoNixl(Exception):
-    """The library is not available."""
+    """The NIXL library is not installed, or does not start."""
 
 
 class Agent:
-    """A NIXL agent for one thread of this worker and one cache, rows uint8 [R, B, P].
+    """A NIXL agent of this worker, for one thread and one cache, rows uint8 [R, B, P].
 
-    Raises NoNixl with one line of advice.
+    Raises NoNixl with one line of advice if the library is not available.
     """
 
     def __init__(self, rows: Tensor) -> None:
@@ -60,12 +61,12 @@ class Agent:
         )
 
     def make_progress(self) -> None:
-        """Do the work that other workers' reads require of this one."""
+        """Do this worker's part of the reads by other workers."""
         self._agent.get_new_notifs()
 
     def read(self, offer: NixlOffer, ids: Ids, theirs: Ids) -> Any:
-        """Start to read blocks `theirs` of the peer into `ids`. Return a handle. Raises
-        TransferLost."""
+        """Start to read the blocks `theirs` of the peer into our blocks `ids`. Return a handle of
+        the read. Raises TransferLost."""
         try:
             if offer.agent not in self._peers:
                 name = self._agent.add_remote_agent(offer.agent)
@@ -100,7 +101,8 @@ class Agent:
         return bool(state == "DONE")
 
     def release(self, handle: Any) -> bool:
-        """Return whether the read has stopped. If it cannot be cancelled yet, try again."""
+        """Release the handle of a read. Return False if the read is still active; then call
+        again."""
         try:
             self._agent.release_xfer_handle(handle)
         except Exception:  # any error means that it is still active
@@ -122,7 +124,8 @@ class Agent:
 
 
 class NixlMover:
-    """Raises DamagedTransfer for an offer that does not fit."""
+    """Copies the blocks `theirs` of the peer's cache to our blocks `ids`, some at a time. Raises
+    DamagedTransfer if a block is outside the offered cache."""
 
     name = "nixl"
 

@@ -1,6 +1,7 @@
-"""Shared-memory mover: maps the peer's cache and copies from it directly.
+"""Shared-memory mover: maps the peer's cache into this process and copies from it directly.
 
-Each transfer has its own mapping, because a mapping keeps the memory of a dead peer allocated.
+Each transfer has its own mapping and ends it, because a mapping keeps the peer's memory allocated
+even after the peer has exited.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from worker.kv.transfer.exports import Ids
 from worker.kv.transfer.shared_memory import map_offered
 
 SLICE_BYTES = 4 << 20
-"""Bytes copied at once; other transfers run in between."""
+"""Bytes copied by one call of `advance`. Other transfers run between two calls."""
 
 
 class ShmMover:
-    """Copies blocks `theirs` [B] of the peer's cache into our blocks `ids`.
+    """Copies the blocks `theirs` [B] of the peer's cache to our blocks `ids` [B].
 
-    Raises TransferLost if the memory cannot be mapped, and DamagedTransfer if it is not as offered.
+    Raises TransferLost if the memory cannot be mapped, and DamagedTransfer if the offer contradicts
+    the blocks.
     """
 
     name = "shm"

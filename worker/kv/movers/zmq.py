@@ -1,9 +1,9 @@
-"""ZeroMQ mover: requests chunks one by one; works with any host and through any proxy.
+"""ZeroMQ mover: requests the blocks in chunks. It works between any hosts and through any proxy.
 
 Both ends divide the blocks into the same chunks (`Cuts`).
 
 Legend: R rows of a cache (each layer's keys, then each layer's values), B blocks, P bytes of a
-block in one row (a piece).
+piece, which is the part of a block in one row.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from worker.kv.movers.base import DamagedTransfer, PollHint
 from worker.kv.transfer.exports import Ids
 
 CHUNK_BYTES = 1 << 20
-"""Size of the chunks we send. A chunk stays in a core's cache while it is gathered, checksummed and
-sent."""
+"""Size of the chunks that this worker sends. A chunk of this size stays in a core's cache while it
+is gathered, checksummed and sent."""
 
 
 class Cut(NamedTuple):
-    """Pieces [first_row, end_row) x [first, end) of the transferred blocks, by index."""
+    """The pieces in one chunk: rows [first_row, end_row) of the blocks [first, end), which are
+    indexes into the transferred blocks."""
 
     first_row: int
     end_row: int
@@ -34,13 +35,13 @@ class Cut(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """[rows, blocks]"""
+        """Return (number of rows, number of blocks)."""
         return self.end_row - self.first_row, self.end - self.first
 
 
 class Cuts:
-    """All chunks of `num_blocks` blocks. A chunk holds whole blocks if at least one fits, otherwise
-    rows of one block. It has at most `max_bytes`, but at least one piece."""
+    """The chunks of `num_blocks` blocks. A chunk has whole blocks if at least one fits, otherwise
+    some rows of one block. Its size is at most `max_bytes`, but at least one piece."""
 
     def __init__(self, *, num_rows: int, piece_bytes: int, num_blocks: int, max_bytes: int) -> None:
         pieces = max(1, max_bytes // piece_bytes)
@@ -53,7 +54,7 @@ class Cuts:
         return self._per_block * -(-self._num_blocks // self._blocks)
 
     def __getitem__(self, chunk: int) -> Cut:
-        """Return the chunk. Raises IndexError after the last."""
+        """Return the pieces of a chunk. Raises IndexError after the last chunk."""
         if not 0 <= chunk < len(self):
             raise IndexError(f"chunk {chunk} of {len(self)}")
         group, part = divmod(chunk, self._per_block)
@@ -67,7 +68,7 @@ class Cuts:
 
 
 def cuts_of(blocks: CacheBlocks, num_blocks: int, chunk_bytes: int) -> Cuts:
-    """Return the chunks of `num_blocks` blocks; both ends compute the same ones."""
+    """Return the chunks of `num_blocks` blocks. Both ends compute the same chunks."""
     return Cuts(
         num_rows=blocks.num_rows,
         piece_bytes=blocks.piece_bytes,
@@ -77,7 +78,8 @@ def cuts_of(blocks: CacheBlocks, num_blocks: int, chunk_bytes: int) -> Cuts:
 
 
 class ZmqMover:
-    """Copies blocks from chunks. `request(n)` sends KVRead for chunk n."""
+    """Requests chunks and copies their pieces to the blocks `ids`. `request(n)` sends KVRead for
+    chunk n."""
 
     name = "zmq"
 
@@ -89,7 +91,7 @@ class ZmqMover:
         self._cuts = cuts_of(blocks, len(ids), chunk_bytes)
         self._request = request
         self._num_requested = 0
-        self._pending: set[int] = set()  # requested, not received
+        self._pending: set[int] = set()  # chunks that were requested and have not arrived
         for _ in range(WINDOW):
             self._request_next()
 

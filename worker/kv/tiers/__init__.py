@@ -1,1 +1,1 @@
-"""Computed blocks that outlive their place in the KV cache: in host memory, and on disk."""
+"""Tiers: host memory and disk, which keep computed blocks that the KV cache has dropped."""

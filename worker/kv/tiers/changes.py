@@ -1,4 +1,7 @@
-"""What has changed in the tiers since the last report to the engine: contents and counters."""
+"""Changes in the tiers since the last report to the engine: contents, and counters.
+
+A block's `content` is its chained hash, which identifies it.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import Literal, get_args
 
 
 class Changes:
-    """Contents added to and removed from a tier. Only the latest change of each is kept."""
+    """Contents added to and removed from a tier. Only the latest change of each content is kept."""
 
     def __init__(self) -> None:
         self._is_there: dict[bytes, bool] = {}
@@ -20,7 +23,7 @@ class Changes:
         self._is_there[content] = False
 
     def drain(self) -> tuple[list[bytes], list[bytes]]:
-        """Return (added, removed) since the last call."""
+        """Return the contents (added, removed) since the last call."""
         changes, self._is_there = self._is_there, {}
         added = [content for content, is_there in changes.items() if is_there]
         return added, [content for content, is_there in changes.items() if not is_there]
@@ -32,10 +35,12 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 class Counts:
-    """Blocks by tier and kind, counted by the tiers' threads.
+    """Counts of blocks by tier and kind. The tiers' threads add to them.
 
-    stored, dropped   written to the tier, or not, for lack of space or time
-    loaded, failed    read from the tier, or not, because they are gone or damaged
+    stored    written to the tier
+    dropped   not written, for lack of space or time
+    loaded    read from the tier
+    failed    not read, because the block is gone or damaged
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,5 @@
-"""Blocks in a directory: one file each, whole or absent; the least recently used are evicted.
+"""Disk tier: a directory with one file for each block. A file is complete or absent. The least
+recently used files are evicted.
 
 ```
 DIR/                              mode 0700, owned by this user
@@ -7,12 +8,12 @@ DIR/                              mode 0700, owned by this user
         .<random>.part            being written; renamed when complete
 ```
 
-There is no other file and no lock. Names are derived from contents, so two servers that share a
+There are no other files and no lock. Names are derived from contents, so two servers that share a
 directory cannot disagree. A server notices the other's changes at its next scan: after a minute, or
-after it has written 1/32 of the limit itself. For each further server the directory may exceed the
-limit by that much for a while.
+after it has itself written 1/32 of the limit. So each further server can exceed the limit by 1/32
+for a while.
 
-A file has a header that identifies its block, and the block's bytes:
+A file starts with a header that identifies its block. The block's bytes follow:
 
 ```
 offset  bytes
@@ -25,11 +26,13 @@ offset  bytes
 100            the payload
 ```
 
-The reader has the expected value of every header byte except the digest. So a file that was
-truncated, swapped, partly written, or changed in any bit is never used as K/V.
+The reader compares the first 68 bytes with those it expects, and the digest with that of the bytes
+read. So a file that was truncated, swapped, partly written, or changed in any bit is never used as
+K/V.
 
-A file that does not match its name is deleted and reported as `DamagedBlockFile`. A directory that
-cannot be written, such as on a full disk, is not an error: storing pauses for a while.
+A file that does not match its name is deleted and reported as `DamagedBlockFile`. If the directory
+cannot be written, for example because the disk is full, storing pauses for a while; that is not an
+error.
 """
 
 from __future__ import annotations
@@ -63,11 +66,12 @@ Buffer = bytes | bytearray | memoryview
 
 
 class DamagedBlockFile(Exception):
-    """A stored block differs from what was written; the message gives the difference."""
+    """A file differs from what was stored in it. The message describes the difference."""
 
 
-def header_of(layout: bytes, content: bytes, payload: Buffer) -> bytes:
-    """Return the header, [HEADER_BYTES]. Reads the whole payload."""
+def make_header(layout: bytes, content: bytes, payload: Buffer) -> bytes:
+    """Return the header of a block's file, HEADER_BYTES long. Reads the whole payload, because the
+    header contains its digest."""
     fields = _FIELDS.pack(MAGIC, VERSION, len(payload), layout, content)
     return fields + _digest(fields, payload)
 
@@ -77,7 +81,7 @@ def check_block_file(header: Buffer, payload: Buffer, layout: bytes, content: by
     expected = _FIELDS.pack(MAGIC, VERSION, len(payload), layout, content)
     fields, digest = bytes(header[: _FIELDS.size]), bytes(header[_FIELDS.size :])
     if fields != expected:
-        raise DamagedBlockFile("its header is not the one of this block")
+        raise DamagedBlockFile("its header does not match this block")
     if digest != _digest(expected, payload):
         raise DamagedBlockFile("its checksum does not match its content")
 
@@ -88,49 +92,50 @@ def _digest(fields: bytes, payload: Buffer) -> bytes:
     return state.digest()
 
 
-class Key(NamedTuple):
-    """A block: the layout of its cache, and its chained hash."""
+class BlockKey(NamedTuple):
+    """Identity of a block in the directory: the layout of its cache, and its chained hash."""
 
     layout: bytes
     content: bytes
 
 
 class DiskIndex:
-    """Not thread-safe. `changes` has the additions and removals of `layout` only."""
+    """Index of the directory: the size of each block's file, of all layouts, by last use. `changes`
+    lists the additions and removals of `layout` only. Not thread-safe."""
 
     def __init__(self, layout: bytes, max_bytes: int) -> None:
         self.num_bytes = 0
         self._layout = layout
         self._max_bytes = max_bytes
-        self._sizes: OrderedDict[Key, int] = OrderedDict()  # least recently used first
+        self._sizes: OrderedDict[BlockKey, int] = OrderedDict()  # least recently used first
         self.changes = Changes()
 
-    def __contains__(self, key: Key) -> bool:
+    def __contains__(self, key: BlockKey) -> bool:
         return key in self._sizes
 
     def __len__(self) -> int:
         """Return the number of blocks of all layouts."""
         return len(self._sizes)
 
-    def add(self, key: Key, size: int) -> None:
-        """Add a block, or mark it as used."""
+    def add(self, key: BlockKey, size: int) -> None:
+        """Add a block with the size of its file. A block that exists is marked as used."""
         self.num_bytes += size - self._sizes.get(key, 0)
         if key not in self._sizes:
             self._record(key, self.changes.add)
         self._sizes[key] = size
         self._sizes.move_to_end(key)
 
-    def touch(self, key: Key) -> None:
+    def touch(self, key: BlockKey) -> None:
         if key in self._sizes:
             self._sizes.move_to_end(key)
 
-    def remove(self, key: Key) -> None:
+    def remove(self, key: BlockKey) -> None:
         size = self._sizes.pop(key, None)
         if size is not None:
             self.num_bytes -= size
             self._record(key, self.changes.remove)
 
-    def evict_for(self, size: int) -> list[Key]:
+    def evict_for(self, size: int) -> list[BlockKey]:
         """Remove the least recently used blocks until `size` more bytes fit, and return them. The
         caller deletes their files."""
         evicted = []
@@ -140,14 +145,14 @@ class DiskIndex:
             evicted.append(key)
         return evicted
 
-    def replace(self, found: Mapping[Key, tuple[float, int]]) -> None:
-        """Set the contents to those of the directory: key -> (last use, size)."""
+    def replace(self, found: Mapping[BlockKey, tuple[float, int]]) -> None:
+        """Make the index equal to the directory's blocks: block -> (last use, size)."""
         for key in [key for key in self._sizes if key not in found]:
             self.remove(key)
         for key, (_, size) in sorted(found.items(), key=lambda item: item[1][0]):
             self.add(key, size)
 
-    def _record(self, key: Key, change: Callable[[bytes], None]) -> None:
+    def _record(self, key: BlockKey, change: Callable[[bytes], None]) -> None:
         if key.layout == self._layout:
             change(key.content)
 
@@ -156,11 +161,12 @@ log = logging.getLogger(__name__)
 
 SCAN_S = 60.0
 SCAN_SHARE = 32
-"""The directory is scanned after this time, and after 1/SCAN_SHARE of the limit was written."""
+"""The directory is scanned every SCAN_S seconds, and after 1/SCAN_SHARE of the limit was
+written."""
 PAUSE_S = 60.0
-"""Storing pauses for this time after a failed write."""
+"""Time for which storing pauses after a failed write."""
 ABANDONED_S = 3600.0
-"""A partial file that is older than this has no writer any more."""
+"""Age at which a partial file is deleted, because nobody writes it any more."""
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
 
@@ -169,7 +175,8 @@ class BlockLost(Exception):
 
 
 class DiskTier:
-    """Blocks of `payload_bytes` of one layout. Thread-safe.
+    """Stores and loads the blocks of one layout, `payload_bytes` each. A block's `content` is its
+    chained hash. Thread-safe.
 
     Raises OSError if the directory is not private to this user, or cannot be created.
     """
@@ -202,24 +209,26 @@ class DiskTier:
 
     def __contains__(self, content: bytes) -> bool:
         with self._lock:
-            return Key(self._layout, content) in self._index
+            return BlockKey(self._layout, content) in self._index
 
     @property
     def num_bytes(self) -> int:
-        """Return the size of the whole directory, as of the last scan plus own writes."""
+        """Return the size of the whole directory, as of the last scan plus this server's own
+        writes."""
         with self._lock:
             return self._index.num_bytes
 
     def drain_changes(self) -> tuple[list[bytes], list[bytes]]:
-        """Return (added, removed) since the last call; at first, all blocks that exist."""
+        """Return the contents (added, removed) since the last call. The first call returns all
+        existing blocks of this layout as added."""
         with self._lock:
             return self._index.changes.drain()
 
     def touch(self, content: bytes) -> None:
         """Mark a block as used, for all servers that share the directory."""
-        key = Key(self._layout, content)
+        key = BlockKey(self._layout, content)
         if content in self:
-            with contextlib.suppress(OSError):  # then it may be evicted earlier
+            with contextlib.suppress(OSError):  # if this fails, the block may be evicted earlier
                 os.utime(self._path(key))
             with self._lock:
                 self._index.touch(key)
@@ -227,8 +236,9 @@ class DiskTier:
     # ---- a block
 
     def store(self, content: bytes, payload: memoryview) -> bool:
-        """Return whether the block is stored. False if writing fails, or failed a moment ago."""
-        key = Key(self._layout, content)
+        """Store a block. Return False if it cannot be written, or if storing pauses after a failed
+        write."""
+        key = BlockKey(self._layout, content)
         with self._lock:
             if key in self._index:
                 return True
@@ -237,7 +247,7 @@ class DiskTier:
             evicted = self._index.evict_for(self.file_bytes)
         try:
             self._unlink(evicted)
-            self._write(self._path(key), header_of(self._layout, content, payload), payload)
+            self._write(self._path(key), make_header(self._layout, content, payload), payload)
         except OSError as error:
             self._pause(error)
             return False
@@ -250,9 +260,9 @@ class DiskTier:
         return True
 
     def load(self, content: bytes, into: memoryview) -> None:
-        """Fill `into` [payload_bytes]. Raises BlockLost or DamagedBlockFile; `into` is undefined
-        then, and a damaged file is deleted."""
-        key = Key(self._layout, content)
+        """Read a block into `into` [payload_bytes]. Raises BlockLost or DamagedBlockFile; the
+        contents of `into` are undefined then. A damaged file is deleted."""
+        key = BlockKey(self._layout, content)
         path = self._path(key)
         try:
             header = self._read(path, into)
@@ -262,7 +272,9 @@ class DiskTier:
             raise BlockLost("its file no longer exists") from None
         except DamagedBlockFile:
             self._forget(key)
-            with contextlib.suppress(OSError):  # then a later scan may find it again
+            with contextlib.suppress(
+                OSError
+            ):  # if this fails, a later scan may find the file again
                 self._unlink([key])
             raise
         except OSError as error:
@@ -271,7 +283,8 @@ class DiskTier:
         self.touch(content)
 
     def _read(self, path: Path, into: memoryview) -> bytearray:
-        """Fill `into`, and return the header. Raises DamagedBlockFile if the size is wrong."""
+        """Read a file's payload into `into`, and return its header. Raises DamagedBlockFile if the
+        file has the wrong size."""
         header = bytearray(HEADER_BYTES)
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
@@ -283,8 +296,8 @@ class DiskTier:
         return header
 
     def _write(self, path: Path, header: bytes, payload: memoryview) -> None:
-        """Write a file and rename it when complete. It is not synced: a power cut may damage it,
-        which the checksum detects."""
+        """Write a file, and rename it when complete. The file is not synced: a power cut may damage
+        it, and the checksum detects that."""
         part = path.with_name(f".{secrets.token_hex(8)}.part")
         try:
             file = os.open(part, _CREATE, 0o600)
@@ -293,10 +306,12 @@ class DiskTier:
             finally:
                 os.close(file)
             if written != self.file_bytes:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # man 2 write
+                raise OSError(
+                    errno.ENOSPC, os.strerror(errno.ENOSPC)
+                )  # a short write means that the disk is full: man 2 write
             part.rename(path)
         except OSError:
-            with contextlib.suppress(OSError):  # the first error is the one to report
+            with contextlib.suppress(OSError):  # the first error is raised below
                 part.unlink(missing_ok=True)
             raise
 
@@ -324,12 +339,13 @@ class DiskTier:
         self._unlink(evicted)
 
     def scan_if_due(self) -> None:
-        """Scan if it is time. Only the storing thread calls this, because a scan would miss a block
-        that is stored meanwhile. A directory that cannot be read counts as empty until it can."""
+        """Scan if a scan is due. Only the thread that stores calls this, because a scan misses a
+        block that is stored meanwhile. A directory that cannot be read counts as empty until a scan
+        succeeds."""
         if self._num_new_bytes > self._max_new_bytes or self._clock() >= self._scan_at:
             try:
                 self.scan()
-            except OSError as error:  # it may have been moved: try again later
+            except OSError as error:  # the directory may have been moved: try again later
                 self._pause(error)
                 with self._lock:
                     self._index.replace({})
@@ -337,11 +353,12 @@ class DiskTier:
 
     def _directories(self) -> Iterator[Path]:
         for path in self._root.iterdir():
-            if _named(path.name, LAYOUT_BYTES) is not None and path.is_dir():
+            if _decode_name(path.name, LAYOUT_BYTES) is not None and path.is_dir():
                 yield path
 
-    def _list_blocks(self) -> Iterator[tuple[Key, tuple[float, int]]]:
-        """Yield (block, (last use, size)) of every file with a block's name."""
+    def _list_blocks(self) -> Iterator[tuple[BlockKey, tuple[float, int]]]:
+        """Yield (block, (last use, size)) of every file that is named like a block. Delete
+        abandoned partial files."""
         for directory in self._directories():
             layout = bytes.fromhex(directory.name)
             for entry in os.scandir(directory):
@@ -349,26 +366,27 @@ class DiskTier:
                     info = entry.stat(follow_symlinks=False)
                 except FileNotFoundError:
                     continue  # another server has removed it
-                content = _named(entry.name, HASH_BYTES)
+                content = _decode_name(entry.name, HASH_BYTES)
                 if content is not None and stat.S_ISREG(info.st_mode):
-                    yield Key(layout, content), (info.st_mtime, info.st_size)
+                    yield BlockKey(layout, content), (info.st_mtime, info.st_size)
                 elif entry.name.endswith(".part") and time.time() - info.st_mtime > ABANDONED_S:
                     Path(entry.path).unlink(missing_ok=True)
 
-    def _path(self, key: Key) -> Path:
+    def _path(self, key: BlockKey) -> Path:
         return self._root / key.layout.hex() / key.content.hex()
 
-    def _unlink(self, keys: list[Key]) -> None:
+    def _unlink(self, keys: list[BlockKey]) -> None:
         for key in keys:
             self._path(key).unlink(missing_ok=True)
 
-    def _forget(self, key: Key) -> None:
+    def _forget(self, key: BlockKey) -> None:
         with self._lock:
             self._index.remove(key)
 
 
-def _named(name: str, num_bytes: int) -> bytes | None:
-    """Return the bytes that a name of lower-case hex digits encodes; None for any other name."""
+def _decode_name(name: str, num_bytes: int) -> bytes | None:
+    """Return the `num_bytes` bytes that a file name encodes in lower-case hex digits; None for any
+    other name."""
     if len(name) != 2 * num_bytes or not set(name) <= set("0123456789abcdef"):
         return None
     return bytes.fromhex(name)

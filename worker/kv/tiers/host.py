@@ -1,10 +1,10 @@
-"""The tier in host memory: its places for blocks, and the index of their contents.
+"""Host tier: places for blocks in host memory, and the index of their contents.
 
-A block here is one run of bytes, its pieces in the order of the cache's rows, exactly as in the
-payload of a file (disk.py).
+A place stores a block as one run of bytes: its pieces in the order of the cache's rows, as in the
+payload of a file (disk.py). A block's `content` is its chained hash.
 
-A place is free, reserved for filling, or published. A published place may be held by readers. If a
-place is needed, the least recently used published place without readers is reused.
+A place is free, reserved for filling, or published. A published place may be held by readers. If no
+place is free, the least recently used published place without readers is reused.
 
 Legend: R rows (see KVCache.rows), B blocks of the cache, P bytes of a piece.
 """
@@ -23,12 +23,12 @@ from worker.kv.blocks import Pieces
 from worker.kv.tiers.changes import Changes
 
 SLAB_BYTES = 64 << 20
-"""Size of the slabs in which memory is allocated, when first needed."""
+"""Size of the slabs of memory. A slab is allocated when one of its places is first needed."""
 
 
 class HostMemory:
-    """`capacity` places for blocks of a cache with `rows` [R, B, P]. Memory is page-locked if the
-    cache is on a device, so that copies to it need not be waited for."""
+    """Memory for `capacity` places, each for a block of a cache with `rows` [R, B, P]. The memory
+    is page-locked if the cache is on a device, so that copies to it can run asynchronously."""
 
     def __init__(self, rows: Tensor, capacity: int) -> None:
         num_rows, _, piece_bytes = rows.shape
@@ -39,16 +39,17 @@ class HostMemory:
         self._slabs: dict[int, Tensor] = {}
 
     def pieces(self, place: int) -> Pieces:
-        """Return the place as pieces [R, 1, P], to read or write."""
+        """Return the memory of a place as pieces [R, 1, P], to read or write."""
         return self._place(place).unsqueeze(1).numpy()
 
     def payload(self, place: int) -> memoryview:
-        """Return the same memory as bytes [block_bytes]."""
+        """Return the memory of a place as bytes [block_bytes], to read or write."""
         return self._place(place).flatten().numpy().data
 
     def copy_out(self, block: int, place: int) -> None:
-        """Copy a block, after all launched steps and before any later one. On a device the copy is
-        queued. On the CPU numpy copies at once, because torch would start its threads."""
+        """Copy a block of the cache to a place, after all launched steps and before any later step.
+        On a device the copy is queued. On the CPU numpy copies at once, because torch would start
+        its threads."""
         into, source = self._place(place), self._rows[:, block]
         if self._rows.device.type == "cpu":
             np.copyto(into.numpy(), source.numpy())
@@ -60,7 +61,7 @@ class HostMemory:
         return mark(self._rows.device)
 
     def _place(self, place: int) -> Tensor:
-        """[R, P] uint8."""
+        """Return the memory of a place, uint8 [R, P]. Allocates its slab at the first use."""
         number, index = divmod(place, self._per_slab)
         slab = self._slabs.get(number)
         if slab is None:
@@ -74,8 +75,9 @@ class HostMemory:
 
 
 class HostTier:
-    """`capacity` places, numbered from 0; places that were never used are taken last. Thread-safe.
-    Each method is O(1), or O(held) if the oldest places are held."""
+    """Index of `capacity` places, numbered from 0. Freed places are reused first, then places that
+    were never used, then published ones. Thread-safe. Each method is O(1), or O(held) if the oldest
+    places are held."""
 
     def __init__(self, capacity: int) -> None:
         if capacity < 1:
@@ -103,7 +105,7 @@ class HostTier:
     # ---- filling
 
     def reserve(self) -> int | None:
-        """Return a place to fill; None if all are held."""
+        """Reserve a place for filling and return it; None if all places are reserved or held."""
         with self._lock:
             place = self._find_place()
             if place is not None:
@@ -134,7 +136,7 @@ class HostTier:
                 self._changes.add(content)
 
     def give_back(self, place: int) -> None:
-        """Free a reserved place."""
+        """Free a reserved place without publishing it."""
         with self._lock:
             self._filling.remove(place)
             self._free.append(place)
@@ -142,7 +144,8 @@ class HostTier:
     # ---- reading
 
     def hold(self, content: bytes) -> int | None:
-        """Return the place of `content` and keep it until `release`; None if there is none."""
+        """Return the place of `content`, and keep it from being reused until `release`; None if
+        there is no such place."""
         with self._lock:
             place = self._places.get(content)
             if place is not None:
@@ -150,7 +153,7 @@ class HostTier:
             return place
 
     def release(self, content: bytes) -> None:
-        """Remove one holder."""
+        """End one `hold` of `content`."""
         with self._lock:
             assert self._holders[content] > 0, "released without a holder"
             self._holders[content] -= 1

@@ -1,7 +1,7 @@
 """Loads blocks from host memory or disk into the cache, one job after another.
 
-The blocks belong to the job until it ends (protocol/kv.py). A failed job leaves them with arbitrary
-contents and reports a reason; the engine then computes them instead.
+A job has its blocks of the cache to itself until it ends (protocol/kv.py). A failed job leaves them
+with arbitrary contents and reports a reason; the engine then computes their K/V instead.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MOVER = "tier"
 
 
 class TierReadEnded(Exception):
-    """A job ended early; `kind` as in KVFailure."""
+    """A job ended early. `kind` is a kind of KVFailure."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -33,7 +33,7 @@ class TierReadEnded(Exception):
 
 @dataclass(frozen=True, slots=True)
 class TierOrder:
-    """A job; its blocks may be written after `fence` (CacheBlocks.fence)."""
+    """A queued job. Its blocks may be written only after `fence` (CacheBlocks.fence)."""
 
     fetch: KVFetch
     source: TierSource
@@ -42,9 +42,9 @@ class TierOrder:
 
 
 class TierReader:
-    """Thread that runs the jobs.
+    """Thread that runs the jobs in their order.
 
-    blocks    the cache's
+    blocks    the cache's blocks
     host      None: only the disk is read, and its blocks are not kept in host memory
     scratch   a place of `memory` for blocks that have no place in `host`
     """
@@ -72,7 +72,7 @@ class TierReader:
     # ---- called by the loop
 
     def fetch(self, fetch: KVFetch, source: TierSource) -> None:
-        """Queue a job. `source` is the fetch's."""
+        """Queue the job of `fetch`, whose source is `source`."""
         self._open.add(fetch.job)
         deadline = time.monotonic() + fetch.timeout_s
         self._orders.put(TierOrder(fetch, source, self._blocks.fence(), deadline))
@@ -82,7 +82,7 @@ class TierReader:
         self._open.discard(job)
 
     def close(self) -> None:
-        """Stop after the current block; the remaining jobs are not reported."""
+        """Stop the thread after the current block. The remaining jobs are not reported."""
         self._open.clear()
         self._orders.put(None)
         self._thread.join()
@@ -95,12 +95,12 @@ class TierReader:
             job, source = order.fetch.job, order.source
             try:
                 self._load_all(order)
-            except TierReadEnded as end:
-                self._reports.add_end(KVFailure(job, end.kind, str(end)))
+            except TierReadEnded as error:
+                self._reports.add_result(KVFailure(job, error.kind, str(error)))
             else:
                 num_bytes = len(source.hashes) * self._memory.block_bytes
                 seconds = time.perf_counter() - started
-                self._reports.add_end(KVFetched(job, num_bytes, seconds, MOVER))
+                self._reports.add_result(KVFetched(job, num_bytes, seconds, MOVER))
             self._open.discard(job)
 
     def _load_all(self, order: TierOrder) -> None:
@@ -126,7 +126,8 @@ class TierReader:
             raise TierReadEnded("lost", f"block {content.hex()[:12]} is no longer in host memory")
 
     def _load_from_disk(self, disk: DiskTier, content: bytes, block: Ids) -> None:
-        """Load through host memory, and keep the block there if the tier exists and has space."""
+        """Load a block from disk through host memory. Keep it there if there is a host tier with a
+        place for it."""
         place = None if self._host is None else self._host.reserve()
         via = self._scratch if place is None else place
         try:
@@ -142,6 +143,7 @@ class TierReader:
             self._host.publish(content, place)
 
     def _put(self, place: int, block: Ids) -> None:
-        """Copy a place to the cache. It is done on return, so `place` may be reused."""
+        """Copy a place to a block of the cache. Waits for the copy, so that `place` may be
+        reused."""
         self._blocks.put(0, self._blocks.num_rows, block, self._memory.pieces(place))
         self._blocks.synchronize()

@@ -1,6 +1,6 @@
-"""A worker's tiers, as its loop uses them.
+"""The tiers of a worker, as its loop uses them.
 
-`store`, `touch`, `fetch` and `cancel` return at once; results appear in the reports.
+`store`, `touch`, `fetch` and `cancel` return at once. Their results appear in the reports.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from worker.startup.device import free_bytes
 
 
 class TierStore:
-    """The host and disk tiers with their two threads.
+    """The host tier and the disk tier, with their two threads.
 
-    rows         of the cache, see KVCache.rows
+    rows         the cache's bytes (KVCache.rows)
     host_bytes   size of the host tier; 0: there is none, and host memory only buffers disk writes
     disk         None: there is no disk tier
 
-    Raises ValueError if `host_bytes` is less than one block.
+    Raises ValueError if `host_bytes` is neither 0 nor enough for one block.
     """
 
     def __init__(
@@ -65,8 +65,9 @@ class TierStore:
         blocks: CacheBlocks,
         reports: ReportQueue,
     ) -> Self | None:
-        """Return the configured tiers, or None if there are none. Raises OSError if the directory
-        cannot be used, and ValueError for too little or too much memory."""
+        """Return the configured tiers, or None if none is configured. Raises OSError if the
+        directory cannot be used, and ValueError if the configured memory is less than a block or
+        more than is free."""
         if not config.kv_host_gib and not config.kv_disk:
             return None
         host_bytes = int(config.kv_host_gib * GIB)
@@ -86,7 +87,7 @@ class TierStore:
 
     @property
     def names(self) -> Sequence[Tier]:
-        """Return the tiers' names, the nearest first."""
+        """Return the names of the tiers, the fastest first."""
         is_there: dict[Tier, bool] = {"host": self._is_host, "disk": self._disk is not None}
         return [tier for tier in is_there if is_there[tier]]
 
@@ -100,11 +101,12 @@ class TierStore:
         self._reader.fetch(message, source)
 
     def cancel(self, job: int) -> None:
-        """Cancel a job; unknown jobs are ignored."""
+        """Cancel a job. An unknown job is ignored."""
         self._reader.cancel(job)
 
     def close(self) -> None:
-        """Stop both threads. Waiting blocks are still written, up to CLOSE_S."""
+        """Stop both threads. Blocks that wait for the disk are still written, for at most
+        CLOSE_S."""
         self._reader.close()
         self._writer.close()
 
@@ -126,7 +128,7 @@ def _tier_report(
     num_bytes: int,
     counts: Counter[tuple[Tier, Kind]],
 ) -> KVTierNews | None:
-    """Return the tier's report, or None if nothing has changed."""
+    """Return the report of one tier, or None if nothing has changed in it."""
     stored, lost = changes
     num = {kind: counts[tier, kind] for kind in KINDS}
     if not (stored or lost or any(num.values())):

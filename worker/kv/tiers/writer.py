@@ -1,8 +1,9 @@
-"""Stores blocks: copies them out of the cache at once, and writes them to disk later.
+"""Stores blocks in the tiers: copies them out of the cache at once, and writes them to disk later.
 
-The loop calls `store` between two plans, so no later plan has changed the blocks: on a device the
-copies are queued before its work, and on the CPU they are done. A thread does the rest. If the pool
-of host memory is full of blocks that wait to be written, more blocks are dropped.
+The loop calls `store` between two plans, so the blocks are copied before a later plan can change
+them: on a device the copies are queued before the later plan's work, and on the CPU they are done
+when `store` returns. A thread publishes the copies and writes them to disk. If host memory is full
+of blocks that wait to be written, further blocks are dropped.
 """
 
 from __future__ import annotations
@@ -24,37 +25,39 @@ CLOSE_S = 3.0
 """Time limit for writing the waiting blocks at shutdown."""
 UNWRITTEN_BYTES = 256 << 20
 MIN_UNWRITTEN = 8
-"""Blocks of this much memory, but at least this many, may wait to be written to disk."""
+"""Blocks of UNWRITTEN_BYTES in all, but at least MIN_UNWRITTEN blocks, may wait to be written to
+disk."""
 REPORT_EVERY = 32
-"""Written blocks are reported after this many, and when none waits."""
+"""Written blocks are reported after every REPORT_EVERY of them, and when no block waits."""
 
 
 def max_unwritten(block_bytes: int) -> int:
-    """Return how many blocks may wait to be written."""
+    """Return the number of blocks that may wait to be written to disk."""
     return max(UNWRITTEN_BYTES // block_bytes, MIN_UNWRITTEN)
 
 
 @dataclass(frozen=True, slots=True)
 class TierBatch:
-    """(content, place) pairs. The place holds the content after `copied`; None: already stored."""
+    """Blocks to publish and write, as (content, place) pairs. A place has its block's bytes after
+    the event `copied`. The place is None if the host tier has the content already."""
 
     copied: DeviceEvent
     blocks: list[tuple[bytes, int | None]]
 
 
 @dataclass(frozen=True, slots=True)
-class Used:
-    """A job: mark these contents as used, the latest last."""
+class UsedContents:
+    """Contents to mark as used, the latest last."""
 
     contents: Sequence[bytes]
 
 
 class TierWriter:
-    """Thread that publishes and writes stored blocks.
+    """Thread that publishes stored blocks and writes them to disk.
 
     host, memory   every block is stored here first; `host.capacity` places
     disk           None: blocks stay in host memory
-    tiers          the tiers that count a dropped block
+    tiers          the tiers whose counters count a dropped block
     """
 
     def __init__(
@@ -70,7 +73,7 @@ class TierWriter:
         self._counts = counts
         self._tiers = tiers
         self._reports = reports
-        self._arrived: SimpleQueue[TierBatch | Used | None] = SimpleQueue()
+        self._arrived: SimpleQueue[TierBatch | UsedContents | None] = SimpleQueue()
         self._unwritten: deque[tuple[bytes, int]] = deque()  # their places are held
         self._max_unwritten = max_unwritten(memory.block_bytes)
         self._close_at: float | None = None
@@ -80,8 +83,8 @@ class TierWriter:
     # ---- called by the loop
 
     def store(self, blocks: Sequence[int], contents: Sequence[bytes]) -> None:
-        """Store blocks of a sequence, in its order. If one does not fit, the later ones are dropped
-        too, because they are useless without it."""
+        """Store blocks of one sequence, in its order. If a block finds no place, it and the later
+        ones are dropped: they are useless without it."""
         stored: list[tuple[bytes, int | None]] = []
         for index, (block, content) in enumerate(zip(blocks, contents, strict=True)):
             place = None
@@ -95,8 +98,8 @@ class TierWriter:
         self._arrived.put(TierBatch(self._memory.mark(), stored))
 
     def touch(self, contents: Sequence[bytes]) -> None:
-        """Mark contents as used, the latest last, so that others are evicted first."""
-        self._arrived.put(Used(contents))
+        """Mark contents as used, the latest last, so that other contents are evicted first."""
+        self._arrived.put(UsedContents(contents))
 
     def close(self) -> None:
         self._arrived.put(None)
@@ -120,7 +123,7 @@ class TierWriter:
         return not self._unwritten or time.monotonic() > self._close_at
 
     def _receive(self) -> None:
-        """Apply everything that has arrived. Waits only if nothing is to be written."""
+        """Apply every item that has arrived. Waits for one only if no block is left to write."""
         is_idle = not self._unwritten and self._close_at is None
         try:
             while True:
@@ -129,7 +132,7 @@ class TierWriter:
         except Empty:
             pass
 
-    def _apply(self, item: TierBatch | Used | None) -> None:
+    def _apply(self, item: TierBatch | UsedContents | None) -> None:
         match item:
             case TierBatch():
                 item.copied.synchronize()
@@ -138,7 +141,7 @@ class TierWriter:
                         self._host.publish(content, place)
                         self._counts.add("host", "stored")
                     self._queue_write(content)
-            case Used(contents=contents):
+            case UsedContents(contents=contents):
                 for content in contents:
                     self._host.touch(content)
                     if self._disk is not None:

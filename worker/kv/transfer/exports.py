@@ -1,8 +1,8 @@
-"""Exported leases: the blocks they protect, and the readers that are done with them.
+"""Exported leases: the blocks that they protect, and the readers that have finished.
 
-The engine reuses blocks as soon as it has sent KVWithdraw. So checking a lease and withdrawing it
-share a lock: after `withdraw` returns, no reader gets a confirmation that its data is valid. Two
-threads use the table: the loop adds and withdraws, and the server answers readers.
+The engine reuses blocks as soon as it has sent KVWithdraw. So `on_reader_done` and `withdraw` share
+a lock: after `withdraw` has returned, no reader gets a confirmation that its data is valid. Two
+threads use the table: the loop adds and withdraws leases, and the server answers readers.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ Ids = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class EndedLease:
-    """Result of a reader's last message.
+    """Result of the last message of a reader.
 
-    is_live    the data it has read is valid
-    is_taken   it was the last reader that the lease waited for
+    is_live    the data that the reader has received is valid
+    is_taken   this was the last reader that the lease waited for
     """
 
     is_live: bool
@@ -30,10 +30,10 @@ class EndedLease:
 
 @dataclass(slots=True)
 class ExportedLease:
-    """A lease that readers may open.
+    """A lease that readers can open.
 
-    blocks   [B] ids in the order of the sequence
-    opened   reader -> [first, end) indexes of the blocks it reads
+    blocks   [B] ids, in the order of the sequence
+    opened   reader -> [first, end), indexes of the blocks that it reads
     done     readers that have finished
     """
 
@@ -44,27 +44,27 @@ class ExportedLease:
 
 
 class Exports:
-    """The table of leases. Calls only wait for each other."""
+    """The table of leases. Thread-safe; a call waits only for another call."""
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._leases: dict[bytes, ExportedLease] = {}
 
     def add(self, lease: bytes, blocks: Ids, num_readers: int) -> None:
-        """Add a lease. Raises ValueError if it exists."""
+        """Add a lease. Raises ValueError if it exists already."""
         with self._lock:
             if lease in self._leases:
                 raise ValueError(f"lease {lease.hex()} is already exported")
             self._leases[lease] = ExportedLease(blocks, num_readers)
 
     def withdraw(self, lease: bytes) -> None:
-        """End a lease; unknown ones are ignored."""
+        """End a lease. An unknown lease is ignored."""
         with self._lock:
             self._leases.pop(lease, None)
 
     def open(self, lease: bytes, reader: bytes, first: int, count: int) -> Ids | None:
-        """Return the blocks of a new reader; None if the lease has ended. Raises ValueError if the
-        lease has fewer blocks."""
+        """Open `count` blocks of a lease for a new reader, from index `first`, and return their
+        ids; None if the lease has ended. Raises ValueError if the lease has fewer blocks."""
         with self._lock:
             if (found := self._leases.get(lease)) is None:
                 return None
@@ -77,8 +77,8 @@ class Exports:
             return found.blocks[first:end]
 
     def opened(self, lease: bytes, reader: bytes) -> Ids | None:
-        """Return the blocks that this reader opened; None if the lease has ended or was not opened
-        by it."""
+        """Return the ids of the blocks that this reader has opened; None if it has not opened the
+        lease, or the lease has ended."""
         with self._lock:
             found = self._leases.get(lease)
             if found is None or reader not in found.opened:
@@ -87,8 +87,8 @@ class Exports:
             return found.blocks[first:end]
 
     def on_reader_done(self, lease: bytes, reader: bytes) -> EndedLease:
-        """Record that the reader is done, successfully or not. Repetitions have no effect. The data
-        of a reader that never opened the lease is not valid."""
+        """Record that a reader has finished, successfully or not. Repetitions have no effect. If
+        the reader has never opened the lease, its data is not valid."""
         with self._lock:
             if (found := self._leases.get(lease)) is None:
                 return EndedLease(is_live=False, is_taken=False)
@@ -99,7 +99,7 @@ class Exports:
 
     @property
     def is_being_read(self) -> bool:
-        """Return whether a reader has opened a lease and is not done."""
+        """Return whether any reader has opened a lease and has not finished."""
         with self._lock:
             return any(found.opened.keys() - found.done for found in self._leases.values())
 

@@ -1,4 +1,4 @@
-"""State machine of one transfer at the reading end.
+"""State machine of one transfer, in the worker that receives the blocks.
 
 Legend: P the peer, which has the content.
 """
@@ -11,24 +11,24 @@ from enum import Enum, auto
 class FetchJobState(Enum):
     OPENING = auto()  # KVOpen was sent to P; nothing is written yet
     MOVING = auto()  # the mover writes into the blocks
-    CONFIRMING = auto()  # everything is in place; P was asked whether it is valid
-    STOPPING = auto()  # failed; something may still write into the blocks
-    FETCHED = auto()  # ended: the blocks have the requested content
-    FAILED = auto()  # ended: nothing writes into the blocks
+    CONFIRMING = auto()  # all blocks are in place; P's answer whether they are valid is awaited
+    STOPPING = auto()  # failed; the mover may still write into the blocks
+    FETCHED = auto()  # final: the blocks have the requested content
+    FAILED = auto()  # final: nothing writes into the blocks any more
 
 
 class FetchJobEvent(Enum):
-    OPENED = auto()  # P: the blocks
-    CHUNK = auto()  # P: a chunk
-    LIVE = auto()  # P: the data is valid
-    EXPIRED = auto()  # P: the lease has ended
-    UNLIKE = auto()  # P or this worker: the caches or movers do not match
-    PLACED = auto()  # the mover: everything is in place
-    DAMAGED = auto()  # data or an answer is not what was sent or requested
+    OPENED = auto()  # P sent the ids of its blocks
+    CHUNK = auto()  # P sent a chunk
+    LIVE = auto()  # P confirmed that the data is valid
+    EXPIRED = auto()  # P reported that the lease has ended
+    UNLIKE = auto()  # the caches or the movers of both workers do not match
+    PLACED = auto()  # the mover has put all blocks in place
+    DAMAGED = auto()  # data or an answer is not as sent or requested
     LOST = auto()  # P cannot be reached
     LATE = auto()  # the deadline has passed
     CANCEL = auto()  # the engine cancelled the job
-    QUIET = auto()  # the mover: nothing writes any more
+    QUIET = auto()  # the mover has stopped writing
 
 
 FAILURES = {
@@ -39,7 +39,7 @@ FAILURES = {
     FetchJobEvent.LATE: "timeout",
     FetchJobEvent.CANCEL: "cancelled",
 }
-"""Events that end a transfer -> KVFailure.kind."""
+"""Events that make a transfer fail -> KVFailure.kind."""
 
 NEXT_STATE: dict[tuple[FetchJobState, FetchJobEvent], FetchJobState] = {
     (FetchJobState.OPENING, FetchJobEvent.OPENED): FetchJobState.MOVING,
@@ -47,7 +47,7 @@ NEXT_STATE: dict[tuple[FetchJobState, FetchJobEvent], FetchJobState] = {
     (FetchJobState.MOVING, FetchJobEvent.PLACED): FetchJobState.CONFIRMING,
     (FetchJobState.CONFIRMING, FetchJobEvent.LIVE): FetchJobState.FETCHED,
     (FetchJobState.STOPPING, FetchJobEvent.QUIET): FetchJobState.FAILED,
-    # The first reason counts; while writes may still happen, other events change nothing.
+    # The first failure is the one reported, so later events change nothing until writing stops.
     **{
         (FetchJobState.STOPPING, event): FetchJobState.STOPPING
         for event in FetchJobEvent
@@ -61,11 +61,13 @@ NEXT_STATE: dict[tuple[FetchJobState, FetchJobEvent], FetchJobState] = {
 }
 
 PEER_EVENTS = {FetchJobEvent.OPENED, FetchJobEvent.CHUNK, FetchJobEvent.LIVE}
-"""Events sent by P, another process. Out of order they count as damage, not as a bug here."""
+"""Events that P causes by a message. P is another process, so an impossible one counts as damage
+and not as a bug of this worker."""
 
 
 class FetchJob:
-    """`failure` and `reason` are KVFailure's kind and message, after a failure."""
+    """State of one transfer. After a failure, `failure` and `reason` are the kind and the message
+    of KVFailure."""
 
     def __init__(self) -> None:
         self.state = FetchJobState.OPENING
@@ -77,7 +79,8 @@ class FetchJob:
         return self.state in (FetchJobState.FETCHED, FetchJobState.FAILED)
 
     def on(self, event: FetchJobEvent, reason: str = "") -> FetchJobState:
-        """Return the next state. Raises ValueError if our own event is impossible in this state."""
+        """Apply an event, and return the new state. If P causes an event that is impossible in this
+        state, the transfer fails as damaged. Raises ValueError for any other impossible event."""
         state = NEXT_STATE.get((self.state, event))
         if state is None and event in PEER_EVENTS and not self.is_over:
             reason = f"the peer sent {event.name} in state {self.state.name}"

@@ -1,6 +1,6 @@
-"""The reading end: one thread that runs all transfers of a worker concurrently.
+"""Fetches blocks from other workers: one thread runs all transfers of this worker concurrently.
 
-Every order ends in exactly one report, after nothing writes into its blocks any more. The thread
+Every order ends in exactly one report, once nothing writes into its blocks any more. The thread
 starts with the first order. A transfer is a socket, a mover, and the state machine of fetch_job.py.
 """
 
@@ -41,17 +41,18 @@ from worker.kv.transfer.fetch_job import FetchJob, FetchJobEvent, FetchJobState
 from worker.slots.staging import integers
 
 MAX_TRANSFERS = 64
-"""Transfers at the same time, because each needs sockets. More orders wait; their timeouts run."""
+"""Most transfers that run at the same time, because each needs sockets. Further orders wait, while
+their timeouts run."""
 SOON_MS = 1
 IDLE_MS = 60_000
 
 
 @dataclass(frozen=True, slots=True)
 class TransferContext:
-    """Objects shared by all transfers of a worker.
+    """Objects that all transfers of a worker share.
 
-    key        of the cluster, for peers on other hosts
-    endpoint   describes our own cache
+    key        cluster key, for peers on other hosts
+    endpoint   describes this worker's cache
     """
 
     context: zmq.Context[zmq.Socket[bytes]]
@@ -62,12 +63,13 @@ class TransferContext:
 
 
 class Transfer:
-    """A transfer, which starts when it is created. It never waits: `poll` does all that can be done
-    now, and `poll_hint` is the time for the next call. Raises ValueError or zmq.ZMQError if no
-    connection is possible.
+    """One transfer, which starts when the object is created.
 
-    source     of the fetch
-    fence      blocks may be written after it (CacheBlocks.fence)
+    The transfer never waits: `poll` does everything that can be done now, and sets `poll_hint` to
+    the time for the next call. Raises ValueError or zmq.ZMQError if no connection is possible.
+
+    source     the source of `fetch`
+    fence      the blocks may be written only after it (CacheBlocks.fence)
     deadline   on the clock `monotonic`
     """
 
@@ -107,8 +109,8 @@ class Transfer:
         )
 
     def poll(self) -> KVFetched | KVFailure | None:
-        """Do everything that can be done now. Return the result once it has ended; it is closed
-        then."""
+        """Do everything that can be done now. Return the result if the transfer has ended,
+        otherwise None. The sockets of an ended transfer are closed."""
         self._receive()
         self._check_connection()
         if monotonic() >= self.deadline:
@@ -165,7 +167,7 @@ class Transfer:
         for is_up in sockets.read_connection_events(self.watcher):
             self._was_connected |= is_up
             if not is_up:
-                self._receive()  # messages sent before the disconnect
+                self._receive()  # messages that the peer sent before the disconnect
                 self._fail(FetchJobEvent.LOST, f"no connection to {self._source.address}")
 
     def _on_timeout(self) -> None:
@@ -223,7 +225,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class FetchOrder:
-    """A fetch; its blocks may be written after `fence` (CacheBlocks.fence)."""
+    """A queued fetch. Its blocks may be written only after `fence` (CacheBlocks.fence)."""
 
     fetch: KVFetch
     fence: object
@@ -231,7 +233,7 @@ class FetchOrder:
 
 
 class Fetcher:
-    """Called by the loop's thread only."""
+    """Runs the transfers in a thread. Only the loop calls its public methods."""
 
     def __init__(self, shared: TransferContext, reports: ReportQueue) -> None:
         self._shared = shared
@@ -280,7 +282,7 @@ class Fetcher:
             for job, transfer in list(self._transfers.items()):
                 if (end := transfer.poll()) is not None:
                     self._forget(job)
-                    self._reports.add_end(end)
+                    self._reports.add_result(end)
 
     def _read_commands(self) -> None:
         try:
@@ -298,13 +300,13 @@ class Fetcher:
                 transfer.cancel()
 
     def _start_waiting(self) -> None:
-        """Start waiting orders, up to MAX_TRANSFERS. Orders past their deadline fail."""
+        """Start waiting orders until MAX_TRANSFERS run. Orders past their deadline fail."""
         waiting: deque[FetchOrder] = deque()
         for order in self._waiting:
             job = order.fetch.job
             if order.deadline <= monotonic():
                 reason = f"not started within {order.fetch.timeout_s:g} s"
-                self._reports.add_end(KVFailure(job, "timeout", reason))
+                self._reports.add_result(KVFailure(job, "timeout", reason))
             elif len(self._transfers) < MAX_TRANSFERS:
                 self._start(order)
             else:
@@ -315,25 +317,25 @@ class Fetcher:
         job = order.fetch.job
         source = order.fetch.source
         if not isinstance(source, PeerSource):
-            self._reports.add_end(KVFailure(job, "lost", "this worker has no tiers"))
+            self._reports.add_result(KVFailure(job, "lost", "this worker has no tiers"))
             return
         try:
             transfer = Transfer(self._shared, order.fetch, source, order.fence, order.deadline)
         except (ValueError, zmq.ZMQError) as error:
-            self._reports.add_end(KVFailure(job, "unreachable", str(error)))
+            self._reports.add_result(KVFailure(job, "unreachable", str(error)))
             return
         self._transfers[job] = transfer
         for socket in (transfer.socket, transfer.watcher):
             self._poller.register(socket, zmq.POLLIN)
 
     def _cancel(self, job: int) -> None:
-        """Cancel a job, if it has not ended."""
+        """Cancel a job, unless it has ended."""
         if job in self._transfers:
             self._transfers[job].cancel()
         remaining = deque(order for order in self._waiting if order.fetch.job != job)
         if len(remaining) < len(self._waiting):
             self._waiting = remaining
-            self._reports.add_end(KVFailure(job, "cancelled", "before it started"))
+            self._reports.add_result(KVFailure(job, "cancelled", "before it started"))
 
     def _forget(self, job: int) -> None:
         transfer = self._transfers.pop(job)
@@ -341,7 +343,7 @@ class Fetcher:
             self._poller.unregister(socket)
 
     def _poll_timeout_ms(self) -> int:
-        """Return how long the thread may sleep unless a socket becomes readable."""
+        """Return the time that the thread may sleep if no socket becomes readable."""
         if self._waiting and len(self._transfers) < MAX_TRANSFERS:
             return 0  # some transfers have just ended, so others can start
         hints = {transfer.poll_hint for transfer in self._transfers.values()}

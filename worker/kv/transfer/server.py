@@ -1,10 +1,12 @@
-"""The exporting end: a thread that answers other workers, and keeps no state about them.
+"""Exports blocks: a thread that answers other workers, and stores nothing about them except in
+`Exports`.
 
-It reads blocks while steps run. That is safe, because nothing writes into blocks under a lease. If
-a lease ends while its blocks are read, the reader gets KVExpired (exports.py).
+The thread reads blocks while steps run. That is safe, because no step writes into blocks under a
+lease. If a lease ends while its blocks are read, the reader gets KVExpired (exports.py).
 
-A chunk is gathered when it is requested. Chunks that a reader does not receive stay in its
-connection's queue, which is as long as the window; no more are gathered for it.
+A chunk is gathered when it is requested. Answers that a reader has not received wait in its
+connection's queue, which has room for the reader's window of chunks. Further answers to that reader
+are dropped.
 """
 
 from __future__ import annotations
@@ -46,16 +48,17 @@ from worker.sampling.logprob_columns import int32
 log = logging.getLogger(__name__)
 
 SEND_QUEUE = WINDOW + 2
-"""Messages per reader: its window of chunks, and one message before and after them."""
+"""Answers that may wait for one reader: its window of chunks, and one message before and one after
+them."""
 HELP_MS = 1
 
 
 class KVServer:
-    """Answers until `close`.
+    """Thread that answers readers until `close`.
 
-    socket   a ROUTER with a queue of SEND_QUEUE; the thread uses and closes it
+    socket   a ROUTER whose queues hold SEND_QUEUE messages; the thread uses and closes it
     offers   the movers by which readers can get the blocks
-    helper   the NIXL agent that must make progress while it is read; see movers/nixl.py
+    helper   the NIXL agent, which must make progress while its memory is read (movers/nixl.py)
     """
 
     def __init__(
@@ -143,7 +146,8 @@ class KVServer:
         return KVOpened(blocks=int32(ids), offers=self._offers)
 
     def _chunk(self, message: KVRead) -> FromExporter:
-        """Return a chunk. Raises WireError if it does not exist."""
+        """Return the requested chunk, or KVExpired if the lease has ended. Raises WireError if
+        there is no such chunk."""
         ids = self._exports.opened(message.lease, message.reader)
         if ids is None:
             return KVExpired()
@@ -157,7 +161,7 @@ class KVServer:
         return KVChunk(chunk=message.chunk, crc32=zlib.crc32(pieces.data), data=UInt8(pieces))
 
     def _send(self, reader: bytes, answer: FromExporter) -> None:
-        """Send an answer; drop it if the reader is gone or its queue is full."""
+        """Send an answer. Drop it if the reader is gone or its queue is full."""
         try:
             self._socket.send_multipart([reader, *wire.encode(answer)], zmq.NOBLOCK, copy=False)
         except zmq.ZMQError as error:

@@ -1,4 +1,4 @@
-"""K/V transfers of one worker: dispatches the engine's messages, and collects the reports."""
+"""K/V transfers of one worker: applies the engine's messages, and collects the reports."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from protocol.kv import (
 )
 from protocol.kv_peers import Offer, ZmqOffer
 from protocol.steps import NULL_BLOCK
-from worker.kv.blocks import blocks_of
+from worker.kv.blocks import cache_blocks
 from worker.kv.cache import KVCache
 from worker.kv.layout import KVLayout
 from worker.kv.movers.choice import MoverFactory
@@ -39,11 +39,11 @@ KVMessage = KVExport | KVWithdraw | KVFetch | KVCancel | KVStore | KVUsed
 
 
 class KVTransferService:
-    """Use it as a context manager.
+    """Owns the threads that move K/V. Use it as a context manager.
 
-    endpoint   for WorkerReady; without an address if this worker only fetches
+    endpoint   goes into WorkerReady; its address is "" if this worker exports nothing
 
-    Raises NoNixl if it is configured but not available, and zmq.ZMQError if the address cannot be
+    Raises NoNixl if NIXL is configured but not available, and zmq.ZMQError if the address cannot be
     bound.
     """
 
@@ -62,7 +62,7 @@ class KVTransferService:
             layout_text=layout.description,
             mover=config.kv_mover,
         )
-        blocks = blocks_of(cache)
+        blocks = cache_blocks(cache)
         agent = Agent(cache.rows) if uses_nixl else None
         movers = MoverFactory(config.kv_mover, blocks, agent)
         self._num_blocks = cache.num_blocks
@@ -100,16 +100,17 @@ class KVTransferService:
 
     @property
     def tiers(self) -> list[str]:
-        """Return the tiers' names for WorkerReady."""
+        """Return the names of the tiers, for WorkerReady."""
         return [] if self._tiers is None else list(self._tiers.names)
 
     @property
     def fd(self) -> int:
-        """Readable if `report` may return something."""
+        """Return a file descriptor that is readable if `report` may return something."""
         return self._reports.fd
 
     def apply(self, message: KVMessage) -> None:
-        """Apply a message of the engine without waiting. Raises ValueError for an invalid lease."""
+        """Apply a message of the engine, without waiting. Raises ValueError if the message names an
+        invalid lease, or needs tiers and there are none."""
         match message:
             case KVExport(lease=lease, blocks=blocks, readers=readers):
                 ids = integers(blocks.data)
@@ -137,12 +138,13 @@ class KVTransferService:
         return self._tiers
 
     def report(self) -> KVReport | None:
-        """Return what is new, or None. Raises the exception of a failed thread."""
+        """Return everything that was added since the last report, or None. Raises the exception of
+        a thread that failed."""
         return self._reports.drain()
 
 
 def _offers(config: WorkerConfig, cache: KVCache, helper: Agent | None) -> list[Offer]:
-    """Return the offers to readers that the configuration allows."""
+    """Return what readers are offered: the movers that the configuration allows."""
     offers: list[Offer] = []
     if cache.shared is not None:
         offers.append(cache.shared.offer(cache.num_blocks))

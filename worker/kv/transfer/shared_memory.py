@@ -1,10 +1,10 @@
-"""Memory of one process that others of the same user on the same host can map read-only.
+"""Memory of one process that other processes of the same user on the same host can map read-only.
 
-It is an anonymous file (memfd): it has no name that could be left behind, is not limited by
-/dev/shm, and is freed when the last process that has it open ends. Pages are zero and cost nothing
-until they are touched. Other processes open `/proc/PID/fd/N`, which the kernel allows to processes
-that may also debug this one. They check the inode, because in another PID namespace the number may
-belong to another process with other files.
+The memory is an anonymous file (memfd). It has no name that could remain in a directory, is not
+limited by the size of /dev/shm, and is freed when the last process that has it open ends. Pages are
+zero and cost nothing until they are touched. Other processes open `/proc/PID/fd/N`, which the
+kernel allows to processes that may also debug this one. They check the inode, because in another
+PID namespace the same PID may belong to another process.
 
 The file is sealed so that it cannot shrink, because the kernel kills a process that reads a mapping
 of a truncated file. It is also sealed against new writable mappings.
@@ -30,8 +30,8 @@ NAME = "tidegate-kv"
 
 
 class SharedMemory:
-    """`num_bytes` of zeroed memory. Other processes can map it while this object lives, and keep
-    existing mappings afterwards. Raises OSError."""
+    """`num_bytes` of zeroed memory. Other processes can map it until this object is deleted;
+    existing mappings remain valid after that. Raises OSError."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
@@ -47,11 +47,13 @@ class SharedMemory:
 
     @property
     def content(self) -> NDArray[np.uint8]:
-        """Return the writable memory [num_bytes]. It stays valid while an array refers to it."""
+        """Return the writable memory, uint8 [num_bytes]. It remains valid while any array refers to
+        it."""
         return np.frombuffer(self._map, np.uint8)
 
     def offer(self, num_blocks: int) -> ShmOffer:
-        """Return what another process needs to map the memory."""
+        """Return the offer by which another process can map the memory, as a cache of `num_blocks`
+        blocks."""
         info = os.fstat(self._fd)
         return ShmOffer(
             boot=BOOT_ID.read_text().strip(),
@@ -64,7 +66,8 @@ class SharedMemory:
 
 
 def map_offered(offer: ShmOffer) -> mmap.mmap:
-    """Map offered memory for reading. Raises TransferLost with the reason."""
+    """Map offered memory for reading. Raises TransferLost with the reason if that is not
+    possible."""
     if BOOT_ID.read_text().strip() != offer.boot:
         raise TransferLost("the memory is on another host")
     try:
@@ -89,7 +92,7 @@ def map_offered(offer: ShmOffer) -> mmap.mmap:
 
 
 def _seal(fd: int) -> None:
-    """Seal the size, and later writable mappings if the kernel supports it."""
+    """Seal the file's size. Also forbid new writable mappings, if the kernel can."""
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
     try:
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, F_SEAL_FUTURE_WRITE)
