@@ -1,1 +1,1 @@
-"""Traces, benchmarks and checks of a running worker."""
+"""Traces, benchmarks and checks of a worker."""

@@ -1,17 +1,18 @@
-"""What `--poison-slots` adds to a worker: poisoned slots, and a search for stray per-slot tensors.
+"""Checks of `--poison-slots`: poison in free slots, and a search for stray per-slot tensors.
 
-Free rows of the slot table hold poison, so that a value read after its request has ended gives
-visibly wrong results.
+Free rows of the slot table are filled with poison. A value that is read after its request has ended
+then gives visibly wrong results.
 
-A tensor with one item per slot in some dimension that is kept from step to step is request state.
-Outside the table it is never reset, so a later request could read an earlier one's values. The
-search starts at given objects and at the worker's own modules, and follows attributes, containers,
-closures, defaults and caches. Modules and classes of other libraries are left out.
+A tensor is request state if it is kept from step to step and has one item per slot in some
+dimension. A request's state outside the slot table is never reset, so a later request could read an
+earlier one's values. The search for such tensors starts at given objects and at the worker's own
+modules. It follows attributes, containers, closures, defaults and caches, and leaves out modules
+and classes of other libraries.
 
-A tensor counts as per-slot if one of its dimensions equals the number of slots, so no other
-dimension may equal it: `rows_for` chooses such a number.
+A tensor counts as per-slot if one of its dimensions equals the number of slots. So no other
+dimension may equal that number, and `rows_for` chooses one accordingly.
 
-This module is imported with `--poison-slots` only. A worker then has `PoisonedSlots` and a
+A worker imports this module only with `--poison-slots`, and then uses `PoisonedSlots` and a
 `CheckedRunner`.
 """
 
@@ -35,14 +36,14 @@ from worker.step import Runner, no_masks
 
 ROOM = __name__.partition(".")[0]
 MIN_ROWS = 11
-"""Smaller numbers are dimensions of too many tensors."""
+"""Smallest number of rows. Smaller numbers are dimensions of too many tensors."""
 
 Held = tuple[str, Tensor | np.ndarray[tuple[int, ...], np.dtype[np.generic]]]
-"""A holder's name, and a tensor that it holds."""
+"""The name of an object, and a tensor that it holds."""
 
 
 class Poison(Enum):
-    """(integer, float) that free rows are filled with."""
+    """Values that free rows are filled with: (for integers, for floats)."""
 
     ZEROS = (0, 0.0)
     PLAUSIBLE = (1, 7.25)
@@ -79,7 +80,7 @@ class PoisonedSlots(SlotTable):
 
 
 class CheckedRunner(Runner):
-    """A runner that runs `check_registry` on itself after it has launched 1, 2, 4, 8, ... steps."""
+    """A runner that calls `check_registry` on itself after 1, 2, 4, 8, ... launched steps."""
 
     _num_steps = 0
 
@@ -92,15 +93,15 @@ class CheckedRunner(Runner):
 
 
 def check_registry(root: object) -> None:
-    """Raise RuntimeError with a list of the per-slot tensors that are reachable from `root` and not
-    in a slot table."""
+    """Raise RuntimeError if per-slot tensors outside the slot tables are reachable from `root`. The
+    message lists them."""
     if found := strays(root):
         raise RuntimeError(f"per-slot tensors outside the slot table: {'; '.join(found)}")
 
 
 def strays(root: object) -> list[str]:
-    """Return descriptions of the per-slot tensors that are reachable from `root` or from the
-    worker's modules and share no memory with a slot table."""
+    """Return descriptions of all stray tensors: per-slot tensors that share no memory with a slot
+    table, and are reachable from `root` or from the worker's modules."""
     things = list(_walk([root, *_own_modules()]))
     tables = [thing for _, thing in things if isinstance(thing, SlotTable)]
     numbers = {table.max_slots for table in tables}
@@ -113,8 +114,9 @@ def strays(root: object) -> list[str]:
 
 
 def rows_for(max_slots: int, roots: Iterable[object]) -> int:
-    """Return a row count of at least max_slots for a slot table. It equals no dimension of a tensor
-    reachable from `roots`, and is prime, because few tensors of a step have a prime dimension."""
+    """Return a number of rows for a slot table, at least max_slots. The number equals no dimension
+    of a tensor that is reachable from `roots`. It is prime, because few tensors of a step have a
+    prime dimension."""
     taken = {size for _, tensor in _tensors(_walk(roots)) for size in tensor.shape}
     rows = max(max_slots, MIN_ROWS)
     while rows in taken or any(rows % divisor == 0 for divisor in range(2, int(rows**0.5) + 1)):
@@ -129,7 +131,8 @@ def _tensors(things: Iterable[tuple[str, object]]) -> Iterator[Held]:
 
 
 def _walk(roots: Iterable[object]) -> Iterator[tuple[str, object]]:
-    """Yield every object reachable from the roots once, with the nearest holder that has a name."""
+    """Yield every object that is reachable from the roots, once, with the name of its nearest
+    holder that has one."""
     seen: set[int] = set()
     queue = [("a root", root) for root in roots]
     visited = []  # keeps the objects alive, so that no id in `seen` is reused
@@ -155,7 +158,9 @@ def _is_ours(thing: object) -> bool:
 def _children(thing: object) -> list[object]:
     if isinstance(thing, Tensor | np.ndarray):
         return []
-    if isinstance(thing, FunctionType):  # its globals are a module's, which is a root or foreign
+    if isinstance(
+        thing, FunctionType
+    ):  # its globals belong to a module, which is a root or not ours
         return [thing.__closure__, thing.__defaults__, thing.__kwdefaults__, thing.__dict__]
     return gc.get_referents(thing)
 
@@ -166,7 +171,8 @@ def _own_modules() -> list[object]:
 
 
 def _name(thing: object) -> str | None:
-    """Return the qualified name of a class, function or instance, if it helps to find it."""
+    """Return the qualified name of a class or function, or of an instance's class; None for
+    builtins, whose names do not help."""
     kind = thing if isinstance(thing, type | FunctionType) else type(thing)
     if kind.__module__.partition(".")[0] in ("builtins", "collections", "functools"):
         return None

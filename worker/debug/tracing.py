@@ -1,8 +1,8 @@
-"""Records the next steps with torch's profiler and writes a Chrome trace.
+"""Records the next steps with torch's profiler, and writes a Chrome trace.
 
-Recording starts with the first plan after the request, so idle time is not recorded. It ends after
-the result of the last step is sent, or when the engine stops it. Recording slows steps down, and
-writing takes seconds during which the worker does nothing else.
+Recording starts with the first plan after the request, so idle time is not recorded. It ends when
+the result of the last step was sent, or when the engine stops it. Recording makes steps slower.
+Writing takes seconds, in which the worker does nothing else.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from protocol.steps import Trace, Traced
 
 @dataclass(slots=True)
 class TraceRecording:
-    """A recording: its first step, its start, and how many of its steps have been reported."""
+    """A recording in progress: its profiler, its first step, its start (time.time), and how many of
+    its steps were reported."""
 
     profiler: profile
     first: int
@@ -30,7 +31,7 @@ class TraceRecording:
 
 
 class Tracer:
-    """Records one trace at a time; the engine requests no second one before the first is done."""
+    """Records one trace at a time. The engine requests no second trace before the first is done."""
 
     def __init__(self) -> None:
         self._request: Trace | None = None
@@ -38,7 +39,7 @@ class Tracer:
         self._traced: Traced | None = None
 
     def on_trace(self, request: Trace) -> None:
-        """Record from the next plan on. A request of 0 steps ends the current recording."""
+        """Record from the next plan on. A request for 0 steps ends the current recording."""
         if request.steps == 0:
             self._end()
             return
@@ -49,7 +50,7 @@ class Tracer:
             self._finish(Traced(error=str(error)))
 
     def before_step(self, step: int) -> None:
-        """Call before a step is launched."""
+        """Start the requested recording, if it has not started. Call this before each launch."""
         if self._request is None or self._recording is not None:
             return
         activities = [ProfilerActivity.CPU]
@@ -60,7 +61,8 @@ class Tracer:
         self._recording = TraceRecording(profiler, step, time.time())
 
     def after_step(self, step: int) -> None:
-        """Call after a step's result is sent."""
+        """Count a step, and end the recording after its last one. Call this after each result was
+        sent."""
         recording, request = self._recording, self._request
         if recording is None or request is None or step < recording.first:
             return
@@ -76,7 +78,7 @@ class Tracer:
     def _end(self) -> None:
         recording, request = self._recording, self._request
         if request is None:
-            return  # it has ended already, and its result is on the way
+            return  # the recording has ended already; `pop` returns its result
         if recording is None:
             self._finish(Traced(error="no step was computed"))
             return
@@ -102,7 +104,7 @@ class Tracer:
 
 
 def check_directory(directory: Path) -> None:
-    """Create the directory if necessary. Raises OSError if anybody but its owner may enter it,
+    """Create the directory if necessary. Raises OSError if anybody except its owner can enter it,
     because a trace shows what the server does."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     info = directory.lstat()
@@ -111,8 +113,8 @@ def check_directory(directory: Path) -> None:
 
 
 def _write(recording: TraceRecording, directory: Path) -> Path:
-    """Write the trace to a new file that only the owner can read, compressed: a step has
-    megabytes."""
+    """Write the trace to a new file that only the owner can read. The file is compressed, because a
+    step takes megabytes."""
     check_directory(directory)
     file = directory / f"worker-{os.getpid()}-step-{recording.first}.json.gz"
     recording.profiler.export_chrome_trace(str(file))

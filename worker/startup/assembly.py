@@ -1,6 +1,6 @@
 """Builds a worker from its config: device, model, memory, slots, and a warm-up step.
 
-This is the only file that imports all the parts. Facts found on the way (context length, number of
+Only this file imports all the parts. Facts that are found on the way (context length, number of
 blocks) go into WorkerReady, never back into the config.
 """
 
@@ -42,8 +42,8 @@ from worker.step import Runner
 log = logging.getLogger(__name__)
 
 WARM_UP_TOKENS = 2
-"""Long enough for a prefill chunk, which a decode step follows: both run before the first
-request."""
+"""Tokens of the warm-up prompt. They make a prefill chunk, and a decode step follows, so both kinds
+of work run before the first request."""
 
 
 def assemble(config: WorkerConfig, timing: StartupTiming) -> tuple[Runner, WorkerReady]:
@@ -109,7 +109,8 @@ def assemble(config: WorkerConfig, timing: StartupTiming) -> tuple[Runner, Worke
 
 
 def _with_recommended_sampling(card: ModelCard, config: WorkerConfig) -> ModelCard:
-    """Return `card` with the catalogue's sampling defaults where the model's files give none."""
+    """Return `card` with the catalogue's sampling defaults wherever the model's files give no
+    default."""
     defaults = card.defaults.with_fallback(config.recommended_sampling)
     return msgspec.structs.replace(card, defaults=defaults)
 
@@ -146,16 +147,17 @@ def _attention(loaded: LoadedModel, config: WorkerConfig, dtype: torch.dtype) ->
 
 
 def _cost(draft: ModelCard, model: ModelCard) -> float:
-    """Return the cost of a draft step relative to a model step. For a few tokens, a step takes the
-    time of reading the weights."""
+    """Return the cost of a step of the draft model relative to a step of the model. With few
+    tokens, the time of a step is the time of reading the weights."""
     return draft.weights_bytes / model.weights_bytes
 
 
 def _shared_memory(
     config: WorkerConfig, device: torch.device, num_bytes: int
 ) -> SharedMemory | None:
-    """Return memory for the model's cache that other workers can map; None if it is not needed or
-    not possible."""
+    """Return memory for the model's cache that other workers can map, or None if it is not needed
+    or not possible. Raises UnusableModel if the configuration requires it and it is not
+    possible."""
     if not config.kv_export or config.kv_mover not in ("auto", "shm"):
         return None
     if device.type == "cpu":
@@ -170,8 +172,9 @@ def _shared_memory(
 def _slot_table(
     fields: Iterable[SlotField], config: WorkerConfig, device: torch.device, *others: object
 ) -> SlotTable:
-    """Return the slots. A poisoned table has a row count that equals no tensor size of `others`,
-    so that a search can recognise per-slot tensors: see debug/slot_registry.py."""
+    """Return the slot table. The number of rows of a poisoned table equals no dimension of the
+    tensors in `others`, so that a search can recognise per-slot tensors
+    (debug/slot_registry.py)."""
     if config.poison_slots == "off":
         return SlotTable(fields, config.max_slots, device)
     from worker.debug.slot_registry import Poison, PoisonedSlots, rows_for
@@ -200,8 +203,8 @@ def _cache_shape(model: LlamaConfig, config: WorkerConfig) -> tuple[int, int, in
 
 
 def _warm_up(runner: Runner, caches: list[KVCache], max_len: int) -> None:
-    """Run a prompt and, if it fits, a decode step, in blocks that no request holds yet. A second
-    cache in `caches` is the draft model's, which catches up in the same steps."""
+    """Run a prompt and, if it fits, a decode step, in blocks that no request holds yet. If `caches`
+    has a second cache, it is the draft model's, which takes part in the same steps."""
     prompt = min(WARM_UP_TOKENS, max_len)
     params = SamplingParams(temperature=1.0, top_p=0.9)
     blocks = -(-min(prompt + 1, max_len) // caches[0].block_tokens)
@@ -229,6 +232,7 @@ def _warm_up(runner: Runner, caches: list[KVCache], max_len: int) -> None:
 def _one_row(
     *, start: int, count: int, bind: list[SlotInit], samples: bool, has_draft: bool
 ) -> StepPlan:
+    """Return the plan of a warm-up step with one row."""
     none = Int32.of([])
     return StepPlan(
         step=0,

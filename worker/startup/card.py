@@ -2,8 +2,8 @@
 
 A gateway without an engine uses the card. Only the text side of the model is read: the weights may
 be missing, any architecture works, and torch is not needed. MODEL is a GGUF file or a directory
-with tokenizer.json. The card's digest covers that text only, so it differs from the digest that an
-engine with the weights reports.
+with tokenizer.json. The card's digest covers only the text side, so it differs from the digest that
+an engine with the weights reports.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from worker.loading.gguf_tokenizer import gguf_text
 from worker.loading.text import TextFacts, directory_text, token_ids
 
 UNKNOWN_CONTEXT = 1 << 20
-"""Context length if the files give none."""
+"""Context length if the model's files give none."""
 
 
 def text_card(path: Path) -> ModelCard:
-    """Return the card. Raises UnusableModel with one line about what is missing or damaged."""
+    """Return the card of a model's text side. Raises UnusableModel, whose one-line message names
+    what is missing or damaged."""
     if not path.exists():
         raise UnusableModel(f"{path} does not exist")
     return _directory_card(path) if path.is_dir() else _gguf_card(path)
@@ -76,7 +77,7 @@ def _gguf_card(path: Path) -> ModelCard:
 def card_of_text(
     name: str, architecture: str, text: TextFacts, *, vocab_size: int, context_tokens: int
 ) -> ModelCard:
-    """Return a card without facts about weights; its digest covers the text only."""
+    """Return a card without facts about weights. Its digest covers the text side only."""
     return ModelCard(
         name=name,
         architecture=architecture,

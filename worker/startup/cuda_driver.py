@@ -1,7 +1,8 @@
-"""The GPUs that NVIDIA's driver shows to this process, and their free memory. Needs no torch.
+"""Lists the GPUs that NVIDIA's driver shows to this process, with their free memory. Needs no
+torch.
 
-CUDA_VISIBLE_DEVICES applies, as it does for torch. No context is created on a device, because that
-takes memory there, and time.
+CUDA_VISIBLE_DEVICES applies, as it does for torch. No context is created on a device, because a
+context takes time and device memory.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ class _NVMLMemory(ctypes.Structure):
 
 
 def free_bytes_of_devices() -> list[int]:
-    """Return the free memory of each visible device; an empty list if there is no driver. A device
-    whose use is unknown counts as empty."""
+    """Return the free memory of each visible device in bytes; an empty list if there is no driver.
+    A device counts as empty if its use is unknown."""
     driver = _library(DRIVER)
     if driver is None or driver.cuInit(0) != 0:
         return []

@@ -1,6 +1,6 @@
-"""The device: its choice, precision and threads, its free memory, and the lock on a GPU.
+"""Chooses the device, its precision and threads, reads its free memory, and locks a GPU.
 
-All is decided once, before the first tensor. Facts about the machine are in machine.py.
+All choices are made once, before the first tensor. Facts about the machine are in machine.py.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ def choose_device(wanted: str) -> torch.device:
 
 
 def identity_of(device: torch.device) -> str | None:
-    """Return a name for the device that all processes of this machine agree on, or None for the
-    CPU, which is not exclusive. The index does not do: it depends on CUDA_VISIBLE_DEVICES."""
+    """Return a name for the device on which all processes of this machine agree, or None for the
+    CPU, which is not exclusive. The device's index would not do, because it depends on
+    CUDA_VISIBLE_DEVICES."""
     if device.type != "cuda":
         return None
     properties = torch.cuda.get_device_properties(device)
@@ -55,24 +56,26 @@ def choose_dtype(wanted: Dtype, device: torch.device, *, cpu_flags: frozenset[st
 
 
 def set_threads(threads: int) -> None:
-    """Set torch's threads. Call once per process, before the first tensor operation, because torch
-    creates its thread pools then."""
+    """Set the number of torch's threads. Call this once per process, before the first tensor
+    operation, because torch creates its thread pools then."""
     torch.set_num_threads(threads)
     torch.set_num_interop_threads(1)
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the memory that can still be allocated, on the device or in this container."""
+    """Return the bytes that can still be allocated, on the GPU or in this container's host
+    memory."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return free_host_bytes()
 
 
 def lock_device(config: WorkerConfig) -> AbstractContextManager[object]:
-    """Lock the configured device until the context exits, before anything is loaded onto it.
+    """Lock the configured device until the context exits. Call this before anything is loaded onto
+    it.
 
-    A second worker fails at once, with the name of the holder. The CPU is not locked. Raises
-    DeviceInUse, UnusableModel.
+    A second worker on the device fails at once, with the name of the holder. The CPU is not locked.
+    Raises DeviceInUse, UnusableModel.
     """
     name = identity_of(choose_device(config.device))
     if name is None:
@@ -81,8 +84,8 @@ def lock_device(config: WorkerConfig) -> AbstractContextManager[object]:
 
 
 def _holder(config: WorkerConfig) -> devices.DeviceHolder:
-    """Return the description of this worker that a later one shows in its error. The socket's
-    address lies in the run directory of this worker's server."""
+    """Return the description of this worker that a later one shows in its error. The directory of
+    the socket's address is the run directory of this worker's server."""
     return devices.DeviceHolder(
         pid=os.getpid(),
         place=Path(config.address.removeprefix("ipc://")).parent.name,

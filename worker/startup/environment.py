@@ -1,24 +1,26 @@
-"""Environment variables that must be set before torch is loaded, however the worker is started."""
+"""Sets environment variables before torch is loaded. Every entry point that computes steps calls
+`prepare`."""
 
 from __future__ import annotations
 
 import os
 
-PRODUCTS_KEPT = 128
-"""Compiled kernels that oneDNN, and torch's own cache in front of it, may each keep.
+MAX_CACHED_KERNELS = 128
+"""Most compiled kernels that oneDNN keeps, and that torch's own cache in front of it keeps.
 
 oneDNN compiles a kernel for each shape that it multiplies, and the number of rows of a step is part
 of the shape. With 256 row counts and a layer's four matrices the two caches grew to 600 MB. 128
 entries suffice for decode steps of 32 rows. A kernel for a prompt of rare length is compiled again
-in about a millisecond, once per step, whatever the number of layers."""
+in about a millisecond, once per step, whatever the number of layers.
+"""
 
 
 def prepare() -> None:
-    """Set the defaults, keeping any value that the user has set.
+    """Set the defaults. A value that the user has set is kept.
 
     OMP_WAIT_POLICY makes idle OpenMP threads sleep instead of spin. Two threads that spun on cores
     needed by other processes made a step ten times as long.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
-        os.environ.setdefault(name, str(PRODUCTS_KEPT))
+        os.environ.setdefault(name, str(MAX_CACHED_KERNELS))

@@ -1,6 +1,7 @@
-"""`python -P -m worker.startup.facts`: this machine's facts and a worker's defaults on it, as JSON.
+"""`python -P -m worker.startup.facts`: print this machine's facts and a worker's defaults on it, as
+JSON.
 
-It calls the functions that a starting worker calls, so both have the same results.
+This module calls the same functions as a starting worker, so both have the same results.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ SPEED_FLAGS = frozenset(
     {"avx2", "fma", "avx512f", "avx512vl", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16"}
     | {"neon", "asimd", "sve", "bf16", "i8mm"}
 )
-"""CPU features that affect speed or precision; the second line is ARM's."""
+"""CPU features that affect speed or precision. The second line lists those of ARM."""
 
 
 def machine_facts() -> MachineFacts:

@@ -14,13 +14,15 @@ from pathlib import Path
 from protocol.config.worker import Dtype
 
 BFLOAT16_CPU_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
-"""Names in /proc/cpuinfo; the last is ARM's. Without one of them bfloat16 is emulated and slow."""
+"""Names of CPU features in /proc/cpuinfo; the last one is ARM's. Without any of them bfloat16 is
+emulated and slow."""
 CGROUP = Path("/sys/fs/cgroup")
 CPUINFO = Path("/proc/cpuinfo")
 
 
 def dtype_name(wanted: Dtype, *, is_gpu: bool, cpu_flags: frozenset[str]) -> str:
-    """Return the dtype of weights and K/V. `cpu_flags` is the result of `cpu_flags()`."""
+    """Return the name of the dtype of weights and K/V. `cpu_flags` is the result of
+    `cpu_flags()`."""
     if wanted == "auto":
         return "bfloat16" if is_gpu or cpu_flags & BFLOAT16_CPU_FLAGS else "float32"
     return wanted
@@ -43,7 +45,7 @@ def cpu_flags(cpuinfo: Path = CPUINFO) -> frozenset[str]:
 
 
 def cpu_model(cpuinfo: Path = CPUINFO) -> str:
-    """Return the processor's name as the system spells it; empty if it has none."""
+    """Return the processor's name as the system spells it; empty if the system does not list it."""
     return _first_of(cpuinfo, "model name")
 
 
@@ -93,25 +95,28 @@ def _text(path: Path) -> str:
 
 
 def free_host_bytes() -> int:
-    """Return the memory that can still be allocated, on the machine or in this container."""
+    """Return the bytes that can still be allocated: the smaller of what is free on the machine and
+    in this container."""
     machine = available_bytes()
     container = cgroup_free_bytes()
     return machine if container is None else min(machine, container)
 
 
 def available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
-    """Return the memory that the system can hand out without swapping."""
+    """Return the bytes that the machine can still allocate without swapping."""
     for line in meminfo.read_text().splitlines():
         name, _, rest = line.partition(":")
         if name == "MemAvailable":
             return int(rest.split()[0]) * 1024
-    raise OSError(f"{meminfo} does not say how much memory is available")
+    raise OSError(f"{meminfo} has no line MemAvailable")
 
 
 def cgroup_free_bytes(cgroup: Path = CGROUP) -> int | None:
-    """Return limit minus use of the control group (version 2, then 1); None if it has no limit.
+    """Return the control group's memory limit minus its use, in bytes (version 2, then 1); None if
+    there is no limit.
 
-    The kernel counts file pages that can be dropped as used; this function counts them as free.
+    The kernel counts file pages that can be dropped as used memory. This function counts them as
+    free.
     """
     for limit, used, stat, dropped in (
         ("memory.max", "memory.current", "memory.stat", "inactive_file"),
@@ -141,8 +146,8 @@ def _statistic(text: str, name: str) -> int:
 
 
 def torch_build() -> tuple[str, str]:
-    """Return the version of the installed torch, and the GPUs it is built for: "cuda", "hip" or "".
-    Reads its version.py, because importing torch takes seconds."""
+    """Return the version of the installed torch, and the kind of GPU that it is built for: "cuda",
+    "hip" or "". Reads torch's version.py, because importing torch takes seconds."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return "", ""

@@ -1,9 +1,9 @@
-"""Plan of a model's memory: loaded weights, K/V cache and working memory. Pure, and needs no torch.
+"""Plans a model's memory: loaded weights, K/V cache and working memory. Pure, and needs no torch.
 
 The plan is made from the headers of the files, before any weight is loaded. After loading, the
 worker calls `kv_budget` again with the memory that is then free. A server must be able to finish
-every request it accepts, so the cache holds at least one request of the maximum length. If the user
-set that length, it must fit; otherwise it is reduced to fit.
+every request that it accepts, so the cache holds at least one request of the maximum length. If the
+user has set that length, it must fit; otherwise it is reduced to fit.
 """
 
 from __future__ import annotations
@@ -27,17 +27,20 @@ from worker.models.config import LlamaConfig
 from worker.models.tensors import FusedMatrix, head_matrix, layer_tensors
 
 AVERAGE_REQUEST_TOKENS = 1024
-"""Prompt and answer of an average request; sizes the cache if its memory is not configured."""
+"""Prompt and answer of an average request, in tokens. Determines the size of the cache if the user
+has not configured it."""
 FREE_SHARE = 4
-"""In that case the cache gets at most 1/FREE_SHARE of the free memory."""
+"""If the user has not configured its size, the cache gets at most 1/FREE_SHARE of the free
+memory."""
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 BLOCK_FORMATS = {"Q4_0": sizes.Q4, "Q4_1": sizes.Q4, "Q8_0": sizes.Q8}
-"""Quantised types that stay packed, and the kernels' format for each."""
+"""Quantised types whose matrices stay packed, and the kernels' format for each type."""
 DENSE_FORMATS = {"bfloat16": sizes.BF16, "float32": sizes.F32}
 PLAIN_KINDS = frozenset({"F32", "F16", "BF16"})
+"""Number types that are not quantised."""
 PROCESS_BYTES = 256 << 20
-"""Memory of all processes without a model. Measured with a model of a few thousand weights, without
-file pages."""
+"""Memory of all processes without a model. It was measured with a model of a few thousand weights,
+and excludes file pages."""
 STEP_TOKENS = 256
 """Tokens computed at once: the default of --token-budget."""
 LOGITS_COPIES = 3
@@ -49,9 +52,9 @@ SLOT_NUMBERS += 2 * MAX_LOGIT_BIAS + MAX_LOGPROB_TOKEN_IDS
 
 @dataclass(frozen=True, slots=True)
 class PlannedModel:
-    """The facts about a model that the plan needs.
+    """Facts about a model that the plan needs.
 
-    kinds       the number type of each tensor
+    kinds       the number type of each tensor, by the tensor's name
     is_packed   whether matrices are stored in the layout of the compiled kernels
     """
 
@@ -63,7 +66,8 @@ class PlannedModel:
 
 @dataclass(frozen=True, slots=True)
 class KVBudget:
-    """num_blocks includes the null block; max_len is one request's prompt and answer, in tokens."""
+    """Size of the K/V cache. `num_blocks` includes the null block. `max_len` is the longest prompt
+    plus answer of one request, in tokens."""
 
     num_blocks: int
     max_len: int
@@ -71,7 +75,8 @@ class KVBudget:
 
 def is_packed(config: LlamaConfig, form: WeightForm, *, has_kernels: bool) -> bool:
     """Return whether the model's matrices are packed. Raises UnusableModel if packed weights were
-    requested and are impossible. `has_kernels`: compiled kernels run on this device."""
+    requested and are impossible. `has_kernels` states whether compiled kernels run on this
+    device."""
     fits = has_kernels and sizes.fits(
         heads=config.num_heads,
         kv_heads=config.num_kv_heads,
@@ -112,14 +117,14 @@ def plan_memory(
     fitting = max(free_bytes - weights - work, 0) // block * options.block_tokens
     work += 4 * options.max_slots * min(options.max_len or context_tokens, fitting)
     expanded = sorted({kind for each in models for kind in expanded_kinds(each)})
-    takes = _demand(model.name, weights, _form(dtype, expanded), work, free_bytes)
+    demand = _demand(model.name, weights, _form(dtype, expanded), work, free_bytes)
     left = free_bytes - weights - work
-    # The null block and one more. By default the cache takes only a part of what is left.
+    # The null block and one more. By default the cache gets only 1/FREE_SHARE of the free memory.
     is_named = bool(options.kv_blocks or options.kv_memory_gib)
     least = 2 * block * (1 if is_named else FREE_SHARE)
     if left < least:
-        raise NotEnoughMemory(takes, remedy=_smaller(model, dtype, expanded))
-    tier = _tier_bytes(options, left - least if device == "cpu" else host_bytes, takes)
+        raise NotEnoughMemory(demand, remedy=_smaller(model, dtype, expanded))
+    tier = _tier_bytes(options, left - least if device == "cpu" else host_bytes, demand)
     left -= tier if device == "cpu" else 0
     try:
         budget = kv_budget(
@@ -130,7 +135,7 @@ def plan_memory(
             window=model.config.window,
         )
     except NotEnoughMemory as error:
-        raise NotEnoughMemory(f"{takes}; {error.message}", remedy=error.remedy) from None
+        raise NotEnoughMemory(f"{demand}; {error.message}", remedy=error.remedy) from None
     return ModelPlan(
         name=model.name,
         architecture=model.config.architecture,
@@ -149,20 +154,21 @@ def plan_memory(
 
 
 def _demand(name: str, weights: int, form: str, work: int, free_bytes: int) -> str:
-    """Return a sentence on the memory that the model needs and that is free, all in bytes."""
+    """Return a sentence for errors: the memory that the model needs, and the memory that is
+    free."""
     return (
         f"{name} needs {_gib(weights)} for weights ({form}) and {_gib(work)} for working memory; "
         f"{_gib(free_bytes)} are free"
     )
 
 
-def _tier_bytes(options: WorkerConfig, free_bytes: int, takes: str) -> int:
-    """Return the host memory for the K/V host tier. Raises NotEnoughMemory; the message starts with
-    `takes`."""
+def _tier_bytes(options: WorkerConfig, free_bytes: int, demand: str) -> int:
+    """Return the size of the K/V host tier in bytes. Raises NotEnoughMemory if it exceeds
+    `free_bytes`; the message starts with `demand`."""
     tier = int(options.kv_host_gib * GIB)
     if tier > free_bytes:
         raise NotEnoughMemory(
-            f"{takes}; kv_host_gib is {options.kv_host_gib:g}",
+            f"{demand}; kv_host_gib is {options.kv_host_gib:g}",
             remedy=f"--kv-host-gib {_round_down(free_bytes / GIB):g}, or less",
         )
     return tier
@@ -176,10 +182,11 @@ def kv_budget(
     free_bytes: int,
     window: int | None = None,
 ) -> KVBudget:
-    """Return how many K/V blocks to allocate, and the longest request they can hold.
+    """Return the number of K/V blocks to allocate, and the longest request that they can hold.
 
     context_tokens   the model's limit, already reduced to its attention `window` if it has one
-    block_bytes      one block in all layers
+    block_bytes      size of one block, in all layers
+    free_bytes       free memory for the cache
 
     Raises NotEnoughMemory, with the numbers, if a request of options.max_len would never fit, and
     UnusableModel if options.max_len exceeds the model's context.
@@ -214,8 +221,9 @@ def kv_budget(
 
 
 def _affordable(options: WorkerConfig, wanted_len: int, block_bytes: int, free_bytes: int) -> int:
-    """Return the blocks that fit the configured memory; without one, the blocks for max_slots
-    average requests and at least one of `wanted_len`."""
+    """Return the number of blocks that fit the configured memory. If no memory is configured,
+    return the blocks of max_slots average requests, at least of one request of `wanted_len` tokens,
+    and at most 1/FREE_SHARE of the free memory."""
     if options.kv_memory_gib:
         return int(options.kv_memory_gib * GIB) // block_bytes
     average = min(wanted_len, AVERAGE_REQUEST_TOKENS)
@@ -227,7 +235,8 @@ def _affordable(options: WorkerConfig, wanted_len: int, block_bytes: int, free_b
 def _longer_or_shorter(
     options: WorkerConfig, needed: int, held: int, block_bytes: int, max_blocks: int
 ) -> str:
-    """Return the options to change: more cache memory, if it is free, or shorter requests."""
+    """Return advice: the options that give the cache more memory, if there is some, or that shorten
+    requests."""
     blocks = -(-needed // options.block_tokens) + 1
     ways = []
     if blocks <= max_blocks:
@@ -238,7 +247,7 @@ def _longer_or_shorter(
 
 
 def weights_bytes(model: PlannedModel, dtype: str) -> int:
-    """Return the memory of a model's weights after loading."""
+    """Return the bytes of a model's weights after loading."""
     config, item = model.config, DTYPE_BYTES[dtype]
     norms = (2 * config.num_layers + 1) * config.hidden * item
     embedding = config.vocab_size * config.hidden * item
@@ -266,7 +275,8 @@ def _can_pack(matrix: FusedMatrix, model: PlannedModel) -> bool:
 
 
 def _block_format(matrix: FusedMatrix, model: PlannedModel) -> int | None:
-    """Return the packed format of a matrix whose parts all have one quantised type, else None."""
+    """Return the kernels' format of a matrix whose parts all have the same quantised type, or
+    None."""
     kinds = {model.kinds[name] for name in matrix.weights}
     return BLOCK_FORMATS.get(kinds.pop()) if len(kinds) == 1 else None
 
@@ -283,13 +293,13 @@ def expanded_kinds(model: PlannedModel) -> set[str]:
 
 
 def block_bytes(config: LlamaConfig, block_tokens: int, item_bytes: int) -> int:
-    """Return the memory of one KV block: its keys and values in all layers."""
+    """Return the bytes of one K/V block: its keys and values in all layers."""
     return 2 * config.num_layers * block_tokens * config.num_kv_heads * config.head_dim * item_bytes
 
 
 def work_bytes(model: PlannedModel, dtype: str, max_slots: int) -> int:
-    """Return the memory of the processes, the slots without their tokens, and the larger of a step
-    and loading."""
+    """Return the bytes of working memory: the processes, the slots without their tokens, and the
+    larger of two needs, computing a step and loading."""
     config = model.config
     slots = 4 * max_slots * SLOT_NUMBERS
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
@@ -308,7 +318,7 @@ def _form(dtype: str, expanded: Sequence[str]) -> str:
 
 
 def _smaller(model: PlannedModel, dtype: str, expanded: Sequence[str]) -> str:
-    """Return advice that makes the weights smaller for this model and dtype."""
+    """Return advice: how to make the weights smaller for this model and dtype."""
     ways = []
     if dtype == "float32" and weights_bytes(model, "bfloat16") < weights_bytes(model, "float32"):
         ways.append("--dtype bfloat16")

@@ -1,8 +1,8 @@
 """`python -P -m worker.startup.preflight CONFIGS`: check whether workers can serve their models.
 
-CONFIGS is a JSON list of WorkerConfig, one for each worker of a server. Only headers are read and
-memory is planned. No weight is read and torch is not imported, so a failure shows within a moment.
-The output is a `Preflight` as JSON.
+CONFIGS is a JSON list of WorkerConfig, one for each worker of a server. Only the headers of the
+files are read, and memory is planned. No weight is read and torch is not imported, so a failure
+shows within a moment. The output is a `Preflight` as JSON.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ CPU = "cpu"
 
 
 def preflight(configs: Sequence[WorkerConfig]) -> Preflight:
-    """Plan the workers in order; memory planned for one is not available to the next."""
+    """Return the plans of the workers, in order, or the first error. Memory that is planned for one
+    worker is not available to the next."""
     taken: defaultdict[str, int] = defaultdict(int)
     plans, cards = [], []
     try:
@@ -84,8 +85,9 @@ def _planned(header: ModelHeader, config: WorkerConfig, *, has_kernels: bool) ->
 
 
 def choose_device(wanted: str) -> tuple[str, int]:
-    """Return the name of a worker's device, and its free memory. Raises UnusableModel if the device
-    does not exist, as `worker.startup.device.choose_device` does with torch."""
+    """Return the name of a worker's device, and the device's free memory in bytes. Raises
+    UnusableModel if the device does not exist, as `worker.startup.device.choose_device` does with
+    torch."""
     version, build = machine.torch_build()
     if wanted == CPU or (wanted == "auto" and not build):
         return CPU, machine.free_host_bytes()
@@ -96,7 +98,7 @@ def choose_device(wanted: str) -> tuple[str, int]:
             "only CPUs",
             remedy=f"{remedy}, or install a CUDA build of torch",
         )
-    if build == "hip":  # only torch can list these devices, and it is loaded later
+    if build == "hip":  # only torch can list these devices, and the worker loads it later
         return ("cuda:0" if wanted in ("auto", "cuda") else wanted), sys.maxsize
     devices = cuda_driver.free_bytes_of_devices()
     if wanted == "auto" and not devices:
@@ -111,8 +113,8 @@ def choose_device(wanted: str) -> tuple[str, int]:
 
 
 def has_compiled_kernels(config: WorkerConfig, device: str, flags: frozenset[str]) -> bool:
-    """Return whether compiled kernels are used. Raises UnusableModel if the configured kernels are
-    not available."""
+    """Return whether the worker will use compiled kernels. Raises UnusableModel if the configured
+    kernels are not available."""
     if device != CPU or config.kernels == "torch":
         return False
     sets = [each for each in runnable(flags) if config.kernels in ("auto", each.name)]
@@ -130,7 +132,7 @@ def has_compiled_kernels(config: WorkerConfig, device: str, flags: frozenset[str
 
 
 def main() -> int:
-    logging.disable()  # the worker logs the same lines when it loads
+    logging.disable()  # the worker will log the same lines when it loads the model
     configs = msgspec.json.decode(sys.argv[1], type=list[WorkerConfig])
     sys.stdout.write(msgspec.json.encode(preflight(configs)).decode() + "\n")
     return 0

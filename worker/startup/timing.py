@@ -1,4 +1,4 @@
-"""Timing of the phases of start-up, in order; the engine logs them."""
+"""Times the phases of start-up, in their order. The engine logs them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ log = logging.getLogger(__name__)
 
 
 class StartupTiming:
-    """`with timing("load weights"): ...` appends (name, seconds) to `phases`."""
+    """Times phases: `with timing("load weights"): ...` appends (name, seconds) to `phases`."""
 
     def __init__(self) -> None:
         self.phases: list[tuple[str, float]] = []

@@ -2,8 +2,8 @@
 
 protocol/bench.py declares the config and the lines.
 
-Exit codes: 0 all steps were timed; 1 the model or the memory does not suffice, with the reason in
-the last line of stderr; 2 a bad command line.
+Exit codes: 0 if all steps were timed; 1 if the model cannot be used or memory is too small, with
+the reason in the last line of stderr; 2 for a bad command line.
 """
 
 from __future__ import annotations

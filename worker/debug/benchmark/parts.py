@@ -1,9 +1,9 @@
-"""Times the parts of a step without changing the code that computes: each part is called through a
+"""Times the parts of a step. The code that computes is unchanged: each part is called through a
 `TimedPart`, which runs a clock.
 
 A part's time excludes the timed parts that it calls. A device with its own queue is synchronised at
 every change of part, so that its work counts for the part that queued it. That makes the step
-slower; `StepTiming.watched_s` reports the slower time.
+slower; `StepTiming.watched_s` is the slower time.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 
 
 class PartsClock:
-    """Seconds by part. `now` returns the time, after waiting for the device's queue if it has
-    one."""
+    """Clock that adds up seconds by part. `now` returns the time, after waiting for the device's
+    queue if there is one."""
 
     def __init__(self, now: Callable[[], float] = perf_counter) -> None:
         self.seconds: dict[str, float] = {}
@@ -27,7 +27,7 @@ class PartsClock:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Add the time of the `with` block to part `name`, without that of nested parts."""
+        """Add the time of the `with` block to part `name`, except the time of nested parts."""
         self._turn()
         self._inside.append(name)
         try:
@@ -37,7 +37,7 @@ class PartsClock:
             self._inside.pop()
 
     def rename_current(self, name: str) -> None:
-        """Add the rest of the current part to part `name` instead."""
+        """Count the rest of the current part's time for part `name`."""
         self._turn()
         self._inside[-1] = name
 
@@ -50,9 +50,9 @@ class PartsClock:
 
 
 class TimedPart:
-    """A wrapper that counts the time of its object's calls for `part`.
+    """Wrapper of an object or function. The time of its calls counts for `part`.
 
-    then   the part that the caller's time counts for after such a call
+    then   part for which the caller's time counts after a call; None: the same part as before
     """
 
     def __init__(self, inner: Any, clock: PartsClock, part: str, then: str | None = None) -> None:
@@ -76,8 +76,8 @@ class TimedPart:
 
 
 class WatchedModel(TimedPart):
-    """A model of worker/models. Its forward pass is `other layers`, its logits are the `head`, and
-    the time after them is `sampling`."""
+    """Wrapper of a model of worker/models. The time of its forward pass counts for `other layers`,
+    of its logits for `head`, and the time after each of them for `sampling`."""
 
     def __init__(self, model: Any, clock: PartsClock) -> None:
         super().__init__(model, clock, "other layers", then="sampling")
@@ -86,8 +86,9 @@ class WatchedModel(TimedPart):
 
 @contextmanager
 def watched_linears(model: Any, clock: PartsClock) -> Iterator[None]:
-    """Count calls of the layers' weights as `linears`. Layers are computed one after the other
-    inside, because nothing can be timed within a single compiled call."""
+    """Count calls of the layers' weights for `linears`, inside the `with` block. The compiled call
+    for the whole model is off meanwhile, because nothing can be timed within it; the layers are
+    computed one by one."""
     replaced: list[tuple[Any, str, Any]] = [(model, "whole", model.whole)]
     model.whole = None
     for layer in model.weights.layers:

@@ -1,8 +1,9 @@
-"""Synthetic steps that are run repeatedly: a batch of requests with a given context in the cache.
+"""Times synthetic steps: a batch of requests with a given context in the cache.
 
-The steps are the runner's own, from a plan to its result. Each computes the same positions again,
-so the context does not grow while it is measured. The cache is filled with noise first: pages that
-were never written are all the same page of zeros, which fits into every processor cache.
+The steps run through the real runner, from a plan to its result. Each one computes the same
+positions again, so the context does not grow while it is measured. The cache is filled with noise
+first: pages that were never written are all the same page of zeros, which fits into every processor
+cache.
 
 To work on a kernel, call `assemble_benchmark(config)` once and `timing(batch, context)` as often as
 needed.
@@ -34,7 +35,7 @@ PARAMS = {
     "nucleus": SamplingParams(temperature=1.0, top_p=0.9),
 }
 TOKENS = 97
-"""Prompts use the ids below this number, which every vocabulary has."""
+"""Prompts use only ids below this number, which exist in every vocabulary."""
 
 
 def assemble_benchmark(config: StepBench) -> StepBenchmark:
@@ -49,7 +50,7 @@ def assemble_benchmark(config: StepBench) -> StepBenchmark:
 
 
 class StepBenchmark:
-    """Benchmark of a runner without requests. The contents of its cache are overwritten."""
+    """Benchmark of a runner that has no requests. The contents of its cache are overwritten."""
 
     def __init__(self, config: StepBench, runner: Runner, ready: WorkerReady) -> None:
         self._config = config
@@ -76,7 +77,8 @@ class StepBenchmark:
                 yield self.timing(batch, context)
 
     def timing(self, batch: int, context: int) -> StepTiming:
-        """Time one kind of step. Its requests are released afterwards."""
+        """Time the step of `batch` requests with `context` tokens each. The requests are released
+        afterwards."""
         config = self._config
         with self._requests(batch, context) as plan:
             times = [self._step_s(plan) for _ in range(config.warm_up + config.steps)]
@@ -95,13 +97,15 @@ class StepBenchmark:
         )
 
     def _step_s(self, plan: StepPlan) -> float:
-        """Return the time from the plan to the result, which the engine waits for."""
+        """Return the seconds from the plan to the result, which is the time that an engine would
+        wait."""
         started = perf_counter()
         self._runner.step(plan)
         return perf_counter() - started
 
     def _time_parts(self, plan: StepPlan) -> tuple[float, dict[str, float]]:
-        """Return the median time of the timed steps, and the mean of each part."""
+        """Return the median time of steps whose parts are timed, and the mean time of each part, in
+        seconds."""
         components, times = self.components, []
         clock = PartsClock(_clock_of(components.slots.device))
         runner = Runner(
@@ -123,7 +127,7 @@ class StepBenchmark:
 
     @contextmanager
     def _requests(self, batch: int, context: int) -> Iterator[StepPlan]:
-        """Bind requests while inside, and yield the plan that computes them."""
+        """Bind `batch` requests during the `with` block, and yield the plan that computes them."""
         self._generation += 1
         known = context + self._config.new_tokens
         inits = [self._init(slot, batch, known, context) for slot in range(batch)]
@@ -133,7 +137,8 @@ class StepBenchmark:
         self._runner.step(self._plan(release=releases))
 
     def _init(self, slot: int, batch: int, known: int, context: int) -> SlotInit:
-        """Return a request whose blocks alternate with the others', as if all grew together."""
+        """Return a request whose blocks alternate with those of the others, as if all had grown
+        together."""
         num_blocks = -(-(known + 1) // self._ready.block_tokens)
         return SlotInit(
             slot=slot,
@@ -192,8 +197,8 @@ def _clock_of(device: torch.device) -> Callable[[], float]:
 
 
 def worker_config(config: StepBench) -> WorkerConfig:
-    """Return the worker's config with as many slots and blocks as the largest step needs, and a
-    max_len that fits the longest request."""
+    """Return the worker's config with as many slots and blocks as the largest step needs, and with
+    a max_len that fits the longest request."""
     longest = max(config.context) + config.new_tokens + 1
     slots = max(config.batch)
     blocks_each = -(-longest // config.worker.block_tokens)
