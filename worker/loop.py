@@ -103,9 +103,9 @@ class WorkerLoop:
             self._watcher.watch(pending)
 
     def _receive_masks(self) -> ToWorker:
-        """Return the next message that is not about K/V: the masks of the step being launched, if
-        the engine keeps the order. The results of all earlier steps are sent first, and K/V
-        messages are applied as they arrive."""
+        """Return the next message that is not about K/V, after sending the results of all earlier
+        steps. K/V messages are applied as they arrive. The caller checks that the message holds the
+        masks of the step being launched."""
         while self._inflight:
             self._send_oldest()
         while isinstance(message := self._engine.receive(), KVMessage):

@@ -1,1 +1,1 @@
-"""Logits to sampled tokens and their log-probabilities."""
+"""Turns logits into sampled tokens and their logprobs."""

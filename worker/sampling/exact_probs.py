@@ -17,7 +17,7 @@ EXACT_FLOAT_BITS = 52
 """A row's total weight stays below 2**52. So the total, and its product with u in [0, 1), fit a
 float64 exactly."""
 CACHED_ROWS = 8
-"""Rows that are processed together on the CPU. With so few, intermediate results stay in its
+"""Number of rows that are processed together on the CPU. Their intermediate results fit into its
 cache."""
 
 

@@ -76,9 +76,8 @@ def penalise_counts(
     """Subtract frequency * count + presence * (count > 0) from the logits [N, V]. `count` is how
     often a token occurs in the answer.
 
-    tokens [N, L]; is_answer [N, L] bool; frequency, presence [N]. Only the columns in `tokens` are
-    written. A token that occurs twice is written twice with the same value, because the value
-    depends on the column only.
+    tokens [N, L]; is_answer [N, L] bool; frequency, presence [N]. Only the logits of `tokens` are
+    written. A token that occurs twice is written twice, with the same value.
     """
     counts = torch.zeros(logits.shape, dtype=torch.int32, device=logits.device)
     counts.scatter_add_(1, tokens, is_answer.to(torch.int32))

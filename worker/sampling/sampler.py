@@ -179,8 +179,8 @@ def _draws(slots: SlotTable, sampled: Sampled, rows: Tensor, device: torch.devic
 
 
 def _checked(peaks: Tensor, tokens: Tensor) -> TokenChoice:
-    """Return the tokens with the rows that failed marked. A row's maximum is NaN if any logit is
-    NaN, and infinite if a logit is +inf or all tokens are banned."""
+    """Return the tokens, with the failed rows marked as not finite. A row's maximum is NaN if any
+    logit is NaN, and infinite if a logit is +inf or all tokens are banned."""
     finite = peaks.isfinite()
     return TokenChoice(torch.where(finite, tokens, 0), finite)
 

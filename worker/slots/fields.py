@@ -30,13 +30,14 @@ from worker.slots.table import RestPolicy, SlotField, Value
 MAX_STOP_IDS = MAX_STOP_TOKEN_IDS + 32
 """The request's own stop tokens plus the model's end tokens."""
 NO_LOGPROBS = -1
-"""Number of logprobs if the request has requested none. 0 stands for the chosen token's only."""
+"""Value of `num_logprobs` and `num_prompt_logprobs` if the request has not requested them. 0
+requests the logprob of the token itself only."""
 LOGPROBS_OF: tuple[str, ...] = get_args(LogprobsOf)
 """A slot stores the index of its request's `logprobs_of` in this tuple."""
 
 SAMPLED = ("SlotTable.append_tokens",)
 EXTENDED = ("SlotTable.stage_items",)
-"""Values of `SlotField.written_by`: sampling writes the field, or the plan extends it."""
+"""Values of `SlotField.written_by`: sampling writes the field, or the plan does."""
 
 
 def slot_fields(max_len: int, max_blocks: int) -> tuple[SlotField, ...]:

@@ -63,8 +63,7 @@ def set_threads(threads: int) -> None:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the bytes that can still be allocated, on the GPU or in this container's host
-    memory."""
+    """Return the memory that can still be allocated, in bytes, on the GPU or in this container."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return free_host_bytes()

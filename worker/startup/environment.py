@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 
 MAX_CACHED_KERNELS = 128
-"""Most compiled kernels that oneDNN keeps, and that torch's own cache in front of it keeps.
+"""Maximum number of compiled kernels in oneDNN's cache, and in torch's own cache in front of it.
 
 oneDNN compiles a kernel for each shape that it multiplies, and the number of rows of a step is part
 of the shape. With 256 row counts and a layer's four matrices the two caches grew to 600 MB. 128

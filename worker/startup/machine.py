@@ -95,15 +95,15 @@ def _text(path: Path) -> str:
 
 
 def free_host_bytes() -> int:
-    """Return the bytes that can still be allocated: the smaller of what is free on the machine and
-    in this container."""
+    """Return the memory that can still be allocated, in bytes: the smaller of what is free on the
+    machine and in this container."""
     machine = available_bytes()
     container = cgroup_free_bytes()
     return machine if container is None else min(machine, container)
 
 
 def available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
-    """Return the bytes that the machine can still allocate without swapping."""
+    """Return the memory that the machine can still allocate without swapping, in bytes."""
     for line in meminfo.read_text().splitlines():
         name, _, rest = line.partition(":")
         if name == "MemAvailable":

@@ -30,7 +30,7 @@ AVERAGE_REQUEST_TOKENS = 1024
 """Prompt and answer of an average request, in tokens. Determines the size of the cache if the user
 has not configured it."""
 FREE_SHARE = 4
-"""If the user has not configured its size, the cache gets at most 1/FREE_SHARE of the free
+"""If the user has not configured the cache's size, the cache gets at most 1/FREE_SHARE of the free
 memory."""
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 BLOCK_FORMATS = {"Q4_0": sizes.Q4, "Q4_1": sizes.Q4, "Q8_0": sizes.Q8}
@@ -222,8 +222,8 @@ def kv_budget(
 
 def _affordable(options: WorkerConfig, wanted_len: int, block_bytes: int, free_bytes: int) -> int:
     """Return the number of blocks that fit the configured memory. If no memory is configured,
-    return the blocks of max_slots average requests, at least of one request of `wanted_len` tokens,
-    and at most 1/FREE_SHARE of the free memory."""
+    return enough blocks for max_slots average requests and for one request of `wanted_len` tokens,
+    but at most 1/FREE_SHARE of the free memory."""
     if options.kv_memory_gib:
         return int(options.kv_memory_gib * GIB) // block_bytes
     average = min(wanted_len, AVERAGE_REQUEST_TOKENS)
@@ -247,7 +247,7 @@ def _longer_or_shorter(
 
 
 def weights_bytes(model: PlannedModel, dtype: str) -> int:
-    """Return the bytes of a model's weights after loading."""
+    """Return the size of a model's weights after loading, in bytes."""
     config, item = model.config, DTYPE_BYTES[dtype]
     norms = (2 * config.num_layers + 1) * config.hidden * item
     embedding = config.vocab_size * config.hidden * item
@@ -293,13 +293,13 @@ def expanded_kinds(model: PlannedModel) -> set[str]:
 
 
 def block_bytes(config: LlamaConfig, block_tokens: int, item_bytes: int) -> int:
-    """Return the bytes of one K/V block: its keys and values in all layers."""
+    """Return the size of one K/V block in bytes: its keys and values in all layers."""
     return 2 * config.num_layers * block_tokens * config.num_kv_heads * config.head_dim * item_bytes
 
 
 def work_bytes(model: PlannedModel, dtype: str, max_slots: int) -> int:
-    """Return the bytes of working memory: the processes, the slots without their tokens, and the
-    larger of two needs, computing a step and loading."""
+    """Return the size of the working memory in bytes: the processes, the slots without their
+    tokens, and the larger of two needs, computing a step and loading."""
     config = model.config
     slots = 4 * max_slots * SLOT_NUMBERS
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim

@@ -144,8 +144,8 @@ class HostTier:
     # ---- reading
 
     def hold(self, content: bytes) -> int | None:
-        """Return the place of `content`, and keep it from being reused until `release`; None if
-        there is no such place."""
+        """Return the place of `content`, and keep it from being reused until `release`; None if the
+        content has no place."""
         with self._lock:
             place = self._places.get(content)
             if place is not None:

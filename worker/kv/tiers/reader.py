@@ -24,7 +24,7 @@ MOVER = "tier"
 
 
 class TierReadEnded(Exception):
-    """A job ended early. `kind` is a kind of KVFailure."""
+    """A job ended early. `kind` is one of the values of KVFailure.kind."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)

@@ -70,7 +70,7 @@ class Transfer:
 
     source     the source of `fetch`
     fence      the blocks may be written only after it (CacheBlocks.fence)
-    deadline   on the clock `monotonic`
+    deadline   time of the clock `monotonic` at which the transfer fails
     """
 
     def __init__(
@@ -343,7 +343,7 @@ class Fetcher:
             self._poller.unregister(socket)
 
     def _poll_timeout_ms(self) -> int:
-        """Return the time that the thread may sleep if no socket becomes readable."""
+        """Return the milliseconds that the thread may sleep if no socket becomes readable."""
         if self._waiting and len(self._transfers) < MAX_TRANSFERS:
             return 0  # some transfers have just ended, so others can start
         hints = {transfer.poll_hint for transfer in self._transfers.values()}

@@ -95,7 +95,7 @@ class KVTransferService:
 
     @property
     def num_dropped(self) -> int:
-        """Return the number of invalid messages from other workers, and of unread answers."""
+        """Return the number of invalid messages from other workers plus that of unread answers."""
         return 0 if self._server is None else self._server.num_dropped
 
     @property
