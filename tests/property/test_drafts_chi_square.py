@@ -1,13 +1,14 @@
-"""Forty thousand draws with drafts come as often as the model says, by n-gram and draft model.
+"""Forty thousand draws with drafts follow the model's distribution, with n-grams and with a draft
+model.
 
-Each draw's exactness is tested seed by seed elsewhere (tests/unit/test_runner_drafts.py); this
-looks at whole answers of the real engine and worker from outside. The model's next token depends
-on its last one alone, so every step from a token to the next is a draw from a known distribution,
-and whole answers are rows of independent draws. Seeds are fixed: so is the result.
+Each single draw is tested exactly, seed by seed, in tests/unit/test_runner_drafts.py. This test
+looks at whole answers of the real engine and worker. The model's next token depends only on the
+last one, so every step from a token to the next is a draw from a known distribution, and an answer
+is a series of independent draws. Seeds are fixed, so the result is too.
 
 With other seeds a correct server would fail fewer than one time in a thousand. An error is found
-with 99.9 % if it replaces 3 % of the draws by draws of a uniform distribution, or 8 % of them by
-draws of the draft model's distribution.
+with a probability of 99.9 % if it replaces 3 % of the draws by draws from a uniform distribution,
+or 8 % of them by draws from the draft model's distribution.
 """
 
 from __future__ import annotations
@@ -35,13 +36,14 @@ PARAMS = SamplingParams(
 )
 NUM_ANSWERS = 400
 ONE_IN_A_THOUSAND = 66.6
-"""Of chi-square with 36 degrees of freedom; filters leave less, so it is on the safe side."""
+"""The 99.9 % point of chi-square with 36 degrees of freedom. Filters leave fewer degrees, so the
+limit is on the safe side."""
 
 Pair = tuple[int, int]
 
 
 class Bigrams:
-    """logits of the next token: a row of a table for the last one."""
+    """A model whose logits of the next token are a table's row for the last token."""
 
     kernels = TorchKernels()
 
@@ -63,11 +65,11 @@ def table(seed: int) -> Tensor:
 
 TRUTH = table(1)
 NEARLY = TRUTH + 0.5 * table(2)
-"""A draft model's: often of the same opinion."""
+"""Logits of the draft model, which often agrees with the model."""
 
 
 def chances(last: int) -> dict[int, float]:
-    """By the definition of the parameters: of each token to follow."""
+    """Return the probability of each next token, by the definition of the parameters."""
     scaled = TRUTH[last, TOKENS].double() / PARAMS.temperature
     shares = torch.softmax(scaled, 0)
     shares[shares < PARAMS.min_p * shares.max()] = 0
@@ -79,7 +81,7 @@ def model_of(loaded: LoadedModel, logits: Tensor) -> LoadedModel:
 
 
 def count_pairs(loaded: LoadedModel, speculation: str) -> tuple[Counter[Pair], Replica]:
-    """How often each token followed each."""
+    """Return how often each token followed each other token, and the replica."""
     replica = Replica(
         model_of(loaded, TRUTH),
         max_slots=NUM_ANSWERS // 2,
@@ -97,7 +99,7 @@ def count_pairs(loaded: LoadedModel, speculation: str) -> tuple[Counter[Pair], R
 
 
 @pytest.mark.parametrize("speculation", ["ngram", "model"])
-def test_forty_thousand_draws_come_as_often_as_the_model_says(tmp_path, speculation: str) -> None:
+def test_forty_thousand_draws_follow_the_models_distribution(tmp_path, speculation: str) -> None:
     pairs, replica = count_pairs(tiny_model(tmp_path), speculation)
     stats = replica.engine.stats()
     assert pairs.total() == NUM_ANSWERS * 100

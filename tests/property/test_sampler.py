@@ -1,4 +1,4 @@
-"""Choosing tokens: against a plain per-row reference, and never dependent on a row's neighbours."""
+"""Sampling equals a plain reference for each row, and never depends on a row's neighbours."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.sampling import SamplingParams
-from tests.support.distributions import kept
-from tests.support.sampled_rows import Asker, asking
+from tests.support.distributions import filtered_distribution
+from tests.support.sampled_rows import RowRequest, bind_rows
 from worker.sampling.exact_probs import relative, weigh
 from worker.sampling.randomness import GAMMA, MASK, MIX_1, MIX_2, hash_words, uniform
 from worker.sampling.sampler import Draws, bound_by_digits, bound_by_order, draw, keep_from, sample
@@ -45,19 +45,20 @@ def logits_of(rows: int, vocab: int, *, spread: float = 3.0, seed: int = 0) -> t
 
 
 def reference(logits: list[float], params: SamplingParams, u: float) -> int:
-    """The token whose stretch of [0, 1) holds u, in vocabulary order."""
+    """Return the token whose interval of the cumulative distribution, in vocabulary order, contains
+    u."""
     if params.temperature == 0:
         return logits.index(max(logits))
     so_far = 0.0
-    for token, share in kept(logits, params).items():
+    for token, share in filtered_distribution(logits, params).items():
         so_far += share
         if u < so_far:
             return token
     return token
 
 
-def tokens_of(logits: torch.Tensor, askers: list[Asker]) -> list[int]:
-    choice = sample(logits, *asking(askers))
+def tokens_of(logits: torch.Tensor, requests: list[RowRequest]) -> list[int]:
+    choice = sample(logits, *bind_rows(requests))
     assert choice.finite.all()
     return choice.tokens.tolist()
 
@@ -66,18 +67,18 @@ def tokens_of(logits: torch.Tensor, askers: list[Asker]) -> list[int]:
 @pytest.mark.parametrize("spread", [0.3, 3.0])
 def test_every_row_of_a_mixed_batch_gets_the_token_of_the_reference(vocab, spread):
     for trial in range(2):
-        askers = [
-            Asker(params, tokens=[1] * (1 + row % 5), seed=trial * 1000 + row)
+        requests = [
+            RowRequest(params, tokens=[1] * (1 + row % 5), seed=trial * 1000 + row)
             for row, params in enumerate(PARAMS)
         ]
-        logits = logits_of(len(askers), vocab, spread=spread, seed=trial)
-        known = torch.tensor([len(asker.tokens) for asker in askers])
-        draws = uniform(torch.tensor([asker.seed for asker in askers]), known).tolist()
+        logits = logits_of(len(requests), vocab, spread=spread, seed=trial)
+        known = torch.tensor([len(request.tokens) for request in requests])
+        draws = uniform(torch.tensor([request.seed for request in requests]), known).tolist()
         expected = [
-            reference(row, asker.params, u)
-            for row, asker, u in zip(logits.tolist(), askers, draws, strict=True)
+            reference(row, request.params, u)
+            for row, request, u in zip(logits.tolist(), requests, draws, strict=True)
         ]
-        assert tokens_of(logits, askers) == expected
+        assert tokens_of(logits, requests) == expected
 
 
 @pytest.mark.parametrize("vocab", [SMALL, LARGE])
@@ -89,11 +90,12 @@ def test_the_filters_keep_exactly_the_tokens_of_the_reference(params, spread, vo
     bound = keep_from(shares, draws_of([params] * 5))
     mask = torch.ones_like(shares, dtype=torch.bool) if bound is None else shares >= bound[:, None]
     for row, keeps in zip(logits.tolist(), mask, strict=True):
-        assert set(keeps.nonzero().flatten().tolist()) == set(kept(row, params))
+        assert set(keeps.nonzero().flatten().tolist()) == set(filtered_distribution(row, params))
 
 
 def draws_of(params: list[SamplingParams]) -> Draws:
-    """As the sampler reads them from slots, which hold top_p and min_p in float32."""
+    """Return the parameters as the sampler reads them from slots, which store top_p and min_p in
+    float32."""
     top_k = torch.tensor([p.top_k for p in params], dtype=torch.int32)
     top_p, min_p, temperature = (
         torch.tensor([getattr(p, name) for p in params], dtype=torch.float32)
@@ -105,14 +107,14 @@ def draws_of(params: list[SamplingParams]) -> Draws:
 
 @pytest.mark.parametrize("vocab", [SMALL, 64, LARGE])
 def test_a_rows_token_is_the_same_in_every_subset_and_order_of_the_batch(vocab):
-    askers = [Asker(params, seed=row) for row, params in enumerate(PARAMS)]
-    logits = logits_of(len(askers), vocab, spread=1.0, seed=5)
-    together = tokens_of(logits, askers)
+    requests = [RowRequest(params, seed=row) for row, params in enumerate(PARAMS)]
+    logits = logits_of(len(requests), vocab, spread=1.0, seed=5)
+    together = tokens_of(logits, requests)
     rng = random.Random(vocab)
-    groups = [[row] for row in range(len(askers))]
-    groups += [rng.sample(range(len(askers)), size) for size in (2, 3, 7, 11, 16)]
+    groups = [[row] for row in range(len(requests))]
+    groups += [rng.sample(range(len(requests)), size) for size in (2, 3, 7, 11, 16)]
     for rows in groups:
-        alone = tokens_of(logits[rows], [askers[row] for row in rows])
+        alone = tokens_of(logits[rows], [requests[row] for row in rows])
         assert alone == [together[row] for row in rows]
 
 
@@ -143,40 +145,42 @@ def test_equally_likely_tokens_at_the_cut_are_all_kept():
 def test_greedy_takes_the_lowest_id_among_equals():
     logits = torch.zeros(1, 40_000)
     logits[0, [39_999, 777, 20_000]] = 5.0
-    assert tokens_of(logits, [Asker(GREEDY)]) == [777]
-    assert tokens_of(logits.repeat(3, 1), [Asker(GREEDY)] * 3) == [777] * 3
+    assert tokens_of(logits, [RowRequest(GREEDY)]) == [777]
+    assert tokens_of(logits.repeat(3, 1), [RowRequest(GREEDY)] * 3) == [777] * 3
 
 
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams(temperature=1.0, top_k=2, top_p=0.9)])
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-def test_a_row_of_broken_logits_is_reported_and_spoils_no_other(params, poison):
+def test_a_row_with_non_finite_logits_is_reported_and_changes_no_other(params, poison):
     logits = logits_of(3, SMALL)
-    clean = tokens_of(logits, [Asker(params)] * 3)
+    clean = tokens_of(logits, [RowRequest(params)] * 3)
     logits[1, 5] = poison
-    choice = sample(logits, *asking([Asker(params)] * 3))
+    choice = sample(logits, *bind_rows([RowRequest(params)] * 3))
     assert choice.finite.tolist() == [True, False, True]
     assert choice.tokens.tolist() == [clean[0], 0, clean[2]]
 
 
-def test_a_row_in_which_nothing_is_possible_is_reported():
+def test_a_row_without_a_possible_token_is_reported():
     logits = torch.full((2, SMALL), float("-inf"))
-    choice = sample(logits, *asking([Asker(GREEDY), Asker(SamplingParams(temperature=1.0))]))
+    choice = sample(
+        logits, *bind_rows([RowRequest(GREEDY), RowRequest(SamplingParams(temperature=1.0))])
+    )
     assert choice.finite.tolist() == [False, False]
 
 
 def test_an_impossible_token_is_never_drawn():
     logits = torch.zeros(500, SMALL)
     logits[:, ::2] = float("-inf")
-    askers = [Asker(SamplingParams(temperature=2.0), seed=seed) for seed in range(500)]
-    assert {token % 2 for token in tokens_of(logits, askers)} == {1}
+    requests = [RowRequest(SamplingParams(temperature=2.0), seed=seed) for seed in range(500)]
+    assert {token % 2 for token in tokens_of(logits, requests)} == {1}
 
 
-def test_the_same_seed_draws_the_same_and_positions_draw_anew():
+def test_a_seed_repeats_its_draws_and_each_position_draws_anew():
     params = SamplingParams(temperature=1.0)
     logits = torch.zeros(30, LARGE)
-    askers = [Asker(params, tokens=[1] * (1 + row), seed=9) for row in range(30)]
-    first = tokens_of(logits, askers)
-    assert first == tokens_of(logits, askers)
+    requests = [RowRequest(params, tokens=[1] * (1 + row), seed=9) for row in range(30)]
+    first = tokens_of(logits, requests)
+    assert first == tokens_of(logits, requests)
     assert len(set(first)) > 25
 
 
@@ -191,10 +195,11 @@ def test_the_same_seed_draws_the_same_and_positions_draw_anew():
     ],
 )
 def test_sampled_tokens_follow_the_filtered_softmax(params):
-    """Chi-square over 10,000 draws, seeds in a row; cells that expect fewer than 5 are joined."""
+    """Chi-square over 10,000 draws with consecutive seeds. Cells that expect fewer than 5 draws are
+    joined."""
     draws = 10_000
     logits = logits_of(1, 37, spread=1.5, seed=8)
-    shares = kept(logits[0].tolist(), params)
+    shares = filtered_distribution(logits[0].tolist(), params)
     counts = torch.bincount(drawn(logits, params, draws), minlength=37)
     assert set(counts.nonzero().flatten().tolist()) <= set(shares)
     cells = sorted((share * draws, int(counts[token])) for token, share in shares.items())
@@ -209,7 +214,7 @@ def test_sampled_tokens_follow_the_filtered_softmax(params):
 
 
 def drawn(logits: torch.Tensor, params: SamplingParams, draws: int) -> torch.Tensor:
-    """`draws` tokens from one row of logits, under seeds 0, 1, 2, ..."""
+    """Return `draws` tokens drawn from one row of logits, with the seeds 0, 1, 2, ..."""
     seeds = torch.arange(draws)
     settings = replace(draws_of([params] * draws), u=uniform(seeds, torch.ones_like(seeds)))
     return draw(logits.expand(draws, -1), logits.amax(-1).expand(draws), settings)
@@ -218,7 +223,7 @@ def drawn(logits: torch.Tensor, params: SamplingParams, draws: int) -> torch.Ten
 @pytest.mark.parametrize("vocab", [1, SMALL, LARGE])
 @pytest.mark.parametrize("spread", [0.0, 1e-6, 0.5, 3.0, 40.0])
 def test_a_bound_is_found_by_digits_as_by_order(vocab: int, spread: float) -> None:
-    """Of equal shares, of nearly equal ones, and of those of which most weigh nothing."""
+    """Covers equal shares, nearly equal shares, and rows in which most shares have no weight."""
     logits = logits_of(9, vocab, spread=spread, seed=vocab)
     shares = relative(logits, logits.amax(-1)).masked_fill_(logits < -2 * spread, 0)
     weights = weigh(shares, vocab)
@@ -229,7 +234,7 @@ def test_a_bound_is_found_by_digits_as_by_order(vocab: int, spread: float) -> No
         assert torch.equal(by_digits, bound_by_order(shares, weights, target))
 
 
-def test_a_row_that_is_not_finite_leaves_the_others_their_bounds() -> None:
+def test_a_non_finite_row_does_not_change_the_bounds_of_others() -> None:
     logits = logits_of(3, LARGE)
     shares = relative(logits, logits.amax(-1))
     target = weigh(shares, LARGE).sum(-1) // 2
@@ -251,8 +256,8 @@ def mix(x: int) -> int:
     return x ^ (x >> 31)
 
 
-def twin(seed: int, position: int, draw: int) -> int:
-    """The same hash in unbounded integers."""
+def reference_hash(seed: int, position: int, draw: int) -> int:
+    """Return the same hash, computed with Python's unbounded integers."""
     state = mix((seed + GAMMA) & MASK)
     state = mix(((state ^ position) + GAMMA) & MASK)
     return mix(((state ^ draw) + GAMMA) & MASK)
@@ -264,8 +269,8 @@ def ints(*values: int) -> torch.Tensor:
 
 @given(seed=INT64, position=st.integers(0, 1 << 40), draw=st.integers(0, 1 << 20))
 @settings(max_examples=300, deadline=None)
-def test_the_tensor_hash_equals_its_twin_in_plain_integers(seed, position, draw):
-    expected = twin(seed & MASK, position, draw)
+def test_the_tensor_hash_equals_its_reference_in_plain_integers(seed, position, draw):
+    expected = reference_hash(seed & MASK, position, draw)
     assert int(hash_words(ints(seed), ints(position), draw).item()) & MASK == expected
     assert uniform(ints(seed), ints(position), draw).item() == (expected >> 11) / (1 << 53)
 
@@ -278,7 +283,7 @@ def test_a_row_draws_the_same_number_alone_and_among_others():
 
 
 def along(axis: str) -> torch.Tensor:
-    """MANY numbers drawn along one axis of the key."""
+    """Return many random numbers, whose keys differ along one axis."""
     steps = torch.arange(MANY)
     still = torch.full((MANY,), 5)
     if axis == "position":

@@ -1,4 +1,5 @@
-"""What a token is drawn from, in plain Python: the slow twin of the sampler's filters."""
+"""The distribution that a token is drawn from, in plain Python: the reference of the sampler's
+filters."""
 
 from __future__ import annotations
 
@@ -7,8 +8,9 @@ import math
 from protocol.sampling import SamplingParams
 
 
-def kept(logits: list[float], params: SamplingParams) -> dict[int, float]:
-    """Token -> probability after all filters, for one row, in plain Python: what the words say."""
+def filtered_distribution(logits: list[float], params: SamplingParams) -> dict[int, float]:
+    """Return token -> probability after all filters, for one row, by the definition of each
+    parameter."""
     peak = max(logits)
     mass = {t: math.exp((x - peak) / params.temperature) for t, x in enumerate(logits)}
     best = sorted(mass, key=lambda t: -mass[t])

@@ -1,4 +1,4 @@
-"""Plans by hand: what an engine would say, without an engine."""
+"""Builds plans by hand, without an engine."""
 
 from __future__ import annotations
 
@@ -49,17 +49,18 @@ def step_plan(
     drafts: Mapping[int, Sequence[int]] | None = None,
     follow: Mapping[int, tuple[int, int]] | None = None,
 ) -> StepPlan:
-    """rows: (slot, first position, how many, sampled); those of one token are put first.
+    """Return a plan. Rows of one token are put first.
 
-    release: (slot, generation).
-
-    masked: indexes into the sampled places, as they then are. drafts: of slots, which a row's `how
-    many` counts along. follow: of slots, where the draft model begins and how many guesses are
-    wanted; where none are, it computes what the row does.
+    rows      (slot, first position, number of tokens, is sampled)
+    release   (slot, generation)
+    masked    indexes into the sampled places, after the rows are sorted
+    drafts    slot -> drafts, which the row's number of tokens includes
+    follow    slot -> (first position of the draft model, number of proposals); without proposals
+              the draft model computes up to the row's last token
     """
     rows = sorted(rows, key=lambda row: row[2] != 1)
-    guesses = [list((drafts or {}).get(row[0], [])) for row in rows]
-    following = [(follow or {}).get(row[0], (-1, 0)) for row in rows]
+    row_drafts = [list((drafts or {}).get(row[0], [])) for row in rows]
+    follow_rows = [(follow or {}).get(row[0], (-1, 0)) for row in rows]
     slots, indexes, ids = zip(*extend, strict=True) if extend else ((), (), ())
     return StepPlan(
         step=step,
@@ -75,14 +76,14 @@ def step_plan(
         row_samples=UInt8.of(row[3] for row in rows),
         num_decodes=sum(row[2] == 1 for row in rows),
         masked=Int32.of(masked) if masked else None,
-        row_drafts=Int32.of(map(len, guesses)) if drafts else None,
-        drafts=Int32.of(chain.from_iterable(guesses)) if drafts else None,
-        follow_starts=Int32.of(start for start, _ in following) if follow else None,
+        row_drafts=Int32.of(map(len, row_drafts)) if drafts else None,
+        drafts=Int32.of(chain.from_iterable(row_drafts)) if drafts else None,
+        follow_starts=Int32.of(start for start, _ in follow_rows) if follow else None,
         follow_tokens=Int32.of(
             0 if wanted or start < 0 else row[1] + row[2] - start
-            for row, (start, wanted) in zip(rows, following, strict=True)
+            for row, (start, wanted) in zip(rows, follow_rows, strict=True)
         )
         if follow
         else None,
-        wanted=Int32.of(wanted for _, wanted in following) if follow else None,
+        wanted=Int32.of(wanted for _, wanted in follow_rows) if follow else None,
     )

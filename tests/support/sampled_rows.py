@@ -1,4 +1,4 @@
-"""Sampled rows with parameters of their own, without plan or model: to test what follows logits."""
+"""Sampled rows with parameters of their own, without plan or model, for tests of sampling."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from worker.slots.table import SlotTable
 
 
 @dataclass
-class Asker:
-    """A request that gets a token now: what it knows, and how it wants the next one chosen."""
+class RowRequest:
+    """A request that samples a token now: its known tokens, and the parameters."""
 
     params: SamplingParams
     tokens: list[int] = field(default_factory=lambda: [1])
@@ -26,23 +26,24 @@ class Asker:
     stop_ids: list[int] = field(default_factory=list)
 
 
-def asking(askers: Sequence[Asker]) -> tuple[SlotTable, Sampled]:
-    """Slots that hold the askers, in falling order so that no row is its own slot; their rows."""
-    slots = tiny_slots(len(askers) + 2, poison=Poison.WILD)
-    at = [len(askers) + 1 - row for row in range(len(askers))]
-    for slot, asker in zip(at, askers, strict=True):
+def bind_rows(requests: Sequence[RowRequest]) -> tuple[SlotTable, Sampled]:
+    """Bind the requests to slots and return the slots and the sampled rows. Slots are in descending
+    order, so no row's index equals its slot."""
+    slots = tiny_slots(len(requests) + 2, poison=Poison.WILD)
+    at = [len(requests) + 1 - row for row in range(len(requests))]
+    for slot, request in zip(at, requests, strict=True):
         init = slot_init(
             slot,
-            asker.tokens,
-            prompt_tokens=asker.prompt_tokens,
-            seed=asker.seed,
-            stop_ids=asker.stop_ids,
-            params=asker.params,
+            request.tokens,
+            prompt_tokens=request.prompt_tokens,
+            seed=request.seed,
+            stop_ids=request.stop_ids,
+            params=request.params,
         )
         slots.bind(init)
     slots.flush()
     host_slots = torch.tensor(at)
-    host_known = torch.tensor([len(asker.tokens) for asker in askers])
-    extras = features_of_rows(slots, host_slots.numpy())
+    host_known = torch.tensor([len(request.tokens) for request in requests])
+    features = features_of_rows(slots, host_slots.numpy())
     last = torch.arange(len(at))
-    return slots, Sampled(host_slots, host_known, host_slots, host_known, last, extras)
+    return slots, Sampled(host_slots, host_known, host_slots, host_known, last, features)

@@ -1,7 +1,7 @@
 """A real model of a few thousand weights: embeddings, one attention layer, the paged cache.
 
-It answers differently for every token and position before it, so a wrong token, block or length
-shows. No dimension equals another, and none is 13: tests recognise per-slot tensors by that length.
+Its logits depend on every token and position before, so a wrong token, block or length shows. No
+dimension equals another, and none is 13: tests recognise per-slot tensors by that length.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def new_slots(
     poison: Poison | None,
     kind: type[SlotTable] = SlotTable,
 ) -> SlotTable:
-    """A table of this kind, with or without poison in its free rows."""
+    """Return a table of this kind, with or without poison in its free rows."""
     if poison is None:
         return kind(fields, max_slots, device)
     poisoned = type(f"Poisoned{kind.__name__}", (PoisonedSlots, kind), {})

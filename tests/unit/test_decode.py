@@ -1,4 +1,4 @@
-"""A plain step in one call, and the same computed in pieces: the same news, the same bits."""
+"""A plain decode step in one compiled call gives the results of the general path, bit for bit."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BENT = SamplingParams(temperature=0.4, repetition_penalty=1.4, logprobs=1, logpr
 
 
 class InPieces:
-    """A model that hides its way to compute a step in one call."""
+    """A model without its whole-pass kernel, so that the runner uses the general path."""
 
     def __init__(self, model: Llama) -> None:
         self._model = model
@@ -42,13 +42,13 @@ class InPieces:
         return self._model(*args)
 
 
-def runner_of(model: Llama, dtype: torch.dtype, *, pieces: bool) -> Runner:
+def runner_of(model: Llama, dtype: torch.dtype, *, in_pieces: bool) -> Runner:
     config = model.config
     shape = (config.num_layers, 1 + SLOTS * BLOCKS_EACH, BLOCK_TOKENS, config.num_kv_heads)
     cache = KVCache(*shape, config.head_dim, dtype, CPU)
     slots = PoisonedSlots(slot_fields(MAX_LEN, BLOCKS_EACH), SLOTS, CPU)
     attention = select_attention(BLOCK_TOKENS, dtype=dtype, kernels=model.kernels)
-    whole: Any = InPieces(model) if pieces else model
+    whole: Any = InPieces(model) if in_pieces else model
     return Runner(whole, slots, cache, attention)
 
 
@@ -57,7 +57,8 @@ def prompt_of(slot: int) -> list[int]:
 
 
 def first_step(params: Sequence[SamplingParams]) -> StepPlan:
-    """Prompts of several lengths, so that rows come to stand in different blocks."""
+    """Return a plan with prompts of several lengths, so that rows are at different offsets in their
+    blocks."""
     inits = [
         slot_init(
             slot,
@@ -73,12 +74,13 @@ def first_step(params: Sequence[SamplingParams]) -> StepPlan:
 
 
 def plain_step(number: int, slots: Sequence[int], **more: Any) -> StepPlan:
-    """The `number`th behind the first one."""
+    """Return the plan of the `number`-th decode step after the first step."""
     rows = [(slot, len(prompt_of(slot)) + number - 1, 1, True) for slot in slots]
     return step_plan(number, rows=rows, **more)
 
 
-def told(result: StepResult) -> list[object]:
+def fields_of(result: StepResult) -> list[object]:
+    """Return all fields of the result but its time."""
     return [getattr(result, name) for name in result.__struct_fields__ if name != "compute_s"]
 
 
@@ -88,15 +90,18 @@ def load(folder: Path, kernels: NativeKernels, dtype: torch.dtype) -> Llama:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every token has a twin 160 ids later, which is as likely: the first of the two is chosen."""
+    """Write a model in which token t and token t + 160 are equally likely; the lower id must be
+    chosen."""
     model = random_llama()
     with torch.no_grad():
         model.lm_head.weight[VOCAB // 2 :] = model.lm_head.weight[: VOCAB // 2]
     return write_directory(tmp_path_factory.mktemp("llama"), model)
 
 
-def beside(model: Llama, dtype: torch.dtype, params: Sequence[SamplingParams]) -> list[Runner]:
-    runners = [runner_of(model, dtype, pieces=pieces) for pieces in (False, True)]
+def both_runners(
+    model: Llama, dtype: torch.dtype, params: Sequence[SamplingParams]
+) -> list[Runner]:
+    runners = [runner_of(model, dtype, in_pieces=in_pieces) for in_pieces in (False, True)]
     for runner in runners:
         runner.step(first_step(params))
     return runners
@@ -109,15 +114,15 @@ def beside(model: Llama, dtype: torch.dtype, params: Sequence[SamplingParams]) -
     [[GREEDY] * 4, [GREEDY, DRAWN, BENT, DRAWN], [DRAWN]],
     ids=["greedy", "mixed", "one that draws"],
 )
-def test_one_call_returns_and_leaves_behind_what_the_pieces_do(
+def test_one_call_equals_the_general_path_in_results_slots_and_cache(
     folder: Path, name: str, dtype: torch.dtype, params: list[SamplingParams]
 ) -> None:
     model = load(folder, native_kernels(name), dtype)
-    one, other = beside(model, dtype, params)
+    one, other = both_runners(model, dtype, params)
     slots = list(range(len(params)))
     for step in range(1, 7):
         plan = plain_step(step, slots[::-1])
-        assert told(one.step(plan)) == told(other.step(plan))
+        assert fields_of(one.step(plan)) == fields_of(other.step(plan))
     for key in ("token_ids", "len"):
         assert torch.equal(one.components.slots[key], other.components.slots[key])
     assert torch.equal(one.components.cache.k, other.components.cache.k)
@@ -126,38 +131,38 @@ def test_one_call_returns_and_leaves_behind_what_the_pieces_do(
 
 def test_the_first_of_equally_likely_tokens_is_chosen(folder: Path) -> None:
     model = load(folder, native_kernels(), torch.float32)
-    runner = runner_of(model, torch.float32, pieces=False)
+    runner = runner_of(model, torch.float32, in_pieces=False)
     runner.step(first_step([GREEDY] * 4))
-    said = [t for n in range(1, 9) for t in runner.step(plain_step(n, range(4))).tokens.tolist()]
-    assert max(said) < VOCAB // 2
+    tokens = [t for n in range(1, 9) for t in runner.step(plain_step(n, range(4))).tokens.tolist()]
+    assert max(tokens) < VOCAB // 2
 
 
 def test_a_row_with_non_finite_logits_fails_alone(folder: Path) -> None:
     model = load(folder, native_kernels(), torch.float32)
-    runners = beside(model, torch.float32, [GREEDY] * 3)
+    runners = both_runners(model, torch.float32, [GREEDY] * 3)
     bad = int(runners[0].components.slots["token_ids"][1, len(prompt_of(1))])
     with torch.inference_mode():
         model.weights.embedding[bad] = float("nan")
     results = [runner.step(plain_step(1, range(3))) for runner in runners]
-    assert told(results[0]) == told(results[1])
+    assert fields_of(results[0]) == fields_of(results[1])
     assert 1 in results[0].failed.tolist()
     assert results[0].tokens.tolist()[1] == 0
 
 
-def test_masks_hold_in_a_plain_step(folder: Path) -> None:
+def test_masks_apply_in_a_plain_step(folder: Path) -> None:
     model = load(folder, native_kernels(), torch.float32)
-    one, other = beside(model, torch.float32, [GREEDY] * 2)
+    one, other = both_runners(model, torch.float32, [GREEDY] * 2)
     bits = [0] * (VOCAB // 32)
     bits[200 // 32] = 1 << 200 % 32
     plan = plain_step(1, range(2), masked=[1])
     masks = Masks(step=1, bits=Int32.of(bits, (1, len(bits))))
     results = [runner.step(plan, lambda: masks) for runner in (one, other)]
-    assert told(results[0]) == told(results[1])
+    assert fields_of(results[0]) == fields_of(results[1])
     assert results[0].tokens.tolist()[1] == 200
 
 
 @pytest.mark.parametrize(
-    ("row", "why"),
+    ("row", "message"),
     [
         ((SLOTS, 1, 1, True), "slot is outside the 6 slots"),
         ((-1, 1, 1, True), "slot is outside the 6 slots"),
@@ -167,10 +172,12 @@ def test_masks_hold_in_a_plain_step(folder: Path) -> None:
     ],
 )
 def test_a_row_outside_its_slot_is_refused(
-    folder: Path, row: tuple[int, int, int, bool], why: str
+    folder: Path, row: tuple[int, int, int, bool], message: str
 ) -> None:
-    """The last: beyond what slot 0 knows there is poison."""
-    runner = runner_of(load(folder, native_kernels(), torch.float32), torch.float32, pieces=False)
+    """In the last case the position lies after the slot's known tokens, where there is poison."""
+    runner = runner_of(
+        load(folder, native_kernels(), torch.float32), torch.float32, in_pieces=False
+    )
     runner.step(first_step([GREEDY]))
-    with pytest.raises(ValueError, match=why):
+    with pytest.raises(ValueError, match=message):
         runner.step(step_plan(1, rows=[row]))

@@ -1,4 +1,5 @@
-"""Parameters and masks change logits as a computation of one row in Python does."""
+"""Parameters and masks change the logits in the same way as a reference for one row in plain
+Python."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from protocol.arrays import Int32
 from protocol.sampling import SamplingParams
 from protocol.steps import Masks
 from tests.support.plans import GREEDY, slot_init, step_plan
-from tests.support.sampled_rows import Asker, asking
+from tests.support.sampled_rows import RowRequest, bind_rows
 from tests.support.tiny_model import CPU, VOCAB, tiny_cache, tiny_runner, tiny_slots
 from worker.batch.batch import read_rows
 from worker.sampling.bans import RowMasks, apply_masks, row_masks
@@ -24,28 +25,28 @@ WORDS = 31
 PLAIN = SamplingParams(temperature=0.0)
 
 
-def twin(logits: list[float], asker: Asker) -> list[float]:
-    """One row, token by token, in the order that logits.py promises."""
-    params, out = asker.params, list(logits)
-    said = asker.tokens[asker.prompt_tokens :]
+def reference(logits: list[float], request: RowRequest) -> list[float]:
+    """Return the processed logits of one row, computed token by token in the order of logits.py."""
+    params, out = request.params, list(logits)
+    answer = request.tokens[request.prompt_tokens :]
     for token in range(len(out)):
         out[token] += params.logit_bias.get(token, 0.0)
-        if token in asker.tokens:
+        if token in request.tokens:
             penalty = params.repetition_penalty
             out[token] = out[token] / penalty if out[token] > 0 else out[token] * penalty
-        out[token] -= params.frequency_penalty * said.count(token)
-        out[token] -= params.presence_penalty * (token in said)
-        if len(said) < params.min_tokens and token in asker.stop_ids:
+        out[token] -= params.frequency_penalty * answer.count(token)
+        out[token] -= params.presence_penalty * (token in answer)
+        if len(answer) < params.min_tokens and token in request.stop_ids:
             out[token] = -math.inf
         if params.allowed_token_ids is not None and token not in params.allowed_token_ids:
             out[token] = -math.inf
-        if any(is_said(word, [*said, token]) for word in params.bad_words):
+        if any(ends_with(word, [*answer, token]) for word in params.bad_words):
             out[token] = -math.inf
     return out
 
 
-def is_said(word: list[int], answer: list[int]) -> bool:
-    """Does the answer end with the word?"""
+def ends_with(word: list[int], answer: list[int]) -> bool:
+    """Return whether the answer ends with the word."""
     return len(word) <= len(answer) and answer[len(answer) - len(word) :] == word
 
 
@@ -55,13 +56,14 @@ ADDITIVE = st.sampled_from([0.0, 0.0, 0.5, -2.0, 1.7])
 
 @st.composite
 def words(draw, tokens: list[int]) -> list[int]:
-    """Bad words, of which many are nearly said: they begin as the tokens end."""
-    said = tokens[len(tokens) - draw(st.integers(0, min(5, len(tokens)))) :]
-    return [*draw(st.sampled_from([[], said, said])), draw(TOKEN)]
+    """Draw a bad word. Most of them begin with the last tokens of the answer, so only one token is
+    missing."""
+    last = tokens[len(tokens) - draw(st.integers(0, min(5, len(tokens)))) :]
+    return [*draw(st.sampled_from([[], last, last])), draw(TOKEN)]
 
 
 @st.composite
-def askers(draw) -> Asker:
+def requests(draw) -> RowRequest:
     tokens = draw(st.lists(TOKEN, min_size=1, max_size=20))
     prompt_tokens = draw(st.integers(1, len(tokens)))
     min_tokens = draw(st.sampled_from([0, 0, 1, 5]))
@@ -74,7 +76,7 @@ def askers(draw) -> Asker:
         allowed_token_ids=draw(st.none() | st.lists(TOKEN, min_size=1, max_size=9)),
         bad_words=draw(st.lists(words(tokens), max_size=6)),
     )
-    return Asker(
+    return RowRequest(
         params,
         tokens,
         prompt_tokens=prompt_tokens,
@@ -86,31 +88,35 @@ def random_logits(rows: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(rows, WORDS, generator=torch.Generator().manual_seed(seed)) * 4
 
 
-@given(group=st.lists(askers(), min_size=1, max_size=6), seed=st.integers(0, 99))
+@given(group=st.lists(requests(), min_size=1, max_size=6), seed=st.integers(0, 99))
 @settings(max_examples=60, deadline=None)
 def test_a_batch_of_any_parameters_equals_its_rows_one_by_one(group, seed):
     logits = random_logits(len(group), seed)
-    processed = process_logits(logits, *asking(group))
-    expected = [twin(row, asker) for row, asker in zip(logits.tolist(), group, strict=True)]
+    processed = process_logits(logits, *bind_rows(group))
+    expected = [
+        reference(row, request) for row, request in zip(logits.tolist(), group, strict=True)
+    ]
     torch.testing.assert_close(processed, torch.tensor(expected), rtol=1e-5, atol=1e-5)
 
 
-@given(group=st.lists(askers(), min_size=2, max_size=6))
+@given(group=st.lists(requests(), min_size=2, max_size=6))
 @settings(max_examples=20, deadline=None)
 def test_a_row_has_the_same_bits_alone_and_among_others(group):
     logits = random_logits(len(group))
-    together = process_logits(logits, *asking(group))
-    for row, asker in enumerate(group):
+    together = process_logits(logits, *bind_rows(group))
+    for row, request in enumerate(group):
         assert torch.equal(
-            process_logits(logits[row : row + 1], *asking([asker]))[0], together[row]
+            process_logits(logits[row : row + 1], *bind_rows([request]))[0], together[row]
         )
 
 
 def test_logits_are_not_copied_if_no_row_changes_them():
     logits = random_logits(3)
-    finished = Asker(SamplingParams(min_tokens=2), tokens=[1, 2, 3], prompt_tokens=1, stop_ids=[4])
-    group = [Asker(PLAIN), Asker(SamplingParams(top_k=2, logprobs=3)), finished]
-    assert process_logits(logits, *asking(group)) is logits
+    finished = RowRequest(
+        SamplingParams(min_tokens=2), tokens=[1, 2, 3], prompt_tokens=1, stop_ids=[4]
+    )
+    group = [RowRequest(PLAIN), RowRequest(SamplingParams(top_k=2, logprobs=3)), finished]
+    assert process_logits(logits, *bind_rows(group)) is logits
 
 
 @pytest.mark.parametrize(
@@ -128,25 +134,28 @@ def test_logits_are_not_copied_if_no_row_changes_them():
 def test_the_models_own_logits_and_the_other_rows_are_left_as_they_are(params):
     logits = random_logits(3)
     before = logits.clone()
-    asker = Asker(params, tokens=[0, 5, 0], prompt_tokens=1, stop_ids=[0])
-    processed = process_logits(logits, *asking([Asker(PLAIN), asker, Asker(PLAIN)]))
+    request = RowRequest(params, tokens=[0, 5, 0], prompt_tokens=1, stop_ids=[0])
+    processed = process_logits(logits, *bind_rows([RowRequest(PLAIN), request, RowRequest(PLAIN)]))
     assert torch.equal(logits, before)
     assert torch.equal(processed[[0, 2]], before[[0, 2]])
     assert processed[1, 0] != before[1, 0]
 
 
 def test_end_tokens_are_possible_from_the_first_position_that_min_tokens_allows():
-    said = [Asker(SamplingParams(min_tokens=2), [9] * n, 3, stop_ids=[6, 2]) for n in (3, 4, 5)]
-    processed = process_logits(random_logits(3), *asking(said))
+    requests = [
+        RowRequest(SamplingParams(min_tokens=2), [9] * n, 3, stop_ids=[6, 2]) for n in (3, 4, 5)
+    ]
+    processed = process_logits(random_logits(3), *bind_rows(requests))
     assert processed[:, [2, 6]].isinf().all(1).tolist() == [True, True, False]
 
 
 def test_a_bad_word_is_impossible_only_at_its_last_token_and_only_within_the_answer():
-    """The word is [7, 8, 9]; after each of these answers, to the prompt [7, 8], what of 9?"""
+    """The word is [7, 8, 9] and the prompt is [7, 8]. For each answer: whether 9 is banned after
+    it."""
     answers = {(): False, (7,): False, (8,): False, (7, 8): True, (1, 7, 8): True, (8, 7): False}
     params = SamplingParams(bad_words=[[7, 8, 9]])
-    group = [Asker(params, [7, 8, *answer], prompt_tokens=2) for answer in answers]
-    processed = process_logits(random_logits(len(group)), *asking(group))
+    group = [RowRequest(params, [7, 8, *answer], prompt_tokens=2) for answer in answers]
+    processed = process_logits(random_logits(len(group)), *bind_rows(group))
     assert processed[:, 9].isinf().tolist() == list(answers.values())
     assert int(processed.isinf().sum()) == 2
 
@@ -160,13 +169,13 @@ def test_the_longest_lists_fit_a_slot():
         logprob_token_ids=ids[:128],
     )
     logits = random_logits(1)
-    processed = process_logits(logits, *asking([Asker(params)]))
+    processed = process_logits(logits, *bind_rows([RowRequest(params)]))
     torch.testing.assert_close(processed, logits + 0.5)
 
 
 # ---- masks of grammars
 def bits_of(tokens: set[int], vocab: int) -> list[int]:
-    """The words of a mask, as signed 32-bit numbers."""
+    """Return the words of a mask, as signed 32-bit numbers."""
     words = [0] * -(-vocab // 32)
     for token in tokens:
         words[token // 32] |= 1 << token % 32
@@ -204,7 +213,7 @@ def test_a_mask_applies_after_every_parameter():
     params = SamplingParams(logit_bias={5: 100.0, 6: 1.0}, allowed_token_ids=[5, 6, 7])
     logits = torch.zeros(2, VOCAB)
     masks = RowMasks(torch.tensor([1]), torch.tensor([[0b11000000] + [0] * 15], dtype=torch.uint8))
-    processed = process_logits(logits, *asking([Asker(params), Asker(params)]), masks)
+    processed = process_logits(logits, *bind_rows([RowRequest(params), RowRequest(params)]), masks)
     assert torch.equal(logits, torch.zeros(2, VOCAB)), "the model's own logits stay"
     assert processed.isfinite().sum(1).tolist() == [3, 2]
     assert processed[1, 6:8].tolist() == [1.0, 0.0]
@@ -220,19 +229,19 @@ def bound(slot: int, **more):
 
 
 def test_the_mask_is_requested_once_and_decides_the_token():
-    asked: list[int] = []
+    calls: list[int] = []
 
-    def ask() -> Masks:
-        asked.append(1)
+    def receive_masks() -> Masks:
+        calls.append(1)
         return masks_of(4, [{11}])
 
     binds, rows = [bound(0), bound(1)], [(0, 0, 3, True), (1, 0, 3, True)]
     free = runner_of().step(step_plan(4, bind=binds, rows=rows)).tokens.tolist()
     plan = step_plan(4, bind=binds, rows=rows, masked=[1])
-    result = runner_of().step(plan, ask)
+    result = runner_of().step(plan, receive_masks)
     assert result.tokens.tolist() == [free[0], 11]
-    assert asked == [1]
-    assert free[1] != 11, "choose another token: the model says this one anyway"
+    assert calls == [1]
+    assert free[1] != 11, "choose another token: the model samples this one without a mask"
 
 
 def test_a_row_without_any_allowed_token_fails_alone():
@@ -244,8 +253,8 @@ def test_a_row_without_any_allowed_token_fails_alone():
     assert result.tokens.tolist()[0] == 0
 
 
-def test_each_place_of_a_row_with_drafts_has_a_mask_of_its_own():
-    """What is sampled behind a draft is what its mask leaves, whatever the other places' say."""
+def test_each_place_of_a_row_with_drafts_has_its_own_mask():
+    """The mask of a place decides its token, whatever the masks of the other places allow."""
     rows, drafts = [(0, 0, 5, True), (1, 0, 3, True)], {0: [11, 12]}
     binds = [slot_init(n, [5, 9, 2], blocks=[1 + 2 * n, 2 + 2 * n]) for n in range(2)]
     free = runner_of().step(step_plan(4, bind=[binds[1]], rows=rows[1:])).tokens.tolist()
@@ -267,7 +276,7 @@ def test_masks_for_missing_places_are_refused(place):
 
 
 @pytest.mark.parametrize(
-    ("answer", "says"),
+    ("received", "message"),
     [
         (None, "the next message must hold its masks"),
         (masks_of(5, [{1}]), "the next message must hold its masks"),
@@ -275,7 +284,7 @@ def test_masks_for_missing_places_are_refused(place):
         (masks_of(4, [{1}], 33), "for 1 places"),
     ],
 )
-def test_masks_of_another_plan_are_refused(answer, says):
+def test_masks_of_another_plan_are_refused(received, message):
     plan = step_plan(4, bind=[bound(0)], rows=[(0, 0, 3, True)], masked=[0])
-    with pytest.raises(ValueError, match=says):
-        runner_of().step(plan, lambda: answer)
+    with pytest.raises(ValueError, match=message):
+        runner_of().step(plan, lambda: received)

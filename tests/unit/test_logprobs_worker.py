@@ -1,4 +1,5 @@
-"""Logprobs against torch's log_softmax in float64, and against plain Python for what is drawn."""
+"""Logprobs equal torch's log_softmax in float64, or plain Python for the distribution that is drawn
+from."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from msgspec.structs import astuple, replace
 from engine_core.schedule.row_results import row_results
 from protocol.messages import TokenLogprobs
 from protocol.sampling import SamplingParams
-from tests.support.distributions import kept
+from tests.support.distributions import filtered_distribution
 from tests.support.plans import GREEDY, slot_init, step_plan
 from tests.support.tiny_model import TinyModel, tiny_cache, tiny_runner, tiny_slots
 from worker.sampling.logprobs import CHUNK, score
@@ -24,7 +25,7 @@ def logits_of(rows: int, vocab: int, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("vocab", [7, 97, 49_152])
-def test_scores_are_those_of_the_softmax(vocab):
+def test_scores_equal_the_softmax(vocab):
     logits = logits_of(6, vocab)
     tokens = torch.arange(6) % vocab
     scores = score(logits, tokens, 5)
@@ -59,15 +60,15 @@ def test_equally_likely_tokens_are_reported_by_rising_id_and_share_a_rank():
     assert scores.ranks.tolist() == [1]
 
 
-def test_no_tops_may_be_asked_for():
+def test_a_score_can_have_no_top_tokens():
     scores = score(logits_of(2, 97), torch.tensor([0, 1]), 0)
     assert scores.top_ids.shape == scores.top_logprobs.shape == (2, 0)
 
 
 # ---- through the runner
 @dataclass
-class CountingTensor(TinyModel):
-    """Remembers how many rows of logits were made at once."""
+class CountingModel(TinyModel):
+    """A model that records how many rows of logits each call computed."""
 
     def __init__(self) -> None:
         super().__init__(max_len=400)
@@ -94,23 +95,23 @@ PROMPT = [5, 9, 2, 77, 31, 8, 64, 3, 3, 90]
 
 
 class RecordingModel(TinyModel):
-    """Keeps the logits that it made last."""
+    """A model that stores the logits of its last call."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        self.made = super().logits(hidden)
-        return self.made
+        self.last_logits = super().logits(hidden)
+        return self.last_logits
 
 
 def logits_after(prompt: list[int]) -> torch.Tensor:
-    """The model's logits of the token after `prompt`."""
+    """Return the model's logits for the token after `prompt`."""
     model = RecordingModel()
     plan = step_plan(bind=[bound(0, prompt, GREEDY)], rows=[(0, 0, len(prompt), True)])
     runner_of(model).step(plan)
-    return model.made[0]
+    return model.last_logits[0]
 
 
 def reference(tokens: list[int]) -> torch.Tensor:
-    """log_softmax after every position of `tokens`, each computed by a step of its own."""
+    """Return log_softmax after every position of `tokens`, each computed by its own step."""
     rows = []
     for position in range(len(tokens)):
         prompt = tokens[: position + 1]
@@ -118,26 +119,26 @@ def reference(tokens: list[int]) -> torch.Tensor:
     return torch.stack(rows)
 
 
-def test_prompt_logprobs_are_of_each_prompt_token_after_the_first_however_it_is_chunked():
+def test_every_prompt_token_after_the_first_has_a_logprob_however_the_prompt_is_chunked():
     expected = reference(PROMPT)
-    asks = SamplingParams(temperature=0.0, prompt_logprobs=2)
+    params = SamplingParams(temperature=0.0, prompt_logprobs=2)
     for cuts in ([0, 10], [0, 4, 10], [0, 1, 2, 9, 10]):
         runner = runner_of()
         ids, values, tops = [], [], []
         for nth, (start, stop) in enumerate(pairwise(cuts)):
             plan = step_plan(
-                bind=[bound(2, PROMPT, asks)] if not nth else [],
+                bind=[bound(2, PROMPT, params)] if not nth else [],
                 rows=[(2, start, stop - start, stop == len(PROMPT))],
             )
-            told = runner.step(plan).prompt_logprobs
-            if told is None:
+            columns = runner.step(plan).prompt_logprobs
+            if columns is None:
                 assert start == len(PROMPT) - 1
                 continue
-            assert set(told.rows.tolist()) == {0}
-            assert set(told.counts.tolist()) == {2}
-            ids += told.ids.tolist()
-            values += told.logprobs.tolist()
-            tops += told.top_ids.tolist()
+            assert set(columns.rows.tolist()) == {0}
+            assert set(columns.counts.tolist()) == {2}
+            ids += columns.ids.tolist()
+            values += columns.logprobs.tolist()
+            tops += columns.top_ids.tolist()
         assert ids == PROMPT[1:]
         best = expected.argsort(-1, descending=True)[:-1, :2]
         assert tops == best.flatten().tolist()
@@ -145,23 +146,23 @@ def test_prompt_logprobs_are_of_each_prompt_token_after_the_first_however_it_is_
         torch.testing.assert_close(torch.tensor(values).double(), wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_prompt_logprobs_are_only_of_rows_that_request_them():
-    asks = SamplingParams(temperature=0.0, prompt_logprobs=0, logprobs=1)
+def test_only_rows_that_request_prompt_logprobs_have_them():
+    params = SamplingParams(temperature=0.0, prompt_logprobs=0, logprobs=1)
     runner = runner_of()
     result = runner.step(
         step_plan(
             bind=[
                 bound(0, PROMPT, GREEDY),
-                bound(1, PROMPT, asks, prompt_tokens=4),
-                bound(3, [4, 4, 4], asks),
+                bound(1, PROMPT, params, prompt_tokens=4),
+                bound(3, [4, 4, 4], params),
             ],
             rows=[(0, 0, 10, True), (1, 0, 10, True), (3, 0, 3, True)],
         )
     )
-    told = result.prompt_logprobs
-    assert told.rows.tolist() == [1, 1, 1, 2, 2]
-    assert told.ids.tolist() == [9, 2, 77, 4, 4]
-    assert told.top_ids.shape == (5, 0)
+    columns = result.prompt_logprobs
+    assert columns.rows.tolist() == [1, 1, 1, 2, 2]
+    assert columns.ids.tolist() == [9, 2, 77, 4, 4]
+    assert columns.top_ids.shape == (5, 0)
     assert result.logprobs.rows.tolist() == [1, 2]
     assert result.logprobs.ids.tolist() == result.tokens.tolist()[1:]
     assert result.logprobs.ranks.tolist() == [1, 1]
@@ -173,58 +174,58 @@ def test_logprobs_are_of_the_unmodified_logits():
     bent = SamplingParams(
         temperature=0.0, logprobs=3, logit_bias={50: 100.0}, repetition_penalty=1.5
     )
-    told = []
+    results = []
     for params in (plain, bent):
         plan = step_plan(bind=[bound(0, PROMPT, params)], rows=[(0, 0, 10, True)])
-        told.append(runner_of().step(plan))
-    assert told[1].tokens.tolist() == [50]
-    assert told[0].logprobs.top_ids == told[1].logprobs.top_ids
-    assert told[0].logprobs.top_logprobs == told[1].logprobs.top_logprobs
-    assert told[1].logprobs.ranks.tolist()[0] > 1
+        results.append(runner_of().step(plan))
+    assert results[1].tokens.tolist() == [50]
+    assert results[0].logprobs.top_ids == results[1].logprobs.top_ids
+    assert results[0].logprobs.top_logprobs == results[1].logprobs.top_logprobs
+    assert results[1].logprobs.ranks.tolist()[0] > 1
 
 
 def test_long_prompts_are_scored_a_chunk_of_logits_at_a_time():
-    model = CountingTensor()
+    model = CountingModel()
     slots = tiny_slots(4)
     runner = tiny_runner(slots, tiny_cache(40), model)
-    asks = SamplingParams(temperature=0.0, prompt_logprobs=1)
+    params = SamplingParams(temperature=0.0, prompt_logprobs=1)
     tokens = [[(7 * i + slot) % 97 for i in range(36)] for slot in range(4)]
     plan = step_plan(
-        bind=[bound(slot, tokens[slot], asks) for slot in range(4)],
+        bind=[bound(slot, tokens[slot], params) for slot in range(4)],
         rows=[(slot, 0, 36, True) for slot in range(4)],
     )
-    told = runner.step(plan).prompt_logprobs
-    assert told.ids.tolist() == [token for row in tokens for token in row[1:]]
+    columns = runner.step(plan).prompt_logprobs
+    assert columns.ids.tolist() == [token for row in tokens for token in row[1:]]
     assert max(model.sizes) <= CHUNK
     assert sum(model.sizes) == 4 * 35 + 4
 
 
 def test_logprobs_of_named_tokens_are_in_the_requests_order():
-    asks = [
+    requests = [
         SamplingParams(temperature=0.0, logprob_token_ids=[60, 4, 33], logprobs=2),
         GREEDY,
         SamplingParams(temperature=0.0, logprob_token_ids=[96], logit_bias={96: 50.0}),
         SamplingParams(temperature=0.0, logprobs=0),
     ]
     plan = step_plan(
-        bind=[bound(slot, PROMPT, params) for slot, params in enumerate(asks)],
+        bind=[bound(slot, PROMPT, params) for slot, params in enumerate(requests)],
         rows=[(slot, 0, len(PROMPT), True) for slot in range(4)],
     )
-    told = runner_of().step(plan).logprobs
-    assert told.rows.tolist() == [0, 2, 3]
-    assert told.counts.tolist() == [2, 0, 0]
-    assert told.asked_counts.tolist() == [3, 1, 0]
+    columns = runner_of().step(plan).logprobs
+    assert columns.rows.tolist() == [0, 2, 3]
+    assert columns.counts.tolist() == [2, 0, 0]
+    assert columns.asked_counts.tolist() == [3, 1, 0]
     expected = reference(PROMPT)[-1]
-    values = torch.tensor(told.asked.tolist()).view(3, 3).double()
+    values = torch.tensor(columns.asked.tolist()).view(3, 3).double()
     torch.testing.assert_close(values[0], expected[[60, 4, 33]], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(values[1, :1], expected[[96]], rtol=1e-4, atol=1e-4)
 
 
 def test_without_named_tokens_no_column_for_them_is_sent():
-    asks = SamplingParams(temperature=0.0, logprobs=1)
-    plan = step_plan(bind=[bound(0, PROMPT, asks)], rows=[(0, 0, len(PROMPT), True)])
-    told = runner_of().step(plan).logprobs
-    assert (told.asked_counts, told.asked) == (None, None)
+    params = SamplingParams(temperature=0.0, logprobs=1)
+    plan = step_plan(bind=[bound(0, PROMPT, params)], rows=[(0, 0, len(PROMPT), True)])
+    columns = runner_of().step(plan).logprobs
+    assert (columns.asked_counts, columns.asked) == (None, None)
 
 
 # ---- of the distribution that a token is drawn from
@@ -242,12 +243,12 @@ BENT = SamplingParams(
 
 
 def raw_logits() -> list[float]:
-    """What the model says after PROMPT."""
+    """Return the model's logits after PROMPT."""
     return [float(x) for x in logits_after(PROMPT)]
 
 
 def bent(params: SamplingParams) -> list[float]:
-    """Logits after bias, penalties and bans, one token at a time."""
+    """Return the logits after bias, penalties and bans, computed token by token."""
     logits = raw_logits()
     for token, value in params.logit_bias.items():
         logits[token] += value
@@ -259,11 +260,11 @@ def bent(params: SamplingParams) -> list[float]:
     return logits
 
 
-def logprobs_told(*asks: SamplingParams) -> list[TokenLogprobs]:
-    """Return the logprobs of one sampled token of each, as the engine receives them."""
+def logprobs_of_one_token(*requests: SamplingParams) -> list[TokenLogprobs]:
+    """Return the logprobs of one sampled token of each request, as the engine receives them."""
     plan = step_plan(
-        bind=[bound(slot, PROMPT, params) for slot, params in enumerate(asks)],
-        rows=[(slot, 0, len(PROMPT), True) for slot in range(len(asks))],
+        bind=[bound(slot, PROMPT, params) for slot, params in enumerate(requests)],
+        rows=[(slot, 0, len(PROMPT), True) for slot in range(len(requests))],
     )
     return [
         entry for outcome in row_results(plan, runner_of().step(plan)) for entry in outcome.logprobs
@@ -282,23 +283,29 @@ def logprobs_told(*asks: SamplingParams) -> list[TokenLogprobs]:
     ],
 )
 def test_sampling_logprobs_are_the_distribution_after_every_parameter(params):
-    (told,) = logprobs_told(replace(params, logprobs_of="sampling"))
-    shares = {token: math.log(share) for token, share in kept(bent(params), params).items()}
+    (entry,) = logprobs_of_one_token(replace(params, logprobs_of="sampling"))
+    shares = {
+        token: math.log(share)
+        for token, share in filtered_distribution(bent(params), params).items()
+    }
     best = sorted(shares, key=lambda token: -shares[token])
-    assert told.logprob == pytest.approx(shares[told.token_id], abs=1e-4)
-    assert best[told.rank - 1] == told.token_id
-    assert told.top_ids == best[: params.logprobs]
-    assert told.top_logprobs == pytest.approx([shares[t] for t in told.top_ids], abs=1e-4)
-    asked = [shares.get(token, -math.inf) for token in params.logprob_token_ids]
-    assert told.asked_logprobs == pytest.approx(asked, abs=1e-4)
-    assert told.drawn_logprobs == []
+    assert entry.logprob == pytest.approx(shares[entry.token_id], abs=1e-4)
+    assert best[entry.rank - 1] == entry.token_id
+    assert entry.top_ids == best[: params.logprobs]
+    assert entry.top_logprobs == pytest.approx([shares[t] for t in entry.top_ids], abs=1e-4)
+    named = [shares.get(token, -math.inf) for token in params.logprob_token_ids]
+    assert entry.asked_logprobs == pytest.approx(named, abs=1e-4)
+    assert entry.drawn_logprobs == []
 
 
 def test_both_logprobs_are_the_models_and_the_drawn_ones_of_the_same_tokens():
-    (model,), (drawn,) = logprobs_told(BENT), logprobs_told(replace(BENT, logprobs_of="sampling"))
-    (both,) = logprobs_told(replace(BENT, logprobs_of="both"))
+    (model,), (drawn,) = (
+        logprobs_of_one_token(BENT),
+        logprobs_of_one_token(replace(BENT, logprobs_of="sampling")),
+    )
+    (both,) = logprobs_of_one_token(replace(BENT, logprobs_of="both"))
     assert replace(both, drawn_logprobs=[]) == model
-    shares = kept(bent(BENT), BENT)
+    shares = filtered_distribution(bent(BENT), BENT)
     ids = [both.token_id, *both.top_ids, *BENT.logprob_token_ids]
     wanted = [math.log(shares[t]) if t in shares else -math.inf for t in ids]
     assert both.drawn_logprobs == pytest.approx(wanted, abs=1e-4)
@@ -308,15 +315,20 @@ def test_both_logprobs_are_the_models_and_the_drawn_ones_of_the_same_tokens():
 
 def test_rows_with_different_distributions_do_not_mix():
     plain = SamplingParams(logprobs=2, logprobs_of="both")
-    asks = [replace(BENT, logprobs_of="both"), replace(BENT, logprobs_of="sampling"), GREEDY, plain]
-    together = logprobs_told(*asks)
-    alone = [entry for ask in asks for entry in logprobs_told(ask)]
+    requests = [
+        replace(BENT, logprobs_of="both"),
+        replace(BENT, logprobs_of="sampling"),
+        GREEDY,
+        plain,
+    ]
+    together = logprobs_of_one_token(*requests)
+    alone = [entry for params in requests for entry in logprobs_of_one_token(params)]
     for entry, wanted in zip(together, alone, strict=True):
-        for told, value in zip(astuple(entry), astuple(wanted), strict=True):
-            assert told == pytest.approx(value, abs=1e-5)
+        for found, value in zip(astuple(entry), astuple(wanted), strict=True):
+            assert found == pytest.approx(value, abs=1e-5)
     assert [len(entry.drawn_logprobs) for entry in together] == [24, 0, 3]
 
 
 def test_without_filters_and_at_temperature_one_both_distributions_are_the_same():
-    (told,) = logprobs_told(SamplingParams(logprobs=9, logprobs_of="both"))
-    assert told.drawn_logprobs == [told.logprob, *told.top_logprobs]
+    (entry,) = logprobs_of_one_token(SamplingParams(logprobs=9, logprobs_of="both"))
+    assert entry.drawn_logprobs == [entry.logprob, *entry.top_logprobs]

@@ -1,4 +1,4 @@
-"""One step: its tensors, the order of its work, what it reads back, and what it reports."""
+"""One step: its tensors, the order of its work, its readback, and its result."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ def bound(slot: int, tokens: list[int] = PROMPT, **more):
 
 def test_a_sampled_token_is_the_next_input_without_ever_being_sent_back():
     runner = runner_of()
-    said = list(PROMPT)
+    known = list(PROMPT)
     plan = step_plan(bind=[bound(0)], rows=[(0, 0, 5, True)])
     for position in range(5, 10):
-        said += runner.step(plan).tokens.tolist()
+        known += runner.step(plan).tokens.tolist()
         plan = step_plan(rows=[(0, position, 1, True)])
     whole = runner_of()
-    plan = step_plan(bind=[bound(1, said[:-1])], rows=[(1, 0, len(said) - 1, True)])
-    assert whole.step(plan).tokens.tolist() == said[-1:]
+    plan = step_plan(bind=[bound(1, known[:-1])], rows=[(1, 0, len(known) - 1, True)])
+    assert whole.step(plan).tokens.tolist() == known[-1:]
 
 
-def test_a_slot_may_change_hands_within_one_plan():
+def test_a_plan_can_release_a_slot_and_bind_it_again():
     runner = runner_of(max_slots=1)
     runner.step(step_plan(bind=[bound(0, [8] * 9)], rows=[(0, 0, 9, True)]))
     plan = step_plan(
@@ -74,7 +74,7 @@ def test_blocks_are_appended_before_the_step_that_writes_them():
     assert growing.step(plan).tokens == expected.tokens
 
 
-def test_a_step_may_sample_nothing_or_only_release():
+def test_a_step_can_sample_nothing_or_only_release():
     runner = runner_of()
     result = runner.step(step_plan(7, bind=[bound(0)], rows=[(0, 0, 4, False)]))
     assert (result.step, result.tokens.tolist(), result.logprobs) == (7, [], None)
@@ -82,7 +82,7 @@ def test_a_step_may_sample_nothing_or_only_release():
     assert (result.step, result.tokens.tolist(), result.failed.tolist()) == (8, [], [])
 
 
-def test_tokens_come_in_the_order_of_the_sampled_rows():
+def test_tokens_are_in_the_order_of_the_sampled_rows():
     runner = runner_of()
     binds = [bound(0), bound(1, [4, 4]), bound(2, [60, 61, 62])]
     rows = [(2, 0, 3, True), (0, 0, 5, False), (1, 0, 2, True)]
@@ -95,7 +95,7 @@ def test_tokens_come_in_the_order_of_the_sampled_rows():
 
 
 class BrokenModel(TinyModel):
-    """The token 90 turns every number it touches into NaN."""
+    """A model in which token 90 turns every number that it reaches into NaN."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ def test_a_sampled_row_with_non_finite_logits_fails_alone(temperature):
 
 
 @pytest.mark.parametrize(
-    ("plan", "says"),
+    ("plan", "message"),
     [
         (step_plan(release=[(1, 1)]), "slot 1 is free"),
         (step_plan(release=[(0, 2)]), "slot 0 is bound to generation 1; generation 2 cannot"),
@@ -123,10 +123,10 @@ def test_a_sampled_row_with_non_finite_logits_fails_alone(temperature):
         (step_plan(bind=[bound(0, generation=5)]), "already bound"),
     ],
 )
-def test_a_plan_that_contradicts_the_slots_is_refused(plan, says):
+def test_a_plan_that_contradicts_the_slots_is_refused(plan, message):
     runner = runner_of()
     runner.step(step_plan(bind=[bound(0)], rows=[(0, 0, 5, True)]))
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         runner.step(plan)
 
 
@@ -163,13 +163,13 @@ NOTHING = {"temperature": 0.0, "top_p": 0.5, "top_k": 3, "min_p": 0.1, "max_toke
     ],
 )
 def test_each_requested_feature_has_its_bit(params: dict[str, object], bits: int) -> None:
-    asked = SamplingParams(**{**NOTHING, **params})  # type: ignore[arg-type]
-    assert features.features_of(slot_init(0, [1], params=asked)) == bits
+    requested = SamplingParams(**{**NOTHING, **params})  # type: ignore[arg-type]
+    assert features.features_of(slot_init(0, [1], params=requested)) == bits
 
 
 # ---- readback
-class ReadbackPlace:
-    """A place in a queue that the test moves up to."""
+class FakeDeviceEvent:
+    """An event in a device's queue, which the test sets."""
 
     is_reached = False
 
@@ -188,12 +188,12 @@ def test_on_the_cpu_a_copy_is_the_tensor_itself_and_a_step_is_done_at_once():
     readback.wait()
 
 
-def test_a_launched_step_is_done_when_its_own_place_is_reached():
-    places: list[ReadbackPlace] = []
+def test_a_launched_step_is_done_when_its_own_event_is_reached():
+    events: list[FakeDeviceEvent] = []
 
-    def mark(device: torch.device) -> ReadbackPlace:
-        places.append(ReadbackPlace())
-        return places[-1]
+    def mark(device: torch.device) -> FakeDeviceEvent:
+        events.append(FakeDeviceEvent())
+        return events[-1]
 
     runner = tiny_runner(tiny_slots(2), tiny_cache(9), mark=mark)
     init = slot_init(0, [4, 5], blocks=[1], params=GREEDY)
@@ -202,7 +202,7 @@ def test_a_launched_step_is_done_when_its_own_place_is_reached():
     assert not one.is_done
     assert one.result().step == 1
     assert one.is_done
-    assert not two.is_done, "to read a step waits for no later one"
+    assert not two.is_done, "reading a step waits for no later one"
 
 
 def columns(**more: Any) -> LogprobColumns:
@@ -236,18 +236,19 @@ def test_every_tensor_of_the_columns_is_copied_and_nothing_else_changes(more):
 
 
 def test_columns_report_no_more_top_tokens_than_are_possible():
-    told = columns().to_message()
-    assert told.counts.tolist() == [1, 0]
-    assert told.rows.tolist() == [0, 2]
-    assert told.top_ids.shape == (2, 2)
-    assert told.asked is None
-    assert told.drawn_at is None
+    message = columns().to_message()
+    assert message.counts.tolist() == [1, 0]
+    assert message.rows.tolist() == [0, 2]
+    assert message.top_ids.shape == (2, 2)
+    assert message.asked is None
+    assert message.drawn_at is None
 
 
 # ---- the tensors of a step
 @dataclass
 class BatchRow:
-    """A row in plain Python: its slot, tokens and blocks, what is computed, whether sampled."""
+    """A row in plain Python: its slot, tokens and blocks, the computed positions, and whether it
+    samples."""
 
     slot: int
     tokens: list[int]
@@ -259,7 +260,7 @@ class BatchRow:
 
 @dataclass
 class Naive:
-    """What the batch must say, list by list."""
+    """The expected batch, as plain lists."""
 
     token_ids: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
@@ -330,7 +331,7 @@ def steps(draw) -> list[BatchRow]:
         tokens = draw(st.lists(st.integers(0, 96), min_size=known, max_size=known))
         needed = -(-known // BLOCK_TOKENS)
         blocks = draw(st.lists(st.integers(1, 500), min_size=needed, max_size=needed, unique=True))
-        # A row may own blocks for less than all it knows; what it computes is covered.
+        # The blocks must cover the computed positions, but not all known tokens.
         blocks = blocks[: -(-(start + count) // BLOCK_TOKENS)]
         rows.append(BatchRow(slot, tokens, blocks, start, count, draw(st.booleans())))
     return sorted(rows, key=lambda row: row.count != 1)
@@ -358,14 +359,14 @@ def test_shapes_and_types_are_those_that_attention_expects():
     }
 
 
-def test_a_step_may_sample_nothing():
+def test_a_batch_can_have_no_sampled_row():
     rows = [BatchRow(0, [5, 6, 7], [3], 0, 2, False)]
     batch = build_batch(plan_of(rows), table_of(rows), block_tokens=BLOCK_TOKENS)
     assert batch.sampled.last.shape == (0,)
 
 
 @pytest.mark.parametrize(("known", "sampled"), [(MAX_LEN + 1, False), (MAX_LEN, True)])
-def test_a_row_that_would_leave_its_slot_is_refused(known, sampled):
+def test_a_row_beyond_its_slot_is_refused(known, sampled):
     table = table_of([BatchRow(0, [5] * MAX_LEN, [1] * 12, 0, 1, False)])
     with pytest.raises(ValueError, match=f"exceeds {MAX_LEN} tokens"):
         build_batch(step_plan(rows=[(0, known - 1, 1, sampled)]), table, block_tokens=BLOCK_TOKENS)

@@ -1,7 +1,7 @@
-"""Rows with drafts say what plain decoding says, token and logprobs, for every parameter.
+"""Rows with drafts give the tokens and logprobs of plain decoding, for all parameters.
 
-Plain decoding is the slow twin: one token a step. Beside it the same request runs with drafts
-that are right, partly right or wrong, in slots and blocks full of poison.
+Plain decoding, with one token per step, is the slow reference. The same request also runs with
+drafts that are right, partly right or wrong, in slots and blocks that are full of poison.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ SPECS = [
 
 
 @dataclass
-class DraftedStep:
+class DraftedAnswer:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[tuple[object, ...]] = field(default_factory=list)
     steps: int = 0
 
-    def take(self, result: StepResult) -> None:
+    def add(self, result: StepResult) -> None:
         self.steps += 1
         self.tokens += result.tokens.tolist()
         if result.logprobs is not None:
@@ -57,19 +57,19 @@ class DraftedStep:
 
 
 def entries(result: StepResult) -> list[tuple[object, ...]]:
-    """Per token: its row, id, rank and top ids, and then all numbers, rounded as floats may be."""
+    """Return for each token its id, its rank, the top ids, and all its logprobs."""
     columns = result.logprobs
     width, count = columns.top_ids.shape[1], len(columns.ids)
     numbers = [columns.logprobs, columns.top_logprobs, columns.asked, columns.drawn]
-    told: list[tuple[object, ...]] = []
+    found: list[tuple[object, ...]] = []
     for i in range(count):
         values = []
         for column in filter(None, numbers):
             each = len(column.tolist()) // count
             values += column.tolist()[i * each : (i + 1) * each]
         top = columns.top_ids.tolist()[i * width : (i + 1) * width]
-        told.append((columns.ids.tolist()[i], columns.ranks.tolist()[i], top, values))
-    return told
+        found.append((columns.ids.tolist()[i], columns.ranks.tolist()[i], top, values))
+    return found
 
 
 def runner_of(model: TinyModel | None = None) -> Runner:
@@ -85,22 +85,24 @@ def binding(slot: int, params: SamplingParams, seed: int):
     return init, list(blocks)
 
 
-def plain(params: SamplingParams, seed: int) -> DraftedStep:
-    """One token a step."""
-    runner, told = runner_of(), DraftedStep()
+def plain(params: SamplingParams, seed: int) -> DraftedAnswer:
+    """Return the answer of plain decoding: one token per step."""
+    runner, answer = runner_of(), DraftedAnswer()
     init, blocks = binding(0, params, seed)
-    told.take(runner.step(step_plan(bind=[init], zero=blocks, rows=[(0, 0, len(PROMPT), True)])))
-    while len(told.tokens) < NUM_NEW:
-        told.take(runner.step(step_plan(rows=[(0, len(PROMPT) + len(told.tokens) - 1, 1, True)])))
-    return told
+    answer.add(runner.step(step_plan(bind=[init], zero=blocks, rows=[(0, 0, len(PROMPT), True)])))
+    while len(answer.tokens) < NUM_NEW:
+        answer.add(
+            runner.step(step_plan(rows=[(0, len(PROMPT) + len(answer.tokens) - 1, 1, True)]))
+        )
+    return answer
 
 
-def guessed(
+def with_drafts(
     params: SamplingParams, seed: int, answer: list[int], rng: random.Random
-) -> DraftedStep:
-    """The same in a slot that had another occupant, with drafts, some of which are wrong, and with
-    a neighbour that has none."""
-    runner, told = runner_of(), DraftedStep()
+) -> DraftedAnswer:
+    """Return the answer decoded with drafts, some of which are wrong. Its slot had another occupant
+    before, and a neighbour in the batch has no drafts."""
+    runner, drafted = runner_of(), DraftedAnswer()
     other, other_blocks = binding(1, SamplingParams(temperature=1.0), seed=9)
     before, blocks = binding(2, SamplingParams(temperature=0.5, repetition_penalty=2.0), seed=8)
     rows = [(1, 0, len(PROMPT), True), (2, 0, len(PROMPT), True)]
@@ -114,24 +116,25 @@ def guessed(
         release=[(2, 1)], bind=[init], zero=blocks, rows=[(2, 0, at, True), (1, at, 1, True)]
     )
     result = runner.step(plan)
-    told.take(only_last(result))
+    drafted.add(only_last(result))
     num_other = 2
-    while len(told.tokens) < NUM_NEW:
-        done = len(told.tokens)
+    while len(drafted.tokens) < NUM_NEW:
+        done = len(drafted.tokens)
         drafts = answer[done : done + rng.randrange(min(7, NUM_NEW - done))]
         if drafts and rng.random() < 0.5:
             wrong = rng.randrange(len(drafts))
             drafts[wrong] = (drafts[wrong] + 1 + rng.randrange(VOCAB - 1)) % VOCAB
         rows = [(1, at + num_other - 1, 1, True), (2, at + done - 1, 1 + len(drafts), True)]
         result = runner.step(step_plan(rows=rows, drafts={2: drafts}))
-        told.take(only_last(result))
+        drafted.add(only_last(result))
         num_other += 1
-        assert result.counts.tolist() == [1, len(told.tokens) - done]
-    return told
+        assert result.counts.tolist() == [1, len(drafted.tokens) - done]
+    return drafted
 
 
 def only_last(result: StepResult) -> StepResult:
-    """Without the neighbour's token, which is the first; it asks for no logprobs."""
+    """Return the result without the neighbour's token, which is the first. The neighbour requests
+    no logprobs."""
     return replace(result, tokens=Int32.of(result.tokens.tolist()[1:]))
 
 
@@ -140,18 +143,18 @@ def test_drafts_change_neither_tokens_nor_logprobs(params: SamplingParams) -> No
     steps = 0
     for seed in range(4):
         slow = plain(params, seed)
-        fast = guessed(params, seed, slow.tokens, random.Random(seed))
+        fast = with_drafts(params, seed, slow.tokens, random.Random(seed))
         steps += fast.steps
         assert fast.tokens == slow.tokens
         assert len(fast.logprobs) == len(slow.logprobs)
         for one, two in zip(slow.logprobs, fast.logprobs, strict=True):
             assert one[:3] == two[:3]
             assert one[3] == pytest.approx(two[3], rel=1e-4, abs=1e-5)
-    assert steps < 4 * NUM_NEW * 0.7, "drafts that are right save steps"
+    assert steps < 4 * NUM_NEW * 0.7, "right drafts save steps"
 
 
 class BrokenDraftModel(TinyModel):
-    """The token 90 turns every number it touches into NaN."""
+    """A model in which token 90 turns every number that it reaches into NaN."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -187,14 +190,15 @@ def test_drafts_without_a_known_token_or_a_sample_are_refused(rows, drafts) -> N
 
 # ---- verify
 def row_by_row(rows: list[list[tuple[int, bool, int]]]) -> tuple[list[int], list[int]]:
-    """Return places and counts as `verify` does; `rows` holds (token, finite, guess) per place."""
+    """Return places and counts as `verify` does. `rows` holds (token, is finite, draft) for each
+    place."""
     places: list[int] = []
     counts: list[int] = []
     place = 0
     for row in rows:
         count = 1
-        for token, finite, guess in row[:-1]:
-            if token != guess or not finite:
+        for token, finite, draft in row[:-1]:
+            if token != draft or not finite:
                 break
             count += 1
         places += range(place, place + count)
@@ -204,8 +208,8 @@ def row_by_row(rows: list[list[tuple[int, bool, int]]]) -> tuple[list[int], list
 
 
 def verified(rows: list[list[tuple[int, bool, int]]]) -> VerifiedDrafts:
-    tokens, finite, guesses = zip(*(place for row in rows for place in row), strict=True)
-    return verify(np.array(tokens), np.array(finite), np.array(guesses))
+    tokens, finite, drafts = zip(*(place for row in rows for place in row), strict=True)
+    return verify(np.array(tokens), np.array(finite), np.array(drafts))
 
 
 SMALL = st.tuples(st.integers(0, 1), st.sampled_from([True, True, True, False]), st.integers(0, 1))
@@ -248,23 +252,23 @@ def bound_to(slot: int, tokens: list[int], **more):
 
 
 def alone(model: TinyModel, tokens: list[int], count: int) -> list[int]:
-    """The slow twin: the model's own greedy answer, one token a step."""
+    """Return the model's greedy answer, decoded with one token per step."""
     runner = tiny_runner(tiny_slots(1), tiny_cache(1 + BLOCKS), model)
     init, blocks = bound_to(0, tokens)
-    said = runner.step(
+    answer = runner.step(
         step_plan(bind=[init], zero=blocks, rows=[(0, 0, len(tokens), True)])
     ).tokens.tolist()
-    while len(said) < count:
-        plan = step_plan(rows=[(0, len(tokens) + len(said) - 1, 1, True)])
-        said += runner.step(plan).tokens.tolist()
-    return said
+    while len(answer) < count:
+        plan = step_plan(rows=[(0, len(tokens) + len(answer) - 1, 1, True)])
+        answer += runner.step(plan).tokens.tolist()
+    return answer
 
 
 def proposed(result: StepResult) -> list[int]:
     return result.proposed.tolist()
 
 
-def test_the_draft_model_guesses_after_a_prompt_as_it_would_answer() -> None:
+def test_the_draft_model_proposes_its_own_greedy_answer() -> None:
     init, blocks = bound_to(0, PROMPT)
     plan = step_plan(bind=[init], zero=blocks, rows=[(0, 0, 5, True)], follow={0: (0, 4)})
     result = runner_with_draft_model().step(plan)
@@ -284,7 +288,7 @@ def test_a_step_with_a_draft_model_has_the_same_tokens_and_logprobs() -> None:
 
 
 def test_rows_request_different_numbers_of_proposals() -> None:
-    """Slot 1 has an incomplete prompt; the draft model does not follow slot 2."""
+    """Slot 1 has an incomplete prompt. The draft model does not follow slot 2 in the first step."""
     runner = runner_with_draft_model()
     (one, a), (two, b), (three, c) = (
         bound_to(slot, tokens) for slot, tokens in enumerate((PROMPT, [*OTHER, 1, 2], OTHER))
@@ -300,16 +304,18 @@ def test_rows_request_different_numbers_of_proposals() -> None:
     rows = [(0, 5, 1, True), (1, 3, 2, True), (2, 3, 1, True)]
     follow = {0: (6, 1), 1: (3, 5), 2: (0, 3)}
     result = runner.step(step_plan(rows=rows, follow=follow))
-    said = result.tokens.tolist()  # rows of one token come first
-    guesses = proposed(result)
-    assert guesses[:1] == alone(model, [*PROMPT, first, said[0]], 1)
-    assert guesses[1:4] == alone(model, [*OTHER, third, said[1]], 3), "after it lagged behind"
-    assert guesses[4:] == alone(model, [*OTHER, 1, 2, said[2]], 5)
+    tokens = result.tokens.tolist()  # rows of one token come first
+    proposals = proposed(result)
+    assert proposals[:1] == alone(model, [*PROMPT, first, tokens[0]], 1)
+    assert proposals[1:4] == alone(model, [*OTHER, third, tokens[1]], 3), (
+        "after the draft model lagged behind"
+    )
+    assert proposals[4:] == alone(model, [*OTHER, 1, 2, tokens[2]], 5)
 
 
 @pytest.mark.parametrize("right", range(5))
 def test_the_draft_model_continues_after_the_last_right_draft(right: int) -> None:
-    """What it had computed for its own guesses is computed again, or was right."""
+    """K/V that the draft model computed for wrong proposals is computed again."""
     runner, model = runner_with_draft_model(), TinyModel(seed=8)
     init, blocks = bound_to(0, PROMPT)
     plan = step_plan(bind=[init], zero=blocks, rows=[(0, 0, 5, True)], follow={0: (0, 4)})
@@ -318,13 +324,13 @@ def test_the_draft_model_continues_after_the_last_right_draft(right: int) -> Non
     drafts = answer[:right] + [(token + 1) % 97 for token in answer[right:4]]
     plan = step_plan(rows=[(0, 5, 5, True)], drafts={0: drafts}, follow={0: (6, 3)})
     result = runner.step(plan)
-    said = result.tokens.tolist()
-    assert said == answer[: right + 1]
-    assert proposed(result) == alone(model, known + said, 3)
+    tokens = result.tokens.tolist()
+    assert tokens == answer[: right + 1]
+    assert proposed(result) == alone(model, known + tokens, 3)
 
 
 def test_shared_blocks_hold_the_draft_models_keys() -> None:
-    """A request that found its prompt's blocks is followed from there."""
+    """A request whose prompt was found in the prefix cache is followed from there."""
     runner, tokens = runner_with_draft_model(), [*PROMPT, 4, 8, 15, 16]
     init, blocks = bound_to(0, tokens)
     runner.step(step_plan(bind=[init], zero=blocks, rows=[(0, 0, 9, True)], follow={0: (0, 1)}))
@@ -343,7 +349,7 @@ def test_a_padded_draft_vocabulary_proposes_only_real_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("follow", "says"),
+    ("follow", "message"),
     [
         ({0: (-1, 2)}, "can have proposals"),
         ({0: (0, -1)}, "can have proposals"),
@@ -352,16 +358,16 @@ def test_a_padded_draft_vocabulary_proposes_only_real_tokens() -> None:
         ({1: (0, 1)}, "can have proposals"),
     ],
 )
-def test_a_plan_that_contradicts_itself_is_refused(follow, says) -> None:
+def test_a_plan_that_contradicts_itself_is_refused(follow, message) -> None:
     (one, a), (two, b) = bound_to(0, PROMPT), bound_to(1, OTHER)
     plan = step_plan(
         bind=[one, two], zero=a + b, rows=[(0, 0, 5, True), (1, 0, 2, False)], follow=follow
     )
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         runner_with_draft_model().step(plan)
 
 
-def test_a_worker_without_a_draft_model_refuses_to_follow() -> None:
+def test_a_worker_without_a_draft_model_refuses_plans_that_use_one() -> None:
     init, blocks = bound_to(0, PROMPT)
     plan = step_plan(bind=[init], zero=blocks, rows=[(0, 0, 5, True)], follow={0: (0, 1)})
     with pytest.raises(ValueError, match="no draft model"):

@@ -1,4 +1,4 @@
-"""The engine's slots: each allocation has a generation of its own, and ends once."""
+"""The engine's slots: each allocation has its own generation and is released once."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The slot table: one entry, one declared list, generations, no value that outlives its owner;
-and the walk that finds per-slot tensors outside it."""
+"""The slot table: how slots are bound, and that no value outlives its request. Also the search for
+per-slot tensors outside the table."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def scalar(name: str, **more: Any) -> SlotField:
 
 
 def rows(table: SlotTable, slot: int) -> dict[str, list[object]]:
-    """What readers may see of a slot's row: guarded rows up to their count."""
+    """Return what readers can see of a slot's row: guarded rows only up to their count."""
     seen = {}
     for name, field in table.fields.items():
         row = table[name][slot]
@@ -140,7 +140,7 @@ def test_many_slots_are_bound_in_one_flush_and_others_are_left_alone():
     ]
 
 
-def test_appended_blocks_stand_where_the_plan_says():
+def test_appended_blocks_are_at_the_plans_indexes():
     table = tiny_slots(3)
     table.bind(slot_init(0, [1], blocks=[7]))
     table.flush()
@@ -192,7 +192,7 @@ def test_a_binding_released_before_the_flush_leaves_no_trace():
     assert table["token_ids"][0, :3].tolist() == [1, 0, 0]
 
 
-def test_items_staged_for_an_owner_that_left_do_not_reach_the_next():
+def test_items_staged_for_a_released_owner_do_not_reach_the_next():
     table = tiny_slots(2)
     table.bind(slot_init(0, [1], blocks=[7], generation=1))
     table.bind(slot_init(1, [1], blocks=[8], generation=1))
@@ -204,7 +204,7 @@ def test_items_staged_for_an_owner_that_left_do_not_reach_the_next():
 
 
 @pytest.mark.parametrize(
-    ("init", "says"),
+    ("init", "message"),
     [
         (slot_init(2, [1]), "slot 2 does not exist"),
         (slot_init(-1, [1]), "slot -1"),
@@ -215,14 +215,14 @@ def test_items_staged_for_an_owner_that_left_do_not_reach_the_next():
         (slot_init(1, [1], generation=4, stop_ids=[1] * 200), "do not fit into stop_ids"),
     ],
 )
-def test_a_plan_that_contradicts_the_table_is_refused_and_changes_nothing(init: SlotInit, says):
+def test_a_plan_that_contradicts_the_table_is_refused_and_changes_nothing(init: SlotInit, message):
     table = tiny_slots(2)
     table.bind(slot_init(0, [5], generation=3))
     table.bind(slot_init(1, [6], generation=3))
     table.flush()
     table.release(1, 3)
     before = [tensor.clone() for tensor in table.tensors()]
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         table.bind(init)
     table.flush()
     assert all(map(torch.equal, before, table.tensors()))
@@ -306,8 +306,9 @@ def test_a_derived_field_is_rebuilt_from_the_new_owners_fields():
 NUM_ROWS = 13
 
 
-def runner_of() -> Runner:
-    """It has computed something: what is made at the first step is there."""
+def used_runner() -> Runner:
+    """Return a runner that has computed two steps, so everything that is made at the first step
+    exists."""
     runner = tiny_runner(tiny_slots(NUM_ROWS), tiny_cache(20))
     plan = step_plan(bind=[slot_init(2, [1, 2, 3], blocks=[4], params=GREEDY)], zero=[4])
     runner.step(plan)
@@ -353,12 +354,12 @@ HIDINGS: dict[str, Callable[[Any], tuple[Any, str, Any]]] = {
 
 
 def test_a_worker_has_no_tensors_outside_the_slot_table():
-    check_registry(runner_of())
+    check_registry(used_runner())
 
 
 @pytest.mark.parametrize("place", HIDINGS)
 def test_a_stray_tensor_is_found_in_every_hiding_place(place):
-    runner: Any = runner_of()
+    runner: Any = used_runner()
     setattr(*HIDINGS[place](runner.components))
     assert len(strays(runner)) == 1
     with pytest.raises(RuntimeError, match="outside the slot table"):
@@ -366,7 +367,7 @@ def test_a_stray_tensor_is_found_in_every_hiding_place(place):
 
 
 def test_a_stray_tensor_in_a_module_or_a_class_is_found(monkeypatch):
-    runner: Any = runner_of()
+    runner: Any = used_runner()
     monkeypatch.setattr(worker.sampling.sampler, "LAST", {1: kept()}, raising=False)
     assert len(strays(runner)) == 1
     monkeypatch.setattr(TokenChoice, "last", kept(), raising=False)
@@ -374,20 +375,20 @@ def test_a_stray_tensor_in_a_module_or_a_class_is_found(monkeypatch):
 
 
 def test_the_holder_of_a_stray_tensor_is_named():
-    runner: Any = runner_of()
+    runner: Any = used_runner()
     runner.components.model.memory = {"last": [kept()]}
-    (told,) = strays(runner)
-    assert told == "(13, 2) torch.float32 held by tests.support.tiny_model.TinyModel"
+    (found,) = strays(runner)
+    assert found == "(13, 2) torch.float32 held by tests.support.tiny_model.TinyModel"
 
 
 def test_a_view_of_the_slot_table_is_not_a_stray():
-    runner: Any = runner_of()
+    runner: Any = used_runner()
     tables = [runner.components.slots["token_ids"].view(-1), runner.components.slots["len"].numpy()]
     runner.components.model.views = [*tables, runner.components.slots["block_table"][3:].t()]
     assert strays(runner) == []
 
 
-def test_the_number_of_rows_is_one_that_no_other_dimension_has():
+def test_the_number_of_rows_equals_no_other_dimension():
     model: Any = TinyModel(vocab=11, max_len=13)
     model.odd = np.zeros((2, 3, 17))
     assert rows_for(5, [model]) == 19
