@@ -1,4 +1,4 @@
-"""A hundred prompts, with and without drafts, by a tiny model: the same is said every time."""
+"""A tiny model gives the same answers to a hundred prompts with and without drafts."""
 
 from __future__ import annotations
 
@@ -29,32 +29,32 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 
 
 def prompts() -> list[list[int]]:
-    """Half of them repeat themselves."""
+    """Return prompts, half of which repeat themselves."""
     chance = random.Random(5)
     bases = [[chance.randrange(VOCAB) for _ in range(chance.randrange(2, 12))] for _ in range(50)]
     return [tokens for base in bases for tokens in (base, (base * 5)[:40])]
 
 
-def logprobs(news: list[Output]) -> list[float]:
-    return [entry.logprob for output in news for entry in output.logprobs]
+def logprobs(outputs: list[Output]) -> list[float]:
+    return [entry.logprob for output in outputs for entry in output.logprobs]
 
 
 def answers(replica: Replica, params: SamplingParams) -> list[list[int]]:
-    said = replica.answers(prompts(), params)
-    assert len(said) == NUM_PROMPTS
-    return said
+    found = replica.answers(prompts(), params)
+    assert len(found) == NUM_PROMPTS
+    return found
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_hundred_answers_are_the_same(
+def test_a_hundred_answers_are_the_same_with_drafts(
     loaded: LoadedModel, other: LoadedModel, params: SamplingParams, depth: int
 ) -> None:
     plain = replica_of(loaded, "none", steps_in_flight=depth)
-    said = answers(plain, params)
+    expected = answers(plain, params)
     for speculation, draft in (("ngram", None), ("model", loaded), ("model", other)):
         fast = replica_of(loaded, speculation, draft=draft, steps_in_flight=depth)
-        assert answers(fast, params) == said
+        assert answers(fast, params) == expected
         for number in range(NUM_PROMPTS):
             assert logprobs(fast.outputs[number]) == pytest.approx(
                 logprobs(plain.outputs[number]), abs=1e-4
@@ -66,7 +66,7 @@ def test_a_hundred_answers_are_the_same(
             assert stats.num_steps < plain.engine.stats().num_steps / 2
 
 
-def test_prompt_tokens_from_the_prefix_cache_bring_drafts_too(loaded: LoadedModel) -> None:
+def test_cached_prompt_tokens_can_be_followed_by_drafts(loaded: LoadedModel) -> None:
     replica = replica_of(loaded, "model", steps_in_flight=2, block_tokens=4)
     (first,) = replica.answers([prompts()[1]], GREEDY)
     before = replica.engine.stats()

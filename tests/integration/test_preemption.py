@@ -1,8 +1,9 @@
-"""Preemption loses nothing: forced at every step of a run, it changes no token and no logprob.
+"""Preemption loses nothing: forced at any step of a run, it changes no token and no logprob.
 
-The blocks are taken away before the k-th plan, so that the youngest must yield; they come back when
-it has. Blocks hold one token: whoever streams needs one at every step. With the prefix cache
-off a request that yields is computed anew, with it on it finds what nobody took.
+The free blocks are taken away before the k-th plan, so that the youngest request is preempted, and
+they are returned afterwards. A block holds one token, so a decoding request needs a new block at
+every step. With the prefix cache off a preempted request is computed anew. With it on the request
+reuses the blocks that were not taken.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from tests.support.recording import tiny_model
 from tests.support.replica import Replica
 from worker.models.load import LoadedModel
 
-ASKED: list[tuple[list[int], SamplingParams, Body | None]] = [
+REQUESTS: list[tuple[list[int], SamplingParams, Body | None]] = [
     (
         [7, 8, 9],
         SamplingParams(temperature=1.3, seed=5, max_tokens=27, min_tokens=27, logprobs=3),
@@ -58,9 +59,11 @@ ASKED: list[tuple[list[int], SamplingParams, Body | None]] = [
         None,
     ),
 ]
-"""What must survive: seeds, penalties, where a grammar is, what an answer has said, its ends."""
+"""What must survive a preemption: seeds, penalties, the state of a grammar, the tokens of an
+answer, and its ends."""
 TOKEN_BUDGET = 6
-"""Prompts are computed in chunks: some yield in the middle of one."""
+"""Small, so prompts are computed in chunks, and some requests are preempted in the middle of
+one."""
 POOL = 120
 
 
@@ -71,7 +74,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 
 @dataclass
 class Run:
-    """All that was asked, served; `ends` is what came of each, as (tokens, finish, numbers)."""
+    """A run of all requests."""
 
     loaded: LoadedModel
     prefix_cache: bool
@@ -82,14 +85,14 @@ class Run:
         self.replica = Replica(
             self.loaded,
             token_budget=TOKEN_BUDGET,
-            max_slots=3,  # one waits: it comes into a slot that somebody had
+            max_slots=3,  # one request waits, and gets a slot that another has used
             num_blocks=POOL + 1,
             block_tokens=1,
             prefix_cache=self.prefix_cache,
             steps_in_flight=self.steps_in_flight,
             max_len=40,
         )
-        for prompt, params, body in ASKED:
+        for prompt, params, body in REQUESTS:
             self.replica.add(prompt, params, None if body is None else Grammar(body=body))
         self.num_steps = 0
         while self._step():
@@ -103,8 +106,8 @@ class Run:
         return True
 
     def _force(self) -> None:
-        """Leave no block free until somebody has yielded. Where the only one yields there is no
-        plan at all, and so no step."""
+        """Leave no block free until a request was preempted. If it was the only one that ran, there
+        is no plan, and so no step."""
         pool, engine = self.replica.engine.scheduler.pool, self.replica.engine
         taken: list[int] = []
         before = engine.stats().num_preemptions
@@ -115,28 +118,34 @@ class Run:
         pool.release(taken)
 
     @property
-    def news(self) -> list[list[Output]]:
+    def outputs(self) -> list[list[Output]]:
         return list(self.replica.outputs.values())
 
     @property
     def num_preemptions(self) -> int:
-        return sum(usage.preemptions for news in self.news if (usage := news[-1].usage))
+        return sum(usage.preemptions for outputs in self.outputs if (usage := outputs[-1].usage))
 
 
-def said(news: list[Output]) -> tuple[object, ...]:
-    """Tokens, ends, and the ids of all logprobs, which no batch changes."""
-    tokens = [token for output in news for token in output.tokens]
-    ids = [(told.token_id, told.top_ids) for told in all_logprobs(news)]
-    return tokens, news[-1].finish, news[-1].stop_token, ids
+def exact_parts(outputs: list[Output]) -> tuple[object, ...]:
+    """Return the tokens, the finish reason, and the ids of all logprobs, none of which depend on
+    the batch."""
+    tokens = [token for output in outputs for token in output.tokens]
+    ids = [(entry.token_id, entry.top_ids) for entry in all_logprobs(outputs)]
+    return tokens, outputs[-1].finish, outputs[-1].stop_token, ids
 
 
-def all_logprobs(news: list[Output]) -> list[TokenLogprobs]:
-    return [one for output in news for one in (*output.prompt_logprobs, *output.logprobs)]
+def all_logprobs(outputs: list[Output]) -> list[TokenLogprobs]:
+    return [entry for output in outputs for entry in (*output.prompt_logprobs, *output.logprobs)]
 
 
-def values(news: list[Output]) -> Iterator[float]:
-    for told in all_logprobs(news):
-        yield from (told.logprob, *told.top_logprobs, *told.asked_logprobs, *told.drawn_logprobs)
+def values(outputs: list[Output]) -> Iterator[float]:
+    for entry in all_logprobs(outputs):
+        yield from (
+            entry.logprob,
+            *entry.top_logprobs,
+            *entry.asked_logprobs,
+            *entry.drawn_logprobs,
+        )
 
 
 @pytest.mark.parametrize(("prefix_cache", "steps_in_flight"), [(False, 1), (True, 2)])
@@ -146,13 +155,13 @@ def test_preemption_at_any_step_changes_no_token_and_no_logprob(
     whole = Run(loaded, prefix_cache, steps_in_flight)
     assert whole.num_preemptions == 0
     assert whole.num_steps > 25
-    assert {news[-1].finish for news in whole.news} == {"stop", "length"}
-    num_yielded = 0
+    assert {outputs[-1].finish for outputs in whole.outputs} == {"stop", "length"}
+    num_preempted = 0
     for step in range(whole.num_steps):
         run = Run(loaded, prefix_cache, steps_in_flight, preempt_at=step)
-        num_yielded += run.num_preemptions > 0
-        for before, after in zip(whole.news, run.news, strict=True):
-            assert said(before) == said(after), f"preempted in step {step}"
+        num_preempted += run.num_preemptions > 0
+        for before, after in zip(whole.outputs, run.outputs, strict=True):
+            assert exact_parts(before) == exact_parts(after), f"preempted in step {step}"
             assert list(values(before)) == pytest.approx(list(values(after)), abs=2e-5)
-    # Before the first step nobody runs, and in the last nobody needs a block any more.
-    assert num_yielded >= whole.num_steps - 2
+    # Before the first step no request runs, and in the last no request needs another block.
+    assert num_preempted >= whole.num_steps - 2

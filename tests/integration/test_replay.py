@@ -1,11 +1,13 @@
-"""State cannot leak: one recorded stream of plans, executed over new, reused and poisoned memory.
+"""State cannot leak: a recorded stream of plans is executed in new, reused and poisoned memory.
 
 A leak is a result that depends on what a slot or a block held before its present owner. So slots
-that nobody owns are filled with zeros, with plausible values or with NaN and impossible numbers,
-and blocks that are taken with NaN: every token and every bit of every logprob must stay.
+without an owner are filled with zeros, with plausible values, or with NaN and impossible numbers,
+and newly assigned blocks are filled with NaN. Every token and every bit of every logprob must stay
+the same.
 
-Then the table is made careless, with one field and in one way at a time, and some replay must
-notice: the test sees what it claims to see. Run with -s for the table of which one does.
+Then the slot table is made careless, with one field and in one way at a time, and some replay must
+detect it. This shows that the tests find leaks. Run with -s for a table of which replay detects
+what.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ from tests.support.recording import (
     MAX_SLOTS,
     NUM_REQUESTS,
     Recording,
-    load_of,
-    num_lives,
+    make_requests,
+    num_bindings,
     own_slots,
     record,
     replay,
@@ -48,7 +50,7 @@ SURVIVORS = {
     ("num_bad", "lazily"): ELSEWHERE,
     ("longest_bad_word", "lazily"): ELSEWHERE,
 }
-"""Resets that can be left out unnoticed, and why that is no hole."""
+"""Resets that can be left out undetected, and why that is no leak."""
 SPECIAL = SamplingParams(
     temperature=0.5,
     top_p=0.25,
@@ -66,52 +68,52 @@ SPECIAL = SamplingParams(
     logprob_token_ids=[10],
     logprobs_of="both",
 )
-"""Nothing of it is as in a plain request."""
+"""Every parameter differs from that of a plain request."""
 
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recording:
-    return record(tiny_model(tmp_path_factory.mktemp("model")), load_of(SEED))
+    return record(tiny_model(tmp_path_factory.mktemp("model")), make_requests(SEED))
 
 
 @pytest.fixture(scope="module")
 def expected(recorded: Recording) -> list[StepResult]:
-    """What is said where every life of a request has a slot that nobody had before."""
-    lives = num_lives(recorded.steps)
-    assert lives > 20 * MAX_SLOTS
-    return list(replay(recorded, own_slots(recorded.steps), max_slots=lives))
+    """Return the results if every binding has a slot that was never used before."""
+    bindings = num_bindings(recorded.steps)
+    assert bindings > 20 * MAX_SLOTS
+    return list(replay(recorded, own_slots(recorded.steps), max_slots=bindings))
 
 
-# ---- what the stream holds
+# ---- the contents of the stream
 
 
-def test_the_stream_has_every_kind_of_request_and_of_fate(recorded, expected):
+def test_the_stream_has_every_kind_of_request_and_event(recorded, expected):
     plans = [step.plan for step in recorded.steps]
     inits = [init for plan in plans for init in plan.bind]
-    told = [result.logprobs for result in expected if result.logprobs]
+    logprobs = [result.logprobs for result in expected if result.logprobs]
     computed = [(init.num_computed, len(init.tokens), init.prompt_tokens) for init in inits]
-    assert len(load_of(SEED)) == NUM_REQUESTS == 200
+    assert len(make_requests(SEED)) == NUM_REQUESTS == 200
     assert sum(0 < done < known for done, known, _ in computed) > 20, "found in the prefix cache"
     assert sum(0 < done == known - 1 for done, known, _ in computed) > 30, "prefilled"
     assert sum(len(step.arrived) for step in recorded.steps) > 30, "by another engine"
-    assert sum(news[-1].usage.fetched_tokens for news in recorded.outputs.values()) > 300
+    assert sum(outputs[-1].usage.fetched_tokens for outputs in recorded.outputs.values()) > 300
     assert sum(prompt < known for _, known, prompt in computed) > 10, "resumed"
-    assert sum(news[-1].usage.preemptions for news in recorded.outputs.values()) > 10
+    assert sum(outputs[-1].usage.preemptions for outputs in recorded.outputs.values()) > 10
     assert recorded.num_aborted_in_flight > 5
     assert any(max(plan.row_tokens.tolist()) > 1 and plan.num_decodes > 1 for plan in plans)
     assert sum(plan.row_drafts is not None for plan in plans) > 20, "speculation"
-    assert sum(has_masked_drafts(plan) for plan in plans) > 10, "of answers with grammars, too"
+    assert sum(has_masked_drafts(plan) for plan in plans) > 10, "drafts of answers with grammars"
     assert any(0 in plan.row_samples.tolist() for plan in plans), "chunked prompts"
     assert any({i.slot for i in plan.bind} & {r.slot for r in plan.release} for plan in plans)
     assert sum(step.masks is not None for step in recorded.steps) > 20
     assert sum(result.prompt_logprobs is not None for result in expected) > 10
-    assert any(columns.asked is not None for columns in told)
-    assert any(columns.drawn is not None for columns in told)
+    assert any(columns.asked is not None for columns in logprobs)
+    assert any(columns.drawn is not None for columns in logprobs)
     assert not any(len(result.failed) for result in expected), "nothing failed"
 
 
 def has_masked_drafts(plan: StepPlan) -> bool:
-    """Whether a place with a draft has a mask."""
+    """Return whether a place with a draft has a mask."""
     if plan.masked is None or plan.row_drafts is None:
         return False
     counts, samples = plan.row_drafts.tolist(), plan.row_samples.tolist()
@@ -120,7 +122,7 @@ def has_masked_drafts(plan: StepPlan) -> bool:
     return any(drafted[place] for place in plan.masked.tolist())
 
 
-def test_what_was_executed_live_is_what_is_said_where_no_slot_is_reused(recorded, expected):
+def test_live_results_equal_those_without_reused_slots(recorded, expected):
     assert [changed(step.result, compute_s=0.0) for step in recorded.steps] == expected
 
 
@@ -128,32 +130,32 @@ def test_what_was_executed_live_is_what_is_said_where_no_slot_is_reused(recorded
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_reused_slot_answers_like_a_new_one_whatever_its_row_held(recorded, expected, mode):
+def test_a_reused_slot_gives_the_results_of_a_new_one(recorded, expected, mode):
     assert list(replay(recorded, recorded.steps, poison=MODES[mode])) == expected
 
 
 @pytest.mark.parametrize("value", [1e4, float("nan")])
-def test_a_reused_block_answers_like_a_new_one_whatever_it_held(recorded, expected, value):
+def test_a_reused_block_gives_the_results_of_a_new_one(recorded, expected, value):
     results = replay(recorded, recorded.steps, poison=Poison.WILD, block_poison=value)
     assert list(results) == expected
 
 
-def test_without_zeroed_blocks_the_replay_notices(recorded, expected):
+def test_the_replay_detects_blocks_that_are_not_zeroed(recorded, expected):
     results = replay(recorded, recorded.steps, block_poison=float("nan"), zeroes=False)
     assert first_difference(results, expected) is not None
 
 
-# ---- the test sees leaks
+# ---- the tests detect leaks
 
 
 class Careless(SlotTable):
-    """Resets one field as other engines have done it, by the law but for one line.
+    """A slot table that resets one field incorrectly.
 
-    never    not at all
-    once     for the slot's first occupant
-    lazily   for those only whose request asks for something else than a plain one
-    fill     only what `init` writes, not the rest of the row
-    derive   never derived
+    never    does not write the field
+    once     writes it for the slot's first occupant only
+    lazily   writes it only for requests whose value differs from a plain request's
+    fill     writes only what `init` returns, not the rest of the row
+    derive   does not derive the field
     """
 
     field = ""
@@ -185,15 +187,15 @@ class Careless(SlotTable):
 
 
 def is_plain(field: SlotField, init: SlotInit) -> bool:
-    """Whether the field is as it would be if the request asked for nothing special."""
+    """Return whether the field has the value of a request without special parameters."""
     assert field.init is not None
     plain = changed(init, params=SamplingParams(), stop_ids=[])
     return np.array_equal(field.init(init), field.init(plain))
 
 
 def ways() -> Iterator[tuple[str, str]]:
-    """Every field, and each way to be careless with it. A list that is empty writes nothing, so
-    only its count can be written lazily."""
+    """Yield every field with each way to be careless with it. An empty list writes nothing, so only
+    its count can be written lazily."""
     special = slot_init(0, [1], stop_ids=[3], params=SPECIAL)
     for field in FIELDS.values():
         if field.init is not None:
@@ -210,8 +212,8 @@ def ways() -> Iterator[tuple[str, str]]:
 def first_difference(
     results: Iterable[StepResult], expected: list[StepResult], start: int = 0
 ) -> str | None:
-    """Where a replay goes wrong, and how; None if it does not. Impossible numbers are refused by
-    whatever they index. `start` is the number of the first step."""
+    """Return where a replay differs and how; None if it does not. Impossible numbers raise when
+    they are used as an index. `start` is the number of the first step."""
     step = start - 1
     try:
         for step, (result, right) in enumerate(zip(results, expected, strict=True), start):
@@ -223,8 +225,9 @@ def first_difference(
 
 
 def caught_by(recorded: Recording, expected: list[StepResult], kind: type[SlotTable]) -> str:
-    """Return a mode that notices, and what it sees; "" if none does. The modes take turns, the
-    wildest first: whichever notices does so early as a rule, and the others need not go on."""
+    """Return a mode that detects the leak, and how; "" if no mode does. The modes take turns, the
+    wildest first, because a mode that detects a leak usually does so early, and the others need not
+    continue then."""
     replays = {
         mode: replay(recorded, recorded.steps, poison=poison, kind=kind)
         for mode, poison in reversed(MODES.items())
@@ -237,17 +240,17 @@ def caught_by(recorded: Recording, expected: list[StepResult], kind: type[SlotTa
     return ""
 
 
-@pytest.mark.timeout(1200)  # half a minute alone; many times that if others have the cores
-def test_each_reset_that_is_left_out_is_noticed(recorded, expected):
+@pytest.mark.timeout(1200)  # half a minute alone; much longer on busy cores
+def test_the_replays_detect_each_reset_that_is_left_out(recorded, expected):
     caught = {}
     for name, way in ways():
         kind = type("Careless", (Careless,), {"field": name, "way": way})
         caught[name, way] = caught_by(recorded, expected, kind)
-        print(f"{name:20} {way:7} {caught[name, way] or 'nobody'}")
+        print(f"{name:20} {way:7} {caught[name, way] or 'undetected'}")
     assert {pair for pair, modes in caught.items() if not modes} == SURVIVORS.keys()
 
 
-def test_there_is_a_way_to_be_careless_with_every_field():
+def test_every_field_has_a_careless_table():
     assert {name for name, _ in ways()} == FIELDS.keys()
     lazy = {name for name, way in ways() if way == "lazily"}
     assert lazy > {"temperature", "min_len", "num_asked", "logprobs_of", "num_stop_ids"}
@@ -258,41 +261,42 @@ def test_there_is_a_way_to_be_careless_with_every_field():
 
 @pytest.fixture(scope="module")
 def followed(tmp_path_factory: pytest.TempPathFactory) -> Recording:
-    """A model that is its own draft model, so that what it guesses is often verified."""
+    """Record a model that is its own draft model, so that its proposals are often verified."""
     loaded = tiny_model(tmp_path_factory.mktemp("model"))
-    return record(loaded, load_of(12, 80), draft=loaded)
+    return record(loaded, make_requests(12, 80), draft=loaded)
 
 
-def test_guesses_of_a_draft_model_depend_on_no_earlier_occupant(followed):
-    """It has no field in the slot table; its blocks are zeroed with the model's."""
+def test_proposals_of_a_draft_model_depend_on_no_earlier_occupant(followed):
+    """The draft model has no field in the slot table. Its blocks are zeroed together with the
+    model's."""
     plans = [step.plan for step in followed.steps]
     assert sum(plan.wanted is not None and any(plan.wanted.tolist()) for plan in plans) > 20
     assert sum(plan.row_drafts is not None for plan in plans) > 20
     assert any(has_masked_drafts(plan) for plan in plans)
-    lives = num_lives(followed.steps)
-    expected = list(replay(followed, own_slots(followed.steps), max_slots=lives))
+    bindings = num_bindings(followed.steps)
+    expected = list(replay(followed, own_slots(followed.steps), max_slots=bindings))
     for poison, value in ((None, None), (Poison.PLAUSIBLE, 1e4), (Poison.WILD, float("nan"))):
         results = replay(followed, followed.steps, poison=poison, block_poison=value)
         assert list(results) == expected
 
 
-# ---- two steps in flight say what one says
+# ---- one and two steps in flight
 
 
-def tokens_of(news: list[Output]) -> list[int]:
-    return [token for output in news for token in output.tokens]
+def tokens_of(outputs: list[Output]) -> list[int]:
+    return [token for output in outputs for token in output.tokens]
 
 
-def logprobs_of(news: list[Output]) -> list[float]:
-    """All that were told, of prompt and answer. Chunks are cut elsewhere with two steps in flight,
-    so last bits may differ."""
-    told = [one for output in news for one in (*output.prompt_logprobs, *output.logprobs)]
-    lists = ([t.logprob, *t.top_logprobs, *t.asked_logprobs, *t.drawn_logprobs] for t in told)
+def logprobs_of(outputs: list[Output]) -> list[float]:
+    """Return all logprobs, of prompt and answer. With two steps in flight chunks are cut at other
+    places, so the last bits may differ."""
+    entries = [entry for output in outputs for entry in (*output.prompt_logprobs, *output.logprobs)]
+    lists = ([t.logprob, *t.top_logprobs, *t.asked_logprobs, *t.drawn_logprobs] for t in entries)
     return [value for values in lists for value in values]
 
 
-def test_two_steps_in_flight_say_what_one_says(recorded):
-    alone = record(recorded.loaded, load_of(SEED), steps_in_flight=1)
+def test_two_steps_in_flight_give_the_results_of_one(recorded):
+    alone = record(recorded.loaded, make_requests(SEED), steps_in_flight=1)
     assert alone.outputs.keys() == recorded.outputs.keys()
     for one, two in zip(alone.outputs.values(), recorded.outputs.values(), strict=True):
         if "abort" in (one[-1].finish, two[-1].finish):

@@ -1,4 +1,5 @@
-"""The distribution a token is drawn from, through the real engine: grammars, batches, draws."""
+"""Logprobs of the distribution that tokens are drawn from, through the real engine: grammars,
+batches, draws."""
 
 from __future__ import annotations
 
@@ -29,16 +30,18 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     return dataclasses.replace(model, card=card)
 
 
-def told(replica: Replica, number: int) -> list[TokenLogprobs]:
+def logprobs_of(replica: Replica, number: int) -> list[TokenLogprobs]:
     return [entry for output in replica.outputs[number] for entry in output.logprobs]
 
 
-def test_a_grammars_mask_is_part_of_it_and_what_is_left_sums_to_one(loaded: LoadedModel) -> None:
+def test_the_sampling_distribution_includes_the_grammars_mask_and_sums_to_one(
+    loaded: LoadedModel,
+) -> None:
     replica = Replica(loaded)
     params = SamplingParams(logprobs=20, logprobs_of="sampling", seed=3, max_tokens=12)
     number = replica.add(PROMPT, params, Grammar(body=ChoiceGrammar(choices=["abc", "abd", "xy"])))
     replica.run()
-    entries = told(replica, number)
+    entries = logprobs_of(replica, number)
     assert entries
     for entry in entries:
         assert 1 <= len(entry.top_ids) < 20, "a choice leaves few tokens"
@@ -46,8 +49,8 @@ def test_a_grammars_mask_is_part_of_it_and_what_is_left_sums_to_one(loaded: Load
         assert entry.top_logprobs[entry.rank - 1] == pytest.approx(entry.logprob, abs=1e-6)
 
 
-def test_tokens_come_as_often_as_their_logprobs_say(loaded: LoadedModel) -> None:
-    """A thousand first tokens of one prompt, each drawn with a seed of its own."""
+def test_tokens_are_as_frequent_as_their_logprobs(loaded: LoadedModel) -> None:
+    """Covers the first tokens of a thousand requests with one prompt, each with its own seed."""
     replica = Replica(loaded)
     count = 1000
     numbers = [
@@ -65,7 +68,7 @@ def test_tokens_come_as_often_as_their_logprobs_say(loaded: LoadedModel) -> None
         for seed in range(count)
     ]
     replica.run()
-    (first, *_) = told(replica, numbers[0])
+    (first, *_) = logprobs_of(replica, numbers[0])
     drawn = Counter(replica.tokens(number)[0] for number in numbers)
     assert set(drawn) <= set(first.top_ids)
     for token, logprob in zip(first.top_ids, first.top_logprobs, strict=True):
@@ -74,20 +77,20 @@ def test_tokens_come_as_often_as_their_logprobs_say(loaded: LoadedModel) -> None
         assert abs(drawn[token] - count * share) < 4.5 * spread + 1
 
 
-def test_it_does_not_depend_on_who_else_is_in_the_batch(loaded: LoadedModel) -> None:
-    asks = [
+def test_logprobs_do_not_depend_on_other_requests_in_the_batch(loaded: LoadedModel) -> None:
+    requests = [
         SamplingParams(temperature=0.8, logprobs=3, logprobs_of="both", seed=1, max_tokens=6),
         SamplingParams(temperature=0.0, logprobs=2, max_tokens=6),
         SamplingParams(top_p=0.7, logprobs=4, logprobs_of="sampling", seed=2, max_tokens=6),
     ]
     crowd = Replica(loaded)
-    numbers = [crowd.add(PROMPT, params) for params in asks]
+    numbers = [crowd.add(PROMPT, params) for params in requests]
     crowd.run()
-    for number, params in zip(numbers, asks, strict=True):
+    for number, params in zip(numbers, requests, strict=True):
         alone = Replica(loaded)
         only = alone.add(PROMPT, params)
         alone.run()
-        for ours, theirs in zip(told(crowd, number), told(alone, only), strict=True):
+        for ours, theirs in zip(logprobs_of(crowd, number), logprobs_of(alone, only), strict=True):
             assert ours.top_ids == theirs.top_ids
             assert ours.top_logprobs == pytest.approx(theirs.top_logprobs, abs=1e-4)
             assert ours.drawn_logprobs == pytest.approx(theirs.drawn_logprobs, abs=1e-4)

@@ -1,10 +1,10 @@
-"""The same prompts with and without drafts, and whether the answers are the same.
+"""Compares answers to the same prompts with and without drafts.
 
-`python -m tests.support.drafted` asks the default model a hundred prompts, greedily, without
-drafts, with n-grams and with itself as draft model (some minutes).
+`python -m tests.support.drafted` runs a hundred prompts through the default model, greedily,
+without drafts, with n-grams, and with the model as its own draft model (some minutes).
 
-In float32 logits differ in their last bits with the number of positions computed at once; so where
-two answers part, they must part at a place where the model itself was undecided.
+In float32 the last bits of logits depend on the number of positions computed at once. So two
+answers may differ, but only from a place where two tokens were about equally likely.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from worker.models.load import LoadedModel
 
 TIE = 1e-3
 NEAR = 1e-3
-"""Logprobs of the same token, with and without drafts."""
+"""Largest difference of a token's logprob with and without drafts."""
 NUM_PROMPTS = 100
 
 
@@ -30,7 +30,8 @@ def replica_of(
     draft: LoadedModel | None = None,
     **more: object,
 ) -> Replica:
-    """Where no draft model is given, the model is its own; it is said to cost nothing."""
+    """Return a replica with this kind of speculation. Without `draft` the model is its own draft
+    model. The engine's cost of a draft step is 0."""
     return Replica(
         loaded,
         num_blocks=num_blocks,
@@ -41,7 +42,8 @@ def replica_of(
 
 
 def prompts() -> list[list[int]]:
-    """Short ones, their second halves, and ends of their answers: texts repeat themselves."""
+    """Return short prompts, their second halves, and ends of their answers, because those texts
+    repeat themselves."""
     rows = [row["prompt"] + row["tokens"] for row in json.loads(GOLDEN.read_text())]
     cuts = [tokens[:40] for tokens in rows] + [tokens[-24:] for tokens in rows]
     cuts += [tokens[-48:-7] for tokens in rows] + [tokens[-31:-2] for tokens in rows]
@@ -49,8 +51,8 @@ def prompts() -> list[list[int]]:
 
 
 def is_same(one: Replica, two: Replica, number: int) -> bool:
-    """Whether two answers are equal, with logprobs; raises AssertionError where they part without
-    a reason."""
+    """Return whether two answers are equal, with logprobs. Raises AssertionError if they part where
+    one token was clearly likelier."""
     first, second = (
         [entry for output in replica.outputs[number] for entry in output.logprobs]
         for replica in (one, two)

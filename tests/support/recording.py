@@ -1,9 +1,9 @@
-"""A stream of plans that mixes every kind of request there is, and its replay by other workers.
+"""A recorded stream of plans that mixes all kinds of requests, and its replay by other workers.
 
-`record` lets a real engine and a real worker serve two hundred requests with two steps in flight,
-some of which go on from prompts that another engine and worker have computed;
-`own_slots` rewrites the stream so that each binding has a slot that nobody had before; `replay`
-executes a stream by a new worker.
+`record` runs two hundred requests through a real engine and a real worker, with two steps in
+flight. Some requests continue from prompts that another engine and worker have computed.
+`own_slots` rewrites the stream so that each binding has a slot that was never used before. `replay`
+executes a stream with a new worker.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ MAX_LEN = 64
 TOKEN_BUDGET = 24
 NUM_REQUESTS = 200
 FETCH_STEPS = 2
-"""In every second step one fetch is over ..."""
+"""Steps between two ends of fetches."""
 FAILURE_STEPS = 16
-"""... which has failed, now and then."""
+"""Steps between two fetches that fail."""
 
 GREEDY = SamplingParams(temperature=0.0)
 KINDS: list[tuple[SamplingParams, Body | None]] = [
@@ -82,14 +82,15 @@ KINDS: list[tuple[SamplingParams, Body | None]] = [
     (SamplingParams(temperature=1.5, logprobs=2, logprobs_of="sampling"), Regex(pattern="(no)+")),
     (SamplingParams(temperature=1.0, seed=3), ChoiceGrammar(choices=["abc", "abd", "xyzzy"])),
 ]
-"""(params, grammar): each makes some field of a slot matter."""
+"""(params, grammar). Each of them makes some field of a slot matter."""
 
 
 @dataclass(frozen=True)
 class RecordedRequest:
-    """A request, after how many steps it comes, and after how many more it is dropped.
+    """A request, the number of steps after which it arrives, and the number of further steps after
+    which it is aborted.
 
-    prefilled  its prompt is computed elsewhere
+    prefilled   whether its prompt is computed by another engine
     """
 
     prompt: list[int]
@@ -102,7 +103,7 @@ class RecordedRequest:
 
 @dataclass
 class Recording:
-    """What was executed, and what became of the requests: their news, by number.
+    """The executed steps, and the outputs of each request, by number.
 
     draft   the draft model; None: drafts are n-grams
     """
@@ -115,25 +116,25 @@ class Recording:
 
 
 def tiny_model(folder: Path, seed: int = 3) -> LoadedModel:
-    """A Llama of random weights that speaks sign by sign."""
+    """Write and load a Llama with random weights, whose tokens are single characters."""
     write_tiny_llama(folder, seed, eos_token_id=EOS)
     (folder / "tokenizer.json").write_bytes(signs_tokenizer(markers=False))
     return load(folder)
 
 
-def load_of(seed: int, count: int = NUM_REQUESTS) -> list[RecordedRequest]:
-    """Requests of all kinds. Prompts begin like one of three conversations, so that many are found
-    in the prefix cache, a third of them but for their last token."""
+def make_requests(seed: int, count: int = NUM_REQUESTS) -> list[RecordedRequest]:
+    """Return requests of all kinds. Their prompts begin like one of three conversations, so the
+    prefix cache has a part of many of them, and all but the last token of a third of them."""
     chance = random.Random(seed)
     talks = [[chance.randrange(1, VOCAB) for _ in range(48)] for _ in range(3)]
-    asked = []
+    requests = []
     for number in range(count):
         params, body = KINDS[number % len(KINDS)]
         shared = 0 if chance.random() < 0.3 else BLOCK_TOKENS * chance.randrange(1, 11)
         fresh = chance.choice((0, 0, chance.randrange(9)))
         prompt = chance.choice(talks)[: shared + 1]
         prompt += [chance.randrange(1, VOCAB) for _ in range(fresh)]
-        asked.append(
+        requests.append(
             RecordedRequest(
                 prompt=prompt,
                 params=changed(params, max_tokens=chance.randrange(4, 18)),
@@ -143,17 +144,18 @@ def load_of(seed: int, count: int = NUM_REQUESTS) -> list[RecordedRequest]:
                 prefilled=number % 2 == 1 and len(prompt) > 1,
             )
         )
-    return asked
+    return requests
 
 
 def record(
     loaded: LoadedModel,
-    asked: Iterable[RecordedRequest],
+    requests: Iterable[RecordedRequest],
     *,
     steps_in_flight: int = 2,
     draft: LoadedModel | None = None,
 ) -> Recording:
-    """Serve them; who is dropped is dropped while as many steps are out as may be."""
+    """Serve the requests and record the steps. Requests are aborted while as many steps as possible
+    are in flight."""
     air = Air()
     elsewhere = Replica(loaded, block_tokens=BLOCK_TOKENS, place=air.place("p"))
     replica = Replica(
@@ -172,64 +174,66 @@ def record(
         draft=draft,
         place=air.place("d"),
     )
-    coming, leaving, num_aborted = list(asked), {}, 0
+    waiting, abort_steps, num_aborted = list(requests), {}, 0
     for step in range(100_000):
-        while coming and coming[0].arrives <= step:
-            one = coming.pop(0)
+        while waiting and waiting[0].arrives <= step:
+            one = waiting.pop(0)
             handle = _prefill(elsewhere, one.prompt) if one.prefilled else ""
             number = replica.add(one.prompt, one.params, one.grammar, kv_handle=handle)
             if one.abort_after is not None:
-                leaving[number] = step + one.abort_after
+                abort_steps[number] = step + one.abort_after
         replica.plan()
-        for number in [number for number, at in leaving.items() if at <= step]:
-            del leaving[number]
+        for number in [number for number, at in abort_steps.items() if at <= step]:
+            del abort_steps[number]
             if not replica.is_ended(number):
                 replica.abort(number)
                 num_aborted += len(replica.out) == steps_in_flight
         if step % FETCH_STEPS == 0:
             replica.move("damaged" if step % FAILURE_STEPS == 0 else "")
-        if not replica.step() and not coming and replica.engine.is_idle:
+        if not replica.step() and not waiting and replica.engine.is_idle:
             break
     replica.engine.check()
     return Recording(loaded, draft, replica.steps, replica.outputs, num_aborted)
 
 
 def _prefill(elsewhere: Replica, prompt: list[int]) -> str:
-    """The handle of what another replica has computed."""
+    """Return the handle of a prompt that another replica has computed."""
     number = elsewhere.add(prompt, GREEDY, kv_readers=1)
     elsewhere.run()
     return elsewhere.outputs[number][-1].kv_handle
 
 
-def num_lives(steps: Iterable[Executed]) -> int:
+def num_bindings(steps: Iterable[Executed]) -> int:
     return sum(len(step.plan.bind) for step in steps)
 
 
 def own_slots(steps: Iterable[Executed]) -> list[Executed]:
-    """The same work, with a slot of its own for every binding."""
-    now: dict[int, int] = {}
-    lives, rewritten = 0, []
+    """Return the same steps, in which every binding has its own slot."""
+    new_slots: dict[int, int] = {}
+    num_slots, rewritten = 0, []
     for step in steps:
         plan = step.plan
-        release = [changed(released, slot=now.pop(released.slot)) for released in plan.release]
+        release = [
+            changed(released, slot=new_slots.pop(released.slot)) for released in plan.release
+        ]
         bind = []
         for init in plan.bind:
-            now[init.slot] = lives
-            bind.append(changed(init, slot=lives))
-            lives += 1
+            new_slots[init.slot] = num_slots
+            bind.append(changed(init, slot=num_slots))
+            num_slots += 1
         plan = changed(
             plan,
             release=release,
             bind=bind,
-            block_slots=Int32.of(now[slot] for slot in plan.block_slots.tolist()),
-            row_slots=Int32.of(now[slot] for slot in plan.row_slots.tolist()),
+            block_slots=Int32.of(new_slots[slot] for slot in plan.block_slots.tolist()),
+            row_slots=Int32.of(new_slots[slot] for slot in plan.row_slots.tolist()),
         )
         rewritten.append(replace(step, plan=plan))
     return rewritten
 
 
-def said(result: StepResult) -> StepResult:
-    """All that a result says, but the time it took. Arrays compare by their bytes."""
+def without_time(result: StepResult) -> StepResult:
+    """Return the result without the time that it took. Arrays compare by their bytes."""
     return changed(result, compute_s=0.0)
 
 
@@ -243,10 +247,10 @@ def replay(
     zeroes: bool = True,
     kind: type[SlotTable] = SlotTable,
 ) -> Iterator[StepResult]:
-    """What a new worker says to the same plans and masks, step by step.
+    """Yield the results of a new worker for the same plans and masks, step by step.
 
-    block_poison   what a block holds when it is taken for new content
-    zeroes         whether it is then zeroed, where that is computed
+    block_poison   written into a block before it gets new content
+    zeroes         whether the plans' blocks are then zeroed
     """
     slots = slot_table(MAX_LEN, BLOCK_TOKENS, max_slots, poison=poison, kind=kind)
     cache = new_cache(recorded.loaded, NUM_BLOCKS, BLOCK_TOKENS)
@@ -261,4 +265,4 @@ def replay(
             runner.zero_draft_blocks(Int32.of(arrived.blocks))
             arrived.write(cache)
         plan = step.plan if zeroes else changed(step.plan, zero_blocks=Int32.of([]))
-        yield said(runner.step(plan, partial(getattr, step, "masks")))
+        yield without_time(runner.step(plan, partial(getattr, step, "masks")))

@@ -1,6 +1,6 @@
 """A whole replica in one process: the real engine and the real worker's runner, without sockets.
 
-For tests of what is computed: which tokens, in which batches, with which blocks.
+For tests of what is computed: the tokens, the batches, and the blocks.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ CLIENT = b"test"
 
 
 def load(path: Path, dtype: torch.dtype = torch.float32, **options: Any) -> LoadedModel:
-    """`options`: the kernels and the form of weights; torch's, where nothing is said."""
+    """Load a model. `options` are the kernels and the form of the weights; by default torch's."""
     return load_model(path, dtype=dtype, device=torch.device("cpu"), **options)
 
 
 @dataclass(frozen=True)
 class Arrived:
-    """K/V that came from elsewhere into `blocks`: k, v [L, B, block_tokens, H_kv, D]."""
+    """K/V that was fetched into `blocks`: k, v [L, B, block_tokens, H_kv, D]."""
 
     blocks: list[int]
     k: Tensor
@@ -59,7 +59,7 @@ class Arrived:
 
 @dataclass(frozen=True)
 class Executed:
-    """A step as the worker saw it, and what had arrived since the step before."""
+    """A step as the worker executed it, and the K/V that arrived since the step before."""
 
     plan: StepPlan
     masks: Masks | None
@@ -85,15 +85,19 @@ class ReplicaBlocks:
 
 @dataclass
 class Replica:
-    """`run` computes all that was added; `outputs[n]` is what came of request n.
+    """An engine with its worker. `run` computes everything that was added; `outputs[n]` are the
+    outputs of request n.
 
-    max_len           of prompt and answer; None: the model's own limit
+    max_len           tokens of prompt and answer; None: the model's own limit
     options           other fields of EngineConfig
-    draft             a draft model beside it;  draft_cost  what the engine is told of it
-    place             in a cluster, where there is one: `move` carries out the oldest fetch
+    draft             the draft model, if any
+    draft_cost        cost of a draft step that is reported to the engine
+    place             the replica's place in a cluster, if any: `move` carries out the oldest fetch
     steps_in_flight   plans that are made before the first of them is executed
-    is_timed          the engine is told what steps take; else its decisions depend on no clock
-    steps             what was executed, in order;  out: plans that are yet to be
+    is_timed          whether the engine gets the times of steps; if not, its decisions depend on no
+                      clock
+    steps             the executed steps, in order
+    out               plans that are not yet executed
     """
 
     loaded: LoadedModel
@@ -133,7 +137,7 @@ class Replica:
             self.mover = EchoMover(self.place, ReplicaBlocks(self.cache), self.block_tokens)
         self._arrived: list[Arrived] = []  # since the last step
         self._seeds = iter(range(1, 1 << 30))
-        self._masks: Masks | None = None  # of the oldest plan that is out
+        self._masks: Masks | None = None  # of the oldest plan that is not executed
         worker = WorkerConfig(model="", draft_model="a draft model" if self.draft else "")
         engine_config = EngineConfig(
             worker=worker, steps_in_flight=self.steps_in_flight, **self.options
@@ -152,12 +156,12 @@ class Replica:
         prompt: Sequence[int],
         params: SamplingParams,
         grammar: Grammar | None = None,
-        **asked: Any,
+        **fields: Any,
     ) -> int:
-        """asked: other fields of Generate."""
+        """Add a request, and return its number. `fields` are other fields of Generate."""
         number = len(self.outputs)
         message = Generate(
-            request=number, prompt=Int32.of(prompt), params=params, grammar=grammar, **asked
+            request=number, prompt=Int32.of(prompt), params=params, grammar=grammar, **fields
         )
         reply = self.engine.add(CLIENT, message)
         for job in self.engine.drain_compile_jobs():
@@ -177,7 +181,8 @@ class Replica:
         self.engine.check()
 
     def step(self) -> bool:
-        """Plan what can be planned, and finish the oldest; False where there is nothing to do."""
+        """Plan as many steps as possible, and execute the oldest. Return False if there is nothing
+        to do."""
         self.plan()
         if not self.out:
             return False
@@ -200,7 +205,7 @@ class Replica:
             self.mover.obey(order)
 
     def move(self, fault: str = "") -> None:
-        """Carry the oldest fetch out, if there is one; `fault`: how it fails."""
+        """Carry out the oldest fetch, if there is one. `fault` is the kind of its failure."""
         self._send_orders()
         if self.mover is None or not self.mover.jobs:
             return
@@ -211,26 +216,26 @@ class Replica:
             k, v = (t[:, blocks].clone() for t in (self.cache.k, self.cache.v))
             self._arrived.append(Arrived(blocks, k, v))
         for news in self.engine.on_kv_report(report).values():
-            self._take(news.outputs)
+            self._record(news.outputs)
 
     def finish(self) -> None:
-        """The worker executes the oldest plan that is out, the engine commits."""
+        """Let the worker execute the oldest plan, and the engine commit its result."""
         plan, masks = self.out.popleft(), self._masks
         result = self.runner.step(plan, lambda: masks)
         self.steps.append(Executed(plan, masks, result, self._arrived))
         self._arrived = []
         elapsed_s = result.compute_s if self.is_timed else 0.0
         for news in self.engine.commit(result, elapsed_s).values():
-            self._take(news.outputs)
+            self._record(news.outputs)
         self._masks = self.engine.masks()
 
     def is_ended(self, number: int) -> bool:
         return any(output.finish is not None for output in self.outputs[number])
 
     def abort(self, number: int) -> None:
-        self._take(self.engine.abort(CLIENT, [number]))
+        self._record(self.engine.abort(CLIENT, [number]))
 
-    def _take(self, outputs: Iterable[Output]) -> None:
+    def _record(self, outputs: Iterable[Output]) -> None:
         for output in outputs:
             self.outputs[output.request].append(output)
 
@@ -238,7 +243,8 @@ class Replica:
         return [token for output in self.outputs[number] for token in output.tokens]
 
     def answers(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[int]]:
-        """All at once, as far as there are slots."""
+        """Return the answers to all prompts, which are computed together as far as there are
+        slots."""
         numbers = [self.add(prompt, params) for prompt in prompts]
         self.run()
         return [self.tokens(number) for number in numbers]
@@ -265,7 +271,7 @@ def new_cache(loaded: LoadedModel, num_blocks: int, block_tokens: int) -> KVCach
 def new_runner(
     loaded: LoadedModel, slots: SlotTable, cache: KVCache, draft: LoadedModel | None = None
 ) -> Runner:
-    """A worker that has computed nothing yet."""
+    """Return a worker that has computed nothing yet."""
     dtype, kernels = getattr(torch, loaded.card.dtype), loaded.model.kernels
     attention = select_attention(cache.block_tokens, dtype=dtype, kernels=kernels)
     draft_model = None
