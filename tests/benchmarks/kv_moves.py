@@ -170,11 +170,11 @@ def steps_of(stepper: MoveStepper, times_ms: list[float]) -> Iterator[None]:
 
 def move(worker: Worker, stepper: MoveStepper, count: int) -> float:
     """GB/s, from the order to the report."""
-    job = len(worker.ends)
+    job = len(worker.results)
     started = perf_counter()
     source = PeerSource(address=stepper.kv_address, lease=LEASE)
     worker.fetch(job, source, list(range(1, 1 + count)), 60)
-    end = worker.end_of(job)
+    end = worker.result_of(job)
     assert isinstance(end, KVFetched), end
     return end.num_bytes / 1e9 / (perf_counter() - started)
 

@@ -1,4 +1,5 @@
-"""The tiers with a real engine and a real worker: computed once, then loaded, and said the same."""
+"""The tiers with a real engine and a real worker: blocks are computed once and then loaded, and
+answers stay the same."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ from tests.support.waiting import eventually
 BLOCK = 16
 PROMPT = [3 + (7 * i * i + i) % 90 for i in range(20 * BLOCK + 5)]
 OTHERS = [[3 + (n + 5 * i) % 90 for i in range(20 * BLOCK)] for n in range(2)]
-FOUND = 20 * BLOCK
-"""Tokens of PROMPT that are found again: its full blocks."""
+LOADED = 20 * BLOCK
+"""Tokens of PROMPT that can be loaded: those in its full blocks."""
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +33,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def plain(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> list[int]:
-    """The answer of an engine without tiers."""
+    """Return the answer of an engine without tiers."""
     with served(checkpoint, tmp_path_factory.mktemp("plain")) as (_, engine):
         tokens, usage = ask(engine)
         assert (usage.cached_tokens, engine.stats.tier_blocks) == (0, {})
@@ -41,7 +42,7 @@ def plain(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> list[in
 
 @pytest.fixture(scope="module")
 def first_life(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory that an engine has left that answered PROMPT once, and was killed."""
+    """Return the directory of an engine that answered PROMPT once and was killed."""
     directory = tmp_path_factory.mktemp("first")
     with served(checkpoint, directory, kv_disk=str(directory / "kv")) as (program, engine):
         assert ask(engine)[1].cached_tokens == 0
@@ -53,13 +54,13 @@ def first_life(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 @pytest.fixture
 def disk(first_life: Path, tmp_path: Path) -> Path:
-    """A copy of it."""
+    """Return a copy of `first_life`'s directory."""
     return Path(shutil.copytree(first_life, tmp_path / "kv"))
 
 
 @contextmanager
 def served(checkpoint: Path, directory: Path, **worker: object) -> Iterator[tuple[Program, Client]]:
-    """A new life of an engine whose cache has room for little more than PROMPT."""
+    """Run an engine whose cache has space for little more than PROMPT."""
     (directory / "run").mkdir(mode=0o700)
     directory.chmod(0o700)
     address = f"ipc://{directory}/run/engine.sock"
@@ -81,30 +82,30 @@ def config(checkpoint: Path, address: str, **worker: object) -> str:
 
 
 def ask(engine: Client, prompt: list[int] = PROMPT) -> tuple[list[int], Usage]:
-    news = list(engine.generate(prompt, max_tokens=12, temperature=0.0, ignore_eos=True))
-    usage = news[-1].usage
+    outputs = list(engine.generate(prompt, max_tokens=12, temperature=0.0, ignore_eos=True))
+    usage = outputs[-1].usage
     assert usage is not None
-    return [token for output in news for token in output.tokens], usage
+    return [token for output in outputs for token in output.tokens], usage
 
 
 def stored(engine: Client, tier: str, blocks: int) -> bool:
     return eventually(lambda: engine.stats.tier_blocks.get(tier, 0) >= blocks)
 
 
-def test_after_a_restart_a_prompt_comes_from_disk(
+def test_a_prompt_is_loaded_from_disk_after_a_restart(
     checkpoint: Path, tmp_path: Path, disk: Path, plain: list[int]
 ) -> None:
     with served(checkpoint, tmp_path, kv_disk=str(disk)) as (_, engine):
         tokens, usage = ask(engine)
         assert tokens == plain
-        assert (usage.cached_tokens, usage.fetched_tokens) == (FOUND, 0)
+        assert (usage.cached_tokens, usage.fetched_tokens) == (LOADED, 0)
         assert eventually(lambda: engine.stats.num_finished)
         assert engine.stats.num_tier_loaded == {"disk": 20}
-        computed = len(PROMPT) - FOUND + len(plain) - 1
+        computed = len(PROMPT) - LOADED + len(plain) - 1
         assert engine.stats.num_computed_tokens == computed
 
 
-def test_evicted_blocks_come_back_from_host_memory(
+def test_evicted_blocks_are_loaded_from_host_memory(
     checkpoint: Path, tmp_path: Path, plain: list[int]
 ) -> None:
     with served(checkpoint, tmp_path, kv_host_gib=0.01) as (_, engine):
@@ -113,7 +114,7 @@ def test_evicted_blocks_come_back_from_host_memory(
             assert ask(engine, other)[1].cached_tokens == 0
         assert stored(engine, "host", 60)
         tokens, usage = ask(engine)
-        assert (tokens, usage.cached_tokens) == (plain, FOUND)
+        assert (tokens, usage.cached_tokens) == (plain, LOADED)
         assert eventually(lambda: engine.stats.num_tier_loaded == {"host": 20})
 
 
@@ -133,10 +134,12 @@ def test_a_damaged_file_is_computed_again_and_written_anew(
         program.signal(signal.SIGTERM)
         assert program.end() == 0
     written_anew = [path for path in whole if path.read_bytes() == whole[path]]
-    assert len(written_anew) == 1, "nobody has looked at the others"
+    assert len(written_anew) == 1, "the other files were not read"
 
 
-def test_a_directory_of_somebody_else_is_refused_by_name(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_directory_that_others_can_enter_is_refused_by_name(
+    checkpoint: Path, tmp_path: Path
+) -> None:
     disk = tmp_path / "kv"
     disk.mkdir()
     os.chmod(disk, 0o755)

@@ -1,6 +1,6 @@
-"""K/V from one worker's cache into another's: two processes, real sockets, every mover.
+"""K/V from one worker's cache to another's: two processes, real sockets, every mover.
 
-Who reads is in this process, who has the content in another one, which can be killed or stopped.
+The reader is in this process. The exporter is in another one, which can be killed or stopped.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MOVERS = [
 ]
 LEASE = b"a lease of blocks"
 BIG = Shape(num_layers=8, num_blocks=120, block_tokens=16, num_kv_heads=4, head_dim=64, seed=3)
-"""256 KiB a block: a transfer of all of it takes long enough to come between."""
+"""256 KiB per block. A transfer of all blocks takes long enough for a test to interrupt it."""
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def shapes() -> Iterator[Shape]:
 
 
 @pytest.mark.parametrize("mover", MOVERS)
-def test_blocks_arrive_bit_by_bit_where_they_belong_and_no_other_is_touched(
+def test_blocks_arrive_bit_by_bit_and_no_other_block_is_changed(
     context, tmp_path, monkeypatch, mover
 ):
     monkeypatch.setenv("UCX_NET_DEVICES", "lo")
@@ -102,26 +102,26 @@ def test_blocks_arrive_bit_by_bit_where_they_belong_and_no_other_is_touched(
         with Peer(shape, address, mover) as peer, reader(context, ours_shape, mover) as worker:
             peer.export(LEASE, theirs)
             worker.fetch(1, peer.source(LEASE, first), ours)
-            end = worker.end_of(1)
-            assert isinstance(end, KVFetched), end
-            assert end.num_bytes == wanted * shape.block_bytes
-            assert end.mover == ("shm" if mover == "auto" else mover)
+            result = worker.result_of(1)
+            assert isinstance(result, KVFetched), result
+            assert result.num_bytes == wanted * shape.block_bytes
+            assert result.mover == ("shm" if mover == "auto" else mover)
             expected = ours_shape.cache()
             expected.rows[:, ours] = shape.cache().rows[:, theirs[first : first + wanted]]
             assert torch.equal(worker.cache.rows, expected.rows)
             peer.program.line_with(f"taken {LEASE.hex()}")
 
 
-def test_several_transfers_go_on_beside_each_other_and_two_readers_end_a_lease(context, address):
+def test_transfers_run_concurrently_and_a_lease_with_two_readers_is_taken_once(context, address):
     with Peer(BIG, address, "zmq") as peer, reader(context, empty(BIG), "zmq") as worker:
         peer.export(LEASE, list(range(1, 60)), readers=2)
         worker.fetch(1, peer.source(LEASE), list(range(1, 60)))
         worker.fetch(2, peer.source(LEASE), list(range(60, 119)))
         worker.fetch(3, peer.source(b"unknown"), [119])
-        assert worker.end_of(3) == KVFailure(3, "expired", "the lease has ended")
-        assert {1, 2} - worker.ends.keys(), "a small one does not wait for the large ones"
-        assert isinstance(worker.end_of(1), KVFetched)
-        assert isinstance(worker.end_of(2), KVFetched)
+        assert worker.result_of(3) == KVFailure(3, "expired", "the lease has ended")
+        assert {1, 2} - worker.results.keys(), "a small transfer does not wait for the large ones"
+        assert isinstance(worker.result_of(1), KVFetched)
+        assert isinstance(worker.result_of(2), KVFetched)
         peer.program.line_with("taken")
         rows = BIG.cache().rows
         assert torch.equal(worker.cache.rows[:, 1:60], rows[:, 1:60])
@@ -129,14 +129,14 @@ def test_several_transfers_go_on_beside_each_other_and_two_readers_end_a_lease(c
     assert sum("taken" in line for line in peer.program.out) == 1
 
 
-def test_more_transfers_than_may_run_take_their_turn(context, address):
+def test_transfers_beyond_the_limit_run_after_others(context, address):
     shape = Shape(num_blocks=200, seed=1)
     with Peer(shape, address) as peer, reader(context, empty(shape)) as worker:
         peer.export(LEASE, list(range(1, 200)), readers=150)
         for job in range(1, 151):
             worker.fetch(job, peer.source(LEASE, job), [job], timeout_s=60)
-        ends = [worker.end_of(job, 15) for job in range(1, 151)]  # their time is not what wakes it
-        assert all(isinstance(end, KVFetched) for end in ends), ends
+        results = [worker.result_of(job, 15) for job in range(1, 151)]  # well before their timeouts
+        assert all(isinstance(result, KVFetched) for result in results), results
         assert torch.equal(worker.cache.rows[:, 1:151], shape.cache().rows[:, 2:152])
         peer.program.line_with("taken")
 
@@ -153,11 +153,11 @@ def test_another_layout_is_refused_and_both_are_named(context, address, other):
     with Peer(shape, address) as peer, reader(context, ours) as worker:
         peer.export(LEASE, [1, 2])
         worker.fetch(1, peer.source(LEASE), [1, 2])
-        end = worker.end_of(1)
-        assert isinstance(end, KVFailure)
-        assert end.kind == "refused"
-        assert shape.layout.description in end.message
-        assert ours.layout.description in end.message
+        result = worker.result_of(1)
+        assert isinstance(result, KVFailure)
+        assert result.kind == "refused"
+        assert shape.layout.description in result.message
+        assert ours.layout.description in result.message
 
 
 def test_more_blocks_than_a_lease_has_are_refused(context, address):
@@ -165,21 +165,21 @@ def test_more_blocks_than_a_lease_has_are_refused(context, address):
     with Peer(shape, address) as peer, reader(context, empty(shape)) as worker:
         peer.export(LEASE, [1, 2, 3])
         worker.fetch(1, peer.source(LEASE, first=2), [1, 2])
-        end = worker.failure_of(1)
-        assert (end.kind, "blocks 2 to 4" in end.message) == ("refused", True)
+        result = worker.failure_of(1)
+        assert (result.kind, "blocks 2 to 4" in result.message) == ("refused", True)
 
 
-def test_a_way_that_the_peer_does_not_offer_is_refused(context, address):
+def test_a_mover_that_the_peer_does_not_offer_is_refused(context, address):
     shape = Shape(seed=1)
     with Peer(shape, address, "zmq") as peer, reader(context, empty(shape), "shm") as worker:
         peer.export(LEASE, [1, 2])
         worker.fetch(1, peer.source(LEASE), [1, 2])
         message = "kv_mover is shm here; the peer offers zmq"
-        assert worker.end_of(1) == KVFailure(1, "refused", message)
+        assert worker.result_of(1) == KVFailure(1, "refused", message)
 
 
 def test_memory_that_cannot_be_mapped_is_moved_through_zeromq(context, address, tmp_path):
-    """A proxy tells of a path where other memory is, as another PID namespace would."""
+    """A proxy replaces the path in the offer, as if the peer were in another PID namespace."""
     shape = Shape(seed=1)
     with Peer(shape, address) as peer, Proxy(context, f"{address}p", address) as proxy:
         proxy.replaces = lambda message: (
@@ -190,8 +190,8 @@ def test_memory_that_cannot_be_mapped_is_moved_through_zeromq(context, address, 
             peer.export(LEASE, [3, 4])
             with reader(context, empty(shape), mover) as worker:
                 worker.fetch(job, source, [1, 2])
-                end = worker.end_of(job)
-                assert outcome in (getattr(end, "mover", ""), getattr(end, "kind", ""))
+                result = worker.result_of(job)
+                assert outcome in (getattr(result, "mover", ""), getattr(result, "kind", ""))
             peer.withdraw(LEASE)
 
 
@@ -213,7 +213,7 @@ def fetch_all(worker: Worker, source: PeerSource, timeout_s: float = 10) -> None
 
 @pytest.fixture
 def under_way(context, address) -> Iterator[tuple[Peer, Worker, Proxy]]:
-    """A transfer by zmq that stands still: the proxy holds its third chunk back."""
+    """Yield a transfer by zmq that does not end, because the proxy holds its third chunk back."""
     with (
         Peer(BIG, address, "zmq") as peer,
         Proxy(context, f"{address}p", address) as proxy,
@@ -228,7 +228,7 @@ def through(proxy: Proxy) -> PeerSource:
     return PeerSource(address=proxy.address, lease=LEASE)
 
 
-def test_a_chunk_that_was_changed_on_its_way_is_damage(under_way):
+def test_a_chunk_that_was_changed_in_transit_is_damage(under_way):
     _, worker, proxy = under_way
 
     def flip(message):
@@ -239,61 +239,64 @@ def test_a_chunk_that_was_changed_on_its_way_is_damage(under_way):
     proxy.holds = lambda message: False
     proxy.replaces = flip
     fetch_all(worker, through(proxy))
-    end = worker.end_of(1)
-    assert (end.kind, "chunk 5 does not match its checksum" in end.message) == ("damaged", True)
+    result = worker.result_of(1)
+    assert (result.kind, "chunk 5 does not match its checksum" in result.message) == (
+        "damaged",
+        True,
+    )
 
 
-def test_a_peer_that_is_killed_in_the_middle_is_unreachable_at_once(context, address):
+def test_a_peer_that_is_killed_during_a_transfer_is_unreachable_at_once(context, address):
     with Peer(BIG, address, "zmq") as peer, reader(context, empty(BIG), "zmq") as worker:
         peer.export(LEASE, list(range(1, BIG.num_blocks)))
         peer.program.signal(signal.SIGSTOP)
         fetch_all(worker, peer.source(LEASE))
-        assert worker.hears_nothing()
+        assert worker.receives_nothing()
         peer.program.signal(signal.SIGKILL)
-        assert worker.failure_of(1).kind == "unreachable"  # a fetch without news is a "timeout"
+        assert worker.failure_of(1).kind == "unreachable"  # otherwise it would be a "timeout"
 
 
-def test_a_peer_that_is_not_there_is_unreachable_at_once(context, address):
+def test_a_missing_peer_is_unreachable_at_once(context, address):
     with reader(context, empty(BIG)) as worker:
         fetch_all(worker, PeerSource(address=address, lease=LEASE))
         assert worker.failure_of(1, timeout_s=5).kind == "unreachable"
 
 
 @pytest.mark.parametrize("bad", ["tcp://somewhere:99", "ipc://", "http://x", "ipc:///" + "x" * 200])
-def test_an_address_that_cannot_be_is_unreachable_and_does_no_harm(context, address, bad):
+def test_an_invalid_address_is_unreachable_and_fails_no_other_fetch(context, address, bad):
     shape = Shape(seed=1)
     with Peer(shape, address) as peer, reader(context, empty(shape)) as worker:
         worker.fetch(1, PeerSource(address=bad, lease=LEASE), [1])
         assert worker.failure_of(1).kind == "unreachable"
         peer.export(LEASE, [2])
         worker.fetch(2, peer.source(LEASE), [1])
-        assert isinstance(worker.end_of(2), KVFetched)
+        assert isinstance(worker.result_of(2), KVFetched)
 
 
-def test_a_peer_that_stands_still_is_given_up_when_the_time_is_over(under_way):
+def test_a_transfer_from_a_stopped_peer_fails_at_its_timeout(under_way):
     peer, worker, proxy = under_way
     fetch_all(worker, through(proxy), timeout_s=0.6)
     assert eventually(lambda: proxy.num_held)
     peer.program.signal(signal.SIGSTOP)
-    end = worker.end_of(1)
-    assert (end.kind, "moving" in end.message) == ("timeout", True)
+    result = worker.result_of(1)
+    assert (result.kind, "moving" in result.message) == ("timeout", True)
     peer.program.signal(signal.SIGCONT)
 
 
-def test_a_lease_that_is_withdrawn_in_the_middle_is_expired(under_way):
+def test_a_lease_that_is_withdrawn_during_a_transfer_is_expired(under_way):
     peer, worker, proxy = under_way
     fetch_all(worker, through(proxy))
     assert eventually(lambda: proxy.num_held)
     peer.withdraw(LEASE)
     peer.fill(7)
     proxy.release()
-    assert worker.end_of(1) == KVFailure(1, "expired", "the lease has ended")
+    assert worker.result_of(1) == KVFailure(1, "expired", "the lease has ended")
 
 
 @pytest.mark.parametrize("mover", MOVERS)
 def test_data_of_an_ended_lease_is_never_accepted(context, address, mover):
-    """It is withdrawn, and its blocks are written, between the reader's last copy and its last
-    word, which a proxy holds back."""
+    """The lease is withdrawn and its blocks are overwritten after the reader's last copy, while a
+    proxy holds back the reader's last message."""
     with (
         Peer(BIG, address, mover) as peer,
         Proxy(context, f"{address}p", address) as proxy,
@@ -306,44 +309,44 @@ def test_data_of_an_ended_lease_is_never_accepted(context, address, mover):
         peer.withdraw(LEASE)
         peer.fill(7)
         proxy.release()
-        assert worker.end_of(1) == KVFailure(1, "expired", "the lease has ended")
+        assert worker.result_of(1) == KVFailure(1, "expired", "the lease has ended")
 
 
-def test_a_cancelled_transfer_says_so_once_and_writes_no_more(under_way):
+def test_a_cancelled_transfer_is_reported_once_and_writes_no_more(under_way):
     _, worker, proxy = under_way
     fetch_all(worker, through(proxy))
     assert eventually(lambda: proxy.num_held)
-    worker.exchange.apply(KVCancel(job=1))
-    assert worker.end_of(1) == KVFailure(1, "cancelled", "cancelled by the engine")
+    worker.transfers.apply(KVCancel(job=1))
+    assert worker.result_of(1) == KVFailure(1, "cancelled", "cancelled by the engine")
     before = worker.cache.rows.clone()
-    worker.exchange.apply(KVCancel(job=1))
+    worker.transfers.apply(KVCancel(job=1))
     proxy.release()
-    assert worker.hears_nothing()
+    assert worker.receives_nothing()
     assert torch.equal(worker.cache.rows, before)
 
 
-def test_a_reader_that_gives_up_is_not_waited_for(under_way):
+def test_a_reader_that_gives_up_counts_as_done(under_way):
     peer, worker, proxy = under_way
     fetch_all(worker, through(proxy))
     assert eventually(lambda: proxy.num_held)
-    worker.exchange.apply(KVCancel(job=1))
-    worker.end_of(1)
+    worker.transfers.apply(KVCancel(job=1))
+    worker.result_of(1)
     proxy.release()
     peer.program.line_with(f"taken {LEASE.hex()}")
 
 
-def test_a_worker_that_stops_gives_up_what_is_on_its_way(under_way):
+def test_a_worker_that_stops_gives_up_its_transfers(under_way):
     _, worker, proxy = under_way
     fetch_all(worker, through(proxy))
     assert eventually(lambda: proxy.num_held)
-    # the end of the fixture's `with`: it returns
+    # the end of the fixture's `with` block returns
 
 
 # ---- readers that misbehave
 
 
-def test_nonsense_is_dropped_and_a_reader_that_takes_nothing_costs_a_window(context, address):
-    """It asks for every chunk, again and again, and reads none."""
+def test_invalid_messages_are_dropped_and_an_idle_reader_costs_one_window(context, address):
+    """The reader requests every chunk, again and again, and receives none."""
     big = empty(BIG, num_blocks=1200, seed=3)  # 300 MB
     with Peer(big, address, "zmq") as peer, reader(context, empty(big), "zmq") as worker:
         peer.export(LEASE, list(range(1, 1200)), readers=2)
@@ -359,12 +362,14 @@ def test_nonsense_is_dropped_and_a_reader_that_takes_nothing_costs_a_window(cont
         for chunk in [10**9, -1, *range(300), *range(300)]:
             greedy.send_multipart(wire.encode(KVRead(lease=LEASE, reader=b"greedy", chunk=chunk)))
         worker.fetch(1, peer.source(LEASE, first=1000), list(range(1, 100)))
-        assert isinstance(worker.end_of(1), KVFetched), "others do not wait for it"
+        assert isinstance(worker.result_of(1), KVFetched), (
+            "other readers do not wait for the greedy one"
+        )
         assert peer.resident_bytes() - before < 32 << 20
         greedy.close(linger=0)
 
 
-def test_what_is_exported_costs_nothing_until_it_is_touched_and_leaves_nothing(context, address):
+def test_exported_memory_costs_nothing_until_it_is_touched_and_leaves_no_file(context, address):
     shape = Shape(num_layers=8, num_blocks=40_000, block_tokens=16, head_dim=64)
     with Peer(shape, address, "shm") as peer, reader(context, Shape(), "auto"):
         assert shape.num_blocks * shape.block_bytes > 7e9

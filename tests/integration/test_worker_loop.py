@@ -1,7 +1,7 @@
-"""The worker's loop over a real socket, with a device that takes its time.
+"""The worker's loop over a real socket, with a device that the test controls.
 
-The model computes on the CPU; only the mark in the device's queue (`readback.Event`) is another: it
-is reached when the test says so. So the order of launches and results is what it is on a GPU.
+The model computes on the CPU. Only the event in the device's queue (`readback.DeviceEvent`) is
+fake: the test decides when it is done. So launches and results have the same order as on a GPU.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import zmq
 from protocol import sockets, wire
 from protocol.arrays import Int32
 from protocol.steps import FromWorker, Masks, StepPlan, StepResult, Stop, ToWorker
-from tests.support.kv_worker import tiny_exchange
+from tests.support.kv_worker import idle_transfers
 from tests.support.plans import slot_init, step_plan
 from tests.support.tiny_model import VOCAB, TinyModel, tiny_cache, tiny_runner, tiny_slots
 from worker.batch.readback import DeviceEvent, mark
@@ -34,8 +34,8 @@ SLOTS = 13
 
 
 @dataclass
-class Reached:
-    """The place behind one step: reached when the test sets it."""
+class FakeDeviceEvent:
+    """The event after one step. The test sets it."""
 
     event: threading.Event = field(default_factory=threading.Event)
 
@@ -43,20 +43,20 @@ class Reached:
         return self.event.is_set()
 
     def synchronize(self) -> None:
-        assert self.event.wait(WAIT_S), "a step was waited for that nobody ends"
+        assert self.event.wait(WAIT_S), "the loop waits for a step that the test has not ended"
 
 
 @dataclass
 class Device:
-    """Steps are launched at once and end when `end` says so, oldest first."""
+    """A device whose steps end when the test calls `end`, the oldest first."""
 
-    launched: list[Reached] = field(default_factory=list)
+    launched: list[FakeDeviceEvent] = field(default_factory=list)
     news: threading.Condition = field(default_factory=threading.Condition)
     num_ended: int = 0
 
     def mark(self, device: torch.device) -> DeviceEvent:
         with self.news:
-            self.launched.append(Reached())
+            self.launched.append(FakeDeviceEvent())
             self.news.notify_all()
             return self.launched[-1]
 
@@ -79,26 +79,27 @@ class LoopBench:
     device: Device
     failure: list[Exception]
 
-    def say(self, message: ToWorker) -> None:
+    def send(self, message: ToWorker) -> None:
         self.socket.send_multipart([self.identity, *wire.encode(message)])
 
-    def hear(self) -> StepResult:
-        assert self.socket.poll(int(WAIT_S * 1000)), f"nothing heard: {self.failure}"
+    def receive(self) -> StepResult:
+        assert self.socket.poll(int(WAIT_S * 1000)), f"nothing received: {self.failure}"
         message = wire.Decoder[FromWorker](FromWorker).decode(self.socket.recv_multipart()[1:])
         assert isinstance(message, StepResult)
         return message
 
-    def hears_nothing(self) -> bool:
+    def receives_nothing(self) -> bool:
         return not self.socket.poll(50)
 
     def stop(self) -> None:
-        self.say(Stop())
+        self.send(Stop())
         self.thread.join(WAIT_S)
         assert not self.thread.is_alive()
 
 
 def start(kind: str, folder: Path, model: TinyModel | None = None) -> Iterator[LoopBench]:
-    """kind: "slow", a device that works by itself; "cpu", one whose work is done when asked for."""
+    """Run a loop in a thread. `kind` is "slow" for a device that works asynchronously, or "cpu" for
+    one whose steps are done when they are launched."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     sockets.make_private(folder / "run")
     address = f"ipc://{folder / 'run' / 'engine'}"
@@ -117,11 +118,11 @@ def start(kind: str, folder: Path, model: TinyModel | None = None) -> Iterator[L
         try:
             engine.send(StepResult(step=0, tokens=Int32(b""), failed=Int32(b"")))
             with (
-                tiny_exchange(context) as kv_transfers,
+                idle_transfers(context) as kv_transfers,
                 WorkerLoop(runner, engine, kv_transfers) as loop,
             ):
                 loop.run()
-        except Exception as error:  # told by whoever waits for the worker in vain
+        except Exception as error:  # shown by the assertion that then fails
             failure.append(error)
         finally:
             engine.close()
@@ -132,10 +133,10 @@ def start(kind: str, folder: Path, model: TinyModel | None = None) -> Iterator[L
     identity, *_ = socket.recv_multipart()
     bench = LoopBench(socket, identity, thread, device, failure)
     yield bench
-    for reached in device.launched:
-        reached.event.set()
+    for device_event in device.launched:
+        device_event.event.set()
     if thread.is_alive():
-        bench.say(Stop())
+        bench.send(Stop())
     thread.join(WAIT_S)
     socket.close(linger=0)
     context.term()
@@ -157,83 +158,84 @@ def first(**more: Any) -> StepPlan:
 
 
 def after(step: int, **more: Any) -> StepPlan:
-    """The step-th plan computes the token that the one before has sampled."""
+    """Return plan number `step`, which computes the token that the step before has sampled."""
     return step_plan(step, rows=[(0, len(PROMPT) + step - 2, 1, True)], **more)
 
 
 def only(step: int, token: int) -> Masks:
+    """Return masks that allow only this token."""
     words = [(1 << token % 32 if token // 32 == word else 0) for word in range(-(-VOCAB // 32))]
     signed = [word - (1 << 32) if word >> 31 else word for word in words]
     return Masks(step=step, bits=Int32.of(signed, (1, len(words))))
 
 
 def answers(count: int) -> list[list[int]]:
-    """What the steps sample, one after the other."""
+    """Return the tokens that the steps sample, one after another."""
     runner = tiny_runner(tiny_slots(3), tiny_cache(20))
     plans = [first(), *(after(step) for step in range(2, count + 1))]
     return [runner.step(plan).tokens.tolist() for plan in plans]
 
 
-def test_the_next_step_is_launched_while_the_one_before_is_on_its_way(slow):
-    slow.say(first())
-    slow.say(after(2))
+def test_the_next_step_is_launched_while_a_step_is_in_flight(slow):
+    slow.send(first())
+    slow.send(after(2))
     slow.device.await_launches(2)
-    assert slow.hears_nothing(), "nothing is done yet"
+    assert slow.receives_nothing(), "nothing is done yet"
     slow.device.end()
-    results = [slow.hear()]
-    assert slow.hears_nothing(), "the second is not done"
-    slow.say(after(3))
+    results = [slow.receive()]
+    assert slow.receives_nothing(), "the second is not done"
+    slow.send(after(3))
     slow.device.await_launches(3)
     slow.device.end()
     slow.device.end()
-    results += [slow.hear(), slow.hear()]
+    results += [slow.receive(), slow.receive()]
     assert [result.step for result in results] == [1, 2, 3]
     assert [result.tokens.tolist() for result in results] == answers(3)
 
 
-def test_a_plan_that_comes_while_a_step_is_waited_for_is_launched_at_once(slow):
-    slow.say(first())
+def test_a_plan_that_arrives_while_the_loop_waits_for_a_step_is_launched_at_once(slow):
+    slow.send(first())
     slow.device.await_launches(1)
-    assert slow.hears_nothing()  # by now the loop waits, for a message and for the device
-    slow.say(after(2))
+    assert slow.receives_nothing()  # by now the loop waits for a message and for the device
+    slow.send(after(2))
     slow.device.await_launches(2)
     slow.device.end()
     slow.device.end()
-    assert [slow.hear().step, slow.hear().step] == [1, 2]
+    assert [slow.receive().step, slow.receive().step] == [1, 2]
 
 
-def test_what_is_out_is_told_before_masks_are_waited_for(slow):
-    slow.say(first())
-    slow.say(after(2, masked=[0]))
-    assert slow.hears_nothing()
+def test_results_in_flight_are_sent_before_the_loop_waits_for_masks(slow):
+    slow.send(first())
+    slow.send(after(2, masked=[0]))
+    assert slow.receives_nothing()
     slow.device.end()
-    assert slow.hear().step == 1
+    assert slow.receive().step == 1
     assert len(slow.device.launched) == 1, "its launch needs the masks"
     token = (answers(2)[1][0] + 1) % VOCAB
-    slow.say(only(2, token))
+    slow.send(only(2, token))
     slow.device.await_launches(2)
     slow.device.end()
-    assert slow.hear().tokens.tolist() == [token]
+    assert slow.receive().tokens.tolist() == [token]
 
 
-def test_on_the_cpu_a_result_is_told_before_the_next_plan_is_touched(cpu):
-    cpu.say(first())
-    cpu.say(first())  # contradicts the slots: whoever touches it fails
-    assert cpu.hear().tokens.tolist() == answers(1)[0]
+def test_on_the_cpu_a_result_is_sent_before_the_next_plan_is_touched(cpu):
+    cpu.send(first())
+    cpu.send(first())  # contradicts the slots, so launching it fails
+    assert cpu.receive().tokens.tolist() == answers(1)[0]
     cpu.thread.join(WAIT_S)
     assert [str(error) for error in cpu.failure] == ["slot 0 is already bound"]
 
 
-def test_stop_is_obeyed_while_nothing_is_out(cpu):
+def test_stop_ends_an_idle_loop(cpu):
     cpu.stop()
     assert cpu.failure == []
 
 
-def test_stop_is_obeyed_while_a_step_is_out_and_the_step_is_let_finish(slow):
-    slow.say(first())
+def test_stop_waits_for_the_step_in_flight(slow):
+    slow.send(first())
     slow.device.await_launches(1)
-    slow.say(Stop())
-    assert slow.hears_nothing()
+    slow.send(Stop())
+    assert slow.receives_nothing()
     assert slow.thread.is_alive()
     slow.device.end()
     slow.thread.join(WAIT_S)
@@ -241,8 +243,8 @@ def test_stop_is_obeyed_while_a_step_is_out_and_the_step_is_let_finish(slow):
     assert slow.failure == []
 
 
-class Remembering(TinyModel):
-    """It keeps something of every slot, from its second pass on."""
+class RememberingModel(TinyModel):
+    """A model that keeps a per-slot tensor from its second pass on."""
 
     passes = 0
 
@@ -252,12 +254,12 @@ class Remembering(TinyModel):
         return super().logits(hidden)
 
 
-def test_a_per_slot_tensor_that_is_made_at_work_ends_the_worker_and_is_named(tmp_path):
-    for bench in start("cpu", tmp_path, Remembering()):
-        bench.say(first())
-        bench.hear()
-        bench.say(after(2))
+def test_a_per_slot_tensor_that_a_step_keeps_ends_the_worker_and_is_named(tmp_path):
+    for bench in start("cpu", tmp_path, RememberingModel()):
+        bench.send(first())
+        bench.receive()
+        bench.send(after(2))
         bench.thread.join(WAIT_S)
         (error,) = bench.failure
         assert "(13,) torch.float32 held by" in str(error)
-        assert "Remembering" in str(error)
+        assert "RememberingModel" in str(error)

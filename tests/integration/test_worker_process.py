@@ -1,4 +1,4 @@
-"""The worker as a process: it loads, says so, executes plans, and ends as it should."""
+"""The worker as a process: it loads, reports that it is ready, executes plans, and exits."""
 
 from __future__ import annotations
 
@@ -45,24 +45,24 @@ GREEDY = SamplingParams(temperature=0.0)
 
 @dataclass
 class FakeEngine:
-    """The other end of the conversation, and the process."""
+    """The engine's end of the connection, and the worker's process."""
 
     socket: zmq.Socket[bytes]
     process: subprocess.Popen[str]
     identity: bytes = b""
 
-    def hear(self, timeout_s: float = STEP_S) -> FromWorker:
-        assert self.socket.poll(int(timeout_s * 1000)), f"nothing heard: {self.process.poll()}"
+    def receive(self, timeout_s: float = STEP_S) -> FromWorker:
+        assert self.socket.poll(int(timeout_s * 1000)), f"nothing received: {self.process.poll()}"
         self.identity, *frames = self.socket.recv_multipart()
         return wire.Decoder(FromWorker).decode(frames)
 
-    def say(self, *frames: bytes) -> None:
+    def send(self, *frames: bytes) -> None:
         self.socket.send_multipart([self.identity, *frames])
 
     def step(self, plan: ToWorker) -> FromWorker:
-        """What it answers."""
-        self.say(*wire.encode(plan))
-        return self.hear()
+        """Send a message and return the answer."""
+        self.send(*wire.encode(plan))
+        return self.receive()
 
     def exit_code(self) -> int:
         return self.process.wait(STEP_S)
@@ -70,7 +70,7 @@ class FakeEngine:
 
 @dataclass
 class Starter:
-    """Starts workers, and leaves none behind."""
+    """Starts workers. The fixture kills them."""
 
     folder: Path
     context: zmq.Context[zmq.Socket[bytes]]
@@ -117,37 +117,37 @@ def first_step(step: int = 1, **more: Any) -> StepPlan:
     return step_plan(step, bind=[init], rows=[(0, 0, len(PROMPT), True)], zero=[3], **more)
 
 
-def test_a_step_with_masked_rows_waits_for_their_masks_and_obeys_them(start, tiny_llama):
+def test_a_step_with_masked_rows_waits_for_its_masks_and_applies_them(start, tiny_llama):
     engine = start(tiny_llama, max_slots=5, block_tokens=16)
-    engine.hear(START_S)
+    engine.receive(START_S)
     free = engine.step(first_step()).tokens.tolist()[0]
     token = (free + 1) % 97
-    engine.say(*wire.encode(step_plan(2, rows=[(0, len(PROMPT), 1, True)], masked=[0])))
-    assert not engine.socket.poll(300), "it answered before it knew what is possible"
+    engine.send(*wire.encode(step_plan(2, rows=[(0, len(PROMPT), 1, True)], masked=[0])))
+    assert not engine.socket.poll(300), "the worker answered before it had the masks"
     words = [1 << token % 32 if word == token // 32 else 0 for word in range(4)]
     words = [word - (1 << 32) if word >> 31 else word for word in words]
-    engine.say(*wire.encode(Masks(step=2, bits=Int32.of(words, (1, 4)))))
-    assert engine.hear().tokens.tolist() == [token]
+    engine.send(*wire.encode(Masks(step=2, bits=Int32.of(words, (1, 4)))))
+    assert engine.receive().tokens.tolist() == [token]
 
 
-def test_masks_that_no_plan_announced_are_a_failure_and_said(start, tiny_llama):
+def test_masks_without_a_plan_end_the_worker_with_a_message(start, tiny_llama):
     engine = start(tiny_llama, max_slots=5, block_tokens=16)
-    engine.hear(START_S)
-    engine.say(*wire.encode(Masks(step=7, bits=Int32.of([1], (1, 1)))))
-    failed = engine.hear()
+    engine.receive(START_S)
+    engine.send(*wire.encode(Masks(step=7, bits=Int32.of([1], (1, 1)))))
+    failed = engine.receive()
     assert isinstance(failed, WorkerFailed)
     assert "step 7" in failed.message
     assert engine.exit_code() == ExitCode.WORKER_LOST
 
 
-def test_a_worker_says_what_it_holds_computes_plans_and_stops_with_code_0(start, tiny_llama):
+def test_a_worker_reports_its_limits_computes_plans_and_stops_with_code_0(start, tiny_llama):
     engine = start(tiny_llama, max_slots=5, block_tokens=16)
-    ready = engine.hear(START_S)
+    ready = engine.receive(START_S)
     assert isinstance(ready, WorkerReady), ready
     assert ready.model.context_tokens == ready.max_len == CONFIG["max_position_embeddings"]
     assert ready.model.eos_token_ids == [2]
     assert (ready.max_slots, ready.block_tokens) == (5, 16)
-    assert ready.kv is not None  # it exports nothing, and can fetch what is laid out like this
+    assert ready.kv is not None  # the worker exports nothing, and can fetch blocks of this layout
     assert ready.kv.address == ""
     assert ready.kv.layout
     assert [name for name, _ in ready.phases] == [
@@ -161,28 +161,28 @@ def test_a_worker_says_what_it_holds_computes_plans_and_stops_with_code_0(start,
     assert (first.step, again.step) == (1, 2)
     assert len(first.tokens) == len(again.tokens) == 1
     assert first.compute_s > 0
-    # What was sampled is the next input: a fresh slot that is told both tokens agrees with it.
+    # The sampled token is the next input: a new slot with both tokens gives the same result.
     known = PROMPT + first.tokens.tolist()
     init = slot_init(4, known, blocks=[5], params=GREEDY)
     plan = step_plan(3, bind=[init], rows=[(4, 0, len(known), True)], zero=[5], release=[(0, 1)])
     assert engine.step(plan).tokens == again.tokens
-    engine.say(*wire.encode(Stop()))
+    engine.send(*wire.encode(Stop()))
     assert engine.exit_code() == 0
 
 
-def test_a_draft_model_follows_and_guesses_and_is_told(start, tiny_llama):
-    """The model as its own: what it guesses is what is said next."""
+def test_a_draft_model_proposes_tokens_that_verify(start, tiny_llama):
+    """The model is its own draft model, so its proposals are what it samples next."""
     engine = start(tiny_llama, draft_model=str(tiny_llama), max_slots=5)
-    ready = engine.hear(START_S)
+    ready = engine.receive(START_S)
     assert isinstance(ready, WorkerReady), ready
     assert ready.draft_cost == 1.0
     assert "load the draft model" in [name for name, _ in ready.phases]
     first = engine.step(first_step(follow={0: (0, 3)}))
     assert isinstance(first, StepResult), first
     assert first.proposed is not None
-    guesses = first.proposed.tolist()
-    plan = step_plan(2, rows=[(0, len(PROMPT), 4, True)], drafts={0: guesses})
-    assert engine.step(plan).tokens.tolist()[:3] == guesses
+    proposals = first.proposed.tolist()
+    plan = step_plan(2, rows=[(0, len(PROMPT), 4, True)], drafts={0: proposals})
+    assert engine.step(plan).tokens.tolist()[:3] == proposals
 
 
 def test_a_draft_model_of_another_vocabulary_is_refused_in_one_line(start, tiny_llama, tmp_path):
@@ -191,22 +191,22 @@ def test_a_draft_model_of_another_vocabulary_is_refused_in_one_line(start, tiny_
     write_tiny_llama(other)
     spelt = (other / "tokenizer.json").read_text().replace('"w7"', '"seven"')
     (other / "tokenizer.json").write_text(spelt)
-    failed = start(tiny_llama, draft_model=str(other)).hear(START_S)
+    failed = start(tiny_llama, draft_model=str(other)).receive(START_S)
     assert isinstance(failed, WorkerFailed), failed
     assert "have different vocabularies" in failed.message
     assert "\n" not in failed.message
 
 
 @pytest.mark.parametrize("mover", ["auto", "zmq"])
-def test_one_worker_computes_a_prompt_and_another_goes_on_from_it(start, tiny_llama, mover):
-    """All but the last token comes from the other; steps go on while it does."""
+def test_one_worker_computes_a_prompt_and_another_continues_from_it(start, tiny_llama, mover):
+    """All but the last token's K/V comes from the other worker; both compute steps meanwhile."""
     settings = {"max_slots": 5, "block_tokens": 4, "kv_mover": mover}
     address = f"ipc://{start.folder / 'run' / 'kv'}"
     prefill = start(tiny_llama, kv_export=True, kv_address=address, **settings)
     decode = start(tiny_llama, **settings)
-    ready = prefill.hear(START_S)
+    ready = prefill.receive(START_S)
     assert (ready.kv.address, ready.kv.mover) == (address, mover)
-    assert decode.hear(START_S).kv.address == ""
+    assert decode.receive(START_S).kv.address == ""
 
     def plan(done: int, blocks: list[int], slot: int) -> StepPlan:
         tokens = len(PROMPT) - done
@@ -216,57 +216,57 @@ def test_one_worker_computes_a_prompt_and_another_goes_on_from_it(start, tiny_ll
 
     expected = prefill.step(plan(0, [3, 9, 4], 0)).tokens
     lease = b"prompt"
-    prefill.say(*wire.encode(KVExport(lease=lease, blocks=Int32.of([3, 9]), readers=1)))
+    prefill.send(*wire.encode(KVExport(lease=lease, blocks=Int32.of([3, 9]), readers=1)))
     source = PeerSource(address=address, lease=lease)
     fetch = KVFetch(job=7, source=source, blocks=Int32.of([8, 2]), timeout_s=5)
-    while (report := decode.step(fetch)).failed:  # the other has not heard of the lease yet
+    while (report := decode.step(fetch)).failed:  # the other worker has not received the lease yet
         assert report.failed[0].kind == "expired"
         fetch = replace(fetch, job=fetch.job + 1)
     assert [(done.job, done.num_bytes > 0) for done in report.fetched] == [(fetch.job, True)]
     assert decode.step(plan(8, [8, 2, 5], 3)).tokens == expected
-    assert prefill.hear() == KVReport(taken=[lease])
-    prefill.say(*wire.encode(KVWithdraw(lease=lease)))
-    prefill.step(step_plan(2))  # and that is heard before what follows
+    assert prefill.receive() == KVReport(taken=[lease])
+    prefill.send(*wire.encode(KVWithdraw(lease=lease)))
+    prefill.step(step_plan(2))  # the worker has received the message before it answers this step
     late = decode.step(replace(fetch, job=99))
     assert [(failed.job, failed.kind) for failed in late.failed] == [(99, "expired")]
     for engine in (prefill, decode):
-        engine.say(*wire.encode(Stop()))
+        engine.send(*wire.encode(Stop()))
         assert engine.exit_code() == 0
 
 
-def test_a_worker_that_should_use_nixl_and_cannot_says_what_to_install(start, tiny_llama):
+def test_a_worker_without_the_configured_nixl_names_the_package_to_install(start, tiny_llama):
     if importlib.util.find_spec("nixl_cu12") is not None:
         pytest.skip("nixl-cu12 is installed")
-    failed = start(tiny_llama, kv_mover="nixl").hear(START_S)
+    failed = start(tiny_llama, kv_mover="nixl").receive(START_S)
     assert isinstance(failed, WorkerFailed)
     assert "pip install 'tidegate[nixl]'" in failed.message
 
 
-def test_a_small_cache_lowers_the_longest_request(start, tiny_llama):
-    ready = start(tiny_llama, kv_blocks=4, block_tokens=16, max_slots=2).hear(START_S)
+def test_a_small_cache_reduces_the_longest_request(start, tiny_llama):
+    ready = start(tiny_llama, kv_blocks=4, block_tokens=16, max_slots=2).receive(START_S)
     assert (ready.num_blocks, ready.max_len) == (4, 48)
 
 
 def test_a_plan_that_contradicts_the_slots_ends_the_worker_and_names_the_cause(start, tiny_llama):
     engine = start(tiny_llama)
-    assert isinstance(engine.hear(START_S), WorkerReady)
+    assert isinstance(engine.receive(START_S), WorkerReady)
     engine.step(first_step())
     failed = engine.step(first_step(step=2))
     assert failed == WorkerFailed(message="slot 0 is already bound")
     assert engine.exit_code() == ExitCode.WORKER_LOST
 
 
-def test_a_malformed_message_ends_the_worker_and_is_told(start, tiny_llama):
+def test_a_malformed_message_ends_the_worker_and_is_reported(start, tiny_llama):
     engine = start(tiny_llama)
-    assert isinstance(engine.hear(START_S), WorkerReady)
-    engine.say(b"\x01\xc1")
-    assert isinstance(engine.hear(), WorkerFailed)
+    assert isinstance(engine.receive(START_S), WorkerReady)
+    engine.send(b"\x01\xc1")
+    assert isinstance(engine.receive(), WorkerFailed)
     assert engine.exit_code() == ExitCode.WORKER_LOST
 
 
-def test_a_model_that_is_not_there_is_told_in_one_line(start, tmp_path):
+def test_a_missing_model_is_reported_in_one_line(start, tmp_path):
     engine = start(tmp_path / "nothing")
-    failed = engine.hear(START_S)
+    failed = engine.receive(START_S)
     assert isinstance(failed, WorkerFailed)
     assert "nothing does not exist" in failed.message
     assert "\n" not in failed.message
@@ -274,7 +274,7 @@ def test_a_model_that_is_not_there_is_told_in_one_line(start, tmp_path):
 
 
 @pytest.mark.parametrize("settings", ["{}", '{"model": "x"}', '{"model": "x", "slots": 3}', "no"])
-def test_a_bad_command_line_ends_with_code_2_and_says_why(settings):
+def test_a_bad_command_line_exits_with_code_2_and_the_reason(settings):
     ended = subprocess.run(
         [sys.executable, "-P", "-m", "worker", "--config", settings],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -288,13 +288,13 @@ def test_a_bad_command_line_ends_with_code_2_and_says_why(settings):
     assert "bad --config" in ended.stderr
 
 
-def test_ctrl_c_is_left_to_the_engine_and_an_idle_worker_uses_no_cpu(start, tiny_llama):
+def test_a_worker_ignores_ctrl_c_and_uses_no_cpu_while_idle(start, tiny_llama):
     engine = start(tiny_llama, threads=2)
-    assert isinstance(engine.hear(START_S), WorkerReady)
+    assert isinstance(engine.receive(START_S), WorkerReady)
     engine.process.send_signal(signal.SIGINT)
     engine.step(first_step())
     idle = psutil.Process(engine.process.pid)
-    # Percent of a second, which the kernel counts. The first may still have the step's end.
+    # Percent of one second. The first second may still include the end of the step.
     assert eventually(lambda: idle.cpu_percent(interval=1.0) < 2)
     assert engine.process.poll() is None
 
@@ -322,7 +322,7 @@ def test_a_worker_does_not_outlive_the_process_that_started_it(start, tiny_llama
     try:
         assert parent.stdout is not None
         worker = psutil.Process(int(parent.stdout.readline()))
-        assert socket.poll(START_S * 1000), "the worker never spoke"
+        assert socket.poll(START_S * 1000), "the worker sent nothing"
     finally:
         parent.kill()
         parent.communicate()

@@ -1,7 +1,7 @@
-"""Workers that only hand over K/V: real caches and real exchanges, in this process and in others.
+"""Workers that only transfer K/V, with real caches, in this process and in others.
 
-`python -m tests.support.kv_worker JSON` is one: it fills its cache from a seed, then obeys lines on
-its stdin (`Peer` says them) and prints what its exchange reports.
+`python -m tests.support.kv_worker JSON` is such a worker. It fills its cache from a seed, executes
+the lines on its stdin, which `Peer` sends, and prints what its transfers report.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WAIT_S = 20.0
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
-    """Of a cache, and what is in it: bytes drawn from `seed`, or zeros."""
+    """The shape of a cache, and its contents: bytes drawn from `seed`, or zeros."""
 
     num_layers: int = 2
     num_blocks: int = 17
@@ -73,22 +73,22 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
         return cache
 
 
-def tiny_exchange(context: zmq.Context[zmq.Socket[bytes]]) -> KVTransferService:
-    """Of a worker that nobody asks for anything."""
+def idle_transfers(context: zmq.Context[zmq.Socket[bytes]]) -> KVTransferService:
+    """Return the transfers of a worker that gets no request."""
     shape = Shape()
     return KVTransferService(WorkerConfig(model=""), context, shape.cache(), shape.layout)
 
 
 @dataclass
 class Worker:
-    """An exchange with a cache, in this process."""
+    """A cache and its transfers, in this process."""
 
     context: zmq.Context[zmq.Socket[bytes]]
     shape: Shape
     config: WorkerConfig
     cache: KVCache = field(init=False)
-    exchange: KVTransferService = field(init=False)
-    ends: dict[int, KVFetched | KVFailure] = field(default_factory=dict)
+    transfers: KVTransferService = field(init=False)
+    results: dict[int, KVFetched | KVFailure] = field(default_factory=dict)
     taken: list[bytes] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -96,50 +96,51 @@ class Worker:
         num_bytes = self.shape.num_blocks * self.shape.block_bytes
         shared = SharedMemory(num_bytes) if exports else None
         self.cache = self.shape.cache(shared)
-        self.exchange = KVTransferService(self.config, self.context, self.cache, self.shape.layout)
+        self.transfers = KVTransferService(self.config, self.context, self.cache, self.shape.layout)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self.exchange.__exit__()
+        self.transfers.__exit__()
 
     def fetch(self, job: int, source: PeerSource, blocks: list[int], timeout_s: float = 10) -> None:
         message = KVFetch(job=job, source=source, blocks=Int32.of(blocks), timeout_s=timeout_s)
-        self.exchange.apply(message)
+        self.transfers.apply(message)
 
-    def hear(self, timeout_s: float = WAIT_S) -> KVReport | None:
-        """The next news; None if there is none in time."""
+    def receive(self, timeout_s: float = WAIT_S) -> KVReport | None:
+        """Return the next report; None if there is none in time."""
         poller = zmq.Poller()
-        poller.register(self.exchange.fd, zmq.POLLIN)
+        poller.register(self.transfers.fd, zmq.POLLIN)
         give_up = monotonic() + timeout_s
-        while (report := self.exchange.report()) is None:
+        while (report := self.transfers.report()) is None:
             if not poller.poll(max(0, int((give_up - monotonic()) * 1000))):
                 return None
-        ends: list[KVFetched | KVFailure] = [*report.fetched, *report.failed]
-        for end in ends:
-            assert end.job not in self.ends, "a job has one end"
-            self.ends[end.job] = end
+        results: list[KVFetched | KVFailure] = [*report.fetched, *report.failed]
+        for result in results:
+            assert result.job not in self.results, "a job has one result"
+            self.results[result.job] = result
         self.taken += report.taken
         return report
 
-    def end_of(self, job: int, timeout_s: float = WAIT_S) -> KVFetched | KVFailure:
+    def result_of(self, job: int, timeout_s: float = WAIT_S) -> KVFetched | KVFailure:
         give_up = monotonic() + timeout_s
-        while job not in self.ends:
-            assert self.hear(give_up - monotonic()) is not None, f"no end of job {job}"
-        return self.ends[job]
+        while job not in self.results:
+            assert self.receive(give_up - monotonic()) is not None, f"no result of job {job}"
+        return self.results[job]
 
     def failure_of(self, job: int, timeout_s: float = WAIT_S) -> KVFailure:
-        end = self.end_of(job, timeout_s)
-        assert isinstance(end, KVFailure)
-        return end
+        result = self.result_of(job, timeout_s)
+        assert isinstance(result, KVFailure)
+        return result
 
-    def hears_nothing(self, for_s: float = 0.1) -> bool:
-        return self.hear(for_s) is None
+    def receives_nothing(self, for_s: float = 0.1) -> bool:
+        return self.receive(for_s) is None
 
 
 class Peer:
-    """Another process with a cache, which exports. Killed at the end of its `with`."""
+    """Another process with a cache, which it exports. It is killed when the `with` block is
+    left."""
 
     def __init__(self, shape: Shape, address: str, mover: Any = "auto", **more: Any) -> None:
         config = WorkerConfig(model="", kv_export=True, kv_address=address, kv_mover=mover, **more)
@@ -169,17 +170,17 @@ class Peer:
         self._say(f"withdraw {lease.hex()}")
 
     def fill(self, value: int) -> None:
-        """Its blocks are reused: every byte is now `value`."""
+        """Fill every byte of the cache with `value`, as if its blocks were reused."""
         self._say(f"fill {value}")
 
     def num_dropped(self) -> int:
-        """Messages that made no sense to it, so far, and answers that nobody took."""
+        """Return the number of invalid messages so far plus that of unread answers."""
         self._say("dropped")
         (*_, last) = [line for line in self.program.out if line.startswith("dropped")]
         return int(last.split()[1])
 
     def resident_bytes(self) -> int:
-        """Of its own, without what it shares."""
+        """Return the memory of the process, without what it shares."""
         status = Path(f"/proc/{self.pid}/status").read_text().splitlines()
         (line,) = [line for line in status if line.startswith("RssAnon")]
         return int(line.split()[1]) * 1024
@@ -188,7 +189,7 @@ class Peer:
         return PeerSource(address=self.address, lease=lease, first=first)
 
     def _say(self, line: str) -> None:
-        """Done when it has answered."""
+        """Send a line, and wait until the process has executed it."""
         count = sum(said.startswith("done") for said in self.program.out)
         self.program.say(line)
         self.program.line_with(f"done {count + 1}")
@@ -198,45 +199,45 @@ def main(text: str) -> None:
     shape, config = msgspec.json.decode(text, type=tuple[Shape, WorkerConfig])
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     with Worker(context, shape, config) as worker:
-        obey(worker)
+        serve(worker)
     context.term()
 
 
-def obey(worker: Worker) -> None:
-    """Until stdin ends."""
+def serve(worker: Worker) -> None:
+    """Execute the lines of stdin until its end."""
     poller = zmq.Poller()
     poller.register(sys.stdin, zmq.POLLIN)
-    poller.register(worker.exchange.fd, zmq.POLLIN)
+    poller.register(worker.transfers.fd, zmq.POLLIN)
     print("ready", os.getpid(), flush=True)
     num_done = 0
     while True:
         ready = dict(poller.poll())
-        if worker.exchange.fd in ready and (report := worker.exchange.report()) is not None:
+        if worker.transfers.fd in ready and (report := worker.transfers.report()) is not None:
             for lease in report.taken:
                 print("taken", lease.hex(), flush=True)
         if sys.stdin.fileno() in ready:
             if not (line := sys.stdin.readline()):
                 return
-            obey_line(worker, *line.split())
+            execute(worker, *line.split())
             num_done += 1
             print("done", num_done, flush=True)
 
 
-def obey_line(worker: Worker, command: str, *words: str) -> None:
+def execute(worker: Worker, command: str, *words: str) -> None:
     match command:
         case "export":
             lease, blocks, readers = words
             ids = Int32.of(map(int, blocks.split(",")))
             message = KVExport(lease=bytes.fromhex(lease), blocks=ids, readers=int(readers))
-            worker.exchange.apply(message)
+            worker.transfers.apply(message)
         case "withdraw":
-            worker.exchange.apply(KVWithdraw(lease=bytes.fromhex(words[0])))
+            worker.transfers.apply(KVWithdraw(lease=bytes.fromhex(words[0])))
         case "dropped":
-            print("dropped", worker.exchange.num_dropped, flush=True)
+            print("dropped", worker.transfers.num_dropped, flush=True)
         case "fill":
             worker.cache.rows.fill_(int(words[0]))
         case _:
-            raise ValueError(f"what is {command}?")
+            raise ValueError(f"unknown command {command}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""Echo tiers: what `KVStore`, `KVUsed` and a fetch from a `TierSource` ask for.
+"""Tiers without a worker, which do what `KVStore`, `KVUsed` and a fetch from a `TierSource`
+request.
 
-They keep what blocks held when the order came, so a block that was told before it was written, or
-after it was reused, comes back wrong. From the order of a fetch until its report its blocks hold
-what nobody may read.
+They store what blocks held when the command arrived. So a block that was sent before it was
+written, or after it was reused, is loaded with wrong contents. From the command of a fetch until
+its report its blocks hold values that nobody may read.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ from tests.support.handover import Blocks, spoil
 
 
 class EchoTiers:
-    """jobs   fetches that it was asked for and has not reported on, oldest first
+    """Tiers of an engine under test.
+
+    jobs   fetches without a report, oldest first
     kept   tier -> content -> block
-    used   every KVUsed, for tests to look at
+    used   the hashes of every KVUsed, for tests
     """
 
     def __init__(self, names: Sequence[str], kv: Blocks, block_tokens: int) -> None:
@@ -35,7 +38,7 @@ class EchoTiers:
         self.jobs: dict[int, KVFetch] = {}
         self.used: list[list[bytes]] = []
         self.stored: list[list[bytes]] = []
-        self._told: dict[str, set[bytes]] = {name: set() for name in names}
+        self._reported: dict[str, set[bytes]] = {name: set() for name in names}
         self._cancelled: set[int] = set()
         self._kv = kv
         self._block_tokens = block_tokens
@@ -46,19 +49,19 @@ class EchoTiers:
                 self.stored.append(hashes)
                 for kept in self.kept.values():
                     for block, content in zip(blocks.tolist(), hashes, strict=True):
-                        assert None not in self._kv[block], "a block that is not whole"
+                        assert None not in self._kv[block], "a block that is not full"
                         kept.setdefault(content, list(self._kv[block]))
             case KVUsed(hashes=hashes):
                 self.used.append(hashes)
             case KVFetch(job=job):
-                assert job not in self.jobs, "a job's number, used again"
+                assert job not in self.jobs, "a job's number was used again"
                 self.jobs[job] = order
                 spoil(self._kv, order, self._block_tokens)
             case KVCancel(job=job):
                 self._cancelled.add(job)
 
     def do(self, job: int, fault: str = "", seconds: float = 0.001) -> KVReport:
-        """Carry a job out now, as far as it can be; `fault`: the kind of failure it is to have."""
+        """Carry out a job. `fault` is the kind of failure that it must have; "" for none."""
         order = self.jobs.pop(job)
         assert isinstance(order.source, TierSource)
         found = [self._find(content) for content in order.source.hashes]
@@ -68,29 +71,29 @@ class EchoTiers:
             fault = fault or "lost"
         spoil(self._kv, order, self._block_tokens)
         if fault:
-            return KVReport(failed=[KVFailure(job, fault, "as the test wants it")])
+            return KVReport(failed=[KVFailure(job, fault, "by request of the test")])
         for block, content in zip(order.blocks.tolist(), found, strict=True):
             assert content is not None
             self._kv[block] = list(content)
         return KVReport(fetched=[KVFetched(job, 100 * len(found), seconds, "tier")])
 
     def lose(self, tier: str, content: bytes) -> None:
-        """The engine does not know before the next `news`."""
+        """Drop a content. The engine is not informed before the next `news`."""
         self.kept[tier].pop(content, None)
 
     def news(self) -> KVReport:
-        """What has changed since the last time."""
+        """Return the changes since the last call."""
         return KVReport(tiers=[self._news_of(tier) for tier in self.kept])
 
     def _news_of(self, tier: str) -> KVTierNews:
-        told, now = self._told[tier], set(self.kept[tier])
-        self._told[tier] = now
+        reported, now = self._reported[tier], set(self.kept[tier])
+        self._reported[tier] = now
         return KVTierNews(
             tier=tier,
-            stored=list(now - told),
-            lost=list(told - now),
+            stored=list(now - reported),
+            lost=list(reported - now),
             num_bytes=100 * len(now),
-            num_stored=len(now - told),
+            num_stored=len(now - reported),
         )
 
     def _find(self, content: bytes) -> list[int | None] | None:

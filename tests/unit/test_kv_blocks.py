@@ -1,5 +1,5 @@
-"""The paged cache, and its blocks as bytes: cut alike at both ends, gathered and put where they
-belong. Two layouts differ if, and only if, their caches do."""
+"""The paged cache, and its blocks as bytes: both ends cut the same chunks, and blocks are put where
+they belong. Two layouts differ if, and only if, their caches do."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ def rows_of(num_blocks: int = BLOCKS) -> np.ndarray:
 
 # ---- cuts
 @pytest.mark.parametrize("num_blocks", [1, 2, 7, 30])
-@pytest.mark.parametrize("most_bytes", [1, 19, 20, 59, 119, 120, 121, 480, 10**6])
-def test_every_piece_is_in_exactly_one_chunk_and_none_is_too_large(num_blocks, most_bytes):
-    cuts = Cuts(num_rows=ROWS, piece_bytes=PIECE, num_blocks=num_blocks, max_bytes=most_bytes)
+@pytest.mark.parametrize("max_bytes", [1, 19, 20, 59, 119, 120, 121, 480, 10**6])
+def test_every_piece_is_in_exactly_one_chunk_and_none_is_too_large(num_blocks, max_bytes):
+    cuts = Cuts(num_rows=ROWS, piece_bytes=PIECE, num_blocks=num_blocks, max_bytes=max_bytes)
     times = np.zeros((ROWS, num_blocks), int)
     for chunk in range(len(cuts)):
         cut = cuts[chunk]
         times[cut.first_row : cut.end_row, cut.first : cut.end] += 1
         rows, blocks = cut.shape
-        assert rows * blocks * PIECE <= max(most_bytes, PIECE)
+        assert rows * blocks * PIECE <= max(max_bytes, PIECE)
         assert rows * blocks
     assert (times == 1).all()
 
 
 @pytest.mark.parametrize("chunk", [-1, 4, 10**12])
-def test_there_is_no_chunk_beyond_the_last(chunk):
+def test_a_chunk_that_does_not_exist_raises(chunk):
     cuts = Cuts(num_rows=ROWS, piece_bytes=PIECE, num_blocks=4, max_bytes=ROWS * PIECE)
     assert len(cuts) == 4
     with pytest.raises(IndexError, match=f"chunk {chunk} of 4"):
@@ -72,7 +72,7 @@ def test_gathered_blocks_are_put_into_the_named_rows_and_nowhere_else():
         ([10, 1, 2, 8], [1, 2, 3, 4]),
     ],
 )
-def test_whole_blocks_are_copied_in_runs_and_one_by_one_alike(ids, theirs):
+def test_copying_runs_equals_copying_single_blocks(ids, theirs):
     source, ours = rows_of(13), rows_of()
     expected = ours.copy()
     expected[:, ids] = source[:, theirs]
@@ -105,7 +105,7 @@ LAYOUT = KVLayout(
         {"block_tokens": 4},
     ],
 )
-def test_another_layout_has_another_digest_and_another_name(other):
+def test_another_layout_has_another_digest_and_description(other):
     changed = msgspec.structs.replace(LAYOUT, **other)
     assert changed.digest != LAYOUT.digest
     assert changed.description != LAYOUT.description
@@ -137,7 +137,7 @@ def test_shared_blocks_are_mapped_read_only():
     assert os.stat(path).st_mode & 0o777 == 0o600
 
 
-def test_a_map_outlives_its_memory():
+def test_a_mapping_remains_valid_after_its_memory_is_deleted():
     memory = SharedMemory(4096)
     memory.content[0] = 9
     offer = memory.offer(1)
@@ -204,7 +204,7 @@ def cache_of_ones() -> KVCache:
     return cache
 
 
-def test_a_fresh_cache_is_zero_and_has_the_shape_it_was_asked_for() -> None:
+def test_a_new_cache_is_zero_and_has_the_requested_shape() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         cache = KVCache(*SHAPE, dtype, torch.device("cpu"))
         for tensor in (cache.k, cache.v):
@@ -213,7 +213,7 @@ def test_a_fresh_cache_is_zero_and_has_the_shape_it_was_asked_for() -> None:
         assert (cache.num_blocks, cache.block_tokens) == (5, 4)
 
 
-def test_tokens_are_written_where_their_slots_say_and_in_their_layer_only() -> None:
+def test_tokens_are_written_at_their_slot_mapping_and_in_their_layer_only() -> None:
     cache = cache_of_ones()
     k, v = torch.full((2, 2, 8), 5.0), torch.full((2, 2, 8), 7.0)
     cache.write(1, k, v, torch.tensor([4 * 4 + 3, 2 * 4]))
@@ -231,12 +231,12 @@ def test_zeroing_a_block_clears_it_in_every_layer_and_leaves_the_others() -> Non
         assert tensor[:, [0, 2, 3]].all()
 
 
-def test_zeroing_no_block_is_nothing() -> None:
+def test_zeroing_no_block_changes_nothing() -> None:
     cache = cache_of_ones()
     cache.zero(torch.tensor([], dtype=torch.int64))
     assert cache.k.all()
 
 
-def test_the_bytes_of_a_block_are_those_of_the_tensors() -> None:
+def test_block_bytes_is_the_size_of_a_block_in_the_tensors() -> None:
     cache = KVCache(*SHAPE, torch.bfloat16, torch.device("cpu"))
     assert 5 * block_bytes(3, 4, 2, 8, torch.bfloat16) == cache.k.nbytes + cache.v.nbytes

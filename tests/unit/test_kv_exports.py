@@ -1,4 +1,4 @@
-"""Transfers of K/V: the readers of a lease, when it ends, and the states of a fetch."""
+"""Transfers of K/V: the readers of a lease, the end of a lease, and the states of a fetch."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_blocks_outside_a_lease_are_refused_and_nothing_is_opened(first, count):
     assert exports.opened(LEASE, ONE) is None
 
 
-def test_a_lease_is_taken_when_its_last_reader_has_done():
+def test_a_lease_is_taken_when_its_last_reader_is_done():
     exports = exported(num_readers=2)
     exports.open(LEASE, ONE, 0, 4)
     exports.open(LEASE, TWO, 2, 1)
@@ -59,7 +59,7 @@ def test_a_reader_that_is_done_twice_counts_once():
     assert [exports.on_reader_done(LEASE, TWO) for _ in range(3)] == [LAST, RIGHT, RIGHT]
 
 
-def test_a_reader_that_never_opened_counts_as_done_but_not_as_live():
+def test_a_reader_that_never_opened_the_lease_is_done_but_not_live():
     assert exported().on_reader_done(LEASE, ONE) == EndedLease(is_live=False, is_taken=True)
 
 
@@ -85,7 +85,7 @@ def test_data_read_from_a_withdrawn_lease_is_not_live():
     assert exports.on_reader_done(LEASE, ONE) == WRONG
 
 
-def test_a_taken_lease_may_be_read_until_it_is_withdrawn():
+def test_a_taken_lease_can_be_read_until_it_is_withdrawn():
     exports = exported()
     exports.open(LEASE, ONE, 0, 4)
     assert exports.on_reader_done(LEASE, ONE) == LAST
@@ -113,7 +113,7 @@ def test_an_export_is_being_read_until_its_last_reader_is_done():
 
 # ---- the states of a fetch
 OVER = (FetchJobState.FETCHED, FetchJobState.FAILED)
-WAYS = {
+EVENTS_TO = {
     FetchJobState.OPENING: [],
     FetchJobState.MOVING: [FetchJobEvent.OPENED],
     FetchJobState.CONFIRMING: [FetchJobEvent.OPENED, FetchJobEvent.CHUNK, FetchJobEvent.PLACED],
@@ -125,14 +125,14 @@ WAYS = {
 
 def job_in(state: FetchJobState) -> FetchJob:
     job = FetchJob()
-    for event in WAYS[state]:
+    for event in EVENTS_TO[state]:
         job.on(event, "at first")
     assert job.state is state
     return job
 
 
 @pytest.mark.parametrize(("state", "event"), list(product(FetchJobState, FetchJobEvent)))
-def test_every_event_in_every_state_leads_on_is_damage_or_cannot_be(state, event):
+def test_every_event_has_a_next_state_or_is_damage_or_raises(state, event):
     job = job_in(state)
     if (state, event) in NEXT_STATE:
         assert job.on(event, "now") is NEXT_STATE[state, event] is job.state
@@ -167,10 +167,10 @@ def test_the_first_failure_reason_is_kept(later):
     assert (job.failure, job.reason) == ("timeout", "at first")
 
 
-def test_only_a_live_lease_makes_a_transfer_good():
+def test_only_a_live_lease_makes_a_transfer_valid():
     into = {pair for pair, state in NEXT_STATE.items() if state is FetchJobState.FETCHED}
     assert into == {(FetchJobState.CONFIRMING, FetchJobEvent.LIVE)}
 
 
-def test_an_ended_export_has_no_next_state():
+def test_an_ended_fetch_has_no_next_state():
     assert not [pair for pair in NEXT_STATE if pair[0] in OVER]

@@ -1,4 +1,4 @@
-"""Blocks on disk: whole and what they say they are, or not at all; never more than the bound."""
+"""Blocks on disk are loaded whole and unchanged or not at all, and never exceed the limit."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def path_of(root: Path, number: int, layout: bytes = LAYOUT) -> Path:
 
 
 def age(root: Path, *numbers: int, layout: bytes = LAYOUT) -> None:
-    """These were used one after another, long ago."""
+    """Make these blocks' last uses old, in this order."""
     for when, number in enumerate(numbers):
         os.utime(path_of(root, number, layout), (1000 + when, 1000 + when))
 
@@ -112,7 +112,7 @@ def test_a_whole_file_under_another_name_is_damage(tmp_path: Path) -> None:
 
 
 # ---- storing and loading
-def test_a_stored_block_is_loaded_also_by_the_next_server(tmp_path: Path) -> None:
+def test_a_stored_block_can_be_loaded_by_the_next_server(tmp_path: Path) -> None:
     first = disk(tmp_path / "kv")
     assert first.store(content(1), payload(1))
     assert loaded(first, 1) == payload(1)
@@ -129,7 +129,7 @@ def test_block_files_are_private_to_their_owner(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "kv").stat().st_mode) == 0o700
 
 
-def test_a_directory_that_others_may_enter_is_refused(tmp_path: Path) -> None:
+def test_a_directory_that_others_can_enter_is_refused(tmp_path: Path) -> None:
     (tmp_path / "kv").mkdir(mode=0o755)
     with pytest.raises(PermissionError, match="only its owner"):
         disk(tmp_path / "kv")
@@ -145,8 +145,8 @@ def test_a_deleted_block_file_is_reported_as_lost(tmp_path: Path) -> None:
     assert tier.drain_changes() == ([], [content(1)])
 
 
-# ---- the bound
-def test_the_least_recently_used_go_when_there_is_no_room(tmp_path: Path) -> None:
+# ---- the limit
+def test_the_least_recently_used_block_is_evicted_at_the_limit(tmp_path: Path) -> None:
     tier = disk(tmp_path / "kv", blocks=3)
     store(tier, 1, 2, 3)
     loaded(tier, 1)
@@ -166,7 +166,7 @@ def test_the_order_of_use_survives_a_restart(tmp_path: Path) -> None:
     assert not path_of(tmp_path / "kv", 1).exists()
 
 
-def test_blocks_of_another_model_count_towards_the_bound_and_are_not_loaded(tmp_path: Path) -> None:
+def test_blocks_of_another_model_count_towards_the_limit_and_are_not_loaded(tmp_path: Path) -> None:
     other = disk(tmp_path / "kv", layout=OTHER)
     store(other, 1, 2, 3)
     age(tmp_path / "kv", 1, 2, 3, layout=OTHER)
@@ -180,19 +180,19 @@ def test_blocks_of_another_model_count_towards_the_bound_and_are_not_loaded(tmp_
         loaded(tier, 2)
 
 
-def test_a_bound_below_one_block_is_refused(tmp_path: Path) -> None:
+def test_a_limit_below_one_block_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="less than one block"):
         disk(tmp_path / "kv", blocks=0)
 
 
 # ---- several servers
-def test_two_servers_learn_from_each_other_and_keep_the_bound(tmp_path: Path) -> None:
+def test_two_servers_see_each_others_changes_and_keep_the_limit(tmp_path: Path) -> None:
     clock = Clock()
     one, two = (disk(tmp_path / "kv", blocks=3, clock=clock) for _ in range(2))
     store(one, 1, 2, 3)
     age(tmp_path / "kv", 1, 2, 3)
     store(two, 4)
-    two.scan_if_due()  # it has written a third of the bound
+    two.scan_if_due()  # the server has written a third of the limit
     assert set(two.drain_changes()[0]) == {content(number) for number in (2, 3, 4)}
     one.drain_changes()
     clock.now += SCAN_S
@@ -209,8 +209,8 @@ def test_the_same_block_written_by_two_servers_is_one_whole_file(tmp_path: Path)
     assert len(list((tmp_path / "kv" / LAYOUT.hex()).iterdir())) == 1
 
 
-def test_four_servers_at_once_load_what_was_stored_or_nothing(tmp_path: Path) -> None:
-    """In threads, which share no more than processes would: each has a tier of its own."""
+def test_four_servers_at_once_load_only_what_was_stored(tmp_path: Path) -> None:
+    """The servers are threads, which share no more than processes would: each has its own tier."""
 
     def serve(seed: int) -> int:
         rng, tier, num_loaded = random.Random(seed), disk(tmp_path / "kv", blocks=8), 0
@@ -239,7 +239,7 @@ def test_four_servers_at_once_load_what_was_stored_or_nothing(tmp_path: Path) ->
     assert {bytes.fromhex(name) for name in names} == set(left)
 
 
-def test_only_old_partial_files_are_swept(tmp_path: Path) -> None:
+def test_only_old_partial_files_are_deleted(tmp_path: Path) -> None:
     tier = disk(tmp_path / "kv")
     old, new = (tmp_path / "kv" / LAYOUT.hex() / name for name in (".old.part", ".new.part"))
     for part in (old, new):
@@ -249,7 +249,7 @@ def test_only_old_partial_files_are_swept(tmp_path: Path) -> None:
     assert (old.exists(), new.exists()) == (False, True)
 
 
-def test_strange_files_are_left_alone(tmp_path: Path) -> None:
+def test_unknown_files_are_not_deleted(tmp_path: Path) -> None:
     tier = disk(tmp_path / "kv")
     strange = [tmp_path / "kv" / "README", tmp_path / "kv" / LAYOUT.hex() / "notes"]
     for path in strange:
@@ -279,10 +279,10 @@ def test_a_full_disk_is_logged_once_and_retried_later(
     assert not tier.store(content(1), payload(1))  # the pause
     clock.now += PAUSE_S + 1
     assert tier.store(content(1), payload(1))
-    told = [record.getMessage() for record in caplog.records]
-    assert len(told) == 2
-    assert "No space left" in told[0]
-    assert "again" in told[1]
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 2
+    assert "No space left" in messages[0]
+    assert "again" in messages[1]
     assert [path.name for path in (tmp_path / "kv" / LAYOUT.hex()).iterdir()] == [content(1).hex()]
 
 

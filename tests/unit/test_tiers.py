@@ -1,4 +1,4 @@
-"""A worker's tiers: what is kept comes back bit by bit, or a fetch says why not."""
+"""A worker's tiers: stored blocks are loaded bit by bit, or a fetch reports why not."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def contents(*numbers: int) -> list[bytes]:
 
 
 class TierBench:
-    """Tiers of a cache that is filled at random, and what they have told."""
+    """Tiers of a cache that is filled at random, and everything that they have reported."""
 
     def __init__(self, disk: Path | None, host_blocks: int, disk_blocks: int = 100) -> None:
         self.cache = KVCache(*SHAPE, torch.float32, torch.device("cpu"))
@@ -48,18 +48,18 @@ class TierBench:
         if disk is not None:
             most = disk_blocks * (BLOCK_BYTES + 200)
             tier = DiskTier(disk, LAYOUT, payload_bytes=BLOCK_BYTES, max_bytes=most)
-        self.news = ReportQueue()
+        self.reports = ReportQueue()
         rows, blocks = self.cache.rows, cache_blocks(self.cache)
-        self.tiers = TierStore(rows, blocks, tier, host_blocks * BLOCK_BYTES, self.news)
-        self.ends: dict[int, KVFetched | KVFailure] = {}
-        self.known: dict[str, set[bytes]] = {"host": set(), "disk": set()}
+        self.tiers = TierStore(rows, blocks, tier, host_blocks * BLOCK_BYTES, self.reports)
+        self.results: dict[int, KVFetched | KVFailure] = {}
+        self.contents: dict[str, set[bytes]] = {"host": set(), "disk": set()}
         self.counts: Counter[str] = Counter()
         self._job = 0
 
-    def keep(self, blocks: list[int], hashes: list[bytes]) -> None:
+    def store(self, blocks: list[int], hashes: list[bytes]) -> None:
         self.tiers.store(KVStore(blocks=Int32.of(blocks), hashes=hashes))
 
-    def begin(self, hashes: list[bytes], blocks: list[int], timeout_s: float = 10) -> int:
+    def start_fetch(self, hashes: list[bytes], blocks: list[int], timeout_s: float = 10) -> int:
         self._job += 1
         source = TierSource(hashes=hashes)
         ids = Int32.of(blocks)
@@ -68,36 +68,36 @@ class TierBench:
         return self._job
 
     def fetch(self, hashes: list[bytes], blocks: list[int]) -> KVFetched | KVFailure:
-        return self.end_of(self.begin(hashes, blocks))
+        return self.result_of(self.start_fetch(hashes, blocks))
 
-    def end_of(self, job: int) -> KVFetched | KVFailure:
-        self.hear_until(lambda: job in self.ends)
-        return self.ends[job]
+    def result_of(self, job: int) -> KVFetched | KVFailure:
+        self.wait_until(lambda: job in self.results)
+        return self.results[job]
 
-    def hear_until(self, is_over: Callable[[], bool]) -> None:
+    def wait_until(self, is_over: Callable[[], bool]) -> None:
         while not is_over():
-            assert select.select([self.news.fd], [], [], 5)[0], "no news"
-            self.hear()
+            assert select.select([self.reports.fd], [], [], 5)[0], "no report"
+            self.apply_reports()
 
-    def hear(self) -> None:
-        """What is news now."""
-        self.news.wake()
-        if (report := self.news.drain()) is None:
+    def apply_reports(self) -> None:
+        """Apply the reports that are there now."""
+        self.reports.wake()
+        if (report := self.reports.drain()) is None:
             return
-        self.ends |= {end.job: end for end in report.fetched}
-        self.ends |= {end.job: end for end in report.failed}
+        self.results |= {result.job: result for result in report.fetched}
+        self.results |= {result.job: result for result in report.failed}
         for news in report.tiers:
-            self._hear_of(news)
+            self._apply(news)
 
-    def keeps_on_disk(self, number: int) -> bool:
-        return content(number) in self.known["disk"]
+    def is_on_disk(self, number: int) -> bool:
+        return content(number) in self.contents["disk"]
 
-    def await_known(self, tier: str, *numbers: int) -> None:
-        self.hear_until(lambda: self.known[tier] == set(contents(*numbers)))
+    def await_contents(self, tier: str, *numbers: int) -> None:
+        self.wait_until(lambda: self.contents[tier] == set(contents(*numbers)))
 
-    def _hear_of(self, news: KVTierNews) -> None:
-        self.known[news.tier] |= set(news.stored)
-        self.known[news.tier] -= set(news.lost)
+    def _apply(self, news: KVTierNews) -> None:
+        self.contents[news.tier] |= set(news.stored)
+        self.contents[news.tier] -= set(news.lost)
         for kind in ("stored", "dropped", "loaded", "failed"):
             if num := getattr(news, f"num_{kind}"):
                 self.counts[f"{news.tier} {kind}"] += num
@@ -109,12 +109,12 @@ class TierBench:
         self.cache.rows.zero_()
 
 
-Make = Callable[..., TierBench]
+NewBench = Callable[..., TierBench]
 
 
 @pytest.fixture
-def make() -> Iterator[Make]:
-    """Benches that are closed at the end, if they were not before."""
+def new_bench() -> Iterator[NewBench]:
+    """Return a function that makes benches, which are closed at the end of the test."""
     made: list[TierBench] = []
 
     def bench(disk: Path | None = None, host_blocks: int = 0, **more: int) -> TierBench:
@@ -124,132 +124,137 @@ def make() -> Iterator[Make]:
     yield bench
     for one in made:
         one.tiers.close()
-        one.news.close()
+        one.reports.close()
 
 
-def test_blocks_come_back_from_host_memory_bit_by_bit(make: Make) -> None:
-    bench = make(host_blocks=4)
+def test_blocks_are_loaded_from_host_memory_bit_by_bit(new_bench: NewBench) -> None:
+    bench = new_bench(host_blocks=4)
     was = [bench.bytes_of(block) for block in (1, 2, 3)]
-    bench.keep([1, 2, 3], contents(1, 2, 3))
-    bench.wipe()  # a later plan: what is kept is a copy
-    bench.await_known("host", 1, 2, 3)
-    end = bench.fetch(contents(3, 1), [5, 8])
-    assert isinstance(end, KVFetched)
-    assert (end.num_bytes, end.mover) == (2 * BLOCK_BYTES, "tier")
+    bench.store([1, 2, 3], contents(1, 2, 3))
+    bench.wipe()  # as a later plan would: the stored blocks are copies
+    bench.await_contents("host", 1, 2, 3)
+    result = bench.fetch(contents(3, 1), [5, 8])
+    assert isinstance(result, KVFetched)
+    assert (result.num_bytes, result.mover) == (2 * BLOCK_BYTES, "tier")
     assert [bench.bytes_of(5), bench.bytes_of(8)] == [was[2], was[0]]
     assert not any(any(bench.bytes_of(block)) for block in (0, 1, 2, 3, 4, 6, 7))
     assert bench.counts == {"host stored": 3, "host loaded": 2}
 
 
-def test_blocks_come_back_from_disk_after_a_restart(make: Make, tmp_path: Path) -> None:
-    first = make(tmp_path / "kv")
+def test_blocks_are_loaded_from_disk_after_a_restart(new_bench: NewBench, tmp_path: Path) -> None:
+    first = new_bench(tmp_path / "kv")
     was = first.bytes_of(4)
-    first.keep([4, 5], contents(4, 5))
-    first.await_known("disk", 4, 5)
+    first.store([4, 5], contents(4, 5))
+    first.await_contents("disk", 4, 5)
     first.tiers.close()
-    second = make(tmp_path / "kv")
+    second = new_bench(tmp_path / "kv")
     second.wipe()
-    second.await_known("disk", 4, 5)  # before anything was asked of it
+    second.await_contents("disk", 4, 5)  # before the first request
     assert isinstance(second.fetch(contents(4), [1]), KVFetched)
     assert second.bytes_of(1) == was
     assert second.counts == {"disk loaded": 1}
 
 
-def test_waiting_blocks_are_written_before_the_end(make: Make, tmp_path: Path) -> None:
-    bench = make(tmp_path / "kv")
+def test_close_writes_the_waiting_blocks(new_bench: NewBench, tmp_path: Path) -> None:
+    bench = new_bench(tmp_path / "kv")
     for number in range(1, 9):
-        bench.keep([number], contents(number))
+        bench.store([number], contents(number))
     bench.tiers.close()
     assert len(list((tmp_path / "kv" / LAYOUT.hex()).iterdir())) == 8
 
 
-def test_blocks_loaded_from_disk_stay_in_host_memory(make: Make, tmp_path: Path) -> None:
-    first = make(tmp_path / "kv")
-    first.keep([1, 2], contents(1, 2))
+def test_blocks_loaded_from_disk_stay_in_host_memory(new_bench: NewBench, tmp_path: Path) -> None:
+    first = new_bench(tmp_path / "kv")
+    first.store([1, 2], contents(1, 2))
     first.tiers.close()
-    bench = make(tmp_path / "kv", host_blocks=2)
+    bench = new_bench(tmp_path / "kv", host_blocks=2)
     for _ in range(2):
         assert isinstance(bench.fetch(contents(1, 2), [3, 4]), KVFetched)
-    bench.await_known("host", 1, 2)
+    bench.await_contents("host", 1, 2)
     assert bench.counts == {"disk loaded": 2, "host loaded": 2}
     assert bench.bytes_of(3) == first.bytes_of(1)
 
 
-def test_host_memory_forgets_and_the_disk_still_knows(make: Make, tmp_path: Path) -> None:
-    bench = make(tmp_path / "kv", host_blocks=2)
+def test_blocks_dropped_from_host_memory_are_still_on_disk(
+    new_bench: NewBench, tmp_path: Path
+) -> None:
+    bench = new_bench(tmp_path / "kv", host_blocks=2)
     was = bench.bytes_of(1)
     for number in range(1, 5):
-        bench.keep([number], contents(number))
-        bench.hear_until(partial(bench.keeps_on_disk, number))
-    bench.await_known("host", 3, 4)
+        bench.store([number], contents(number))
+        bench.wait_until(partial(bench.is_on_disk, number))
+    bench.await_contents("host", 3, 4)
     assert isinstance(bench.fetch(contents(1), [8]), KVFetched)
     assert bench.bytes_of(8) == was
 
 
-def test_the_most_recently_used_blocks_stay(make: Make) -> None:
-    bench = make(host_blocks=2)
-    bench.keep([1, 2], contents(1, 2))
+def test_the_most_recently_used_blocks_stay(new_bench: NewBench) -> None:
+    bench = new_bench(host_blocks=2)
+    bench.store([1, 2], contents(1, 2))
     bench.tiers.touch(KVUsed(hashes=contents(2, 1)))
-    bench.await_known("host", 1, 2)
-    bench.keep([3], contents(3))
-    bench.await_known("host", 1, 3)
+    bench.await_contents("host", 1, 2)
+    bench.store([3], contents(3))
+    bench.await_contents("host", 1, 3)
 
 
-def test_a_fetch_of_a_dropped_block_fails_as_lost(make: Make) -> None:
-    bench = make(host_blocks=1)
-    bench.keep([1], contents(1))
-    bench.await_known("host", 1)
-    bench.keep([2], contents(2))
-    bench.await_known("host", 2)
-    end = bench.fetch(contents(2, 1), [3, 4])
-    assert isinstance(end, KVFailure)
-    assert end.kind == "lost"
+def test_a_fetch_of_a_dropped_block_fails_as_lost(new_bench: NewBench) -> None:
+    bench = new_bench(host_blocks=1)
+    bench.store([1], contents(1))
+    bench.await_contents("host", 1)
+    bench.store([2], contents(2))
+    bench.await_contents("host", 2)
+    result = bench.fetch(contents(2, 1), [3, 4])
+    assert isinstance(result, KVFailure)
+    assert result.kind == "lost"
     assert bench.counts["host failed"] == 1
 
 
-def test_a_fetch_of_a_damaged_file_fails_and_is_not_repeated(make: Make, tmp_path: Path) -> None:
-    bench = make(tmp_path / "kv")
-    bench.keep([1], contents(1))
-    bench.await_known("disk", 1)
+def test_a_fetch_of_a_damaged_file_fails_and_is_not_repeated(
+    new_bench: NewBench, tmp_path: Path
+) -> None:
+    bench = new_bench(tmp_path / "kv")
+    bench.store([1], contents(1))
+    bench.await_contents("disk", 1)
     (path,) = (tmp_path / "kv" / LAYOUT.hex()).iterdir()
     path.write_bytes(path.read_bytes()[:-1] + b"\0")
-    end = bench.fetch(contents(1), [3])
-    assert isinstance(end, KVFailure)
-    assert end.kind == "damaged"
-    bench.await_known("disk")
+    result = bench.fetch(contents(1), [3])
+    assert isinstance(result, KVFailure)
+    assert result.kind == "damaged"
+    bench.await_contents("disk")
     assert not path.exists()
     assert bench.counts["disk failed"] == 1
 
 
-def test_a_cancelled_fetch_ends_and_writes_nothing_more(make: Make) -> None:
-    bench = make(host_blocks=8)
-    bench.keep([1, 2], contents(1, 2))
-    bench.await_known("host", 1, 2)
+def test_a_cancelled_fetch_ends_and_writes_nothing_more(new_bench: NewBench) -> None:
+    bench = new_bench(host_blocks=8)
+    bench.store([1, 2], contents(1, 2))
+    bench.await_contents("host", 1, 2)
     bench.wipe()
-    jobs = [bench.begin(contents(1, 2), [3, 4]) for _ in range(50)]
+    jobs = [bench.start_fetch(contents(1, 2), [3, 4]) for _ in range(50)]
     for job in jobs:
         bench.tiers.cancel(job)
-    ends = [bench.end_of(job) for job in jobs]
-    last = ends[-1]
+    results = [bench.result_of(job) for job in jobs]
+    last = results[-1]
     assert isinstance(last, KVFailure)
     assert last.kind == "cancelled"
     bench.wipe()
     assert not any(bench.bytes_of(3))
 
 
-def test_a_fetch_that_comes_too_late_fails(make: Make) -> None:
-    bench = make(host_blocks=8)
-    bench.keep([1], contents(1))
-    end = bench.end_of(bench.begin(contents(1), [3], timeout_s=0))
-    assert isinstance(end, KVFailure)
-    assert end.kind == "timeout"
+def test_a_fetch_past_its_deadline_fails(new_bench: NewBench) -> None:
+    bench = new_bench(host_blocks=8)
+    bench.store([1], contents(1))
+    result = bench.result_of(bench.start_fetch(contents(1), [3], timeout_s=0))
+    assert isinstance(result, KVFailure)
+    assert result.kind == "timeout"
 
 
 def test_a_block_that_is_being_written_is_not_evicted(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    new_bench: NewBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A place that were given away meanwhile would put one block's bytes under another's name."""
-    bench, is_writing, may_write = make(tmp_path / "kv", host_blocks=1), Event(), Event()
+    """If the place were reused meanwhile, one block's bytes would be stored under another's
+    name."""
+    bench, is_writing, may_write = new_bench(tmp_path / "kv", host_blocks=1), Event(), Event()
     was, writev = bench.bytes_of(1), os.writev
 
     def slow(file: int, parts: list[bytes]) -> int:
@@ -258,45 +263,47 @@ def test_a_block_that_is_being_written_is_not_evicted(
         return writev(file, parts)
 
     monkeypatch.setattr(os, "writev", slow)
-    bench.keep([1], contents(1))
+    bench.store([1], contents(1))
     assert is_writing.wait(5)
-    bench.keep([2], contents(2))
+    bench.store([2], contents(2))
     may_write.set()
-    bench.await_known("disk", 1)
+    bench.await_contents("disk", 1)
     assert bench.counts["host dropped"] == bench.counts["disk dropped"] == 1
     bench.tiers.close()
-    again = make(tmp_path / "kv")
+    again = new_bench(tmp_path / "kv")
     assert isinstance(again.fetch(contents(1), [5]), KVFetched)
     assert again.bytes_of(5) == was
 
 
-def test_more_than_there_is_room_for_is_dropped_and_counted(make: Make, tmp_path: Path) -> None:
-    bench = make(host_blocks=2)
-    bench.keep([1, 2, 3, 4], contents(1, 2, 3, 4))
-    bench.await_known("host", 1, 2)
+def test_blocks_beyond_the_capacity_are_dropped_and_counted(
+    new_bench: NewBench, tmp_path: Path
+) -> None:
+    bench = new_bench(host_blocks=2)
+    bench.store([1, 2, 3, 4], contents(1, 2, 3, 4))
+    bench.await_contents("host", 1, 2)
     assert bench.counts == {"host stored": 2, "host dropped": 2}
 
 
-def test_the_same_block_twice_is_kept_once(make: Make, tmp_path: Path) -> None:
-    bench = make(tmp_path / "kv", host_blocks=3)
-    bench.keep([1, 2], contents(1, 1))
-    bench.keep([1], contents(1))
+def test_a_block_that_is_stored_twice_is_kept_once(new_bench: NewBench, tmp_path: Path) -> None:
+    bench = new_bench(tmp_path / "kv", host_blocks=3)
+    bench.store([1, 2], contents(1, 1))
+    bench.store([1], contents(1))
     bench.tiers.close()
-    bench.hear()
+    bench.apply_reports()
     assert bench.counts["disk stored"] == 1
-    assert bench.known == {"host": {content(1)}, "disk": {content(1)}}
+    assert bench.contents == {"host": {content(1)}, "disk": {content(1)}}
 
 
-def test_the_config_says_which_tiers_there_are(tmp_path: Path) -> None:
+def test_the_config_decides_which_tiers_exist(tmp_path: Path) -> None:
     cache = KVCache(*SHAPE, torch.float32, torch.device("cpu"))
 
     def tiers(**config: object) -> list[str] | None:
-        news = ReportQueue()
+        reports = ReportQueue()
         worker = WorkerConfig(model="", **config)  # type: ignore[arg-type]
-        made = TierStore.from_config(worker, LAYOUT, cache.rows, cache_blocks(cache), news)
+        made = TierStore.from_config(worker, LAYOUT, cache.rows, cache_blocks(cache), reports)
         if made is not None:
             made.close()
-        news.close()
+        reports.close()
         return None if made is None else list(made.names)
 
     assert tiers() is None
@@ -309,18 +316,18 @@ def test_the_config_says_which_tiers_there_are(tmp_path: Path) -> None:
         tiers(kv_host_gib=1e-9)
 
 
-def test_a_failure_of_a_tier_thread_is_raised_in_the_loop(make: Make) -> None:
-    bench = make(host_blocks=2)
+def test_a_failure_of_a_tier_thread_is_raised_in_the_loop(new_bench: NewBench) -> None:
+    bench = new_bench(host_blocks=2)
     bench.tiers.store(KVStore(blocks=Int32.of([1]), hashes=contents(1)))
-    bench.await_known("host", 1)
-    bench.begin(contents(1), [99])  # there is no such block
+    bench.await_contents("host", 1)
+    bench.start_fetch(contents(1), [99])  # there is no such block
     with pytest.raises(IndexError):
-        bench.hear_until(lambda: False)
+        bench.wait_until(lambda: False)
 
 
 # ---- places of host memory
 def filled(tier: HostTier, *contents: bytes) -> list[int]:
-    """The place of each."""
+    """Publish these contents, and return their places."""
     places = []
     for content in contents:
         place = tier.reserve()
@@ -338,7 +345,7 @@ def test_a_published_block_is_found_in_its_tier() -> None:
     assert (tier.hold(b"a"), tier.hold(b"b"), tier.hold(b"c")) == (a, b, None)
 
 
-def test_a_place_that_is_being_filled_is_not_found_and_not_given_away() -> None:
+def test_a_reserved_place_is_not_found_and_not_reserved_again() -> None:
     tier = HostTier(1)
     place = tier.reserve()
     assert place is not None
@@ -377,7 +384,7 @@ def test_the_same_content_has_one_place() -> None:
     assert tier.reserve() is not None
 
 
-def test_places_that_were_never_used_are_taken_last() -> None:
+def test_a_freed_place_is_reused_before_one_that_was_never_used() -> None:
     tier = HostTier(100)
     place = tier.reserve()
     assert place is not None
@@ -391,7 +398,7 @@ def test_a_tier_without_places_is_refused() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_under_a_storm_places_are_free_or_filled_or_found(seed: int) -> None:
+def test_random_calls_never_lose_a_place_or_a_held_block(seed: int) -> None:
     rng, tier = random.Random(seed), HostTier(6)
     filling: list[int] = []
     held: list[tuple[bytes, int]] = []

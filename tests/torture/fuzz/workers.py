@@ -54,7 +54,7 @@ def kv_server(count: int, seed: int) -> Outcome:
         outcome.counted = peer.num_dropped()
         with Worker(context, Shape(), WorkerConfig(model="", kv_mover="zmq")) as worker:
             worker.fetch(1, peer.source(OTHER_LEASE), [3, 4])
-            assert isinstance(worker.end_of(1), KVFetched)
+            assert isinstance(worker.result_of(1), KVFetched)
             whole = SHAPE.cache().rows
             assert worker.cache.rows[:, 3:5].equal(whole[:, 9:11])
         socket.close(linger=0)
@@ -77,7 +77,7 @@ def kv_reader(count: int, seed: int) -> Outcome:
                 while outcome.sent < count:
                     job += 1
                     worker.fetch(job, source, [1, 2], timeout_s=0.5)
-                    end = worker.end_of(job, PATIENCE_S)
+                    end = worker.result_of(job, PATIENCE_S)
                     assert not isinstance(end, KVFetched)
                     outcome.told[end.kind] += 1
                     outcome.counted += 1
