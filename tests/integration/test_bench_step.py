@@ -1,4 +1,4 @@
-"""`tidegate bench step`: the worker's room measures itself in a process of its own."""
+"""`tidegate bench step` runs the worker's benchmark in its own process and prints a table."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_tiny_llama(tmp_path_factory.mktemp("tiny")))
 
 
-def test_every_step_that_was_asked_for_is_a_row(
+def test_every_requested_step_is_a_row(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "steps.json"
-    asked = ("--batch", "1,2", "--context", "5,40", "--json", str(file))
-    assert main(["bench", "step", model, *asked, *QUICK]) == 0
+    options = ("--batch", "1,2", "--context", "5,40", "--json", str(file))
+    assert main(["bench", "step", model, *options, *QUICK]) == 0
     first, *lines = capsys.readouterr().out.splitlines()
     assert "float32, cpu, 1 threads; 1 new token per request, greedy" in first
     cells = [line.split() for line in lines[2:]]
@@ -41,7 +41,7 @@ def test_an_option_that_the_worker_refuses_is_reported_in_one_line(
     assert "the model's context is 128 tokens" in line
 
 
-def test_shares_are_of_the_parts_and_tokens_of_whole_steps() -> None:
+def test_shares_divide_the_parts_and_token_rates_count_whole_steps() -> None:
     parts = dict.fromkeys(PARTS, 0.0) | {"linears": 0.003, "attention": 0.001}
     timing = StepTiming(
         batch=4,

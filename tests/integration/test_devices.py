@@ -1,6 +1,7 @@
-"""One worker per GPU, and who is in the way is named: real processes, which are killed, too.
+"""One worker per GPU, and an error names the holder. The tests use real processes, which are
+killed, too.
 
-There need be no GPU: what is locked is a name. Naming one is a function of its own
+No GPU is needed, because a name is locked. Another function chooses the name
 (`worker.startup.device.identity_of`).
 """
 
@@ -37,16 +38,16 @@ from tools.commands.ps import format_found
 from tools.processes.discovery import Found, discover
 
 GPU = "gpu-0a1b"
-TAKE = """
+CLAIM = """
 import os, sys, time
 from pathlib import Path
 from protocol.devices import DeviceHolder, DeviceInUse, claim_device
 base, gate, shares = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == "shares"
 while not gate.exists():
     time.sleep(0.001)
-who = DeviceHolder(pid=os.getpid(), place="8001", model="small", since=1.7e9, shares=shares)
+holder = DeviceHolder(pid=os.getpid(), place="8001", model="small", since=1.7e9, shares=shares)
 try:
-    claim_device(base, "gpu-0a1b", who)
+    claim_device(base, "gpu-0a1b", holder)
 except DeviceInUse as error:
     print("refused:", error, flush=True)
 else:
@@ -63,7 +64,7 @@ sys.exit(main(sys.argv[1:]))
 
 
 class DeviceMachine:
-    """Programs that take the same device, once they may."""
+    """Starts programs that claim the same device once `gate` exists."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.base = folder / f"tidegate-{os.getuid()}" / "devices"
@@ -71,7 +72,7 @@ class DeviceMachine:
         self._stack = stack
 
     def start(self, *, shares: bool = False) -> Program:
-        words = ["-c", TAKE, str(self.base), str(self.gate), "shares" if shares else "alone"]
+        words = ["-c", CLAIM, str(self.base), str(self.gate), "shares" if shares else "alone"]
         return self._stack.enter_context(Program(words, environment={"PYTHONPATH": str(ROOT)}))
 
     def holds(self, *, shares: bool = False) -> Program:
@@ -107,9 +108,9 @@ def test_a_second_program_is_refused_and_the_holder_is_named(machine: DeviceMach
     assert sorted(holders_by_device(machine.base)) == [GPU]
 
 
-def test_a_killed_holder_has_it_no_more_and_what_it_left_is_cleared(machine: DeviceMachine) -> None:
+def test_a_killed_holder_loses_the_device_and_its_files_are_removed(machine: DeviceMachine) -> None:
     first = machine.holds()
-    first.signal(signal.SIGKILL)  # and is not waited for: it may still be ending
+    first.signal(signal.SIGKILL)  # not waited for, so the process may still be ending
     with claim_device(machine.base, GPU, ourselves()):
         assert machine.holders() == [os.getpid()]
         left = [path.name for path in (machine.base / GPU).iterdir() if path.name != "lock"]
@@ -117,7 +118,7 @@ def test_a_killed_holder_has_it_no_more_and_what_it_left_is_cleared(machine: Dev
     assert machine.holders() == []
 
 
-def test_one_of_many_programs_started_at_once_gets_the_device_and_the_others_name_it(
+def test_one_of_many_programs_started_at_once_gets_the_device_and_the_others_name_the_holder(
     machine: DeviceMachine,
 ) -> None:
     programs = [machine.start() for _ in range(5)]
@@ -130,7 +131,7 @@ def test_one_of_many_programs_started_at_once_gets_the_device_and_the_others_nam
     assert machine.holders() == [first.process.pid]
 
 
-def test_those_who_share_have_it_together_and_nobody_alone_beside_them(
+def test_programs_can_share_a_device_only_if_all_of_them_do(
     machine: DeviceMachine,
 ) -> None:
     both = [machine.holds(shares=True), machine.holds(shares=True)]
@@ -149,7 +150,7 @@ def test_those_who_share_have_it_together_and_nobody_alone_beside_them(
         claim_device(machine.base, GPU, ourselves(shares=True))
 
 
-def test_ps_says_who_has_which(machine: DeviceMachine) -> None:
+def test_ps_lists_the_holder_of_each_device(machine: DeviceMachine) -> None:
     first = machine.holds()
     found = discover(machine.base.parent)
     (line,) = (line for line in format_found(found, {}).splitlines() if line.startswith("device"))
@@ -157,7 +158,7 @@ def test_ps_says_who_has_which(machine: DeviceMachine) -> None:
     assert msgspec.json.decode(msgspec.json.encode(found), type=Found) == found
 
 
-def test_a_device_folder_that_others_may_enter_is_refused(machine: DeviceMachine) -> None:
+def test_a_device_folder_that_others_can_enter_is_refused(machine: DeviceMachine) -> None:
     machine.base.mkdir(parents=True, mode=0o755)
     machine.base.parent.chmod(0o700)
     with pytest.raises(PermissionError, match="only its owner"):
@@ -169,12 +170,12 @@ def test_a_process_is_ending_once_it_is_killed_or_gone() -> None:
     process = subprocess.Popen(["sleep", "600"])
     assert not is_ending(process.pid)
     process.kill()
-    assert eventually(lambda: is_ending(process.pid))  # nobody has waited for it
+    assert eventually(lambda: is_ending(process.pid))  # it has not been waited for
     process.wait()
     assert is_ending(process.pid)
 
 
-def test_a_worker_whose_gpu_is_taken_says_so_before_it_loads_and_leaves_with_its_code(
+def test_a_worker_whose_gpu_is_in_use_fails_before_it_loads_the_model(
     machine: DeviceMachine, tmp_path: Path
 ) -> None:
     first = machine.holds()

@@ -1,4 +1,4 @@
-"""`tidegate profile` on a running server: the trace of its worker, refusals, and giving up."""
+"""`tidegate profile` on a running server: the trace of the worker, refusals, and giving up."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @contextmanager
 def busy(server: Server) -> Iterator[None]:
-    """Answers are generated while inside, one after another."""
+    """Generate answers during the `with` block, one after another."""
     enough = threading.Event()
 
     def generate() -> None:
@@ -49,7 +49,7 @@ def busy(server: Server) -> Iterator[None]:
         thread.join()
 
 
-def test_a_trace_is_written_where_it_was_asked_for_and_every_process_is_told(
+def test_a_trace_is_written_to_the_directory_and_every_process_is_listed(
     server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory = tmp_path / "traces"
@@ -65,7 +65,7 @@ def test_a_trace_is_written_where_it_was_asked_for_and_every_process_is_told(
         assert re.search(rf"^{name} +\d+ +\d\.\d\d$", out, re.MULTILINE), out
 
 
-def test_one_profile_at_a_time_and_who_gives_up_makes_room(
+def test_one_profile_runs_at_a_time_and_a_client_that_gives_up_ends_its_own(
     server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tmp_path.chmod(0o700)
@@ -75,9 +75,9 @@ def test_one_profile_at_a_time_and_who_gives_up_makes_room(
         Client(server.address) as other,
         ThreadPoolExecutor(2) as pool,
     ):
-        # The server has nothing to do: one waits in vain, and bars the other's way meanwhile.
-        asked = [pool.submit(e.profile, 5, str(tmp_path), wait_s=1.0) for e in (one, other)]
-        errors = [future.exception() for future in asked]
+        # The server is idle, so one client waits in vain, and the other is refused meanwhile.
+        requests = [pool.submit(e.profile, 5, str(tmp_path), wait_s=1.0) for e in (one, other)]
+        errors = [future.exception() for future in requests]
     assert {type(error) for error in errors} == {TimeoutError, InvalidRequest}
     assert any("another profile" in str(error) for error in errors)
     assert main([*profile, "--wait-s", "0.1"]) == 1

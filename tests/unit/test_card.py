@@ -53,7 +53,9 @@ def test_a_card_is_made_for_any_architecture_without_weights(tmp_path: Path) -> 
     assert (card.architecture, card.vocab_size, card.context_tokens) == ("NewForCausalLM", 300, 77)
 
 
-def test_the_vocabulary_is_the_models_even_if_the_tokenizer_has_more(tmp_path: Path) -> None:
+def test_the_vocabulary_size_is_the_models_even_if_the_tokenizer_has_more_tokens(
+    tmp_path: Path,
+) -> None:
     assert text_card(directory(tmp_path, vocab_size=257)).vocab_size == 257
 
 
@@ -88,8 +90,8 @@ def test_a_card_file_holds_the_card_and_the_requested_length(
 
 def test_a_file_that_is_no_card_is_refused(tmp_path: Path) -> None:
     (tmp_path / "odd").write_bytes(b"\xff\x00")
-    for name, words in (("odd", "is not a model card"), ("none", "cannot read")):
-        with pytest.raises(ValueError, match=words):
+    for name, message in (("odd", "is not a model card"), ("none", "cannot read")):
+        with pytest.raises(ValueError, match=message):
             read_card(tmp_path / name)
 
 
@@ -124,7 +126,7 @@ def test_an_option_is_a_json_object_and_null_leaves_a_parameter_open() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         ("temperature=0.2", "not a JSON object"),
         ("[0.2]", "not a JSON object"),
@@ -134,11 +136,11 @@ def test_an_option_is_a_json_object_and_null_leaves_a_parameter_open() -> None:
         ('{"top_k": 1.5}', "top_k: Expected `int`"),
     ],
 )
-def test_a_bad_option_is_a_usage_error_before_anything_starts(text: str, words: str) -> None:
+def test_a_bad_option_is_a_usage_error_before_anything_starts(text: str, message: str) -> None:
     with pytest.raises(Failure) as caught:
         serve("--default-sampling", text)
     assert caught.value.exit_code == 2
-    assert str(caught.value).startswith(f"--default-sampling: {words}")
+    assert str(caught.value).startswith(f"--default-sampling: {message}")
 
 
 def test_the_default_model_has_recommended_sampling() -> None:
@@ -156,8 +158,8 @@ def test_a_card_uses_the_recommendation_for_parameters_its_files_omit(
     folder.mkdir()
     directory(folder)
     (folder / "generation_config.json").write_text('{"temperature": 0.7}')
-    said = '--recommended-sampling={"temperature": 0.2, "top_p": 0.9}'
-    monkeypatch.setattr("sys.argv", ["card", str(folder), str(tmp_path / "card"), said])
+    option = '--recommended-sampling={"temperature": 0.2, "top_p": 0.9}'
+    monkeypatch.setattr("sys.argv", ["card", str(folder), str(tmp_path / "card"), option])
     assert main() == 0
     card = read_card(tmp_path / "card").card
     assert card.defaults == SamplingDefaults(temperature=0.7, top_p=0.9)

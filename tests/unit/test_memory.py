@@ -1,4 +1,5 @@
-"""What a model takes, how many KV blocks fit, what the machine grants, and what is refused."""
+"""The memory that a model needs, the K/V blocks that fit, the memory that is free, and what is
+refused."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ CPU = torch.device("cpu")
 
 
 def budget(context_tokens: int = 8192, free: int = 64 * GIB, **config: Any) -> KVBudget:
-    """Blocks of 16 tokens and one MiB."""
+    """Return the budget for blocks of 16 tokens and one MiB."""
     return kv_budget(
         WorkerConfig(model="m", **config),
         context_tokens=context_tokens,
@@ -86,7 +87,7 @@ def test_the_default_kv_memory_is_at_most_a_quarter_of_the_free_memory() -> None
     ],
     ids=str,
 )
-def test_memory_that_is_not_there_is_refused_with_the_numbers(
+def test_too_little_memory_for_the_cache_is_refused_with_the_numbers(
     config: dict[str, Any], free: int, message: str
 ) -> None:
     with pytest.raises(UnusableModel) as refused:
@@ -102,7 +103,7 @@ def test_memory_that_is_not_there_is_refused_with_the_numbers(
     st.integers(0, 4096),
     st.integers(0, 100_000),
 )
-def test_a_budget_holds_its_longest_request_and_fits_into_what_is_free(
+def test_a_budget_holds_its_longest_request_and_fits_the_free_memory(
     context: int, free: int, slots: int, block_tokens: int, kv_blocks: int, max_len: int
 ) -> None:
     try:
@@ -121,7 +122,7 @@ def test_a_budget_holds_its_longest_request_and_fits_into_what_is_free(
     assert found.num_blocks << 20 <= free
 
 
-def test_free_memory_is_the_containers_with_droppable_pages(tmp_path: Path) -> None:
+def test_free_memory_in_a_container_includes_droppable_pages(tmp_path: Path) -> None:
     assert machine.cgroup_free_bytes(tmp_path) is None
     (tmp_path / "memory.max").write_text("1000\n")
     (tmp_path / "memory.current").write_text("700\n")
@@ -179,7 +180,7 @@ def test_a_quota_is_read_from_either_kind_of_control_group(tmp_path: Path) -> No
         ("processor : 0", torch.float32),
     ],
 )
-def test_auto_is_bfloat16_where_the_cpu_computes_in_it(
+def test_the_auto_dtype_is_bfloat16_if_the_cpu_computes_in_it(
     tmp_path: Path, flags: str, dtype: torch.dtype
 ) -> None:
     (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{flags}\n")
@@ -202,14 +203,14 @@ def test_the_cpu_can_always_be_chosen_and_cuda_only_if_present() -> None:
 
 
 def test_a_gpus_identity_is_its_uuid_or_pci_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = SimpleNamespace(uuid="0a1b-2c", pci_domain_id=0, pci_bus_id=59, pci_device_id=0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: told)
+    properties = SimpleNamespace(uuid="0a1b-2c", pci_domain_id=0, pci_bus_id=59, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     gpu = torch.device("cuda", 1)
     assert device.identity_of(CPU) is None
     assert device.identity_of(gpu) == "gpu-0a1b-2c"
-    del told.uuid  # an older torch does not tell
+    del properties.uuid  # an older torch has no UUID
     assert device.identity_of(gpu) == "gpu-00:3b:00"
-    del told.pci_bus_id
+    del properties.pci_bus_id
     assert device.identity_of(gpu) == "gpu-1"
 
 
@@ -224,7 +225,7 @@ def planned(path: Path, *, packs: bool = True) -> PlannedModel:
 
 @pytest.fixture(scope="module", params=["directory", *KINDS])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The kernels pack its matrices; half of the kinds have tied embeddings."""
+    """Write a model whose matrices the kernels can pack. Half of the kinds have tied embeddings."""
     path = tmp_path_factory.mktemp("models")
     tied = request.param in ("directory", "Q4_0", "Q5_0")
     theirs = random_llama(tie_word_embeddings=tied, attention_bias=request.param == "F16")
@@ -235,14 +236,14 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.mark.parametrize("form", ["packed", "dense"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_planned_weights_are_those_that_are_loaded(model: Path, form: Any, dtype: Any) -> None:
+def test_planned_weights_equal_the_loaded_weights(model: Path, form: Any, dtype: Any) -> None:
     loaded = load_model(model, dtype=dtype, device=CPU, kernels=native_kernels(), weights=form)
     name = str(dtype).removeprefix("torch.")
     packs = is_packed(loaded.config, form, has_kernels=True)
     assert weights_bytes(planned(model, packs=packs), name) == loaded.card.weights_bytes
 
 
-def test_packed_sizes_are_those_of_the_kernels() -> None:
+def test_packed_sizes_equal_those_of_the_kernels() -> None:
     kernels = native_kernels()
     assert isinstance(kernels, NativeKernels)
     for fmt in (sizes.Q4, sizes.Q8, sizes.BF16, sizes.F32):
@@ -251,14 +252,14 @@ def test_packed_sizes_are_those_of_the_kernels() -> None:
             assert ours == kernels.library.packed_bytes(fmt, outputs, inputs)
 
 
-def test_a_block_takes_what_the_cache_takes(model: Path) -> None:
+def test_the_planned_block_size_equals_that_of_the_cache(model: Path) -> None:
     config = read_header(model).config
     shape = (config.num_layers, 16, config.num_kv_heads, config.head_dim)
     for name, item in DTYPE_BYTES.items():
         assert planned_block_bytes(config, 16, item) == block_bytes(*shape, getattr(torch, name))
 
 
-def test_types_that_are_no_longer_packed_are_expanded(tmp_path: Path) -> None:
+def test_types_that_cannot_stay_packed_are_expanded(tmp_path: Path) -> None:
     def expanded(kind: GGMLQuantizationType, *, packs: bool) -> set[str]:
         path = write_gguf(tmp_path / f"{kind.name}{packs}.gguf", random_llama(), kind)
         return expanded_kinds(planned(path, packs=packs))
@@ -271,7 +272,7 @@ def test_types_that_are_no_longer_packed_are_expanded(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> PlannedModel:
-    """70 billion weights: 128 GiB in bfloat16; 320 KiB of K/V per token."""
+    """Return a model of 70 billion weights: 128 GiB in bfloat16, and 320 KiB of K/V per token."""
     return planned(write_sparse_llama(tmp_path_factory.mktemp("large")))
 
 
@@ -297,7 +298,7 @@ def test_a_plan_adds_up_and_fits(large: PlannedModel) -> None:
 
 
 @pytest.mark.parametrize(
-    ("free_gib", "options", "said", "remedy"),
+    ("free_gib", "options", "message", "remedy"),
     [
         (
             100,
@@ -314,9 +315,9 @@ def test_a_plan_adds_up_and_fits(large: PlannedModel) -> None:
     ids=str,
 )
 def test_too_little_memory_is_refused_with_numbers_and_options(
-    large: PlannedModel, free_gib: float, options: dict[str, Any], said: str, remedy: str
+    large: PlannedModel, free_gib: float, options: dict[str, Any], message: str, remedy: str
 ) -> None:
-    with pytest.raises(NotEnoughMemory, match=said) as refused:
+    with pytest.raises(NotEnoughMemory, match=message) as refused:
         plan(large, free_gib, **options)
     assert re.search(remedy, refused.value.remedy)
 
@@ -331,7 +332,7 @@ def test_host_memory_for_dropped_blocks_is_planned(large: PlannedModel) -> None:
     assert plan(large, 200, kv_host_gib=gib).max_len > 0
 
 
-def test_a_gpu_keeps_dropped_blocks_outside(large: PlannedModel) -> None:
+def test_the_host_tier_of_a_gpu_does_not_reduce_its_kv_memory(large: PlannedModel) -> None:
     def on_gpu(**options: Any) -> ModelPlan:
         return plan_memory(
             WorkerConfig(model="m", **options),
@@ -348,7 +349,7 @@ def test_a_gpu_keeps_dropped_blocks_outside(large: PlannedModel) -> None:
     assert refused.value.remedy == "--kv-host-gib 16, or less"
 
 
-def test_following_the_remedy_helps(large: PlannedModel) -> None:
+def test_following_the_remedy_makes_the_plan_fit(large: PlannedModel) -> None:
     with pytest.raises(NotEnoughMemory) as refused:
         plan(large, 200, max_len=131072)
     more, shorter = refused.value.remedy.split(", or ")
@@ -357,13 +358,13 @@ def test_following_the_remedy_helps(large: PlannedModel) -> None:
     assert plan(large, 200, max_len=tokens).max_len == tokens
 
 
-def test_a_length_the_model_was_not_made_for_is_no_matter_of_memory(large: PlannedModel) -> None:
+def test_a_length_beyond_the_models_context_is_not_a_memory_error(large: PlannedModel) -> None:
     with pytest.raises(UnusableModel, match="context is 131,072 tokens") as refused:
         plan(large, 1000, max_len=1 << 20)
     assert refused.value.remedy == "--max-len 131072, or less"
 
 
-def test_a_window_that_is_in_the_way_is_named(tmp_path: Path) -> None:
+def test_an_attention_window_that_limits_the_length_is_named(tmp_path: Path) -> None:
     mistral = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
     windowed = planned(write_sparse_llama(tmp_path, **mistral, sliding_window=4096))
     assert plan(windowed, 1000).window == 4096

@@ -78,7 +78,7 @@ def change(path: Path, **fields: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "said", "remedy"),
+    ("damage", "message", "remedy"),
     [
         (lambda p: change(p, architectures=["Rwkv"]), "'Rwkv'", "another model"),
         (lambda p: change(p, hidden_size=64), "the config requires", "files"),
@@ -92,12 +92,12 @@ def change(path: Path, **fields: Any) -> None:
     ],
 )
 def test_a_model_that_cannot_be_served_is_reported_with_a_remedy(
-    tiny: Path, damage: Any, said: str, remedy: str
+    tiny: Path, damage: Any, message: str, remedy: str
 ) -> None:
     damage(tiny)
     found = preflight([config(tiny)])
     assert (found.plans, found.is_memory) == ([], False)
-    assert said in found.error
+    assert message in found.error
     assert remedy in found.remedy
     assert "\n" not in found.error + found.remedy
 
@@ -107,18 +107,18 @@ def test_a_header_that_contradicts_its_bytes_is_reported_as_damaged(tiny: Path) 
     size = int.from_bytes(whole[:8], "little")
     header, data = json.loads(whole[8 : 8 + size]), whole[8 + size :]
     name = "model.norm.weight"
-    begin, end = header[name]["data_offsets"]
-    for entry, said in (
-        ({"data_offsets": [begin, end + 4]}, "does not match its shape"),
-        ({"data_offsets": [begin - 4, end - 4]}, "overlap, or leave gaps"),
-        ({"data_offsets": [begin, -1]}, "damaged or truncated: the header's entry"),
+    start, end = header[name]["data_offsets"]
+    for entry, message in (
+        ({"data_offsets": [start, end + 4]}, "does not match its shape"),
+        ({"data_offsets": [start - 4, end - 4]}, "overlap, or leave gaps"),
+        ({"data_offsets": [start, -1]}, "damaged or truncated: the header's entry"),
         ({"shape": [64]}, "does not match its shape"),
         ({"dtype": "F8_E4M3"}, "model.norm.weight has dtype F8_E4M3; supported: F32, F16, BF16"),
     ):
         text = json.dumps(header | {name: header[name] | entry}).encode()
         content = len(text).to_bytes(8, "little") + text + data
         (tiny / "model.safetensors").write_bytes(content)
-        assert said in preflight([config(tiny)]).error
+        assert message in preflight([config(tiny)]).error
     (tiny / "model.safetensors").write_bytes(whole[:-1])
     assert "its tensors end at byte" in preflight([config(tiny)]).error
 
@@ -138,7 +138,7 @@ def test_a_draft_model_with_another_vocabulary_is_refused(tmp_path: Path, tiny: 
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"weights": "packed", "kernels": "torch"}, "packed weights need compiled kernels"),
         ({"max_len": 4096}, "max_len is 4,096; the model's context is 128 tokens"),
@@ -146,9 +146,9 @@ def test_a_draft_model_with_another_vocabulary_is_refused(tmp_path: Path, tiny: 
     ids=str,
 )
 def test_options_that_the_model_does_not_support_are_refused(
-    tiny: Path, options: dict[str, Any], said: str
+    tiny: Path, options: dict[str, Any], message: str
 ) -> None:
-    assert said in preflight([config(tiny, **options)]).error
+    assert message in preflight([config(tiny, **options)]).error
 
 
 def test_the_installed_torch_is_known_without_importing_it() -> None:
@@ -171,7 +171,7 @@ def test_the_installed_torch_is_known_without_importing_it() -> None:
         ("cuda:2", "cuda", [7, 8], "the driver shows 2 CUDA devices"),
     ],
 )
-def test_the_device_is_the_one_that_torch_will_choose(
+def test_preflight_chooses_the_device_that_torch_will_choose(
     monkeypatch: pytest.MonkeyPatch, wanted: str, build: str, devices: list[int], found: str
 ) -> None:
     monkeypatch.setattr(machine, "torch_build", lambda: ("2.13", build))
@@ -245,7 +245,7 @@ def library(
 
 @pytest.mark.parametrize("library", [["-DINIT=0", "-DHAS_UUID"]], indirect=True)
 @pytest.mark.usefixtures("library")
-def test_free_memory_is_found_by_uuid_and_else_is_the_total() -> None:
+def test_free_memory_is_found_by_uuid_or_is_the_total() -> None:
     assert cuda_driver.free_bytes_of_devices() == [5 << 30, 16 << 30]
 
 

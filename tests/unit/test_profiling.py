@@ -1,4 +1,5 @@
-"""One profile at a time, ended when its client leaves; its file; CPU read from /proc."""
+"""Profiles: one at a time, ended when its client leaves; the trace file; and CPU time read from
+/proc."""
 
 from __future__ import annotations
 
@@ -18,14 +19,14 @@ from tools.commands.profile import CpuSample, cores_used, descendants
 from worker.debug.tracing import Tracer
 
 US, THEM = b"us", b"them"
-ASKED = Profile(request=7, steps=3, directory="/traces")
+REQUEST = Profile(request=7, steps=3, directory="/traces")
 DONE = Traced(file="/traces/a.json.gz", steps=3, began=1.0, ended=2.0)
 
 
 def started() -> Profiling:
-    """Return one that has sent its command to the worker."""
+    """Return a profiling that has sent its command to the worker."""
     profiling = Profiling()
-    profiling.request(US, ASKED)
+    profiling.request(US, REQUEST)
     profiling.pop_command()
     return profiling
 
@@ -33,25 +34,25 @@ def started() -> Profiling:
 def test_a_profile_is_requested_once_and_answered_to_its_client() -> None:
     profiling = Profiling()
     assert profiling.pop_command() is None
-    assert profiling.request(US, ASKED) is None
+    assert profiling.request(US, REQUEST) is None
     assert profiling.pop_command() == Trace(steps=3, directory="/traces")
     assert profiling.pop_command() is None
-    told = Profiled(request=7, file="/traces/a.json.gz", steps=3, began=1.0, ended=2.0)
-    assert profiling.on_traced(DONE) == (US, told)
-    assert profiling.request(THEM, ASKED) is None
+    reply = Profiled(request=7, file="/traces/a.json.gz", steps=3, began=1.0, ended=2.0)
+    assert profiling.on_traced(DONE) == (US, reply)
+    assert profiling.request(THEM, REQUEST) is None
 
 
 def test_a_second_profile_is_refused_until_the_first_is_answered() -> None:
     profiling = Profiling()
     for prepare in (lambda: None, profiling.pop_command):
-        profiling.request(US, ASKED)
+        profiling.request(US, REQUEST)
         prepare()
-        refused = profiling.request(THEM, ASKED)
+        refused = profiling.request(THEM, REQUEST)
         assert "another profile is being made" in refused.error.message
 
 
 @pytest.mark.parametrize(
-    ("asked", "field"),
+    ("profile", "field_name"),
     [
         (Profile(request=1, steps=0, directory="/a"), "steps"),
         (Profile(request=1, steps=10**6, directory="/a"), "steps"),
@@ -60,12 +61,12 @@ def test_a_second_profile_is_refused_until_the_first_is_answered() -> None:
     ],
 )
 def test_an_invalid_profile_request_is_refused_and_blocks_no_other(
-    asked: Profile, field: str
+    profile: Profile, field_name: str
 ) -> None:
     profiling = Profiling()
-    refused = profiling.request(US, asked)
-    assert (refused.request, refused.error.param) == (1, field)
-    assert profiling.request(THEM, ASKED) is None
+    refused = profiling.request(US, profile)
+    assert (refused.request, refused.error.param) == (1, field_name)
+    assert profiling.request(THEM, REQUEST) is None
 
 
 def test_a_profile_that_the_worker_could_not_write_is_reported() -> None:
@@ -83,20 +84,20 @@ def test_a_client_that_leaves_before_the_profile_starts_cancels_it(
     requests: list[int] | None,
 ) -> None:
     profiling = Profiling()
-    profiling.request(US, ASKED)
+    profiling.request(US, REQUEST)
     profiling.cancel(US, requests)
     assert profiling.pop_command() is None
-    assert profiling.request(THEM, ASKED) is None
+    assert profiling.request(THEM, REQUEST) is None
 
 
 def test_a_client_that_leaves_later_ends_the_profile_without_a_reply() -> None:
     profiling = started()
     profiling.cancel(US)
-    assert profiling.request(THEM, ASKED) is not None
+    assert profiling.request(THEM, REQUEST) is not None
     assert profiling.pop_command() == Trace(steps=0)
     assert profiling.pop_command() is None
     assert profiling.on_traced(DONE) is None
-    assert profiling.request(THEM, ASKED) is None
+    assert profiling.request(THEM, REQUEST) is None
 
 
 def test_a_trace_that_ends_while_cancelled_has_no_answer() -> None:
@@ -108,7 +109,7 @@ def test_a_trace_that_ends_while_cancelled_has_no_answer() -> None:
 
 def test_a_cancel_of_another_client_changes_nothing() -> None:
     profiling = Profiling()
-    profiling.request(US, ASKED)
+    profiling.request(US, REQUEST)
     profiling.cancel(THEM)
     profiling.cancel(US, [8])
     assert profiling.pop_command() is not None
@@ -116,7 +117,7 @@ def test_a_cancel_of_another_client_changes_nothing() -> None:
 
 # ---- the worker's part
 def traced(directory: Path, *, wanted: int, made: int, ends: bool = False) -> Traced | None:
-    """An order for so many steps, of which so many are made."""
+    """Request a trace of `wanted` steps, run `made` steps, and return the result."""
     tracer, runner = Tracer(), tiny_runner(tiny_slots(3), tiny_cache(8))
     tracer.on_trace(Trace(steps=wanted, directory=str(directory)))
     for step in range(made):
@@ -127,16 +128,16 @@ def traced(directory: Path, *, wanted: int, made: int, ends: bool = False) -> Tr
         tracer.after_step(step)
     if ends:
         tracer.on_trace(Trace(steps=0))
-    told = tracer.pop()
+    result = tracer.pop()
     assert tracer.pop() is None
-    return told
+    return result
 
 
-def test_a_trace_is_a_file_of_our_own_with_what_the_steps_did(tmp_path: Path) -> None:
-    told = traced(tmp_path / "new" / "traces", wanted=2, made=4)
-    assert (told.error, told.steps) == ("", 2)
-    assert told.began < told.ended
-    file = Path(told.file)
+def test_a_trace_is_a_private_file_with_the_work_of_the_steps(tmp_path: Path) -> None:
+    result = traced(tmp_path / "new" / "traces", wanted=2, made=4)
+    assert (result.error, result.steps) == ("", 2)
+    assert result.began < result.ended
+    file = Path(result.file)
     assert file.stat().st_mode & 0o777 == 0o600
     assert file.parent.stat().st_mode & 0o777 == 0o700
     names = [
@@ -145,23 +146,23 @@ def test_a_trace_is_a_file_of_our_own_with_what_the_steps_did(tmp_path: Path) ->
     assert names.count("aten::scaled_dot_product_attention") == 2
 
 
-def test_a_trace_that_is_ended_early_has_the_steps_there_were(tmp_path: Path) -> None:
+def test_a_trace_that_is_ended_early_has_the_steps_so_far(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
-    told = traced(tmp_path, wanted=9, made=1, ends=True)
-    assert told.steps == 1
-    assert Path(told.file).is_file()
+    result = traced(tmp_path, wanted=9, made=1, ends=True)
+    assert result.steps == 1
+    assert Path(result.file).is_file()
 
 
-def test_a_trace_without_any_step_is_none(tmp_path: Path) -> None:
+def test_a_trace_without_any_step_is_an_error(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     assert traced(tmp_path, wanted=9, made=0) is None
     assert traced(tmp_path, wanted=9, made=0, ends=True) == Traced(error="no step was computed")
 
 
-def test_a_directory_that_others_may_enter_is_refused_at_once(tmp_path: Path) -> None:
+def test_a_directory_that_others_can_enter_is_refused_at_once(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
-    told = traced(tmp_path, wanted=1, made=1)
-    assert "only its owner can enter" in told.error
+    result = traced(tmp_path, wanted=1, made=1)
+    assert "only its owner can enter" in result.error
     assert list(tmp_path.iterdir()) == []
 
 
@@ -176,7 +177,7 @@ def process(
     (folder / "cmdline").write_bytes("\0".join(words).encode() + b"\0")
 
 
-def test_a_server_is_its_process_and_all_below_whatever_they_are_called(tmp_path: Path) -> None:
+def test_a_server_is_its_process_and_all_descendants_whatever_their_names(tmp_path: Path) -> None:
     process(tmp_path, 10, 1, 100, "/venv/bin/python", "-P", "-m", "tools", "serve")
     process(tmp_path, 11, 10, 200, "/venv/bin/python", "-P", "-m", "engine_core", name="a) R (b")
     process(tmp_path, 12, 11, 300, "/venv/bin/python", "-m", "worker", "-m", "x")
@@ -190,7 +191,7 @@ def test_a_server_is_its_process_and_all_below_whatever_they_are_called(tmp_path
     assert descendants(99, tmp_path) == {}
 
 
-def test_shares_are_of_the_samples_around_the_recording() -> None:
+def test_cpu_shares_are_those_of_the_samples_around_the_recording() -> None:
     samples = [CpuSample(float(at), {1: at * 0.5, 2: 0.0}) for at in range(10)]
     samples[5] = CpuSample(5.0, {1: 4.5, 3: 1.0})
     assert cores_used(samples, 2.5, 4.5) == {1: pytest.approx((4.5 - 1.0) / 3)}

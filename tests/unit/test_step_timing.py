@@ -32,7 +32,7 @@ from worker.step import Runner
 
 
 def ticking() -> PartsClock:
-    """One second passes between any two looks at it."""
+    """Return a clock on which one second passes between any two readings."""
     return PartsClock(map(float, itertools.count()).__next__)
 
 
@@ -48,7 +48,8 @@ def config(checkpoint: Path, **changes: object) -> StepBench:
 
 
 def benchmark_of(config: StepBench) -> StepBenchmark:
-    """As `assembled`, which sets the threads of its process, and so can be called once."""
+    """Return a benchmark like that of `assemble_benchmark`, which sets the threads of its process
+    and so can be called only once."""
     worker, dtype, cpu = worker_config(config), torch.float32, torch.device("cpu")
     loaded = load_model(worker.model, dtype=dtype, device=cpu)
     shape = (loaded.config.num_kv_heads, loaded.config.head_dim, dtype, cpu)
@@ -66,14 +67,14 @@ def benchmark_of(config: StepBench) -> StepBenchmark:
     return StepBenchmark(config, Runner(loaded.model, slots, cache, attention), ready)
 
 
-def test_the_time_of_a_part_within_another_is_not_the_others() -> None:
+def test_the_time_of_a_nested_part_does_not_count_for_the_outer_part() -> None:
     clock = ticking()
     with clock.part("outer"), clock.part("inner"):
         pass
     assert clock.seconds == {"outer": 2.0, "inner": 1.0}
 
 
-def test_the_time_after_a_call_may_count_for_another_part() -> None:
+def test_the_time_after_a_call_can_count_for_another_part() -> None:
     clock = ticking()
     head = TimedPart(lambda: "logits", clock, "head", then="sampling")
     with clock.part("overhead"):
@@ -98,7 +99,7 @@ def test_a_part_that_raises_is_ended() -> None:
     assert clock.seconds == {"outer": 2.0, "inner": 1.0, "rest": 1.0}
 
 
-def test_the_cache_holds_just_what_the_largest_step_needs(checkpoint: Path) -> None:
+def test_the_cache_has_exactly_the_blocks_of_the_largest_step(checkpoint: Path) -> None:
     worker = worker_config(config(checkpoint, batch=[2, 3], context=[7, 5], new_tokens=2))
     assert (worker.max_slots, worker.max_len) == (3, 10)
     assert worker.kv_blocks == 3 * 3 + 1
@@ -136,7 +137,7 @@ def test_an_option_that_cannot_be_timed_is_refused_by_name(
         config(checkpoint, **changes)
 
 
-def test_a_bad_config_is_one_line_and_code_2() -> None:
+def test_a_bad_config_is_reported_in_one_line_with_code_2() -> None:
     command = [
         sys.executable,
         "-m",
@@ -158,7 +159,7 @@ def table(*times: tuple[int, float, float | None]) -> list[RowTime]:
 CROSSING = table((1, 1, 2), (8, 2, 2.8), (16, 8, 2.8), (32, 16, 4))
 PACKED = table((1, 1, 2), (8, 2, 3), (16, 4, 4))
 DENSE = table((1, 4, 1), (8, 9, 2))
-"""A form that wins by little is not chosen; nor is one that wins for some rows and not for more."""
+# A form that wins by little is not chosen, nor one that wins for some rows but not for more.
 BARELY = table((1, 1, 0.9), (8, 2, 1.9))
 ONCE = table((1, 1, 0.1), (8, 2, 3), (16, 4, 4))
 ALONE = table((1, 1, None), (8, 2, None))
@@ -175,20 +176,21 @@ ALONE = table((1, 1, None), (8, 2, None))
         (CROSSING, "rows 1-11 packed, 12+ dense"),
     ],
 )
-def test_dense_weights_serve_from_where_they_clearly_win_on(
+def test_dense_weights_are_used_from_the_rows_where_they_clearly_win(
     times: list[RowTime], words: str
 ) -> None:
-    """At 11 of the crossing table packed takes 4.25, at 12 it takes 5, dense 2.8."""
+    """In the CROSSING table packed weights take 4.25 at 11 rows and 5 at 12; dense weights take
+    2.8."""
     assert in_words(times) == words
     assert (dense_from(times) is None) == (words == "all rows packed")
 
 
-def test_a_step_costs_what_the_faster_form_takes_in_all_layers() -> None:
+def test_the_cost_of_a_step_is_the_time_of_the_faster_form_in_all_layers() -> None:
     assert step_costs(CROSSING, layers=10) == [(1, 10), (8, 20), (16, 28), (32, 40)]
 
 
 def test_fewer_rows_never_cost_more() -> None:
-    """A turn in which something else happened."""
+    """The first time was disturbed by other work."""
     times = table((1, 9, None), (2, 3, None), (4, 5, None))
     assert step_costs(times, layers=1) == [(1, 3), (2, 3), (4, 5)]
 
@@ -212,22 +214,22 @@ def measured(linear: CountedLinear, folder: Path | None, of: str = "this machine
 
 def test_measurements_are_read_from_the_cache(tmp_path: Path) -> None:
     first, again, elsewhere = CountedLinear(), CountedLinear(), CountedLinear()
-    told = measured(first, tmp_path / "deep" / "er")
-    assert [time.rows for time in told] == list(ROWS)
-    assert all(time.packed_s > 0 and (time.dense_s or 0) > 0 for time in told)
-    assert measured(again, tmp_path / "deep" / "er") == told
+    times = measured(first, tmp_path / "deep" / "er")
+    assert [time.rows for time in times] == list(ROWS)
+    assert all(time.packed_s > 0 and (time.dense_s or 0) > 0 for time in times)
+    assert measured(again, tmp_path / "deep" / "er") == times
     measured(elsewhere, tmp_path / "deep" / "er", "another machine")
     assert (first.calls > 0, again.calls, elsewhere.calls > 0) == (True, 0, True)
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b'{"of":["this machine"],"table":[]}', b"\xff"])
 def test_a_damaged_file_is_measured_anew_and_written_again(tmp_path: Path, content: bytes) -> None:
-    told = measured(CountedLinear(), tmp_path)
+    times = measured(CountedLinear(), tmp_path)
     (file,) = tmp_path.iterdir()
     file.write_bytes(content)
     anew, last = CountedLinear(), CountedLinear()
     again = measured(anew, tmp_path)
-    assert [time.rows for time in again] == [time.rows for time in told]
+    assert [time.rows for time in again] == [time.rows for time in times]
     assert measured(last, tmp_path) == again
     assert (anew.calls > 0, last.calls) == (True, 0)
 
@@ -241,34 +243,34 @@ def test_without_a_cache_folder_everything_is_measured(tmp_path: Path) -> None:
 
 # ---- gaps between steps
 def test_a_gap_is_from_the_end_of_a_step_to_the_start_of_the_next():
-    pace = DeviceIdle()
+    idle = DeviceIdle()
     for started, ended in ((1.0, 2.0), (2.5, 3.0), (3.125, 4.0)):
-        pace.record(started, ended)
-    assert pace.percentile_s(0) == 0.125
-    assert pace.percentile_s(100) == 0.5
-    assert pace.summary().startswith("3 steps, gaps between them: p10 125.000 ms")
+        idle.record(started, ended)
+    assert idle.percentile_s(0) == 0.125
+    assert idle.percentile_s(100) == 0.5
+    assert idle.summary().startswith("3 steps, gaps between them: p10 125.000 ms")
 
 
 def test_a_step_launched_before_the_previous_end_has_no_gap():
-    pace = DeviceIdle()
-    pace.record(1.0, 3.0)
-    pace.record(2.0, 4.0)
-    assert pace.percentile_s(100) == 0
+    idle = DeviceIdle()
+    idle.record(1.0, 3.0)
+    idle.record(2.0, 4.0)
+    assert idle.percentile_s(100) == 0
 
 
 @pytest.mark.parametrize("num_steps", [0, 1])
-def test_without_two_steps_there_is_no_gap(num_steps):
-    pace = DeviceIdle()
+def test_fewer_than_two_steps_have_no_gap(num_steps):
+    idle = DeviceIdle()
     for _ in range(num_steps):
-        pace.record(1.0, 2.0)
-    assert pace.percentile_s(50) == 0
-    assert pace.num_steps == num_steps
+        idle.record(1.0, 2.0)
+    assert idle.percentile_s(50) == 0
+    assert idle.num_steps == num_steps
 
 
 def test_only_the_latest_gaps_are_kept():
-    pace = DeviceIdle()
-    pace.record(0.0, 0.0)
-    pace.record(9.0, 10.0)
+    idle = DeviceIdle()
+    idle.record(0.0, 0.0)
+    idle.record(9.0, 10.0)
     for _ in range(LATEST):
-        pace.record(11.0, 10.0)
-    assert pace.percentile_s(100) == 1.0
+        idle.record(11.0, 10.0)
+    assert idle.percentile_s(100) == 1.0
