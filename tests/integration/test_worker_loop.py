@@ -34,7 +34,7 @@ SLOTS = 13
 
 
 @dataclass
-class FakeDeviceEvent:
+class ControlledEvent:
     """The event after one step. The test sets it."""
 
     event: threading.Event = field(default_factory=threading.Event)
@@ -50,13 +50,13 @@ class FakeDeviceEvent:
 class Device:
     """A device whose steps end when the test calls `end`, the oldest first."""
 
-    launched: list[FakeDeviceEvent] = field(default_factory=list)
+    launched: list[ControlledEvent] = field(default_factory=list)
     news: threading.Condition = field(default_factory=threading.Condition)
     num_ended: int = 0
 
     def mark(self, device: torch.device) -> DeviceEvent:
         with self.news:
-            self.launched.append(FakeDeviceEvent())
+            self.launched.append(ControlledEvent())
             self.news.notify_all()
             return self.launched[-1]
 
@@ -133,8 +133,8 @@ def start(kind: str, folder: Path, model: TinyModel | None = None) -> Iterator[L
     identity, *_ = socket.recv_multipart()
     bench = LoopBench(socket, identity, thread, device, failure)
     yield bench
-    for device_event in device.launched:
-        device_event.event.set()
+    for controlled in device.launched:
+        controlled.event.set()
     if thread.is_alive():
         bench.send(Stop())
     thread.join(WAIT_S)
