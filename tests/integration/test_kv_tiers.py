@@ -35,7 +35,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def plain(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> list[int]:
     """Return the answer of an engine without tiers."""
     with served(checkpoint, tmp_path_factory.mktemp("plain")) as (_, engine):
-        tokens, usage = ask(engine)
+        tokens, usage = generate(engine)
         assert (usage.cached_tokens, engine.stats.tier_blocks) == (0, {})
         return tokens
 
@@ -45,7 +45,7 @@ def first_life(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     """Return the directory of an engine that answered PROMPT once and was killed."""
     directory = tmp_path_factory.mktemp("first")
     with served(checkpoint, directory, kv_disk=str(directory / "kv")) as (program, engine):
-        assert ask(engine)[1].cached_tokens == 0
+        assert generate(engine)[1].cached_tokens == 0
         assert stored(engine, "disk", 20)
         program.signal(signal.SIGKILL)
         program.end()
@@ -81,7 +81,7 @@ def config(checkpoint: Path, address: str, **worker: object) -> str:
     return json.dumps({"address": address, "token_budget": 64, "worker": options | worker})
 
 
-def ask(engine: Client, prompt: list[int] = PROMPT) -> tuple[list[int], Usage]:
+def generate(engine: Client, prompt: list[int] = PROMPT) -> tuple[list[int], Usage]:
     outputs = list(engine.generate(prompt, max_tokens=12, temperature=0.0, ignore_eos=True))
     usage = outputs[-1].usage
     assert usage is not None
@@ -96,7 +96,7 @@ def test_a_prompt_is_loaded_from_disk_after_a_restart(
     checkpoint: Path, tmp_path: Path, disk: Path, plain: list[int]
 ) -> None:
     with served(checkpoint, tmp_path, kv_disk=str(disk)) as (_, engine):
-        tokens, usage = ask(engine)
+        tokens, usage = generate(engine)
         assert tokens == plain
         assert (usage.cached_tokens, usage.fetched_tokens) == (LOADED, 0)
         assert eventually(lambda: engine.stats.num_finished)
@@ -109,11 +109,11 @@ def test_evicted_blocks_are_loaded_from_host_memory(
     checkpoint: Path, tmp_path: Path, plain: list[int]
 ) -> None:
     with served(checkpoint, tmp_path, kv_host_gib=0.01) as (_, engine):
-        ask(engine)
+        generate(engine)
         for other in OTHERS:
-            assert ask(engine, other)[1].cached_tokens == 0
+            assert generate(engine, other)[1].cached_tokens == 0
         assert stored(engine, "host", 60)
-        tokens, usage = ask(engine)
+        tokens, usage = generate(engine)
         assert (tokens, usage.cached_tokens) == (plain, LOADED)
         assert eventually(lambda: engine.stats.num_tier_loaded == {"host": 20})
 
@@ -126,7 +126,7 @@ def test_a_damaged_file_is_computed_again_and_written_anew(
     for path, content in whole.items():
         path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     with served(checkpoint, tmp_path, kv_disk=str(disk)) as (program, engine):
-        tokens, usage = ask(engine)
+        tokens, usage = generate(engine)
         assert (tokens, usage.cached_tokens) == (plain, 0)
         assert eventually(lambda: engine.stats.num_finished)
         assert engine.stats.num_fetches_failed == {"damaged": 1}

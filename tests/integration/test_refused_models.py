@@ -1,4 +1,5 @@
-"""`tidegate serve` of a model that cannot be served: one line, before anything is started."""
+"""`tidegate serve` refuses a model that cannot be served, in one line, before anything is
+started."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ def truncated_gguf(path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("make", "options", "said"),
+    ("make", "options", "message"),
     [
         (other_architecture, [], "architecture ['RwkvForCausalLM'] is not supported"),
         (missing_weights, [], "holds neither model.safetensors nor"),
@@ -68,17 +69,17 @@ def truncated_gguf(path: Path) -> Path:
     ],
 )
 def test_a_model_that_cannot_be_served_is_refused_in_one_line(
-    tmp_path: Path, make: Any, options: list[str], said: str
+    tmp_path: Path, make: Any, options: list[str], message: str
 ) -> None:
     (tmp_path / "model").mkdir()
     code, lines = serve(tmp_path, str(make(tmp_path / "model")), "--port", "9180", *options)
     assert code == ExitCode.BAD_MODEL, lines
     assert len(lines) == 1
     assert lines[0].startswith("tidegate: ")
-    assert said in lines[0]
+    assert message in lines[0]
 
 
-def test_an_engine_refuses_as_a_server_does(tmp_path: Path) -> None:
+def test_an_engine_refuses_a_model_as_a_server_does(tmp_path: Path) -> None:
     path = str(write_tiny_llama(tmp_path, architectures=["RwkvForCausalLM"]))
     key, address = str(tmp_path / "cluster.key"), "tcp://127.0.0.1:9183"
     write_cluster_key(key)
@@ -88,7 +89,7 @@ def test_an_engine_refuses_as_a_server_does(tmp_path: Path) -> None:
     assert "RwkvForCausalLM" in lines[0]
 
 
-def test_a_gpu_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_a_missing_gpu_is_refused(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
@@ -99,7 +100,7 @@ def test_a_gpu_that_is_not_there_is_refused(tmp_path: Path) -> None:
     assert "serve with --device cpu" in lines[0]
 
 
-def test_an_attention_window_is_told_before_the_server_starts(tmp_path: Path) -> None:
+def test_an_attention_window_is_reported_before_the_server_starts(tmp_path: Path) -> None:
     changes: dict[str, Any] = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
     path = write_tiny_llama(tmp_path, **changes, sliding_window=64)
     assert json.loads((path / "config.json").read_text())["sliding_window"] == 64

@@ -190,7 +190,7 @@ class Peer:
 
     def _say(self, line: str) -> None:
         """Send a line, and wait until the process has executed it."""
-        count = sum(said.startswith("done") for said in self.program.out)
+        count = sum(text.startswith("done") for text in self.program.out)
         self.program.say(line)
         self.program.line_with(f"done {count + 1}")
 

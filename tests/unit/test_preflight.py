@@ -47,9 +47,9 @@ def test_neither_torch_nor_numpy_is_imported(tmp_path: Path, is_gguf: bool) -> N
     path = write_gguf(path, random_llama()) if is_gguf else write_tiny_llama(tmp_path)
     configs = msgspec.json.encode([config(path)]).decode()
     command = [sys.executable, "-P", "-c", PROGRAM, configs]
-    told = subprocess.run(command, capture_output=True, check=True, text=True).stdout.splitlines()
-    assert told[1] == "[]"
-    (plan,) = msgspec.json.decode(told[0], type=Preflight).plans
+    lines = subprocess.run(command, capture_output=True, check=True, text=True).stdout.splitlines()
+    assert lines[1] == "[]"
+    (plan,) = msgspec.json.decode(lines[0], type=Preflight).plans
     assert plan.name in (tmp_path.name, "tiny")
 
 
