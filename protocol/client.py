@@ -258,7 +258,7 @@ class BaseClient(ABC, Generic[AnyGeneration]):
 
 
 def checked_reply(report: Any) -> Any:
-    """Return `report`, the reply to a command. Raises its error if it reports a failure."""
+    """Return `report` if the command has succeeded. Otherwise raise the error in `report`."""
     if isinstance(report, Aborted | EngineStatus | Profiled):
         return report
     raise error_from(report.error)

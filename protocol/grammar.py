@@ -75,7 +75,7 @@ class ThinkingBudget(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
 
 
 class _Body(msgspec.Struct, frozen=True, tag_field="kind", omit_defaults=True, kw_only=True):
-    """Base of all bodies."""
+    """Base of the possible bodies of a grammar."""
 
 
 class JsonSchema(_Body, frozen=True, tag="json_schema", kw_only=True):

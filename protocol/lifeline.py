@@ -51,7 +51,7 @@ class Lifeline:
             os.close(fd)
 
     def cause(self) -> str:
-        """Return the last cause that the child or one of its children has sent; "" if none."""
+        """Return why the child ends, as last sent by it or one of its children; "" if unknown."""
         try:
             sent = os.read(self._causes, 1 << 16).decode(errors="replace")
         except BlockingIOError:

@@ -191,7 +191,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Welcome(Message, frozen=True, kw_only=True):
-    """Engine -> client, answering Hello. The session is open.
+    """Engine -> client, answering Hello. The session is open, and the client may send requests.
 
     epoch   identifies this engine process; a restarted engine has another epoch
     """
@@ -203,7 +203,7 @@ class Welcome(Message, frozen=True, kw_only=True):
 
 
 class Loading(Message, frozen=True, kw_only=True):
-    """Engine -> client, answering Hello while the model is loading. Welcome follows after that.
+    """Engine -> client, answering Hello while the model is loading. Welcome follows then.
 
     elapsed_s  seconds since the engine started
     """

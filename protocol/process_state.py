@@ -1,7 +1,7 @@
 """The state of this machine's processes, read from /proc.
 
-A process may end at any time, so every function expects that it is gone. The argument `proc` of a
-function is the path of /proc.
+A process may end at any time, so every function also handles a process that is gone. The argument
+`proc` of a function is the path of /proc.
 """
 
 from __future__ import annotations

@@ -93,8 +93,8 @@ class GenerateOptions(TypedDict, total=False):
 class Session:
     """One client's session with one engine.
 
-    `model`, `limits` and `epoch` are those of the last Welcome, and None before the first one. When
-    the engine is lost, `epoch` becomes None again.
+    `model`, `limits` and `epoch` come from the last Welcome, and are None before the first one.
+    After the engine was lost, `epoch` is None again.
     """
 
     def __init__(self, name: str, *, lease_s: float = LEASE_S) -> None:

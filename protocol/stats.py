@@ -6,7 +6,7 @@ import msgspec
 
 
 class WorkerView(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """The current work of a worker, as known to its engine.
+    """The current work of a worker.
 
     engine_pid       pid of the engine
     pid              pid of the worker

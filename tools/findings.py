@@ -122,7 +122,7 @@ def device(facts: MachineFacts, holders: Sequence[DeviceHolder]) -> Finding:
 
 
 def memory(facts: MachineFacts) -> Finding:
-    """Return the free memory of the device. For a check without a model."""
+    """Return the free memory of the device, for a check without a model."""
     return Finding("memory", f"{facts.free_bytes / GIB:.1f} GiB free")
 
 

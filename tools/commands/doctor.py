@@ -146,7 +146,10 @@ def _tokenizer_problem(card: ModelCard) -> str | None:
 
 
 def _find_model(model: str | None) -> tuple[Path | None, Finding | None]:
-    """Return the path of a model without downloading it, or a finding if it is not here yet."""
+    """Return the path of a model, or a finding if the model is not downloaded yet.
+
+    Without a model, return neither.
+    """
     if model is None:
         return None, None
     entry = CATALOGUE.get(model)

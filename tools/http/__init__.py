@@ -1,1 +1,1 @@
-"""HTTP clients of the tools."""
+"""The HTTP client of the commands, and a parser of server-sent events."""
