@@ -127,7 +127,7 @@ def read_holders(folder: Path) -> list[DeviceHolder]:
 
 
 def holders_by_device(base: Path) -> dict[str, list[DeviceHolder]]:
-    """Return device name -> holders of each device that is in use.
+    """Return the holders of each device that is in use, by the name of the device.
 
     base   the directory of all devices
     """

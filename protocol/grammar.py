@@ -144,7 +144,7 @@ class Structural(_Body, frozen=True, tag="structural", kw_only=True):
 
 
 class _Form(msgspec.Struct, frozen=True, tag_field="form", omit_defaults=True):
-    """Base of the forms, of which `Rules` consist."""
+    """Base of the forms of a grammar in `Rules`."""
 
 
 class LiteralForm(_Form, frozen=True, tag="text"):

@@ -39,7 +39,7 @@ class BenchPrompt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def prompts(config: BenchConfig, seed: int, number: int) -> Iterator[BenchPrompt]:
-    """Return the prompts of run `number`, which never end.
+    """Return the endless sequence of prompts of run `number`.
 
     All runs with the same seed use the same shared prefixes. Apart from these, their prompts
     differ, so no run finds a prompt of another run in the prefix cache. With --file, all runs use

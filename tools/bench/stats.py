@@ -22,7 +22,7 @@ BUSY_CLIENT = 0.7
 
 @dataclass(slots=True)
 class BenchRun:
-    """One run of a load on one server. Its times are of the same clock as those of the answers."""
+    """One run of a load on one server. Its times and those of the answers are of one clock."""
 
     answers: list[BenchAnswer]
     began: float

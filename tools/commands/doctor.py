@@ -178,7 +178,7 @@ def _machine_facts() -> MachineFacts | str:
 
 
 def _versions(extra: str) -> dict[str, str | None]:
-    """Return library -> version for each library of `extra`; None for one that is not installed."""
+    """Return the version of each library of `extra`, by name; None if it is not installed."""
     declared = metadata.requires("tidegate") or []
     marker = f'extra == "{extra}"'
     named = [NAME.match(text) for text in declared if marker in text]
