@@ -76,10 +76,10 @@ from protocol.messages import (
     Output,
     Outputs,
     Refused,
-    RequestView,
+    RequestStatus,
 )
 from protocol.model_card import ModelCard
-from protocol.stats import EngineStats, WorkerView
+from protocol.stats import EngineStats, WorkerStatus
 from protocol.steps import Masks, StepPlan, StepResult
 
 
@@ -482,21 +482,21 @@ class Engine:
         """One name for each open request, as `abort_by_label` accepts it."""
         return [request.name for request in self.open_requests]
 
-    def status_rows(self, max_rows: int) -> list[tuple[bytes, RequestView]]:
+    def status_rows(self, max_rows: int) -> list[tuple[bytes, RequestStatus]]:
         """Return (client, row) of the `max_rows` oldest requests, at most MAX_STATUS_ROWS."""
         oldest = islice(self.open_requests, min(max(max_rows, 0), MAX_STATUS_ROWS))
         return [(request.client, status_row(request)) for request in oldest]
 
-    def worker_view(self) -> WorkerView:
+    def worker_view(self) -> WorkerStatus:
         """Return a description of the step that the worker computes: the oldest plan in flight.
 
         It has the step's expected time, `expected_s`. The caller adds the measured times.
         """
         step = self._inflight.oldest
         if step is None:
-            return WorkerView()
+            return WorkerStatus()
         rate = self.throughput.tokens_per_s
-        return WorkerView(
+        return WorkerStatus(
             step=step.plan.step,
             expected_s=step.num_tokens / rate if rate else 0.0,
             prompt_tokens=sum(request.prompt_tokens for request in step.prompts),

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from protocol.stats import WorkerView
+from protocol.stats import WorkerStatus
 
 LATE_FACTOR, LATE_S = 10.0, 10.0
 """A step is late after LATE_FACTOR times its expected time, but never before LATE_S."""
@@ -30,7 +30,7 @@ class Health:
     #: Time of the first update that found the worker stopped; None while it is not stopped.
     stopped_at: float | None = None
 
-    def update(self, view: WorkerView, is_stopped: bool, now: float) -> bool:
+    def update(self, view: WorkerStatus, is_stopped: bool, now: float) -> bool:
         """Update `trouble`, and return whether the worker became healthy or unhealthy.
 
         Call this method a few times a second.
@@ -41,7 +41,7 @@ class Health:
     def is_lost(self, now: float) -> bool:
         return self.stopped_at is not None and now - self.stopped_at >= self.patience_s
 
-    def _trouble(self, view: WorkerView, is_stopped: bool, now: float) -> str:
+    def _trouble(self, view: WorkerStatus, is_stopped: bool, now: float) -> str:
         if not is_stopped:
             self.stopped_at = None
             return _lateness(view)
@@ -51,7 +51,7 @@ class Health:
         return f"the worker (pid {view.pid}) has been stopped by a signal for {stopped_s:.1f} s"
 
 
-def _lateness(view: WorkerView) -> str:
+def _lateness(view: WorkerStatus) -> str:
     if not view.expected_s or view.step_s < max(LATE_S, LATE_FACTOR * view.expected_s):
         return ""
     return (

@@ -55,7 +55,7 @@ from protocol.messages import (
     Welcome,
 )
 from protocol.model_card import ModelCard
-from protocol.stats import EngineStats, WorkerView
+from protocol.stats import EngineStats, WorkerStatus
 from protocol.steps import StepResult, Traced, WorkerFailed, WorkerReady
 
 log = logging.getLogger(__name__)
@@ -436,8 +436,8 @@ class EngineLoop:
             log.warning("%s", self._health.trouble or "the worker is making progress again")
             self._mailbox.broadcast(Pong(epoch=self._epoch, stats=self._stats()))
 
-    def _worker_view(self, now: float) -> WorkerView:
-        view = WorkerView() if self._engine is None else self._engine.worker_view()
+    def _worker_view(self, now: float) -> WorkerStatus:
+        view = WorkerStatus() if self._engine is None else self._engine.worker_view()
         step_s = self._step_s(now)
         trouble = self._health.trouble
         pids = {"engine_pid": os.getpid(), "pid": self._worker.pid}

@@ -248,7 +248,7 @@ class Aborted(Message, frozen=True, kw_only=True):
     unknown: list[str] = []
 
 
-class RequestView(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+class RequestStatus(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """One open request in an EngineStatus, without its text and tokens."""
 
     #: The request's name for AbortByLabel, which is its first label.
@@ -284,7 +284,7 @@ class EngineStatus(Message, frozen=True, kw_only=True, tag="view"):
     now_s: float
     stats: EngineStats
     num_open: int = 0
-    rows: list[RequestView] = []
+    rows: list[RequestStatus] = []
 
 
 class Profiled(Message, frozen=True, kw_only=True):

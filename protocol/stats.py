@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 
-class WorkerView(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+class WorkerStatus(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """The current work of a worker.
 
     engine_pid       pid of the engine
@@ -32,7 +32,7 @@ class EngineStats(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     """A snapshot of one engine. Counters (`num_*` and `busy_s`) never shrink within an epoch."""
 
     draining: bool = False  #: new requests are refused
-    worker: WorkerView = WorkerView()
+    worker: WorkerStatus = WorkerStatus()
     running: int = 0
     waiting: int = 0
     waiting_tokens: int = 0

@@ -13,7 +13,7 @@ from msgspec.structs import astuple
 from engine_core.request import Request
 from engine_core.schedule.row_results import RowResult, request_failure
 from protocol.errors import ServingError
-from protocol.messages import FinishReason, Output, RequestView, TokenLogprobs, Usage
+from protocol.messages import FinishReason, Output, RequestStatus, TokenLogprobs, Usage
 from protocol.model_card import ModelCard
 
 
@@ -157,10 +157,10 @@ def _stop_token(request: Request, model: ModelCard) -> int | None:
     return token if is_end else None
 
 
-def status_row(request: Request) -> RequestView:
+def status_row(request: Request) -> RequestStatus:
     """Return the request's row for EngineStatus. The loop adds the name of its client."""
     times = request.stage_timer.times()
-    return RequestView(
+    return RequestStatus(
         name=request.name,
         account=request.account.name if request.account is not None else "",
         stage=request.stage_timer.stage,

@@ -26,7 +26,7 @@ from gateway.observe.metrics import CONTENT_TYPE
 from gateway.served_model import ServedModel, version
 from gateway.service import Service
 from protocol.messages import Limits
-from protocol.stats import EngineStats, WorkerView
+from protocol.stats import EngineStats, WorkerStatus
 
 # ---- response bodies
 
@@ -381,7 +381,7 @@ def engine_activity(stats: EngineStats | None, limits: Limits | None) -> EngineA
     }
 
 
-def describe_worker(worker: WorkerView, token_budget: int) -> str:
+def describe_worker(worker: WorkerStatus, token_budget: int) -> str:
     """Describe the worker's activity: "computing step 8 for 1.2 s (1.5 s expected): chunk 3 of 12".
 
     A chunk has at most `token_budget` tokens, so the number of chunks is a lower bound.

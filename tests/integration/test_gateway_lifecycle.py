@@ -17,7 +17,7 @@ import requests
 from msgspec.structs import replace
 
 from protocol.exit_codes import ExitCode
-from protocol.stats import WorkerView
+from protocol.stats import WorkerStatus
 from tests.support.gateway_process import GatewayProcess
 from tests.support.http import connect, events_of, exchange, folded, read_body, read_head, send_post
 from tests.support.scripted_engine import ScriptedEngine, byte_tokenizer, says, scripted_card
@@ -74,7 +74,7 @@ def test_before_the_engine_is_ready_everything_says_so_and_when_to_come_back(add
 
 
 def test_what_an_engine_tells_of_its_worker_is_told_and_trouble_is_not_ready(address: str) -> None:
-    busy = WorkerView(
+    busy = WorkerStatus(
         pid=8, step=3, step_s=9.0, expected_s=8.0, prompt_tokens=700, computed_tokens=256
     )
     with ScriptedEngine(address) as engine, GatewayProcess(engine=address) as gateway:

@@ -71,7 +71,7 @@ from protocol.messages import (
     Profiled,
     Refused,
     ReleaseKV,
-    RequestView,
+    RequestStatus,
     ResourcesFreed,
     SessionLost,
     Times,
@@ -81,7 +81,7 @@ from protocol.messages import (
 )
 from protocol.model_card import ModelCard, SamplingDefaults
 from protocol.sampling import SamplingParams
-from protocol.stats import EngineStats, WorkerView
+from protocol.stats import EngineStats, WorkerStatus
 from protocol.steps import (
     Logprobs,
     Masks,
@@ -157,7 +157,7 @@ ERROR = ErrorInfo(
 )
 STATS = EngineStats(
     draining=True,
-    worker=WorkerView(
+    worker=WorkerStatus(
         engine_pid=33,
         pid=34,
         step=35,
@@ -300,7 +300,7 @@ MESSAGES: list[Message] = [
         stats=STATS,
         num_open=2,
         rows=[
-            RequestView(
+            RequestStatus(
                 name="cmpl-7",
                 client="gateway-42",
                 account="alice",

@@ -13,7 +13,7 @@ from engine_core.policy.admission import new_request
 from engine_core.request import NEXT_PHASE, RequestEvent, RequestPhase
 from engine_core.stage_timer import EngineClock
 from protocol.arrays import Float32, Int32
-from protocol.messages import Account, Generate, RequestView
+from protocol.messages import Account, Generate, RequestStatus
 from protocol.steps import Logprobs, StepResult
 from tests.support.engines import CLIENT, EOS, Bench, a_card, answer
 
@@ -381,7 +381,7 @@ def test_status_rows_show_each_open_request() -> None:
     bench.step()
     (mine, first), (theirs, second) = bench.engine.status_rows(10)
     assert (mine, theirs) == (CLIENT, b"\x01other")
-    assert first == RequestView(
+    assert first == RequestStatus(
         name="chat-1",
         account="alice",
         stage="decode",

@@ -9,7 +9,7 @@ import pytest
 from engine_core.health import LATE_S, Health
 from gateway.api.admin import describe_worker, engine_activity
 from protocol.messages import Limits
-from protocol.stats import EngineStats, WorkerView
+from protocol.stats import EngineStats, WorkerStatus
 
 STOPPED_S = 4.0
 LIMITS = Limits(
@@ -17,21 +17,21 @@ LIMITS = Limits(
 )
 
 
-def computing(step_s: float, expected_s: float, **more: Any) -> WorkerView:
-    return WorkerView(pid=7, step=8, step_s=step_s, expected_s=expected_s, **more)
+def computing(step_s: float, expected_s: float, **more: Any) -> WorkerStatus:
+    return WorkerStatus(pid=7, step=8, step_s=step_s, expected_s=expected_s, **more)
 
 
 @pytest.mark.parametrize(
     "view",
     [
-        WorkerView(pid=7),
+        WorkerStatus(pid=7),
         computing(0.5, 0.01),
         computing(LATE_S - 0.1, 0.01),
         computing(60.0, 59.0),
         computing(120.0, 0.0),  # the first of all: nothing is expected
     ],
 )
-def test_an_idle_or_slow_worker_is_healthy(view: WorkerView) -> None:
+def test_an_idle_or_slow_worker_is_healthy(view: WorkerStatus) -> None:
     health = Health(STOPPED_S)
     assert not health.update(view, False, 5.0)
     assert health.trouble == ""
@@ -45,15 +45,15 @@ def test_a_late_step_is_reported_until_it_completes() -> None:
     )
     assert not health.update(computing(LATE_S + 1, 0.5), False, 6.0)
     assert not health.is_lost(1e9)
-    assert health.update(WorkerView(pid=7), False, 7.0)
+    assert health.update(WorkerStatus(pid=7), False, 7.0)
     assert health.trouble == ""
 
 
 def test_a_stopped_worker_is_reported_at_once_and_later_lost() -> None:
     health = Health(STOPPED_S)
-    assert health.update(WorkerView(pid=7), True, 5.0)
+    assert health.update(WorkerStatus(pid=7), True, 5.0)
     assert health.trouble == "the worker (pid 7) has been stopped by a signal for 0.0 s"
-    assert not health.update(WorkerView(pid=7), True, 6.5)
+    assert not health.update(WorkerStatus(pid=7), True, 6.5)
     assert "for 1.5 s" in health.trouble
     assert not health.is_lost(5.0 + STOPPED_S - 0.1)
     assert health.is_lost(5.0 + STOPPED_S)
@@ -61,25 +61,25 @@ def test_a_stopped_worker_is_reported_at_once_and_later_lost() -> None:
 
 def test_a_worker_that_goes_on_again_was_never_lost() -> None:
     health = Health(STOPPED_S)
-    health.update(WorkerView(pid=7), True, 5.0)
-    assert health.update(WorkerView(pid=7), False, 6.0)
-    assert not health.update(WorkerView(pid=7), False, 7.0)
+    health.update(WorkerStatus(pid=7), True, 5.0)
+    assert health.update(WorkerStatus(pid=7), False, 6.0)
+    assert not health.update(WorkerStatus(pid=7), False, 7.0)
     assert not health.is_lost(5.0 + STOPPED_S)
 
 
 @pytest.mark.parametrize(
     ("view", "words"),
     [
-        (WorkerView(pid=7), "idle"),
+        (WorkerStatus(pid=7), "idle"),
         (computing(0.5, 0.0), "computing step 8 for 0.5 s"),
         (
             computing(1.2, 1.5, prompt_tokens=3000, computed_tokens=512),
             "computing step 8 for 1.2 s (1.5 s expected): chunk 3 of 12",
         ),
-        (WorkerView(pid=7, trouble="stopped"), "stopped"),
+        (WorkerStatus(pid=7, trouble="stopped"), "stopped"),
     ],
 )
-def test_the_workers_activity_is_described_describe_worker(view: WorkerView, words: str) -> None:
+def test_the_workers_activity_is_described_describe_worker(view: WorkerStatus, words: str) -> None:
     assert describe_worker(view, 256) == words
 
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from protocol.messages import EngineStatus, Limits, RequestView
+from protocol.messages import EngineStatus, Limits, RequestStatus
 from protocol.stats import EngineStats
 from tools.terminal import clean
 from tools.top.picture import Canvas, Rates, TopScene, age, bar, curve, rates, render
@@ -19,16 +19,16 @@ INK = re.compile(r"\x1b\[\d+m")
 
 
 def a_view(
-    now_s: float = 10.0, *rows: RequestView, num_open: int | None = None, **stats
+    now_s: float = 10.0, *rows: RequestStatus, num_open: int | None = None, **stats
 ) -> EngineStatus:
     told = EngineStats(**{"running": 2, "total_blocks": 100, "free_blocks": 50, **stats})
     count = len(rows) if num_open is None else num_open
     return EngineStatus(request=1, now_s=now_s, stats=told, num_open=count, rows=list(rows))
 
 
-def a_row(name: str = "chatcmpl-1", **more) -> RequestView:
+def a_row(name: str = "chatcmpl-1", **more) -> RequestStatus:
     fields = {"client": "gateway-7", "account": "alice", "stage": "decode", "age_s": 2.5}
-    return RequestView(name=name, **{**fields, **more})
+    return RequestStatus(name=name, **{**fields, **more})
 
 
 def drawn(*views: EngineStatus, **paper) -> list[str]:

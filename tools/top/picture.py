@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import msgspec
 
-from protocol.messages import EngineStatus, Limits, RequestView
+from protocol.messages import EngineStatus, Limits, RequestStatus
 from tools.terminal import clean, cut
 
 MIN_WIDTH = 40
@@ -191,7 +191,7 @@ def _rows(status: EngineStatus, canvas: Canvas, room: int | None) -> list[str]:
     return [*lines, canvas.style(f"and {left:,} more", FAINT)] if left else lines
 
 
-def _row(row: RequestView, canvas: Canvas) -> str:
+def _row(row: RequestStatus, canvas: Canvas) -> str:
     speed = row.generated_tokens / row.decode_s if row.decode_s > 0 else 0.0
     answer = f"{row.generated_tokens:,}/{row.most_tokens:,}"
     name = f"{cut(clean(row.name), NAME_WIDTH):<{NAME_WIDTH}} "
