@@ -214,7 +214,7 @@ def test_a_journal_of_an_engine_that_was_killed_is_replayed(
     whole = replay(directory)
     assert whole.returncode == 2, whole.stdout + whole.stderr
     assert "13 accepted, 0 refused" in whole.stdout
-    assert "engine-20990101-000000-1-0001.journal: a record of" in whole.stderr
+    assert "engine-20990101-000000-1-0001.journal: not a journal: a record of" in whole.stderr
 
 
 def test_a_directory_without_a_journal_is_refused(tmp_path: Path) -> None:
