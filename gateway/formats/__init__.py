@@ -1,3 +1,3 @@
-"""The meaning of generated text: parsers from token ids to events, and grammars of the same
-syntaxes.
+"""Formats of model output. A format's parser turns generated text into events, and its grammar
+constrains generation to the same syntax.
 """

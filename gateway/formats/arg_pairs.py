@@ -5,26 +5,29 @@
     <arg_value>1</arg_value>                        value_open value value_close
     </tool_call>                                    call_close
 
-    opened   after the marker of a group of calls, if the format has one
-    name     in a call, up to its first key: blanks and the name, or it is not a call
+The states are:
+
+    opened   after the marker of a group of calls, if the format has such a marker
+    name     in a call, before its first key: blanks and the name, or it is not a call
     json     in a call that is a JSON object instead
     call     in a call, between its pairs
     key      in a key
-    pair     after a key: its type, if the format has one, or its value
+    pair     after a key: its type, if the format has types, or its value follows
     type     in a type
     value    in a value
     doubt    after a marker that may have ended a value
     between  after a call, in a group
-    broken   not a call; up to the closing marker it is content
+    broken   in text that is not a call, which is content up to the closing marker
 
-Values are typed by the tool's schema (`typed_value`), or by the type that the model has written if
-the schema leaves it open. `</arg_value>` ends a value only if, blanks aside, another key or the
-call's end follows; otherwise it is text of the value. A name contains no blanks.
+Values are typed by the tool's schema (`argument_types`), or by the type that the model has written
+if the schema allows any type. `</arg_value>` ends a value only if another key or the call's end
+follows, possibly after blanks. Otherwise it is part of the value. A name contains no blanks.
 
-Some checkpoints have a suffix in their markers (`<tool_call:6124c78e>`); see `parser.with_suffix`.
+Some checkpoints have a suffix in their markers (`<tool_call:6124c78e>`); see `lexicon.with_suffix`.
 
 In the grammar, a type between key and value is optional, and the value has the type that is
-written. Some models write each tag on its own line, others all on one; both are admitted.
+written. Some models write each tag on its own line, others write all tags on one line. The grammar
+admits both.
 
 Sources: the chat templates of GLM-4.5 to 4.7; for the others, vLLM's published parsers.
 """
@@ -65,10 +68,10 @@ TYPES = {"str": "string", "int": "integer", "float": "number", "bool": "boolean"
 class ArgPairsState(TypedCallState):
     """State of an `ArgPairsParser`.
 
-    text  the part read so far of the current name, key or type
+    text  the current name, key or type so far, in pieces
     key   key of the current pair
-    type  type that the model has written for it
-    json  a call that is a JSON object
+    type  type that the model has written for the current pair
+    json  position in a call that is a JSON object
     """
 
     at: str = "opened"
@@ -109,9 +112,9 @@ class ArgPairsParser(TypedCallParser):
     def on_open(self, marker: str) -> None:
         self.s.raw = [marker]
         if not self.syntax.open:
-            self._begin("name")
+            self._enter("name")
 
-    def _begin(self, at: str) -> None:
+    def _enter(self, at: str) -> None:
         self.s.at, self.s.text, self.s.doubtful = at, [], []
 
     # ---- text
@@ -120,7 +123,7 @@ class ArgPairsParser(TypedCallParser):
         self.s.text.append(text)
 
     def _in_name(self, text: str) -> str:
-        """Read a name, which may have blanks around it but none inside."""
+        """Read a name. It may have blanks around it, but none inside."""
         s = self.s
         if not s.text:
             rest = text.lstrip(BLANKS)
@@ -144,7 +147,7 @@ class ArgPairsParser(TypedCallParser):
         s = self.s
         self.reject("a tool call without a name")
         if self.syntax.open and self.builder.num_calls:
-            self._begin("broken")
+            self._enter("broken")
         else:
             s.done = True
 
@@ -154,11 +157,11 @@ class ArgPairsParser(TypedCallParser):
         if s.json.name is None:
             s.raw.append(text[:position])
         if status == "broken":
-            self._begin("broken" if s.json.name is None else "call")
+            self._enter("broken" if s.json.name is None else "call")
             if s.raw:
                 self.reject("a tool call that is not JSON")
         elif status == "end":
-            self._begin("between")
+            self._enter("between")
             if s.json.name is None:
                 self.reject("a tool call without a name")
             s.raw = []
@@ -183,52 +186,52 @@ class ArgPairsParser(TypedCallParser):
             self._end_or_open(marker)
 
     def _key_begins(self, marker: str) -> None:
-        self._begin("key")
+        self._enter("key")
 
     def _key_ended(self, marker: str) -> None:
         self.s.key, self.s.type = "".join(self.s.text).strip(BLANKS), ""
-        self._begin("pair")
+        self._enter("pair")
 
     def _type_begins(self, marker: str) -> None:
-        self._begin("type")
+        self._enter("type")
 
     def _type_ended(self, marker: str) -> None:
         self.s.type = "".join(self.s.text).split("[")[0].strip(BLANKS).lower()
-        self._begin("pair")
+        self._enter("pair")
 
     def _doubt(self, marker: str) -> None:
-        """Read a marker that ends the value if another key or the call's end follows."""
+        """Handle a marker that ends the value if another key or the call's end follows."""
         if self.s.at == "doubt":
             self.was_text()
         self.s.at, self.s.doubtful = "doubt", [marker]
 
     def _after_value(self, marker: str) -> None:
         self.s.arguments.end(self.builder, bare_json=self.syntax.bare_json)
-        self._begin("call")
+        self._enter("call")
         self.on_marker(marker)
 
     def _first_key(self, marker: str) -> None:
         self._name_ended(marker)
         if self.s.at == "call":
-            self._begin("key")
+            self._enter("key")
 
     def _name_ended(self, marker: str = "") -> None:
-        """Start the call whose name is complete."""
+        """Start the call, whose name is now complete."""
         s = self.s
         name = "".join(s.text).strip(BLANKS)
         if not name:
             self._no_call()
             return
         self.start_call(name)
-        self._begin("call")
+        self._enter("call")
 
     def _value_begins(self, marker: str) -> None:
         s = self.s
         kinds, written = self.kinds_of(s.key), TYPES.get(s.type, s.type)
         if written in ORDER and (not kinds or (written in kinds and len(kinds) > 1)):
             kinds = (written,)
-        s.arguments.begin(s.key, kinds, self.builder, bare_json=self.syntax.bare_json)
-        self._begin("value")
+        s.arguments.start(s.key, kinds, self.builder, bare_json=self.syntax.bare_json)
+        self._enter("value")
 
     def _end_or_open(self, marker: str) -> None:
         s, x = self.s, self.syntax
@@ -242,20 +245,20 @@ class ArgPairsParser(TypedCallParser):
             if marker == x.call_close or marker in x.close:
                 s.raw += [*s.text, marker]
             self.reject(NO_CALL)
-        self._go_on(marker)
+        self._after_call(marker)
 
-    def _go_on(self, marker: str) -> None:
+    def _after_call(self, marker: str) -> None:
         s, x = self.s, self.syntax
         if marker == x.call_open:
             s.raw.append(marker)
-            self._begin("name")
+            self._enter("name")
         elif marker in x.open:
             s.raw = [marker]
-            self._begin("opened")
+            self._enter("opened")
         elif marker in x.close or not x.open:
             s.done = True
         else:
-            self._begin("between")
+            self._enter("between")
 
     def on_stray(self, marker: str) -> None:
         s = self.s
@@ -273,16 +276,16 @@ class ArgPairsParser(TypedCallParser):
 
 
 class ArgPairs(CallSyntax, frozen=True, kw_only=True):
-    """Markers and options of this syntax.
+    """Markers and options of one variant of this syntax.
 
     open, close       markers around a group of calls; if empty, each call stands alone
-    call_open         starts a call
-    call_close        ends it
-    name_close        may follow the name
-    key, type, value  (opening, closing) markers of a pair's parts; `type` may be missing
-    json_bodies       a call may be a JSON object instead
-    bare_json         a parameter without a schema is JSON if it is valid JSON
-    suffixed          the markers may have a suffix that is found in the vocabulary
+    call_open         marker that starts a call
+    call_close        marker that ends a call
+    name_close        markers that may follow the name
+    key, type, value  opening and closing markers of the parts of a pair; `type` may be empty
+    json_bodies       whether a call may be a JSON object instead
+    bare_json         whether a parameter without a schema is JSON if its text is valid JSON
+    suffixed          whether the markers may have a suffix, which is then found in the vocabulary
     """
 
     PARSER = ArgPairsParser

@@ -1,17 +1,18 @@
-"""Arguments written as plain text, converted to JSON of the type in the tool's schema.
+"""Arguments that are written as plain text, converted to JSON of the type that the tool's schema
+asks for.
 
-The types of a value come from its schema: `type`, one or a list, `anyOf`, `oneOf` and `allOf`,
-`enum` and `const`, local `$ref`s. They are tried in the order null, boolean, integer, number,
-object, array. Text that is none of the allowed ones is a string, verbatim. So a value is never
-lost, and a wrong one is emitted as the model wrote it. A value is emitted
+The types of a value come from its schema: `type` (one or a list), `anyOf`, `oneOf`, `allOf`,
+`enum`, `const` and local `$ref`s. They are tried in the order null, boolean, integer, number,
+object, array. Text that fits none of the allowed types becomes a string, unchanged. So no value is
+lost, and a wrong value is emitted as the model wrote it. A value is emitted
 
-    as it comes     if its only type is string, or its type is unknown
-    almost so       if it is string or null: it waits until it is certainly not `null`
-    when complete   if it has any other type
+    as it arrives     if its only type is string, or its type is unknown
+    slightly later    if it is a string or null: it is held back while it may be `null`
+    when complete     if it has any other type
 
-Objects and arrays are emitted as the model wrote them; Python literals are rewritten. A parameter
-without a schema is a string, unless the format sets `bare_json`: then it is JSON if it is valid
-JSON other than a string.
+Objects and arrays in JSON are emitted unchanged. Those written as Python literals are rewritten as
+JSON. A parameter without a schema is a string, unless the format sets `bare_json`. Then it is JSON
+if its text is valid JSON other than a string.
 """
 
 from __future__ import annotations
@@ -24,22 +25,38 @@ from typing import Any, Literal
 import msgspec
 
 from gateway.formats.event_builder import BLANKS, EventBuilder
-from gateway.formats.json_scanner import json_number, python_to_json, string_json
+from gateway.formats.json_scanner import Dialect, LiteralScan, json_number, string_json
 from gateway.formats.parser import CallParser, CallParserState
 
 ORDER = ("null", "boolean", "integer", "number", "object", "array", "string")
 MAX_REFS = 16
-"""Longest chain of references that is followed; deeper types are unknown."""
+"""Longest chain of references that is followed. The type of a longer chain is unknown."""
 
 Trim = Literal["nothing", "newline", "blanks"]
-"""Markup around a value: nothing, one newline on each side, or all blanks."""
+"""What is stripped from both ends of a value: nothing, one newline, or all blanks."""
 
 JSON_START = re.compile(r'[{\["\-0-9tfn]')
 
+PYTHON = Dialect(
+    opens={"[": "[", "(": "[", "{": "{"},
+    closes={"]": "[", ")": "[", "}": "{"},
+    quotes="'\"",
+    tripled=True,
+    escapes={
+        **{letter: "\\" + letter for letter in 'nrtbf\\"'},
+        **{"'": "'", "v": "\\u000b", "a": "\\u0007", "\n": ""},
+    },
+    codes={"x": 2, "u": 4, "U": 8} | dict.fromkeys("01234567", 2),
+    word=re.compile(r"[^ \t\r\n,:=()\[\]{}'\"]*+"),
+    max_word_chars=4096,
+    prefixes=frozenset("rbfuRBFU"),
+)
+"""Literals of Python."""
+
 
 def kinds_of(schema: Any, root: Mapping[str, Any] | None = None) -> tuple[str, ...]:
-    """Return the JSON types that a schema allows, in the order they are tried; none if it is
-    open.
+    """Return the JSON types that a schema allows, in the order in which they are tried; none if the
+    schema allows any type.
     """
     found: set[str] = set()
     _gather(schema, root or {}, found, MAX_REFS)
@@ -47,6 +64,9 @@ def kinds_of(schema: Any, root: Mapping[str, Any] | None = None) -> tuple[str, .
 
 
 def _gather(schema: Any, root: Mapping[str, Any], found: set[str], depth: int) -> None:
+    """Add the types that `schema` allows to `found`. `depth` limits how many references are
+    followed.
+    """
     if not isinstance(schema, Mapping) or depth == 0:
         return
     declared = schema.get("type")
@@ -82,7 +102,7 @@ def _referred(ref: str, root: Mapping[str, Any]) -> Any:
 
 
 def resolved(schema: Any, root: Mapping[str, Any] | None) -> Any:
-    """Return the target of a schema that is a reference; any other schema is returned itself."""
+    """Return the target of a schema that is a reference; return any other schema unchanged."""
     for _ in range(MAX_REFS):
         ref = schema.get("$ref") if isinstance(schema, Mapping) else None
         if not isinstance(ref, str):
@@ -107,7 +127,9 @@ def _kind_of_value(value: Any) -> str:
 
 
 def schema_of(parameters: Mapping[str, Any] | None, key: str) -> Any:
-    """Return the schema of one property, or None if the tool has none for it."""
+    """Return the schema of the argument `key`, or None if the tool's parameters have none
+    for it.
+    """
     if not isinstance(parameters, Mapping):
         return None
     properties = parameters.get("properties")
@@ -118,8 +140,8 @@ def schema_of(parameters: Mapping[str, Any] | None, key: str) -> Any:
 
 
 def typed_json(text: str, kinds: tuple[str, ...], *, bare_json: bool = False) -> str:
-    """Return the JSON of a complete value. Without `kinds` it is a string, or JSON if
-    `bare_json`.
+    """Return a complete value as JSON of one of the types `kinds`. Without `kinds` the value is a
+    string, or JSON if `bare_json`.
     """
     trimmed = text.strip(BLANKS)
     if not kinds and bare_json and (found := json_text(trimmed)) is not None:
@@ -132,6 +154,7 @@ def typed_json(text: str, kinds: tuple[str, ...], *, bare_json: bool = False) ->
 
 
 def _as(kind: str, text: str) -> str | None:
+    """Return `text` as JSON of the type `kind`, or None if it is not of that type."""
     match kind:
         case "null":
             return "null" if text in ("null", "None") else None
@@ -155,6 +178,17 @@ def _nested(text: str, opening: str) -> str | None:
     return written if written is not None and written.startswith(opening) else None
 
 
+def python_to_json(text: str) -> str | None:
+    """Return a complete Python literal as JSON, or None if the text is not such a literal."""
+    scan = LiteralScan()
+    position, status = scan.scan(text, PYTHON)
+    if status == "more":
+        status = scan.scan_end()
+    if status != "end" or text[position:].strip():
+        return None
+    return scan.drain()
+
+
 def json_text(text: str) -> str | None:
     """Return `text` if it is a JSON value other than a string, else None."""
     if not text or text[0] == '"' or not JSON_START.match(text):
@@ -163,7 +197,7 @@ def json_text(text: str) -> str | None:
 
 
 def is_json(text: str) -> bool:
-    """Return whether the text is JSON, in linear time: numbers are not computed."""
+    """Return whether the text is JSON. Numbers are not computed, so this takes linear time."""
     try:
         json.loads(text, parse_int=len, parse_float=len, parse_constant=_refuse)
     except (ValueError, RecursionError):
@@ -176,20 +210,20 @@ def _refuse(constant: str) -> None:
 
 
 def escaped(text: str) -> str:
-    """Return `text` as it stands inside a JSON string."""
+    """Return `text` as it is written inside a JSON string."""
     return string_json(text)[1:-1]
 
 
 class ArgumentsWriter(msgspec.Struct):
-    """Writes one call's arguments as JSON; a fresh one for each call.
+    """Writes the arguments of one call as a JSON object.
 
     count    number of arguments started
-    mode     of the current argument: "" none, "string" emitted as it comes, "nullable" held until
-             it is not null, "typed" held until it is complete
-    kinds    types it may have
-    lead     its first character is still to come
-    parts    the held part of it
-    tail     blanks that are markup if the value ends here
+    mode     how the current argument is emitted: "string" as it arrives, "nullable" once it is
+             certainly not null, "typed" when complete; "" if there is no current argument
+    kinds    types that the current argument may have
+    lead     whether the first character of its value has not been read
+    parts    the part of its value that is held back
+    tail     blanks that are markup if the value ends here, and part of the value otherwise
     """
 
     count: int = 0
@@ -199,10 +233,10 @@ class ArgumentsWriter(msgspec.Struct):
     parts: list[str] = []
     tail: list[str] = []
 
-    def begin(
+    def start(
         self, key: str, kinds: tuple[str, ...], builder: EventBuilder, *, bare_json: bool = False
     ) -> None:
-        """Start an argument. Without `kinds` it is a string, or any JSON with `bare_json`."""
+        """Start the argument `key`. Without `kinds` it is a string, or any JSON if `bare_json`."""
         builder.arguments_delta(("{" if self.count == 0 else ", ") + string_json(key) + ": ")
         self.count += 1
         self.kinds, self.lead, self.parts, self.tail = list(kinds), True, [], []
@@ -213,14 +247,16 @@ class ArgumentsWriter(msgspec.Struct):
             self.mode = "nullable" if kinds == ("null", "string") else "typed"
 
     def raw(self, key: str, value: str, builder: EventBuilder) -> None:
-        """Write a whole argument whose value is JSON already."""
+        """Write a whole argument whose `value` is already JSON."""
         builder.arguments_delta(
             ("{" if self.count == 0 else ", ") + string_json(key) + ": " + value
         )
         self.count += 1
 
     def text(self, text: str, builder: EventBuilder, trim: Trim = "nothing") -> None:
-        """Add to the value."""
+        """Add text to the current argument's value. `trim` is what is stripped from both ends of
+        the value.
+        """
         if self.lead and text:
             if trim == "newline":
                 text = text.removeprefix("\n")
@@ -234,7 +270,9 @@ class ArgumentsWriter(msgspec.Struct):
         self._value(text, builder)
 
     def _without_tail(self, text: str, blanks: str) -> str:
-        """Hold back text at the end that may be markup; earlier held text is not markup."""
+        """Return the text without blanks at its end that may be markup. Blanks held back earlier
+        are returned before it, because they were not at the end.
+        """
         solid = text.rstrip(blanks)
         if not solid and blanks == BLANKS:
             self.tail.append(text)
@@ -258,7 +296,7 @@ class ArgumentsWriter(msgspec.Struct):
                 builder.arguments_delta('"' + escaped(held))
 
     def end(self, builder: EventBuilder, *, bare_json: bool = False) -> None:
-        """Complete the value."""
+        """Complete the current argument."""
         if self.mode == "string":
             builder.arguments_delta('"')
         elif self.mode:
@@ -267,7 +305,7 @@ class ArgumentsWriter(msgspec.Struct):
         self.mode, self.parts, self.tail = "", [], []
 
     def close(self, builder: EventBuilder) -> None:
-        """Close the object. If there are no arguments, the builder writes `{}`."""
+        """Close the object. If it has no arguments, the builder writes `{}`."""
         if self.count:
             builder.arguments_delta("}")
 
@@ -276,7 +314,7 @@ class TypedCallState(CallParserState):
     """State of a `TypedCallParser`.
 
     name       name of the open call
-    arguments  its arguments
+    arguments  writer of its arguments
     doubtful   text that is markup if the value has ended, and part of the value otherwise
     """
 
@@ -288,13 +326,13 @@ class TypedCallState(CallParserState):
 class TypedCallParser(CallParser):
     """Base of parsers of calls whose values are plain text, typed by the tool's schema.
 
-    In the state "value" text is part of a value. In the state "doubt" it shows whether the closing
-    tag before it has ended the value.
+    In the state "value", text is part of a value. In the state "doubt", a closing tag has been read
+    that may be part of the value; the text after it decides.
     """
 
     @property
     def trim(self) -> Trim:
-        """Markup around a value."""
+        """What is stripped from both ends of a value."""
         return "nothing"
 
     def start_call(self, name: str) -> None:
@@ -308,16 +346,20 @@ class TypedCallParser(CallParser):
         self.s.at = then
 
     def schema_of(self, key: str) -> Any:
+        """Return the schema of an argument of the open call, or None."""
         return schema_of(self.builder.parameters(self.s.name), key)
 
     def kinds_of(self, key: str) -> tuple[str, ...]:
-        """Return the types that the schema of the open call's argument allows."""
+        """Return the types that the schema allows for an argument of the open call."""
         return kinds_of(self.schema_of(key), self.builder.parameters(self.s.name))
 
     def value_text(self, text: str) -> None:
         self.s.arguments.text(text, self.builder, self.trim)
 
     def in_doubt(self, text: str) -> str:
+        """Read text after a closing tag. Blanks leave the doubt; any other text shows that the tag
+        was part of the value.
+        """
         s = self.s
         rest = text.lstrip(BLANKS)
         s.doubtful.append(text[: len(text) - len(rest)])
@@ -326,7 +368,7 @@ class TypedCallParser(CallParser):
         return rest
 
     def was_text(self) -> None:
-        """Continue the value: the tag in doubt belongs to it."""
+        """Continue the value: the closing tag in doubt is part of it."""
         doubtful, self.s.doubtful = "".join(self.s.doubtful), []
         self.s.at = "value"
         self.value_text(doubtful)

@@ -1,16 +1,16 @@
-"""The parser of one choice: the engine's outputs in, events out.
+"""The parser of one choice: the engine's outputs go in, events come out.
 
-The chain is token ids, pieces, format parser, stop strings, events. The result depends on the
-tokens alone, not on how they were cut into messages: merged events are always equal. A parser
-belongs to one choice. Its `ParserFactory` holds what the choices of one request share, all of it
-constant.
+Token ids become text and markers, a format parser turns these into events, and stop strings are
+searched for in the events. The result depends on the tokens alone, not on how they were cut into
+messages: the events are equal once they are merged. A parser belongs to one choice. Its
+`ParserFactory` holds the constants that the choices of one request share.
 
-Stop strings are matched in content only. One inside reasoning or a call's arguments ends nothing.
-Content on both sides of a call or of reasoning is not one text, so a stop string does not span it.
-If only one call is allowed, the answer ends with that call.
+Stop strings are searched for in content only. A stop string in reasoning or in a call's arguments
+has no effect. A call or reasoning interrupts content, so no stop string spans it. If only one call
+is allowed, the answer ends with that call.
 
-Special tokens have no text here, except those that occur in the format's markers: the format parser
-gets them as `MarkerPart`s, which count as text within a marker.
+Special tokens have no text here. The exception are those in the format's markers, which the format
+parser receives as `MarkerPart`s; they count as text inside a marker.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from gateway.formats.events import (
     OutputWarning,
     Reasoning,
     ToolCallEnd,
+    finish_reason,
     merged,
 )
-from gateway.formats.finish import finish_reason
 from gateway.formats.lexicon import Lexicon, MarkerToken, Piece
 from gateway.formats.parser import FormatParser
 from gateway.formats.registry import BoundFormat, parser_state
@@ -47,11 +47,11 @@ class ReadOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How a request's answers are detokenized and stopped.
 
     stop                 strings that end the text
-    include_stop         the text includes the stop string, or the text of the stop token
-    min_tokens           text of the first `min_tokens` tokens is not searched for stop strings
-    skip_special_tokens  special tokens have no text
-    continues            the answer continues the prompt's text (a completion), so a blank before
-                         its first word is kept
+    include_stop         whether the text includes the stop string, or the text of the stop token
+    min_tokens           the text of this many first tokens is not searched for stop strings
+    skip_special_tokens  whether special tokens have no text
+    continues            whether the answer continues the prompt's text (a completion); a blank
+                         before its first word is then kept
     """
 
     stop: Sequence[str] = ()
@@ -64,13 +64,14 @@ class ReadOptions(msgspec.Struct, frozen=True, kw_only=True):
 class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How a request's answers are parsed.
 
-    format               format of the answers, for this model's vocabulary
-    tools                tools of the request; None: unknown, and then any name is accepted
-    starts_inside        the prompt has already opened the reasoning
-    include_reasoning    reasoning is emitted; otherwise it is parsed and dropped
+    format               format of the answers, bound to this model's vocabulary
+    tools                tools of the request; None: unknown, so any name is accepted
+    starts_inside        whether the prompt has already opened the reasoning
+    include_reasoning    whether reasoning is emitted; otherwise it is parsed and dropped
     parallel_tool_calls  if false, the answer ends with its first complete call
-    calls_or_text        the answer is calls or text, never both: nothing in a text is a call
-    new_id               makes an id for a call that has none of its own
+    calls_or_text        whether the answer is either calls or text, never both; nothing in a text
+                         is then a call
+    new_id               makes an id for a call to which the model gave none
     """
 
     format: BoundFormat
@@ -85,8 +86,8 @@ class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
 class ParserState(msgspec.Struct, frozen=True):
     """State of a `ChoiceParser` between two pushes, as plain data.
 
-    `stop` is None if there are no stop strings; `parser` is None if the answer has no format, and
-    is called "machine" when it is serialised.
+    `stop` is None if there are no stop strings. `parser` is None if the answer has no format. When
+    the state is serialised, `parser` is called "machine".
     """
 
     detokenizer: DetokenizerState
@@ -101,7 +102,7 @@ class ParserState(msgspec.Struct, frozen=True):
 
 
 class ParserFactory:
-    """Makes one parser for each choice of a request. Without `answer` all text is content."""
+    """Makes a parser for each choice of a request. Without `answer` all text is content."""
 
     def __init__(
         self,
@@ -115,17 +116,19 @@ class ParserFactory:
         self.stops = compile_stops(self.options.stop)
         is_one_call = answer is not None and not answer.parallel_tool_calls
         self.may_stop = self.stops is not None or is_one_call
-        """A stop string or the only allowed call may end an answer at any of its tokens."""
+        """Whether a stop string or the only allowed call may end an answer at any of its tokens."""
 
         lexicon = answer.format.lexicon if answer else Lexicon()
         self.pieces: Mapping[int, Piece] = lexicon.pieces
         """Token id -> the format parser's input for it."""
-        if not self.options.skip_special_tokens:  # then parts of markers are in the text
+        if not self.options.skip_special_tokens:  # then the text has the parts of markers
             markers = lexicon.tokens.items()
             self.pieces = {token: MarkerToken(token, marker) for token, marker in markers}
 
     def format_parser(self, state: dict[str, Any] | None) -> FormatParser | None:
-        """Return a parser of the answer's format that continues from `state`, if there is one."""
+        """Return a parser of the answer's format that continues from `state`; None if there is no
+        format.
+        """
         if self.answer is None:
             return None
         return self.answer.format.parser(
@@ -137,31 +140,31 @@ class ParserFactory:
         )
 
     def new(self, state: ParserState | None = None) -> ChoiceParser:
-        """Return a fresh parser, or one that continues from `state`."""
+        """Return a new parser, or one that continues from `state`."""
         return ChoiceParser(self, state)
 
 
 class ChoiceParser:
-    """Parses one choice. After `finished` every push returns an empty delta, so late messages do no
-    harm.
+    """Parses one choice.
 
-    finished   the last event has been returned
+    Once `finished` is true, the last event has been returned. Every later push returns an empty
+    delta, so late messages do no harm.
     """
 
     __slots__ = (
-        "_completed",
+        "_allows_many_calls",
         "_detokenizer",
         "_factory",
-        "_full",
-        "_is_plain",
-        "_many",
+        "_include_reasoning",
+        "_is_last_call_done",
+        "_is_unfiltered",
         "_min_tokens",
+        "_num_completed_calls",
         "_num_tokens",
         "_parser",
+        "_piece_ids",
         "_pieces",
-        "_read_by_id",
         "_stop",
-        "_thoughts",
         "_waiting_ids",
         "_waiting_logprobs",
         "finished",
@@ -180,20 +183,23 @@ class ChoiceParser:
             stop_state = state.stop if state else None
             self._stop = StopMatcher(factory.stops, include=options.include_stop, state=stop_state)
         self._min_tokens = options.min_tokens if self._stop is not None else 0
-        self._thoughts = answer is None or answer.include_reasoning
-        self._many = answer is None or answer.parallel_tool_calls
-        self._is_plain = self._stop is None and self._thoughts and self._many
+        self._include_reasoning = answer is None or answer.include_reasoning
+        self._allows_many_calls = answer is None or answer.parallel_tool_calls
+        self._is_unfiltered = (
+            self._stop is None and self._include_reasoning and self._allows_many_calls
+        )
         self._parser = factory.format_parser(state.parser if state else None)
         self._pieces = factory.pieces
-        self._read_by_id = frozenset(self._pieces)
+        self._piece_ids = frozenset(self._pieces)
         self._num_tokens = state.num_tokens if state else 0
-        self._completed = state.completed_calls if state else 0
-        self._full = state.full if state else False
+        self._num_completed_calls = state.completed_calls if state else 0
+        self._is_last_call_done = state.full if state else False
         self._waiting_ids = list(state.waiting_ids) if state else []
         self._waiting_logprobs = list(state.waiting_logprobs) if state else []
         self.finished = state.finished if state else False
 
     def state(self) -> ParserState:
+        """Return the state, from which `ParserFactory.new` makes a parser that continues."""
         return ParserState(
             detokenizer=self._detokenizer.state(),
             stop=self._stop.state() if self._stop else None,
@@ -202,16 +208,18 @@ class ChoiceParser:
             waiting_ids=list(self._waiting_ids),
             waiting_logprobs=list(self._waiting_logprobs),
             parser=parser_state(self._parser) if self._parser else None,
-            completed_calls=self._completed,
-            full=self._full,
+            completed_calls=self._num_completed_calls,
+            full=self._is_last_call_done,
         )
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string, or the only allowed call, has ended the answer: the engine should
-        abort the request unless it has ended by itself.
+        """Whether a stop string, or the only allowed call, has ended the answer. The caller should
+        then abort the request, unless the engine has ended it.
         """
-        return self._full or (self._stop is not None and self._stop.matched is not None)
+        return self._is_last_call_done or (
+            self._stop is not None and self._stop.matched is not None
+        )
 
     @property
     def may_stop(self) -> bool:
@@ -219,19 +227,21 @@ class ChoiceParser:
 
     @property
     def num_waiting(self) -> int:
-        """Number of tokens that have not been returned because their text is held back."""
+        """Number of tokens not yet returned, because their text is held back."""
         return len(self._waiting_ids)
 
     def release(self) -> OutputDelta:
-        """Return the waiting tokens before their text, for callers that may only keep a few."""
+        """Return the waiting tokens before their text, for a caller that may hold back only
+        a few.
+        """
         return self._delta([])
 
     def push(self, output: Output) -> OutputDelta:
-        """Return the delta that `output` produces. It is empty (and false) while its text is
+        """Return the delta for one output of the engine. It is empty (and false) while all text is
         held back.
         """
         if self.finished:
-            return OutputDelta(num_behind=len(output.tokens))
+            return OutputDelta(num_after_end=len(output.tokens))
         if len(output.tokens) > 1 and self._factory.may_stop:
             return self._push_each(output)
         self._waiting_ids += output.tokens
@@ -246,14 +256,14 @@ class ChoiceParser:
         return self._delta([*events, self._end(output)])
 
     def _push_each(self, output: Output) -> OutputDelta:
-        """Push one token at a time.
+        """Push the output's tokens one at a time.
 
-        An answer that a stop string or a call ends then has the same tokens however they arrived.
+        So if a stop string or a call ends the answer, it has the same tokens however they arrived.
         """
         events: list[Event] = []
         ids: list[int] = []
         logprobs: list[TokenLogprobs] = []
-        for place, piece in enumerate(_singly(output), start=1):
+        for place, piece in enumerate(_one_per_token(output), start=1):
             delta = self.push(piece)
             events += delta.events
             ids += delta.token_ids
@@ -263,8 +273,10 @@ class ChoiceParser:
         return OutputDelta(merged(events), ids, logprobs)
 
     def _textual(self, output: Output) -> list[int]:
-        """Return the tokens that have text or are markers: all except the one that ended the
-        answer. Some formats end a call with a stop token.
+        """Return the tokens that have text or are markers.
+
+        These are all tokens except a stop token that ended the answer. If that token is a marker,
+        it is returned too, because some formats end a call with it.
         """
         last = output.stop_token
         if last is None or last in self._pieces or self._factory.options.include_stop:
@@ -274,7 +286,7 @@ class ChoiceParser:
     # ---- token ids to events
 
     def _read(self, ids: Sequence[int]) -> list[Event]:
-        if self._is_plain and self._read_by_id.isdisjoint(ids):  # as nearly always
+        if self._is_unfiltered and self._piece_ids.isdisjoint(ids):  # the usual case
             self._num_tokens += len(ids)
             return self._counted(self._text(self._detokenizer.push(ids)))
         unsearched = self._min_tokens - self._num_tokens
@@ -287,8 +299,8 @@ class ChoiceParser:
         return events
 
     def _finish(self, *, complete: bool) -> list[Event]:
-        """Return the remaining events. `complete`: the model ended by itself and was not cut
-        off.
+        """Return the remaining events. `complete` is true if the model ended by itself and was not
+        cut off.
         """
         search = self._stop is not None and self._num_tokens > self._min_tokens
         rest = self._text(self._detokenizer.finish())
@@ -299,7 +311,7 @@ class ChoiceParser:
         return events
 
     def _parse(self, ids: Sequence[int]) -> list[Event]:
-        if self._read_by_id.isdisjoint(ids):
+        if self._piece_ids.isdisjoint(ids):
             return self._text(self._detokenizer.push(ids))
         assert self._parser is not None, "without a parser there are no markers"
         events: list[Event] = []
@@ -317,11 +329,11 @@ class ChoiceParser:
             return []
         return [Content(text)] if self._parser is None else self._parser.push(text)
 
-    # ---- events to what the client receives
+    # ---- which events the client receives
 
     def _filtered(self, events: list[Event], *, search: bool) -> list[Event]:
-        """Return the part of `events` that the client receives, up to the end of the answer."""
-        if not search and self._thoughts and self._many:
+        """Return those of `events` that the client receives, up to the end of the answer."""
+        if not search and self._include_reasoning and self._allows_many_calls:
             return self._counted(events)
         sent: list[Event] = []
         for event in events:
@@ -331,12 +343,14 @@ class ChoiceParser:
         return sent
 
     def _counted(self, events: list[Event]) -> list[Event]:
+        """Count the completed calls in `events`, and return `events`."""
         for event in events:
             if type(event) is ToolCallEnd:
-                self._completed += 1
+                self._num_completed_calls += 1
         return events
 
     def _filter(self, event: Event, sent: list[Event], search: bool) -> None:
+        """Add to `sent` the part of `event` that the client receives."""
         if isinstance(event, Content):
             text = self._stop.push(event.text) if search and self._stop else event.text
             if text:
@@ -346,14 +360,16 @@ class ChoiceParser:
             self._flush(sent)
             if self.stopped:
                 return
-        if self._thoughts or not isinstance(event, Reasoning):
+        if self._include_reasoning or not isinstance(event, Reasoning):
             sent.append(event)
         if isinstance(event, ToolCallEnd):
-            self._completed += 1
-            self._full = not self._many
+            self._num_completed_calls += 1
+            self._is_last_call_done = not self._allows_many_calls
 
     def _flush(self, sent: list[Event]) -> None:
-        """Emit content that was held back because it might have become a stop string."""
+        """Add to `sent` the content that was held back because it might have become a stop
+        string.
+        """
         assert self._stop is not None
         if text := self._stop.finish():
             sent.append(Content(text))
@@ -361,11 +377,12 @@ class ChoiceParser:
     def _end(self, output: Output) -> Finished | Failed:
         matched = self._stop.matched if self._stop is not None else None
         reason = finish_reason(
-            output.finish, stop_matched=self.stopped, completed_calls=self._completed
+            output.finish, stop_matched=self.stopped, completed_calls=self._num_completed_calls
         )
         return end_of(output, reason, self._factory.tokenizer.eos_token_ids, matched)
 
     def _delta(self, events: list[Event]) -> OutputDelta:
+        """Return a delta of `events` and the waiting tokens."""
         delta = OutputDelta(events, self._waiting_ids, self._waiting_logprobs)
         self._waiting_ids, self._waiting_logprobs = [], []
         return delta
@@ -374,8 +391,8 @@ class ChoiceParser:
 def end_of(
     output: Output, reason: str, eos_token_ids: Collection[int], matched: str | None = None
 ) -> Finished | Failed:
-    """Return the last event. It names the stop string `matched`, or the stop token if the
-    request named it.
+    """Return the last event of an answer. It names the stop string `matched`. Without one it names
+    the stop token, unless that is one of the model's own end tokens.
     """
     if reason == "error":
         return Failed(output.error or _UNEXPLAINED)
@@ -388,8 +405,8 @@ _NOTHING = OutputDelta()
 _UNEXPLAINED = ErrorInfo(code="engine_error", message="the engine failed without giving a reason")
 
 
-def _singly(output: Output) -> Iterator[Output]:
-    """Yield one output per token. All other fields come with the last token."""
+def _one_per_token(output: Output) -> Iterator[Output]:
+    """Yield one output per token. The last one has all other fields of `output`."""
     for place in range(len(output.tokens) - 1):
         yield Output(
             request=output.request,
@@ -403,7 +420,7 @@ def _singly(output: Output) -> Iterator[Output]:
 
 
 class TokenPassthroughFactory:
-    """Makes one `TokenPassthrough` per choice. `eos_token_ids` are the model's own end tokens."""
+    """Makes a `TokenPassthrough` per choice. `eos_token_ids` are the model's own end tokens."""
 
     def __init__(self, eos_token_ids: Collection[int]) -> None:
         self._eos_token_ids = eos_token_ids
@@ -413,11 +430,10 @@ class TokenPassthroughFactory:
 
 
 class TokenPassthrough:
-    """Parses a choice of which only the tokens are returned: nothing is held back. Stop strings
-    need a `ChoiceParser`.
+    """Parser of a choice for a request that wants only token ids, so nothing is held back.
 
-    Its deltas are those of a `ChoiceParser` without text. After the end every push returns an empty
-    delta, so late messages do no harm.
+    Its deltas are those of a `ChoiceParser`, without text. Requests with stop strings need a
+    `ChoiceParser`. After the end every push returns an empty delta, so late messages do no harm.
     """
 
     __slots__ = ("_eos_token_ids", "_finished")
@@ -429,7 +445,7 @@ class TokenPassthrough:
 
     def push(self, output: Output) -> OutputDelta:
         if self._finished:
-            return OutputDelta(num_behind=len(output.tokens))
+            return OutputDelta(num_after_end=len(output.tokens))
         if output.finish is None:
             return OutputDelta([], output.tokens, output.logprobs)
         self._finished = True

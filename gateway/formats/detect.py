@@ -1,14 +1,16 @@
 """Guesses the formats that a model writes from its chat template and its vocabulary.
 
-A template that renders calls or reasoning contains the markers of the model's own format. The more
-peculiar they are, the surer the guess. Rules are tried in order, the most peculiar first, and the
-first match decides. They are tried three times, each time with weaker evidence:
+A template that renders calls or reasoning contains the markers of the model's own format. Markers
+that few models share give the surest guess, so the rules are listed from the most to the least
+distinctive. The first rule that matches decides. The list is searched up to three times, each time
+for weaker evidence:
 
-    the chat template contains all of a rule's signs
-    the template has them or the vocabulary has them as tokens, if no other model has such tokens
-    the vocabulary has the tokens of a family of models
+1. The chat template contains all signs of the rule.
+2. Each sign is in the template or is a token of the vocabulary. Only rules whose signs no other
+   model has as tokens are tried.
+3. The vocabulary has the tokens of a family of models.
 
-Every choice has an explanation, which also mentions a vocabulary that suggests another format.
+Each result has an explanation. It also reports if the vocabulary suggests another format.
 """
 
 from __future__ import annotations
@@ -21,14 +23,16 @@ from gateway.formats.lexicon import marker_suffix, suffixed_markers
 
 BAR = "\uff5c"
 ANY = ":*"
-"""In a sign: the suffix of this checkpoint's markers. Without a suffix the sign does not match."""
+"""In a sign: the suffix of this checkpoint's markers. If the checkpoint has no such suffix, the
+sign does not match.
+"""
 
 
 class DetectionRule(msgspec.Struct, frozen=True):
-    """Chooses the format `name` if all signs are present.
+    """Chooses the format `name` if all its signs are present.
 
-    texts   signs in the template
-    alone   the signs are so peculiar that the vocabulary may have them instead
+    texts   the signs, which are searched for in the template
+    alone   whether a token of the vocabulary counts as a sign: no other model has these tokens
     family  tokens that suggest the format even if the template has no sign of it
     """
 
@@ -39,9 +43,9 @@ class DetectionRule(msgspec.Struct, frozen=True):
 
 
 class Detected(msgspec.Struct, frozen=True):
-    """Names for `registry.format_of`, and the reason in one sentence.
+    """Names for `registry.format_of`, and the reason for the choice in one sentence.
 
-    written  the chat template writes the format of tool calls
+    written  whether the chat template writes tool calls in the chosen format
     """
 
     tools: str | None
@@ -142,8 +146,8 @@ TokenId = Callable[[str], int | None]
 def detect(template: str | None, token_id: TokenId, added_tokens: Collection[str] = ()) -> Detected:
     """Return the formats of a model with this chat template and this vocabulary.
 
-    token_id      returns the id of a token by its spelling, or None
-    added_tokens  of the vocabulary; markers in it may have a suffix
+    token_id      returns the id of the token with a given text, or None
+    added_tokens  the added tokens of the vocabulary; a suffix of markers is found in them
     """
     suffix = marker_suffix(added_tokens) or marker_suffix(suffixed_markers(template or ""))
     tools = _choose(TOOL_RULES, _Evidence(template, token_id, suffix))
@@ -159,11 +163,11 @@ class _Evidence(msgspec.Struct, frozen=True):
     suffix: str
 
     def written(self, sign: str) -> str | None:
-        """Return the sign as the template writes it."""
+        """Return the sign as the template spells it, or None if the template lacks it."""
         return next((t for t in self._spellings(sign) if t in (self.template or "")), None)
 
     def token(self, sign: str) -> str | None:
-        """Return the sign as a token."""
+        """Return the sign as the vocabulary spells it, or None if it is not a token."""
         return next((t for t in self._spellings(sign) if self.token_id(t) is not None), None)
 
     def _spellings(self, sign: str) -> Iterator[str]:
@@ -198,7 +202,9 @@ def _choose(rules: Sequence[DetectionRule], seen: _Evidence) -> _Choice:
 
 
 def _in_vocabulary(rule: DetectionRule, rules: Sequence[DetectionRule], seen: _Evidence) -> str:
-    """Return what the vocabulary suggests about the template's choice."""
+    """Return an addition to the explanation: whether the vocabulary supports the template's
+    choice.
+    """
     if tokens := [token for text in rule.texts if (token := seen.token(text))]:
         return f" ({_listed(tokens)} in the vocabulary, too)"
     for other in rules:

@@ -1,18 +1,18 @@
-"""Builds the events of one answer: content, reasoning and calls. Shared by every syntax.
+"""Builds the events of one answer: content, reasoning and calls. Every format uses it.
 
-It applies two rules, so that no syntax has to.
+The builder applies two sets of rules, so that parsers do not have to.
 
-Blanks. Blanks around markup are not content: those before a call or a block of reasoning, between
-calls, and after a call are dropped. So blanks at the end of content wait, and become content only
-if more content or the end of the answer follows. Newlines are dropped after a block of reasoning,
-after a marker around the answer proper, and at both ends of reasoning, as templates do when they
-render the answer again.
+Blanks: blanks around markup are not content. Blanks before a call, before a block of reasoning,
+between calls and after a call are dropped. Therefore blanks at the end of content are held back.
+They become content only if more content or the end of the answer follows. Newlines are dropped
+after a block of reasoning, after a marker around the answer proper, and at both ends of reasoning,
+because templates drop them when they render the answer again.
 
-Calls. They are numbered from 0. Fragments of arguments are emitted as they come; joined they are
-the JSON text. Text that can only be meant as JSON is repaired (`json_scanner`). A call is checked
-once, when it ends: empty arguments become `{}`, and arguments that are not a JSON object are
-emitted all the same, with a warning. Only `end_call` completes a call; one that was cut off never
-ends.
+Calls: calls are numbered from 0. Fragments of arguments are emitted as they arrive; joined, they
+are the JSON text. Text that can only be meant as JSON is repaired (`json_scanner`). A call is
+checked once, when it ends: empty arguments become `{}`, and arguments that are not a JSON object
+are emitted with a warning. Only `end_call` completes a call. A call that was cut off has no end
+event.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class DeclaredTool(msgspec.Struct, frozen=True):
 class EventBuilderState(msgspec.Struct):
     """State of an `EventBuilder`, as plain data.
 
-    blanks      blanks that become content if more content follows
-    dropping    characters that are dropped until another one comes
-    said        content or a call has been emitted
+    blanks      held-back blanks, which become content if more content follows
+    dropping    characters to drop until any other character arrives
+    said        whether content or a call has been emitted
     num_calls   number of calls that have started
-    open        the last of these has not ended
+    open        whether the last of these calls has not ended
     arguments   scan of the open call's arguments so far
     """
 
@@ -76,9 +76,9 @@ class BuilderCheckpoint(msgspec.Struct, frozen=True):
 
 
 class EventBuilder:
-    """Builds one choice's events, which collect in `out` until they are drained.
+    """Builds the events of one choice. They collect in `out` until `drain` returns them.
 
-    Calls get their ids when they are drained, so no id is spent on a call that is rolled back.
+    Calls get their ids in `drain`, so no id is spent on a call that is rolled back.
     """
 
     __slots__ = ("_lacks_ids", "_new_id", "_tools", "out", "s")
@@ -96,11 +96,12 @@ class EventBuilder:
         self.s = EventBuilderState() if state is None else msgspec.convert(state, EventBuilderState)
 
     def state(self) -> dict[str, Any]:
-        """Return the state as plain data. It does not include events that have not been drained."""
+        """Return the state as plain data, without the events that have not been drained."""
         data: dict[str, Any] = msgspec.to_builtins(self.s)
         return data
 
     def drain(self) -> list[Event]:
+        """Return the events built since the last call, and forget them."""
         events, self.out = self.out, []
         if not self._lacks_ids:
             return events
@@ -111,7 +112,7 @@ class EventBuilder:
         return call if call.id else ToolCall(call.index, self._new_id(), call.name)
 
     def checkpoint(self) -> BuilderCheckpoint:
-        """Return the current position. No call may be open."""
+        """Return the current position, for `roll_back`. No call may be open."""
         state = msgspec.structs.replace(self.s, blanks=[*self.s.blanks], arguments=object_scan())
         return BuilderCheckpoint(len(self.out), state)
 
@@ -123,6 +124,7 @@ class EventBuilder:
     # ---- text
 
     def content(self, text: str) -> None:
+        """Add content. Blanks at its end are held back."""
         s = self.s
         if s.dropping:
             text = text.lstrip(s.dropping)
@@ -136,12 +138,14 @@ class EventBuilder:
             self._content_with_blanks(text)
 
     def passes_content(self, text: str) -> bool:
-        """Return whether the non-empty `text` would be emitted unchanged, as one event."""
+        """Return whether `content(text)` would emit the non-empty `text` unchanged, as one
+        event.
+        """
         s = self.s
         return not s.blanks and not s.dropping and s.said and text[-1] not in BLANKS
 
     def passes_reasoning(self, text: str) -> bool:
-        """Return whether the non-empty reasoning `text` would be emitted unchanged, as one
+        """Return whether `reasoning(text)` would emit the non-empty `text` unchanged, as one
         event.
         """
         s = self.s
@@ -158,6 +162,7 @@ class EventBuilder:
             s.blanks.append(text[len(solid) :])
 
     def start_reasoning(self) -> None:
+        """Drop the blanks before a block of reasoning, and the newlines at its start."""
         self.s.blanks, self.s.dropping = [], NEWLINES
 
     def reasoning(self, text: str) -> None:
@@ -176,14 +181,17 @@ class EventBuilder:
             s.blanks.append(text[len(solid) :])
 
     def end_reasoning(self) -> None:
+        """Drop the newlines at the end of a block of reasoning, and those after it."""
         self.s.blanks, self.s.dropping = [], NEWLINES
 
     def markup(self) -> None:
-        """Note markup that is neither: blanks before it and newlines after it are not content."""
+        """Note a marker around the answer proper: drop the blanks before it and the newlines after
+        it.
+        """
         self.s.blanks, self.s.dropping = [], NEWLINES
 
     def finish(self) -> None:
-        """Emit the blanks at the very end of content, which are content."""
+        """Emit the blanks at the very end of the answer's content."""
         if self.s.blanks:
             self.out.append(Content("".join(self.s.blanks)))
             self.s.blanks = []
@@ -195,7 +203,7 @@ class EventBuilder:
         self.warn(PARSE_FAILED, why)
 
     def reject_call(self, text: str, why: str) -> None:
-        """Emit text that looked like a call and is not one as content, with a warning."""
+        """Emit `text`, which looked like a call but is not one, as content, with a warning."""
         self.content(text)
         self.parse_failed(why)
 
@@ -216,18 +224,20 @@ class EventBuilder:
         return self.s.num_calls
 
     def declares(self, name: str, *, surely: bool = False) -> bool:
-        """Return whether the request has this tool. If its tools are unknown, return `not
-        surely`.
+        """Return whether the request has a tool of this name. If the request's tools are unknown,
+        return `not surely`.
         """
         return not surely if self._tools is None else name in self._tools
 
     def parameters(self, name: str) -> Mapping[str, Any] | None:
-        """Return the JSON schema of a tool's arguments, if it is known."""
+        """Return the JSON schema of the arguments of tool `name`, or None if it is unknown."""
         tool = self._tools.get(name) if self._tools else None
         return tool.parameters if tool else None
 
     def start_call(self, name: str, call_id: str | None = None) -> None:
-        """Start a call. `call_id` is the model's own id; without one the call gets a new id."""
+        """Start a call. `call_id` is the id that the model wrote. If it is None, `drain` makes an
+        id.
+        """
         assert not self.s.open, "calls do not nest"
         s = self.s
         s.blanks, s.dropping, s.said, s.open = [], BLANKS, True, True
@@ -238,14 +248,15 @@ class EventBuilder:
             self.warn(UNKNOWN_TOOL, f"{name!r} is not a tool of this request")
 
     def arguments_delta(self, text: str) -> None:
-        """Add to the open call's arguments."""
-        if mended := self.s.arguments.push(text):
-            self.out.append(ToolArguments(self.s.num_calls - 1, mended))
+        """Add a piece of the open call's arguments."""
+        if repaired := self.s.arguments.push(text):
+            self.out.append(ToolArguments(self.s.num_calls - 1, repaired))
 
     def fast_arguments(self, text: str) -> ToolArguments | None:
-        """Return the event for text that only continues a JSON string or broken JSON, else None.
+        """Return the event for arguments that need no scan, else None.
 
-        Other text must go through `arguments_delta`.
+        These are texts that only continue a JSON string or broken JSON. Pass any other text to
+        `arguments_delta`.
         """
         at = self.s.arguments.at
         if at == BROKEN or (at == STRING and PLAIN.fullmatch(text)):
@@ -253,7 +264,7 @@ class EventBuilder:
         return None
 
     def end_call(self) -> None:
-        """Complete the open call."""
+        """Complete the open call: check its arguments and emit its end."""
         index, arguments = self.s.num_calls - 1, self.s.arguments
         if rest := arguments.finish():
             self.out.append(ToolArguments(index, rest))
@@ -265,7 +276,7 @@ class EventBuilder:
         self.abandon_call()
 
     def abandon_call(self) -> None:
-        """Close the open call, if any, without an end: it was cut off."""
+        """Close the open call, if there is one, without an end event, because it was cut off."""
         self.s.open, self.s.arguments = False, object_scan()
 
 

@@ -1,8 +1,8 @@
 """Events of one answer, in order: the interface between model formats and APIs.
 
 A format parser turns text into events, and an API turns events into its JSON. Neither depends on
-the other. Neighbouring events of the same kind are pieces of one thing: joining their texts
-(`merged`) gives the whole answer. `Finished` or `Failed` comes exactly once, as the last event.
+the other. Neighbouring events of the same kind are pieces of one text, which `merged` joins.
+`Finished` or `Failed` comes exactly once, as the last event.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import msgspec
 
 from protocol.errors import ErrorInfo
-from protocol.messages import TokenLogprobs
+from protocol.messages import FinishReason, TokenLogprobs
 
 
 class Content(msgspec.Struct, frozen=True, gc=False, tag=True):
@@ -45,25 +45,25 @@ class ToolArguments(msgspec.Struct, frozen=True, gc=False, tag=True):
 
 
 class ToolCallEnd(msgspec.Struct, frozen=True, gc=False, tag=True):
-    """The end of call `index`: the model has written all of it. A call that was cut off has no
-    end.
+    """The end of call `index`: the model has written the whole call. A call that was cut off has no
+    such event.
     """
 
     index: int
 
 
 class OutputWarning(msgspec.Struct, frozen=True, gc=False, tag=True):
-    """A defect of the answer, and how it was handled."""
+    """A defect of the answer, and how the parser handled it."""
 
     code: str
     message: str
 
 
 class Finished(msgspec.Struct, frozen=True, gc=False, tag=True):
-    """The end of the answer.
+    """The end of the answer, with its finish reason.
 
-    `stop_reason` is the stop string that ended it, or the stop token if the request named that
-    token.
+    `stop_reason` is the stop string that ended the answer. If a stop token ended it and the request
+    named that token, it is the token's id.
     """
 
     reason: str
@@ -71,7 +71,7 @@ class Finished(msgspec.Struct, frozen=True, gc=False, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, gc=False, tag=True):
-    """The end of the answer, because the engine failed."""
+    """The end of an answer that the engine could not complete."""
 
     error: ErrorInfo
 
@@ -82,39 +82,39 @@ Event = (
 
 
 class OutputDelta(msgspec.Struct, frozen=True):
-    """New events of one choice, and the tokens they are made of.
+    """New events of one choice, and the tokens from which they were made.
 
-    A token whose text is still held back travels with the delta that releases the text. So tokens
-    and text stay in step, and no token is lost: the last delta has all that are left. If the client
-    requested no text (`output.tokens`), tokens come without events.
+    A token whose text is held back is delivered with the delta that releases the text, so tokens
+    and text stay in step. The last delta has all tokens that are left. If the client requested no
+    text (`output.tokens`), deltas have tokens and no events.
     """
 
     events: list[Event] = []
     token_ids: list[int] = []
     logprobs: list[TokenLogprobs] = []
-    #: Tokens that arrived together with the end of the answer and come after it. They are not part
-    #: of the answer.
-    num_behind: int = 0
+    #: Number of tokens that the engine sent after the end of the answer, in the message that ended
+    #: it. They are not part of the answer, and not in `token_ids`.
+    num_after_end: int = 0
 
     def __bool__(self) -> bool:
         return bool(self.events or self.token_ids)
 
 
 def merged(events: Iterable[Event]) -> list[Event]:
-    """Return the same answer in as few events as possible: the fold of a stream."""
+    """Return the same answer in as few events as possible, with neighbouring texts joined."""
     whole: list[Event] = []
     runs: list[list[str]] = []
     for event in events:
-        bit = _bit(event)
-        if bit is not None and whole and _continues(whole[-1], event):
-            runs[-1].append(bit)
+        text = _text_of(event)
+        if text is not None and whole and _continues(whole[-1], event):
+            runs[-1].append(text)
         else:
             whole.append(event)
-            runs.append([bit] if bit is not None else [])
+            runs.append([text] if text is not None else [])
     return [with_text(e, "".join(run)) if run else e for e, run in zip(whole, runs, strict=True)]
 
 
-def _bit(event: Event) -> str | None:
+def _text_of(event: Event) -> str | None:
     match event:
         case Content(text) | Reasoning(text):
             return text
@@ -130,8 +130,41 @@ def _continues(before: Event, event: Event) -> bool:
 
 
 def with_text(event: Event, text: str) -> Event:
-    """Return an event with text, with another text."""
+    """Return a copy of `event` whose text is `text`."""
     if isinstance(event, ToolArguments):
         return ToolArguments(event.index, text)
-    assert isinstance(event, Content | Reasoning)  # for others there is no text: see _bit
+    assert isinstance(event, Content | Reasoning)  # other events have no text
     return type(event)(text)
+
+
+def finish_reason(
+    engine: FinishReason | None, *, stop_matched: bool = False, completed_calls: int = 0
+) -> str:
+    """Return the finish reason for the client. Raise ValueError if nothing has ended the answer.
+
+    | engine reports | stop string | calls completed | reason       |
+    |----------------|-------------|-----------------|--------------|
+    | anything       | matched     | none            | `stop`       |
+    | anything       | matched     | some            | `tool_calls` |
+    | error          | no          | any             | `error`      |
+    | length         | no          | any             | `length`     |
+    | abort          | no          | any             | `abort`      |
+    | stop           | no          | none            | `stop`       |
+    | stop           | no          | some            | `tool_calls` |
+
+    `stop_matched` is also true if the request allows only one call and that call is complete,
+    because the call then ends the answer as a stop string does.
+
+    A stop string lies within tokens that the engine sent before its own end. So the answer is
+    complete, even if the engine reports a limit in the same message or the next one, or an abort.
+    Without a stop string `length` always wins: completed calls do not hide that the rest was cut
+    off.
+
+    This function decides for every API, streamed or whole.
+    """
+    if not stop_matched:
+        if engine is None:
+            raise ValueError("an unfinished answer has no finish reason")
+        if engine != "stop":
+            return engine
+    return "tool_calls" if completed_calls else "stop"

@@ -2,20 +2,23 @@
 
     <|tool_call>call:f{city:<|"|>Oslo<|"|>,days:3,at:{x:[1,true]}}<tool_call|>
 
-    opened   after the opening marker: `call:` and the name, up to the bracket
+The states are:
+
+    opened   after the opening marker: `call:` and the name follow, up to the bracket
     value    in the object, outside its strings
     string   in a string between two markers
     quoted   in a JSON string between two quotes
-    after    after the object, up to the closing marker
-    broken   not such an object; up to the closing marker it is emitted unchanged
+    after    after the object, before the closing marker
+    broken   in text that is not such an object, which is emitted unchanged up to the closing marker
 
 A string has no escapes and lasts up to the next string marker. A string between ordinary quotes has
 JSON's escapes. A bare word is a number, true, false or null, or else a string. If the tool's schema
-does not allow a string, a string is read as a type that it allows: some checkpoints write all
-values as strings.
+does not allow a string, a string is read as a type that the schema allows, because some checkpoints
+write all values as strings.
 
-Some checkpoints leave out `call`, or write a parenthesis for the bracket. Sources: the chat
-templates of Gemma 4 and FunctionGemma.
+Some checkpoints leave out `call`, or write a parenthesis instead of the bracket.
+
+Sources: the chat templates of Gemma 4 and FunctionGemma.
 """
 
 from __future__ import annotations
@@ -28,8 +31,8 @@ import msgspec
 from gateway.formats.argument_types import kinds_of, schema_of, typed_json
 from gateway.formats.event_builder import BLANKS, DeclaredTool
 from gateway.formats.grammar_builder import GrammarBuilder, NotWritable, sequence
-from gateway.formats.json_call import text_of
-from gateway.formats.json_scanner import Dialect, JsonExtent, LiteralScan
+from gateway.formats.json_call import JsonExtent, text_of
+from gateway.formats.json_scanner import Dialect, LiteralScan
 from gateway.formats.parser import CallParser, CallParserState, CallSyntax, Moves
 from gateway.formats.schema_cases import Schemas
 from gateway.formats.value_syntax import BARE_KEY, MarkedStrings, Notation, Values, arguments_form
@@ -47,22 +50,23 @@ ROUND = Dialect(
     outside_strings=True,
     word=re.compile(r"[^,:{}\[\]()]*+"),
 )
-"""The same if parentheses stand around the arguments."""
+"""The same dialect for calls whose arguments stand in parentheses."""
 
 
 class GemmaState(CallParserState):
     """State of a `GemmaParser`."""
 
     at: str = "opened"
-    #: The text before the bracket, as far as it is read.
+    #: The text before the bracket, so far.
     head: str = ""
     #: Name of the open call.
     name: str = ""
-    #: The arguments, outside of strings.
+    #: The arguments, without the strings that this parser reads.
     value: LiteralScan = msgspec.field(default_factory=LiteralScan)
-    #: The object stands in parentheses.
+    #: Whether the object stands in parentheses.
     round: bool = False
-    #: The current string must have one of these types, and waits in `parts`.
+    #: Types that the current string must be converted to. If there are any, it is held back in
+    #: `parts`.
     kinds: list[str] = []
     parts: list[str] = []
     #: Position in a string between ordinary quotes.
@@ -97,7 +101,7 @@ class GemmaParser(CallParser):
         if rest and rest[0] in "{(" and named:
             s.name, s.raw, s.at, s.round = named[1], [], "value", rest[0] == "("
             s.value.open(rest[0])
-            s.value.take()  # emitted with the first key; the builder writes `{}` for no arguments
+            s.value.drain()  # emitted with the first key; the builder writes `{}` for no arguments
             self.builder.start_call(s.name)
             return rest[1:]
         if rest or len(s.head) > MAX_NAME_CHARS:
@@ -117,11 +121,11 @@ class GemmaParser(CallParser):
                 self._start_string("quoted")
             case "broken":
                 s.at = "broken"
-                return str(s.value.take_word()) + text[position:]
+                return str(s.value.drain_word()) + text[position:]
         return text[position:]
 
     def _emit(self, *, last: bool = False) -> None:
-        text, has_arguments = self.s.value.take(), self.builder.has_arguments
+        text, has_arguments = self.s.value.drain(), self.builder.has_arguments
         if text and not (last and not has_arguments and text == "}"):
             self.builder.arguments_delta(text if has_arguments else "{" + text)
 
@@ -145,7 +149,9 @@ class GemmaParser(CallParser):
                 self._emit()
 
     def _kinds(self) -> list[str]:
-        """Return the types of the current argument if a string is not one of them."""
+        """Return the types that the schema allows for the current argument; none if it allows a
+        string or any type.
+        """
         parameters = self.builder.parameters(self.s.name)
         kinds = kinds_of(schema_of(parameters, self.s.value.key), parameters)
         return [] if "string" in kinds else list(kinds)
@@ -202,7 +208,7 @@ class GemmaParser(CallParser):
             self._start_string("string")
         else:
             self.s.at = "broken"
-            self.broken_text(self.s.value.take_word() + marker)
+            self.broken_text(self.s.value.drain_word() + marker)
 
     def _close_string(self, marker: str) -> None:
         self._end_string()
@@ -211,7 +217,7 @@ class GemmaParser(CallParser):
         s, x = self.s, self.syntax
         if self.builder.is_open:
             if s.at in ("value", "quoted"):
-                self.broken_text(s.value.take_word() + "".join(s.parts))
+                self.broken_text(s.value.drain_word() + "".join(s.parts))
             self.builder.end_call()
         elif s.raw:
             s.raw += [s.head, marker] if marker == x.close else [s.head]
@@ -240,7 +246,9 @@ COMMA = LiteralForm(",")
 
 
 class Gemma(CallSyntax, frozen=True, kw_only=True):
-    """Markers of this syntax: `open` and `close` stand around a call, `quote` around a string."""
+    """Markers of one variant of this syntax: `open` and `close` around a call, `quote` around a
+    string.
+    """
 
     PARSER = GemmaParser
 
@@ -255,6 +263,7 @@ class Gemma(CallSyntax, frozen=True, kw_only=True):
         return (self.open,)
 
     def notation(self) -> Notation:
+        """Return how values are written, for the grammar."""
         return Notation(
             name="gemma",
             strings=MarkedStrings(self.quote),
@@ -275,7 +284,7 @@ class Gemma(CallSyntax, frozen=True, kw_only=True):
         return sequence("call:", grammar.each_tool(write), self.close)
 
     def write_arguments(self, tool: DeclaredTool, grammar: GrammarBuilder) -> Form:
-        """Write a call's arguments."""
+        """Return the grammar of a call's arguments, with their brackets."""
         values = Values(self.notation(), Schemas(tool), grammar)
 
         def write(key: str | None, schema: Any, path: str) -> Form | None:

@@ -1,4 +1,4 @@
-"""Builds the grammar of one answer: the forms it is made of, its rules and schemas, free text."""
+"""Builds the grammar of one answer: its forms, rules and schemas, and free text."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from protocol.grammar import (
 from protocol.grammar import Sequence as SequenceForm
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
-"""The schema of a tool without parameters."""
+"""The schema of the arguments of a tool that declares no parameters."""
 
 
 class NotWritable(ValueError):
     """The format cannot write calls of a tool.
 
-    field  part of the tool's `function` that cannot be written: "name", "parameters.properties.x"
+    field  the part of the tool's `function` that prevents it: "name", "parameters.properties.x"
     """
 
     def __init__(self, tool: str, field: str, why: str) -> None:
@@ -38,14 +38,29 @@ class NotWritable(ValueError):
         self.field = field
 
 
-class GrammarBuilder:
-    """Collects the rules and schemas of one grammar. Equal schemas share one name, and so do equal
-    forms.
+class AnswerFrame(msgspec.Struct, frozen=True):
+    """Markup around the reasoning and around the answer proper.
 
-    lexicon  markers of the format that are single tokens; some formats have variants that differ
-             in these
+    opens   stands before a block of reasoning; "" if there is none, or if only the prompt opens it
+    closes  ends the block, and includes all markup up to the next part of the answer
+    before  stands before content
+    after   stands after content, without the marker that ends the whole answer
+    """
+
+    opens: str = ""
+    closes: str = ""
+    before: str = ""
+    after: str = ""
+
+
+class GrammarBuilder:
+    """Collects the rules and schemas of one grammar. Equal schemas are stored once, and so are
+    equal rules.
+
+    lexicon  markers of the format that are single tokens; some formats have variants that depend on
+             them
     tools    tools that may be called
-    many     any number of calls is admitted; otherwise one
+    many     whether any number of calls is admitted; otherwise one
     """
 
     def __init__(
@@ -62,22 +77,25 @@ class GrammarBuilder:
         self._schemas: dict[str, str] = {}
 
     def each_tool(self, write: Callable[[DeclaredTool], Form]) -> Form:
-        """Return the form of a call of any tool, given that of one tool."""
+        """Return a form that admits a call of any tool. `write` returns the form for one tool."""
         return either(write(tool) for tool in self.tools)
 
     def call_rule(self, write: Callable[[DeclaredTool], Form]) -> Form:
+        """Return a rule that admits a call of any tool. `write` returns the form for one tool."""
         return self.rule("call", self.each_tool(write))
 
     def several(self, item: Form, between: Form | str = "") -> Form:
-        """Return one or more calls separated by `between`; exactly one if not `many`."""
+        """Return a form for one or more of `item`, separated by `between`; exactly one if not
+        `many`.
+        """
         return sequence(item, self.repeated(sequence(between, item)))
 
     def repeated(self, item: Form) -> Form:
-        """Return `item` repeated any number of times; the empty form if not `many`."""
+        """Return a form for any number of `item`; the empty form if not `many`."""
         return Repeat(item) if self.many else LiteralForm("")
 
     def json(self, schema: Mapping[str, Any] | None) -> Json:
-        """Return a form for JSON that `schema` admits; for any object if `schema` is empty."""
+        """Return a form for JSON that `schema` admits. An empty schema stands for any object."""
         text = msgspec.json.encode(schema or ANY_OBJECT).decode()
         for name, known in self._schemas.items():
             if known == text:
@@ -91,8 +109,8 @@ class GrammarBuilder:
         return self.json({**(tool.parameters or {}), **ANY_OBJECT})
 
     def rule(self, hint: str, form: Form) -> GrammarRule:
-        """Add `form` as a rule whose name begins with `hint`, or return the equal rule that
-        exists.
+        """Add a rule for `form` and return it. Its name starts with `hint`. If an equal rule
+        exists, return that rule.
         """
         for name, known in self._rules.items():
             if known == form:
@@ -102,29 +120,29 @@ class GrammarBuilder:
         return GrammarRule(name)
 
     def define(self, name: str, form: Form) -> GrammarRule:
-        """Add a rule with exactly this name. Forms may refer to it before it is defined."""
+        """Add a rule with exactly this name. Forms may refer to the rule before it is defined."""
         assert self._rules.get(name, form) == form, f"two rules {name!r}"
         self._rules[name] = form
         return GrammarRule(name)
 
     def body(self, start: Form) -> Rules:
-        """Return the whole grammar."""
+        """Return the whole grammar, which starts with the form `start`."""
         return Rules(start=start, rules=dict(self._rules), schemas=dict(self._schemas))
 
 
 # ---- forms
 
 ANY_KEY = Pattern(r"[A-Za-z_][A-Za-z0-9_.\-]{0,63}")
-"""An undeclared name."""
+"""A name that no schema declares."""
 LINE_BREAK = Repeat(LiteralForm("\n"), 0, 1)
-"""A line break, or none."""
+"""One line break, or none."""
 ANY_TEXT = Pattern("(?s:.*)")
 """Any text."""
 
 
 def sequence(*parts: Form | str) -> Form:
-    """Return the parts one after another. Neighbouring literals are joined, as they may make up
-    a marker.
+    """Return a form for the parts one after another. Neighbouring literals are joined, because
+    together they may spell a marker.
     """
     items: list[Form] = []
     for part in parts:
@@ -138,7 +156,7 @@ def sequence(*parts: Form | str) -> Form:
 
 
 def without_prefix(beginning: str, form: Form) -> Form:
-    """Return the rest of `form`, which begins with the text `beginning`."""
+    """Return `form`, which starts with the literal text `beginning`, without that text."""
     first, *rest = form.items if isinstance(form, SequenceForm) else [form]
     assert isinstance(first, LiteralForm)
     assert first.text.startswith(beginning)
@@ -146,7 +164,7 @@ def without_prefix(beginning: str, form: Form) -> Form:
 
 
 def either(options: Iterable[Form]) -> Form:
-    """Return a form for one of `options`, of which there is at least one."""
+    """Return a form for one of `options`. There must be at least one."""
     found = list(options)
     return found[0] if len(found) == 1 else Either(found)
 
@@ -161,37 +179,41 @@ def quoted(text: str) -> str:
 
 
 def pattern_not_starting_with(beginnings: Iterable[str]) -> str:
-    """Return a pattern of all texts that, after leading blanks, start with none of `beginnings`."""
+    """Return a pattern of all texts that do not start, after leading blanks, with any of
+    `beginnings`.
+    """
     return rf"(?s:[ \t\r\n]*{_not_starting_with(set(beginnings), blanks=True)})"
 
 
 def _not_starting_with(beginnings: set[str], *, blanks: bool = False) -> str:
-    """Match nothing, a character that starts no beginning, or one that does followed by a
-    mismatch.
+    """Return a pattern of the texts that start with none of `beginnings`.
+
+    Such a text is empty, starts with a character that starts no beginning, or has the first
+    character of a beginning and then differs from it. With `blanks` it does not start with a blank.
     """
     firsts = sorted({text[0] for text in beginnings})
-    others = "".join(map(_sign, firsts)) + (r" \t\r\n" if blanks else "")
+    others = "".join(map(_char_pattern, firsts)) + (r" \t\r\n" if blanks else "")
     ways = [f"[^{others}].*"]
     for first in firsts:
         rests = {text[1:] for text in beginnings if text[0] == first}
         if "" not in rests:
-            ways.append(_sign(first) + _not_starting_with(rests))
+            ways.append(_char_pattern(first) + _not_starting_with(rests))
     return f"(?:{'|'.join(ways)})?"
 
 
-def _sign(sign: str) -> str:
-    return f"\\x{{{ord(sign):x}}}"
+def _char_pattern(char: str) -> str:
+    return f"\\x{{{ord(char):x}}}"
 
 
 # ---- free text
 
 
 class FreeText:
-    """Free text with calls and markers in it.
+    """Writes free text that contains calls and markers.
 
-    calls  opener -> form of what must follow; empty if there are no calls
-    marks  markers without a meaning of their own, which may stand anywhere. Spelt-out markers are
-           ordinary text and need no entry
+    calls  opener -> form of what must follow it; empty if there are no calls
+    marks  markers that have no meaning of their own and may occur anywhere. Spelt-out markers need
+           no entry, because they are ordinary text
 
     If only one call is admitted, it ends the answer.
     """
@@ -207,6 +229,7 @@ class FreeText:
         self.many = grammar.many
 
     def anything(self) -> Form:
+        """Return the form of free text with calls and markers in it."""
         steps = [self._mark()] if self.marks else []
         if self.many:
             steps += [self._call()] if self.calls else []
@@ -215,7 +238,7 @@ class FreeText:
         return sequence(*map(Repeat, steps), last)
 
     def not_starting_with(self, beginnings: Iterable[str]) -> Form:
-        """Return the form of free text that starts with none of `beginnings`."""
+        """Return the form of such text that starts with none of `beginnings`."""
         guard = pattern_not_starting_with(beginnings)
         steps = [sequence(self._mark(guard), self.anything())] if self.marks else []
         if self.calls:
@@ -230,11 +253,12 @@ class FreeText:
 
 
 def _grouped(calls: Mapping[str, Form], pieces: Iterable[str]) -> dict[str, Form]:
-    """Return a form of what must follow each opener, grouped by the text before the first special
+    """Return opener -> form of what must follow, with the openers cut before their first special
     token.
 
-    A spelt-out opener ends a text where the opener is complete, or where its first special token
-    begins. So if two openers are equal up to that point, the shorter beginning opens both.
+    Free text ends where a spelt-out opener is complete, or where the opener's first special token
+    starts. If two openers are equal up to that place, they share one entry, and the forms include
+    the rest of each opener.
     """
     found: dict[str, dict[str, Form]] = {}
     for opener in sorted(calls, key=lambda opener: (_spelt(opener, pieces), opener)):
@@ -250,6 +274,8 @@ def _grouped(calls: Mapping[str, Form], pieces: Iterable[str]) -> dict[str, Form
 
 
 def _spelt(opener: str, pieces: Iterable[str]) -> str:
-    """Return the part of an opener that is spelt out before its first special token."""
+    """Return the part of an opener before its first special token. `pieces` are the special tokens'
+    texts.
+    """
     places = (opener.find(piece) for piece in pieces)
     return opener[: min((place for place in places if place >= 0), default=len(opener))]

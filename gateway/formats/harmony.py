@@ -4,38 +4,41 @@
     <|start|>assistant to=functions.f<|channel|>commentary json<|message|>{"a": 1}<|call|>
     <|start|>assistant<|channel|>final<|message|>Hello.<|return|>
 
-    start      before the first message, whose `<|start|>assistant` stands in the prompt
+The states are:
+
+    start      before the first message, whose `<|start|>assistant` the prompt has written
     header     in a header
     between    after a message
     content    in a message for the user
     reasoning  in a message of the model to itself
-    call       in a message for a tool: its body is the arguments' JSON
-    tool       in a message for a tool: its body is a tool syntax of its own
-    calls      in a message for a tool, inside a group of calls
+    call       in a message for a tool, whose body is the arguments' JSON
+    tool       in a message for a tool, whose body has a tool syntax of its own
+    calls      in such a message, inside a group of calls
 
-The recipient decides the kind of a message. `to=functions.NAME` is a call, and so is `to=NAME` for
-a tool of the request. The model may address other tools that it believes to have; such a message is
-reasoning. Without a recipient the channel decides: `analysis` is reasoning, everything else
+The recipient decides the kind of a message. `to=functions.NAME` is a call, and so is `to=NAME` if
+NAME is a tool of the request. A message to any other tool, which the model only believes to have,
+is reasoning. Without a recipient the channel decides: `analysis` is reasoning, any other channel is
 content. In Muse's answers `to=self` is reasoning, `to=user` or no recipient is content, and any
 other recipient is a tool.
 
 An answer that starts without a header is content. Two neighbouring messages of one kind are joined
-with a line break. A marker inside an argument's string has no meaning if it is spelt out.
+with a line break. A spelt-out marker inside a string of the arguments has no meaning.
 
-A model may leave out the markers between two messages. So a channel in a text starts the next
-header, if the text after it can be one. A role at the end of the text (`assistant`, perhaps with a
-recipient) belongs to that header; it is held back until something else follows. Between messages, a
-header need not start with `<|start|>`. `<|channel|>` may be missing as well if the role is there:
+A model may leave out the markers between two messages. So a channel marker in a text starts the
+next header, if the text after it can be a header. A role at the end of the text (`assistant`,
+perhaps with a recipient) belongs to that header, and is held back until something else follows.
+Between messages, a header need not start with `<|start|>`. If the role is there, `<|channel|>` may
+be missing as well:
 
     <|end|>assistantfinal<|message|>Hello.<|return|>
     <|end|>assistantcommentary to=functions.f json{"a": 1}<|call|>
 
-Such text is a header only if `<|message|>` follows it. If the header names a declared function, the
-`{` of the arguments may follow instead: `<|message|>` may be missing in every header of a call.
+Such text is a header only if `<|message|>` follows it. In the header of any call, `<|message|>` may
+be missing: if the header names a declared function, the `{` of the arguments may follow instead.
 
-In the grammar, the prompt has written the start of the first message. The marker that ends the last
-message may also be the token that ends the answer, which is not part of any grammar; so it is
-always optional.
+The grammar starts after the part of the first header that the prompt has written. The marker that
+ends the last message may also be the token that ends the answer, which no grammar includes. So that
+marker is always optional.
 
 Sources: OpenAI's description of harmony; the response template of Muse's checkpoint.
 """
@@ -49,10 +52,16 @@ import msgspec
 
 from gateway.formats.event_builder import BLANKS, NEWLINES, DeclaredTool
 from gateway.formats.events import Reasoning
-from gateway.formats.grammar_builder import ANY_TEXT, GrammarBuilder, either, optional, sequence
-from gateway.formats.json_scanner import JsonExtent
-from gateway.formats.parser import (
+from gateway.formats.grammar_builder import (
+    ANY_TEXT,
     AnswerFrame,
+    GrammarBuilder,
+    either,
+    optional,
+    sequence,
+)
+from gateway.formats.json_call import JsonExtent
+from gateway.formats.parser import (
     AnswerParser,
     AnswerSyntax,
     CallSyntax,
@@ -70,14 +79,15 @@ HEADER_TEXT = re.compile(r"\s*+\w*+(?:\s+to=[\w.\-*]*+)?(?:\s*+\w*+)?\s*+")
 ROLE = "assistant"
 HEADER_WORDS = (ROLE, "to=")
 ROLE_TEXT = re.compile(rf"{ROLE}(?:\s{{1,8}}(?:t|to|to=[\w.\-*]{{0,128}}\s{{0,8}})?)?")
-"""The role at the end of a text, or the beginning of one with a recipient."""
+"""The role at the end of a text, possibly with a recipient or the start of one."""
 FUNCTIONS = "functions."
 
 
 @cache
 def _header_start(channels: tuple[str, ...] = ()) -> re.Pattern[str]:
     """Return the pattern of a header's text before its first marker. One of `channels` may follow
-    the role."""
+    the role.
+    """
     channel = rf"(?:(?:{'|'.join(channels)})\s*+)?+" if channels else ""
     return re.compile(rf"\s*+(?:{ROLE}\s*+{channel})?+(?:to=[\w.\-*]*+\s*+\w*+\s*+)?+")
 
@@ -85,13 +95,13 @@ def _header_start(channels: tuple[str, ...] = ()) -> re.Pattern[str]:
 class HarmonyState(FormatParserState):
     """State of a `HarmonyParser`.
 
-    header  the header's text so far, its markers included
+    header  the header's text so far, including its markers
     body    the kind of the message in whose text the header started; "" between messages
     role    the end of a message's text, which may belong to the next header
     value   position in the arguments
-    last    the kind of the message before
-    first   nothing of this message has been emitted
-    spilt   in a tool's message, text stood outside of calls
+    last    the kind of the previous message
+    first   whether nothing of this message has been emitted
+    spilt   whether this message for a tool had text outside of calls
     """
 
     at: str = "start"
@@ -111,7 +121,7 @@ class HarmonyParser(AnswerParser):
     def call_syntax(self) -> CallSyntax | None:
         return self.syntax.calls
 
-    def begin(self, starts_inside: bool) -> None:
+    def start(self, starts_inside: bool) -> None:
         if starts_inside:
             self._start_body("reasoning")
 
@@ -138,21 +148,24 @@ class HarmonyParser(AnswerParser):
         return self._before_header(rest) if rest else ""
 
     def _header_text(self, text: str) -> str:
+        """Read text of a header. Return the text that is not part of the header."""
         s = self.s
         brace = -1 if s.body or "{" in s.header else text.find("{")
         if brace >= 0 and self._start_bare_call(s.header + text[:brace]):
             return text[brace:]
-        behind = s.header.rpartition(">")[2] + text
-        end = match_end(HEADER_TEXT, behind) if s.body else len(behind)
+        last_text = s.header.rpartition(">")[2] + text
+        end = match_end(HEADER_TEXT, last_text) if s.body else len(last_text)
         room = MAX_HEADER_CHARS - len(s.header)
-        read = min(end - (len(behind) - len(text)), room)
+        read = min(end - (len(last_text) - len(text)), room)
         s.header += text[:read]
         if read < len(text):
             self._no_header()
         return text[read:]
 
     def _message_text(self, text: str) -> None:
-        """Add content or reasoning. Its end may be the role of the next header."""
+        """Add content or reasoning. If it ends like a role of the next header, hold that end
+        back.
+        """
         s = self.s
         text = s.role + text
         end = _role_start(text)
@@ -161,14 +174,14 @@ class HarmonyParser(AnswerParser):
             self._emit(text[:end])
 
     def _end_text(self) -> None:
-        """Emit the text that was held back as a possible role."""
+        """Emit the text that was held back because it could be a role."""
         role, self.s.role = self.s.role, ""
         if role:
             self._emit(role)
 
     def _before_header(self, text: str) -> str:
-        """Read a header up to its first marker: the prompt has started it, or its other markers are
-        missing.
+        """Read a header's text before its first marker. The prompt has written the header's start,
+        or the model has left out markers.
 
         Text that cannot be a header starts content, and is read again as content.
         """
@@ -182,8 +195,8 @@ class HarmonyParser(AnswerParser):
         if may_call and self._start_bare_call(header[:end]):
             return rest
         words = (*HEADER_WORDS, *self.syntax.channels) if is_between else HEADER_WORDS
-        may_go_on = not rest or any(word.startswith(rest) for word in words)
-        if may_go_on and len(header) <= MAX_HEADER_CHARS:
+        may_continue = not rest or any(word.startswith(rest) for word in words)
+        if may_continue and len(header) <= MAX_HEADER_CHARS:
             s.header = header
             return ""
         self._start_body("content")
@@ -191,6 +204,9 @@ class HarmonyParser(AnswerParser):
         return text
 
     def _no_header(self) -> None:
+        """Handle the text of the header so far, which turned out not to be a header, as text of a
+        message.
+        """
         s = self.s
         header, body, s.header, s.body = s.header, s.body, "", ""
         if not body:
@@ -204,6 +220,9 @@ class HarmonyParser(AnswerParser):
         self._message_text(rest)
 
     def _emit(self, text: str) -> None:
+        """Emit text of the current message. A line break separates it from a previous message of
+        the same kind.
+        """
         s = self.s
         if s.at == "reasoning":
             if s.first and s.last == s.at and text.strip(NEWLINES):
@@ -226,7 +245,7 @@ class HarmonyParser(AnswerParser):
                 start += 1
 
     def _emit_outside_calls(self, text: str) -> None:
-        """Emit text outside of calls, in a message for a tool, without the blanks before it."""
+        """Emit text outside of calls in a message for a tool, without the blanks before it."""
         if not self.s.spilt:
             text = text.lstrip(BLANKS)
             if not text:
@@ -260,10 +279,10 @@ class HarmonyParser(AnswerParser):
             self.s.at, self.s.header = "header", ""
 
     def _header_in_text(self, marker: str) -> None:
-        """Handle a header's marker that appears inside a message's text.
+        """Handle a header's marker inside a message's text.
 
-        If it is the channel marker or follows a role, it starts the next message's header: the
-        model left out the markers between the messages. Otherwise it is handled as text.
+        If it is the channel marker or follows a role, it starts the next message's header, and the
+        model left out the markers between the messages. Otherwise it is text.
         """
         s = self.s
         has_role = s.role.startswith(ROLE)
@@ -289,34 +308,39 @@ class HarmonyParser(AnswerParser):
             s.header += marker
 
     def _leave_body(self) -> None:
-        """End the message in whose text a header started."""
+        """End the message in whose text a header started, if there is one."""
         s = self.s
         if s.body:
             s.at, s.body = s.body, ""
             self._end_body()
 
     def _start_message(self, header: str) -> None:
-        """Start the kind of message that the complete header announces."""
+        """Start a message of the kind that its complete header announces."""
         x = self.syntax
         recipient = _recipient(header)
         if not x.channel:
             self._start_body(self._kind_by_recipient(recipient))
         elif not recipient or recipient in x.user:
-            thoughts = self._channel(header).startswith(x.thoughts)
-            self._start_body("reasoning" if thoughts else "content")
+            is_reasoning = self._channel(header).startswith(x.reasoning)
+            self._start_body("reasoning" if is_reasoning else "content")
         elif recipient.startswith(FUNCTIONS) or self.builder.declares(recipient):
             self._start_call(recipient.removeprefix(FUNCTIONS))
         else:
             self._start_body("reasoning")
 
     def _channel(self, header: str) -> str:
-        """Return the text from the channel on. Its marker may be missing after the role."""
+        """Return the header's text from the channel's name on. The channel's marker may be missing
+        after the role.
+        """
         named = header.partition(self.syntax.channel)[2]
         return (named or header.strip(BLANKS).removeprefix(ROLE)).strip(BLANKS)
 
     def _start_bare_call(self, header: str) -> bool:
-        """Begin the call whose arguments follow `header` without `<|message|>`, and return whether
-        there is one. The text may mean something else, so the tool must be a declared one."""
+        """Start the call whose arguments follow `header` without `<|message|>`. Return whether
+        there is such a call.
+
+        The text may mean something else, so the tool must be a declared one.
+        """
         x, recipient = self.syntax, _recipient(header)
         name = recipient.removeprefix(FUNCTIONS)
         if not x.channel or not recipient or recipient in x.user:
@@ -328,7 +352,7 @@ class HarmonyParser(AnswerParser):
         return True
 
     def _kind_by_recipient(self, recipient: str) -> str:
-        if recipient == self.syntax.thoughts:
+        if recipient == self.syntax.reasoning:
             return "reasoning"
         return "content" if not recipient or recipient in self.syntax.user else "tool"
 
@@ -365,8 +389,10 @@ class HarmonyParser(AnswerParser):
             self._marker_text(marker)
 
     def _marker_text(self, marker: str) -> None:
-        """Emit a marker as text in reasoning, where a model may discuss markup; drop a marker
-        token in content.
+        """Emit a marker as text, or drop it.
+
+        In reasoning it is text, because a model may discuss markup there. In content, a marker that
+        is a token is dropped.
         """
         if self.s.at == "reasoning" or not self.context.lexicon.is_token(marker):
             self._emit(marker)
@@ -388,8 +414,8 @@ class HarmonyParser(AnswerParser):
         self.builder.finish()
 
     def _end_last_call(self, complete: bool) -> None:
-        """End the last call. The marker after it mostly ends the answer as well, and may be left
-        out.
+        """End the last call. The marker after a call usually ends the answer as well, so it may be
+        missing.
         """
         if complete and self.builder.s.arguments.is_object:
             self.builder.end_call()
@@ -404,7 +430,9 @@ def _recipient(header: str) -> str:
 
 
 def _role_start(text: str) -> int:
-    """Return where a role that may continue after the text begins; the text's end if none does."""
+    """Return where a role starts that the end of the text may be a part of; the text's length if
+    there is none.
+    """
     start = text.rfind(ROLE)
     if start >= 0 and ROLE_TEXT.fullmatch(text, start):
         return start
@@ -413,36 +441,36 @@ def _role_start(text: str) -> int:
 
 
 class Harmony(AnswerSyntax, frozen=True, kw_only=True):
-    """Markers and names of a syntax of messages."""
+    """Markers and names of one variant of this syntax."""
 
     PARSER = HarmonyParser
 
-    #: Starts a message, and its header.
+    #: Marker that starts a message and its header.
     start: str = "<|start|>"
-    #: Ends the header.
+    #: Marker that ends the header.
     message: str = "<|message|>"
     #: Markers that end a message.
     ends: tuple[str, ...]
-    #: Markers that may stand in a header.
+    #: Markers that may occur in a header.
     in_header: tuple[str, ...] = ()
-    #: The one of them that names a channel. If empty, recipients alone decide.
+    #: The marker of `in_header` that names a channel. If empty, recipients alone decide.
     channel: str = ""
-    #: The channel or recipient of reasoning.
-    thoughts: str
-    #: Recipients that are the user.
+    #: Name of the channel or recipient of reasoning.
+    reasoning: str
+    #: Recipients that mean the user.
     user: tuple[str, ...] = ()
-    #: The syntax of messages for tools. None: their body is the JSON of the arguments.
+    #: Syntax of messages for tools. None: their body is the JSON of the arguments.
     calls: XmlParameters | None = None
-    #: Channels of content, that of the answer proper first. Only the writer uses it.
-    says: tuple[str, ...] = ()
-    #: The channel of calls. Only the writer uses it.
-    asks: str = ""
-    #: The one of `ends` that ends a call. Only the writer uses it.
+    #: Channels of content, the first for the answer proper. Only the grammar uses it.
+    content_channels: tuple[str, ...] = ()
+    #: Name of the channel of calls. Only the grammar uses it.
+    call_channel: str = ""
+    #: The marker of `ends` that ends a call. Only the grammar uses it.
     call_end: str = ""
 
     @property
     def channels(self) -> tuple[str, ...]:
-        return (self.thoughts, *self.says) if self.channel else ()
+        return (self.reasoning, *self.content_channels) if self.channel else ()
 
     def markers(self) -> tuple[str, ...]:
         calls = self.calls.markers() if self.calls else ()
@@ -452,7 +480,7 @@ class Harmony(AnswerSyntax, frozen=True, kw_only=True):
 
     def frame(self) -> AnswerFrame:
         return AnswerFrame(
-            opens=self._head(self.thoughts),
+            opens=self._head(self.reasoning),
             closes=self.ends[0] + self.start + ROLE,
             before=self._content_heads()[0],
         )
@@ -469,9 +497,11 @@ class Harmony(AnswerSyntax, frozen=True, kw_only=True):
         return sequence(head, stretch, optional(sequence(self.ends[0])))
 
     def write_strict(self, grammar: GrammarBuilder) -> Form:
-        """Return the grammar of any messages, of which the last is one to the user, or calls."""
+        """Return the grammar of messages of any kind. The last one is a message to the user, or
+        calls.
+        """
         ends = [end for end in self.ends if end != self.call_end]
-        heads = either(map(sequence, (self._head(self.thoughts), *self._content_heads())))
+        heads = either(map(sequence, (self._head(self.reasoning), *self._content_heads())))
         others = Repeat(sequence(heads, either(map(Until, ends)), self.start + ROLE))
         last = optional(either(map(sequence, ends)))
         answer = sequence(either(map(sequence, self._content_heads())), ANY_TEXT, last)
@@ -479,18 +509,20 @@ class Harmony(AnswerSyntax, frozen=True, kw_only=True):
         return sequence(others, either((answer, calls)))
 
     def _write_json_call(self, tool: DeclaredTool, grammar: GrammarBuilder) -> Form:
-        """Write one call. Models write the recipient in the channel, some templates before it."""
-        recipient, channel = f" to={FUNCTIONS}{tool.name}", self.channel + self.asks
+        """Return the grammar of one call. Models write the recipient after the channel, some
+        templates before it.
+        """
+        recipient, channel = f" to={FUNCTIONS}{tool.name}", self.channel + self.call_channel
         head = either(map(sequence, (channel + recipient, recipient + channel)))
         kind = optional(sequence(self.in_header[-1]))
         return sequence(head, " ", kind, "json" + self.message, grammar.arguments(tool))
 
     def _content_heads(self) -> tuple[str, ...]:
-        """Return the heads of messages to the user; that of the answer proper is the first."""
-        return tuple(self._head(whom) for whom in self.says or self.user)
+        """Return the headers of messages to the user; the first is that of the answer proper."""
+        return tuple(self._head(name) for name in self.content_channels or self.user)
 
-    def _head(self, whom: str) -> str:
-        return (self.channel or " to=") + whom + self.message
+    def _head(self, name: str) -> str:
+        return (self.channel or " to=") + name + self.message
 
 
 FORMATS = {
@@ -498,13 +530,13 @@ FORMATS = {
         ends=("<|end|>", "<|return|>", "<|call|>"),
         in_header=("<|channel|>", "<|constrain|>"),
         channel="<|channel|>",
-        thoughts="analysis",
+        reasoning="analysis",
         user=("user", "assistant"),
-        says=("final", "commentary"),
-        asks="commentary",
+        content_channels=("final", "commentary"),
+        call_channel="commentary",
         call_end="<|call|>",
     ),
     "muse_glimmer": Harmony(
-        ends=("<|eom|>", "<|eot|>"), thoughts="self", user=("user",), calls=MUSE_CALLS
+        ends=("<|eom|>", "<|eot|>"), reasoning="self", user=("user",), calls=MUSE_CALLS
     ),
 }

@@ -1,30 +1,108 @@
-"""Reads an object that is a call: finds its name and its arguments, in any order, in linear time.
+"""Reads JSON values of a stream in linear time: where a value ends, and which call an object is.
 
-Arguments are emitted byte for byte as they come; those before the name wait for it. The state is
-plain data.
+`JsonExtent` finds the end of a JSON value. `CallScan` reads an object that is a call, and finds its
+name and its arguments in any order. Arguments are emitted unchanged as they arrive. Arguments that
+come before the name are held back until the name is known. All state is plain data.
 """
 
 from __future__ import annotations
 
 import json
+import re
 
 import msgspec
 
 from gateway.formats.event_builder import EventBuilder
-from gateway.formats.json_scanner import PLAIN, SPACE, JsonExtent, Status, mended_object
+from gateway.formats.json_scanner import PLAIN, SPACE, Status, object_scan
 from gateway.text.markers import match_end
+
+# ---- the end of a value
+
+IN_STRING = re.compile(r'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)
+STRUCTURE = re.compile(r"[^\s0-9A-Za-z+\-.,:]")
+SCALAR_END = re.compile(r"[^0-9A-Za-z+\-.]")
+
+
+class JsonExtent(msgspec.Struct):
+    """Position in one JSON value, valid or not, whose end is searched for.
+
+    A new position is before the value's first non-blank character. Strings, escapes and depth are
+    tracked, so nothing inside a string ends the value. The search stops at a character that JSON
+    does not allow outside strings.
+
+    kind     "" before the value, then "nested", "string" or "scalar"
+    depth    number of open brackets
+    quoted   whether the position is inside a string
+    escaped  whether the text so far ends with a backslash that starts an escape
+    """
+
+    kind: str = ""
+    depth: int = 0
+    quoted: bool = False
+    escaped: bool = False
+
+    def scan(self, text: str, position: int = 0) -> tuple[int, Status]:
+        """Continue at `position`. Return (the position reached, the status).
+
+        At the end of a string or a bracketed value, the position is that after its last character.
+        A scalar ends at the first character that cannot belong to it. If the value is broken, the
+        position is that of the character that breaks it.
+        """
+        if not self.kind and position < len(text):
+            char = text[position]
+            self.kind = {'"': "string", "{": "nested", "[": "nested"}.get(char, "scalar")
+        if self.kind == "scalar":
+            found = SCALAR_END.search(text, position)
+            return (found.start(), "end") if found else (len(text), "more")
+        end = len(text)
+        while position < end:
+            if self.quoted:
+                position = self._in_string(text, position)
+            else:
+                found = STRUCTURE.search(text, position)
+                if found is None:
+                    break
+                char, position = found[0], found.end()
+                if char == '"':
+                    self.quoted = True
+                    continue
+                if char in "{[":
+                    self.depth += 1
+                elif char in "}]":
+                    self.depth -= 1
+                else:
+                    return position - 1, "broken"
+            if not (self.quoted or self.depth):
+                return position, "end"
+        return end, "more"
+
+    def _in_string(self, text: str, position: int) -> int:
+        """Read to the end of the string or of the text. Return the position reached."""
+        found = IN_STRING.match(text, position + self.escaped)
+        assert found is not None
+        position, self.escaped = found.end(), False
+        if position == len(text):
+            return position
+        self.quoted = text[position] != '"'
+        self.escaped = self.quoted  # a string that has not ended ends with a backslash here
+        return position + 1
+
+
+# ---- a call
 
 
 class CallKeys(msgspec.Struct, frozen=True):
-    """The keys of a call's object. If there are several spellings, models write the first.
+    """The keys of an object that is a call. If a key has several spellings, models write the first.
 
-    name         the tool's name; an object instead of a string is searched for the keys in turn
-    arguments    its arguments
-    id           the call's id, if it comes before the others
-    name_is_key  each key is a name, and its value the arguments of a call
-    strict       an object with any other key (except `also`) is not a call, and a name alone makes
-                 it one only if a tool of that name is declared: for calls without markers
-    also         further keys that a call may have
+    name         keys of the tool's name; if the value is an object instead of a string, the call's
+                 keys are searched for in that object
+    arguments    keys of the arguments
+    id           keys of the call's id, which is used only if it comes before the name
+    name_is_key  whether each key is a name, and its value the arguments of a call
+    strict       for calls without markers: an object with any other key (except `also`) is not a
+                 call, and a name without arguments is a call only if the request declares a tool of
+                 that name
+    also         further keys that a strict call may have
     """
 
     name: tuple[str, ...] = ("name", "function")
@@ -35,6 +113,7 @@ class CallKeys(msgspec.Struct, frozen=True):
     also: tuple[str, ...] = ("type", "id")
 
     def role(self, key: str) -> str:
+        """Return the meaning of a key: "arguments", "name", "id" or "other"."""
         if self.name_is_key or key in self.arguments:
             return "arguments"
         if key in self.name:
@@ -43,17 +122,18 @@ class CallKeys(msgspec.Struct, frozen=True):
 
 
 class CallScan(msgspec.Struct):
-    """Position in a call's object; fresh before the `{`.
+    """Position in an object that is a call. A new position is before the `{`.
 
     phase          "open" before the object, "key" before a key or the end, "in_key", "colon",
                    "value" before a value, "in_value", "end"
-    role           role of the current key
-    value          position in the current key or value, and `parts`: its text so far
-    streams        the current value is the arguments, and is emitted as it comes
-    nested         number of objects that are open around the keys
-    started        the call has been emitted
-    has_arguments  a key of the arguments has been read
-    name, call_id  as far as they are known
+    role           meaning of the current key; "again" for a second name or second arguments
+    value          position in the current key or value
+    parts          text of the current key or value so far
+    streams        whether the current value is arguments that are emitted as they arrive
+    nested         number of open objects that contain the current key
+    started        whether the start of the call has been emitted
+    has_arguments  whether a key of the arguments has been read
+    name, call_id  the call's name and id, once they are known
     waiting        arguments that came before the name
     """
 
@@ -75,9 +155,10 @@ class CallScan(msgspec.Struct):
         return self.value.quoted
 
     def passes(self, text: str) -> bool:
-        """Return whether `text` only continues a string in arguments that are emitted as they come.
+        """Return whether `text` only continues a string in arguments that are emitted as they
+        arrive.
 
-        Then `scan` would emit it and change no state.
+        `scan` would then emit `text` and change no state.
         """
         value = self.value
         return (
@@ -89,9 +170,11 @@ class CallScan(msgspec.Struct):
         )
 
     def scan(self, text: str, keys: CallKeys, builder: EventBuilder) -> tuple[int, Status]:
-        """Read on. Return (the position reached, the status).
+        """Read `text`, and emit the call's events to `builder`. Return (the position reached, the
+        status).
 
-        "end" is after the closing brace: the call has been emitted and ended, if it has a name.
+        The status is "end" after the object's closing brace. If the object has a name, the call has
+        then been emitted and ended.
         """
         position = 0
         while position < len(text):
@@ -113,7 +196,7 @@ class CallScan(msgspec.Struct):
         return position, "more"
 
     def _structural(self, char: str, builder: EventBuilder) -> bool:
-        """Read one character between keys and values. Return whether it is allowed."""
+        """Read one character between keys and values. Return whether it is allowed there."""
         if self.phase == "open":
             self.phase, self.nested = "key", self.nested + 1
             return char == "{"
@@ -154,7 +237,7 @@ class CallScan(msgspec.Struct):
         return position, status
 
     def _complete(self, keys: CallKeys, builder: EventBuilder) -> bool:
-        """Complete a key or value. Return whether it is valid."""
+        """Handle a complete key or value. Return whether it is valid."""
         raw = "".join(self.parts)
         if self.phase == "in_key":
             return self._key(text_of(raw), keys, builder)
@@ -200,12 +283,12 @@ class CallScan(msgspec.Struct):
             builder.start_call(self.name, self.call_id)
 
     def _arguments(self, raw: str, builder: EventBuilder) -> None:
-        """Emit arguments that were not emitted as they came."""
+        """Handle arguments that were not emitted as they arrived."""
         inner = text_of(raw)
         if raw == "null":
             raw = ""
-        elif inner is not None and (found := mended_object(inner)) is not None:
-            raw = found  # an object written as a string: what the model meant
+        elif inner is not None and (found := repaired_object(inner)) is not None:
+            raw = found  # an object that the model wrote as a string
         if self.name is None:
             self.waiting = raw
         else:
@@ -213,8 +296,9 @@ class CallScan(msgspec.Struct):
             builder.arguments_delta(raw)
 
     def _finish(self, keys: CallKeys, builder: EventBuilder) -> None:
-        """End the call, if it has started. With strict keys, the name of a declared tool is enough
-        to start it."""
+        """End the call if it has started. With strict keys, the name of a declared tool starts a
+        call even without arguments.
+        """
         if keys.strict and self.name is not None and builder.declares(self.name, surely=True):
             self._begin(builder)
         if self.started:
@@ -222,9 +306,9 @@ class CallScan(msgspec.Struct):
 
 
 def text_of(raw: str) -> str | None:
-    """Return the text of a JSON string, or None if `raw` is not one.
+    """Return the text of a JSON string, or None if `raw` is not a JSON string.
 
-    Half of a surrogate pair becomes U+FFFD: no text with it can be sent.
+    Half of a surrogate pair becomes U+FFFD, because text with half a pair cannot be sent.
     """
     try:
         value = json.loads(raw, strict=False)
@@ -233,3 +317,12 @@ def text_of(raw: str) -> str | None:
     if not isinstance(value, str):
         return None
     return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
+def repaired_object(text: str) -> str | None:
+    """Return a whole text as a JSON object, repaired if necessary, or None if it cannot be
+    repaired.
+    """
+    scan = object_scan()
+    repaired = scan.push(text) + scan.finish()
+    return repaired if scan.is_object else None

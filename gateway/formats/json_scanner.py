@@ -1,25 +1,23 @@
 r"""The incremental scanner of literals, as JSON, Python and other syntaxes spell them.
 
-`LiteralScan` reads one value in a `Dialect` and writes it as JSON, however the text is cut and in
-linear time. Nothing is evaluated, and long numbers are never computed.
+`LiteralScan` reads one value in a `Dialect` and writes it as JSON. The result does not depend on
+how the text is cut, and takes linear time. Nothing is evaluated, and long numbers are never
+computed.
 
-JSON is passed on as it stands. These mistakes of models, which can only be meant as JSON, are
-repaired; after anything else that is not JSON, the rest stays unchanged:
+JSON is passed on unchanged. Some mistakes of models can only be meant as JSON, and are repaired:
 
-    a line break or another control character in a string   escaped
-    a backslash that starts no escape (`\d`)                 doubled; but `\'` is an apostrophe
-    True, False, None                                         rewritten as in JSON
-    a comma before a closing bracket                          removed
-    a missing last brace                                      added by `finish`
+    a line break or another control character in a string   is escaped
+    a backslash that starts no escape (`\d`)                 is doubled; but `\'` is an apostrophe
+    True, False, None                                         are rewritten as in JSON
+    a comma before a closing bracket                          is removed
+    a missing last brace                                      is added by `finish`
 
-For text that needs no repair the verdict equals that of `json.loads`, except that JSON nested
-deeper than MAX_DEPTH is rejected. (`json.loads` accepts it, or fails, as the stack allows.)
+After any other mistake the rest of the text stays unchanged. A text without mistakes is accepted
+like by `json.loads`, but JSON nested deeper than MAX_DEPTH is always rejected.
 
-Other dialects are rewritten: strings have JSON's escapes, and so have numbers that JSON spells
-differently (`007`, `.5`, `1_000`, `0x1f`) JSON's form. A word that is neither number nor constant
-is a string, because models write enumerations so.
-
-`JsonExtent` only finds the end of a JSON value, valid or not.
+Other dialects are rewritten. Strings get JSON's escapes. Numbers that JSON spells differently
+(`007`, `.5`, `1_000`, `0x1f`) get JSON's form. A word that is neither a number nor a constant
+becomes a string, because models write enumerations without quotes.
 """
 
 from __future__ import annotations
@@ -34,25 +32,25 @@ import msgspec
 from gateway.text.markers import match_end
 
 string_json: Callable[[str], str] = encode_basestring
-"""Returns a text as a JSON string."""
+"""Return a text as a JSON string, with its quotes."""
 
 Status = Literal["more", "end", "broken", "quote"]
-"""The value continues; it has ended; it cannot continue with the text at this position; the caller
-reads a string that starts here.
+"""Result of a scan: the value continues, it has ended, it cannot continue with the character at
+this position, or a string starts here that the caller reads.
 """
 
 MAX_DEPTH = 500
-"""Number of open brackets that JSON may have."""
+"""Largest number of open brackets in JSON."""
 
 SPACE = re.compile(r"[ \t\r\n]*+")
 PLAIN = re.compile(r'[^"\\\x00-\x1f]*+')
-"""Text of a JSON string that is passed on as it stands."""
+"""Text inside a JSON string that is passed on unchanged."""
 
 CONSTANTS = {
     "true": "true", "false": "false", "null": "null",
     "True": "true", "False": "false", "None": "null",
 }  # fmt: skip
-"""A word that is a value -> its spelling in JSON."""
+"""Word that is a value -> spelling of this value in JSON."""
 BEGINS_CONSTANT = frozenset(word[:n] for word in CONSTANTS for n in range(1, len(word)))
 
 
@@ -81,8 +79,8 @@ BEGINS_NUMBER = {"-": "minus"} | dict(NUMBER_PARTS["minus"])
 
 
 def json_number(text: str, *, whole: bool = False) -> str | None:
-    """Return a number as JSON writes it; None if `text` is not a number, or not whole if
-    `whole`.
+    """Return a number in JSON's form, or None if `text` is not a number. If `whole`, return None
+    for a number with a fraction or exponent, too.
     """
     text = text.replace("_", "") if "__" not in text and text[-1:] != "_" else text
     if BASED.fullmatch(text):
@@ -101,7 +99,7 @@ def json_number(text: str, *, whole: bool = False) -> str | None:
 
 
 def word_json(word: str) -> str:
-    """Return the JSON of a bare word: a constant, a number, or else a string."""
+    """Return a bare word as JSON: a constant, a number, or else a string."""
     constant = CONSTANTS.get(word) or json_number(word)
     return constant if constant is not None else string_json(word)
 
@@ -110,53 +108,41 @@ def word_json(word: str) -> str:
 
 
 class Dialect(msgspec.Struct, frozen=True, kw_only=True):
-    """How a syntax spells literals. A stack symbol is the bracket that JSON has at its place; `(`
-    is an object between parentheses.
+    """How a syntax spells literals.
+
+    The scanner keeps a stack of symbols, one for each open bracket. A symbol is the bracket that
+    JSON has at this place. The symbol `(` stands for an object that is written between parentheses.
     """
 
-    #: Opening bracket -> its symbol on the stack.
+    #: Opening bracket -> its symbol.
     opens: Mapping[str, str] = msgspec.field(default_factory=lambda: {"{": "{", "[": "["})
     #: Closing bracket -> the symbols that it closes.
     closes: Mapping[str, str] = msgspec.field(default_factory=lambda: {"}": "{", "]": "["})
     #: Characters that start a string.
     quotes: str = '"'
-    #: Three quotes may stand for one.
+    #: Whether three quotes may start and end a string, as one quote does.
     tripled: bool = False
-    #: The caller reads the strings.
+    #: Whether the caller reads the strings.
     outside_strings: bool = False
-    #: Letter after a backslash -> its meaning inside a JSON string.
+    #: Letter after a backslash -> JSON that the escape stands for, inside a string.
     escapes: Mapping[str, str] = {}
-    #: Letter after a backslash -> number of digits of a character's code.
+    #: Letter after a backslash that starts a character's code -> number of digits that follow.
     codes: Mapping[str, int] = {}
-    #: Characters of a bare word; None: JSON's constants and numbers are the only words.
+    #: Characters of a bare word. None: the only words are JSON's constants and numbers.
     word: re.Pattern[str] | None = None
-    #: Longest word that may have to wait for its end.
+    #: Most characters of a word that are held back until the word ends. None: no limit.
     max_word_chars: int | None = None
-    #: Words that may stand before a quote without a meaning.
+    #: Words that may stand before a quote and have no meaning.
     prefixes: frozenset[str] = frozenset()
 
 
 JSON = Dialect(
     escapes={"'": "'"} | {letter: "\\" + letter for letter in '"\\/bfnrt'}, codes={"u": 4}
 )
-PYTHON = Dialect(
-    opens={"[": "[", "(": "[", "{": "{"},
-    closes={"]": "[", ")": "[", "}": "{"},
-    quotes="'\"",
-    tripled=True,
-    escapes={
-        **{letter: "\\" + letter for letter in 'nrtbf\\"'},
-        **{"'": "'", "v": "\\u000b", "a": "\\u0007", "\n": ""},
-    },
-    codes={"x": 2, "u": 4, "U": 8} | dict.fromkeys("01234567", 2),
-    word=re.compile(r"[^ \t\r\n,:=()\[\]{}'\"]*+"),
-    max_word_chars=4096,
-    prefixes=frozenset("rbfuRBFU"),
-)
 
 # ---- the scanner
 
-# Between tokens, a scan is
+# States of a scan between tokens
 OBJECT = "object"  # before an object
 VALUE = "value"  # before a value
 FIRST = "first"  # before the first value of an array, or its end
@@ -167,7 +153,7 @@ COLON = "colon"  # after a key
 COMMA = "comma"  # after a value in a bracket
 END = "end"  # after the value
 BROKEN = "broken"  # after text that cannot be repaired
-# and in a token
+# States of a scan inside a token
 STRING = "string"  # in a string
 ESCAPE = "escape"  # after a backslash in a string
 QUOTES = "quotes"  # after one or two quotes, which may become three
@@ -186,57 +172,60 @@ HEX_DIGITS, OCTAL_DIGITS = "0123456789abcdefABCDEF", "01234567"
 
 
 class LiteralScan(msgspec.Struct):
-    """Position in a literal, and the JSON that has not been taken yet."""
+    """Position in a literal, and the JSON written so far that has not been drained."""
 
     at: str = VALUE
     #: Symbols of the open brackets.
     stack: str = ""
-    #: The current token is a key.
+    #: Whether the current token is a key.
     is_key: bool = False
-    #: The last key of the outermost object, unless it was a string that the scan has read.
+    #: The last key of the outermost object; unchanged by a key that is a string which the scan
+    #: reads.
     key: str = ""
-    #: Quotes that end the current string.
+    #: The quotes that end the current string.
     quote: str = ""
-    #: Read but not written: a comma (in JSON with the blanks after it), the start of an escape or
-    #: of a JSON constant, or quotes.
+    #: Text that has been read but not written: a comma (in JSON with the blanks after it), the
+    #: start of an escape or of a JSON constant, or quotes.
     held: str = ""
-    #: The bare word so far.
+    #: The bare word so far, in pieces.
     word: list[str] = []
-    #: The first half of a character that is written as two escapes.
+    #: The first half of a surrogate pair whose second half has not been read.
     high: str = ""
+    #: The JSON written since the last `drain`, in pieces.
     out: list[str] = []
 
     @property
     def is_blank(self) -> bool:
-        """Whether the text of an object is blank so far."""
+        """Whether only blanks have been read; for a scan of an object."""
         return self.at == OBJECT
 
     @property
     def is_object(self) -> bool:
-        """Whether an object is complete."""
+        """Whether the object is complete; for a scan of an object."""
         return self.at == END
 
     @property
     def in_string(self) -> bool:
-        """Whether the next text belongs to a string, unless it is a quote."""
+        """Whether the next character belongs to a string, unless it is a quote."""
         return bool(self.quote) or (self.at == QUOTES and len(self.held) == 1)
 
-    def take(self) -> str:
+    def drain(self) -> str:
         """Return the JSON that has been written since the last call."""
         text = "".join(self.out)
         self.out.clear()
         return text
 
-    def take_word(self) -> str:
-        """Return the bare word that has been read and not written."""
+    def drain_word(self) -> str:
+        """Return the bare word that has been read but not written."""
         word, self.word = "".join(self.word), []
         return word
 
     def scan(self, text: str, dialect: Dialect, position: int = 0) -> tuple[int, Status]:
-        """Scan from `position` on. Return (the position reached, the status).
+        """Scan `text` from `position`. Return (the position reached, the status).
 
-        The position is that after a value's last character, or that of the character at which a
-        value is broken. A bare word ends only when the character after it is found.
+        At the end of a value, the position is that after its last character. If the value is
+        broken, it is that of the character that breaks it. A bare word ends only when the character
+        after it is read.
         """
         while position < len(text):
             position = READERS[self.at](self, text, position, dialect)
@@ -245,7 +234,7 @@ class LiteralScan(msgspec.Struct):
         return position, "more"
 
     def scan_end(self) -> Status:
-        """Complete a bare word or an empty string: no text follows."""
+        """Complete a bare word or an empty string at the end of the text. Return the status."""
         is_open = self.at == QUOTES and len(self.held) == 1
         if self.at == WORD:
             self._end_word()
@@ -258,17 +247,19 @@ class LiteralScan(msgspec.Struct):
     # ---- JSON
 
     def push(self, text: str) -> str:
-        """Return the repaired JSON that is certain. What cannot be repaired is verbatim."""
+        """Return the repaired JSON that is certain after `text`. Text that cannot be repaired is
+        returned unchanged.
+        """
         position, end = 0, len(text)
         while position < end and self.at != BROKEN:
             position = READERS[self.at](self, text, position, JSON)
         if self.at == BROKEN:
             self.out += [self.held, text[position:]]
             self.held = ""
-        return self.take()
+        return self.drain()
 
     def finish(self) -> str:
-        """Return the rest: if an object lacks only its last brace, that brace."""
+        """Return the held text. If an object lacks only its last brace, return that brace."""
         if self.at in ENDS_NUMBER:
             self._ended()
         if self.at == COMMA and self.stack == "{":
@@ -280,7 +271,7 @@ class LiteralScan(msgspec.Struct):
     # ---- between tokens
 
     def _between(self, text: str, position: int, dialect: Dialect) -> int:
-        """Read blanks and the sign after them."""
+        """Read blanks and the character after them, outside of tokens."""
         end = match_end(SPACE, text, position)
         is_json = dialect.word is None
         if is_json and self.held:
@@ -315,7 +306,7 @@ class LiteralScan(msgspec.Struct):
         self._ended()
 
     def _start(self, char: str, dialect: Dialect) -> None:
-        """Start a key or value."""
+        """Start the key or value that begins with `char`."""
         if char in dialect.opens:
             self._open(dialect.opens[char], dialect)
         elif self.at == OBJECT:
@@ -342,13 +333,13 @@ class LiteralScan(msgspec.Struct):
         self.open(symbol)
 
     def write_comma(self) -> None:
-        """Write the comma that was held back: no bracket closes after it."""
+        """Write the comma that was held back, now that no bracket closes after it."""
         if self.held:
             self.out.append(self.held)
             self.held = ""
 
     def _ended(self) -> None:
-        """Complete a key or value."""
+        """Enter the state after a complete key or value."""
         self.at = COLON if self.is_key else COMMA if self.stack else END
 
     # ---- strings
@@ -381,7 +372,9 @@ class LiteralScan(msgspec.Struct):
         return end + 1
 
     def _quotes(self, text: str, position: int, dialect: Dialect) -> int:
-        """Decide between one quote, three quotes and an empty string."""
+        """Read a character after one or two quotes. It decides between one quote, three quotes and
+        an empty string.
+        """
         if text[position] == self.held[0]:
             self.held += text[position]
             if len(self.held) == 3:
@@ -394,7 +387,7 @@ class LiteralScan(msgspec.Struct):
         return position
 
     def _closing(self, text: str, position: int, dialect: Dialect) -> int:
-        """Read quotes in a string that ends with three of them."""
+        """Read quotes in a string that ends with three quotes."""
         if text[position] == self.quote[0]:
             self.held += text[position]
             if self.held == self.quote:
@@ -411,7 +404,7 @@ class LiteralScan(msgspec.Struct):
         self._ended()
 
     def _escape(self, text: str, position: int, dialect: Dialect) -> int:
-        """Read the character after a backslash, or one of a character's code."""
+        """Read the character after a backslash, or a digit of a character's code."""
         char, kind = text[position], self.held[1:2]
         is_octal = kind != "" and kind in OCTAL_DIGITS
         if not kind and char in dialect.escapes:
@@ -426,13 +419,13 @@ class LiteralScan(msgspec.Struct):
             return position + 1
         if is_octal:
             self._end_code(dialect)
-        else:  # no escape, or a code that broke off before its last digit
+        else:  # not an escape, or a code without its last digits
             held, self.held, self.at = self.held, "", STRING
             self._write(held)
         return position
 
     def _end_code(self, dialect: Dialect) -> None:
-        """Write the character whose code is held."""
+        """Write the character whose complete code is held."""
         raw, self.held, self.at = self.held, "", STRING
         if dialect.word is None:
             self.out.append(raw)
@@ -449,7 +442,9 @@ class LiteralScan(msgspec.Struct):
             self._write(chr(code) if is_character else raw)
 
     def _write(self, text: str) -> None:
-        """Add text to the string, after a first half that has no second one."""
+        """Add `text` to the string. If half of a surrogate pair waits before it, write that half as
+        an escape.
+        """
         if self.high:
             text, self.high = f"\\u{ord(self.high):04x}" + text, ""
         if text:
@@ -472,7 +467,7 @@ class LiteralScan(msgspec.Struct):
         return end
 
     def _end_word(self) -> None:
-        word = self.take_word().strip(" \t\r\n")
+        word = self.drain_word().strip(" \t\r\n")
         if self.is_key:
             self.complete_key(word)
         else:
@@ -492,7 +487,7 @@ class LiteralScan(msgspec.Struct):
         return position + 1
 
     def _in_number(self, text: str, position: int, dialect: Dialect) -> int:
-        """Pass on a JSON number as far as it goes."""
+        """Pass on the characters that continue a JSON number."""
         start = position
         while position < len(text) and (part := NUMBER_PARTS[self.at].get(text[position])):
             self.at = part
@@ -508,34 +503,38 @@ class LiteralScan(msgspec.Struct):
     # ---- for callers that read the strings
 
     def open(self, symbol: str) -> None:
-        """Open a bracket where one is allowed."""
+        """Open a bracket with this symbol. The caller has checked that a value may start here."""
         self.write_comma()
         self.stack += symbol
         self.out.append(JSON_BRACKETS[symbol][0])
         self.at = AFTER_BRACKET[symbol]
 
     def open_quoted(self) -> bool:
-        """Start a string that the caller reads. Return whether one is allowed."""
+        """Start a string that the caller reads, and return True. If no string may start here,
+        return False.
+        """
         if self.at not in KEYS and self.at not in VALUES:
             return False
         self.is_key, self.at = self.at in KEYS, QUOTED
         return True
 
     def start_text(self) -> None:
-        """Start to write the string that the caller reads as it comes."""
+        """Write the opening quote of a string that the caller reads and emits piece by piece."""
         self.write_comma()
         self.out.append('"')
 
     def text(self, text: str) -> None:
+        """Write a piece of the string that the caller reads."""
         self._write(text)
 
     def complete_key(self, key: str) -> None:
+        """Write a whole key."""
         if len(self.stack) == 1:
             self.key = key
         self.complete(string_json(key))
 
     def complete(self, value: str) -> None:
-        """Write a key or value as JSON."""
+        """Write `value`, JSON of a whole key or value, or the closing quote of a string."""
         self.write_comma()
         self.out.append(value)
         self._ended()
@@ -550,97 +549,9 @@ READERS: Mapping[str, Callable[[LiteralScan, str, int, Dialect], int]] = {
     WORD: LiteralScan._in_word,
     **dict.fromkeys(NUMBER_PARTS, LiteralScan._in_number),
 }
-"""State -> the method that reads on."""
+"""State -> the method that continues to read in this state."""
 
 
 def object_scan() -> LiteralScan:
-    """Return a scan of a JSON object."""
+    """Return a scan that reads a JSON object."""
     return LiteralScan(at=OBJECT)
-
-
-def mended_object(text: str) -> str | None:
-    """Return a whole text as a JSON object, or None if it cannot be one."""
-    scan = object_scan()
-    mended = scan.push(text) + scan.finish()
-    return mended if scan.is_object else None
-
-
-def python_to_json(text: str) -> str | None:
-    """Return a complete Python literal as JSON, or None if it is not one."""
-    scan = LiteralScan()
-    position, status = scan.scan(text, PYTHON)
-    if status == "more":
-        status = scan.scan_end()
-    if status != "end" or text[position:].strip():
-        return None
-    return scan.take()
-
-
-# ---- the end of a value
-
-IN_STRING = re.compile(r'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)
-STRUCTURE = re.compile(r"[^\s0-9A-Za-z+\-.,:]")
-SCALAR_END = re.compile(r"[^0-9A-Za-z+\-.]")
-
-
-class JsonExtent(msgspec.Struct):
-    """Position in one value whose end is searched for; fresh before its first non-blank character.
-
-    Strings, escapes and depth are tracked, so nothing inside a string ends the value. It stops at
-    a character that JSON does not allow outside strings; the caller decides about that.
-
-    kind     "" before, then "nested", "string" or "scalar"
-    depth    number of open brackets
-    quoted   inside a string
-    escaped  the text so far ends with a backslash whose escape is incomplete
-    """
-
-    kind: str = ""
-    depth: int = 0
-    quoted: bool = False
-    escaped: bool = False
-
-    def scan(self, text: str, position: int = 0) -> tuple[int, Status]:
-        """Read on from `position`. Return (the position reached, the status).
-
-        A scalar ends before the next character, a string or bracketed value after its last. A
-        broken value is broken at that position.
-        """
-        if not self.kind and position < len(text):
-            char = text[position]
-            self.kind = {'"': "string", "{": "nested", "[": "nested"}.get(char, "scalar")
-        if self.kind == "scalar":
-            found = SCALAR_END.search(text, position)
-            return (found.start(), "end") if found else (len(text), "more")
-        end = len(text)
-        while position < end:
-            if self.quoted:
-                position = self._in_string(text, position)
-            else:
-                found = STRUCTURE.search(text, position)
-                if found is None:
-                    break
-                char, position = found[0], found.end()
-                if char == '"':
-                    self.quoted = True
-                    continue
-                if char in "{[":
-                    self.depth += 1
-                elif char in "}]":
-                    self.depth -= 1
-                else:
-                    return position - 1, "broken"
-            if not (self.quoted or self.depth):
-                return position, "end"
-        return end, "more"
-
-    def _in_string(self, text: str, position: int) -> int:
-        """Read to the end of the string or of the text."""
-        found = IN_STRING.match(text, position + self.escaped)
-        assert found is not None
-        position, self.escaped = found.end(), False
-        if position == len(text):
-            return position
-        self.quoted = text[position] != '"'
-        self.escaped = self.quoted  # then the text ends with a backslash
-        return position + 1

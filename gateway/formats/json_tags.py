@@ -1,22 +1,25 @@
-"""Calls as JSON objects, one or an array of them, after a marker and mostly before another.
+"""Calls as JSON objects, one or an array of them, after an opening and usually before a closing
+marker.
 
     <tool_call>
     {"name": "f", "arguments": {"a": 1}}
     </tool_call>
 
-    bound    after an opening marker that needs another one after it
-    opened   an object or an array starts, or it is not a call
+The states are:
+
+    bound    after an opening marker that another marker must follow
+    opened   before an object or an array; any other text shows that this is not a call
     call     in a call's object
     array    in an array, between calls
-    after    a call or an array is complete: the closing marker, or another opening one
-    broken   the text is not JSON; up to the next marker it is emitted unchanged
+    after    after a call or an array: the closing marker follows, or another opening one
+    broken   in text that is not JSON, which is emitted unchanged up to the next marker
 
-A call ends with its closing brace, not with the marker after it. If a call's JSON breaks off, it is
-emitted as far as it goes if its name is known; otherwise the whole group is content. After a marker
-that is ordinary text as well (`soft`) there is no warning.
+A call ends with its closing brace, not with the marker after it. If a call's JSON breaks off, the
+call is emitted as far as it goes, if its name is known. Otherwise the whole group is content. After
+a marker that also occurs in ordinary text (`soft`) there is no warning.
 
-In the grammar, blanks between the items of an array are as free as in any JSON. Everything else is
-spelt as the templates spell it.
+The grammar admits blanks between the items of an array, as any JSON does. Everything else is spelt
+as the chat templates spell it.
 """
 
 from __future__ import annotations
@@ -41,8 +44,8 @@ class JsonTagsState(CallParserState):
     """State of a `JsonTagsParser`.
 
     opener  the marker that started this group
-    call    the current call
-    array   the group is an array
+    call    position in the current call
+    array   whether the group is an array
     calls   number of calls of the group that have been emitted
     """
 
@@ -93,7 +96,7 @@ class JsonTagsParser(CallParser):
         return self._next(text[start:]) if start < len(text) else ""
 
     def _next(self, text: str) -> str:
-        """Handle the first non-blank character between values."""
+        """Read the first non-blank character between values. Return the text that was not read."""
         s, char = self.s, text[0]
         expected = {"opened": "{[", "array": "{,]", "bound": ""}
         separator = self.syntax.separator
@@ -131,7 +134,7 @@ class JsonTagsParser(CallParser):
 
     def _array_ended(self, rest: str) -> str:
         s = self.s
-        if s.raw:  # an array of no calls
+        if s.raw:  # an array without calls
             s.raw.append("]")
             self._break()
             return rest
@@ -140,7 +143,7 @@ class JsonTagsParser(CallParser):
         return rest
 
     def _unexpected(self, text: str) -> str:
-        """Handle text where a call should stand."""
+        """Handle text at a place where a call should start."""
         s = self.s
         if not s.calls:
             self.reject("the marker of a tool call without a call after it")
@@ -153,10 +156,10 @@ class JsonTagsParser(CallParser):
             self._break()
         return text
 
-    # ---- what is broken
+    # ---- text that is not a call
 
     def _break(self) -> None:
-        """Enter the broken state up to the next marker, or end the group if none will come."""
+        """Emit text unchanged up to the next marker, or end the group if no marker will follow."""
         self.s.at = "broken"
         if not self.builder.is_open and not self.syntax.is_closed(self.s.opener):
             self.reject("a tool call that cannot be read")
@@ -210,38 +213,39 @@ class JsonTagsParser(CallParser):
 
 
 class JsonTags(CallSyntax, frozen=True, kw_only=True):
-    """Markers and keys of a JSON syntax."""
+    """Markers and keys of one variant of this syntax."""
 
     PARSER = JsonTagsParser
 
-    #: Markers that start a group; if two match at one place, the first wins. One that ends with `[`
-    #: or `{` is the start of the JSON as well.
+    #: Markers that start a group. If two match at one place, the first in this list wins. A marker
+    #: that ends with `[` or `{` includes the start of the JSON.
     open: tuple[str, ...]
     #: Markers that start a group only at the start of the answer.
     start: tuple[str, ...] = ()
     #: Markers that end a group.
     close: tuple[str, ...] = ()
-    #: Openers whose group ends with its JSON; all of them, if there is no `close`.
+    #: Openers whose group ends with its JSON. If there is no `close`, all groups do.
     unclosed: tuple[str, ...] = ()
-    #: (opener, the marker that must follow it).
+    #: (opener, the marker that must follow the opener).
     bound: tuple[tuple[str, str], ...] = ()
-    #: Openers that are ordinary text as well.
+    #: Openers that also occur in ordinary text.
     soft: tuple[str, ...] = ()
-    #: Stands between calls that are not in an array; several calls may then follow one marker.
+    #: Text between calls that are not in an array. If it is set, several calls may follow one
+    #: marker.
     separator: str = ""
     #: The keys of a call's object.
     keys: CallKeys = CallKeys()
-    #: (opener, its closing marker), if that is not the first of `close`. Only the writer uses it.
+    #: (opener, its closing marker), if that is not the first of `close`. Only the grammar uses it.
     paired: tuple[tuple[str, str], ...] = ()
-    #: Calls are written as an array. Only the writer uses it.
+    #: Whether calls are written as an array. Only the grammar uses it.
     array: bool = False
-    #: Text between the opening marker and the JSON. Only the writer uses it.
+    #: Text between the opening marker and the JSON. Only the grammar uses it.
     before: str = ""
-    #: Text between the JSON and the closing marker. Only the writer uses it.
-    behind: str = ""
-    #: Openers for which both are a line break instead. Only the writer uses it.
+    #: Text between the JSON and the closing marker. Only the grammar uses it.
+    after: str = ""
+    #: Openers for which `before` and `after` are a line break instead. Only the grammar uses it.
     lines: tuple[str, ...] = ()
-    #: The key of a call's number, which is written first. Only the writer uses it.
+    #: The key of a call's number, which is written first. Only the grammar uses it.
     number: str = ""
 
     def markers(self) -> tuple[str, ...]:
@@ -254,10 +258,11 @@ class JsonTags(CallSyntax, frozen=True, kw_only=True):
         return self.start
 
     def is_closed(self, opener: str) -> bool:
+        """Return whether a marker must close the group that `opener` started."""
         return bool(self.close) and opener not in self.unclosed
 
     def closer(self, opener: str) -> str:
-        """Return the marker that models close a group with, or ""."""
+        """Return the marker with which models close a group of `opener`, or "" if there is none."""
         if not self.is_closed(opener):
             return ""
         return dict(self.paired).get(opener, self.close[0])
@@ -272,7 +277,7 @@ class JsonTags(CallSyntax, frozen=True, kw_only=True):
         opener = next((first for first, mark in self.bound if opener == first + mark), opener)
         line = "\n" if opener in self.lines else ""
         closer = self.closer(opener)
-        before, after = bound + (line or self.before), (line or self.behind) + closer
+        before, after = bound + (line or self.before), (line or self.after) + closer
         after = after if closer else ""
         call = grammar.call_rule(lambda tool: self._write_call(tool, grammar))
         if self.array:
@@ -287,7 +292,9 @@ class JsonTags(CallSyntax, frozen=True, kw_only=True):
         return sequence(before, first, after)
 
     def _write_call(self, tool: DeclaredTool, grammar: GrammarBuilder, begun: str = "") -> Form:
-        """Write one object. `begun` is the part of it that the opener contains."""
+        """Return the grammar of one object, without `begun`: the start of the object that the
+        opener contains.
+        """
         keys, name, arguments = self.keys, quoted(tool.name), grammar.arguments(tool)
         if keys.name_is_key:
             return sequence(f"{{{name}: ".removeprefix(begun), arguments, "}")
@@ -301,10 +308,12 @@ class JsonTags(CallSyntax, frozen=True, kw_only=True):
         return sequence("{".removeprefix(begun), *number, head, arguments, call_id, "}")
 
     def write_values(self, grammar: GrammarBuilder) -> Form | None:
-        """Write calls without a marker as plain JSON, for an answer that may be other JSON instead.
+        """Return the grammar of calls without a marker, as JSON Schema; None if calls have a
+        marker.
 
-        The grammar's lexer reads the longest text that it can match. If calls were spelt exactly
-        here, it would read `{"name": ` of every other object as the start of a call.
+        The answer may be other JSON instead, and the grammar's lexer reads the longest text that it
+        can match. If the grammar spelt calls as text, the lexer would read `{"name": ` of every
+        other object as the start of a call.
         """
         if not self.start:
             return None
@@ -318,7 +327,7 @@ class JsonTags(CallSyntax, frozen=True, kw_only=True):
         return grammar.several(call, f"{self.separator} ") if self.separator else call
 
     def _call_schema(self, tool: DeclaredTool, place: str = "#") -> Mapping[str, Any]:
-        """Return the schema of a call. `place` is its position in the whole schema."""
+        """Return the JSON schema of a call. `place` is its position in the whole schema."""
         name, arguments = self.keys.name[0], self.keys.arguments[0]
         parameters = {**(tool.parameters or {}), **ANY_OBJECT}
         moved = _moved(parameters, f"{place}/properties/{arguments}")
@@ -335,7 +344,7 @@ CALL_NUMBER = Pattern("[0-9]{1,3}")
 
 
 def _moved(schema: Any, place: str) -> Any:
-    """Return the schema with its references moved to another place of a document."""
+    """Return the schema with its references changed for its new `place` in a larger schema."""
     if isinstance(schema, Mapping):
         return {
             key: place + value.removeprefix("#")
@@ -346,7 +355,7 @@ def _moved(schema: Any, place: str) -> Any:
     return [_moved(item, place) for item in schema] if isinstance(schema, list) else schema
 
 
-TOOL_CALL = JsonTags(open=("<tool_call>",), close=("</tool_call>",), before="\n", behind="\n")
+TOOL_CALL = JsonTags(open=("<tool_call>",), close=("</tool_call>",), before="\n", after="\n")
 TOOL_CALLS = JsonTags(open=("<tool_calls>",), close=("</tool_calls>",), array=True)
 COMMAND = JsonTags(
     open=("<|START_ACTION|>",),
@@ -371,7 +380,7 @@ FORMATS = {
     "granite4": TOOL_CALL,
     "ernie45": TOOL_CALL,
     "longcat": JsonTags(
-        open=("<longcat_tool_call>",), close=("</longcat_tool_call>",), before="\n", behind="\n"
+        open=("<longcat_tool_call>",), close=("</longcat_tool_call>",), before="\n", after="\n"
     ),
     "granite": JsonTags(
         open=("<|tool_call|>", "<tool_call>"),

@@ -1,12 +1,13 @@
 """The markers of a format in one model's vocabulary.
 
-A marker can arrive in three ways:
+Generated tokens reach a parser as pieces of three types:
 
-- If the vocabulary has it as one token, it arrives as a `MarkerToken` and is recognised by its id
-  alone. The same letters spelt by other tokens are text.
-- If it is several ordinary tokens, `markers.Scanner` finds it in the text.
-- A special token that occurs in such a spelt-out marker arrives as a `MarkerPart`. It has text
-  inside a marker and none outside.
+- `MarkerToken`: a marker that the vocabulary has as one token. It is recognised by its id alone;
+  the same letters spelt by other tokens are text.
+- `str`: text. A marker that consists of several ordinary tokens is found in it by
+  `markers.Scanner`.
+- `MarkerPart`: a special token that is a part of such a spelt-out marker. It counts as text inside
+  a marker, and has no text elsewhere.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from gateway.text.markers import MarkerSet
 
 
 class MarkerToken(msgspec.Struct, frozen=True, gc=False):
-    """A marker of the active format that is one token."""
+    """A marker of the format that is one token of the vocabulary."""
 
     token_id: int
     text: str
 
 
 class MarkerPart(msgspec.Struct, frozen=True, gc=False):
-    """A special token that occurs in spelt-out markers. It has no text anywhere else."""
+    """A special token that is a part of spelt-out markers. It has no text anywhere else."""
 
     text: str
 
@@ -36,11 +37,11 @@ Piece = str | MarkerToken | MarkerPart
 
 
 class Lexicon:
-    """The markers of a format that are tokens of one vocabulary. Shared, as it only caches.
+    """The tokens of one vocabulary that matter to a format. Parsers share it; it only caches.
 
     tokens  token id -> marker
-    parts   token id -> text, for special tokens that occur in markers which are not tokens
-    pieces  token id -> the parser's input for it, for both
+    parts   token id -> text, for special tokens that are parts of spelt-out markers
+    pieces  token id -> the parser's input for it, for both kinds of token
     """
 
     def __init__(
@@ -59,7 +60,9 @@ class Lexicon:
         return marker in self._by_id
 
     def automaton(self, markers: tuple[str, ...]) -> MarkerSet | None:
-        """Return a matcher for the spelt-out ones of `markers`, or None if there are none."""
+        """Return a matcher for those of `markers` that are not tokens, or None if all are
+        tokens.
+        """
         if markers not in self._sets:
             spelt = [marker for marker in markers if marker not in self._by_id]
             self._sets[markers] = MarkerSet(spelt) if spelt else None
@@ -69,24 +72,25 @@ class Lexicon:
 # ---- markers with a suffix
 
 SUFFIXED = re.compile(r"<(?:tool_calls?|think)(:[^\s<>]+)>")
-"""A marker with a suffix that only the checkpoint's vocabulary has: `<tool_call:6124c78e>`."""
+"""A marker with a suffix, such as `<tool_call:6124c78e>`. Each checkpoint has a suffix of its own.
+"""
 
 
 def marker_suffix(vocabulary: Iterable[str]) -> str:
-    """Return the suffix of a vocabulary's markers with its colon, or "" if they have none."""
+    """Return the suffix of the markers in a vocabulary, with its colon, or "" if they have none."""
     return next((found[1] for token in vocabulary if (found := SUFFIXED.fullmatch(token))), "")
 
 
 def suffixed_markers(text: str) -> list[str]:
-    """Return the markers with a suffix in a text, such as a chat template."""
+    """Return the markers with a suffix that occur in a text such as a chat template."""
     return [found[0] for found in SUFFIXED.finditer(text)]
 
 
 def with_suffix(marker: str, vocabulary: Collection[str]) -> str:
     """Return `marker`, which ends with ">", as a checkpoint with this vocabulary writes it.
 
-    Most markers of such a checkpoint have the suffix. A marker that the vocabulary has only
-    without the suffix is written without it.
+    Most markers of such a checkpoint have the suffix. If the vocabulary has a marker without the
+    suffix only, the marker is written without it.
     """
     longer = marker.removesuffix(">") + marker_suffix(vocabulary) + ">"
     return marker if marker in vocabulary and longer not in vocabulary else longer

@@ -1,14 +1,16 @@
-"""Mistral's calls, of every version: an array of objects, or names with bare JSON arguments.
+"""Mistral's calls, of every version: an array of objects, or names followed by JSON arguments.
 
     [TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]
     [TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[CALL_ID]k3Xz0aB9c[ARGS]{}
 
-    choosing  after the marker: the next character decides which of the two it is
-    array     `json_tags` reads
-    named     `named_json` reads
+The states are:
 
-Ids are nine letters and digits, as Mistral's templates demand. The writer chooses the variant by
-the tokens of the vocabulary.
+    choosing  after the marker: the next character decides between the two variants
+    array     in the first variant, which a parser of `json_tags` reads
+    named     in the second variant, which a parser of `named_json` reads
+
+Call ids are nine letters and digits, because Mistral's templates accept no others. The grammar uses
+the second variant if the vocabulary has its marker as a token.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from protocol.grammar import Form
 
 
 class MistralState(FormatParserState):
-    """State of a `MistralParser`: the opening marker, and the blanks after it."""
+    """State of a `MistralParser`: the opening marker, and the blanks read after it."""
 
     at: str = "choosing"
     opener: str = ""
@@ -48,7 +50,7 @@ class MistralParser(CallParser):
         state: Mapping[str, Any] | None = None,
     ) -> None:
         own = dict(state or {})
-        self.ways: Mapping[str, CallParser] = {
+        self.variants: Mapping[str, CallParser] = {
             "array": syntax.array.call_parser(context, builder, own.pop("array", None)),
             "named": syntax.named.call_parser(context, builder, own.pop("named", None)),
         }
@@ -59,26 +61,26 @@ class MistralParser(CallParser):
 
     def state(self) -> dict[str, Any]:
         return super().state() | {
-            way: call_parser.state() for way, call_parser in self.ways.items()
+            name: call_parser.state() for name, call_parser in self.variants.items()
         }
 
     @property
     def is_between(self) -> bool:
-        return self.s.at in self.ways and self.ways[self.s.at].is_between
+        return self.s.at in self.variants and self.variants[self.s.at].is_between
 
     def on_open(self, marker: str) -> None:
         self.s.opener = marker
 
-    def _choose(self, way: str) -> None:
-        self.s.at = way
-        self.ways[way].open(self.s.opener)
-        self.ways[way].read("".join(self.s.blanks))
+    def _choose(self, variant: str) -> None:
+        self.s.at = variant
+        self.variants[variant].open(self.s.opener)
+        self.variants[variant].read("".join(self.s.blanks))
 
     def on_part(self, part: MarkerPart) -> str:
         return "" if self.s.at == "choosing" else self._read_on(part)
 
     def _read_on(self, piece: str | MarkerPart) -> str:
-        call_parser = self.ways[self.s.at]
+        call_parser = self.variants[self.s.at]
         rest = call_parser.read(piece)
         self.s.done = call_parser.s.done
         return rest
@@ -95,19 +97,19 @@ class MistralParser(CallParser):
     def on_stray(self, marker: str) -> None:
         if self.s.at == "choosing":
             self._choose("named")
-        call_parser = self.ways[self.s.at]
+        call_parser = self.variants[self.s.at]
         call_parser.read_token(marker)
         self.s.done = call_parser.s.done
 
     def on_end(self, complete: bool) -> None:
         if self.s.at == "choosing":
             self._choose("named")
-        call_parser = self.ways[self.s.at]
+        call_parser = self.variants[self.s.at]
         call_parser.end(complete)
 
 
 class Mistral(CallSyntax, frozen=True, kw_only=True):
-    """The two variants, `array` and `named`; both start with the same markers."""
+    """The two variants, `array` and `named`. Both start with the same markers."""
 
     PARSER = MistralParser
 

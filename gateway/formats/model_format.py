@@ -1,8 +1,9 @@
-"""The formats chosen for a model's answers, and where each answer starts.
+"""The formats of one model's answers, and how the answer to a given prompt is parsed.
 
-They are chosen once per model: by the operator's options or, with "auto", from the checkpoint's own
-`response_template`, or else from the chat template and the vocabulary. A guess is shown in the log
-and in /v1/models, so that a wrong one is noticed.
+The formats are chosen once per model. The operator's options name them. With "auto" they come from
+the checkpoint's own `response_template`, or else from the chat template and the vocabulary
+(`detect`). The log and /v1/models show the choice and its reason, so that an operator can notice a
+wrong guess.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from typing import Any
 
 import msgspec
 
-from gateway.formats.calls_grammar import frame_of
 from gateway.formats.detect import BAR, Detected, detect
+from gateway.formats.grammar_builder import AnswerFrame
 from gateway.formats.lexicon import suffixed_markers
-from gateway.formats.parser import AnswerFrame, AnswerSyntax, CallSyntax
-from gateway.formats.reasoning import NO_REASONING, ReasoningFormat, says_inside, start
+from gateway.formats.parser import AnswerSyntax, CallSyntax
+from gateway.formats.reasoning import NO_REASONING, ReasoningFormat, ends_inside, reasoning_start
 from gateway.formats.registry import BoundFormat, Format, bind, format_of, format_of_template
 from gateway.generation.reasoning_tokens import ThinkingMarks, thinking_marks
 from gateway.text.tokenizer import Tokenizer
@@ -29,26 +30,28 @@ from protocol.model_card import ModelCard
 AUTO, NONE = "auto", "none"
 TOOLS_OPTION, REASONING_OPTION = "--tool-format", "--reasoning-format"
 OWN = "hf"
-"""The format that the checkpoint itself describes."""
-TAUGHT = "hermes"
-"""The format that `prompt.tool_prompt` describes to the model."""
-_TEACHES = f"; so tools are described to the model in words, and calls read as {TAUGHT}"
+"""Name of the format that the checkpoint itself describes."""
+DESCRIBED = "hermes"
+"""Name of the format that `prompt.tool_prompt` describes to the model."""
+_WHY_DESCRIBED = f"; so prompts describe tools in words, and calls are parsed as {DESCRIBED}"
 TAIL_CHARS = 1 << 16
-"""How much of a prompt's end is examined: more than any turn that an answer continues."""
+"""Number of characters at a prompt's end that are examined. No turn that an answer continues is
+longer.
+"""
 
 
 class WrongOption(ValueError):
-    """The operator's option needs something that this model does not have."""
+    """An option requires something that this model does not have."""
 
 
 class AnswerStart(msgspec.Struct, frozen=True):
     """How the answers to one prompt are parsed. If `bound` is None, all text is content.
 
-    inside     the prompt has already opened the reasoning
-    closed     the prompt has closed it again, or there is none: the answer proper starts at once
-    marks      markers by which reasoning tokens are counted, if they can be
+    inside     whether the prompt has opened the reasoning and not closed it
+    closed     whether no reasoning can follow: the prompt has closed it, or the model has none
+    marks      markers by which reasoning tokens are counted, or None if they cannot be counted
     opener     the marker with which the prompt opened the reasoning; "" if unknown
-    answering  the prompt has opened the answer proper
+    answering  whether the prompt has opened the answer proper
     """
 
     bound: BoundFormat | None = None
@@ -60,10 +63,12 @@ class AnswerStart(msgspec.Struct, frozen=True):
 
     @property
     def thinking(self) -> Thinking | None:
-        """The reasoning that may come before an answer that a grammar describes."""
+        """Return the reasoning that may come before an answer with a grammar; None if none may
+        come.
+        """
         if self.bound is None or self.closed:
             return None
-        frame = frame_of(self.bound)
+        frame = self.bound.frame()
         if not frame.closes or not (frame.opens or self.inside):
             return None
         return Thinking(
@@ -75,10 +80,11 @@ class AnswerStart(msgspec.Struct, frozen=True):
     ) -> Grammar:
         """Return the grammar of an answer that calls no tools.
 
-        It is `body` with the markup that the model writes around content, unless the prompt has
-        already written that. With `calls` the answer may be those instead.
+        It is `body` inside the markup that the model writes around content. Markup that the prompt
+        has already written is left out. If `calls` is given, the answer may be calls instead of
+        `body`.
         """
-        frame = frame_of(self.bound) if self.bound else AnswerFrame()
+        frame = self.bound.frame() if self.bound else AnswerFrame()
         return Grammar(
             body=body,
             thinking=self.thinking,
@@ -89,12 +95,15 @@ class AnswerStart(msgspec.Struct, frozen=True):
         )
 
     def call_grammar(self, body: Body, budget: ThinkingBudget | None) -> Grammar:
-        """Return the grammar of an answer with calls, all of which `body` describes."""
+        """Return the grammar of an answer that consists of calls; `body` describes all of them."""
         return Grammar(body=body, thinking=self.thinking, budget=budget)
 
     def budget(self, field: str, most: int) -> ThinkingBudget | None:
-        """Return the limit of `most` tokens of reasoning that `field` of a request sets; None if
-        the answer has no reasoning. Raise InvalidRequest if no marker closes the reasoning."""
+        """Return a limit of `most` tokens of reasoning, or None if the answer has no reasoning.
+
+        `field` is the field of the request that sets the limit. Raise InvalidRequest, naming
+        `field`, if no marker closes the reasoning.
+        """
         format = self.bound.format if self.bound else Format()
         reasoning = format.reasoning
         if reasoning == NO_REASONING:
@@ -122,14 +131,15 @@ class AnswerStart(msgspec.Struct, frozen=True):
 class ModelOutputFormat:
     """The formats of one model's answers.
 
-    tools, reasoning  names in docs/formats.md; None: this model's answers have none
-    why               the reason, in words for the operator
-    teachable         the model's chat template has no place for tools, so a prompt can describe
-                      them
+    tools, reasoning  names from docs/formats.md; None: this model's answers have no calls or no
+                      reasoning
+    why               the reason for the choice, in words for the operator
+    teachable         whether the model's chat template has no place for tools, so that a prompt may
+                      describe them in words
 
     Raises ValueError, listing the known names, if a name is unknown. Raises WrongOption if the
-    checkpoint's own format is requested and there is none that can be used, or if a format is
-    requested whose markers this model cannot write.
+    checkpoint's own format is requested but missing or not supported, or if this model cannot write
+    the markers of a requested format.
     """
 
     def __init__(
@@ -144,7 +154,7 @@ class ModelOutputFormat:
         added = tokenizer.added_tokens.values()
         found = detect(_templates_of(card), tokenizer.token_id, added)
         if teachable and not found.written:
-            found = msgspec.structs.replace(found, tools=TAUGHT, why=found.why + _TEACHES)
+            found = msgspec.structs.replace(found, tools=DESCRIBED, why=found.why + _WHY_DESCRIBED)
         own, self.why = _own_format(card, tools, reasoning, teachable)
         if own is not None:
             format = own
@@ -162,39 +172,39 @@ class ModelOutputFormat:
         self._formats = {True: format, False: _without_calls(format)}
         self._bound: dict[Format, BoundFormat] = {}
 
-    def begin(self, prompt: str, kwargs: Mapping[str, Any], *, calls: bool) -> AnswerStart:
+    def answer_start(self, prompt: str, kwargs: Mapping[str, Any], *, calls: bool) -> AnswerStart:
         """Return how the answers to `prompt` are parsed.
 
         kwargs  the effective template kwargs with which `prompt` was rendered
-        calls   the answer is searched for tool calls
+        calls   whether tool calls are searched for in the answer
         """
         format = self._formats[calls]
         opener, inside, closed = "", False, not _frames_content(format)
         if format.reasoning is not None:
             tail = prompt[-TAIL_CHARS:]
-            begun = start(format.reasoning, tail, kwargs)
-            inside = begun.inside
+            reasoning = reasoning_start(format.reasoning, tail, kwargs)
+            inside = reasoning.inside
             opener = _opened_by(tail, format.reasoning) if inside else ""
-            closed = not inside and says_inside(tail, format.reasoning) is False
-            format = msgspec.structs.replace(format, reasoning=begun.format)
+            closed = not inside and ends_inside(tail, format.reasoning) is False
+            format = msgspec.structs.replace(format, reasoning=reasoning.format)
         if not format.markers() and format.tools is None and format.reasoning is None:
             return AnswerStart()
         bound = self._bind(format)
-        before = frame_of(bound).before.rstrip("\n")
+        before = bound.frame().before.rstrip("\n")
         answering = bool(before) and prompt.rstrip("\n").endswith(before)
         closed = closed or answering
         return AnswerStart(bound, inside, closed, thinking_marks(bound), opener, answering)
 
-    def ending(self, begun: AnswerStart) -> str:
-        """Return a short end of a prompt for which `begin` returns the same as `begun`."""
+    def prompt_ending(self, start: AnswerStart) -> str:
+        """Return a short text that, as a prompt's end, makes `answer_start` return `start`."""
         reasoning = self._formats[True].reasoning
         if reasoning is None:
             return ""
-        markers = reasoning.open if begun.inside else reasoning.close if begun.closed else ()
+        markers = reasoning.open if start.inside else reasoning.close if start.closed else ()
         return markers[0] if markers else ""
 
     def _bind(self, format: Format) -> BoundFormat:
-        """Bind the format to the vocabulary, cached: one model is parsed in only a few ways."""
+        """Return the format bound to the vocabulary. The few formats of one model are cached."""
         if format not in self._bound:
             self._bound[format] = bind(format, self._tokenizer)
         return self._bound[format]
@@ -207,13 +217,13 @@ def _templates_of(card: ModelCard) -> str | None:
 
 
 def _opened_by(prompt_tail: str, format: ReasoningFormat) -> str:
-    """Return the last marker of the prompt that opens a block, or ""."""
+    """Return the marker in `prompt_tail` that opened the last block of reasoning, or ""."""
     places = [(prompt_tail.rfind(marker), marker) for marker in format.open]
     return max([place for place in places if place[0] >= 0], default=(-1, ""))[1]
 
 
 def _calls_that_end(format: Format) -> tuple[str, ...]:
-    """Return the markers of calls that also end a block of reasoning."""
+    """Return the openers of calls if they also end a block of reasoning, else nothing."""
     ends = format.reasoning is not None and format.reasoning.calls_end_it
     return format.tools.openers() if ends and isinstance(format.tools, CallSyntax) else ()
 
@@ -224,22 +234,22 @@ def check_names(tools: str, reasoning: str) -> None:
         format_of(_chosen(tools, None), _chosen(reasoning, None))
     elif not {tools, reasoning} <= {OWN, AUTO}:
         raise ValueError(
-            f"{_option(tools)} {OWN} reads calls and reasoning together, as the checkpoint "
+            f"{_option(tools)} {OWN} covers calls and reasoning together, as the checkpoint "
             f"describes them; the other option must be {OWN} or {AUTO}"
         )
 
 
 def _option(tools: str) -> str:
-    """Return the option that requests the checkpoint's own format."""
+    """Return the name of the option that requests the checkpoint's own format."""
     return TOOLS_OPTION if tools == OWN else REASONING_OPTION
 
 
 def _own_format(
     card: ModelCard, tools: str, reasoning: str, teachable: bool
 ) -> tuple[Format | None, str]:
-    """Return the checkpoint's own format, if it is used, and the reason.
+    """Return (the checkpoint's own format or None, the reason).
 
-    Raise WrongOption if it is requested and cannot be used.
+    Raise WrongOption if an option requests this format and it cannot be used.
     """
     asked = f"{_option(tools)} {OWN}" if OWN in (tools, reasoning) else ""
     remedy = _remedy(_option(tools))
@@ -259,7 +269,10 @@ def _own_format(
     if (tools, reasoning) != (AUTO, AUTO):
         return None, "; the checkpoint's response_template is not used, as the options say"
     if teachable:
-        return None, "; the checkpoint's response_template is not used, as the model is taught"
+        return (
+            None,
+            "; the checkpoint's response_template is not used, as prompts describe the tools",
+        )
     return own, f"tool calls and reasoning: {OWN}, as the checkpoint has a response_template"
 
 
@@ -285,16 +298,18 @@ def _why(tools: str, reasoning: str, found: Detected) -> str:
 
 
 _CONTROL_TOKEN = re.compile(rf"<[|{BAR}].*>|\[[A-Z_]+\]")
-"""A marker of this shape is one token in every model that writes it, or made of such tokens."""
+"""Shape of markers that are one token, or consist of special tokens, in every model that writes
+them.
+"""
 _MIN_PART_CHARS = 3
-"""A shorter token is not evidence for a marker that contains it."""
+"""Shortest token whose occurrence in a marker shows that the model has the marker."""
 
 
 def _check_markers(
     format: Format, tools: str, reasoning: str, card: ModelCard, tokenizer: Tokenizer
 ) -> None:
-    """Raise WrongOption if an option names a format that can begin only with a control token, and
-    the model has no such token.
+    """Raise WrongOption if an option names a format that always starts with a control token, and
+    the model lacks that token.
 
     Other markers (`<tool_call>`) are not checked: a model may write them as ordinary text.
     """
@@ -312,7 +327,7 @@ def _check_markers(
 
 
 def _calls_begin(format: Format) -> tuple[str, ...]:
-    """Return the markers of which one begins a call; none if a call may begin without a marker."""
+    """Return the markers that start a call; none if a call may start without a marker."""
     if isinstance(format.tools, AnswerSyntax):
         return tuple(filter(_CONTROL_TOKEN.fullmatch, format.tools.markers()))
     if format.tools is None or format.tools.start_openers():
@@ -321,7 +336,9 @@ def _calls_begin(format: Format) -> tuple[str, ...]:
 
 
 def _is_known(marker: str, template: str, tokenizer: Tokenizer) -> bool:
-    """Whether the model has the marker as a token, or made of tokens, or in its template."""
+    """Return whether the model's template has the marker, or its vocabulary has it as one token or
+    has a token that is a part of it.
+    """
     if marker in template or tokenizer.token_id(marker) is not None:
         return True
     added = tokenizer.added_tokens.values()
@@ -329,9 +346,9 @@ def _is_known(marker: str, template: str, tokenizer: Tokenizer) -> bool:
 
 
 def _without_calls(format: Format) -> Format:
-    """Return the format for an answer in which nothing is a call.
+    """Return the format with which answers are parsed if nothing in them is a call.
 
-    A syntax that covers the whole answer is still needed.
+    A syntax that covers the whole answer stays, because it also separates content from reasoning.
     """
     if isinstance(format.tools, AnswerSyntax):
         return format

@@ -1,22 +1,24 @@
-"""Calls whose name stands between markers, followed by bare JSON arguments.
+"""Calls whose name stands between markers, followed by JSON arguments.
 
     <|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>
     {"a": 1}<|tool_call_end|><|tool_calls_section_end|>
 
-    between    in the group, no call is open
-    kind       the call's kind, which has no meaning (`function`)
-    name       its name
-    id         its id
+The states are:
+
+    between    in the group, outside of calls
+    kind       in the call's kind, which has no meaning (`function`)
+    name       in its name
+    id         in its id
     opened     before the arguments' JSON
     arguments  in the arguments
-    closing    the arguments are complete; the rest of the call is markup
-    broken     the arguments are not JSON; up to the next marker they are emitted unchanged
-    spilt      unexpected text; up to the next marker it is content
+    closing    after the arguments; the rest of the call is markup
+    broken     in arguments that are not JSON, which are emitted unchanged up to the next marker
+    spilt      in unexpected text, which is content up to the next marker
 
-A call ends with its JSON. If no arguments follow a name, all of it is content.
+A call ends with its JSON. If no arguments follow a name, name and markers are content.
 
-PLaMo 3 writes the same between markers of its own. In its vocabulary these markers are several
-tokens each, of which some are special (`:plamo|>`):
+PLaMo 3 uses this syntax with markers of its own. In its vocabulary each of these markers is several
+tokens, and some of the tokens are special (`:plamo|>`). Without the line breaks, a call is:
 
     <|plamo:begin_tool_requests:plamo|>
     <|plamo:begin_tool_request:plamo|>
@@ -26,7 +28,7 @@ tokens each, of which some are special (`:plamo|>`):
     <|plamo:end_tool_request:plamo|>
     <|plamo:end_tool_requests:plamo|>
 
-(Without the line breaks.) Source for PLaMo 3: vLLM's published parser.
+Source for PLaMo 3: vLLM's published parser.
 """
 
 from __future__ import annotations
@@ -39,18 +41,19 @@ import msgspec
 from gateway.formats.event_builder import BLANKS, DeclaredTool
 from gateway.formats.events import Event
 from gateway.formats.grammar_builder import GrammarBuilder, optional, sequence
-from gateway.formats.json_scanner import PLAIN, SPACE, JsonExtent
+from gateway.formats.json_call import JsonExtent
+from gateway.formats.json_scanner import PLAIN, SPACE
 from gateway.formats.parser import CallParser, CallParserState, CallSyntax, Moves
 from gateway.text.markers import match_end
 from protocol.grammar import Form, Pattern
 
 OPEN_ENDS = ("\n", "{")
-"""Ordinary text that may end a name. The brace starts the arguments as well."""
+"""Ordinary text that may end a name. The brace is also the start of the arguments."""
 
 ID_CHARS = 9
-"""Letters and digits of an id that Mistral's templates accept."""
+"""Number of letters and digits in an id, as Mistral's templates require."""
 MAX_NAME_CHARS = 512
-"""Longer text is not a name, so no more than this is held back."""
+"""Most characters of a name that are held back. A longer text is not a name."""
 
 WORD = re.compile(r"\s*+[^\s<>{}\[\]()\"'`,;]*+\s*+")
 
@@ -61,7 +64,7 @@ class NamedJsonState(CallParserState):
     name   the name so far
     id     the id so far
     value  position in the arguments
-    whole  a group of calls has been opened, so there may be several
+    whole  whether a marker has opened a group, so that several calls may follow
     """
 
     at: str = "between"
@@ -114,7 +117,9 @@ class NamedJsonParser(CallParser):
         return self.builder.fast_arguments(text) if in_string and PLAIN.fullmatch(text) else None
 
     def _in_head(self, text: str) -> str:
-        """Read kind, name or id, which are words. Any other text means that this is not a call."""
+        """Read a kind, a name or an id, which are words. Any other text shows that this is not a
+        call.
+        """
         s = self.s
         so_far = s.id if s.at == "id" else s.name
         word = WORD.match((so_far + text)[:MAX_NAME_CHARS])
@@ -131,7 +136,9 @@ class NamedJsonParser(CallParser):
         return text[read:]
 
     def _before_arguments(self, text: str) -> str:
-        """Skip blanks where only the arguments, or another call, are expected."""
+        """Skip blanks before the arguments or before another call. Handle other text, and return
+        it.
+        """
         s = self.s
         text = text[match_end(SPACE, text) :]
         if not text:
@@ -210,7 +217,7 @@ class NamedJsonParser(CallParser):
         self.builder.start_call(name, call_id or None)
 
     def _call_ended(self, marker: str) -> None:
-        """Handle a marker that ends the call, whichever part of it has been read."""
+        """Handle a marker that ends the call, in any state of the call."""
         s = self.s
         if s.at in ("name", "id") and s.name.strip(BLANKS):
             self._start_call()
@@ -237,33 +244,34 @@ class NamedJsonParser(CallParser):
 
 
 class NamedJson(CallSyntax, frozen=True, kw_only=True):
-    """Markers and options of a named-JSON syntax."""
+    """Markers and options of one variant of this syntax."""
 
     PARSER = NamedJsonParser
 
-    #: Start a group of calls; a call may also stand alone.
+    #: Markers that start a group of calls; a call may also stand alone.
     section_open: tuple[str, ...] = ()
-    #: End the group.
+    #: Markers that end the group.
     section_close: tuple[str, ...] = ()
-    #: Start a call.
+    #: Markers that start a call.
     call_open: tuple[str, ...]
-    #: Stand between the call's kind and its name; if empty, there is no kind.
+    #: Markers between the call's kind and its name. If empty, there is no kind.
     kind_end: tuple[str, ...] = ()
-    #: Stand between the name and the call's id.
+    #: Markers between the name and the call's id.
     id_begin: tuple[str, ...] = ()
-    #: Stand between the name (or id) and the arguments; if two match at one place, the first wins.
+    #: Markers between the name (or id) and the arguments. If two match at one place, the first in
+    #: this list wins.
     name_end: tuple[str, ...]
-    #: End a call.
+    #: Markers that end a call.
     call_close: tuple[str, ...] = ()
-    #: May stand around the arguments, without a meaning.
+    #: Text that may stand before and after the arguments, and has no meaning.
     fence: tuple[str, ...] = ()
-    #: The name is written as `functions.NAME:INDEX`, which is the call's id as well.
+    #: Whether the name is written as `functions.NAME:INDEX`, which is also the call's id.
     name_is_id: bool = False
-    #: The kind that models write. Only the writer uses it.
+    #: The kind that models write. Only the grammar uses it.
     kind: str = ""
-    #: Text between a fence and the arguments. Only the writer uses it.
+    #: Text between a fence and the arguments. Only the grammar uses it.
     fenced: str = ""
-    #: Text between two calls of a group. Only the writer uses it.
+    #: Text between two calls of a group. Only the grammar uses it.
     between: str = ""
 
     def markers(self) -> tuple[str, ...]:
@@ -291,7 +299,7 @@ class NamedJson(CallSyntax, frozen=True, kw_only=True):
         return sequence(grammar.several(sequence(first, call), self.between), end)
 
     def _write_call(self, tool: DeclaredTool, grammar: GrammarBuilder) -> Form:
-        """Write everything after the marker that starts a call."""
+        """Return the grammar of a call after the marker that starts it."""
         call_id: Form | str = ""
         if self.id_begin and grammar.lexicon.is_token(self.id_begin[0]):
             call_id = optional(sequence(self.id_begin[0], CALL_ID_FORM))
@@ -304,7 +312,7 @@ class NamedJson(CallSyntax, frozen=True, kw_only=True):
         )
 
     def write_arguments(self, tool: DeclaredTool, grammar: GrammarBuilder) -> Form:
-        """Write everything after the name, up to the end of the call."""
+        """Return the grammar of a call after its name, up to the end of the call."""
         before, behind = self.fence or ("", "")
         end = self.fenced + behind + _first(self.call_close)
         return sequence(before + self.fenced, grammar.arguments(tool), end)
@@ -316,7 +324,7 @@ def _first(markers: Sequence[str]) -> str:
 
 CALL_ID_FORM = Pattern(f"[a-zA-Z0-9]{{{ID_CHARS}}}")
 CALL_INDEX = Pattern("0|[1-9][0-9]{0,3}")
-"""Index of a call in its conversation: the model continues the count of earlier answers."""
+"""Index of a call in its conversation. The model continues the count of earlier answers."""
 
 
 def plamo_begin(region: str) -> str:
@@ -328,7 +336,7 @@ def plamo_end(region: str) -> str:
 
 
 def _bars(words: str) -> str:
-    """Return DeepSeek's marker, which has full-width bars."""
+    """Return a DeepSeek marker with these words. Its bars are full-width characters."""
     return f"<\uff5c{words}\uff5c>"
 
 

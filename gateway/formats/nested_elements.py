@@ -1,4 +1,4 @@
-"""Calls whose arguments are elements named after them, which may nest.
+"""Calls whose arguments are XML-like elements, named after the arguments, which may nest.
 
     ]<]minimax[>[<tool_call>
     ]<]minimax[>[<invoke name="f">]<]minimax[>[<city>Oslo]<]minimax[>[</city>
@@ -6,23 +6,25 @@
     ]<]minimax[>[</invoke>
     ]<]minimax[>[</tool_call>
 
+The states are:
+
     outside  in the group, between calls
     call     in a call, between its arguments
     value    in an argument
-    tag      after the mark of a tag, up to its `>`
-    broken   not a call; up to the closing tag it is content
+    tag      after the mark of a tag, up to the tag's `>`
+    broken   in text that is not a call, which is content up to the closing tag
 
-A tag counts only after the mark, so text may contain any tag without it. A value without elements
-is typed by the schema (`typed_value`), and a string is emitted as it comes. Elements in a value are
-an array if the schema says so, or if all of them are called `item`; otherwise they are an object,
-in which a repeated name makes a list. Text between elements is dropped. A value without a schema
-has the type that its text has in JSON; it is emitted when complete. If the schema says string, only
-the argument's own closing tag ends it; otherwise any closing tag ends the innermost element,
-whatever its name.
+A mark (`]<]minimax[>[`) precedes every tag, so text may contain any tag without a mark. A value
+without elements is typed by the schema (`argument_types`), and a string is emitted as it arrives. A
+value with elements is an array if the schema says so, or if all elements are called `item`.
+Otherwise it is an object, in which a repeated name makes a list. Text between elements is dropped.
+A value without a schema has the type that its text has in JSON, and is emitted when complete. If
+the schema allows only a string, only the argument's own closing tag ends the value. Otherwise any
+closing tag ends the innermost element, whatever its name.
 
-In the grammar, a string ends where the next tag starts. Elements in a value are declared members,
-each at most once, or the items of an array. If a name is undeclared, its value may be anything,
-because a repeated name makes a list of both values.
+In the grammar, a string ends where the next tag starts. Elements in a value are the items of an
+array, or declared members, each at most once. The value of an undeclared name must be allowed to be
+anything, because a repeated name makes a list of both values.
 
 Source: MiniMax-M3's chat template.
 """
@@ -66,7 +68,7 @@ INVOKE = re.compile(r"invoke\s+name=[\"']?([^\"'<>]+?)[\"']?\s*")
 
 
 class Element(msgspec.Struct):
-    """An open element of a value. `children` are (name, JSON) of the complete ones."""
+    """An open element of a value. `children` are (name, JSON) of its complete child elements."""
 
     name: str
     schema: Any = None
@@ -78,8 +80,8 @@ class NestedElementsState(TypedCallState):
     """State of a `NestedElementsParser`.
 
     before  the state before the current tag
-    tag     text of the current tag so far
-    plain   the current argument is certainly a string, and is emitted as it comes
+    tag     the current tag so far, without its mark
+    plain   whether the current argument is certainly a string, which is emitted as it arrives
     stack   the open elements, the argument itself first
     """
 
@@ -135,7 +137,7 @@ class NestedElementsParser(TypedCallParser):
     }
 
     def _no_tag(self) -> None:
-        """Handle a mark without a known tag after it: it is text."""
+        """Handle a mark that no known tag follows: the mark is text."""
         s = self.s
         s.at = s.before
         text = self.syntax.mark + s.tag
@@ -152,24 +154,24 @@ class NestedElementsParser(TypedCallParser):
             s.at = "broken"
 
     def _tag(self, tag: str) -> bool:
-        """Handle the tag after the mark. Return whether it has a meaning here."""
+        """Handle the tag after a mark. Return whether the tag has a meaning in this state."""
         s = self.s
         match s.at:
             case "value":
                 return self._tag_in_value(tag)
             case "call" if tag == "/invoke":
                 self.end_call("outside")
-            case "call" if tag != "/" + self.syntax.stretch:
+            case "call" if tag != "/" + self.syntax.group:
                 return self._begin_argument(tag)
-            case _ if tag == "/" + self.syntax.stretch:
-                self._end_stretch()
+            case _ if tag == "/" + self.syntax.group:
+                self._end_group()
             case "outside" | "broken" if found := INVOKE.fullmatch(tag):
                 self.start_call(found[1])
             case _:
                 return False
         return True
 
-    def _end_stretch(self) -> None:
+    def _end_group(self) -> None:
         s = self.s
         if self.builder.is_open:
             self.end_call("outside")
@@ -189,7 +191,7 @@ class NestedElementsParser(TypedCallParser):
         s.stack = [Element(key, self.schema_of(key))]
         s.at = "value"
         if s.plain:
-            s.arguments.begin(key, kinds, self.builder)
+            s.arguments.start(key, kinds, self.builder)
         return True
 
     def _tag_in_value(self, tag: str) -> bool:
@@ -201,7 +203,7 @@ class NestedElementsParser(TypedCallParser):
         if s.plain or not tag or len(s.stack) >= MAX_DEPTH:
             return False
         if tag.startswith("/"):
-            ours = tag in ("/invoke", "/" + self.syntax.stretch)
+            ours = tag in ("/invoke", "/" + self.syntax.group)
             if not ours:
                 self._end_element()
             return not ours
@@ -231,7 +233,9 @@ class NestedElementsParser(TypedCallParser):
 
 
 def child_schema(schema: Any, name: str, root: Mapping[str, Any] | None) -> Any:
-    """Return the schema of an element in a value."""
+    """Return the schema of the element `name` inside a value with `schema`, or None if it
+    has none.
+    """
     schema = resolved(schema, root)
     if not isinstance(schema, Mapping):
         return None
@@ -245,6 +249,7 @@ def child_schema(schema: Any, name: str, root: Mapping[str, Any] | None) -> Any:
 
 
 def element_json(element: Element, root: Mapping[str, Any] | None, *, is_nested: bool) -> str:
+    """Return the JSON of a complete element."""
     kinds = kinds_of(element.schema, root)
     if element.children:
         names = {name for name, _ in element.children}
@@ -273,25 +278,27 @@ def _member(name: str, values: list[str]) -> str:
 
 
 class NestedElements(CallSyntax, frozen=True, kw_only=True):
-    """Markup of this syntax: `mark` stands before every tag, `stretch` is the element around all
-    calls.
+    """Markup of this syntax.
+
+    mark   stands before every tag
+    group  name of the element around all calls
     """
 
     PARSER = NestedElementsParser
 
     mark: str
-    stretch: str = "tool_call"
+    group: str = "tool_call"
 
     def markers(self) -> tuple[str, ...]:
         return ()  # its tags are spelt out after the mark
 
     def openers(self) -> tuple[str, ...]:
-        return (f"{self.mark}<{self.stretch}>",)
+        return (f"{self.mark}<{self.group}>",)
 
     def write_calls(self, opener: str, grammar: GrammarBuilder) -> Form:
         call = grammar.call_rule(lambda tool: self._write_call(tool, grammar))
         begun = sequence('<invoke name="', call, "\n", self.mark)
-        return sequence("\n", self.mark, grammar.several(begun), f"</{self.stretch}>")
+        return sequence("\n", self.mark, grammar.several(begun), f"</{self.group}>")
 
     def _write_call(self, tool: DeclaredTool, grammar: GrammarBuilder) -> Form:
         if not INVOKE.fullmatch(f'invoke name="{tool.name}"'):
@@ -306,16 +313,16 @@ MAX_UNKNOWN_DEPTH = 3
 
 
 class _ElementWriter:
-    """Writes the elements of one tool's arguments.
+    """Writes the grammar of the elements in one tool's arguments.
 
-    A mark is written before each tag. So the content of an element ends with a mark, and a mark
-    follows every element, for the next tag. The alternatives after the mark then differ in their
-    first characters.
+    A form includes the mark of the tag that follows it. So the content of an element ends with a
+    mark, and so does every element. Alternatives after a mark then differ in their first
+    characters.
     """
 
     def __init__(self, syntax: NestedElements, tool: DeclaredTool, grammar: GrammarBuilder) -> None:
         mark = self.mark = syntax.mark
-        name = _any_name(("invoke", syntax.stretch))
+        name = _any_name(("invoke", syntax.group))
         self.opening, self.closing = Pattern(f"<{name}>"), Pattern(f"</{name}>")
         self.schemas = Schemas(tool)
         self.grammar = grammar
@@ -324,6 +331,9 @@ class _ElementWriter:
         self._names: dict[str, str] = {}
 
     def argument(self, key: str | None, schema: Any, path: str) -> Form | None:
+        """Return the form of one argument, or None if its name cannot be written. The key None
+        stands for any undeclared name.
+        """
         root = self.schemas.root
         if key is None:
             self._must_be_free(schema, path)
@@ -332,8 +342,8 @@ class _ElementWriter:
         return None if element is None else sequence(element, self.mark)
 
     def element(self, name: str, schema: Any, seen: Any, path: str) -> Form | None:
-        """Write an element with its tags; None if it cannot be written. `seen` is the schema
-        that the parser finds.
+        """Return the form of an element with its tags, or None if its name cannot be written.
+        `seen` is the schema that the parser uses for the element.
         """
         if not _is_tag(name):
             return None
@@ -350,7 +360,7 @@ class _ElementWriter:
     # ---- elements of any name
 
     def _anything(self, depth: int = MAX_UNKNOWN_DEPTH) -> Form:
-        """Write text, or elements each followed by text without a meaning."""
+        """Return the form of any text, with elements in it up to `depth`."""
         text = Until(self.mark)
         if depth == 0:
             return text
@@ -361,8 +371,8 @@ class _ElementWriter:
         return sequence(self.opening, self._anything(), self.closing)
 
     def _must_be_free(self, schema: Any, path: str) -> None:
-        """Refuse a limited schema for undeclared names: a repeated name makes a list of the
-        values.
+        """Refuse a schema with limits for undeclared names, because a repeated name makes a list of
+        the values.
         """
         if not anything(self.schemas.cases(schema, path)):
             self.schemas.refuse(path, "additionalProperties")
@@ -372,6 +382,7 @@ class _ElementWriter:
     def _mixed(
         self, cases: Sequence[SchemaCase], kinds: Sequence[str], seen: Any, path: str
     ) -> Form:
+        """Return the form of a value that may be an array or an object, and possibly a scalar."""
         self.plain.check_kinds(cases, kinds, path)
         found = {case.kind for case in cases}
         if found >= set(CONTAINERS):
@@ -384,14 +395,14 @@ class _ElementWriter:
             return sequence(self.mark, children)
         strings = [case for case in scalars if case.kind == "string"]
         text = self.plain.of(scalars, kinds, path, signs("{[("))
-        if any(case.free for case in strings):  # it may be empty; before elements, text is dropped
+        if any(case.free for case in strings):  # it may be empty: text before elements is dropped
             return sequence(text, optional(children))
         if any(case.values is None or "" in case.values for case in strings):
             self.schemas.refuse(path, "string", "cannot be limited beside objects and arrays")
         return either((text, sequence(self.mark, children)))
 
     def _container(self, case: SchemaCase, seen: Any, path: str, empty: bool) -> Form:
-        """Write the elements of a container, with a mark after each."""
+        """Return the form of the elements in an array or object, with a mark after each."""
         if case.values is not None:
             self.schemas.refuse(path, "enum", "cannot be enforced for objects and arrays")
         key = f"{case.key()} {empty} {seen!r}"
@@ -438,7 +449,7 @@ class _ElementWriter:
     def _at_least_one(self, members: Sequence[Form], path: str) -> Form:
         """Return the form of an object with at least one of `members`.
 
-        An object without members would be read back as a string, which the schema also allows.
+        An object without members would be read as a string, which the schema allows as well.
         """
         if not members:
             problem = "must not be empty: an object without members would be read as a string"
@@ -452,8 +463,8 @@ def _is_tag(name: str) -> bool:
 
 
 def _any_name(taken: Sequence[str]) -> str:
-    """Return a pattern of element names that start with none of `taken`, whose first letters
-    differ.
+    """Return a pattern of element names that start with none of `taken`. The names in `taken` must
+    differ in their first letters.
     """
     firsts = "".join(word[0] for word in taken)
     ways = [rf"[^\s<>/{firsts}][^\s<>]{{0,63}}"]

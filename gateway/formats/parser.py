@@ -1,12 +1,12 @@
-"""Base of all format parsers: pieces in, events out, with states and markers as tables.
+"""Base of all format parsers: pieces of output go in, events come out.
 
-A parser is in one state at a time. In each state it looks for the markers that its table lists for
-that state, and calls `on_text` and `on_marker` in the order of the text. How the text was cut into
-pieces never changes the events. Text is passed on as soon as it can no longer be part of a marker.
-Parsers never call the tokenizer: `lexicon` says how markers arrive.
+A parser is a state machine, described by tables. In each state it searches for the markers that the
+table lists for that state. It calls `on_text` and `on_marker` in the order of the text. The events
+do not depend on how the text was cut into pieces. Text is passed on as soon as it can no longer be
+part of a marker. Parsers never call the tokenizer; `lexicon` describes how markers arrive.
 
-All that a parser remembers is one struct of plain data, its `State`. So it can be serialised
-between two pieces, and another process can continue.
+All that a parser remembers is one struct of plain data, its `State`. It can be serialised between
+two pieces, so that another process can continue.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import msgspec
 
 from gateway.formats.event_builder import BLANKS, DeclaredTool, EventBuilder, new_call_id
 from gateway.formats.events import Event
-from gateway.formats.grammar_builder import GrammarBuilder
+from gateway.formats.grammar_builder import AnswerFrame, GrammarBuilder
 from gateway.formats.lexicon import Lexicon, MarkerPart, MarkerToken, Piece
 from gateway.text.markers import Scanner, ScannerState
 from protocol.grammar import Form
@@ -28,17 +28,18 @@ from protocol.grammar import Form
 NOTHING = ScannerState("")
 
 BLOCK_CHARS = 4096
-"""Text is read in blocks of at most this many characters. The text after a marker is copied, so
-without blocks a long text full of markers would take quadratic time.
+"""Text is read in blocks of at most this many characters. Reading a marker copies the rest of its
+block. Without blocks, a long text full of markers would take quadratic time.
 """
 
 
 class ParserContext(msgspec.Struct, frozen=True):
     """Constants that the parsers of one request share.
 
-    tools   tools of the request; None: unknown, so any name is accepted
-    new_id  makes an id for a call whose format brings none
-    calls_or_text  the answer is calls or text, never both: nothing in a text is a call
+    tools          tools of the request; None: unknown, so any name is accepted
+    new_id         makes an id for a call to which the model gave none
+    calls_or_text  whether the answer is either calls or text, never both; nothing in a text is then
+                   a call
     """
 
     lexicon: Lexicon
@@ -47,16 +48,17 @@ class ParserContext(msgspec.Struct, frozen=True):
     calls_or_text: bool = False
 
     def event_builder(self, state: Mapping[str, Any] | None = None) -> EventBuilder:
-        """Return a fresh builder for one choice, or one that continues from `state`."""
+        """Return a new builder for one choice, or one that continues from `state`."""
         return EventBuilder(self.tools, self.new_id, state)
 
 
 class FormatParserState(msgspec.Struct):
     """Base of every parser's state: mutable plain data.
 
-    at    current state; a subclass sets the first one as the default
-    held  text that may be the beginning of a marker; the scanner keeps it while the parser runs
-    done  the parser has ended, and the text that follows is not its to read
+    at    name of the current state; a subclass sets the first one as the default
+    held  text that may be the start of a marker; while the parser runs, its scanner stores this
+          text
+    done  whether the parser has ended; text that follows belongs to its caller
     """
 
     at: str = ""
@@ -65,31 +67,31 @@ class FormatParserState(msgspec.Struct):
 
 
 TextReader = Callable[[Any, str], str | None]
-"""(parser, text) -> the text that it did not read, if any."""
+"""Method of a parser that handles text. It returns the text that it did not read, if there is any.
+"""
 
 Moves = Mapping[str, Sequence[tuple[Sequence[str], Callable[[str], None]]]]
-"""State -> rows of (markers, the parser's method that handles them)."""
+"""State -> rows of (markers, the method that handles these markers)."""
 
 
 class FormatParser(ABC):
-    """Base of all parsers. A subclass defines:
+    """Base of all parsers. Events go to its `builder`.
 
-    State        its state, a struct derived from FormatParserState
-    moves()      state -> rows of (markers, the method that handles them), in order of precedence;
-                 states without markers may be left out
-    UNSCANNED    states whose text is passed on without a search (a JSON value whose end is found
-                 by its scanner); markers that are tokens are recognised there all the same
-    TEXT         state -> the method that handles text that is certainly outside markers; in other
-                 states text is dropped. It returns the part that it did not read (None: nothing),
-                 which is read next in the state that it is in then. It must read some text, change
-                 the state or be done
-    on_marker    handles a marker of this state, by its row
-    on_part      handles a `MarkerPart` in a state whose text is not searched; by default it has no
-                 text there. Returns the part that it did not read
-    on_stray     handles a marker token that is not in this state's table; by default it is dropped
-    on_end       handles the end. `complete`: the model ended by itself and was not cut off
+    A subclass defines:
 
-    Events go to its `builder`.
+    State      its state, a struct derived from FormatParserState
+    moves()    returns state -> rows of (markers, the method that handles them). An earlier row
+               wins. States without markers may be left out
+    UNSCANNED  states in which text is not searched for markers, such as a JSON value whose end a
+               scanner finds. Markers that are tokens are recognised there all the same
+    TEXT       state -> the method that handles text outside markers; without one, text is dropped.
+               The method returns the text that it did not read, or None. That text is read next, in
+               the state that is then current, so the method must read some text, change the state
+               or set `done`
+    on_part    handles a `MarkerPart` in a state without a search, and returns the text that it did
+               not read. By default the part has no text
+    on_stray   handles a marker token that the table does not list for this state
+    on_end     handles the end. `complete` is true if the model ended by itself and was not cut off
     """
 
     State: ClassVar[type[FormatParserState]]
@@ -106,12 +108,12 @@ class FormatParser(ABC):
         self._handlers: dict[str, dict[str, Callable[[FormatParser, str], None]]] = {}
         for at, rows in self.moves().items():
             found = [
-                (marker, cast(MethodType, handler).__func__)  # bound, it would make a cycle
+                (marker, cast(MethodType, handler).__func__)  # a bound method would make a cycle
                 for markers, handler in rows
                 for marker in markers
             ]
             self._table[at] = tuple(marker for marker, _ in found)
-            self._handlers[at] = dict(reversed(found))  # of two rows the first wins
+            self._handlers[at] = dict(reversed(found))  # an earlier row wins
         self._scanner: Scanner | None = None
         self._scans = ""  # the state that `_scanner` was made for
         self._make_scanner(self.s.held)
@@ -136,37 +138,37 @@ class FormatParser(ABC):
         return ""
 
     def on_stray(self, marker: str) -> None:  # noqa: B027  (few formats care)
-        """Drop the marker."""
+        """Handle a marker token that has no meaning in this state. By default it is dropped."""
 
     def on_end(self, complete: bool) -> None:  # noqa: B027  (few formats care)
-        """Do nothing."""
+        """Handle the end of the answer; by default nothing is left to do."""
 
     # ---- for callers
 
     def push(self, piece: Piece) -> list[Event]:
-        """Return the events that `piece` makes certain."""
+        """Return the events that became certain with `piece`."""
         self.read(piece)
         return self.builder.drain()
 
     def finish(self, complete: bool = True) -> list[Event]:
         """Return the remaining events.
 
-        An answer that was cut off (`complete` is false) may end inside a marker, which is not shown
-        then: markup is not content.
+        If the answer was cut off (`complete` is false), it may end inside a marker. That part of a
+        marker is dropped, because markup is not content.
         """
         self.end(complete)
         return self.builder.drain()
 
     def state(self) -> dict[str, Any]:
-        """Return plain data, from which a parser of this class can continue."""
+        """Return the state as plain data, from which another parser of this class can continue."""
         data: dict[str, Any] = msgspec.to_builtins(self.s)
         data["held"] = msgspec.to_builtins(self._scanner.state() if self._scanner else NOTHING)
         return data
 
-    # ---- readers of markers and of text, for the tables
+    # ---- handlers of markers and of text, for the tables
 
-    def skip(self, marker: str) -> None:  # noqa: B027  (a reader like any other)
-        """Drop a marker without a meaning."""
+    def skip(self, marker: str) -> None:  # noqa: B027  (a handler like any other)
+        """Drop a marker that has no meaning."""
 
     def as_content(self, text: str) -> None:
         self.builder.content(text)
@@ -174,11 +176,12 @@ class FormatParser(ABC):
     def as_arguments(self, text: str) -> None:
         self.builder.arguments_delta(text)
 
-    # ---- reading, also for parsers made of parsers
+    # ---- reading, also for parsers that contain other parsers
 
     def read(self, piece: Piece) -> str:
-        """Read like `push`, but leave the events with the builder. Return the unread text once
-        done.
+        """Read `piece` like `push`, but leave the events in the builder.
+
+        Return the text that was not read because the parser is done.
         """
         if isinstance(piece, MarkerToken):
             self.read_token(piece.text)
@@ -194,7 +197,7 @@ class FormatParser(ABC):
         return ""
 
     def read_token(self, marker: str) -> None:
-        """Read a marker that is one token. Text held before it cannot become a marker any more."""
+        """Read a marker that is one token. Text held before it can no longer become a marker."""
         self._release_held()
         if marker in self._table.get(self.s.at, ()):
             self.on_marker(marker)
@@ -220,13 +223,13 @@ class FormatParser(ABC):
         return self._read_text(rest)
 
     def _release_held(self) -> None:
-        """Release held text: nothing can continue it."""
+        """Handle held text as text, because no text can follow it."""
         text = ""
         while not self.s.done and (text or (self._scanner and self._scanner.state().held)):
             text = self._step(text, final=True)
 
     def _step(self, text: str, *, final: bool, part: bool = False) -> str:
-        """Read up to the next marker or change of state. Return the text that is left."""
+        """Read up to the next marker or change of state. Return the text that was not read."""
         scanner = self._scanner
         if scanner is None:
             rest = self.on_text(text)
@@ -246,7 +249,7 @@ class FormatParser(ABC):
         return rest
 
     def _update_scanner(self) -> None:
-        """Make the scanner for the current state, if the state has changed. Nothing may be held."""
+        """Make the scanner for the current state, if the state has changed. No text may be held."""
         if self._scans != self.s.at:
             self._make_scanner(NOTHING)
 
@@ -260,7 +263,7 @@ class FormatParser(ABC):
 class CallParserState(FormatParserState):
     """Base of the states of call parsers.
 
-    raw  text read but not emitted: until a call is certain, it may have to become content
+    raw  text read but not emitted. If it turns out not to be a call, it becomes content
     """
 
     raw: list[str] = []
@@ -271,11 +274,11 @@ UNFINISHED_CALL = "a tool call that is not finished"
 
 
 class CallParser(FormatParser):
-    """Parser of one group of tool calls, entered by `open` and left when it is `done`.
+    """Parser of one group of tool calls. `open` enters it, and it is left when it is `done`.
 
     One parser may be opened any number of times; `open` resets it.
 
-    syntax   the description that it reads by; a subclass declares its type
+    syntax   the syntax that it parses; a subclass declares its type
     BETWEEN  states in which all calls so far are complete, and another may follow
     """
 
@@ -298,7 +301,7 @@ class CallParser(FormatParser):
         return self.s.at in self.BETWEEN
 
     def open(self, marker: str) -> None:
-        """Start after the opening `marker`. State of an earlier group is discarded."""
+        """Start a new group of calls after the opening `marker`."""
         self.s = self.State()
         self.on_open(marker)
         self._make_scanner(NOTHING)
@@ -307,8 +310,8 @@ class CallParser(FormatParser):
         self.s.raw = [marker]
 
     def fast_event(self, text: str) -> Event | None:
-        """Return the event for `text` if it changes no state, else None. A shortcut for long
-        arguments.
+        """Return the event for `text` if parsing it would change no state, else None. It is a
+        shortcut for long arguments.
         """
         return None
 
@@ -323,20 +326,21 @@ class CallParser(FormatParser):
             self.reject(UNFINISHED_CALL)
 
     def unread(self) -> list[str]:
-        """Return text that the state holds besides `raw`."""
+        """Return text, besides `raw`, that has been read but not emitted."""
         return []
 
     # ---- for subclasses
 
     def keep(self, text: str) -> None:
-        """Keep text until a call is emitted: it may have to become content."""
+        """Add `text` to `raw`, unless a call has been emitted."""
         if self.s.raw and text:
             self.s.raw.append(text)
 
     def reject(self, why: str) -> None:
-        """Emit the text kept so far as content, with a warning: it is not a call after all.
+        """Emit the text kept so far as content, with a warning that it is not a call.
 
-        There is no warning if the text has another form, which may begin like a call.
+        There is no warning if the answer may be text of another form, because that text may start
+        like a call.
         """
         text, self.s.raw = "".join(self.s.raw), []
         if self.context.calls_or_text:
@@ -345,7 +349,7 @@ class CallParser(FormatParser):
             self.builder.reject_call(text, why)
 
     def outside_calls(self, text: str) -> str:
-        """Skip blanks between calls. Other text means that there is no call, or is an error."""
+        """Skip blanks between calls. Other text is an error, or shows that this is not a call."""
         s = self.s
         rest = text.lstrip(BLANKS)
         self.keep(text[: len(text) - len(rest)])
@@ -358,7 +362,7 @@ class CallParser(FormatParser):
         return rest
 
     def broken_text(self, text: str) -> None:
-        """Emit text unchanged where it stands."""
+        """Emit text unchanged: as arguments of the open call, or else as content."""
         if self.builder.is_open:
             self.builder.arguments_delta(text)
         elif self.s.raw:
@@ -370,7 +374,7 @@ class CallParser(FormatParser):
 class AnswerParser(FormatParser):
     """Base of the parsers of a whole answer. In the state "calls", `call_parser` reads the text.
 
-    A subclass defines `begin`, which enters the first state, and `on_calls_done`.
+    A subclass defines `start`, which enters the first state, and `on_calls_done`.
     """
 
     UNSCANNED = frozenset({"calls"})
@@ -392,19 +396,22 @@ class AnswerParser(FormatParser):
             self.call_parser = calls.call_parser(self.call_context(context), builder, inner)
         super().__init__(context, builder, own or None)
         if state is None:
-            self.begin(starts_inside)
+            self.start(starts_inside)
             self._update_scanner()
 
     def call_syntax(self) -> CallSyntax | None:
-        """Return the syntax of calls that has a parser of its own, if there is one."""
+        """Return the syntax of calls that has a parser of its own, or None if there is none."""
         return None
 
     def call_context(self, context: ParserContext) -> ParserContext:
+        """Return the context for the call parser, given that of this parser."""
         return context
 
     @abstractmethod
-    def begin(self, starts_inside: bool) -> None:
-        """Enter the first state. `starts_inside`: the prompt has already opened the reasoning."""
+    def start(self, starts_inside: bool) -> None:
+        """Enter the first state. If `starts_inside`, the prompt has already opened the
+        reasoning.
+        """
 
     def on_calls_done(self) -> None:
         """Enter the state after a group of calls."""
@@ -445,9 +452,9 @@ class AnswerParser(FormatParser):
 class Syntax(msgspec.Struct, frozen=True, kw_only=True):
     """Base of the descriptions of formats: markers and options, as data.
 
-    The parser reads by it and the grammar is written from it. A subclass overrides the methods that
-    raise NotImplementedError; a Struct cannot have abstract methods. Methods that write raise
-    NotWritable for a tool that the syntax cannot write.
+    The parser and the grammar both follow this description. A subclass overrides the methods that
+    raise NotImplementedError, because a Struct cannot have abstract methods. The `write_...`
+    methods return grammars. They raise NotWritable for a tool that the syntax cannot write.
     """
 
     def markers(self) -> tuple[str, ...]:
@@ -455,35 +462,34 @@ class Syntax(msgspec.Struct, frozen=True, kw_only=True):
         raise NotImplementedError
 
     def fitted(self, vocabulary: Collection[str]) -> Self:
-        """Return the same format as a checkpoint with these added tokens writes it."""
+        """Return the same syntax as a checkpoint with these added tokens writes it."""
         return self
 
 
 class CallSyntax(Syntax, frozen=True, kw_only=True):
-    """A syntax of tool calls in groups between content: the usual case."""
+    """A syntax of tool calls that come in groups, with content between the groups."""
 
     PARSER: ClassVar[type[CallParser]]
 
     def openers(self) -> tuple[str, ...]:
-        """Return the markers that open a group anywhere in content. If two match at one place,
-        the first wins.
+        """Return the markers that open a group anywhere in content; of two matches, the
+        first wins.
         """
         raise NotImplementedError
 
     def start_openers(self) -> tuple[str, ...]:
-        """Return the openers that open a group only if nothing but blanks came before.
+        """Return the openers that open a group only at the start of the answer, after blanks.
 
-        They are always matched as text, and are part of the text that becomes content if there is
-        no call.
+        They are always searched for as text, never as tokens. If no call follows, they are content.
         """
         return ()
 
     def bound_marker(self, opener: str) -> str:
-        """Return the marker that must follow the opener, or ""."""
+        """Return the marker that must follow the opener, or "" if none must."""
         return ""
 
     def call_id(self, ours: str) -> str:
-        """Return an id in this format's form, for a call to which the model gave none."""
+        """Return the id `ours` in the form that this format requires."""
         return ours
 
     def call_parser(
@@ -492,46 +498,33 @@ class CallSyntax(Syntax, frozen=True, kw_only=True):
         return self.PARSER(self, context, builder, state)
 
     def write_calls(self, opener: str, grammar: GrammarBuilder) -> Form:
-        """Return the form of everything after the opener, including the marker that closes the
-        calls.
+        """Return the grammar of the text after `opener`, up to and including the marker that closes
+        the calls.
 
-        With `grammar.many` it admits as many calls as the syntax writes in one group, otherwise
-        exactly one. The parser reads all that the form admits without a warning.
+        If `grammar.many`, it admits as many calls as the syntax writes in one group, otherwise
+        exactly one. The parser reads every text that the grammar admits without a warning.
         """
         raise NotImplementedError
 
     def write_values(self, grammar: GrammarBuilder) -> Form | None:
-        """Return the form of calls for an answer that may be other JSON instead, if calls without
-        a marker look like any JSON.
+        """Return the grammar of calls that start without a marker, like any JSON; None for other
+        syntaxes.
+
+        It is used if the answer may be calls or other JSON.
         """
         return None
 
 
-class AnswerFrame(msgspec.Struct, frozen=True):
-    """Markup around the reasoning and around the answer proper.
-
-    opens, closes  stand around a block of reasoning; `closes` includes all markup up to the next
-                   part of the answer. "" if there is no reasoning, or if only the prompt opens it
-    before, after  stand around content. The marker that ends the whole answer is not included
-    """
-
-    opens: str = ""
-    closes: str = ""
-    before: str = ""
-    after: str = ""
-
-
 class AnswerSyntax(Syntax, frozen=True, kw_only=True):
-    """A format that covers the whole answer: content, reasoning and calls are one grammar.
-
-    The grammar starts where the prompt or the reasoning ends.
+    """A format that covers the whole answer. Its grammars start where the prompt or the reasoning
+    ends.
     """
 
     PARSER: ClassVar[type[AnswerParser]]
 
     @property
     def frames_content(self) -> bool:
-        """Whether content stands between markers of its own."""
+        """Whether content stands between markers."""
         return True
 
     def parser(
@@ -542,16 +535,19 @@ class AnswerSyntax(Syntax, frozen=True, kw_only=True):
         *,
         starts_inside: bool = False,
     ) -> FormatParser:
-        """Return a parser. `starts_inside`: the prompt has already opened the reasoning."""
+        """Return a parser. If `starts_inside`, the prompt has already opened the reasoning."""
         return self.PARSER(self, context, builder, state, starts_inside=starts_inside)
 
     def frame(self) -> AnswerFrame:
+        """Return the markup around the reasoning and around the answer proper."""
         raise NotImplementedError
 
     def write_required(self, grammar: GrammarBuilder) -> Form:
-        """Return the form of calls and nothing else."""
+        """Return the grammar of calls and nothing else."""
         raise NotImplementedError
 
     def write_strict(self, grammar: GrammarBuilder) -> Form:
-        """Return the form of messages of any kind, in which every call is one of the tools'."""
+        """Return the grammar of messages of any kind, in which every call is a valid call of a
+        tool.
+        """
         raise NotImplementedError

@@ -1,12 +1,14 @@
-"""The grammar of argument values written as plain text, up to the marker that ends them.
+"""Grammars of argument values that are written as plain text, up to the marker that ends them.
 
-Every value is written so that `typed_value` reads it back unchanged: strings verbatim; null,
-booleans and numbers as in JSON; arrays and objects as JSON. The parser tries all types that the
-schema allows, in its order. So a value that may be a string or another type is only written as text
-that is valid whatever type it is read as: a string does not start like a type that has limits.
+Every value is written so that the parser (`argument_types.typed_json`) reads it back unchanged:
+strings as they are; null, booleans, numbers, arrays and objects as JSON. The parser tries all types
+that the schema allows, in its own order. So a value that may be a string or another type is written
+only as text that is valid, whatever type it is read as. For this, a string must not start like a
+type that has limits.
 
-A string without limits is any text up to the first thing that may end it. A string with limits does
-not contain the first character of that ending. Inside JSON, no string contains the whole ending.
+A string without limits is any text up to the first marker that may end it. A string with limits
+does not contain the first character of such a marker. Inside JSON, no string contains a whole
+marker.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from protocol.grammar import Form, Until
 NUMBER = r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?"
 WHOLE = "-?(?:0|[1-9][0-9]*)"
 UNLIMITED = {"null": "null", "boolean": "true|false", "integer": WHOLE, "number": NUMBER}
-"""Type -> pattern of its text, if it has no limits."""
+"""Type -> pattern of its values, if the schema sets no limits."""
 FIRST_CHARS: dict[str, Ranges] = {
     "null": signs("nN"),
     "boolean": signs("tTfF"),
@@ -54,9 +56,9 @@ RESERVED_FIRST: Ranges = merged([*signs(BLANKS), *signs('"')])
 class ValueEnd(msgspec.Struct, frozen=True, kw_only=True):
     """The marker that ends a value, and the markup around the value.
 
-    close   the marker that ends the value; the value's form includes it
+    close   the marker that ends the value; the value's form includes this marker
     others  other markers at which the parser may end the value, so no value may contain them
-    around  text written on both sides of the value
+    around  text that is written on both sides of the value
     trim    what the parser strips from both ends of the value
     bare    whether the parser reads a value of unknown type as JSON if it is valid JSON
     """
@@ -73,7 +75,9 @@ class ValueEnd(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlainValues:
-    """Writes the plain-text values of one tool. `values` writes its arrays and objects."""
+    """Writes the grammars of one tool's plain-text values. `values` writes those of arrays and
+    objects.
+    """
 
     def __init__(self, values: Values, ending: ValueEnd) -> None:
         self.values = values
@@ -82,8 +86,8 @@ class PlainValues:
         self._careful = StringEscapes(never=signs("".join(word[0] for word in ending.words)))
 
     def argument(self, key: str | None, schema: Any, path: str) -> Form:
-        """Return the form of one argument's value, including its end. The key None is any
-        undeclared name.
+        """Return the form of one argument's value and the marker that ends it. The key None stands
+        for any undeclared name.
         """
         root = self.schemas.root
         if key is None:
@@ -99,14 +103,14 @@ class PlainValues:
         return self.of(cases, kinds, path)
 
     def check_kinds(self, cases: Sequence[SchemaCase], kinds: Sequence[str], path: str) -> None:
-        """Refuse a schema if the parser would try other types than the schema has."""
+        """Refuse a schema if the parser would try other types than the schema allows."""
         if {_kind(kind) for kind in kinds} != {_kind(case.kind) for case in cases}:
             self.schemas.refuse(path, "type", "is missing, or too hidden to be read back by")
 
     def of(
         self, cases: Sequence[SchemaCase], kinds: Sequence[str], path: str, apart: Ranges = ()
     ) -> Form:
-        """Return the form of a value of one of `cases`. No string starts with a character of
+        """Return the form of a value of one of `cases`. No string in it starts with a character in
         `apart`.
         """
         strings = [case for case in cases if case.kind == "string"]
@@ -119,7 +123,7 @@ class PlainValues:
         return self._beside_any_string(limited, kinds, path, apart)
 
     def text(self) -> Form:
-        """Return the form of any text."""
+        """Return the form of any text and the marker that ends it."""
         others = self.ending.others
         if not others:
             return Until(self.ending.close)
@@ -131,8 +135,8 @@ class PlainValues:
     def _beside_any_string(
         self, others: Sequence[SchemaCase], kinds: Sequence[str], path: str, apart: Ranges
     ) -> Form:
-        """Return the form of `others`, which have limits, or of a string that is not read as one
-        of them.
+        """Return the form of a value of `others`, which have limits, or of any string that is not
+        read as one of them.
         """
         taken = [*apart, *(span for case in others for span in FIRST_CHARS[case.kind])]
         first = StringEscapes(never=merged([*RESERVED_FIRST, *self._careful.never, *taken])).any()
@@ -148,7 +152,9 @@ class PlainValues:
         path: str,
         apart: Ranges,
     ) -> Form:
-        """Return the form of strings with limits, or of other types."""
+        """Return the form of a string of `strings`, which have limits, or of a value of
+        `others`.
+        """
         clashing = [case for case in others if not case.free or case.kind in CONTAINERS]
         taken = [*apart, *(span for case in clashing for span in FIRST_CHARS[case.kind])]
         texts = []
@@ -162,9 +168,11 @@ class PlainValues:
     def _either(
         self, texts: list[str], others: Sequence[SchemaCase], kinds: Sequence[str], path: str
     ) -> Form:
-        """Return the form of one of `texts`, which are patterns, or of `others`.
+        """Return the form of a value that matches one of the patterns `texts`, or is one of
+        `others`.
 
-        It uses as few forms as possible: text of one must not be read as the beginning of another.
+        The result has as few alternatives as possible, because the text of one must not be read as
+        the start of another.
         """
         close, around = self.ending.close, self.ending.around
         forms: list[Form] = []
@@ -184,8 +192,8 @@ class PlainValues:
     # ---- strings
 
     def _limited(self, case: SchemaCase, taken: Ranges, path: str) -> str:
-        """Return the pattern of strings that start neither with `taken` nor with what the parser
-        strips.
+        """Return the pattern of strings within the case's limits. They start with no character in
+        `taken`, and with no character that the parser would strip.
         """
         limits = case.limits
         edges = {"nothing": "", "newline": "" if self.ending.around else "\n", "blanks": BLANKS}
@@ -221,7 +229,7 @@ class PlainValues:
     def _constants(
         self, case: SchemaCase, kinds: Sequence[str], path: str, taken: Ranges
     ) -> list[str]:
-        """Return patterns of the constants that are read back as one of the case's values."""
+        """Return patterns of those of the case's values that the parser reads back unchanged."""
         values = case.values or ()
         found = []
         for value in values:
@@ -234,7 +242,7 @@ class PlainValues:
         return found
 
     def _trimmed(self, text: str) -> str:
-        """Return `text` as the parser sees it."""
+        """Return `text` as the parser reads it."""
         text = self.ending.around + text + self.ending.around
         if self.ending.trim == "newline":
             return text.removeprefix("\n").removesuffix("\n")
@@ -242,5 +250,5 @@ class PlainValues:
 
 
 def _kind(kind: str) -> str:
-    """Return "number" for "integer": both read the same."""
+    """Return the type whose values are written like those of `kind`: "number" for "integer"."""
     return "number" if kind == "integer" else kind

@@ -1,18 +1,20 @@
 """Calls as Python writes them: `[f(a=1, b="x"), g()]`.
 
-    opened   after the marker, or at the `[` if there is none: a bracket, or the first name
-    name     a function's name, up to its parenthesis
-    key      in a call: an argument's name, up to `=`, or the closing parenthesis
-    value    a literal, rewritten as JSON while it is read (`json_scanner`)
-    after    after a value: a comma or the closing parenthesis
-    between  after a call: a comma, a line break, another name, or the end of the list
-    end      after the list: the closing marker
-    broken   not a call; up to the closing marker it is emitted unchanged
+The states are:
 
-A `[` at the very start of an answer opens a list of calls only if three things follow: the name of
-a tool of the request, a parenthesis, and an argument's name with `=` or the closing parenthesis.
-Otherwise it is content, such as `[f(x) for x in y]`. Elsewhere, arguments without a name are
-emitted as the model wrote them, and are not valid JSON.
+    opened   before the list: its bracket follows, or the first name
+    name     in a function's name, up to its parenthesis
+    key      in a call: an argument's name follows, up to `=`, or the closing parenthesis
+    value    in a literal, which is rewritten as JSON while it is read (`json_scanner`)
+    after    after a value: a comma follows, or the closing parenthesis
+    between  after a call: a comma, a line break or another name follows, or the list ends
+    end      after the list: the closing marker follows
+    broken   in text that is not a call, which is emitted unchanged up to the closing marker
+
+At the very start of an answer, a `[` without a marker opens a list of calls only if three things
+follow: the name of a tool of the request, a parenthesis, and an argument's name with `=` or the
+closing parenthesis. Otherwise it is content, such as `[f(x) for x in y]`. In other places,
+arguments without a name are emitted as the model wrote them, and are not valid JSON.
 
 Sources: the model cards of Llama 3.2 and 4, LFM2 and OLMo 3.
 """
@@ -25,9 +27,10 @@ from typing import Any
 
 import msgspec
 
+from gateway.formats.argument_types import PYTHON
 from gateway.formats.event_builder import BLANKS, DeclaredTool
 from gateway.formats.grammar_builder import GrammarBuilder, NotWritable, sequence
-from gateway.formats.json_scanner import PYTHON, LiteralScan
+from gateway.formats.json_scanner import LiteralScan
 from gateway.formats.parser import NO_CALL, CallParser, CallParserState, CallSyntax, Moves
 from gateway.formats.schema_cases import Schemas
 from gateway.formats.string_limits import CONTROLS, StringEscapes
@@ -50,11 +53,11 @@ NAME = re.compile(r"[^\W\d][\w.\-]*+")
 class PythonicState(CallParserState):
     """State of a `PythonicParser`.
 
-    word     the part read so far of the current name
+    word     the current name so far
     count    number of arguments of the open call so far
-    literal  the current value
-    bare     the list started with its bracket; no marker will end it
-    call     name of a bare list's first call, until an argument shows that it is one
+    literal  position in the current value
+    bare     whether the list has started with its bracket, so that no marker will end it
+    call     name of the first call in a bare list, until an argument shows that it is a call
     """
 
     at: str = "opened"
@@ -96,7 +99,9 @@ class PythonicParser(CallParser):
         return self._next(rest) if rest else ""
 
     def _next(self, text: str) -> str:
-        """Handle the first non-blank character outside words and values."""
+        """Read the first non-blank character outside of names and values. Return the text that was
+        not read.
+        """
         char, s = text[0], self.s
         match s.at, char:
             case "opened", "[" if self.syntax.brackets:
@@ -121,7 +126,9 @@ class PythonicParser(CallParser):
         return text[1:]
 
     def _in_word(self, text: str) -> str:
-        """Read a name, and the character after it that decides its role."""
+        """Read a name, and the character after it that shows whether it is a tool or an
+        argument.
+        """
         s = self.s
         if not s.word.endswith(" "):
             end = match_end(NAME_CHARS, text)
@@ -140,7 +147,9 @@ class PythonicParser(CallParser):
         return rest[1:]
 
     def _is_prose(self, name: str) -> bool:
-        """Return whether a list without a marker starts with `name(` and no such tool exists."""
+        """Return whether `name(` starts a list without a marker, and the request has no such
+        tool.
+        """
         s = self.s
         return s.bare and s.at == "name" and bool(s.raw) and not self.builder.declares(name)
 
@@ -164,15 +173,15 @@ class PythonicParser(CallParser):
         position, status = s.literal.scan(text, PYTHON)
         if final:
             status = s.literal.scan_end()
-        self.builder.arguments_delta(s.literal.take())
+        self.builder.arguments_delta(s.literal.drain())
         if status == "end":
             s.at = "after"
         elif status == "broken":
-            return self._unexpected(s.literal.take_word() + text[position:])
+            return self._unexpected(s.literal.drain_word() + text[position:])
         return text[position:]
 
     def _start_call(self) -> None:
-        """Start the current call, if it has not been started."""
+        """Emit the start of the current call, unless it has been emitted."""
         s = self.s
         if s.call:
             self.builder.start_call(s.call)
@@ -186,7 +195,9 @@ class PythonicParser(CallParser):
         self.s.at = "between"
 
     def _unexpected(self, text: str) -> str:
-        """Handle text that is not a call, or does not continue one."""
+        """Handle text that does not start or continue a call. Return it if another state should
+        read it.
+        """
         s = self.s
         if s.raw:
             self.reject("text that looks like a list of tool calls and is not one")
@@ -258,12 +269,12 @@ PYTHON_NOTATION = Notation(
 
 
 class Pythonic(CallSyntax, frozen=True, kw_only=True):
-    """Markers and options of this syntax.
+    """Markers and options of one variant of this syntax.
 
     open      markers that start a list of calls
     close     markers that end it
-    bare      a `[` at the start of an answer starts a list, too
-    brackets  the list stands in brackets; otherwise there is one call per line
+    bare      whether a `[` at the start of an answer starts a list, too
+    brackets  whether the list stands in brackets; otherwise there is one call per line
     """
 
     PARSER = PythonicParser

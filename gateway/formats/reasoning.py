@@ -1,9 +1,9 @@
-"""Reasoning formats as data: their markers, and where an answer starts.
+"""Reasoning formats as data: their markers, and whether an answer starts inside reasoning.
 
 The end of the rendered prompt shows whether an answer starts inside a block of reasoning
-(`says_inside`). Templates open a block, close it at once, or leave it to the model, and the
-prompt shows which better than any flag. The format's default and the request's switch count only if
-the prompt shows nothing.
+(`ends_inside`). A template may open a block, open and close it, or leave both to the model. The
+prompt shows this more reliably than any option. Only if the prompt has no block do the format's
+default and the request's template kwargs decide.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import msgspec
 from gateway.formats.lexicon import marker_suffix, with_suffix
 
 OFF = (False, 0, "none", "no_think", "disabled", "off", "false")
-"""Values of a template's switch that mean no reasoning."""
+"""Values of a template kwarg that switch reasoning off."""
 
 
 class Switch(msgspec.Struct, frozen=True):
-    """A template's own switch for reasoning.
+    """The template kwargs that switch reasoning on or off.
 
-    keys     template kwargs; the first that is given decides
-    default  the value if none is given
+    keys     names of the kwargs; the first one that is given decides
+    default  whether reasoning is on if none of them is given
     """
 
     keys: tuple[str, ...]
@@ -42,40 +42,42 @@ class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):
 
     #: Markers that start a block of reasoning.
     open: tuple[str, ...] = ()
-    #: Markers that end it.
+    #: Markers that end a block.
     close: tuple[str, ...] = ()
     #: Text that may follow the opening marker and is not part of the reasoning.
     label: tuple[str, ...] = ()
-    #: A block may start only before any content.
+    #: Whether a block may start only before any content.
     only_at_start: bool = False
-    #: The first marker of a tool call ends the block, whatever follows it. In other formats a call
-    #: in the block is one if it names a tool of the request.
+    #: Whether the opener of a tool call always ends the block. In other formats, a call inside the
+    #: block counts only if it names a tool of the request.
     calls_end_it: bool = False
-    #: Calls in the block are drafts, and text: the answer cannot end in it.
+    #: Whether calls in the block are drafts, and so are text. This holds for answers that a grammar
+    #: prevents from ending inside the block.
     drafts_calls: bool = False
-    #: Markers that some models write before the answer proper, at its start; not content.
+    #: Markers that some models write before the answer proper; they are not content.
     wrap_open: tuple[str, ...] = ()
-    #: Markers after the answer proper.
+    #: Markers that end the answer proper.
     wrap_close: tuple[str, ...] = ()
     #: Blanks that models write between these markers and the answer.
     wrap_blank: str = ""
-    #: Markers that start a message; the text up to the next marker names its recipient.
+    #: Markers that start a message. The text up to the next marker names the message's recipient.
     header: tuple[str, ...] = ()
-    #: Markers without a meaning in content.
+    #: Markers that have no meaning in content.
     ignored: tuple[str, ...] = ()
-    #: Emitted as content before everything else.
+    #: Text emitted as content before everything else.
     prefix: str = ""
-    #: How the template is asked to leave reasoning out.
+    #: The template kwargs that switch reasoning off, if there are any.
     switch: Switch | None = None
-    #: With the switch off, markers are ordinary text.
+    #: Whether markers are ordinary text while reasoning is switched off.
     identity: bool = False
-    #: An answer starts inside a block unless the prompt shows otherwise.
+    #: Whether an answer starts inside a block if the prompt has no block.
     default_inside: bool = False
-    #: The request may ask for the reasoning as content if the answer has no content.
+    #: Whether the request may ask for the reasoning to be repeated as content if the answer has no
+    #: content.
     may_force: bool = False
-    #: The request does ask for it.
+    #: Whether the request asks for this.
     force_content: bool = False
-    #: The markers may have a suffix that is found in the vocabulary.
+    #: Whether the markers may have a suffix, which is then found in the vocabulary.
     suffixed: bool = False
 
     def fitted(self, vocabulary: Collection[str]) -> ReasoningFormat:
@@ -96,9 +98,13 @@ class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):
         answer = self.wrap_open + self.wrap_close
         return self.open + self.close + answer + self.header + self.ignored
 
+    def silent_markers(self) -> tuple[str, ...]:
+        """Return the markers outside the reasoning that have no meaning of their own."""
+        return (*self.header, *self.wrap_open, *self.wrap_close, *self.ignored)
+
 
 class ReasoningStart(msgspec.Struct, frozen=True):
-    """How one answer is parsed from its first token on."""
+    """How one answer is parsed: its reasoning format, and whether it starts inside a block."""
 
     format: ReasoningFormat
     inside: bool
@@ -110,23 +116,23 @@ BOUNDARY = re.compile(
     r"<\|[^|<>\s]{1,40}\|>|<\uff5c[^\uff5c<>]{1,40}\uff5c>|\[/?INST\]|</?s>"
     r"|<(?:start|end)_of_turn>|<\|?turn\|?>|<eos>|<assistant>"
 )
-"""Separators of turns in prompts. A marker of the format before the last separator has no
-meaning for the answer: a user may have written it.
+"""Separators of turns in prompts. A reasoning marker before the last separator says nothing about
+the answer, because a user may have written it.
 """
 
 
-def start(
+def reasoning_start(
     format: ReasoningFormat, prompt_tail: str, kwargs: Mapping[str, Any] | None = None
 ) -> ReasoningStart:
-    """Return how to parse an answer to a prompt that ends with `prompt_tail`, special tokens spelt
-    out.
+    """Return how to parse the reasoning of an answer.
 
-    kwargs  the effective template kwargs with which the prompt was rendered
+    prompt_tail  the end of the rendered prompt, with special tokens spelt out
+    kwargs       the effective template kwargs with which the prompt was rendered
     """
     given = kwargs or {}
     is_on = format.switch is None or format.switch.is_on(given)
-    said = says_inside(prompt_tail, format)
-    inside = said if said is not None else format.default_inside and is_on
+    found = ends_inside(prompt_tail, format)
+    inside = found if found is not None else format.default_inside and is_on
     if format.identity and not is_on and not inside:
         return ReasoningStart(NO_REASONING, False)
     if format.may_force and given.get("force_nonempty_content"):
@@ -134,9 +140,9 @@ def start(
     return ReasoningStart(format, inside)
 
 
-def says_inside(prompt_tail: str, format: ReasoningFormat) -> bool | None:
-    """Return whether the last turn of the prompt leaves a block of reasoning open; None if it
-    has none.
+def ends_inside(prompt_tail: str, format: ReasoningFormat) -> bool | None:
+    """Return whether the last turn of the prompt leaves a block of reasoning open; None if that
+    turn has no block.
     """
     turn = prompt_tail[_last_boundary(prompt_tail, format) :]
     opened = max((turn.rfind(marker) for marker in format.open), default=-1)
@@ -147,7 +153,7 @@ def says_inside(prompt_tail: str, format: ReasoningFormat) -> bool | None:
 def _last_boundary(text: str, format: ReasoningFormat) -> int:
     """Return the position after the last separator of turns.
 
-    The format's own markers are not separators, though they may look alike or contain one.
+    The format's own markers are not separators, even if they look like a separator or contain one.
     """
     own = sorted({*format.open, *format.close, *format.wrap_open}, key=len, reverse=True)
     either = re.compile("|".join([*map(re.escape, own), BOUNDARY.pattern]))
@@ -268,6 +274,6 @@ WHOLE: Mapping[str, ReasoningFormat] = {
     ),
     "muse_glimmer": ReasoningFormat(open=(" to=self<|message|>",), close=("<|eom|>",)),
 }
-"""Markers that open and close reasoning in prompts, for tool formats that cover the whole
+"""Markers that open and close reasoning in prompts, for each tool format that covers the whole
 answer.
 """

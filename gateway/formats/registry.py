@@ -1,4 +1,8 @@
-"""The table of formats: all names, collected from the syntaxes."""
+"""Formats by name, and their parsers and grammars.
+
+A `Format` joins a tool syntax and a reasoning format. A `BoundFormat` is a format together with one
+model's vocabulary. It makes the parsers of answers and the grammars of answers with calls.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +26,21 @@ from gateway.formats import (
     xtml,
 )
 from gateway.formats.event_builder import DeclaredTool, new_call_id
+from gateway.formats.grammar_builder import (
+    AnswerFrame,
+    FreeText,
+    GrammarBuilder,
+    either,
+    optional,
+    sequence,
+)
 from gateway.formats.lexicon import Lexicon
 from gateway.formats.parser import AnswerSyntax, CallSyntax, FormatParser, ParserContext
-from gateway.formats.reasoning import REASONING, WHOLE, ReasoningFormat
+from gateway.formats.reasoning import NO_REASONING, REASONING, WHOLE, ReasoningFormat
 from gateway.formats.response_template import ResponseTemplate
 from gateway.formats.standard import StandardParser
 from gateway.text.tokenizer import Tokenizer
+from protocol.grammar import Form, LiteralForm, Pattern, Rules
 
 ToolSyntax = CallSyntax | AnswerSyntax
 
@@ -49,13 +62,16 @@ REASONING_OF_ANSWER_SYNTAX: Mapping[str, str] = {
     "kimi_k3": "kimi_k3",
     "muse_glimmer": "muse_glimmer",
 }
-"""Reasoning formats that are part of a syntax for the whole answer: name -> tool format."""
+"""Reasoning format -> tool format, for reasoning that only a syntax for the whole answer can
+parse.
+"""
 
 
 class Format(msgspec.Struct, frozen=True):
     """How an answer is parsed: a tool syntax, a reasoning format, both or neither.
 
-    An AnswerSyntax covers the whole answer. `reasoning` then only describes where it starts.
+    An AnswerSyntax parses the reasoning itself. Beside it, `reasoning` only shows whether an answer
+    starts inside the reasoning.
     """
 
     tools: ToolSyntax | None = None
@@ -77,10 +93,11 @@ class Format(msgspec.Struct, frozen=True):
     def lexicon(
         self, token_id: Callable[[str], int | None], specials: Mapping[int, str] | None = None
     ) -> Lexicon:
-        """Return the format's markers in one vocabulary. Call it once per format and vocabulary.
+        """Return the format's markers in one vocabulary. This is slow: call it once per format and
+        vocabulary.
 
-        token_id  returns a marker's id, or None if it is not a single token
-        specials  id -> text of the tokens that otherwise have no text
+        token_id  returns a marker's id, or None if the marker is not a single token
+        specials  id -> text of the special tokens, which have no text outside markers
         """
         found = ((token_id(marker), marker) for marker in self.markers())
         tokens = {token: marker for token, marker in found if token is not None}
@@ -93,7 +110,7 @@ class Format(msgspec.Struct, frozen=True):
         return Lexicon(tokens, parts)
 
     def _texts(self) -> set[str]:
-        """Return all strings that the format searches for, including its patterns."""
+        """Return all strings that the format searches for, including those in its patterns."""
         tools = self.tools
         openers = tools.openers() if isinstance(tools, CallSyntax) else ()
         if isinstance(tools, ResponseTemplate):  # its anchor stands in the prompt
@@ -116,7 +133,11 @@ class Format(msgspec.Struct, frozen=True):
         calls_or_text: bool = False,
         state: Mapping[str, Any] | None = None,
     ) -> FormatParser:
-        """Return a fresh parser for one choice, or one that continues from `state`."""
+        """Return a new parser for one choice, or one that continues from `state`.
+
+        `lexicon` is the format's markers in the model's vocabulary. The other parameters are those
+        of `AnswerOptions`.
+        """
         context = ParserContext(lexicon, tools, self._id_maker(new_id), calls_or_text)
         own = dict(state or {})
         builder = context.event_builder(own.pop("teller", None))
@@ -139,9 +160,11 @@ class Format(msgspec.Struct, frozen=True):
 
 
 def format_of(tools: str | None, reasoning: str | None) -> Format:
-    """Return the format with these names. None: no tool calls, or no reasoning, are parsed.
+    """Return the format with these names. None means that no tool calls, or no reasoning, are
+    parsed.
 
-    Raise ValueError, listing the known names, if a name is unknown.
+    Raise ValueError if a name is unknown, listing the known names, or if the two cannot be
+    combined.
     """
     if reasoning is not None and reasoning in REASONING_OF_ANSWER_SYNTAX:
         whole = REASONING_OF_ANSWER_SYNTAX[reasoning]
@@ -158,7 +181,9 @@ def format_of(tools: str | None, reasoning: str | None) -> Format:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Yield every string of a description. Escaped characters of a pattern are unescaped."""
+    """Yield every string in `value`, a syntax as data. Escaped characters of patterns are
+    unescaped.
+    """
     if isinstance(value, str):
         yield re.sub(r"\\(\W)", r"\1", value)
     elif isinstance(value, tuple):
@@ -169,9 +194,9 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def format_of_template(source: str) -> Format:
-    """Return the format that a checkpoint's own `response_template`, as JSON, describes.
+    """Return the format that `source`, a checkpoint's own `response_template` as JSON, describes.
 
-    Raise ValueError, naming the part that is not supported.
+    Raise ValueError, naming the part, if a part is not supported.
     """
     syntax = response_template_loader.parse(source)
     return Format(syntax, syntax.reasoning)
@@ -187,14 +212,17 @@ def _named(table: Mapping[str, _Entry], name: str, kind: str) -> _Entry:
 
 
 class BoundFormat(msgspec.Struct, frozen=True):
-    """A format, and which of its markers are tokens of the model's vocabulary: made once per model,
-    shared by all requests."""
+    """A format, and which of its markers are tokens of one vocabulary. All requests to a model
+    share it.
+    """
 
     format: Format
     lexicon: Lexicon
 
     def with_drafts(self) -> BoundFormat:
-        """Return it for answers that cannot end in their reasoning: a call in it is a draft."""
+        """Return the format for answers that a grammar prevents from ending inside their reasoning.
+        A call in the reasoning is then only a draft, and is text.
+        """
         if self.format.reasoning is None:
             return self
         reasoning = msgspec.structs.replace(self.format.reasoning, drafts_calls=True)
@@ -202,12 +230,116 @@ class BoundFormat(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, format=format)
 
     def parser(self, **options: Any) -> FormatParser:
-        """See `Format.parser`."""
+        """Return a parser for one choice. `options` are those of `Format.parser`."""
         return self.format.parser(self.lexicon, **options)
+
+    # ---- grammars of answers with calls
+
+    def required_calls(self, tools: Sequence[DeclaredTool], *, many: bool) -> Rules:
+        """Return the grammar of an answer that is calls of `tools` and nothing else.
+
+        It admits any number of calls if `many`, otherwise one call. Raise NotWritable for a tool
+        whose calls the format cannot write.
+        """
+        grammar, syntax = GrammarBuilder(self.lexicon, tools, many=many), self._syntax
+        if isinstance(syntax, AnswerSyntax):
+            return grammar.body(syntax.write_required(grammar))
+        opener = preferred_opener(syntax, self.lexicon)
+        one = grammar.rule("stretch", sequence(opener, syntax.write_calls(opener, grammar)))
+        if opener in syntax.start_openers():
+            return grammar.body(one)
+        header = (self.format.reasoning or NO_REASONING).header
+        between = LiteralForm(header[0]) if header else optional(BLANKS_BETWEEN)
+        return grammar.body(grammar.several(one, between))
+
+    def required_calls_or_other(self, tools: Sequence[DeclaredTool], *, many: bool) -> Rules:
+        """Return `required_calls` for an answer that may have another form instead, such as JSON of
+        a response format.
+
+        The start of the answer shows which of the two it is. If calls start like any JSON, the
+        content of the JSON decides.
+        """
+        grammar, syntax = GrammarBuilder(self.lexicon, tools, many=many), self._syntax
+        values = syntax.write_values(grammar) if isinstance(syntax, CallSyntax) else None
+        return self.required_calls(tools, many=many) if values is None else grammar.body(values)
+
+    def strict_calls(self, tools: Sequence[DeclaredTool], *, many: bool) -> Rules:
+        """Return the grammar of free text in which everything that opens a call continues as a
+        valid call of one of `tools`. Raise NotWritable like `required_calls`.
+
+        A tool whose arguments may be anything has no parameters in `tools`. Without `many` the
+        answer ends with its first call.
+
+        An opener is never plain text. If a format's calls start like prose ("functools["), or like
+        JSON at the start of an answer, the model cannot write prose that starts so. Other markers
+        without a meaning of their own, such as those around the answer proper, may occur anywhere.
+        """
+        grammar, syntax = GrammarBuilder(self.lexicon, tools, many=many), self._syntax
+        if isinstance(syntax, AnswerSyntax):
+            return grammar.body(syntax.write_strict(grammar))
+
+        def group(opener: str) -> Form:
+            return grammar.rule("stretch", syntax.write_calls(opener, grammar))
+
+        openers = [opener + syntax.bound_marker(opener) for opener in syntax.openers()]
+        calls = {opener: group(opener) for opener in openers}
+        text = FreeText(calls, (self.format.reasoning or NO_REASONING).silent_markers(), grammar)
+        at_start = [sequence(opener, group(opener)) for opener in syntax.start_openers()]
+        if not at_start:
+            return grammar.body(text.anything())
+        first = sequence(
+            optional(BLANKS_BETWEEN), either(at_start), text.anything() if many else ""
+        )
+        return grammar.body(either((first, text.not_starting_with(syntax.start_openers()))))
+
+    @property
+    def _syntax(self) -> ToolSyntax:
+        assert self.format.tools is not None, "without a tool format there are no calls"
+        return self.format.tools
+
+    def frame(self) -> AnswerFrame:
+        """Return the markup around the parts of answers in this format.
+
+        Markers around the answer proper are included only if they are tokens of the vocabulary.
+        Otherwise the model was not trained to write them.
+        """
+        syntax, reasoning = self.format.tools, self.format.reasoning
+        if isinstance(syntax, AnswerSyntax):
+            return syntax.frame()
+        if reasoning is None:
+            return AnswerFrame()
+        opens = reasoning.open[0] if reasoning.open else ""
+        closes = reasoning.close[0] + "".join(reasoning.header[:1]) if reasoning.close else ""
+        for before, after in zip(reasoning.wrap_open, reasoning.wrap_close, strict=True):
+            if self.lexicon.is_token(before):
+                blank = reasoning.wrap_blank
+                return AnswerFrame(opens, closes, before + blank, blank + after)
+        return AnswerFrame(opens, closes)
+
+
+BLANKS_BETWEEN = Pattern(r"[ \n]{1,4}")
+"""Blanks between two groups of calls. The number is bounded, because a model that is undecided
+could write blanks forever.
+"""
+
+
+def preferred_opener(syntax: CallSyntax, lexicon: Lexicon) -> str:
+    """Return the opener that the model writes: the first that its vocabulary has as a token. If
+    it has none of them, return the first opener.
+    """
+    if syntax.start_openers():
+        return syntax.start_openers()[0]
+    openers = syntax.openers()
+    known = (
+        opener
+        for opener in openers
+        if lexicon.is_token(opener) or lexicon.is_token(syntax.bound_marker(opener))
+    )
+    return next(known, openers[0])
 
 
 def bind(format: Format, tokenizer: Tokenizer) -> BoundFormat:
-    """Find the format's markers in a vocabulary."""
+    """Return the format with the markers found in the tokenizer's vocabulary."""
     added = tokenizer.added_tokens
     fitted = format.fitted(frozenset(added.values()))
     specials = {token: added[token] for token in tokenizer.special_ids}
@@ -217,15 +349,16 @@ def bind(format: Format, tokenizer: Tokenizer) -> BoundFormat:
 
 
 def marker_id(tokenizer: Tokenizer, marker: str) -> int | None:
-    """Return the id of a marker that is always written as one token, or None if it is spelt out.
+    """Return the id of `marker` if it is always one token; None if it may be spelt by several
+    tokens.
 
-    Only added tokens are always written as one. An ordinary token with the same letters may be
-    merged with its neighbours, so such a marker is found in the text.
+    Only added tokens are always written as one. The letters of an ordinary token may be merged with
+    their neighbours, so a marker that is an ordinary token is searched for in the text.
     """
     token_id = tokenizer.token_id(marker)
     return token_id if token_id in tokenizer.added_tokens else None
 
 
 def parser_state(parser: FormatParser) -> dict[str, Any]:
-    """Return the plain data that `Format.parser` accepts as `state`."""
+    """Return the parser's state as plain data, which `Format.parser` accepts as `state`."""
     return parser.state() | {"teller": parser.builder.state()}

@@ -7,31 +7,31 @@ A template lists the regions of an answer, the markers around them, and the kind
                                "repeats": true, "transform": {"function": "{content}"}},
                 "content": {"close": "<|im_end|>"}}}
 
-The field without an opening is all text outside the others; without such a field that text is
+The field without an opening is all text outside the others. If there is no such field, that text is
 dropped. Bodies of thinking and content are text. Bodies of tool calls are one of:
 
     json         objects with a name and arguments, one or an array of them: JsonTags
     json         the arguments alone, with the name in the opening: NamedJson
-    json         the same with keys without quotes and strings between markers of their own: Gemma
+    json         the same, with keys without quotes and strings between special markers: Gemma
     xml-inline   a tag for each argument, with the name in the opening: XmlParameters
 
-So each template is a format made of existing syntaxes. `response_template_loader.load` makes it
-from a checkpoint's data.
+So each template is a format that combines existing syntaxes. `response_template_loader.load` makes
+it from a checkpoint's data.
 
-Regions are emitted as they come, so a field that occurs several times is emitted each time. If the
-body is text, arguments have the types that the tool's schema asks for; otherwise they keep their
-own.
+Regions are emitted as they arrive, so a field that occurs several times is emitted each time. If
+the body is text, arguments get the types that the tool's schema asks for. Otherwise they have the
+types that the model wrote. The states are:
 
     outside  between regions
-    text     the same, after text that is the whole answer (`ParserContext.calls_or_text`)
+    text     between regions, after text that is the whole answer (`ParserContext.calls_or_text`)
     head     after the literal that a region's opening starts with
-    region   in a region of text
-    calls    in a region of tool calls: its syntax reads
+    regionN  in region N, which is text
+    calls    in a region of tool calls, which a call parser reads
 
-A template describes how to read. So the grammar writes the plainest form of whatever the template
-leaves open: a line break for blanks, at most a word for other characters. A marker that ends both
-thinking and content ends a message; the text that the prompt has written before the first message
-then stands before every other one.
+A template describes how to parse. If it allows several spellings, the grammar uses the plainest: a
+line break for blanks, at most a word for other characters. A marker that ends both thinking and
+content ends a message. The text that the prompt has written before the first message then comes
+before every later message.
 
 Source: transformers' documentation of response parsing, version 1 of the templates.
 """
@@ -47,6 +47,7 @@ import msgspec
 from gateway.formats.event_builder import BLANKS, DeclaredTool
 from gateway.formats.gemma import Gemma
 from gateway.formats.grammar_builder import (
+    AnswerFrame,
     FreeText,
     GrammarBuilder,
     NotWritable,
@@ -59,7 +60,6 @@ from gateway.formats.json_tags import JsonTags
 from gateway.formats.lexicon import Lexicon, MarkerPart
 from gateway.formats.named_json import NamedJson
 from gateway.formats.parser import (
-    AnswerFrame,
     AnswerParser,
     AnswerSyntax,
     CallSyntax,
@@ -68,12 +68,82 @@ from gateway.formats.parser import (
     ParserContext,
 )
 from gateway.formats.reasoning import ReasoningFormat
-from gateway.formats.template_pattern import MAX_HEAD_CHARS, RegionOpening
 from gateway.formats.xml_parameters import XmlParameters
 from protocol.grammar import Form, LiteralForm, Pattern
 
 NAMED, NAME_TOKEN = "<name>", -1
-"""A marker that no model writes. It carries the name in the opening to the body's syntax."""
+"""A marker that no model writes. It passes the name in the opening to the body's parser."""
+
+MAX_HEAD_CHARS = 256
+"""Most characters of a match after its first literal."""
+
+CLASS = r"(?:\\[wSd]|\[\^?(?:\\.|[^\]\\])+\])"
+ATOM = re.compile(
+    rf"""
+    (?P<group>\(\?P<\w+>(?P<of>{CLASS})\+\))
+  | (?P<class>{CLASS}[*+]\??|\.[*+]\??)
+  | (?P<blank>(?:\\[snt]|[ ])[*+?]\??)
+  | (?P<bound>\\b)
+  | \\(?P<control>[nt])
+  | \\(?P<escaped>[^\w\s])
+  | (?P<plain>[^\\\[\](){{}}.*+?|^$])
+    """,
+    re.VERBOSE,
+)
+CONTROL = {"n": "\n", "t": "\t"}
+
+
+class RegionOpening(msgspec.Struct, frozen=True):
+    """One way to open a region.
+
+    literal   text that is searched for
+    pattern   matches the whole opening, including the literal; "" if the literal is the whole
+              opening
+    until     the literal that ends the opening; "" if it ends with a group
+    last      the character class of that group
+    at_start  whether the region is open from the start of the answer, without any text
+    """
+
+    literal: str = ""
+    pattern: str = ""
+    until: str = ""
+    last: str = ""
+    at_start: bool = False
+
+    def head_end(self, text: str) -> int | None:
+        """Return where the match ends in `text`, which follows the literal. Return None if more
+        text is needed.
+        """
+        if self.until:
+            found = text.find(self.until)
+            return found + len(self.until) if found >= 0 else None
+        other = re.search(rf"(?!{self.last}).", text, re.DOTALL)
+        return other.start() if other else None
+
+    def written(self, name: str) -> list[str | None]:
+        """Return the parts of an opening with `name` in its group. None stands for a class of
+        characters.
+
+        Raise ValueError if the group does not match the name.
+        """
+        if not self.pattern:
+            return [self.literal]
+        atoms = pattern_atoms(self.pattern, self.pattern)
+        parts: list[str | None] = []
+        for n, atom in enumerate(atoms):
+            is_bound = [bool(a["bound"]) for a in (atoms[n - 1], atom, atoms[(n + 1) % len(atoms)])]
+            if atom["class"] and is_bound[0] and is_bound[2]:
+                parts.append(" ")
+            elif not is_bound[1]:
+                parts.append(_written(atom, name))
+        return parts
+
+    def captures(self, head: str) -> dict[str, str] | None:
+        """Return the named groups, given the text `head` after the literal. Return None if the
+        pattern does not match.
+        """
+        found = re.fullmatch(self.pattern, self.literal + head, re.DOTALL)
+        return found.groupdict() if found else None
 
 
 class TemplateRegion(msgspec.Struct, frozen=True):
@@ -83,7 +153,7 @@ class TemplateRegion(msgspec.Struct, frozen=True):
     open   its openings; if empty, the field is all text outside the others
     close  literals that close it; if empty, it lasts to the end
     calls  the syntax of the body, if it is tool calls
-    name   the capture that holds the tool's name; "" if the body has it
+    name   the pattern's group that matches the tool's name; "" if the body has the name
     """
 
     kind: str
@@ -116,15 +186,15 @@ class ResponseTemplateParser(AnswerParser):
         return next((r.calls for r in self.syntax.regions if r.calls), None)
 
     def call_context(self, context: ParserContext) -> ParserContext:
-        """Return a lexicon with the name marker as a token, for the call parser alone: no text
-        equals it.
+        """Return the context with the name marker as a token. Only the call parser gets this token,
+        so no text equals it.
         """
         lexicon = Lexicon({**context.lexicon.tokens, NAME_TOKEN: NAMED})
         return msgspec.structs.replace(context, lexicon=lexicon)
 
     @cached_property
     def _openings(self) -> Mapping[str, tuple[int, RegionOpening]]:
-        """Literal -> (index of its region, opening)."""
+        """Literal -> (index of the region that it opens, the opening)."""
         return {o.literal: (n, o) for n, r in enumerate(self.syntax.regions) for o in r.open}
 
     @cached_property
@@ -132,7 +202,7 @@ class ResponseTemplateParser(AnswerParser):
         """The region of all text outside the others."""
         return next((r for r in self.syntax.regions if not r.open), None)
 
-    def begin(self, starts_inside: bool) -> None:
+    def start(self, starts_inside: bool) -> None:
         at_start = self._openings.get("")
         thinking = next((n for n, r in enumerate(self.syntax.regions) if r.kind == "thinking"), -1)
         if starts_inside and thinking >= 0 and self.syntax.regions[thinking].open:
@@ -161,20 +231,20 @@ class ResponseTemplateParser(AnswerParser):
             return self.read_calls(text)
         region = self.syntax.regions[s.region] if s.region >= 0 else self._outside
         if region is not None:
-            self._tell(region.kind, text)
+            self._emit(region.kind, text)
             says = region.kind == "content" and text.strip(BLANKS)
             if s.at == "outside" and says and self.context.calls_or_text:
                 s.at = "text"
         return ""
 
-    def _tell(self, kind: str, text: str) -> None:
+    def _emit(self, kind: str, text: str) -> None:
         if kind == "thinking":
             self.builder.reasoning(text)
         else:
             self.builder.content(text)
 
     def _in_head(self, text: str) -> str:
-        """Read after an opening's literal, until the match ends or fails."""
+        """Read text after an opening's literal, until the opening's pattern matches or fails."""
         s = self.s
         index, opening = self._openings[s.literal]
         before = len(s.head)
@@ -192,11 +262,11 @@ class ResponseTemplateParser(AnswerParser):
         return rest
 
     def _no_opening(self) -> None:
-        """Treat text that only started like an opening as text outside regions."""
+        """Handle text that only started like an opening as text outside of regions."""
         s = self.s
         text, s.head, s.literal, s.at = s.literal + s.head, "", "", "outside"
         if self._outside is not None:
-            self._tell(self._outside.kind, text)
+            self._emit(self._outside.kind, text)
 
     # ---- regions
 
@@ -232,7 +302,7 @@ class ResponseTemplateParser(AnswerParser):
             self.builder.start_reasoning()
 
     def _end_text(self) -> None:
-        """End a region's text. Blanks on both sides of it are markup."""
+        """End a region's text. The blanks on both sides of the region are markup."""
         s = self.s
         region = self._outside if s.region < 0 else self.syntax.regions[s.region]
         if region is not None and region.kind == "thinking":
@@ -277,12 +347,14 @@ class ResponseTemplateParser(AnswerParser):
             self._no_opening()
         elif self.s.region >= 0 and self.syntax.regions[self.s.region].kind == "thinking":
             self.builder.end_reasoning()
-        self.builder.s.blanks = []  # a template's text has no blanks around it
+        self.builder.s.blanks = []  # templates strip the blanks around text
 
 
 class ResponseTemplate(AnswerSyntax, frozen=True, kw_only=True):
-    """A template's `regions` in its order, and its `anchor`: the end of a prompt before an
-    answer.
+    """A format that a template describes.
+
+    regions  the template's fields, in its order
+    anchor   the text at the end of a prompt that an answer follows
     """
 
     PARSER = ResponseTemplateParser
@@ -308,7 +380,9 @@ class ResponseTemplate(AnswerSyntax, frozen=True, kw_only=True):
 
     @property
     def reasoning(self) -> ReasoningFormat | None:
-        """How a prompt opens and closes the thinking; None if the template has none."""
+        """The markers with which a prompt opens and closes the thinking; None if the template has
+        none.
+        """
         thinking = next((r for r in self.regions if r.kind == "thinking"), None)
         if thinking is None:
             return None
@@ -357,7 +431,9 @@ class ResponseTemplate(AnswerSyntax, frozen=True, kw_only=True):
         return found
 
     def _message_start(self) -> str:
-        """Return the text before every message except the first; "" if parts are not messages."""
+        """Return the text before every message except the first; "" if the regions are not
+        messages.
+        """
         thinking, content = self._region("thinking"), self._region("content")
         shared = thinking and content and content.open and set(thinking.close) & set(content.close)
         return self.anchor if shared else ""
@@ -365,7 +441,7 @@ class ResponseTemplate(AnswerSyntax, frozen=True, kw_only=True):
     def _write_regions(
         self, region: TemplateRegion, opening: RegionOpening, grammar: GrammarBuilder
     ) -> list[Form]:
-        """Write the region of each tool, or one region for all."""
+        """Return the forms of a region of calls: one for each tool, or one for all tools."""
         if isinstance(region.calls, JsonTags):
             return [sequence(opening.literal, region.calls.write_calls(opening.literal, grammar))]
         return [_write_named_call(region, opening, tool, grammar) for tool in grammar.tools]
@@ -374,11 +450,11 @@ class ResponseTemplate(AnswerSyntax, frozen=True, kw_only=True):
 OPTIONAL_WORD = optional(Pattern(" [a-z]{1,16}"))
 BLANKS_FORM = Pattern(r"[ \n]{1,4}")
 NAME_TAG = re.compile(r"<([\w:.-]+)[^<]*\(\?P<")
-"""The tag that contains the name in an opening."""
+"""The tag in an opening that contains the name."""
 
 
 def _opener(region: TemplateRegion | None) -> str:
-    """Return a literal that is a whole opening, or ""."""
+    """Return a literal that is a whole opening of the region, or ""."""
     openings = region.open if region else ()
     return next((opening.literal for opening in openings if not opening.pattern), "")
 
@@ -386,7 +462,7 @@ def _opener(region: TemplateRegion | None) -> str:
 def _write_named_call(
     region: TemplateRegion, opening: RegionOpening, tool: DeclaredTool, grammar: GrammarBuilder
 ) -> Form:
-    """Write a call whose name stands in the opening."""
+    """Return the grammar of a call whose name stands in the opening."""
     try:
         parts = opening.written(tool.name)
     except ValueError as error:
@@ -404,7 +480,42 @@ def _write_named_call(
 
 
 def _closing_tag(opening: RegionOpening, close: str) -> str:
-    """Return the closing tag of the tag with the name, if the template does not check it."""
+    """Return the closing tag of the tag that contains the name, if the template does not mention
+    it.
+    """
     found = NAME_TAG.search(opening.pattern)
     tag = f"</{found[1]}>" if found else ""
     return f"{tag}\n" if tag and tag != close else ""
+
+
+# ---- the atoms of an opening's pattern
+
+
+def pattern_atoms(pattern: str, whole: str) -> list[re.Match[str]]:
+    """Return the atoms of `pattern`. Raise ValueError if it has an unsupported part; `whole` is
+    named in the message.
+    """
+    atoms, at = [], 0
+    while at < len(pattern):
+        atom = ATOM.match(pattern, at)
+        if atom is None:
+            raise ValueError(f"the pattern {whole!r} is not supported at {pattern[at:]!r}")
+        atoms.append(atom)
+        at = atom.end()
+    return atoms
+
+
+def _written(atom: re.Match[str], name: str) -> str | None:
+    """Return the text of an atom, with `name` for a group; None for a class of characters."""
+    if atom["group"]:
+        if not re.fullmatch(f"{atom['of']}+", name):
+            raise ValueError(f"{name!r} does not match {atom['of']}")
+        return name
+    if atom["blank"]:
+        return " " if atom["blank"][0] in " [" else "\n"
+    return atom_letter(atom)
+
+
+def atom_letter(atom: re.Match[str]) -> str | None:
+    """Return the character that an atom stands for, or None if it may stand for several."""
+    return CONTROL.get(atom["control"] or "") or atom["escaped"] or atom["plain"]

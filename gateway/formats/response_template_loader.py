@@ -1,11 +1,28 @@
-"""Loads a checkpoint's `response_template` as the format that reads such answers.
+r"""Loads a checkpoint's `response_template` as the format that parses such answers.
 
 A template that is not supported is refused when the model is loaded, by a ValueError that names the
-field; no answer can make a template fail later. Not supported are: fields other than thinking,
-content and tool calls; thinking and content that are not text; tool calls whose bodies are neither
-JSON nor flat tags; transforms that are not a name and arguments; and patterns beyond
-`template_pattern`. Keys that only matter to a whole message are accepted and ignored: `defaults`,
-`start_anchor`, `repeats`, `join`, `optional`.
+field. An answer can never make a template fail later. Not supported are:
+
+- fields other than thinking, content and tool calls
+- thinking and content that are not text
+- tool calls whose bodies are neither JSON nor flat tags
+- transforms that are not a name and arguments
+- patterns other than those described below
+
+Keys that only matter to a whole message are accepted and ignored: `defaults`, `start_anchor`,
+`repeats`, `join`, `optional`.
+
+A regular expression may describe where a region opens or closes. Most of those in use are a literal
+with a name after it: `<tool_call>\s*<function=(?P<name>\w+)>`. A pattern is supported if each of
+its alternatives consists of these parts, in this order:
+
+1. a literal
+2. optional blanks
+3. named groups and repeated classes of characters
+4. a literal, which may be missing only after a group
+
+Answers are searched for the first literal like for any marker. The text between the two literals is
+matched once and has a limited length. So patterns take linear time.
 """
 
 from __future__ import annotations
@@ -21,8 +38,14 @@ from gateway.formats.json_call import CallKeys
 from gateway.formats.json_tags import JsonTags
 from gateway.formats.named_json import NamedJson
 from gateway.formats.parser import CallSyntax
-from gateway.formats.response_template import NAMED, ResponseTemplate, TemplateRegion
-from gateway.formats.template_pattern import RegionOpening, closings, openings
+from gateway.formats.response_template import (
+    NAMED,
+    RegionOpening,
+    ResponseTemplate,
+    TemplateRegion,
+    atom_letter,
+    pattern_atoms,
+)
 from gateway.formats.xml_parameters import XmlParameters
 
 KINDS = {
@@ -76,7 +99,7 @@ def load(template: Mapping[str, Any]) -> ResponseTemplate:
 
 
 def _anchor(template: Mapping[str, Any]) -> str:
-    """Return the anchor; if there are several, the first."""
+    """Return the template's anchor; the first one if there are several."""
     found = template.get("start_anchor") or ""
     found = found[0] if isinstance(found, list) else found
     if not isinstance(found, str):
@@ -85,6 +108,7 @@ def _anchor(template: Mapping[str, Any]) -> str:
 
 
 def _check_together(regions: Sequence[TemplateRegion]) -> None:
+    """Raise ValueError if the regions cannot be parsed together."""
     if sum(not region.open for region in regions) > 1:
         raise ValueError("response_template: more than one field has no opening")
     if sum(region.calls is not None for region in regions) > 1:
@@ -142,7 +166,9 @@ def _closes(field: Mapping[str, Any]) -> tuple[str, ...]:
 def _calls(
     field: Mapping[str, Any], opens: tuple[RegionOpening, ...], closes: tuple[str, ...]
 ) -> tuple[CallSyntax, str]:
-    """Return the syntax of the body, and the capture that is the tool's name."""
+    """Return the syntax of the body, and the name of the pattern's group that matches the tool's
+    name.
+    """
     literals = tuple(opening.literal for opening in opens)
     name, arguments = _shape(field)
     capture = "" if name.startswith("content") else name
@@ -159,7 +185,7 @@ def _calls(
             if field.get("transform_each"):
                 return JsonTags(open=literals, close=closes, keys=keys, array=True), ""
             line = "\n"
-            return JsonTags(open=literals, close=closes, keys=keys, before=line, behind=line), ""
+            return JsonTags(open=literals, close=closes, keys=keys, before=line, after=line), ""
         case "json" if args.get("string_delims") or args.get("unquoted_keys"):
             return _loose(literals, closes, args), capture
         case "json":
@@ -171,6 +197,9 @@ def _calls(
 
 
 def _object(of: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """Return the object under `key`, an empty one if there is none. Raise ValueError if it is not
+    an object.
+    """
     found = of.get(key) or {}
     if not isinstance(found, Mapping):
         raise ValueError(f"`{key}` must be an object")
@@ -178,7 +207,9 @@ def _object(of: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def _shape(field: Mapping[str, Any]) -> tuple[str, str]:
-    """Return where a call's name and arguments are: a capture, or a path from `content`."""
+    """Return where a call's name and arguments are. Each is a group's name, or a path that starts
+    with `content`.
+    """
     transform = field.get("transform")
     if transform is None:
         return "content.function", "content.function"
@@ -200,7 +231,7 @@ def _path(placeholder: Any, each: bool) -> str:
 
 
 def _keys(name: str, arguments: str) -> CallKeys:
-    """Return the keys of a JSON object that the paths mean."""
+    """Return the keys of the JSON object that these paths lead to."""
     if name == arguments:  # the whole call as the API shows it
         return CallKeys(name=("function", "name"), arguments=("arguments",))
     parts = [path.split(".") for path in (name, arguments)]
@@ -225,8 +256,9 @@ def _loose(literals: tuple[str, ...], closes: tuple[str, ...], args: Mapping[str
 def _tags(
     literals: tuple[str, ...], closes: tuple[str, ...], args: Mapping[str, Any]
 ) -> XmlParameters:
-    """Return the syntax of one tag per argument. The pattern must be
-    `LITERAL(key)...>(value)</LITERAL>`.
+    """Return the syntax of bodies with one tag per argument.
+
+    The template's `tag_pattern` must have the form `LITERAL(key)...>(value)</LITERAL>`.
     """
     found = TAG_PATTERN.fullmatch(str(args.get("tag_pattern", "")))
     if found is None or not closes:
@@ -253,3 +285,88 @@ def _tags(
         bare_json=value_parser.get("name") == "json",
         doubts=False,
     )
+
+
+# ---- patterns
+
+MAX_REPEATS = 4
+
+
+def openings(pattern: str) -> tuple[RegionOpening, ...]:
+    """Return the openings that `pattern` describes, one for each alternative. Raise ValueError if
+    it is not supported.
+    """
+    return tuple(_opening(alternative, pattern) for alternative in alternatives(pattern))
+
+
+def closings(pattern: str) -> tuple[str, ...]:
+    """Return the literals of a pattern that closes a region. Besides literals, it may have the end
+    of the answer as an alternative.
+    """
+    found = [_opening(part, pattern) for part in alternatives(pattern) if part not in ("$", r"\Z")]
+    for opening in found:
+        if opening.pattern or not opening.literal:
+            raise ValueError(f"the pattern {pattern!r} closes a region with more than a literal")
+    return tuple(opening.literal for opening in found)
+
+
+def alternatives(pattern: str) -> list[str]:
+    """Return the pattern split at each `|` outside of parentheses and classes."""
+    if pattern.startswith("(?:") and _closes_at(pattern) == len(pattern) - 1:
+        return alternatives(pattern[3:-1])
+    parts, start, depth, in_class = [], 0, 0, False
+    for at, char in _unescaped(pattern):
+        in_class = char == "[" or (in_class and char != "]")
+        if not in_class:
+            depth += (char == "(") - (char == ")")
+            if char == "|" and depth == 0:
+                parts.append(pattern[start:at])
+                start = at + 1
+    return [*parts, pattern[start:]]
+
+
+def _unescaped(pattern: str) -> list[tuple[int, str]]:
+    """Return (position, character) for each character of the pattern that no backslash escapes."""
+    found, at = [], 0
+    while at < len(pattern):
+        if pattern[at] == "\\":
+            at += 1
+        else:
+            found.append((at, pattern[at]))
+        at += 1
+    return found
+
+
+def _closes_at(pattern: str) -> int:
+    """Return the position of the parenthesis that closes the one at the pattern's start."""
+    depth = 0
+    for at, char in _unescaped(pattern):
+        depth += (char == "(") - (char == ")")
+        if depth == 0:
+            return at
+    return -1
+
+
+def _opening(pattern: str, whole: str) -> RegionOpening:
+    if pattern in ("^", r"\A"):
+        return RegionOpening(at_start=True)
+    atoms = pattern_atoms(pattern, whole)
+    while atoms and atoms[0].lastgroup == "blank":
+        atoms.pop(0)
+    while atoms and atoms[-1].lastgroup == "blank":
+        atoms.pop()
+    letters = [atom_letter(atom) for atom in atoms]
+    first = next((n for n, letter in enumerate(letters) if letter is None), len(letters))
+    literal = "".join(letter or "" for letter in letters[:first])
+    if not literal:
+        raise ValueError(f"the pattern {whole!r} does not begin with a literal")
+    if first == len(letters):
+        return RegionOpening(literal)
+    last_start = next(n for n in range(len(letters), 0, -1) if letters[n - 1] is None)
+    until = "".join(letter or "" for letter in letters[last_start:])
+    last = atoms[-1]["of"] or ""
+    if not until and not last:
+        raise ValueError(f"the pattern {whole!r} ends with neither a literal nor a group")
+    if sum(not (atom["bound"] or atom_letter(atom)) for atom in atoms) > MAX_REPEATS:
+        raise ValueError(f"the pattern {whole!r} has more than {MAX_REPEATS} repetitions")
+    return RegionOpening(literal, "".join(atom[0] for atom in atoms), until, last)

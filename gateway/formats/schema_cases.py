@@ -1,12 +1,11 @@
-"""A JSON Schema as cases: each is one type with its limits, without combinators.
+"""Rewrites a JSON Schema as cases. Each case is one type with its limits, without combinators.
 
 `type` (one or a list), `enum`, `const`, `nullable`, `anyOf`, `oneOf`, `allOf` and local `$ref`s are
-resolved here. The keywords left in a case limit its one type. `oneOf` is read as `anyOf`, and is
-therefore refused unless its options certainly exclude each other. An empty schema admits every
-type.
+resolved here. The keywords left in a case limit its one type. `oneOf` is handled like `anyOf`, so
+it is refused unless its options certainly exclude each other. An empty schema admits every type.
 
-A schema that cannot be expressed exactly, or more narrowly, is refused with the keyword's name:
-NotWritable. Only annotations are ignored.
+The cases may be narrower than the schema, but never wider. A schema that cannot be expressed in
+this way is refused: NotWritable names the keyword. Only annotations are ignored.
 """
 
 from __future__ import annotations
@@ -34,10 +33,12 @@ SHAPES: Mapping[str, tuple[type, ...]] = {
     "properties": (Mapping,),
     "type": (str, list),
 }
-"""Keyword -> types that its value may have. A tool's schema comes from outside, unchecked."""
+"""Keyword -> Python types that its value may have. Clients send a tool's schema, so it may be
+malformed.
+"""
 
 MAX_CASES = 256
-"""Limit for one value: options of options multiply."""
+"""Most cases of one value. Nested options multiply."""
 
 ANNOTATIONS = frozenset(
     ("title", "description", "default", "examples", "example", "deprecated", "readOnly",
@@ -62,11 +63,11 @@ Limits = Mapping[str, Any]
 
 
 class SchemaCase(msgspec.Struct, frozen=True):
-    """One type of a value.
+    """One type that a value may have.
 
     kind    the type
-    limits  its keywords
-    values  the only values allowed; None: not enumerated
+    limits  the keywords that limit it
+    values  the only values allowed, or None if they are not enumerated
     """
 
     kind: str
@@ -79,14 +80,14 @@ class SchemaCase(msgspec.Struct, frozen=True):
         return not self.limits and self.values is None
 
     def key(self) -> str:
-        """Return a key that is the same for equal cases."""
+        """Return a text that is the same for equal cases."""
         return json.dumps([self.kind, self.limits, self.values], sort_keys=True)
 
 
 class Schemas:
-    """The schemas in one tool's parameters, to which references refer.
+    """Resolves the schemas in one tool's parameters, `root`. References refer to parts of `root`.
 
-    A `path` is a schema's position in them: "parameters.properties.x".
+    A `path` is a schema's position in the parameters: "parameters.properties.x".
     """
 
     def __init__(self, tool: DeclaredTool) -> None:
@@ -94,10 +95,13 @@ class Schemas:
         self.root: Any = {} if tool.parameters is None else tool.parameters
 
     def refuse(self, path: str, keyword: str, why: str = "cannot be enforced") -> NoReturn:
+        """Raise NotWritable for the schema at `path`: its `keyword` prevents a grammar."""
         raise NotWritable(self.tool.name, path, f"{keyword!r} {why}")
 
     def cases(self, schema: Any, path: str) -> list[SchemaCase]:
-        """Return the cases, at least one. Raise NotWritable."""
+        """Return the cases of a schema, at least one. Raise NotWritable if it has none or cannot be
+        expressed.
+        """
         found = self._cases(self._flat(schema, path, MAX_REFS), path, MAX_REFS)
         kinds = {case.kind for case in found if case.free}
         distinct = {case.key(): case for case in found if case.free or case.kind not in kinds}
@@ -109,7 +113,7 @@ class Schemas:
     # ---- references and combinations
 
     def _flat(self, schema: Any, path: str, depth: int) -> dict[str, Any]:
-        """Return the schema without annotations, `$ref` and `allOf`."""
+        """Return the schema without annotations. Its `$ref` and `allOf` are merged into it."""
         if schema is True:
             return {}
         if not isinstance(schema, Mapping):
@@ -146,7 +150,7 @@ class Schemas:
         return at
 
     def _both(self, one: dict[str, Any], other: dict[str, Any], path: str) -> dict[str, Any]:
-        """Return the schema of values that satisfy both."""
+        """Return the schema of the values that satisfy both schemas."""
         if not one or not other:
             return one or other
         for a, b in ((one, other), (other, one)):
@@ -175,7 +179,7 @@ class Schemas:
                     name: {"allOf": [one[name], other[name]]} for name in one if name in other
                 }
                 return {**one, **other, **shared}
-        self.refuse(path, key, "is said twice, and cannot be combined")
+        self.refuse(path, key, "is set twice with values that cannot be combined")
 
     def _cases(self, flat: dict[str, Any], path: str, depth: int) -> list[SchemaCase]:
         keyword = next((key for key in ("anyOf", "oneOf") if key in flat), None)
@@ -198,14 +202,14 @@ class Schemas:
 
     def _exclusive(self, options: Sequence[Sequence[SchemaCase]]) -> bool:
         return all(
-            self._apart(a, b)
+            self._disjoint(a, b)
             for n, option in enumerate(options)
             for other in options[:n]
             for a in option
             for b in other
         )
 
-    def _apart(self, a: SchemaCase, b: SchemaCase) -> bool:
+    def _disjoint(self, a: SchemaCase, b: SchemaCase) -> bool:
         """Return whether no value belongs to both cases."""
         if a.values is not None and b.values is not None:
             return not any(same(x, y) for x in a.values for y in b.values)
@@ -239,7 +243,7 @@ class Schemas:
         return [SchemaCase(kind, {}, found) for kind, found in by_kind.items()]
 
     def _kinds(self, flat: dict[str, Any], path: str) -> list[str]:
-        """Return the types in the order they are read."""
+        """Return the types that the schema allows, in the order in which parsers try them."""
         if "type" in flat:
             found = set(_types(flat["type"]))
             if not found <= set(ORDER):
@@ -251,7 +255,9 @@ class Schemas:
         return [kind for kind in ORDER if kind in found]
 
     def _fits(self, value: Any, limits: Limits, path: str) -> bool:
-        """Return whether an enumerated value is within the limits beside its enumeration."""
+        """Return whether an enumerated value is within the limits that the schema sets beside the
+        enumeration.
+        """
         for key, limit in limits.items():
             match key:
                 case "minLength" | "maxLength":
@@ -278,12 +284,12 @@ class Schemas:
 
 
 def anything(cases: Sequence[SchemaCase]) -> bool:
-    """Return whether the cases are those of an empty schema."""
+    """Return whether the cases admit every value, like those of an empty schema."""
     return {case.kind for case in cases if case.free} >= set(ANYTHING)
 
 
 def is_kind(value: Any, kind: str) -> bool:
-    """Return whether the JSON value is of the type."""
+    """Return whether the JSON value has the type `kind`."""
     match kind:
         case "null":
             return value is None
@@ -307,18 +313,20 @@ def _types(declared: Any) -> list[str]:
 def _limits(flat: Mapping[str, Any], kind: str) -> dict[str, Any]:
     found = {key: flat[key] for key in LIMITS[kind] if key in flat}
     if found.get("additionalProperties") is True and not found.get("properties"):
-        del found["additionalProperties"]  # says nothing
+        del found["additionalProperties"]  # no limit
         found.pop("properties", None)
     return found
 
 
 def same(one: Any, other: Any) -> bool:
-    """Return whether two values are equal as JSON: true is not 1."""
+    """Return whether two JSON values are equal. Unlike in Python, true is not 1."""
     return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)
 
 
 def _tags_differ(a: Limits, b: Limits, name: str) -> bool:
-    """Return whether a property must have different values in the two objects."""
+    """Return whether the property `name` must have different values in two objects with these
+    limits.
+    """
     values = []
     for limits in (a, b):
         schema = limits.get("properties", {}).get(name)
@@ -328,11 +336,11 @@ def _tags_differ(a: Limits, b: Limits, name: str) -> bool:
     return not any(same(x, y) for x in values[0] for y in values[1])
 
 
-# ---- the types of the keywords
+# ---- the values of the keywords
 
 
 def shape_fault(schema: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return (keyword, the fault of its value), or None."""
+    """Return (keyword, what is wrong with its value), or None if all values are well-formed."""
     for key, value in schema.items():
         shape = SHAPES.get(key)
         if shape is None:

@@ -1,22 +1,24 @@
-"""Parser of the usual answer: content, blocks of reasoning between markers, groups of tool calls.
+"""Parser of most answers: content, blocks of reasoning between markers, groups of tool calls.
+
+The states are:
 
     start       only blanks so far, or only blanks since the reasoning
-    content     text
-    wrapped     text between the markers that some models put around their answer
-    header      the recipient of a message; not content, up to the next marker
-    opening     reasoning has started, and has no text yet
-    reasoning   reasoning text
-    calls       the tool syntax's own parser reads until it is done
+    content     in text
+    wrapped     in text between the markers that some models put around their answer
+    header      in a message's header, which lasts up to the next marker and is not content
+    opening     in a block of reasoning, before its first text
+    reasoning   in a block of reasoning
+    calls       in a group of calls: the call parser reads until it is done
 
-Reasoning may come again after content, if the format allows it. Inside a group of calls only the
-tool syntax reads, so markers of reasoning have no meaning there. A marker token without a meaning
-is dropped from content. In reasoning it is text, because a model may discuss markup there.
+Reasoning may start again after content, if the format allows it. Inside a group of calls only the
+call parser reads, so markers of reasoning have no meaning there. A marker token without a meaning
+is dropped from content. In reasoning it is kept as text, because a model may discuss markup there.
 
-A model may forget to close its reasoning and call a tool inside it. So a marker of calls in
-reasoning starts a trial: the tool syntax reads on, and if it finds the name of a tool of the
-request, this is a call. Otherwise the marker was text, and the text after it is read again as
-reasoning. A trial holds back at most MAX_TRIAL_CHARS. After such a call the reasoning continues
-until it is closed.
+A model may forget to close its reasoning before it calls a tool. So an opener of calls in reasoning
+starts a trial: the call parser reads on. If it finds the name of a tool of the request, this is a
+call. Otherwise the opener was text, and the text after it is read again as reasoning. A trial holds
+back at most MAX_TRIAL_CHARS characters. After such a call the reasoning continues until it is
+closed.
 """
 
 from __future__ import annotations
@@ -35,26 +37,28 @@ OPENING, REASONING, CALLS = "opening", "reasoning", "calls"
 
 
 MAX_HEADER_CHARS = 128
-"""Longer text is not a header."""
+"""Most characters of a header. A longer text is content."""
 
 MAX_TRIAL_CHARS = 1024
 MAX_TRIAL_TOKENS = 8
-"""A call in reasoning must name its tool within this many characters and marker tokens."""
+"""A call in reasoning must name its tool within this many characters, and within this many marker
+tokens.
+"""
 
 TEXT, TOKEN, PART = "text", "token", "part"
 TrialPiece = tuple[str, str]
-"""A piece of the answer as plain data: one of these three kinds, and its text."""
+"""A piece of the answer as plain data: its kind, which is one of these three, and its text."""
 
 
 class StandardParserState(FormatParserState):
     """State of a `StandardParser`.
 
-    thoughts  all reasoning so far, kept only if it may have to be repeated as content
+    thoughts  all reasoning so far; kept only if it may have to be repeated as content
     heading   the header so far
-    marked    a marker has been seen; a text without any marker has no header either
-    inside    the current group of calls stands in reasoning
-    opener    the marker that started a trial; "" outside of one
-    trial     the pieces after it, which may have to be read again
+    marked    whether any marker has been read; a text without markers has no header either
+    inside    whether the current group of calls is inside reasoning
+    opener    the opener of calls that started the current trial; "" outside of trials
+    trial     the pieces read since that opener, which may have to be read again
     """
 
     at: str = START
@@ -67,7 +71,7 @@ class StandardParserState(FormatParserState):
 
 
 class StandardParser(AnswerParser):
-    """Parses the form that the module describes. `tools` is the syntax of its calls."""
+    """Parser of answers as this module describes them. `tools` is the syntax of the calls."""
 
     State = StandardParserState
 
@@ -83,13 +87,13 @@ class StandardParser(AnswerParser):
     ) -> None:
         self.reasoning = reasoning or NO_REASONING
         self.tools = tools
-        self._again: list[TrialPiece] = []  # to be read again; empty between two pushes
+        self._again: list[TrialPiece] = []  # pieces to be read again; empty between pushes
         super().__init__(tools, context, builder, state, starts_inside=starts_inside)
 
     def call_syntax(self) -> CallSyntax | None:
         return self.tools
 
-    def begin(self, starts_inside: bool) -> None:
+    def start(self, starts_inside: bool) -> None:
         if self.reasoning.prefix:
             self.builder.content(self.reasoning.prefix)
         if starts_inside and self.reasoning.close:
@@ -128,7 +132,7 @@ class StandardParser(AnswerParser):
         }
 
     def push(self, piece: Piece) -> list[Event]:
-        """Like `FormatParser.push`, with a shortcut for the most common piece: more of the same."""
+        """Parse `piece` like `FormatParser.push`, with a shortcut for text without any markup."""
         if type(piece) is str and piece:
             event = self.fast_event(piece)
             if event is not None:
@@ -136,7 +140,7 @@ class StandardParser(AnswerParser):
         return super().push(piece)
 
     def fast_event(self, text: str) -> Event | None:
-        """Return the event for `text` if it changes no state, else None."""
+        """Return the event for `text` if parsing it would change no state, else None."""
         at, scanner, call_parser = self.s.at, self._scanner, self.call_parser
         if at == CALLS and call_parser is not None:
             return call_parser.fast_event(text)
@@ -152,7 +156,7 @@ class StandardParser(AnswerParser):
     # ---- transitions
 
     def _first_content(self, text: str) -> str:
-        """Read leading blanks. Any other text is content."""
+        """Handle the text at the start. Return it if it starts the content; blanks do not."""
         if not text.isspace():
             self.s.at = CONTENT
             return text
@@ -224,7 +228,7 @@ class StandardParser(AnswerParser):
     # ---- tool calls
 
     def read_calls(self, piece: str | MarkerPart) -> str:
-        return self._try(piece) if self.s.opener else super().read_calls(piece)
+        return self._try_call(piece) if self.s.opener else super().read_calls(piece)
 
     TEXT = {
         START: _first_content,
@@ -237,12 +241,14 @@ class StandardParser(AnswerParser):
     }
 
     def read_call_token(self, marker: str) -> None:
-        """Pass a marker token to the call parser, unless reasoning starts or ends between two
+        """Handle a marker token inside a group of calls.
+
+        The call parser handles it, unless the token opens or closes the reasoning between two
         calls.
         """
         s, reasoning = self.s, self.reasoning
         if s.opener:
-            self._try_token(marker)
+            self._try_call_token(marker)
         elif s.inside and marker in reasoning.close and self.calls.is_between:
             self.calls.end(True)
             s.inside = False
@@ -262,21 +268,22 @@ class StandardParser(AnswerParser):
         s.inside = False
 
     def _closes_both(self) -> bool:
-        """Return whether the marker that closes calls closes reasoning as well."""
+        """Return whether one marker closes both calls and reasoning."""
         return self.tools is not None and not {*self.reasoning.close}.isdisjoint(
             self.tools.markers()
         )
 
-    # ---- trials: a marker of calls in reasoning
+    # ---- trials: an opener of calls in reasoning
 
     def _open_trial(self, marker: str) -> None:
         s = self.s
         s.at, s.inside, s.opener, s.trial = CALLS, True, marker, []
         self.calls.open(marker)
 
-    def _try(self, piece: str | MarkerPart) -> str:
-        """Try `piece` as a call. Text is tried only up to the limit, so how it was cut does not
-        matter.
+    def _try_call(self, piece: str | MarkerPart) -> str:
+        """Read `piece` as a part of a call. Return the text that was not read.
+
+        Text is tried only up to the limit, so the result does not depend on how the text was cut.
         """
         checkpoint = self.builder.checkpoint()
         if isinstance(piece, MarkerPart):
@@ -293,9 +300,11 @@ class StandardParser(AnswerParser):
             self._again.append((TEXT, later))
         return ""
 
-    def _try_token(self, marker: str) -> None:
+    def _try_call_token(self, marker: str) -> None:
         checkpoint = self.builder.checkpoint()
-        if marker in self.reasoning.open + self.reasoning.close:  # in no call's head
+        if (
+            marker in self.reasoning.open + self.reasoning.close
+        ):  # these occur in no call before its name
             self._give_up(checkpoint)
             self._again.append((TOKEN, marker))
         else:
@@ -314,8 +323,9 @@ class StandardParser(AnswerParser):
         return sum(len(text) for _, text in self.s.trial)
 
     def _is_call(self, checkpoint: BuilderCheckpoint) -> bool:
-        """Return whether the trial is a call. The first event since the checkpoint decides, if
-        there is one.
+        """Return whether the trial turned out to be a call, and end the trial if that is decided.
+
+        The first event since the checkpoint decides, if there is one.
         """
         s, emitted = self.s, self.builder.out[checkpoint.num_events :]
         if emitted and isinstance(emitted[0], ToolCall) and self.builder.declares(emitted[0].name):
@@ -329,7 +339,7 @@ class StandardParser(AnswerParser):
         return False
 
     def _give_up(self, checkpoint: BuilderCheckpoint) -> None:
-        """End the trial: the marker was text. The text after it is read again."""
+        """End the trial: the opener was text. The pieces after it will be read again."""
         s = self.s
         self.builder.roll_back(checkpoint)
         opener, self._again = s.opener, s.trial
@@ -354,7 +364,9 @@ class StandardParser(AnswerParser):
             super()._release_held()
 
     def _read_again(self) -> None:
-        """Read the pieces of a failed trial again. A second trial may return them once more."""
+        """Read the pieces of a failed trial again. They may contain an opener that starts another
+        trial.
+        """
         self._update_scanner()
         while self._again:
             pieces, self._again = self._again, []
@@ -387,9 +399,11 @@ class StandardParser(AnswerParser):
         self.builder.finish()
 
     def _end_trial(self, complete: bool) -> bool:
-        """Return whether the call parser has ended with the trial, because it was a call."""
+        """End the trial at the end of the answer. Return whether it was a call, so that the call
+        parser has ended, too.
+        """
         s = self.s
-        if not complete:  # perhaps the beginning of a call, so it is not shown
+        if not complete:  # it may be the start of a call, so it is dropped
             s.at, s.inside, s.opener, s.trial = REASONING, False, "", []
             return False
         checkpoint = self.builder.checkpoint()

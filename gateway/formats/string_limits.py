@@ -1,13 +1,12 @@
-"""Strings as regular expressions (Rust's syntax), in a format's spelling and within a schema's
-limits.
+"""Patterns (regular expressions in Rust's syntax) of the strings that a schema's limits allow.
 
-A `StringEscapes` lists the characters that stand for themselves, those that are escaped, and those
-that cannot be written.
+The strings are matched as a format spells them. A `StringEscapes` lists the characters that stand
+for themselves, those that are escaped, and those that cannot be written.
 
-The schema's `pattern` (ECMA's syntax) is read character by character and rewritten, so that it
+A schema's `pattern` (in ECMA's syntax) is read character by character. It is rewritten so that it
 admits no character that the format could not read back. Parts that are not regular (look-around,
-references, word boundaries) are refused, and so are limits that would have to hold together with
-it.
+back-references, word boundaries) are refused. Length limits beside a `pattern` or `format` are
+refused, too.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import msgspec
 from gateway.formats.schema_cases import Limits
 
 Ranges = Sequence[tuple[int, int]]
-"""Code points, both ends included; sorted and disjoint."""
+"""Ranges of code points, both ends included; sorted and disjoint."""
 
 LAST = 0x10FFFF
 ALL: Ranges = ((0, LAST),)
@@ -28,11 +27,12 @@ CONTROLS: Ranges = ((0, 0x1F),)
 
 
 class StringEscapes(msgspec.Struct, frozen=True):
-    """The spelling of a string's characters.
+    """How a format spells the characters of a string.
 
     never     characters that cannot be written
     escapes   character -> its escape; every other character stands for itself
-    numbered  a pattern for a character that is written by its number, wherever any may be
+    numbered  pattern of an escape with a character's number, which is admitted wherever any
+              character may occur; "" if there are no such escapes
     """
 
     never: Ranges = ()
@@ -40,8 +40,8 @@ class StringEscapes(msgspec.Struct, frozen=True):
     numbered: str = ""
 
     def signs(self, ranges: Ranges) -> str:
-        """Return a pattern for one of these characters; it matches nothing if none can be
-        written.
+        """Return a pattern of one of these characters. If none of them can be written, the pattern
+        matches nothing.
         """
         escaped = [sign for sign in self.escapes if holds(ranges, ord(sign))]
         special = merged([*self.never, *((ord(s), ord(s)) for s in self.escapes)])
@@ -53,17 +53,22 @@ class StringEscapes(msgspec.Struct, frozen=True):
         return options[0] if len(options) == 1 else f"(?:{'|'.join(options)})"
 
     def any(self, but: str = "") -> str:
-        """Return a pattern for one character, but not for one of these if it stands for itself."""
+        """Return a pattern of any one character, except that no character of `but` may stand for
+        itself.
+        """
         one = self.signs(without(ALL, signs(but)))
         return f"(?:{one}|{self.numbered})" if self.numbered else one
 
     def text(self, text: str) -> str | None:
-        """Return `text` as it is written, or None if it cannot be."""
+        """Return `text` as the format spells it, or None if the format cannot write it."""
         if any(holds(self.never, ord(sign)) and sign not in self.escapes for sign in text):
             return None
         return "".join(self.escapes.get(sign, sign) for sign in text)
 
     def of_length(self, least: int, most: int | None) -> str:
+        """Return a pattern of `least` to `most` characters. If `most` is None, there is no upper
+        limit.
+        """
         return f"{self.any()}{{{least},{'' if most is None else most}}}"
 
 
@@ -72,6 +77,7 @@ def holds(ranges: Ranges, code: int) -> bool:
 
 
 def merged(ranges: Iterable[tuple[int, int]]) -> Ranges:
+    """Return the ranges sorted, with overlapping and adjacent ones joined."""
     found: list[tuple[int, int]] = []
     for first, last in sorted(ranges):
         if found and first <= found[-1][1] + 1:
@@ -82,7 +88,7 @@ def merged(ranges: Iterable[tuple[int, int]]) -> Ranges:
 
 
 def without(ranges: Ranges, others: Ranges) -> Ranges:
-    """Return `ranges` less `others`; both are merged."""
+    """Return `ranges` without the code points of `others`. Both must be sorted and disjoint."""
     found = []
     for first, last in ranges:
         for low, high in others:
@@ -97,6 +103,7 @@ def without(ranges: Ranges, others: Ranges) -> Ranges:
 
 
 def signs(text: str) -> Ranges:
+    """Return the characters of `text` as ranges."""
     return merged((ord(sign), ord(sign)) for sign in text)
 
 
@@ -113,7 +120,7 @@ def _spans(ranges: Ranges) -> str:
 
 
 def exactly(text: str) -> str:
-    """Return a pattern for this text."""
+    """Return a pattern that matches this text only."""
     return "".join(_code(ord(sign)) for sign in text)
 
 
@@ -123,11 +130,14 @@ def _code(code: int) -> str:
 
 
 def free_of(words: Sequence[str], spelling: StringEscapes) -> str:
-    """Return a pattern for strings, in this spelling, in which none of `words` occurs.
+    """Return a pattern of strings, in this spelling, that contain none of `words`.
 
-    All words start with the same character, and count up to its next occurrence in them. After that
-    character a word is in progress: `again` leads to the same character, `back` to text, `end` to
-    the end.
+    All words must start with the same character, the head. A word counts only up to the next head
+    inside it, so the pattern excludes some more strings than it must.
+
+    After a head, a word may be in progress. The pattern then has three kinds of continuation:
+    `again` leads to the next head, `back` leads back to other text, and `end` leads to the end of
+    the string.
     """
     head = words[0][0]
     assert all(word[0] == head for word in words), "they begin with different signs"
@@ -139,8 +149,8 @@ def free_of(words: Sequence[str], spelling: StringEscapes) -> str:
 
 
 def _next(tails: Sequence[str]) -> dict[str, list[str]]:
-    """Return character -> the words' tails that may follow it, for characters that do not
-    complete a word.
+    """Return character -> rests of the tails that start with it, without characters that complete a
+    word.
     """
     found: dict[str, list[str]] = {}
     for tail in tails:
@@ -195,12 +205,12 @@ FORMATS = {
     "email": rf"^{_WORD}(?:\.{_WORD}){{0,3}}@{_LABEL}(?:\.{_LABEL}){{1,3}}$",
     "uri": "^[A-Za-z][A-Za-z0-9+.-]{0,31}://[A-Za-z0-9._~:/?#@!$&*+,;=-]+$",
 }
-"""`format` -> a pattern that admits only such strings, if not all of them."""
+"""`format` -> a pattern that admits only such strings, though perhaps not all of them."""
 
 
 def limited(spelling: StringEscapes, limits: Limits) -> str:
-    """Return a pattern for strings within the limits. Raise ValueError naming the keyword that
-    prevents it.
+    """Return a pattern of strings within the limits. Raise ValueError, naming the keyword, if that
+    is impossible.
     """
     named = [key for key in ("pattern", "format") if key in limits]
     length = [key for key in ("minLength", "maxLength") if key in limits]
@@ -218,10 +228,10 @@ def limited(spelling: StringEscapes, limits: Limits) -> str:
 
 
 class Translator:
-    """Translates one pattern.
+    """Translates one `pattern` of a schema.
 
-    Anchors are supported at the ends of the pattern's own options. Without them an option may stand
-    anywhere in the string.
+    Anchors are supported only at the ends of the pattern's outermost alternatives. Without an
+    anchor, other text may come before or after the match, as JSON Schema requires.
     """
 
     def __init__(self, pattern: str, spelling: StringEscapes) -> None:
@@ -238,7 +248,8 @@ class Translator:
     def _fault(self, what: str) -> ValueError:
         return ValueError(f"the pattern {self._pattern!r} {what}")
 
-    def _peek(self, text: str) -> bool:
+    def _accept(self, text: str) -> bool:
+        """Skip `text` if the rest of the pattern starts with it. Return whether it does."""
         if not self._pattern.startswith(text, self._at):
             return False
         self._at += len(text)
@@ -248,18 +259,18 @@ class Translator:
         if depth > MAX_DEPTH:
             raise self._fault("is nested too deeply")
         options = [self._option(depth)]
-        while self._peek("|"):
+        while self._accept("|"):
             options.append(self._option(depth))
         return options[0] if len(options) == 1 else f"(?:{'|'.join(options)})"
 
     def _option(self, depth: int) -> str:
         anything = f"{self._spelling.any()}*"
-        start = self._peek("^")
+        start = self._accept("^")
         parts, end = [], False
         while self._at < len(self._pattern) and self._pattern[self._at] not in "|)":
             if end:
-                raise self._fault("continues after its end")
-            if self._peek("$"):
+                raise self._fault("continues after '$'")
+            if self._accept("$"):
                 end = True
             else:
                 parts.append(self._piece(depth))
@@ -273,12 +284,12 @@ class Translator:
         return self._atom(depth) + self._times()
 
     def _times(self) -> str:
-        times = next((sign for sign in "*+?" if self._peek(sign)), "")
+        times = next((sign for sign in "*+?" if self._accept(sign)), "")
         if not times and (found := TIMES.match(self._pattern, self._at)):
             self._at = found.end()
             times = found[0]
         if times:
-            self._peek("?")  # as few as possible: the same strings
+            self._accept("?")  # a lazy repetition matches the same strings
         return times
 
     def _atom(self, depth: int) -> str:
@@ -298,22 +309,22 @@ class Translator:
         return self._spelling.signs(signs(sign))
 
     def _group(self, depth: int) -> str:
-        if self._peek("?") and not self._peek(":"):
+        if self._accept("?") and not self._accept(":"):
             named = re.compile(r"P?<[A-Za-z_]\w*>").match(self._pattern, self._at)
             if named is None:
                 raise self._fault("has a lookaround or flags, which are not supported")
             self._at = named.end()
         inner = self._options(depth + 1)
-        if not self._peek(")"):
+        if not self._accept(")"):
             raise self._fault("has an unmatched parenthesis")
         return f"(?:{inner})"
 
     def _set(self) -> Ranges:
-        negated = self._peek("^")
+        negated = self._accept("^")
         found: list[tuple[int, int]] = []
-        while not self._peek("]"):
+        while not self._accept("]"):
             first = self._member()
-            if not self._pattern.startswith("-]", self._at) and self._peek("-"):
+            if not self._pattern.startswith("-]", self._at) and self._accept("-"):
                 last = self._member()
                 if len(first) != 1 or len(last) != 1 or first[0][0] > last[0][0]:
                     raise self._fault("has a range in the wrong order")

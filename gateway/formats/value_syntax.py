@@ -1,12 +1,12 @@
 """Grammars of values in brackets, as JSON, Python and Gemma write them.
 
-A schema is written as its cases (`schema_cases`): numbers are JSON numbers within their bounds,
-strings are in the notation's spelling, arrays and objects are brackets around values. Properties
-come in the schema's order, and optional ones may be left out; if properties are declared, there are
-no others. All this is narrower than the schema in places, and never wider.
+A schema's grammar is that of its cases (`schema_cases`). Numbers are JSON numbers within their
+bounds. Strings have the notation's spelling. Arrays and objects are brackets around values.
+Properties come in the schema's order, and optional ones may be left out. If the schema declares
+properties, there are no others. The grammar may be narrower than the schema, but never wider.
 
-An array or object is a rule of its own, shared by equal ones. So schemas may refer to themselves,
-and the grammar is linear in their size.
+Each array or object is a rule of its own, and equal ones share a rule. So schemas may refer to
+themselves, and the size of the grammar is linear in theirs.
 """
 
 from __future__ import annotations
@@ -23,19 +23,21 @@ from gateway.formats.string_limits import CONTROLS, StringEscapes, free_of, limi
 from protocol.grammar import Form, GrammarRule, LiteralForm, Pattern, Repeat, Until
 
 BLANKS = r"[ \n]{0,8}"
-"""Blanks inside JSON. Bounded, because an undecided model would write them forever."""
+"""Blanks inside JSON. The number is bounded, because a model that is undecided could write blanks
+forever.
+"""
 EMPTY = LiteralForm("")
 WORDS = ("null", "true", "false")
 
 
 class Notation(msgspec.Struct, frozen=True, kw_only=True):
-    """How values are written.
+    """How a syntax writes values.
 
-    words    null, true, false
-    strings  all spellings of a string; the first is used for constants
-    bare     keys are written without quotes
-    object, array   their opening and closing brackets
-    colon, comma    between key and value, and between members
+    words           null, true and false
+    strings         all spellings of a string; constants are written in the first
+    bare            whether keys are written without quotes
+    object, array   opening and closing brackets
+    colon, comma    text between key and value, and between members
     """
 
     name: str
@@ -50,7 +52,7 @@ class Notation(msgspec.Struct, frozen=True, kw_only=True):
 
 HEX = "[0-9a-fA-F]"
 NUMBERED = rf"\\u(?:[0-9A-CEFa-cef]{HEX}{{3}}|[dD][0-7]{HEX}{{2}})"
-"""A numbered escape that is not half of a surrogate pair."""
+"""An escape with a character's number that is not half of a surrogate pair."""
 PAIR = rf"\\u[dD][89abAB]{HEX}{{2}}\\u[dD][c-fC-F]{HEX}{{2}}"
 JSON_ESCAPES = {
     **{'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r"},
@@ -59,7 +61,7 @@ JSON_ESCAPES = {
 
 
 def json_notation(avoid: tuple[str, ...]) -> Notation:
-    """Return JSON in whose strings none of these words occurs."""
+    """Return JSON's notation. Its strings contain none of the words in `avoid`."""
     spelling = StringEscapes(never=CONTROLS, escapes=JSON_ESCAPES, numbered=f"{NUMBERED}|{PAIR}")
     quotes = QuotedStrings('"', spelling, avoid)
     return Notation(name="json", strings=(quotes,))
@@ -69,7 +71,7 @@ BARE_KEY = r"""[^\s\x00-\x1f,:{}\[\]()"'<>]{1,64}"""
 
 
 class Values:
-    """Writes the values of one tool in one notation."""
+    """Writes the grammars of one tool's values in one notation."""
 
     def __init__(self, notation: Notation, schemas: Schemas, grammar: GrammarBuilder) -> None:
         self.notation = notation
@@ -79,12 +81,15 @@ class Values:
         self._count = 0
 
     def value(self, schema: Any, path: str) -> Form:
+        """Return the form of a value that the schema allows."""
         return either(self.case(case, path) for case in self.schemas.cases(schema, path))
 
     def anything(self) -> Form:
+        """Return the form of any value."""
         return either(self.case(SchemaCase(kind), "parameters") for kind in ANYTHING)
 
     def case(self, case: SchemaCase, path: str) -> Form:
+        """Return the form of a value of this case."""
         null, true, false = self.notation.words
         if case.values is not None:
             return self._constants(case.values, path)
@@ -124,7 +129,7 @@ class Values:
         return either(map(LiteralForm, dict.fromkeys(texts)))
 
     def _ways(self, value: Any) -> list[str]:
-        """Return all ways to write it; none if it cannot be written."""
+        """Return all spellings of a constant; none if it cannot be written."""
         strings = self.notation.strings
         if isinstance(value, str) and not isinstance(strings, MarkedStrings):
             return [text for one in strings if (text := one.text(value)) is not None]
@@ -132,7 +137,7 @@ class Values:
         return [] if text is None else [text]
 
     def constant(self, value: Any) -> str | None:
-        """Return the form of a constant, or None if it cannot be written."""
+        """Return a constant as it is written, or None if it cannot be written."""
         if isinstance(value, str):
             return self._text(value)
         if value is None or isinstance(value, bool):
@@ -160,7 +165,7 @@ class Values:
         return strings[0].text(text)
 
     def key(self, key: str) -> str | None:
-        """Return the form of a key, or None if it cannot be written."""
+        """Return a key as it is written, or None if it cannot be written."""
         if not self.notation.bare:
             return self._text(key)
         forbidden = any(sign in ',:{}[]"' for sign in key)
@@ -177,7 +182,7 @@ class Values:
         return GrammarRule(self._names[key])
 
     def name(self, hint: str) -> str:
-        """Return a rule name that no other rule has."""
+        """Return a new rule name, which starts with the names of the tool and the notation."""
         self._count += 1
         return f"{self.schemas.tool.name}-{self.notation.name}-{hint}-{self._count}"
 
@@ -193,7 +198,9 @@ class Values:
         return sequence(opens, _separated(item, comma, least, most), closes)
 
     def items(self, limits: Limits, path: str) -> tuple[list[Form], Form, int, int | None]:
-        """Return (items in fixed places, schema of the others, least and most number of others)."""
+        """Return (forms of the items in fixed places, form of any other item, least and most number
+        of other items).
+        """
         prefix = limits.get("prefixItems", [])
         first = [self.value(each, f"{path}.prefixItems[{n}]") for n, each in enumerate(prefix)]
         least = max(limits.get("minItems", 0) - len(first), 0)
@@ -244,14 +251,14 @@ class Values:
         return self._string({}, "parameters")
 
     def extra(self, limits: Limits, path: str) -> tuple[Any, int, int | None] | None:
-        """Return (schema of the values, least, most) of an object with undeclared names, else
-        None.
+        """Return (schema of the values, least and most number of members) if an object may have
+        undeclared names, else None.
         """
         schema = limits.get("additionalProperties", True)
         if "properties" in limits or limits.get("required") or schema is False:
             return None
         least, most = limits.get("minProperties", 0), limits.get("maxProperties")
-        if least > 1:  # names may come twice
+        if least > 1:  # a grammar cannot prevent that a name occurs twice
             self.schemas.refuse(path, "minProperties")
         if most == 0:
             return None
@@ -277,12 +284,12 @@ class Values:
         return [one for one in found if one[1] is not False or one[2]]
 
     def listed(self, members: Sequence[tuple[Form, bool]], comma: Form) -> Form:
-        """Return the members in order, with a comma between each two. Each item is (member,
+        """Return the form of members in order, with a comma between each two. `members` are (form,
         required).
 
-        `rests[i]` follows a member that was written, and continues with those from `i`; the
-        returned form starts with the first member that is written. Each member is written down
-        once.
+        The form starts with the first member that is written. `rests[n]` is the form of what
+        follows when member `n - 1` has been written, which is members from `n` on. Each member is a
+        rule, so the grammar contains it once.
         """
         shared = [(self._rule("member", form), required) for form, required in members]
         num = len(shared)
@@ -302,7 +309,7 @@ class Values:
         return head
 
     def some(self, members: Sequence[Form]) -> Form:
-        """Return at least one of them, in order, without separators."""
+        """Return the form of at least one of the members, in order, without separators."""
         rest: Form = EMPTY
         begun: Form | None = None
         for form in reversed([self._rule("member", member) for member in members]):
@@ -319,14 +326,14 @@ class Values:
 
 
 def joined(forms: Sequence[Form], comma: Form) -> list[Form]:
-    """Return the forms with a comma between each two, and one more if others may follow."""
+    """Return the forms with a comma between each two."""
     return [part for n, form in enumerate(forms) for part in ([comma, form] if n else [form])]
 
 
 class QuotedStrings(msgspec.Struct, frozen=True):
     """Strings between two quotes.
 
-    avoid  words that may not occur in any string, as they would end the surrounding markup
+    avoid  words that may not occur in any string, because they would end the surrounding markup
     """
 
     quote: str
@@ -334,16 +341,18 @@ class QuotedStrings(msgspec.Struct, frozen=True):
     avoid: tuple[str, ...] = ()
 
     def free(self) -> str:
+        """Return a pattern of all strings."""
         inner = free_of(self.avoid, self.spelling) if self.avoid else f"{self.spelling.any()}*"
         return self._between(inner)
 
     def limited(self, limits: Limits) -> str:
-        """Return a pattern of strings within the limits. Raise ValueError naming what cannot be
-        written.
+        """Return a pattern of strings within the limits. Raise ValueError, naming the keyword, if
+        that is impossible.
         """
         return self._between(limited(self._careful, limits))
 
     def text(self, text: str) -> str | None:
+        """Return `text` with its quotes, or None if it cannot be written."""
         inner = self.spelling.text(text)
         if inner is None or any(word in inner for word in self.avoid):
             return None
@@ -354,13 +363,13 @@ class QuotedStrings(msgspec.Struct, frozen=True):
 
     @property
     def _careful(self) -> StringEscapes:
-        """The spelling without the first character of the avoided words."""
+        """The spelling without the first characters of the words in `avoid`."""
         never = signs("".join(word[0] for word in self.avoid))
         return msgspec.structs.replace(self.spelling, never=[*self.spelling.never, *never])
 
 
 class MarkedStrings(msgspec.Struct, frozen=True):
-    """Strings between two equal markers: any text that does not contain the marker."""
+    """Strings between two equal markers. They may contain any text except the marker."""
 
     mark: str
 
@@ -370,9 +379,10 @@ class MarkedStrings(msgspec.Struct, frozen=True):
 PATH = "parameters"
 
 ArgumentWriter = Callable[[str | None, Any, str], Form | None]
-"""(name, schema, path) -> the form of one argument, or None if the format cannot write the name.
+"""Function (name, schema, path) -> the form of one argument, or None if the format cannot write the
+name.
 
-The name None stands for any undeclared name; the schema is then that of its value.
+The name None stands for any undeclared name; `schema` is then that of its value.
 """
 
 
@@ -387,8 +397,8 @@ def arguments_form(values: Values, write: ArgumentWriter, comma: Form | None = N
 
 
 def _refuse_kind(schemas: Schemas) -> bool:
-    """Refuse parameters whose declared type is not an object. Without a type they are taken as
-    an object.
+    """Refuse parameters whose declared type is not an object. Parameters without a type count as an
+    object.
     """
     if schemas.root and "type" in schemas.root:
         schemas.refuse(PATH, "type", "must be 'object'")
@@ -410,7 +420,7 @@ def _members(values: Values, limits: Any, write: ArgumentWriter, comma: Form | N
 
 
 def _separated(item: Form, comma: Form, least: int, most: int | None) -> Form:
-    """Return `least` to `most` items with a comma between each two."""
+    """Return the form of `least` to `most` items with a comma between each two."""
     more = Repeat(sequence(comma, item), max(least - 1, 0), most and most - 1)
     items = sequence(item, EMPTY if most == 1 else more)
     return items if least else optional(items)

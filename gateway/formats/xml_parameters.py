@@ -9,23 +9,26 @@
     </function>                                     call_close
     </tool_call>                                    close
 
-    opened      after the opening marker: a call, or all of it is content
+The states are:
+
+    opened      after the opening marker: a call follows, or all of this is content
     between     after a call, still in its group
     call_tag    in a call's tag, up to its `>`
     call        in a call, outside its arguments
     key_tag     in an argument's tag, up to its `>`
     value       in an argument's value
     doubt       after a tag that may have ended a value
-    broken      not a call; up to the closing marker it is content
+    broken      in text that is not a call, which is content up to the closing marker
 
-Values are typed by the tool's schema (`typed_value`). The text after a closing tag inside a value
-decides whether it is one. `</parameter>` ends a value only if, blanks aside, an argument's tag, the
-call's end or the group's end follows; otherwise it is text. `</function>` ends a value whose own
-closing tag is missing only if the group's end or another call follows. So a value may contain
-closing tags, but not two of them in their order. Text between arguments is dropped.
+Values are typed by the tool's schema (`argument_types`). The text after a closing tag in a value
+decides whether the tag ends the value. `</parameter>` ends it only if an argument's tag, the call's
+end or the group's end follows, possibly after blanks. Otherwise it is part of the value.
+`</function>` ends a value without a closing tag only if the group's end or another call follows. So
+a value may contain closing tags, but not two of them in the order in which they end a call. Text
+between arguments is dropped.
 
-Text after a call, or after blanks, is read as content again. Without `open`, a group starts with a
-call's own tag, which counts only if it names a tool of the request.
+Text after a group is content again. If the syntax has no `open` marker, a group starts with a
+call's own tag. Such a tag counts only if it names a tool of the request.
 
 Sources: the chat templates of Qwen3-Coder, MiMo, Seed-OSS, MiniMax-M2 and DeepSeek-V3.2; for the
 others (dots, MiniCPM5, Muse, DeepSeek-V4 and V4.1, Step3) vLLM's published parsers.
@@ -47,7 +50,7 @@ from gateway.formats.value_syntax import Values, arguments_form, json_notation
 from protocol.grammar import Form, LiteralForm
 
 MAX_TAG_CHARS = 1024
-"""A longer tag is not a tag."""
+"""Most characters of a tag. A longer text is not a tag."""
 
 ATTRIBUTE = re.compile(r'\s*([\w:.-]+)\s*=\s*(?:"([^"]*)"|\'([^\']*)\'|([^\s"\'=]+))')
 PLAIN_NAME = re.compile(r"[^\s<>\"'=]+(?: [^\s<>\"'=]+)*")
@@ -56,10 +59,10 @@ PLAIN_NAME = re.compile(r"[^\s<>\"'=]+(?: [^\s<>\"'=]+)*")
 class XmlParametersState(TypedCallState):
     """State of an `XmlParametersParser`.
 
-    tag     the part read so far of the current tag
-    quote   the quote that is open in it
-    string  value of the attribute `string_key` of the current value
-    bare    the group has started with a call's own tag
+    tag     the current tag so far
+    quote   the quote that is open in the tag, or ""
+    string  value of the attribute `string_key` of the current argument
+    bare    whether the group has started with a call's own tag
     """
 
     at: str = "opened"
@@ -151,7 +154,9 @@ class XmlParametersParser(TypedCallParser):
             self._begin_value(name)
 
     def _name_in_tag(self) -> str | None:
-        """Return the tag's name, and store its string attribute."""
+        """Return the name in the complete tag, or None if it has none. Store the tag's string
+        attribute.
+        """
         s, tag = self.s, self.s.tag.strip()
         if not self.syntax.quoted:
             return tag if PLAIN_NAME.fullmatch(tag) else None
@@ -164,7 +169,7 @@ class XmlParametersParser(TypedCallParser):
         return attributes.get("name") if not text[end:].strip("/ \t") else None
 
     def _no_tag(self) -> None:
-        """Handle text that only looked like a tag: a call's is content, an argument's is
+        """Handle text that only looked like a tag. A call's is content, an argument's is
         dropped.
         """
         s = self.s
@@ -194,7 +199,7 @@ class XmlParametersParser(TypedCallParser):
         kinds = self.kinds_of(key)
         if s.string:
             kinds = ("string",) if s.string == "true" else ()
-        s.arguments.begin(key, kinds, self.builder, bare_json=self._bare_json)
+        s.arguments.start(key, kinds, self.builder, bare_json=self._bare_json)
         self._enter("value")
 
     @property
@@ -213,7 +218,9 @@ class XmlParametersParser(TypedCallParser):
     # ---- markers
 
     def _doubt(self, marker: str) -> None:
-        """Read a closing tag in a value. The text after it may decide whether it is one."""
+        """Handle a closing tag in a value. The text after it may decide whether it ends the
+        value.
+        """
         if self.syntax.doubts:
             self.s.at, self.s.doubtful = "doubt", [marker]
         else:
@@ -232,7 +239,9 @@ class XmlParametersParser(TypedCallParser):
         (self._doubt if is_closing else self._group_ended)(marker)
 
     def _ends_value(self, marker: str) -> bool:
-        """Return whether `marker` shows that the value in doubt has ended. If so, end it."""
+        """Return whether `marker`, read after a closing tag in doubt, shows that the value has
+        ended. If so, end the value.
+        """
         s, x = self.s, self.syntax
         if marker == x.parameter_close or (marker in x.skip and s.doubtful[0] != x.call_close):
             return False
@@ -266,9 +275,9 @@ class XmlParametersParser(TypedCallParser):
                 s.raw.append(marker)
             self._begin_tag("call_tag")
         else:
-            self._stretch(marker)
+            self._group_marker(marker)
 
-    def _stretch(self, marker: str) -> None:
+    def _group_marker(self, marker: str) -> None:
         """Handle an opening or closing marker between calls."""
         s = self.s
         if s.raw:
@@ -300,42 +309,44 @@ class XmlParameters(CallSyntax, frozen=True, kw_only=True):
 
     PARSER = XmlParametersParser
 
-    #: Markers that start a group; if empty, a call's tag does.
+    #: Markers that start a group. If empty, a call's tag starts it.
     open: tuple[str, ...] = ("<tool_call>",)
     #: Markers that end a group.
     close: tuple[str, ...] = ("</tool_call>",)
     #: A call's tag up to its name.
     call_open: str = "<function="
-    #: Ends a call.
+    #: Marker that ends a call.
     call_close: str = "</function>"
     #: An argument's tag up to its name.
     parameter_open: str = "<parameter="
-    #: Ends a value.
+    #: Marker that ends a value.
     parameter_close: str = "</parameter>"
-    #: Names stand in quotes, and other attributes may follow.
+    #: Whether names stand in quotes, and other attributes may follow.
     quoted: bool = False
-    #: An attribute that marks a value as a string ("true") or JSON ("false").
+    #: Name of an attribute that marks a value as a string ("true") or as JSON ("false").
     string_key: str = ""
-    #: Markers without a meaning outside values.
+    #: Markers without a meaning outside of values.
     skip: tuple[str, ...] = ()
-    #: A call's tag starts a group, too, if it names a tool of the request.
+    #: Whether a call's tag may also start a group, if it names a tool of the request.
     bare: bool = False
-    #: Markup around a value.
+    #: What is stripped from both ends of a value.
     trim: Trim = "newline"
-    #: A parameter without a schema is JSON if it is valid JSON.
+    #: Whether a parameter without a schema is JSON if its text is valid JSON.
     bare_json: bool = False
-    #: `f.f` means the tool `f`.
+    #: Whether `f.f` means the tool `f`.
     doubled_names: bool = False
+    #: Whether the text after a closing tag decides if it ends the value. Otherwise the first
+    #: closing tag does.
     doubts: bool = True
-    #: Text between tags. Only the writer uses it.
+    #: Text between tags. Only the grammar uses it.
     line: str = "\n"
-    #: Text on both sides of a value. Only the writer uses it.
+    #: Text on both sides of a value. Only the grammar uses it.
     around: str = ""
-    #: A group holds several calls. Only the writer uses it.
+    #: Whether a group holds several calls. Only the grammar uses it.
     many: bool = True
-    #: Text before a call. Only the writer uses it.
+    #: Text before a call. Only the grammar uses it.
     call_before: str = ""
-    #: Text after a call. Only the writer uses it.
+    #: Text after a call. Only the grammar uses it.
     call_after: str = ""
 
     def markers(self) -> tuple[str, ...]:
@@ -359,7 +370,7 @@ class XmlParameters(CallSyntax, frozen=True, kw_only=True):
         return sequence(line, grammar.several(call) if self.many else call, self.close[0])
 
     def _write_call(self, tool: DeclaredTool, grammar: GrammarBuilder) -> Form:
-        """Write one call, from its name on."""
+        """Return the grammar of one call, from its name on."""
         name = self._write_name(tool.name)
         if name is None:
             raise NotWritable(tool.name, "name", "this format cannot write it")
@@ -367,7 +378,7 @@ class XmlParameters(CallSyntax, frozen=True, kw_only=True):
         return sequence(f"{name}>{self.line}", inside, self.call_close)
 
     def _write_name(self, name: str) -> str | None:
-        """Return a name as written in a tag, or None if it cannot stand there."""
+        """Return a name as it is written in a tag, or None if a tag cannot contain it."""
         if len(name) > MAX_TAG_CHARS // 2:
             return None
         if self.quoted:
@@ -375,7 +386,7 @@ class XmlParameters(CallSyntax, frozen=True, kw_only=True):
         return name if PLAIN_NAME.fullmatch(name) else None
 
     def write_arguments(self, tool: DeclaredTool, grammar: GrammarBuilder) -> Form:
-        """Write a call's arguments, without the markup around them."""
+        """Return the grammar of a call's arguments, without the markup around them."""
         ending = ValueEnd(
             close=self.parameter_close,
             others=(self.call_close,) if self.close and self.doubts else (),
@@ -403,7 +414,7 @@ class XmlParameters(CallSyntax, frozen=True, kw_only=True):
     def _write_typed_value(
         self, plain: PlainValues, cases: Sequence[SchemaCase], path: str
     ) -> Form:
-        """Write a value whose tag marks whether it is a string."""
+        """Return the grammar of a value whose tag marks whether it is a string."""
         strings = [case for case in cases if case.kind == "string"]
         others = [case for case in cases if case.kind != "string"]
         ways = []
@@ -420,7 +431,9 @@ class XmlParameters(CallSyntax, frozen=True, kw_only=True):
 
 
 def _invoke(prefix: str = "", **options: Any) -> XmlParameters:
-    """Return `<invoke name="f"><parameter name="k">v</parameter></invoke>`, with prefixed tags."""
+    """Return the syntax `<invoke name="f"><parameter name="k">v</parameter></invoke>`. Each tag
+    starts with `prefix`.
+    """
     return XmlParameters(
         call_open=f"<{prefix}invoke name=",
         call_close=f"</{prefix}invoke>",
@@ -432,6 +445,7 @@ def _invoke(prefix: str = "", **options: Any) -> XmlParameters:
 
 
 def _dsml(space: str, group: str) -> XmlParameters:
+    """Return the syntax of a DeepSeek model. `group` is the element around the calls."""
     mark = "｜DSML｜" + space
     return _invoke(
         mark,

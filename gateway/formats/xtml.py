@@ -1,21 +1,24 @@
 """Kimi K3's answers in XTML: XML-like elements whose tags are made of special tokens.
 
+Without the line breaks, an answer is:
+
     <|open|>think<|sep|>Hm.<|close|>think<|sep|>
     <|open|>response<|sep|>I will look.<|close|>response<|sep|>
     <|open|>tools<|sep|><|open|>call tool="f" index="1"<|sep|>
     <|open|>argument key="a" type="number"<|sep|>1<|close|>argument<|sep|>
     <|close|>call<|sep|><|close|>tools<|sep|>
 
-(Without the line breaks.)
+The states are:
 
     text  in an element, or between elements
     tag   after `<|open|>` or `<|close|>`, up to `<|sep|>`
 
-`INSIDE` lists the elements that may stand in each element; any other tag is text of the element it
-stands in. So a string may contain every tag except its own closing one. An answer starts inside a
-response if the prompt has not opened the thinking: the response's opening tag may be missing. In
-attributes `&quot;` and `&amp;` are escaped; values have no escapes. An argument of type string is
-emitted as it comes, verbatim; any other is JSON, or a string if it is not valid JSON.
+`INSIDE` lists the elements that may open in each element. Any other tag is text of the element that
+contains it. So a string may contain every tag except its own closing one. If the prompt has not
+opened the thinking, an answer starts inside a response, so the response's opening tag may be
+missing. In attributes `&quot;` and `&amp;` are escapes; values have no escapes. An argument of type
+string is emitted unchanged as it arrives. Any other argument is JSON, or a string if it is not
+valid JSON.
 
 Source: the published parser's description of the protocol.
 """
@@ -33,6 +36,7 @@ from gateway.formats.event_builder import BLANKS, DeclaredTool
 from gateway.formats.grammar_builder import (
     ANY_KEY,
     ANY_TEXT,
+    AnswerFrame,
     GrammarBuilder,
     NotWritable,
     either,
@@ -40,7 +44,7 @@ from gateway.formats.grammar_builder import (
     sequence,
     without_prefix,
 )
-from gateway.formats.parser import AnswerFrame, AnswerParser, AnswerSyntax, FormatParserState, Moves
+from gateway.formats.parser import AnswerParser, AnswerSyntax, FormatParserState, Moves
 from gateway.formats.plain_values import PlainValues, ValueEnd
 from gateway.formats.schema_cases import SchemaCase, Schemas, anything
 from gateway.formats.value_syntax import Values, arguments_form, json_notation
@@ -53,16 +57,18 @@ NAME = re.compile(r"\w+")
 CHANNELS = ("think", "response", "tools")
 INSIDE = {"": CHANNELS, "think": CHANNELS, "response": CHANNELS, "tools": ("call",),
           "call": ("argument",), "argument": ()}  # fmt: skip
-"""Element -> elements that may open in it. A channel that opens in another one ends it."""
+"""Element -> elements that may open in it. A channel that opens in another channel ends that
+one.
+"""
 
 
 class XtmlState(FormatParserState):
     """State of an `XtmlParser`.
 
     stack      names of the open elements
-    tag        the current tag, its marker included
-    arguments  arguments of the open call
-    spilt      there was text among the calls
+    tag        the current tag so far, including its marker
+    arguments  writer of the open call's arguments
+    spilt      whether there was text between the calls
     """
 
     at: str = "text"
@@ -75,7 +81,7 @@ class XtmlState(FormatParserState):
 class XtmlParser(AnswerParser):
     State = XtmlState
 
-    def begin(self, starts_inside: bool) -> None:
+    def start(self, starts_inside: bool) -> None:
         self._begin("think" if starts_inside else "response")
 
     def moves(self) -> Moves:
@@ -85,7 +91,7 @@ class XtmlParser(AnswerParser):
 
     @property
     def _in(self) -> str:
-        """Return the innermost open element; "" between channels."""
+        """Name of the innermost open element; "" between channels."""
         return self.s.stack[-1] if self.s.stack else ""
 
     # ---- text
@@ -109,7 +115,9 @@ class XtmlParser(AnswerParser):
         return ""
 
     def _spill(self, text: str) -> None:
-        """Emit text among the calls, outside their arguments, unless it is blank."""
+        """Emit text between the calls, unless it is blank. Drop text in a call outside its
+        arguments.
+        """
         s = self.s
         if self._in == "call" or not (s.spilt or text.strip(BLANKS)):
             return
@@ -126,7 +134,7 @@ class XtmlParser(AnswerParser):
         return ""
 
     def _was_text(self) -> None:
-        """Add a failed tag to the text of its element."""
+        """Handle an unknown tag as text of the element that contains it."""
         tag, self.s.tag, self.s.at = self.s.tag, "", "text"
         self.on_text(tag)
 
@@ -180,7 +188,7 @@ class XtmlParser(AnswerParser):
                 self.builder.start_call(given["tool"])
             case "argument":
                 kinds = ("string",) if given.get("type", "string") == "string" else ()
-                s.arguments.begin(given.get("key", ""), kinds, self.builder, bare_json=not kinds)
+                s.arguments.start(given.get("key", ""), kinds, self.builder, bare_json=not kinds)
 
     def _close(self, name: str) -> bool:
         if name == "message" and self._in != "argument":
@@ -218,6 +226,7 @@ class XtmlParser(AnswerParser):
 
 
 def attributes(text: str) -> dict[str, str]:
+    """Return the attributes in a tag's text, unescaped."""
     return {
         found[1]: found[2].replace("&quot;", '"').replace("&amp;", "&")
         for found in ATTRIBUTE.finditer(text)
@@ -263,7 +272,9 @@ class Xtml(AnswerSyntax, frozen=True, kw_only=True):
         return sequence(self._tag("tools"), call("1"), more, self._end_tag("tools"), end)
 
     def write_strict(self, grammar: GrammarBuilder) -> Form:
-        """Write a response, whose opening tag the prompt may have written, followed by calls."""
+        """Return the grammar of a response followed by calls. The prompt may have written the
+        response's opening tag.
+        """
         required, opener = self.write_required(grammar), self._tag("tools")
         calls = grammar.rule("calls", required)
         end = LiteralForm(self._end_tag("message"))
@@ -279,7 +290,7 @@ class Xtml(AnswerSyntax, frozen=True, kw_only=True):
         return f"{self.close}{name}{self.separator}"
 
     def _write_arguments(self, tool: DeclaredTool, grammar: GrammarBuilder) -> Form:
-        """Write a call's arguments."""
+        """Return the grammar of a call's arguments."""
         if len(tool.name) > MAX_TAG_CHARS // 2:
             raise NotWritable(tool.name, "name", "this format cannot write it")
         ending = ValueEnd(close=self._end_tag("argument"))
@@ -313,9 +324,9 @@ class Xtml(AnswerSyntax, frozen=True, kw_only=True):
 
 
 LATER_INDEX = Pattern("[1-9][0-9]{0,2}")
-"""Index of a call after the first. The parser counts calls itself."""
+"""Index of a call after the first. The parser ignores it and counts calls itself."""
 TYPE_NAMES = {"integer": "number"}
-"""JSON schema type -> the model's name for it, if that differs."""
+"""JSON Schema type -> the model's name for it, if that differs."""
 
 
 def _attribute(text: str) -> str:

@@ -45,10 +45,10 @@ class Choice:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     kv_handle: str = ""
 
-    def count(self, output: Output, num_behind: int) -> None:
-        """Count an output. Its last `num_behind` tokens came after the end of the answer."""
+    def count(self, output: Output, num_after_end: int) -> None:
+        """Count an output. Its last `num_after_end` tokens came after the end of the answer."""
         if output.tokens:
-            tokens = output.tokens[: len(output.tokens) - num_behind]
+            tokens = output.tokens[: len(output.tokens) - num_after_end]
             self.num_generated += len(tokens)
             if self.reasoning_counter is not None:
                 self.reasoning_counter.push(tokens)

@@ -268,7 +268,7 @@ class ChoiceGroup:
 
     def _on_output(self, choice: Choice, output: Output) -> None:
         delta = choice.parser.push(output)
-        choice.count(output, delta.num_behind)
+        choice.count(output, delta.num_after_end)
         if output.usage is not None or not self._has_tokens:
             self._note_progress(choice, output)
         events = delta.events

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from engine_core.grammar.markers import is_marker
-from gateway.formats.calls_grammar import frame_of
 from gateway.formats.events import Content, Finished, Reasoning
 from gateway.formats.model_format import AnswerStart
 from gateway.formats.registry import Format, format_of
@@ -60,7 +59,7 @@ def model(name: str) -> Model:
 
 @EVERY
 def test_the_markup_is_the_formats_own(name: str) -> None:
-    frame = frame_of(model(name).bound)
+    frame = model(name).bound.frame()
     assert frame.opens + "{}" + frame.closes + frame.before == AROUND[name]
 
 
@@ -70,7 +69,7 @@ def test_what_is_said_is_the_form_and_nothing_else(name: str, thinks: bool) -> N
     spoken = model(name)
     begun = AnswerStart(spoken.bound, closed=False)
     grammar = begun.grammar(BODY, None)
-    frame = frame_of(spoken.bound)
+    frame = spoken.bound.frame()
     said = frame.opens + THOUGHT + frame.closes if thinks else ""
     said += frame.before + '{"where": {"n": 1}, "kind": 3}' + frame.after
     around: dict[str, Any] = {
@@ -92,4 +91,4 @@ def test_a_prompt_that_has_begun_the_answer_leaves_only_the_form(name: str) -> N
     begun = AnswerStart(model(name).bound, closed=True, answering=True)
     grammar = begun.grammar(BODY, None)
     assert (grammar.thinking, grammar.before) == (None, "")
-    assert grammar.after == frame_of(model(name).bound).after
+    assert grammar.after == model(name).bound.frame().after

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from gateway.formats.calls_grammar import frame_of, required_or_other
 from gateway.formats.event_builder import DeclaredTool
 from gateway.formats.events import Content, Event, Finished, ToolCall
 from gateway.formats.parser import CallSyntax
@@ -41,8 +40,8 @@ SEEDS = range(2)
 
 
 def around(spoken: Model, tools: Sequence[DeclaredTool], *, many: bool = True) -> dict[str, Any]:
-    frame = frame_of(spoken.bound)
-    calls = required_or_other(spoken.bound, tools, many=many)
+    frame = spoken.bound.frame()
+    calls = spoken.bound.required_calls_or_other(tools, many=many)
     return {"calls": calls, "before": frame.before, "after": frame.after}
 
 
@@ -173,7 +172,7 @@ def test_calls_and_a_form_that_begin_alike_are_told_apart(
 def test_a_form_that_no_text_satisfies_is_refused_beside_calls_too() -> None:
     spoken = model("hermes", True)
     never = JsonSchema(text='{"enum": []}')
-    calls = required_or_other(spoken.bound, DECLARED, many=True)
+    calls = spoken.bound.required_calls_or_other(DECLARED, many=True)
     with pytest.raises(Exception, match="grammar") as caught:
         spoken.compiler.compile(Grammar(body=never, calls=calls))
     assert getattr(caught.value, "param", None) == "grammar"
@@ -184,6 +183,6 @@ def test_a_fault_of_the_calls_is_named_as_theirs() -> None:
     odd = DeclaredTool("odd", {"type": "object", "properties": {"x": {"not": {"type": "null"}}}})
     with pytest.raises(Exception, match="not") as caught:
         spoken.compiler.compile(
-            Grammar(body=JsonObject(), calls=required_or_other(spoken.bound, [odd], many=True))
+            Grammar(body=JsonObject(), calls=spoken.bound.required_calls_or_other([odd], many=True))
         )
     assert getattr(caught.value, "param", None) == "grammar.calls"

@@ -14,6 +14,7 @@ from gateway.formats.reasoning import (
     WHOLE,
     ReasoningFormat,
     ReasoningStart,
+    reasoning_start,
     start,
 )
 from gateway.formats.registry import TOOLS, Format, format_of
@@ -352,7 +353,7 @@ def test_an_answer_starts_where_the_prompt_has_left_off(name: str) -> None:
     for tail, kwargs, inside in prompts(name):
         if name == "hy_v4" and not kwargs:
             continue
-        begun = start(REASONING[name], tail, kwargs)
+        begun = reasoning_start(REASONING[name], tail, kwargs)
         assert begun.inside == inside, (tail, kwargs)
         assert not inside or begun.format is not NO_REASONING
 
@@ -383,5 +384,5 @@ def test_with_reasoning_switched_off_markers_are_text_only_where_the_format_says
 
 
 def test_the_prompt_is_believed_over_the_switch() -> None:
-    begun = start(REASONING["deepseek_v3"], R1 + AI + "<think>", {"thinking": False})
+    begun = reasoning_start(REASONING["deepseek_v3"], R1 + AI + "<think>", {"thinking": False})
     assert begun == ReasoningStart(REASONING["deepseek_v3"], True)

@@ -73,7 +73,7 @@ class CutLine:
 def told(text: str, sizes: list[int], finish: str, pauses: Iterable[bool] = ()) -> CutFrames:
     """The response to `text`, whose tokens came in messages of these sizes, the rest at once.
     `pauses`: whether its client took nothing while each of them came; the others it heard."""
-    begun = READING.begin("<assistant>", {}, calls=True)
+    begun = READING.answer_start("<assistant>", {}, calls=True)
     assert begun.bound is not None
     numbers = iter(range(100))
     options = AnswerOptions(format=begun.bound, new_id=lambda: f"call_{next(numbers)}")

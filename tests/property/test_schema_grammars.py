@@ -11,7 +11,6 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from engine_core.grammar.markers import is_marker
-from gateway.formats.calls_grammar import required
 from gateway.formats.event_builder import DeclaredTool
 from gateway.formats.grammar_builder import NotWritable
 from gateway.formats.registry import TOOLS, Format
@@ -128,7 +127,7 @@ def test_every_admitted_text_fits_the_schema(
 ) -> None:
     spoken, tool = model(name, tokens), DeclaredTool("f", schema)
     try:
-        said = Walk(spoken, random.Random(seed))(required(spoken.bound, [tool], many=False))
+        said = Walk(spoken, random.Random(seed))(spoken.bound.required_calls([tool], many=False))
     except (NotWritable, Endless):  # refused; or a walk that stumbles from one element to the next
         assume(False)
     (call,) = calls_of(spoken.read(said, [tool]))

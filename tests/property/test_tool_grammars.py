@@ -10,7 +10,6 @@ from functools import cache
 import pytest
 
 from engine_core.grammar.markers import is_marker
-from gateway.formats.calls_grammar import required, strict
 from gateway.formats.event_builder import DeclaredTool
 from gateway.formats.harmony import Harmony
 from gateway.formats.parser import AnswerSyntax, CallSyntax
@@ -76,7 +75,7 @@ def thought(name: str) -> str:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_demanded_answer_is_read_as_calls_that_fit(name: str, tokens: bool, seed: int) -> None:
     spoken = model(name, tokens)
-    said = Walk(spoken, random.Random(seed))(required(spoken.bound, DECLARED, many=True))
+    said = Walk(spoken, random.Random(seed))(spoken.bound.required_calls(DECLARED, many=True))
     calls = calls_of(spoken.read([*spoken.ids(thought(name)), *said], DECLARED))
     assert calls
     for call in calls:
@@ -88,7 +87,7 @@ def test_a_demanded_answer_is_read_as_calls_that_fit(name: str, tokens: bool, se
 def test_one_call_is_one_and_of_the_tool_that_was_named(name: str, tokens: bool) -> None:
     spoken = model(name, tokens)
     for place, named in enumerate(DECLARED):
-        body = required(spoken.bound, [named], many=False)
+        body = spoken.bound.required_calls([named], many=False)
         said = Walk(spoken, random.Random(place))(body)
         (call,) = calls_of(spoken.read([*spoken.ids(thought(name)), *said], DECLARED))
         assert call.name == named.name
@@ -171,7 +170,7 @@ def test_calls_as_templates_write_them_can_be_demanded(
     sample: Sample, cases: Sequence[Fixture]
 ) -> None:
     spoken = speaker(sample.name)
-    body = required(spoken.bound, TYPED_TOOLS, many=True)
+    body = spoken.bound.required_calls(TYPED_TOOLS, many=True)
     texts = [case.text.strip("\n") for case in cases if case.name in calls_in(sample)]
     assert len(texts) >= 3
     assert [spoken.refused(body, text) for text in texts] == [None] * len(texts)
@@ -182,7 +181,7 @@ def test_strict_tools_leave_text_free_and_calls_possible(
     sample: Sample, cases: Sequence[Fixture]
 ) -> None:
     spoken = speaker(sample.name)
-    body = strict(spoken.bound, TYPED_TOOLS, many=True)
+    body = spoken.bound.strict_calls(TYPED_TOOLS, many=True)
     for case in cases:
         if case.name in (*calls_in(sample), "text alone", "text before a call"):
             assert (case.name, spoken.refused(body, case.text)) == (case.name, None)
@@ -199,12 +198,15 @@ def test_a_call_of_a_strict_tool_has_no_other_arguments(
     spoken = speaker(sample.name)
     text = next(case.text for case in cases if case.name == "one call")
     for many in (True, False):
-        assert spoken.refused(strict(spoken.bound, LOOSE, many=many), text.strip("\n")) is None
+        assert spoken.refused(spoken.bound.strict_calls(LOOSE, many=many), text.strip("\n")) is None
         assert (
-            spoken.refused(strict(spoken.bound, TYPED_TOOLS, many=many), text.strip("\n")) is None
+            spoken.refused(spoken.bound.strict_calls(TYPED_TOOLS, many=many), text.strip("\n"))
+            is None
         )
-        assert spoken.refused(strict(spoken.bound, STRICT, many=many), text) is not None
-        assert spoken.refused(strict(spoken.bound, TYPED_TOOLS[1:], many=many), text) is not None
+        assert spoken.refused(spoken.bound.strict_calls(STRICT, many=many), text) is not None
+        assert (
+            spoken.refused(spoken.bound.strict_calls(TYPED_TOOLS[1:], many=many), text) is not None
+        )
 
 
 @each(without=ODD)
@@ -214,8 +216,8 @@ def test_without_parallel_calls_an_answer_ends_with_its_first(
     spoken = speaker(sample.name)
     text = next((case.text for case in cases if case.name == "three calls"), None)
     if text is not None:
-        for write in (strict, required):
-            body = write(spoken.bound, TYPED_TOOLS, many=False)
+        for write in (spoken.bound.strict_calls, spoken.bound.required_calls):
+            body = write(TYPED_TOOLS, many=False)
             assert spoken.refused(body, text.strip("\n")) is not None
 
 
@@ -239,7 +241,7 @@ def test_tokens_are_admitted_as_the_family_cuts_its_calls(family: str, name: str
     card = family_card(family)
     (end,) = card.eos_token_ids
     spoken = Model(Format(TOOLS[name]), card=card)
-    matcher = spoken.start(required(spoken.bound, TYPED_TOOLS, many=True))
+    matcher = spoken.start(spoken.bound.required_calls(TYPED_TOOLS, many=True))
     cases = next(cases for sample, cases in SAMPLES if sample.name == name)
     text = next(case.text for case in cases if case.name == "three calls")
     ids = spoken.tokenizer.encode(text, False)

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.formats.argument_types import PYTHON, python_to_json
 from gateway.formats.event_builder import DeclaredTool
 from gateway.formats.events import (
     Content,
@@ -22,7 +23,7 @@ from gateway.formats.events import (
     ToolCallEnd,
     merged,
 )
-from gateway.formats.json_scanner import PYTHON, LiteralScan, json_number, python_to_json
+from gateway.formats.json_scanner import LiteralScan, json_number
 from gateway.formats.pythonic import FORMATS
 from gateway.formats.reasoning import THINK
 from gateway.formats.registry import Format
@@ -117,7 +118,7 @@ def test_a_literal_is_read_the_same_however_it_is_cut(value: Any, step: int) -> 
         if status == "end":
             assert text[at + position :] == ","
             break
-    told = scan.take()
+    told = scan.drain()
     assert told == python_to_json(repr(value))
 
 

@@ -159,7 +159,7 @@ def test_markers_with_a_suffix_that_only_the_vocabulary_knows_are_found_and_read
     assert "the vocabulary has <tool_calls:6124c78e>" in reading.why
 
     kwargs = {"reasoning_effort": "high"}
-    begun = reading.begin("<|hy_Assistant|><think:6124c78e>", kwargs, calls=True)
+    begun = reading.answer_start("<|hy_Assistant|><think:6124c78e>", kwargs, calls=True)
     assert begun.inside
     assert begun.thinking == Thinking(
         opens="<think:6124c78e>", closes="</think:6124c78e>", inside=True

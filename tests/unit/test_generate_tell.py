@@ -348,6 +348,6 @@ def test_tokens_alone_are_told_as_they_come_and_late_news_are_none() -> None:
     assert reader.push(say(8, logprobs=[entry])) == OutputDelta([], [8], [entry])
     assert not reader.push(say())
     assert reader.push(stop(9, EOS)) == OutputDelta([Finished("stop")], [9, EOS])
-    assert reader.push(say(9, finish="error", error=ERROR)) == OutputDelta(num_behind=1)
+    assert reader.push(say(9, finish="error", error=ERROR)) == OutputDelta(num_after_end=1)
     failed = TokenPassthrough([EOS]).push(say(finish="error", error=ERROR))
     assert failed == OutputDelta([Failed(ERROR)])

@@ -88,9 +88,9 @@ def test_what_stands_behind_the_end_is_not_counted() -> None:
         reader = factory(stop=["two"]).new()
         reader.push(Output(request=1, tokens=ids[:before]))
         delta = reader.push(Output(request=1, tokens=ids[before:]))
-        assert delta.num_behind == len(ids) - num_said
+        assert delta.num_after_end == len(ids) - num_said
     whole = factory().new().push(Output(request=1, tokens=ids, finish="length"))
-    assert whole.num_behind == 0
+    assert whole.num_after_end == 0
 
 
 def test_no_token_is_lost_and_each_travels_with_its_text() -> None:

@@ -1,4 +1,4 @@
-"""The table in finish.py's docstring, row by row, read from the docstring itself."""
+"""The table in the docstring of `finish_reason`, row by row, read from the docstring itself."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from gateway.formats.events import (
     Reasoning,
     ToolArguments,
     ToolCall,
+    finish_reason,
     merged,
 )
-from gateway.formats.finish import finish_reason
 
 ROWS = re.findall(r"\| ([\w ]+?) +\| (\w+) +\| (\w+) +\| `(\w+)` +\|", finish_reason.__doc__ or "")
 ENGINE = ("stop", "length", "abort", "error")

@@ -280,7 +280,7 @@ def test_the_table_of_keywords_is_the_engines(keyword: str, compiler: Compiler) 
 def test_a_form_begins_where_the_prompt_lets_thinking_end(
     tail: str, thinking: Thinking | None
 ) -> None:
-    assert READING.begin("<user>hi" + tail, {}, calls=False).thinking == thinking
+    assert READING.answer_start("<user>hi" + tail, {}, calls=False).thinking == thinking
 
 
 # ---- tools
@@ -293,7 +293,7 @@ def tools(**fields: Any) -> tuple[AnswerStart, Body | None]:
     functions = [{"name": "weather", "parameters": WEATHER, "strict": True}, {"name": "now.utc"}]
     declared = [{"type": "function", "function": function} for function in functions]
     plan = tool_plan(chat_body(tools=declared, **fields))
-    begun = READING.begin("<assistant>", {}, calls=plan.mode != "none")
+    begun = READING.answer_start("<assistant>", {}, calls=plan.mode != "none")
     assert begun.bound is not None
     return begun, tool_grammar(begun.bound, plan)
 
@@ -379,6 +379,6 @@ def test_a_strict_tool_constrains_calls_and_nothing_else(
 def test_what_is_not_demanded_is_not_constrained() -> None:
     assert tools(tool_choice="none")[1] is None
     plain = {"type": "function", "function": {"name": "f", "parameters": WEATHER}}
-    begun = READING.begin("<assistant>", {}, calls=True)
+    begun = READING.answer_start("<assistant>", {}, calls=True)
     assert begun.bound is not None
     assert tool_grammar(begun.bound, tool_plan(chat_body(tools=[plain]))) is None

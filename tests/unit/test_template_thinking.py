@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 
 from gateway.formats.model_format import ModelOutputFormat
-from gateway.formats.reasoning import says_inside
+from gateway.formats.reasoning import ends_inside
 from gateway.prompt.kwargs import REASONING_EFFORTS, ThinkingFields, effective_kwargs, thinks
 from gateway.prompt.template import ChatTemplate
 from gateway.text.tokenizer import Tokenizer
@@ -64,12 +64,12 @@ def test_the_parser_starts_where_the_prompt_and_the_kwargs_say(
     _, template, reading = model(name)
     kwargs = effective_kwargs(SETTINGS[setting], None, None, template.profile)
     prompt = template.render(USER, kwargs=kwargs)
-    begun = reading.begin(prompt, kwargs, calls=calls)
+    begun = reading.answer_start(prompt, kwargs, calls=calls)
     told = thinks(kwargs, template.profile)
     if begun.bound is None or begun.bound.format.reasoning is None:
         assert not begun.inside  # a model that does not think
         return
-    said = says_inside(prompt, begun.bound.format.reasoning)
+    said = ends_inside(prompt, begun.bound.format.reasoning)
     assert begun.inside == bool(said) or said is None
     if told is False:
         assert not begun.inside, "told not to think, and read as thinking"
@@ -102,7 +102,7 @@ def test_where_an_answer_starts_by_idiom(name: str, setting: str, inside: bool) 
     _, template, reading = model(name)
     kwargs = effective_kwargs(SETTINGS[setting], None, None, template.profile)
     prompt = template.render(USER, kwargs=kwargs)
-    assert reading.begin(prompt, kwargs, calls=False).inside is inside
+    assert reading.answer_start(prompt, kwargs, calls=False).inside is inside
 
 
 def test_real_templates_are_understood_as_they_are_known_to_be() -> None:

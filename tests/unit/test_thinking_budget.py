@@ -272,7 +272,7 @@ CONTROL_TOKENS = "{# <|channel|>analysis<|message|> <|tool_calls_section_begin|>
 def asked(reasoning: str, prompt: str, most: int = 5, tools: str = "none", **kwargs: Any) -> Any:
     card = msgspec.structs.replace(thinking_card(), chat_template=CONTROL_TOKENS)
     reading = ModelOutputFormat(card, Tokenizer(card), tools, reasoning)
-    return reading.begin(prompt, kwargs, calls=tools != "none").budget("field", most)
+    return reading.answer_start(prompt, kwargs, calls=tools != "none").budget("field", most)
 
 
 @pytest.mark.parametrize(

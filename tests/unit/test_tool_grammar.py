@@ -11,12 +11,11 @@ import pytest
 from gateway.api.openai.prepare import Preparation
 from gateway.api.openai.requests import ChatBody
 from gateway.api.openai.tools import ToolPlan, tool_grammar
-from gateway.formats.calls_grammar import preferred_opener, required
 from gateway.formats.event_builder import DeclaredTool
 from gateway.formats.grammar_builder import pattern_not_starting_with, sequence
 from gateway.formats.lexicon import Lexicon
 from gateway.formats.parser import CallSyntax
-from gateway.formats.registry import TOOLS, BoundFormat, Format
+from gateway.formats.registry import TOOLS, BoundFormat, Format, preferred_opener
 from protocol.errors import InvalidRequest
 from protocol.grammar import (
     Either,
@@ -43,7 +42,7 @@ def bound(name: str, *tokens: str) -> BoundFormat:
 def written(name: str, *tokens: str) -> str:
     """One call of one tool, as text: schemas as @, patterns between slashes, what may be left out
     in brackets."""
-    rules = required(bound(name, *tokens), [NOW], many=False)
+    rules = bound(name, *tokens).required_calls([NOW], many=False)
     check_grammar(Grammar(body=rules))
 
     def text(form: Any) -> str:
@@ -131,7 +130,7 @@ def test_a_call_is_spelt_as_the_models_were_taught(
 
 def test_arguments_are_an_object_even_where_the_schema_does_not_say_so() -> None:
     tool = DeclaredTool("f", {"properties": {"a": {}}})
-    rules = required(bound("hermes"), [tool, DeclaredTool("g")], many=True)
+    rules = bound("hermes").required_calls([tool, DeclaredTool("g")], many=True)
     assert rules.schemas == {
         "schema-0": '{"properties":{"a":{}},"type":"object"}',
         "schema-1": '{"type":"object"}',

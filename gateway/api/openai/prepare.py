@@ -169,7 +169,7 @@ class Preparation:
         """Return the state in which the answers to `prompt` start. The end of the prompt and its
         template arguments determine this state."""
         calls = self.plan.mode != "none"
-        return self.model.output_format.begin(prompt.text, prompt.kwargs, calls=calls)
+        return self.model.output_format.answer_start(prompt.text, prompt.kwargs, calls=calls)
 
     def prompt_request(self, prompt: Prompt) -> PromptRequest:
         """Return the request for one prompt, with its grammar."""

@@ -17,7 +17,6 @@ import msgspec
 
 from gateway.api.openai.requests import BatchBody, ChatBody
 from gateway.api.openai.structured import check_keywords
-from gateway.formats.calls_grammar import required, required_or_other, strict
 from gateway.formats.event_builder import DeclaredTool
 from gateway.formats.grammar_builder import NotWritable
 from gateway.formats.registry import BoundFormat
@@ -224,8 +223,8 @@ def tool_grammar(bound: BoundFormat | None, plan: ToolPlan) -> Body | None:
     _check_schemas(plan, names)
     try:
         if plan.demands_call:
-            return required(bound, plan.callable, many=plan.allows_many)
-        return strict(bound, _callable_tools(plan), many=plan.allows_many)
+            return bound.required_calls(plan.callable, many=plan.allows_many)
+        return bound.strict_calls(_callable_tools(plan), many=plan.allows_many)
     except NotWritable as error:
         raise _refusal(error, plan) from None
 
@@ -241,7 +240,7 @@ def calls_instead_of_form(bound: BoundFormat | None, plan: ToolPlan, form_field:
         )
     _check_schemas(plan, plan.strict)
     try:
-        return required_or_other(bound, _callable_tools(plan), many=plan.allows_many)
+        return bound.required_calls_or_other(_callable_tools(plan), many=plan.allows_many)
     except NotWritable as error:
         raise _refusal(error, plan) from None
 

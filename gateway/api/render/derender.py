@@ -143,7 +143,7 @@ class ChatDerendering:
             prompt = self._prompt(_ids_of(chunk))
             start = preparation.answer_start(prompt)
             count = len(prompt.ids) or body.prompt_tokens or 0
-            state = first_state(self._model.output_format.ending(start), count)
+            state = first_state(self._model.output_format.prompt_ending(start), count)
         else:
             state = opened(body.stream_state, key)
             prompt = Prompt(state.ending, [], self._kwargs)

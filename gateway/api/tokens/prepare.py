@@ -178,7 +178,7 @@ def _answer_start(body: GenerateBody, model: ServedModel, *, calls: bool) -> Ans
     given: Mapping[str, Any] = (parser_kwargs.chat_template_kwargs if parser_kwargs else None) or {}
     check_token_ids(body.token_ids, model.card.vocab_size, "token_ids")
     tail = model.tokenizer.decode(body.token_ids[-TAIL_TOKENS:], skip_special_tokens=False)
-    return model.output_format.begin(tail, {**model.default_kwargs, **given}, calls=calls)
+    return model.output_format.answer_start(tail, {**model.default_kwargs, **given}, calls=calls)
 
 
 def _parsers(body: GenerateBody, model: ServedModel) -> OutputParserFactory:
