@@ -13,7 +13,8 @@ Generated tokens reach a parser as pieces of three types:
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from typing import Any
 
 import msgspec
 
@@ -55,6 +56,8 @@ class Lexicon:
         }
         self._by_id = frozenset(self.tokens.values())
         self._sets: dict[tuple[str, ...], MarkerSet | None] = {}
+        self.tables: dict[Hashable, dict[str, dict[str, Callable[[Any, str], None]]]] = {}
+        """Parser -> state -> marker -> handler: a cache of `FormatParser`."""
 
     def is_token(self, marker: str) -> bool:
         return marker in self._by_id

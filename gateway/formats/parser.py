@@ -12,7 +12,7 @@ two pieces, so that another process can continue.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from types import MethodType
 from typing import Any, ClassVar, Self, cast
 
@@ -70,6 +70,7 @@ TextReader = Callable[[Any, str], str | None]
 """Method of a parser that handles text. It returns the text that it did not read, if there is any.
 """
 
+Handler = Callable[["FormatParser", str], None]
 Moves = Mapping[str, Sequence[tuple[Sequence[str], Callable[[str], None]]]]
 """State -> rows of (markers, the method that handles these markers)."""
 
@@ -95,6 +96,8 @@ class FormatParser(ABC):
     """
 
     State: ClassVar[type[FormatParserState]]
+    #: The syntax that it parses; a subclass declares its type.
+    syntax: Any = None
     TEXT: ClassVar[Mapping[str, TextReader]] = {}
     UNSCANNED: ClassVar[frozenset[str]] = frozenset()
 
@@ -104,16 +107,7 @@ class FormatParser(ABC):
         self.context = context
         self.builder = builder
         self.s = self._memory(state)
-        self._table: dict[str, tuple[str, ...]] = {}
-        self._handlers: dict[str, dict[str, Callable[[FormatParser, str], None]]] = {}
-        for at, rows in self.moves().items():
-            found = [
-                (marker, cast(MethodType, handler).__func__)  # a bound method would make a cycle
-                for markers, handler in rows
-                for marker in markers
-            ]
-            self._table[at] = tuple(marker for marker, _ in found)
-            self._handlers[at] = dict(reversed(found))  # an earlier row wins
+        self._handlers = self._handler_table()
         self._scanner: Scanner | None = None
         self._scans = ""  # the state that `_scanner` was made for
         self._make_scanner(self.s.held)
@@ -122,10 +116,29 @@ class FormatParser(ABC):
     def _memory(self, state: Mapping[str, Any] | None) -> Any:
         return self.State() if state is None else msgspec.convert(state, self.State)
 
+    def _handler_table(self) -> Mapping[str, Mapping[str, Handler]]:
+        """Return state -> marker -> handler. It is cached: every choice has a parser of its own."""
+        tables, key = self.context.lexicon.tables, (type(self), self.moves_key())
+        if key not in tables:
+            table: dict[str, dict[str, Handler]] = {}
+            for at, rows in self.moves().items():
+                handlers = table[at] = {}
+                for markers, method in rows:
+                    shared = cast(MethodType, method).__func__  # not bound to this parser
+                    for marker in markers:
+                        handlers.setdefault(marker, shared)
+            tables[key] = table
+        return tables[key]
+
     # ---- what a subclass defines
 
     @abstractmethod
     def moves(self) -> Moves: ...
+
+    def moves_key(self) -> Hashable:
+        """Return a key of all that `moves` depends on, besides the lexicon."""
+        key: Hashable = self.syntax
+        return key
 
     def on_text(self, text: str) -> str:
         reader = self.TEXT.get(self.s.at)
@@ -199,7 +212,7 @@ class FormatParser(ABC):
     def read_token(self, marker: str) -> None:
         """Read a marker that is one token. Text held before it can no longer become a marker."""
         self._release_held()
-        if marker in self._table.get(self.s.at, ()):
+        if marker in self._handlers.get(self.s.at, ()):
             self.on_marker(marker)
         else:
             self.on_stray(marker)
@@ -255,7 +268,7 @@ class FormatParser(ABC):
 
     def _make_scanner(self, held: ScannerState) -> None:
         at = self._scans = self.s.at
-        markers = () if at in self.UNSCANNED else self._table.get(at, ())
+        markers = () if at in self.UNSCANNED else tuple(self._handlers.get(at, ()))
         automaton = self.context.lexicon.automaton(markers)
         self._scanner = Scanner(automaton, held) if automaton else None
 
@@ -278,11 +291,9 @@ class CallParser(FormatParser):
 
     One parser may be opened any number of times; `open` resets it.
 
-    syntax   the syntax that it parses; a subclass declares its type
     BETWEEN  states in which all calls so far are complete, and another may follow
     """
 
-    syntax: Any
     s: Any
     BETWEEN: ClassVar[frozenset[str]] = frozenset()
 

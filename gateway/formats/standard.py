@@ -23,7 +23,7 @@ closed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 from gateway.formats.event_builder import BuilderCheckpoint, EventBuilder
@@ -89,6 +89,9 @@ class StandardParser(AnswerParser):
         self.tools = tools
         self._again: list[TrialPiece] = []  # pieces to be read again; empty between pushes
         super().__init__(tools, context, builder, state, starts_inside=starts_inside)
+
+    def moves_key(self) -> Hashable:
+        return self.tools, self.reasoning, self.context.calls_or_text
 
     def call_syntax(self) -> CallSyntax | None:
         return self.tools

@@ -15,7 +15,6 @@ from gateway.formats.reasoning import (
     ReasoningFormat,
     ReasoningStart,
     reasoning_start,
-    start,
 )
 from gateway.formats.registry import TOOLS, Format, format_of
 from tests.support.formats import (
@@ -210,7 +209,7 @@ def test_a_reasoning_token_that_means_nothing_is_no_content() -> None:
 
 
 def test_an_answer_of_nothing_but_reasoning_is_content_too_where_that_is_wanted() -> None:
-    forced = start(REASONING["nemotron_v3"], "", {"force_nonempty_content": True}).format
+    forced = reasoning_start(REASONING["nemotron_v3"], "", {"force_nonempty_content": True}).format
     assert said(forced, "<think>\nall of it\n") == [Reasoning("all of it"), Content("all of it")]
     assert said(forced, "<think>a</think>b") == [Reasoning("a"), Content("b")]
     assert said(REASONING["nemotron_v3"], "<think>a") == [Reasoning("a")]
@@ -363,24 +362,24 @@ def test_formats_of_whole_answers_start_where_the_prompt_has_left_off_too(name: 
     format = format_of(name, None).reasoning
     assert format is WHOLE[name]
     for tail, inside in WHOLE_PROMPTS[name]:
-        assert start(format, tail).inside == inside, tail
+        assert reasoning_start(format, tail).inside == inside, tail
 
 
 def test_a_marker_in_an_earlier_turn_says_nothing() -> None:
     asked = "<|im_start|>user\nWhat does <think> mean?<|im_end|>\n<|im_start|>assistant\n"
-    assert not start(REASONING["qwen3"], asked).inside
-    assert start(REASONING["qwen3"], asked + "<think>\nI thought").inside
+    assert not reasoning_start(REASONING["qwen3"], asked).inside
+    assert reasoning_start(REASONING["qwen3"], asked + "<think>\nI thought").inside
     earlier = "<|im_start|>assistant\n<think>\nx\n</think>\n\ny<|im_end|>\n" + CHAT
-    assert not start(REASONING["qwen3"], earlier).inside
-    assert start(REASONING["minimax_m2"], earlier).inside
+    assert not reasoning_start(REASONING["qwen3"], earlier).inside
+    assert reasoning_start(REASONING["minimax_m2"], earlier).inside
 
 
 def test_with_reasoning_switched_off_markers_are_text_only_where_the_format_says_so() -> None:
     tail = R1 + AI + "</think>"
-    assert start(REASONING["deepseek_v3"], tail, {"thinking": False}) == ReasoningStart(
+    assert reasoning_start(REASONING["deepseek_v3"], tail, {"thinking": False}) == ReasoningStart(
         NO_REASONING, False
     )
-    assert start(REASONING["qwen3"], CHAT, NO).format is REASONING["qwen3"]
+    assert reasoning_start(REASONING["qwen3"], CHAT, NO).format is REASONING["qwen3"]
 
 
 def test_the_prompt_is_believed_over_the_switch() -> None:
