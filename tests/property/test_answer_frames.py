@@ -1,4 +1,6 @@
-"""A form for the answer stands where the model says things, whatever it writes around them."""
+"""A response format's grammar applies to the answer proper, inside any markup that the model
+writes.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ EVERY = pytest.mark.parametrize("name", FORMATS)
 
 
 def model(name: str) -> Model:
-    """Its vocabulary has the markers that are not made of others."""
+    """Return a model whose vocabulary has the format's shortest markers: those that contain no
+    other marker.
+    """
     format = FORMATS[name]
     known = tuple(filter(is_marker, format.markers()))
     whole = (one for one in known if not any(other in one for other in known if other != one))

@@ -1,4 +1,4 @@
-"""Any text as arguments, cut anywhere: an object in the end, and the same one."""
+"""Any text as arguments becomes the same JSON object, wherever the text is cut."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls in reasoning that was never closed: they are calls, however the answer is cut."""
+"""Calls inside reasoning that the model did not close are calls, however the answer is cut."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ MODULES = (
     *(test_tools_nested, test_tools_pythonic, test_tools_gemma),
 )
 IN_THE_OPEN = ("llama3_json", "xlam", "xlam (fence)", "pythonic")
-"""Formats without a marker for calls: only the start of an answer can be a call."""
+"""Formats without a marker for calls. Only the start of an answer can be a call."""
 SAMPLES = [
     replace(sample, tools=TYPED_TOOLS)
     for module in MODULES
@@ -87,7 +87,9 @@ def test_a_call_in_open_reasoning_is_a_call_in_every_pair_of_formats(sample: Sam
 
 
 def thinking(sample: Sample, parts: Sequence[Part], name: str, *, closed: str = "") -> Fixture:
-    """One block of reasoning that holds all of `parts`, and is closed at most at its end."""
+    """Return an answer of one block of reasoning that contains all of `parts`. It ends with
+    `closed`.
+    """
     text, index = "<think>", 0
     for part in parts:
         match part:

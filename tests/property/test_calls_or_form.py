@@ -1,5 +1,7 @@
-"""An answer that is either calls or of a form, for every tool format: its grammar admits both, and
-what it admits is read as one or the other."""
+"""Answers that are either calls or JSON of a response format, for every tool format.
+
+The grammar admits both, and the parser reads what it admits as one or the other.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,7 @@ def called(events: Sequence[Event]) -> bool:
 
 
 def said(events: Sequence[Event]) -> Any:
-    """Return the JSON of an answer that is one text, without warnings."""
+    """Return the text of an answer that is one text without warnings, as JSON."""
     text, end = events
     assert isinstance(text, Content), events
     assert isinstance(end, Finished), events
@@ -83,8 +85,9 @@ def test_what_templates_write_can_stand_instead_of_the_form(
 
 
 def spelt_openers(name: str) -> str:
-    """Return the openers of a call in this format, as text; "" if they are marker tokens and all
-    text stands between them."""
+    """Return the openers of a call in this format, as text. Return "" if they are marker tokens, as
+    no text can be an opener then.
+    """
     match SYNTAXES[name]:
         case CallSyntax() as syntax:
             return " ".join(syntax.openers())

@@ -1,4 +1,4 @@
-"""Deltas joined are the whole decoded at once, for any ids and any cut."""
+"""The joined deltas equal the whole text decoded at once, for any ids and any cut."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ real = pytest.mark.parametrize("name", ["smollm2", *FAMILY_NAMES])
 
 
 def id_lists(tok: Tokenizer, seed: int) -> list[list[int]]:
-    """Texts with special tokens strewn in, and nonsense: any ids in any order, unknown ones too."""
+    """Generate the ids of texts with special tokens between them, and ids in random order with
+    unknown ones among them.
+    """
     rng = random.Random(seed)
     lists = []
     specials = sorted(tok.special_ids)

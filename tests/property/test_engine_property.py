@@ -1,5 +1,6 @@
-"""Ten thousand random operations: whatever clients do, every law holds and every answer is right.
-(tests/support/storm.py)"""
+"""Under ten thousand random operations (tests/support/storm.py), every invariant holds and every
+answer is right.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def test_ten_thousand_random_operations_keep_every_law(seed: int) -> None:
 
 # ---- tiers
 TIER_SEEDS = {3: ["disk"], 7: ["host", "disk"], 107: ["host"], 205: ["host", "disk"], 207: ["disk"]}
-"""seed (of Storm) -> the worker's tiers"""
+"""Seed of the storm -> the worker's tiers."""
 
 
 @pytest.mark.parametrize("seed", TIER_SEEDS)
@@ -48,13 +49,13 @@ def test_every_invariant_holds_and_every_answer_is_right_whatever_the_tiers_do(s
     assert storm.bench.tiers.used, "no use of a tier was reported"
 
 
-# ---- two accounts that both want more than there is
+# ---- two accounts with more requests than the engine can serve
 NAMES = ("alice", "bob", "carol")
 STEPS = 600
 
 
 class FairCrowd:
-    """Accounts with requests of their own kinds, of which two always have some that wait."""
+    """Clients of three accounts. Two of the accounts always have waiting requests."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -82,7 +83,9 @@ class FairCrowd:
         )
 
     def step(self, *, carol: bool) -> None:
-        """alice and bob have work that waits, before it and after it; carol comes and goes."""
+        """Run a step. alice and bob have waiting requests before and after it. If `carol`, carol
+        sometimes adds one.
+        """
         for name in ("alice", "bob"):
             while self.num_waiting(name) < 10:
                 self.add(name)
@@ -95,8 +98,9 @@ class FairCrowd:
 
     @property
     def bound(self) -> float:
-        """Return the most tokens that one account can be ahead of another: its credit, the tokens
-        that running requests may still compute, those in flight, and one last turn."""
+        """Most tokens by which one account can be ahead of another. They are its credit, the tokens
+        that running requests may still compute, those in flight, and one last turn.
+        """
         limits = self.bench.limits
         running = (limits.num_blocks - 1) * limits.block_tokens
         burst = self.bench.engine.scheduler.fair_share.max_credit

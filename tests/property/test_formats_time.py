@@ -1,4 +1,4 @@
-"""No text makes reading slow: time is linear, in the worst of texts."""
+"""Parsing takes time that is linear in the text, even for hostile texts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ PARTS = 12
 
 
 def adversarial(sample: Sample, size: int) -> str:
-    """Half markers, markers in bad order, blanks, calls without end, escapes, depth."""
+    """Return a text of partial markers, markers in wrong order, blanks, unfinished calls, escapes
+    and open brackets.
+    """
     markers = "".join(sample.format.markers()) or "<"
     call = sample.write([Call("f", {"a": 1})], 0)
     head = call[: call.index('{"a"')]
@@ -29,7 +31,9 @@ def adversarial(sample: Sample, size: int) -> str:
 
 
 def many(part: str, size: int) -> str:
-    """Its share of the text; always an even number, so that quotes stand alike for every size."""
+    """Return `part` repeated to its share of the text. The number is even, so that quotes are
+    paired alike for every size.
+    """
     return part * (size // PARTS // len(part) // 2 * 2)
 
 

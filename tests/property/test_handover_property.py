@@ -1,8 +1,9 @@
-"""Two small, crowded engines that hand K/V over to each other, under random storms.
+"""Two small, crowded engines hand K/V over to each other, under random operations.
 
-Each computes prompts for the other and answers its own clients; fetches are carried out, fail or
-are given up in any order, leases are kept, released, taken and run out. The oracle knows nothing of
-all that: every answer must be that of one engine alone, and in the end every block is free.
+Each engine computes prompts for the other and serves its own clients. Fetches are carried out, fail
+or are aborted in any order. Leases are kept, released, taken or run out. The expected answers do
+not depend on any of this: every answer must equal that of a single engine, and in the end every
+block is free.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ from tests.support.storm import RequestStorm
 
 OPERATIONS = 12_000
 SEEDS = (200, 3, 104, 7)
-"""As tests.support.storm has it: the first with a draft model, the third with n-grams."""
+"""Seeds as in tests.support.storm: the first uses a draft model, the third n-grams."""
 FAULTS = ("expired", "unreachable", "damaged", "timeout")
 
 
 @dataclass
 class Table:
-    """Where both engines' clients leave handles: (handle, all tokens but the last, namespace)."""
+    """What both engines share: time, network, and the handles that their clients offer as (handle,
+    all tokens but the last, namespace).
+    """
 
     air: Air = field(default_factory=Air)
     offers: list[tuple[str, list[int], str]] = field(default_factory=list)
@@ -33,7 +36,7 @@ class Table:
 
 
 class Partner(RequestStorm):
-    """One of the two."""
+    """One of the two engines, with its clients."""
 
     def __init__(self, seed: int, name: str, table: Table, kv_on_failure: str) -> None:
         place = table.air.place(name)
@@ -47,7 +50,7 @@ class Partner(RequestStorm):
             block_tokens=block_tokens,
             num_blocks=1 + 160 // block_tokens,
         )
-        self.random = random.Random(f"{seed} {name}")  # the engines are alike, not what happens
+        self.random = random.Random(f"{seed} {name}")  # equal engines, different operations
         self.table = table
         self.producing: dict[tuple[bytes, int], tuple[list[int], str]] = {}
         self.failing = kv_on_failure == "error"
@@ -76,7 +79,7 @@ class Partner(RequestStorm):
         elif choice < 0.97:
             self.bench.hear(self.mover.report_taken())
         elif choice < 0.98:
-            self.tell_engine()
+            self.keep_or_release()
         else:
             self.table.now += self.random.choice([0.1, 1.0, 20.0])
             self.bench.tick(self.table.now)
@@ -101,7 +104,7 @@ class Partner(RequestStorm):
         self.producing[client, number] = (prompt[:-1], namespace)
 
     def offer(self) -> None:
-        """Handles that have been told are on the table for both."""
+        """Offer the handles that clients have received to the clients of both engines."""
         for key in list(self.producing):
             if not (news := self.bench.news[key]):
                 continue
@@ -112,7 +115,9 @@ class Partner(RequestStorm):
                 self.table.offers.append((news[-1].kv_handle, tokens, namespace))
 
     def consume(self) -> None:
-        """Of what was offered lately, or before: its lease may be over."""
+        """Send a request with a handle that was offered recently or earlier; its lease may have
+        ended.
+        """
         if not self.table.offers:
             return
         handle, tokens, namespace = self.random.choice(
@@ -141,14 +146,14 @@ class Partner(RequestStorm):
             self.constrained[client, number] = grammar
 
     def move(self) -> None:
-        """Any of the fetches that are out, well or badly."""
+        """Complete one of the open fetches, with or without a fault."""
         if self.mover.jobs:
             job = self.random.choice(list(self.mover.jobs))
             fault = self.random.choice(FAULTS) if self.random.random() < 0.2 else ""
             self.bench.hear(self.mover.do(job, fault))
 
     def abort_fetching(self) -> None:
-        """One of those whose K/V is on its way."""
+        """Abort a request whose K/V is being fetched."""
         unbound = self.bench.engine.scheduler.unbound
         fetching = [request for request in unbound if request.phase is not RequestPhase.FINISHED]
         if fetching:
@@ -156,8 +161,8 @@ class Partner(RequestStorm):
             self.bench.abort(request.number, client=request.client)
             self.bench.send_orders()
 
-    def tell_engine(self) -> None:
-        """Handles of either engine; those of the other one mean nothing here."""
+    def keep_or_release(self) -> None:
+        """Keep or release handles of either engine. The engine ignores those of the other one."""
         handles = [offer[0] for offer in self.table.offers[-6:]]
         if handles:
             command = self.random.choice([self.bench.engine.keep_kv, self.bench.engine.release_kv])
@@ -165,7 +170,7 @@ class Partner(RequestStorm):
             self.bench.send_orders()
 
     def settle(self) -> None:
-        """Nobody comes any more; what is open ends."""
+        """Complete everything that is open, without new requests."""
         while self.bench.jobs:
             self.compile()
         while not self.bench.engine.is_idle:

@@ -1,4 +1,4 @@
-"""Bit by bit, a text is mended and judged as it is as a whole."""
+"""A text that arrives piece by piece is repaired and judged like the whole text."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ ODD = [
 
 
 def mended(pieces: list[str]) -> tuple[str, bool, bool]:
-    """Return the mended text, and whether it is an object, or blank."""
+    """Return (the repaired text, whether it is an object, whether it is blank)."""
     scan, told = object_scan(), ""
     for piece in pieces:
         told += scan.push(piece)

@@ -1,4 +1,4 @@
-"""Which markers are found is a fact about the text: what a regular expression would find."""
+"""The scanner finds the markers that a regular expression finds in the whole text."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_characters_that_mean_something_to_a_regular_expression_are_plain_here(c
 def test_what_is_text_in_a_marker_alone_is_nothing_outside_of_one(
     name: str, text: str, seed: int
 ) -> None:
-    """Letters that are read as parts are upper case here."""
+    """Upper-case letters are read as parts, which count inside a marker only."""
     compiled = MarkerSet([name])
     scanner, told = Scanner(compiled), ""
     for run in re.findall("[A-Z]|[a-z]+", text):

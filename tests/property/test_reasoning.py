@@ -1,4 +1,4 @@
-"""Thinking aloud: every format's blocks, and where an answer starts."""
+"""Reasoning formats: every format's blocks, and whether an answer starts inside one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ from tests.support.formats import (
 
 
 def writer(name: str) -> Any:
-    """How a block of reasoning and what follows it is written."""
+    """Return a function that writes a block of reasoning and the markup after it; None for formats
+    without blocks.
+    """
     format = REASONING[name]
     return {
         "gemma4": lambda thought: f"<|channel>thought\n{thought}<channel|>",
@@ -62,7 +64,7 @@ CLOSING = {
 
 
 def sample_of(name: str) -> Sample:
-    """With calls as Hermes writes them."""
+    """Return a sample of the format, with calls as Hermes writes them."""
     reasoning = REASONING[name]
     return Sample(
         f"{name} (reasoning)",
@@ -76,7 +78,9 @@ def sample_of(name: str) -> Sample:
 
 
 def fixtures(name: str) -> list[Fixture]:
-    """Answers of one format. Of markers in prose only those that mean nothing there."""
+    """Return answers of one format. Prose in them mentions only markers that have no meaning
+    there.
+    """
     format = REASONING[name]
     sample = sample_of(name)
     end = CLOSING.get(name, "")
@@ -122,7 +126,7 @@ def fixtures(name: str) -> list[Fixture]:
 
 
 def _without(case: Fixture, end: str) -> Fixture:
-    """What stands behind the answer proper is no content."""
+    """Return the case without `end`, the markup after the answer proper, in its content."""
     events = [
         Content(event.text.removesuffix(end)) if isinstance(event, Content) else event
         for event in case.events
@@ -151,7 +155,9 @@ def test_all_that_minimax_m2_append_think_leaves_in_the_content_is_told_however_
 
 
 def _trimmed(events: list[Event]) -> list[Event]:
-    """Blanks at the end, and before a call, are no content."""
+    """Return the events without blanks at the end of content, which parsers drop before a call and
+    at the end.
+    """
     return [
         Content(event.text.rstrip()) if isinstance(event, Content) else event
         for event in merged(events)

@@ -1,4 +1,6 @@
-"""chat = derender(generate(render(chat))), for every format, whole and in any cut of the stream."""
+"""A chat answered in one request equals one that is rendered, generated and derendered, for every
+format, whole and in any cut of the stream.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ from tests.support.templates import UnlimitedTemplates
 BY_NAME = {sample.name: (sample, list(cases)) for sample, cases in SAMPLES}
 SUFFIX = " (template)"
 CUT_IN_TWO = ("hermes", "deepseek_v3", "qwen3_coder", "openai")
-"""Of JSON, with names outside of it, of tags, and one that rules the whole answer."""
+"""Formats whose calls are JSON, JSON after a name, tags, and a format that covers the whole
+answer.
+"""
 
 
 def test_every_format_has_a_sample() -> None:
@@ -41,7 +45,9 @@ def test_every_format_has_a_sample() -> None:
 
 @cache
 def model_of(name: str) -> tuple[ServedModel, Lexicon]:
-    """A model of bytes, with the sample's markers as tokens, read as the operator says."""
+    """Return a model of single bytes, with the sample's markers as tokens, and the formats chosen
+    by options.
+    """
     sample, _ = BY_NAME[name]
     found = sample.format.markers() if sample.markers is None else sample.markers
     markers = [marker for marker in found if not any(part in marker for part in sample.parts)]
@@ -79,7 +85,7 @@ def lexicon_of(
 
 def tools_of(sample: Sample) -> str:
     names = (name for name, syntax in TOOLS.items() if syntax == sample.format.tools)
-    return next(names, sample.name.split()[0])  # one that is fitted to a vocabulary has no name
+    return next(names, sample.name.split()[0])  # a format fitted to a vocabulary has no name
 
 
 def reasoning_of(sample: Sample) -> str:
@@ -112,13 +118,15 @@ def body_of(sample: Sample, fixture: Fixture, **more: Any) -> dict[str, Any]:
 
 
 def has_ids(fixture: Fixture) -> bool:
-    """The model writes those of its calls."""
+    """Return whether the answer's text has the ids of its calls."""
     calls = [event for event in fixture.events if isinstance(event, ToolCall)]
     return bool(calls) and all(call.id in fixture.text for call in calls)
 
 
 def outputs_of(deltas: Sequence[Sequence[int]], *, complete: bool = True) -> list[Output]:
-    """The engine's news: the last comes with the end token, or is cut off."""
+    """Return the engine's outputs. The last one has the end token, or is cut off if not
+    `complete`.
+    """
     news = [Output(request=0, tokens=list(delta)) for delta in deltas]
     total = sum(map(len, deltas)) + complete
     usage = Usage(prompt_tokens=3, generated_tokens=total, cached_tokens=2)
@@ -138,7 +146,9 @@ def cuts(ids: list[int], seed: int) -> list[list[int]]:
 
 
 def told(whole: dict[str, Any], *, with_ids: bool, with_usage: bool) -> dict[str, Any]:
-    """A whole answer as a client sees it; ids of calls only where the model writes them."""
+    """Return a whole answer as a client sees it. Ids of calls are left out unless the model writes
+    them.
+    """
     seen = {**whole, "created": 0, "usage": whole["usage"] if with_usage else None}
     if not with_ids:
         for choice in seen["choices"]:
@@ -155,7 +165,9 @@ def heard(choices: dict[int, dict[str, Any]], *, with_ids: bool) -> dict[int, di
 
 
 def check(trip: Trip, *, with_ids: bool, with_usage: bool = True) -> dict[int, dict[str, Any]]:
-    """Both ways are one; what a client heard."""
+    """Check that both ways give the same answer. Return the choices that a streaming client
+    received.
+    """
     kept = {"with_ids": with_ids, "with_usage": with_usage}
     whole, _ = trip.chat()
     response, chunks = trip.generate(trip.render_chat())
@@ -216,7 +228,7 @@ def test_reasoning_comes_back_in_every_reasoning_format(name: str) -> None:
             body = {"messages": [{"role": "user", "content": "Hi"}], "tools": tools, **more}
             body |= {"chat_template_kwargs": kwargs, "model": "scripted"}
             deltas = cuts(ids_of(text, words), len(kwargs) + len(more))
-            # A chat ends with its only call; whoever generates elsewhere does not know of it.
+            # A chat ends after its only call. /generate does not parse calls, so it continues.
             many = more.get("parallel_tool_calls", True)
             check(Trip(model, body, outputs_of(deltas)), with_ids=False, with_usage=many)
 
@@ -230,7 +242,7 @@ LONG, SHORT = 10_000, 100
 
 
 def memory(sample: Sample, text: str) -> int:
-    """Bytes of the machine's state behind `text`."""
+    """Return the size in bytes of the parser's serialised state after `text`."""
     words = lexicon(sample, tokens=True)
     machine = sample.format.parser(words, tools=sample.tools)
     for piece in units(text, words):
@@ -240,7 +252,7 @@ def memory(sample: Sample, text: str) -> int:
 
 @pytest.mark.parametrize("name", BY_NAME)
 def test_the_state_of_a_parser_does_not_grow_with_its_output(name: str) -> None:
-    """Neither with text, nor with reasoning, nor with a string among a call's arguments."""
+    """The output is content, reasoning, or a string in a call's arguments."""
     sample, _ = BY_NAME[name]
     call = sample.write([Call("run", {"code": "X", "path": "Y"})], 0)
     heads = ["", call[: call.index("X")]]

@@ -1,5 +1,6 @@
-"""Any cut of the engine's news gives the same response, and each response is the fold of its
-stream."""
+"""Any cut of the engine's outputs gives the same response, and the response equals the fold of its
+stream.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ ANSWERS = [
 
 
 class CutFrames:
-    """What a sink told."""
+    """Collects what a sink wrote."""
 
     def __init__(self) -> None:
         self.data = b""
@@ -59,7 +60,7 @@ class CutFrames:
 
 
 class CutLine:
-    """An engine that accepts, and says what the test says."""
+    """An engine that accepts a request and sends the outputs that the test gives it."""
 
     def generate(self, prompt: Any, params: Any, subscriber: Subscriber, **terms: Any) -> int:
         self.say = subscriber
@@ -71,8 +72,11 @@ class CutLine:
 
 
 def told(text: str, sizes: list[int], finish: str, pauses: Iterable[bool] = ()) -> CutFrames:
-    """The response to `text`, whose tokens came in messages of these sizes, the rest at once.
-    `pauses`: whether its client took nothing while each of them came; the others it heard."""
+    """Return the response to `text`.
+
+    sizes   sizes of the messages in which its tokens arrive; the remaining tokens arrive in one
+    pauses  for each message, whether the client was disconnected while it arrived
+    """
     begun = READING.answer_start("<assistant>", {}, calls=True)
     assert begun.bound is not None
     numbers = iter(range(100))
@@ -134,8 +138,9 @@ def test_logprobs_of_a_text_are_those_of_its_tokens_however_they_came(
 
 
 def comparable(response: dict[str, Any]) -> dict[str, Any]:
-    """Without the time, and without logprobs: where markup is told as text, in pieces that no
-    tokens spell, what belongs to which depends on the cut."""
+    """Return the response without its time and its logprobs. If markup is emitted as text, its
+    pieces are not whole tokens, so the logprobs of each piece depend on the cut.
+    """
     copy: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(response))
     for item in copy["output"]:
         for part in item.get("content", ()):

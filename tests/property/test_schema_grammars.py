@@ -1,4 +1,4 @@
-"""Whatever the schema: what the grammar admits, the format reads back as arguments that fit it."""
+"""For any schema, the parser reads what the grammar admits as arguments that fit the schema."""
 
 from __future__ import annotations
 
@@ -128,7 +128,10 @@ def test_every_admitted_text_fits_the_schema(
     spoken, tool = model(name, tokens), DeclaredTool("f", schema)
     try:
         said = Walk(spoken, random.Random(seed))(spoken.bound.required_calls([tool], many=False))
-    except (NotWritable, Endless):  # refused; or a walk that stumbles from one element to the next
+    except (
+        NotWritable,
+        Endless,
+    ):  # a refused schema, or an endless walk
         assume(False)
     (call,) = calls_of(spoken.read(said, [tool]))
     text = spoken.tokenizer.decode(said, skip_special_tokens=False)

@@ -1,4 +1,4 @@
-"""A machine's shortcuts: every piece told, and everything remembered, as without them."""
+"""A parser's shortcuts give the same events and the same state as parsing without them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ FORMATS = (
 
 
 def a_text(chance: random.Random) -> list[str]:
-    """Pieces of an answer, sound or not: some of what models write, and some of anything."""
+    """Return the pieces of a random answer, well-formed or not."""
     pieces = []
     for _ in range(chance.randrange(1, 60)):
         pieces.append(
@@ -84,7 +84,7 @@ def test_with_or_without_them_a_piece_is_told_the_same_and_the_same_is_remembere
 
 
 def test_all_that_are_worth_one_have_one() -> None:
-    """Content, reasoning, and a string in arguments."""
+    """The shortcuts cover content, reasoning, and a string in arguments."""
     machine = cast(StandardParser, format_of("hermes", "qwen3").parser(Lexicon()))
     told = []
     for text in ("<think>", "Hm", ".", "</think>", "Well", " then", "<tool_call>", CALL, "a", "b"):

@@ -1,4 +1,4 @@
-"""The text ends where a stop string begins, whatever way it was cut."""
+"""The text ends where a stop string starts, however it is cut."""
 
 from __future__ import annotations
 

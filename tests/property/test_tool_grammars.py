@@ -1,4 +1,6 @@
-"""Every tool format can be demanded: its grammar admits what models write and its parser reads."""
+"""For every tool format, the grammar of required calls admits what models write, and the parser
+reads it.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,7 @@ def model(name: str, tokens: bool) -> Model:
 
 
 def thought(name: str) -> str:
-    """What ends the thinking, where every answer begins inside of it."""
+    """Return the marker that ends the thinking if every answer starts inside it, else ""."""
     syntax = SYNTAXES[name]
     reasoning = syntax.reasoning if isinstance(syntax, ResponseTemplate) else None
     return reasoning.close[0] if reasoning and reasoning.default_inside else ""
@@ -95,7 +97,9 @@ def test_one_call_is_one_and_of_the_tool_that_was_named(name: str, tokens: bool)
 
 # ---- what the templates write is admitted
 def behind_the_prompt(sample: Sample) -> list[Fixture]:
-    """A template's cases, without what the prompt writes of the first part."""
+    """Return a template's cases, without the part of the first message that the prompt has
+    written.
+    """
     opened = ("</think>", "<|start|>assistant")
     cases = test_tools_response_template.cases(sample)
     return [
@@ -125,16 +129,18 @@ SAMPLES: list[tuple[Sample, Sequence[Fixture]]] = [
     ),
 ]
 ODD = ("hermes (opening tag)", "internlm", "gpt_oss (template)", "cohere (template)")
-"""Samples of what is read as well, though no template writes it so; or, where a checkpoint says how
-to read it, does not say how to write it: `<|constrain|>`, and the keys of a call that mean nothing.
+"""Samples of answers that parsers read although no grammar admits them.
+
+They are not written by a chat template, or the checkpoint's description of how to read them does
+not say how to write them: `<|constrain|>`, and keys of a call without a meaning.
 """
 OTHERS = (
     *("granite (tags)", "xlam (fence)", "xlam (tags)", "xlam (marker)"),
     *("llama3_json (marker)", "gigachat3 (role)", "llama4_pythonic"),
 )
-"""Those with an opener that models with the sample's vocabulary do not prefer."""
+"""Samples whose opener is not the one that models with the sample's vocabulary prefer."""
 LACKING = {"mistral": ("[ARGS]", "[CALL_ID]")}
-"""Markers that only younger vocabularies have."""
+"""Sample -> markers that only newer vocabularies have."""
 CALLS = (
     *("one call", "three calls", "no arguments", "nested and unicode", "newlines around a string"),
     "closing tag in a string",
@@ -142,8 +148,9 @@ CALLS = (
 
 
 def calls_in(sample: Sample) -> tuple[str, ...]:
-    """What can be demanded. A text that a tag ends does not hold the tag: what follows would have
-    to say whether it is one."""
+    """Return the names of the cases whose calls the grammar admits. If tags end values, no value
+    may contain a tag, because the grammar cannot look at the text after it.
+    """
     syntax = sample.format.tools
     inner = syntax.calls if isinstance(syntax, Harmony) else syntax
     return CALLS[:-1] if isinstance(inner, XmlParameters) else CALLS
@@ -158,7 +165,7 @@ def each(without: Sequence[str]) -> pytest.MarkDecorator:
 
 @cache
 def speaker(name: str) -> Model:
-    """A model whose vocabulary is that of the sample's family."""
+    """Return a model whose vocabulary is that of the sample's family."""
     sample = next(sample for sample, _ in SAMPLES if sample.name == name)
     markers = sample.format.markers() if sample.markers is None else sample.markers
     known = set(filter(is_marker, markers)) - set(LACKING.get(name, ()))

@@ -1,4 +1,4 @@
-"""Calls as pairs of keys and values: however the answer is cut, it says the same."""
+"""Calls as pairs of keys and values: events do not depend on how the answer is cut."""
 
 from __future__ import annotations
 

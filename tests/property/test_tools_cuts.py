@@ -1,4 +1,4 @@
-"""Every syntax: however the text of an answer is cut, it says the same."""
+"""For every syntax, events do not depend on how the text of an answer is cut."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ ANSWERS: list[tuple[Sample, Sequence[Fixture]]] = [
     *((sample, test_tools_messages.cases(sample)) for sample in test_tools_messages.SAMPLES),
     (test_tools_xtml.K3, test_tools_xtml.cases()),
 ]
-"""Samples of every syntax that has a name, and what they write."""
+"""(sample, answers) of every syntax that has a name."""
 FROM_TEMPLATES = [
     (sample, test_tools_response_template.cases(sample))
     for sample in test_tools_response_template.SAMPLES
 ]
-"""The same of syntaxes that a checkpoint describes."""
+"""(sample, answers) of syntaxes that a checkpoint describes."""
 EACH = pytest.mark.parametrize(
     ("sample", "cases"),
     [pytest.param(*answer, id=answer[0].name) for answer in ANSWERS]

@@ -1,4 +1,4 @@
-"""Gemma's calls: however the answer is cut, it says the same."""
+"""Gemma's calls: events do not depend on how the answer is cut."""
 
 from __future__ import annotations
 

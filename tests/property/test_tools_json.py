@@ -1,4 +1,4 @@
-"""JSON-bodied calls: however the answer is cut, it says the same."""
+"""Calls with JSON bodies: events do not depend on how the answer is cut."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def objects(
 
 
 def each(opening: str, closing: str, **keys: str) -> Write:
-    """A pair of markers around every call."""
+    """Return a writer that puts a pair of markers around every call."""
 
     def write(calls: Sequence[Call], before: int) -> str:
         return "\n".join(f"{opening}{dumps(call)}{closing}" for call in objects(calls, **keys))
@@ -31,7 +31,7 @@ def each(opening: str, closing: str, **keys: str) -> Write:
 
 
 def array(opening: str, closing: str = "", **keys: str) -> Write:
-    """An array of all calls between a pair of markers."""
+    """Return a writer that puts an array of all calls between a pair of markers."""
     return lambda calls, before: f"{opening}{dumps(objects(calls, **keys))}{closing}"
 
 
@@ -103,7 +103,7 @@ def ours_in_nine(index: int, call: Call) -> str:
 
 
 def sample(label: str, write: Write, tag: str, **more: Any) -> Sample:
-    """`label` is the format's name, perhaps with a remark in brackets."""
+    """Return a sample. `label` is the format's name, possibly with a remark in brackets."""
     return Sample(
         label,
         Format(TOOLS[label.partition(" ")[0]], THINK),

@@ -1,4 +1,4 @@
-"""JSON calls that are not as they should be: nothing is lost or invented, and it is said."""
+"""Malformed JSON calls: no text is lost or invented, and there is a warning."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def said(
     complete: bool = True,
     tokens: bool = False,
 ) -> list[Event]:
-    """What is told; the same for the text whole and one by one."""
+    """Return the events, which must be the same for the whole text and for single characters."""
     format = Format(TOOLS[name])
     words = Lexicon(dict(enumerate(format.markers(), 1000)) if tokens else {})
     pieces = units(text, words)

@@ -1,4 +1,4 @@
-"""Answers of messages with headers: however the answer is cut, it says the same."""
+"""Answers that are messages with headers: events do not depend on how the answer is cut."""
 
 from __future__ import annotations
 
@@ -95,7 +95,9 @@ EACH = pytest.mark.parametrize("sample", SAMPLES, ids=[s.name for s in SAMPLES])
 
 
 def cases(sample: Sample) -> list[Fixture]:
-    """The kit's answers as messages. The prompt has written the first `<|start|>assistant`."""
+    """Return the kit's answers as messages. The prompt has written the first
+    `<|start|>assistant`.
+    """
     found = []
     says, thinks = SAYS[sample.name]
     for name, parts in answers(sample.tags[0]):
@@ -177,7 +179,7 @@ BARE_CALLS = [
     ("a start", '<|start|>assistantcommentary to=functions.now json{"a":1}<|call|>'),
     ("a channel", '<|channel|>commentary to=functions.now json{"a":1}<|call|>'),
 ]
-"""Calls after a message has ended, and the marker that each lacks or has."""
+"""(the marker that is missing or present, a call after the end of a message)."""
 NO_HEADERS = [
     "assistantfinal",
     "assistantfinal answer: {}",
@@ -192,7 +194,7 @@ NO_HEADERS = [
     "to=functions.now {",
     "assistants assistant",
 ]
-"""Texts that begin like a header without markers, and are none."""
+"""Texts that start like a header without markers, but are not headers."""
 
 
 def malformed() -> list[Fixture]:
@@ -222,7 +224,7 @@ def malformed() -> list[Fixture]:
 
 
 def bare_calls() -> list[Fixture]:
-    """Return answers to a request that declares one tool: calls, and texts that are none."""
+    """Return answers to a request that declares one tool: calls, and texts that are not calls."""
     arguments: list[Event] = [ToolArguments(0, '{"a":1}'), ToolCallEnd(0)]
     called: list[Event] = [Reasoning("hm"), ToolCall(0, "call_1", "now"), *arguments]
     again: list[Event] = [ToolCall(1, "call_2", "now"), ToolArguments(1, "{}"), ToolCallEnd(1)]

@@ -1,4 +1,4 @@
-"""MiniMax-M3's and PLaMo 3's calls: however the answer is cut, it says the same."""
+"""MiniMax-M3's and PLaMo 3's calls: events do not depend on how the answer is cut."""
 
 from __future__ import annotations
 

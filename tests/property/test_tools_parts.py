@@ -1,4 +1,4 @@
-"""Markers made of several tokens, some of them special, read from real token streams."""
+"""Markers of several tokens, some of them special, read from real token streams."""
 
 from __future__ import annotations
 
@@ -56,7 +56,9 @@ NAMES = ("three calls", "closing tag in a string", "reasoning before and after")
 
 
 def vocabulary_of(sample: Sample) -> Tokenizer:
-    """A token for every byte, the sample's parts as special tokens, `<think>` as an added one."""
+    """Return a tokenizer with a token for every byte, the sample's parts as special tokens, and
+    `<think>` as an added one.
+    """
     inner = byte_tokenizer()
     inner.add_special_tokens([AddedToken(part, normalized=False) for part in sample.parts])
     inner.add_tokens([AddedToken(marker, normalized=False) for marker in ("<think>", "</think>")])
@@ -64,12 +66,16 @@ def vocabulary_of(sample: Sample) -> Tokenizer:
 
 
 def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Each part between joints for itself: so what is spelt out is never one token."""
+    """Return the ids of a text. Text on both sides of a joint is encoded separately, so a spelt-out
+    marker is never one token.
+    """
     return [token for part in text.split(JOINT) for token in tokenizer.encode(part, False)]
 
 
 def read(readers: ParserFactory, cut: Sequence[Sequence[int]], finish: str = "stop") -> list[Event]:
-    """In one process, or with a new reader for each message: both must say the same."""
+    """Return the events. If there are few messages, each is read by a new parser, as in another
+    process.
+    """
     reader, events = readers.new(), []
     for at, ids in enumerate(cut, 1):
         last: Any = finish if at == len(cut) else None

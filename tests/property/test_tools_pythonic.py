@@ -1,4 +1,4 @@
-"""Calls as Python writes them: however the answer is cut, it says the same."""
+"""Calls as Python writes them: events do not depend on how the answer is cut."""
 
 from __future__ import annotations
 
@@ -74,7 +74,9 @@ EACH = pytest.mark.parametrize("sample", SAMPLES, ids=[s.name for s in SAMPLES])
 
 
 def cases(sample: Sample) -> list[Any]:
-    """Without a marker, calls stand at the beginning of an answer alone."""
+    """Return the answers that the sample can write. Without a marker, calls may only start an
+    answer.
+    """
     bare = sample.name == "pythonic"
     return [f for f in fixtures(sample) if not (bare and f.name in BEHIND_TEXT)]
 
@@ -234,7 +236,9 @@ def test_prose_in_brackets_is_content_however_it_is_cut(name: str) -> None:
 
 
 def before_the_parenthesis(text: str, why: OutputWarning) -> list[Event]:
-    """The warning stands where it became certain that there is no call."""
+    """Return the events of a text whose parenthesis shows that it is not a call. The warning
+    precedes the parenthesis.
+    """
     at = text.index("(")
     return [Content(text[:at]), why, Content(text[at:])]
 

@@ -1,4 +1,4 @@
-"""Formats that checkpoints describe themselves: however the answer is cut, it says the same."""
+"""Formats that checkpoints describe themselves: events do not depend on how the answer is cut."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.support.response_templates import SMOLLM, TEMPLATES
 
 @dataclass(frozen=True)
 class Written:
-    """How a template's model writes; `tags` and `parts` as in Sample."""
+    """How the model of a template writes. `tags` and `parts` are as in Sample."""
 
     call: Callable[[Call], str]
     says: Callable[[str], str]
@@ -256,7 +256,7 @@ ODD: tuple[Any, ...] = (None, 1, "", "x", "(", [], {}, [1], [[]], [[""]], {"a": 
 
 
 def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The path to everything in a template."""
+    """Yield the path to every value in a template."""
     if at:
         yield at
     inner = value.items() if isinstance(value, dict) else ()

@@ -1,4 +1,4 @@
-"""No text makes reading slow, in formats that are no JSON either: time is linear in the text."""
+"""Parsing takes time that is linear in the text, in formats other than JSON, too."""
 
 from __future__ import annotations
 
@@ -33,8 +33,11 @@ EACH = pytest.mark.parametrize("sample", SAMPLES, ids=[s.name for s in SAMPLES])
 
 
 def texts(sample: Sample) -> Iterator[tuple[str, str]]:
-    """(head, what is repeated behind it): calls that break off anywhere, again and again, and
-    values that are full of what might end them."""
+    """Yield (head, text that is repeated after it).
+
+    The texts are calls that break off at any place, again and again, and values full of text that
+    might end them.
+    """
     call = sample.write([Call("run", {"code": "X", "path": "Y"})], 0)
     for tenths in range(1, 10):
         yield "", call[: len(call) * tenths // 10]
@@ -47,13 +50,13 @@ def texts(sample: Sample) -> Iterator[tuple[str, str]]:
 
 
 def ends(call: str) -> Iterator[str]:
-    """Pieces of the text behind the value."""
+    """Yield parts of the text after the value."""
     rest = call[call.index("X") + 1 :]
     yield from (rest[:3], rest[: len(rest) // 2], rest[:-1])
 
 
 def adversarial(sample: Sample, size: int) -> Iterator[str]:
-    """Each text for itself, of `size` characters in all."""
+    """Yield each hostile text, of equal sizes that add up to `size` characters."""
     found = list(texts(sample))
     for head, part in found:
         yield head + part * (size // len(found) // len(part))

@@ -1,7 +1,7 @@
-"""Every syntax read from the tokens of a vocabulary, however they are cut.
+"""For every syntax, events do not depend on how the tokens of an answer are cut.
 
-Of a family whose tokenizer is at hand all answers are read; the others' are read from the tokens of
-a vocabulary that is not theirs, so most of their markers are spelt out.
+If the tokenizer of the format's family is available, all answers are read. Other formats use the
+tokenizer of another family, so most of their markers are spelt out, and only some answers are read.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ VOCABULARIES = [
     *((name, FAMILY.get(name, "qwen3")) for name in STREAMS),
     *((name, real) for name, own in FAMILY.items() if (real := f"real {own}") in REAL_NAMES),
 ]
-"""(format, tokenizer)"""
+"""(format, tokenizer)."""
 NAMES = ("closing tag in a string", "nested and unicode", "reasoning before and after")
 
 
 def token_cuts(ids: list[int], seed: int) -> Iterator[list[list[int]]]:
-    """Uncut, one by one, every cut in two, and 200 random ones."""
+    """Yield the ids uncut, one by one, in two parts cut at every place, and in 200 random cuts."""
     yield [ids]
     yield [[token] for token in ids]
     for at in range(1, len(ids)):
@@ -56,7 +56,9 @@ def token_cuts(ids: list[int], seed: int) -> Iterator[list[list[int]]]:
 
 
 def tokens_of(text: str, family: str) -> list[int]:
-    """Each part between joints for itself: so what is spelt out is never one token."""
+    """Return the ids of a text. Text on both sides of a joint is encoded separately, so a spelt-out
+    marker is never one token.
+    """
     tokenizer = tokenizer_of(family)
     return [token for part in text.split(JOINT) for token in tokenizer.encode(part, False)]
 
@@ -79,7 +81,7 @@ def test_the_way_the_tokens_are_cut_never_changes_what_is_said(name: str, family
     row = FormatRow(f"{name}, tokens of {family}")
     ROWS.append(row)
     for fixture in found:
-        prose = "prose" in fixture.name  # a tag that is spelt out is one, unless it is a token
+        prose = "prose" in fixture.name  # a spelt-out tag is a tag, unless it is a token
         if (name in FAMILY or fixture.name in NAMES) and not (
             prose and sample.tags[0] not in bound.lexicon.tokens.values()
         ):
@@ -104,7 +106,7 @@ def _compare(
 
 
 def test_no_format_is_left_out() -> None:
-    """Several names may stand for one format."""
+    """Several names may mean one format, so formats are compared by syntax and markers."""
     syntaxes = [sample.format.tools for sample, _ in STREAMS.values() if sample.format.tools]
     read_here = {(type(syntax), syntax.markers()) for syntax in syntaxes}
     assert [name for name, x in TOOLS.items() if (type(x), x.markers()) not in read_here] == []

@@ -1,5 +1,5 @@
 # ruff: noqa: RUF001  (markers are spelt as the vocabularies have them)
-"""Calls as tags with one tag for each argument: however the answer is cut, it says the same."""
+"""Calls with one tag for each argument: events do not depend on how the answer is cut."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Writer = Callable[[Sequence[Call], int], str]
 
 
 def functions(open: str, close: str, newline: str = "\n") -> Writer:
-    """`<function=f>`, every call in its own stretch."""
+    """Write `<function=f>` tags, with every call in its own group."""
 
     def one(call: Call) -> str:
         body = "".join(
@@ -34,7 +34,7 @@ def functions(open: str, close: str, newline: str = "\n") -> Writer:
 def invokes(
     open: str, close: str, prefix: str = "", attribute: Callable[[Any], str] = lambda value: ""
 ) -> Writer:
-    """`<invoke name="f">`, all calls in one stretch."""
+    """Write `<invoke name="f">` tags, with all calls in one group."""
 
     def one(call: Call) -> str:
         body = "".join(

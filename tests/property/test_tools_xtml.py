@@ -1,4 +1,4 @@
-"""Kimi K3's answers: however they are cut, they say the same."""
+"""Kimi K3's answers: events do not depend on how they are cut."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ K3 = Sample(
 
 
 def cases() -> list[Fixture]:
-    """The kit's answers in channels; the prompt has opened the first."""
+    """Return the kit's answers in channels. The prompt has opened the first channel."""
     found = []
     for name, parts in answers(K3.tags[0]):
         text, index = "", 0

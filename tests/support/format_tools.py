@@ -1,4 +1,4 @@
-"""The tools of the format fixtures, with schemas: formats that write values as text need them."""
+"""Tools with schemas for tests of formats. Formats that write values as text need the schemas."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TYPED_TOOLS = (
 
 
 def plain(value: Any) -> str:
-    """A value as most templates write it: strings as they are, everything else as JSON."""
+    """Return a value as most templates write it: strings unchanged, everything else as JSON."""
     return value if isinstance(value, str) else dumps(value)
 
 
@@ -35,7 +35,7 @@ def lines(calls: Sequence[Call], write: Any) -> str:
 
 
 def arguments_of(events: Sequence[Any]) -> list[Any]:
-    """The arguments of all calls, as values."""
+    """Return the arguments of all calls, as values."""
     return [json.loads(e.fragment) for e in events if type(e).__name__ == "ToolArguments"]
 
 
@@ -47,7 +47,7 @@ def said(
     tokens: bool = True,
     inside: bool = False,
 ) -> list[Any]:
-    """The merged events of a text that comes unit by unit. Calls have the id "id"."""
+    """Return the merged events of a text that arrives unit by unit. Calls have the id "id"."""
     words = lexicon(sample, tokens=tokens)
     parser = sample.format.parser(words, tools=tools, new_id=lambda: "id", starts_inside=inside)
     events = [event for piece in units(text, words) for event in parser.push(piece)]

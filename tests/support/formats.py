@@ -1,11 +1,13 @@
-"""The kit for testing formats: abstract answers, written by a format, cut in every way, read back.
+"""Test kit for formats. It writes abstract answers in a format, cuts them in every way, and parses
+them.
 
-An abstract answer is a list of parts: what is said, thought and called. A `Sample` says how one
-format writes it; what must be read is told by the parts alone. `fixtures` makes a sample's texts,
-`check` reads each in every way it can be cut, and `table` shows what was done in a run.
+An abstract answer is a list of parts: content, reasoning and calls. A `Sample` describes how one
+format writes them. The expected events follow from the parts alone. `fixtures` makes a sample's
+texts, `check` parses each text in every way in which it can be cut, and `table` shows the totals of
+a run.
 
-A text is cut between *units*: characters, and markers where the vocabulary has them as tokens. In
-what is said and called, `spelt` protects a marker from being written as its token.
+A text is cut between *units*: characters, and markers that are tokens of the vocabulary. In content
+and arguments, `spelt` prevents that a marker is written as its token.
 """
 
 from __future__ import annotations
@@ -38,16 +40,17 @@ from gateway.formats.registry import Format, parser_state
 from tests.support.cpu_time import best_cpu_s
 
 JOINT = "\ue000"
-"""Stands between the letters of a marker that is spelt out; never read by anyone."""
+"""Stands between the letters of a marker that is spelt out. It is removed before parsing."""
 
 
 def spelt(marker: str) -> str:
+    """Return `marker` with joints, so that it is written as letters instead of one token."""
     return JOINT.join(marker)
 
 
 @dataclass(frozen=True)
 class Call:
-    """arguments  the tool's arguments, as values; strings may hold `spelt` markers"""
+    """A call of tool `name`. Strings in its arguments may contain `spelt` markers."""
 
     name: str
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -64,26 +67,29 @@ class Think:
 
 
 Part = Say | Think | Sequence[Call]
-"""A list of calls is written as one stretch."""
+"""A part of an answer. A list of calls is written as one group."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """How one format is written.
+    """How one format writes answers.
 
-    write      a stretch of calls, given how many calls stand before it
-    name       for the table
-    think      a block of reasoning, where the answer does not start inside one
-    arguments  the JSON text that must be read for these values
-    call_id    the native id of a call, by its index; None: ours
-    markers    of these, those that the family's vocabulary has as tokens; None: all of them
-    parts      special tokens of the family's vocabulary that occur in markers which are no tokens
-    tags       markers that may stand inside strings and in prose without meaning anything there;
-               where they can mean something when spelt out, only with a vocabulary of tokens
-    spelt_ok   the format is also read where no marker is a token
-    max_calls  the most calls a stretch can hold
-    only_first calls are calls only where nothing has been said before
-    trims      blanks at both ends of a string argument are markup
+    name        name in the table of results
+    write       writes a group of calls, given the number of calls before it
+    think       writes a block of reasoning; None: the format has no reasoning
+    arguments   returns the expected JSON text of arguments
+    call_id     returns the expected id of the call with a given index; None: the parser makes the
+                ids
+    markers     those of the format's markers that are tokens in the family's vocabulary; None: all
+                of them
+    parts       special tokens of the family's vocabulary that are parts of spelt-out markers
+    tags        markers that have no meaning inside strings and in prose. If they have one when they
+                are spelt out, they are used only with a vocabulary of tokens
+    spelt_ok    whether the format can also be parsed if no marker is a token
+    max_calls   most calls of one group
+    only_first  whether calls count only before any content
+    trims       whether blanks at both ends of a string argument are markup
+    tools       tools of the request; None: unknown
     """
 
     name: str
@@ -104,7 +110,11 @@ class Sample:
 
 @dataclass(frozen=True)
 class Fixture:
-    """One answer as text, and what it must say. `complete`: it was not cut off."""
+    """One answer as text, and its expected events.
+
+    starts_inside  whether the prompt has opened the reasoning
+    complete       whether the model ended the answer by itself
+    """
 
     name: str
     text: str
@@ -125,7 +135,9 @@ def is_json_object(text: str) -> bool:
 
 
 def answers(tag: str) -> Iterator[tuple[str, list[Part]]]:
-    """(name, parts). `tag` is a marker that means nothing where it stands."""
+    """Yield (name, parts) of each abstract answer. `tag` is a marker that has no meaning inside
+    strings.
+    """
     weather = Call("get_weather", {"city": "Oslo", "days": 3})
     tricky = {"code": f'if a < b: print("{spelt(tag)}") }}}}]', "path": "C:\\new\\", "e": ""}
     nested = {"a": {"b": [1, 2.5, None, True, {"c": []}], "語": "👩🏽‍🚀 é\u2028"}, "n": -1e-9}
@@ -146,7 +158,7 @@ def answers(tag: str) -> Iterator[tuple[str, list[Part]]]:
 
 
 def fixtures(sample: Sample) -> list[Fixture]:
-    """All answers that the sample can write, and one cut off at every place."""
+    """Return all answers that the sample can write."""
     found = []
     for name, parts in answers(sample.tags[0] if sample.tags else "</none>"):
         if any(isinstance(part, Think) for part in parts) and sample.think is None:
@@ -202,13 +214,15 @@ def expected(sample: Sample, parts: Sequence[Part]) -> list[Event]:
 
 
 def lexicon(sample: Sample, *, tokens: bool) -> Lexicon:
-    """With every marker of the sample's vocabulary a token, or none."""
+    """Return a vocabulary in which every marker of the sample is a token, or none is."""
     markers = sample.format.markers() if sample.markers is None else sample.markers
     return Lexicon(dict(enumerate(markers, 1000)) if tokens else {})
 
 
 def lexicon_of_parts(sample: Sample) -> Lexicon:
-    """With the sample's parts as special tokens, of which its markers are made."""
+    """Return a vocabulary with the sample's parts as special tokens. Markers that contain parts are
+    spelt out.
+    """
     markers = [
         marker
         for marker in sample.markers or ()
@@ -218,7 +232,7 @@ def lexicon_of_parts(sample: Sample) -> Lexicon:
 
 
 def vocabularies(sample: Sample, fixture: Fixture) -> Iterator[Lexicon]:
-    """All in which the answer means the same."""
+    """Yield all vocabularies in which the answer has the same meaning."""
     yield lexicon(sample, tokens=True)
     if sample.spelt_ok and means_the_same_spelt_out(sample, fixture):
         yield lexicon(sample, tokens=False)
@@ -227,7 +241,9 @@ def vocabularies(sample: Sample, fixture: Fixture) -> Iterator[Lexicon]:
 
 
 def units(text: str, words: Lexicon) -> list[Piece]:
-    """Characters, and a Special or a Part wherever the text of such a token is written."""
+    """Return the pieces of a text: its characters, and the tokens of `words` wherever their text
+    occurs.
+    """
     by_length = sorted(words.pieces.values(), key=lambda piece: -len(_text(piece)))
     found: list[Piece] = []
     position = 0
@@ -249,10 +265,10 @@ def _text(piece: Piece) -> str:
 
 
 def joined(pieces: Sequence[Piece]) -> list[Piece]:
-    """One delta: neighbouring text as one string."""
+    """Return the pieces of one delta, with neighbouring text joined."""
     try:
         return ["".join(pieces)]  # type: ignore[arg-type]
-    except TypeError:  # there are markers among them
+    except TypeError:  # some pieces are markers
         found: list[Piece] = []
     for spelt_out, run in itertools.groupby(pieces, lambda piece: isinstance(piece, str)):
         together = list(run)
@@ -268,7 +284,9 @@ def read(
     *,
     moving: bool = False,
 ) -> list[Event]:
-    """What the format's machine says, merged. `moving`: to a new machine after each delta."""
+    """Return the merged events of the format's parser. If `moving`, a new parser continues after
+    each delta.
+    """
     ids = itertools.count(1)
 
     def parser(state: dict[str, Any] | None = None) -> Any:
@@ -291,7 +309,7 @@ def read(
 
 
 def all_cuts(pieces: list[Piece], seed: int, num_random: int) -> Iterator[list[list[Piece]]]:
-    """Uncut, one by one, every cut in two, and random ones."""
+    """Yield the pieces uncut, one by one, in two parts cut at every place, and in random cuts."""
     yield [pieces]
     yield [[piece] for piece in pieces]
     for at in range(1, len(pieces)):
@@ -309,7 +327,9 @@ def all_cuts(pieces: list[Piece], seed: int, num_random: int) -> Iterator[list[l
 
 @dataclass
 class FormatRow:
-    """What was done for one sample: so many answers, each read in so many ways altogether."""
+    """Results for one sample: number of answers, of cuts of all answers, and of cuts with other
+    events than expected.
+    """
 
     name: str
     fixtures: int = 0
@@ -325,13 +345,15 @@ class FormatRow:
 
 
 ROWS: list[FormatRow] = []
-"""Of all checks of this run: printed as one table at its end."""
+"""Results of all checks in this run, which are printed as one table at its end."""
 CUT_SHORT = ("closing tag in a string", "one block")
 
 
 def check(sample: Sample, cases: Sequence[Fixture], *, num_random: int = 200) -> FormatRow:
-    """Read every fixture in every way; with its markers as tokens, spelt out, made of tokens. One
-    of them is also cut off at every place."""
+    """Parse every fixture in every cut and in every vocabulary. Return the results.
+
+    One of the fixtures is also cut off at every place.
+    """
     row = FormatRow(sample.name)
     ROWS.append(row)
     for fixture in cases:
@@ -356,7 +378,10 @@ def _check_cuts(
 
 
 def _check_cut_short(row: FormatRow, sample: Sample, fixture: Fixture, words: Lexicon) -> None:
-    """After every unit: however that was cut before, it says the same, and no markup."""
+    """Cut the answer off after every unit.
+
+    The events must not depend on how the rest was cut, and must not show any markup.
+    """
     pieces = units(fixture.text, words)
     rng = random.Random(row.fixtures)
     whole = content(fixture.events)
@@ -372,11 +397,14 @@ def _check_cut_short(row: FormatRow, sample: Sample, fixture: Fixture, words: Le
 
 
 def means_the_same_spelt_out(sample: Sample, fixture: Fixture) -> bool:
-    """Where no marker is a token, prose that spells one cannot be told from it."""
+    """Return whether the answer means the same if no marker is a token. Prose that spells a marker
+    would then be the marker.
+    """
     return "prose" not in fixture.name
 
 
 def difference(fixture: Fixture, deltas: Sequence[Sequence[Piece]], said: list[Event]) -> str:
+    """Return a description of a cut with unexpected events."""
     return (
         f"{fixture.name}, cut into {len(deltas)}: {[joined(d) for d in deltas][:6]}\n"
         f"  said     {said}\n  expected {fixture.events}"
@@ -398,7 +426,7 @@ def table(rows: Sequence[FormatRow]) -> str:
     return "\n".join(lines)
 
 
-# ---- cut off, and in bad faith
+# ---- answers that are cut off, and hostile texts
 
 
 def without_ids(events: Sequence[Event]) -> list[Event]:
@@ -409,7 +437,7 @@ def without_ids(events: Sequence[Event]) -> list[Event]:
 
 
 def cut_off(sample: Sample, fixture: Fixture, *, tokens: bool) -> Iterator[list[Event]]:
-    """What is said if the answer is cut off after each of its units."""
+    """Yield the events if the answer is cut off after each of its units."""
     words = lexicon(sample, tokens=tokens)
     pieces = units(fixture.text, words)
     for end in range(len(pieces) + 1):
@@ -427,8 +455,10 @@ def warnings(events: Sequence[Event]) -> list[str]:
 
 PLAIN = "The quick brown fox jumps over the lazy dog, and then it sleeps. " * 8_000
 PLAIN_RATIO = 100
-"""A hostile text costs at most this many times a plain one of the same length. The worst of today
-costs 30 times as much: a plain text has no markers, so it is passed on as it is."""
+"""A hostile text takes at most this many times the time of a plain text of the same length. The
+worst text today takes 30 times as long, because a plain text has no markers and is passed on
+unchanged.
+"""
 
 
 def seconds(sample: Sample, text: str, *, tokens: bool = False, step: int = 4) -> float:
@@ -445,5 +475,5 @@ def seconds(sample: Sample, text: str, *, tokens: bool = False, step: int = 4) -
 
 
 def reasoning_writer(reasoning: ReasoningFormat) -> Callable[[str], str]:
-    """Blocks as most templates write them."""
+    """Return a function that writes blocks of reasoning as most templates do."""
     return lambda thought: f"{reasoning.open[0]}\n{thought}\n{reasoning.close[0]}\n\n"
