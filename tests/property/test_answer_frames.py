@@ -69,7 +69,7 @@ def test_the_markup_is_the_formats_own(name: str) -> None:
 
 @EVERY
 @pytest.mark.parametrize("thinks", [True, False])
-def test_what_is_said_is_the_form_and_nothing_else(name: str, thinks: bool) -> None:
+def test_the_answer_is_the_form_and_nothing_else(name: str, thinks: bool) -> None:
     spoken = model(name)
     begun = AnswerStart(spoken.bound, closed=False)
     grammar = begun.grammar(BODY, None)

@@ -50,7 +50,7 @@ def test_the_beginning_of_an_object_becomes_an_object(
 
 
 @given(NEARLY | st.text(), st.lists(st.integers(0), max_size=8), st.booleans())
-def test_any_text_is_told_as_an_object_whatever_the_cut(
+def test_any_text_becomes_an_object_whatever_the_cut(
     text: str, places: list[int], complete: bool
 ) -> None:
     whole = told([text], complete=complete)

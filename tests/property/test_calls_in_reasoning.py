@@ -185,7 +185,7 @@ def test_a_marker_in_the_prose_of_reasoning_is_text_without_a_warning(tokens: bo
 
 
 @BOTH
-def test_a_call_behind_a_marker_that_was_text_is_found(tokens: bool) -> None:
+def test_a_call_after_a_marker_that_was_text_is_found(tokens: bool) -> None:
     events = said(f"<think><tool_call><tool_call> or {CALL}", tokens=tokens)
     assert events[:2] == [Reasoning("<tool_call><tool_call> or "), ToolCall(0, "id", "f")]
 

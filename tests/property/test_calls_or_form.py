@@ -156,7 +156,7 @@ ALIKE = [
 
 
 @pytest.mark.parametrize(("name", "schema", "text", "call"), ALIKE)
-def test_calls_and_a_form_that_begin_alike_are_told_apart(
+def test_calls_and_a_form_with_the_same_start_are_distinguished(
     name: str, schema: dict[str, Any], text: str, call: str
 ) -> None:
     tools = [FIND, TREE]

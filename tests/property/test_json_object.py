@@ -113,7 +113,7 @@ def test_what_can_only_be_meant_as_json_is_mended(text: str, told: str) -> None:
     ['{"a": 1,,}', "{,}", "[1,]", '{"a": NaN}', "{'a': 1}", "{a: 1}", '{"a": "b', '{"a": [1',
      '{"a": 1,', '{"a": "say "hi""}', '{"a": Truth}', '{"a": }'],
 )  # fmt: skip
-def test_what_could_mean_several_things_is_told_as_it_stands(text: str) -> None:
+def test_an_ambiguous_text_stays_unchanged(text: str) -> None:
     assert mended([text]) == mended(list(text)) == (text, False, False)
 
 
@@ -131,7 +131,7 @@ def test_every_value_and_every_damage_of_one_is_judged_in_every_cut_as_a_whole(
                 assert told == damaged or not is_json_object(damaged)
 
 
-def test_json_that_is_nested_too_deeply_is_none() -> None:
+def test_json_that_is_nested_too_deeply_is_rejected() -> None:
     for depth, is_object in ((MAX_DEPTH - 1, True), (MAX_DEPTH, False), (100_000, False)):
         text = '{"a":' + "[" * depth + "]" * depth + "}"
         assert mended([text]) == (text, is_object, False)

@@ -122,9 +122,7 @@ def test_characters_that_mean_something_to_a_regular_expression_are_plain_here(c
 
 @settings(max_examples=300, deadline=None)
 @given(st.text("abc", min_size=1, max_size=5), st.text("abcABC", max_size=24), st.integers(0, 99))
-def test_what_is_text_in_a_marker_alone_is_nothing_outside_of_one(
-    name: str, text: str, seed: int
-) -> None:
+def test_a_part_has_text_inside_markers_only(name: str, text: str, seed: int) -> None:
     """Upper-case letters are read as parts, which count inside a marker only."""
     compiled = MarkerSet([name])
     scanner, told = Scanner(compiled), ""

@@ -135,13 +135,13 @@ def _without(case: Fixture, end: str) -> Fixture:
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_the_way_reasoning_is_cut_never_changes_what_is_told(name: str) -> None:
+def test_the_cut_of_reasoning_never_changes_the_events(name: str) -> None:
     row = check(sample_of(name), fixtures(name))
     assert row.fixtures >= 8
     assert not row.differences, row.first
 
 
-def test_all_that_minimax_m2_append_think_leaves_in_the_content_is_told_however_it_is_cut() -> None:
+def test_minimax_m2_append_think_leaves_the_reasoning_in_the_content() -> None:
     sample = sample_of("minimax_m2_append_think")
     cases = []
     for name, parts in answers("</think>"):
@@ -214,7 +214,7 @@ def test_a_reasoning_token_that_means_nothing_is_no_content() -> None:
     assert said(REASONING["qwen3"], "a</think>b", tokens=True) == [Content("ab")]
 
 
-def test_an_answer_of_nothing_but_reasoning_is_content_too_where_that_is_wanted() -> None:
+def test_reasoning_is_repeated_as_content_if_the_request_asks_for_it() -> None:
     forced = reasoning_start(REASONING["nemotron_v3"], "", {"force_nonempty_content": True}).format
     assert said(forced, "<think>\nall of it\n") == [Reasoning("all of it"), Content("all of it")]
     assert said(forced, "<think>a</think>b") == [Reasoning("a"), Content("b")]
@@ -371,7 +371,7 @@ def test_formats_of_whole_answers_start_where_the_prompt_has_left_off_too(name: 
         assert reasoning_start(format, tail).inside == inside, tail
 
 
-def test_a_marker_in_an_earlier_turn_says_nothing() -> None:
+def test_a_marker_in_an_earlier_turn_is_ignored() -> None:
     asked = "<|im_start|>user\nWhat does <think> mean?<|im_end|>\n<|im_start|>assistant\n"
     assert not reasoning_start(REASONING["qwen3"], asked).inside
     assert reasoning_start(REASONING["qwen3"], asked + "<think>\nI thought").inside
@@ -380,7 +380,7 @@ def test_a_marker_in_an_earlier_turn_says_nothing() -> None:
     assert reasoning_start(REASONING["minimax_m2"], earlier).inside
 
 
-def test_with_reasoning_switched_off_markers_are_text_only_where_the_format_says_so() -> None:
+def test_markers_are_text_while_reasoning_is_off_only_in_some_formats() -> None:
     tail = R1 + AI + "</think>"
     assert reasoning_start(REASONING["deepseek_v3"], tail, {"thinking": False}) == ReasoningStart(
         NO_REASONING, False
@@ -388,6 +388,6 @@ def test_with_reasoning_switched_off_markers_are_text_only_where_the_format_says
     assert reasoning_start(REASONING["qwen3"], CHAT, NO).format is REASONING["qwen3"]
 
 
-def test_the_prompt_is_believed_over_the_switch() -> None:
+def test_the_prompt_overrides_the_switch() -> None:
     begun = reasoning_start(REASONING["deepseek_v3"], R1 + AI + "<think>", {"thinking": False})
     assert begun == ReasoningStart(REASONING["deepseek_v3"], True)

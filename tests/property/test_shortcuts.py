@@ -59,7 +59,7 @@ def a_text(chance: random.Random) -> list[str]:
 
 @pytest.mark.parametrize("has_tokens", [True, False], ids=["tokens", "spelt"])
 @pytest.mark.parametrize("names", FORMATS, ids=lambda names: "-".join(map(str, names)))
-def test_with_or_without_them_a_piece_is_told_the_same_and_the_same_is_remembered(
+def test_shortcuts_change_neither_events_nor_state(
     names: tuple[str | None, str | None], has_tokens: bool
 ) -> None:
     shortcuts = 0
@@ -83,7 +83,7 @@ def test_with_or_without_them_a_piece_is_told_the_same_and_the_same_is_remembere
     assert shortcuts > 100
 
 
-def test_all_that_are_worth_one_have_one() -> None:
+def test_content_reasoning_and_argument_strings_have_a_shortcut() -> None:
     """The shortcuts cover content, reasoning, and a string in arguments."""
     machine = cast(StandardParser, format_of("hermes", "qwen3").parser(Lexicon()))
     told = []
@@ -93,7 +93,7 @@ def test_all_that_are_worth_one_have_one() -> None:
     assert told == [False, False, True, False, False, True, False, False, True, True]
 
 
-def test_a_string_in_arguments_after_a_name_is_told_the_same_with_the_shortcut() -> None:
+def test_the_shortcut_for_arguments_after_a_name_changes_no_events() -> None:
     quick, plain = (
         cast(StandardParser, format_of("kimi_k2", None).parser(Lexicon(), new_id=lambda: "id"))
         for _ in range(2)

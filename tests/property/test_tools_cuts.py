@@ -49,7 +49,7 @@ EACH = pytest.mark.parametrize(
 
 
 @EACH
-def test_the_way_an_answer_is_cut_never_changes_what_it_says(
+def test_the_cut_of_an_answer_never_changes_the_events(
     sample: Sample, cases: Sequence[Fixture]
 ) -> None:
     row = check(sample, cases)

@@ -123,13 +123,13 @@ def test_a_quoted_string_that_is_not_closed_ends_with_the_call() -> None:
     assert [type(e) for e in events] == [ToolCall, ToolArguments, OutputWarning, ToolCallEnd]
 
 
-def test_a_string_is_told_while_it_is_written() -> None:
+def test_a_string_is_emitted_while_it_is_written() -> None:
     machine = SAMPLES[0].format.parser(lexicon(SAMPLES[0], tokens=False), tools=TYPED_TOOLS)
     machine.push('<|tool_call>call:run{code:<|"|>')
     assert machine.push('print("hi")') == [ToolArguments(0, 'print(\\"hi\\")')]
 
 
-def test_a_marker_with_no_call_behind_it_is_content_and_a_warning_says_so() -> None:
+def test_a_marker_with_no_call_after_it_is_content_with_a_warning() -> None:
     for text in ("<|tool_call> is a tag", "<|tool_call>", "<|tool_call><tool_call|>"):
         events = say(text, tokens=False)
         assert content(events) == text
@@ -137,10 +137,10 @@ def test_a_marker_with_no_call_behind_it_is_content_and_a_warning_says_so() -> N
         assert not any(isinstance(event, ToolCall) for event in events)
 
 
-def test_what_is_no_object_is_told_as_it_stands_with_a_warning() -> None:
+def test_arguments_that_are_not_an_object_stay_unchanged_with_a_warning() -> None:
     events = say(call("call:f{a:1 {}}"))
     assert [type(e) for e in events][-2:] == [OutputWarning, ToolCallEnd]
 
 
-def test_content_goes_on_behind_a_call_that_is_not_closed() -> None:
+def test_content_continues_after_a_call_that_is_not_closed() -> None:
     assert say("<|tool_call>call:now{} Done.")[-1] == Content("Done.")

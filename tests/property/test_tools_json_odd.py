@@ -121,7 +121,7 @@ MENDED = [
 
 @pytest.mark.parametrize(("written", "arguments"), MENDED)
 @pytest.mark.parametrize("name", BODIES)
-def test_arguments_that_can_only_be_meant_as_json_are_told_as_json(
+def test_arguments_that_can_only_be_meant_as_json_are_repaired(
     name: str, written: str, arguments: str
 ) -> None:
     events = said(name, BODIES[name].replace("ARGUMENTS", written))
@@ -130,7 +130,7 @@ def test_arguments_that_can_only_be_meant_as_json_are_told_as_json(
     assert isinstance(events[-1], ToolCallEnd)
 
 
-def test_a_missing_last_brace_is_added_behind_a_complete_value() -> None:
+def test_a_missing_last_brace_is_added_after_a_complete_value() -> None:
     assert said("hermes", hermes('{"name": "f", "arguments": {"a": 1')) == call('{"a": 1}')
 
 
@@ -145,7 +145,7 @@ def test_a_missing_last_brace_is_added_behind_a_complete_value() -> None:
         ('{"name": "f", "arguments": {"a": \'b\'}}', "{\"a\": 'b'}}"),
     ],
 )
-def test_arguments_that_are_no_json_are_told_raw_with_a_warning(body: str, arguments: str) -> None:
+def test_arguments_that_are_not_json_have_a_warning(body: str, arguments: str) -> None:
     events = without_messages(said("hermes", hermes(body) + "\nok"))
     expected = call(arguments)
     assert events == [*expected[:2], OutputWarning(INVALID, ""), expected[2], Content("ok")]
@@ -171,7 +171,7 @@ def test_an_opening_marker_stands_in_for_a_forgotten_closing_one() -> None:
         assert said("hermes", text, tokens=tokens) == [*call(), *call(name="g", index=1)]
 
 
-def test_text_behind_a_call_in_its_tags_is_content() -> None:
+def test_text_after_a_call_in_its_tags_is_content() -> None:
     events = without_messages(said("hermes", hermes('{"name": "f"}}') + " b"))
     assert events == [*call(), OutputWarning(UNREADABLE, ""), Content("} b")]
 
@@ -242,7 +242,7 @@ def test_a_name_between_markers_may_lack_everything_else() -> None:
     ]
 
 
-def test_a_marker_with_no_name_behind_it_is_content() -> None:
+def test_a_marker_with_no_name_after_it_is_content() -> None:
     text = "[TOOL_CALLS] is a marker"
     events = said("mistral", text)
     assert "".join(e.text for e in events if isinstance(e, Content)) == text

@@ -326,7 +326,7 @@ def test_an_answer_without_a_header_is_content() -> None:
         assert content(say(HARMONY, text)) == text
 
 
-def test_messages_of_one_kind_are_told_with_a_line_break_between_them() -> None:
+def test_messages_of_one_kind_are_joined_with_a_line_break() -> None:
     thoughts = harmony_thinks("One.") + harmony_thinks("") + harmony_thinks("Two.")
     said = harmony_says("a").replace("final", "commentary") + harmony_says("b")
     events = say(HARMONY, thoughts + said)
@@ -340,7 +340,7 @@ def test_a_prompt_that_opens_the_reasoning_is_gone_on_with() -> None:
     ]
 
 
-def test_the_recipient_may_stand_behind_the_channel() -> None:
+def test_the_recipient_may_follow_the_channel() -> None:
     text = '<|channel|>commentary to=functions.now <|constrain|>json<|message|>{"a":1}'
     assert say(HARMONY, text) == [CALL, ToolArguments(0, '{"a":1}'), ToolCallEnd(0)]
 

@@ -111,7 +111,7 @@ def call(body: str) -> str:
         ({"unheard_of": "12"}, {"unheard_of": "12"}),
     ],
 )
-def test_elements_become_what_the_schema_says(argument: Any, meant: Any) -> None:
+def test_elements_get_the_types_of_the_schema(argument: Any, meant: Any) -> None:
     body = "".join(element(key, value) for key, value in argument.items())
     assert arguments_of(say(call(body))) == [meant]
 
@@ -137,13 +137,13 @@ def test_nested_values_without_a_schema_are_read_alike_however_they_are_cut() ->
     assert not row.differences, row.first
 
 
-def test_a_string_is_told_while_it_is_written() -> None:
+def test_a_string_is_emitted_while_it_is_written() -> None:
     machine = M3.format.parser(lexicon(M3, tokens=False), tools=TOOLS)
     machine.push(f'{NS}<tool_call>{NS}<invoke name="run">{NS}<code>')
     assert machine.push('print("hi")') == [ToolArguments(0, 'print(\\"hi\\")')]
 
 
-def test_a_mark_with_no_call_behind_it_is_content_and_a_warning_says_so() -> None:
+def test_a_mark_with_no_call_after_it_is_content_with_a_warning() -> None:
     for rest in (" hm", f"{NS}</tool_call>", "", NS, f"{NS}<b>", f"{NS}x"):
         text = f"{NS}<tool_call>{rest}"
         events = say(text)

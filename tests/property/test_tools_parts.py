@@ -198,7 +198,7 @@ def test_an_answer_cut_off_anywhere_shows_no_markup() -> None:
         assert not [event for event in events if isinstance(event, OutputWarning)]
 
 
-def test_half_a_character_before_a_part_is_told_before_it() -> None:
+def test_half_a_character_before_a_part_is_emitted_before_it() -> None:
     ids = [0xE2, 0x82, *ids_of(TOKENIZER, "<|plamo:begin_think:plamo|>a")]
     expected_events = [Content("\ufffd"), Reasoning("a"), Finished("stop")]
     for cut in token_cuts(ids, seed=2):

@@ -152,7 +152,7 @@ def test_literals_that_models_write_are_understood(literal: str, meant: Any) -> 
 @pytest.mark.parametrize(
     "literal", ["[1 2]", "'", "{'a'}", "[1,,2]", "{'a':}", "[", "'a", "{1: }", "1 2"]
 )
-def test_text_that_is_no_literal_is_none(literal: str) -> None:
+def test_text_that_is_not_a_literal_is_rejected(literal: str) -> None:
     assert python_to_json(literal) is None
 
 
@@ -243,7 +243,7 @@ def before_the_parenthesis(text: str, why: OutputWarning) -> list[Event]:
     return [Content(text[:at]), why, Content(text[at:])]
 
 
-def test_a_string_argument_is_told_while_it_is_written() -> None:
+def test_a_string_argument_is_emitted_while_it_is_written() -> None:
     machine = SAMPLES[0].format.parser(lexicon(SAMPLES[0], tokens=True), new_id=lambda: "id")
     assert merged(machine.push("[run(code='a")) == [
         ToolCall(0, "id", "run"),
@@ -251,7 +251,7 @@ def test_a_string_argument_is_told_while_it_is_written() -> None:
     ]
 
 
-def test_arguments_without_names_are_told_as_they_stand_with_a_warning() -> None:
+def test_arguments_without_names_stay_unchanged_with_a_warning() -> None:
     events = say("lfm2", "<|tool_call_start|>[f(1, x=2)]<|tool_call_end|>")
     assert [type(event) for event in events] == [
         ToolCall,
@@ -262,7 +262,7 @@ def test_arguments_without_names_are_told_as_they_stand_with_a_warning() -> None
     assert events[1] == ToolArguments(0, "1, x=2)]")
 
 
-def test_content_goes_on_behind_the_calls() -> None:
+def test_content_continues_after_the_calls() -> None:
     events = say("lfm2", "<|tool_call_start|>[f(x=2)]<|tool_call_end|>\nDone.")
     assert events[-1] == Content("Done.")
     assert arguments_of(events) == [{"x": 2}]

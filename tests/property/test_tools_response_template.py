@@ -175,13 +175,13 @@ def say(name: str, text: str, *, inside: bool = False) -> list[Any]:
     return said(sample(name), text, tools=TYPED_TOOLS, inside=inside, tokens=False)
 
 
-def test_what_begins_like_an_opening_and_is_none_is_what_stands_outside() -> None:
+def test_text_that_only_starts_like_an_opening_is_outside_text() -> None:
     text = "a <tool_call>\n<b> c"
     assert content(say("qwen3", text)) == text
     assert content(say("qwen3", "<tool_call>" + " " * 300 + "x")) == "<tool_call>" + " " * 300 + "x"
 
 
-def test_a_string_is_told_while_it_is_written() -> None:
+def test_a_string_is_emitted_while_it_is_written() -> None:
     s = sample("gemma4")
     machine = s.format.parser(lexicon(s, tokens=False), new_id=lambda: "id")
     assert merged(machine.push('<|tool_call>call:run{code:<|"|>a')) == [
@@ -199,9 +199,7 @@ def test_a_string_is_told_while_it_is_written() -> None:
         (r"<a>\s*<b=(?P<n>\w+)>", RegionOpening("<a>", r"<a>\s*<b=(?P<n>\w+)>", ">")),
     ],
 )
-def test_a_pattern_is_a_literal_and_what_stands_behind_it(
-    pattern: str, opening: RegionOpening
-) -> None:
+def test_a_pattern_is_a_literal_and_the_text_after_it(pattern: str, opening: RegionOpening) -> None:
     assert openings(pattern)[0] == opening
 
 

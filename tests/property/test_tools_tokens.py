@@ -74,7 +74,7 @@ def read(
 
 
 @pytest.mark.parametrize(("name", "family"), VOCABULARIES)
-def test_the_way_the_tokens_are_cut_never_changes_what_is_said(name: str, family: str) -> None:
+def test_the_cut_of_the_tokens_never_changes_the_events(name: str, family: str) -> None:
     sample, found = STREAMS[name]
     tokenizer = tokenizer_of(family)
     bound = bind(sample.format, tokenizer)

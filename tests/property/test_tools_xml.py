@@ -152,7 +152,7 @@ def test_null_is_null_only_where_the_schema_allows_it_and_nothing_else_is_writte
     assert arguments_of(say("qwen3_coder", qwen(parameter("z", "null")))) == [{"z": "null"}]
 
 
-def test_a_string_is_told_while_it_is_written() -> None:
+def test_a_string_is_emitted_while_it_is_written() -> None:
     s = sample("qwen3_coder")
     machine = s.format.parser(lexicon(s, tokens=False), tools=TYPED_TOOLS)
     machine.push("<tool_call><function=run><parameter=code>")
@@ -179,7 +179,7 @@ DOTS = (
 )
 
 
-def test_an_attribute_says_whether_a_value_is_a_string() -> None:
+def test_an_attribute_marks_whether_a_value_is_a_string() -> None:
     def call(says: str, value: str) -> str:
         mark = "｜DSML｜"
         return (
@@ -214,7 +214,7 @@ def test_a_call_without_the_stretch_around_it_is_one_if_its_tool_is_declared() -
 NO_ARGUMENTS = ToolArguments(0, "{}")
 
 
-def test_a_marker_with_no_call_behind_it_is_content_and_a_warning_says_so() -> None:
+def test_a_marker_with_no_call_after_it_is_content_with_a_warning() -> None:
     for text in (
         "<tool_call>hm</tool_call>",
         "<tool_call>\n<function=\n>",
@@ -233,7 +233,7 @@ def test_an_unfinished_call_has_no_end() -> None:
     assert isinstance(events[-1], OutputWarning)
 
 
-def test_a_name_that_is_no_tool_is_told_all_the_same() -> None:
+def test_a_call_of_an_unknown_tool_is_emitted() -> None:
     events = say("minimax_m2", MINIMAX, tools=(tool("g"),))
     assert [type(event) for event in events] == [
         ToolCall,

@@ -106,7 +106,7 @@ def test_an_answer_cut_off_anywhere_shows_no_markup() -> None:
         ("a<|close|>call<|sep|>b<|open|>argument<|sep|>", "string", None),
     ],
 )
-def test_a_value_is_what_its_tag_says(value: str, type_: str, meant: Any) -> None:
+def test_a_value_has_the_type_in_its_tag(value: str, type_: str, meant: Any) -> None:
     events = say(argument(value, type_), tokens=False)
     assert arguments_of(events) == [{"k": value if "<" in value else meant}]
 
@@ -126,7 +126,7 @@ def test_a_tag_that_means_nothing_here_is_text() -> None:
         assert content(say(text, tokens=False)) == text
 
 
-def test_a_string_is_told_while_it_is_written() -> None:
+def test_a_string_is_emitted_while_it_is_written() -> None:
     machine = K3.format.parser(lexicon(K3, tokens=False))
     machine.push('<|open|>tools<|sep|><|open|>call tool="f"<|sep|><|open|>argument key="k"<|sep|>')
     assert machine.push('print("hi")') == [ToolArguments(0, 'print(\\"hi\\")')]

@@ -1,4 +1,6 @@
-"""Grammars of tool calls under test: a vocabulary of bytes and markers, walks, and what is read."""
+"""Test kit for grammars of tool calls: models of bytes and markers, random walks through a grammar,
+and the calls that are read back.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +32,9 @@ from tests.support.tokenizers import card_of
 
 EOS = "<eos>"
 CLOSERS = ('"', "'", "</a>", ">", "}", "]", '"}', '"]', "</", ")", ",", "0", "true")
-"""What ends values of most kinds."""
+"""Texts that end values of most kinds."""
 PATIENCE, LIMIT = 60, 4000
-"""Steps after which a walk wants to come to an end, and must have come to one."""
+"""Steps after which a walk prefers to end, and after which it fails."""
 
 PLACE = {
     "type": "object",
@@ -70,7 +72,7 @@ TOOLS = (
 
 
 def byte_tokenizer(markers: Iterable[str]) -> bytes:
-    """tokenizer.json of 256 bytes, the end, and `markers`."""
+    """Return tokenizer.json with 256 bytes, the end token, and `markers`."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     inner = hf.Tokenizer(models.BPE(vocab={sign: n for n, sign in enumerate(letters)}, merges=[]))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -81,7 +83,7 @@ def byte_tokenizer(markers: Iterable[str]) -> bytes:
 
 @dataclass
 class Model:
-    """One that writes in `format`, whose vocabulary has `markers`; or has `card`'s."""
+    """A model that writes in `format`. Its vocabulary has `markers`, or is that of `card`."""
 
     format: Format
     markers: Sequence[str] = ()
@@ -107,7 +109,7 @@ class Model:
         return bind(self.format, self.tokenizer)
 
     def ids(self, text: str) -> list[int]:
-        """`text` as this model writes it: what is `spelt` is not a marker."""
+        """Return `text` as this model writes it. A `spelt` marker is not written as its token."""
         found: list[int] = []
         for run in units(text, self.bound.lexicon):
             if isinstance(run, MarkerToken):
@@ -120,8 +122,9 @@ class Model:
         return self.compiler.compile(Grammar(body=body, **around)).start()
 
     def refused(self, body: Body, text: str, **around: Any) -> str | None:
-        """What is left of `text` where the grammar does not go on with it; None if it is a whole
-        answer."""
+        """Return the rest of `text` from the first token that the grammar refuses; None if the text
+        is a whole answer.
+        """
         matcher, ids = self.start(body, **around), self.ids(text)
         for place, token in enumerate(ids):
             if matcher.is_complete or not self.admits(matcher, token):
@@ -137,7 +140,7 @@ class Model:
         return set(self._card.eos_token_ids)
 
     def admits(self, matcher: Matcher, token: int) -> bool:
-        """Whether `token` is possible now; quick with any vocabulary."""
+        """Return whether the grammar admits `token` next. It is fast with any vocabulary."""
         mask = bytes(compute_masks([matcher], self._card.vocab_size).data)
         return bool(mask[token // 8] >> token % 8 & 1)
 
@@ -160,13 +163,16 @@ class Model:
 
 
 class Endless(AssertionError):
-    """A walk has found no end: that there is one is for the test to know."""
+    """A walk has not found an end. Each test decides whether that is a failure."""
 
 
 @dataclass
 class Walk:
-    """A model that says anything it may, likes the markup of its format, most of all where it does
-    not belong, and after a while wants to come to an end."""
+    """Random walk through a grammar, which returns the tokens of an answer.
+
+    It prefers the markup of its format, especially where it does not belong. After PATIENCE steps
+    it prefers to end.
+    """
 
     model: Model
     rng: random.Random
@@ -201,7 +207,7 @@ class Walk:
         return [self.model.ids(text) for text in sorted({*texts, *CLOSERS} - {""})]
 
     def _ends(self, body: Rules) -> list[list[int]]:
-        """What ends a text that would go on without it."""
+        """Return the texts that end a free text."""
         ends = {form.end for form in forms_of(body) if isinstance(form, Until)}
         return [self.model.ids(end) for end in sorted(ends)]
 
@@ -212,7 +218,7 @@ class Walk:
         return [self.rng.choice(sorted(allowed))]
 
 
-# ---- what has been called
+# ---- the calls of an answer
 
 
 @dataclass(frozen=True)
@@ -222,7 +228,7 @@ class Called:
 
 
 def calls_of(events: Sequence[Event]) -> list[Called]:
-    """Of an answer that is complete calls and nothing else, and nothing was wrong with it."""
+    """Return the calls of an answer that must be complete calls, without other events."""
     found = []
     events, last = events[:-1], events[-1]
     assert isinstance(last, Finished), events
@@ -236,7 +242,9 @@ def calls_of(events: Sequence[Event]) -> list[Called]:
 
 
 def fault(value: Any, schema: Mapping[str, Any]) -> str | None:
-    """Why `value` is not what `schema` admits, of the keywords that the schemas above use."""
+    """Return why `schema` does not admit `value`, or None if it does. Only keywords of the schemas
+    above are checked.
+    """
     if "enum" in schema:
         return None if value in schema["enum"] else f"{value!r} is none of {schema['enum']}"
     if not _KINDS[schema.get("type", "any")](value):

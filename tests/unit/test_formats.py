@@ -1,4 +1,4 @@
-"""Formats by name, and guessed from template and vocabulary."""
+"""Formats chosen by name, and detected from the template and the vocabulary."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ JSON_TOOLS = """
 
 
 def nothing(token: str) -> None:
-    """The id of a token in an empty vocabulary."""
+    """Return the id of a token in an empty vocabulary, which is always None."""
 
 
 def test_every_name_that_people_know_is_there() -> None:
@@ -63,7 +63,7 @@ def test_no_name_means_that_nothing_is_looked_for() -> None:
     assert [event.text for event in machine.push(text)] == [text]  # type: ignore[union-attr]
 
 
-def test_every_format_tells_its_markers_and_makes_a_machine() -> None:
+def test_every_format_lists_its_markers_and_makes_a_parser() -> None:
     for tools in [None, *TOOLS]:
         for reasoning in (None, "qwen3"):
             format = format_of(tools, reasoning)
@@ -87,7 +87,7 @@ def test_reasoning_that_is_part_of_a_whole_answer_brings_its_syntax() -> None:
 
 
 @pytest.mark.parametrize("rule", [*TOOL_RULES, *REASONING_RULES], ids=lambda rule: rule.name)
-def test_every_rule_finds_its_format_and_says_why(rule: DetectionRule) -> None:
+def test_every_rule_finds_its_format_and_explains_it(rule: DetectionRule) -> None:
     table = TOOL_RULES if rule in TOOL_RULES else REASONING_RULES
     texts = [text.replace(ANY, ":77") for text in rule.texts]
     found = detect("{{ x }} " + " ".join(texts), nothing, ["<tool_calls:77>"])
@@ -134,7 +134,7 @@ def vocabulary(*tokens: str) -> Callable[[str], int | None]:
         (None, (), None, "as there is no chat template and no marker in the vocabulary"),
     ],
 )
-def test_template_and_vocabulary_are_weighed_and_both_are_told(
+def test_the_explanation_names_template_and_vocabulary(
     template: str | None, tokens: tuple[str, ...], tools: str | None, why: str
 ) -> None:
     found = detect(template, vocabulary(*tokens), tokens)
@@ -147,7 +147,7 @@ HY_TOKENS = [bracket + name + ">" for name in HY_NAMES for bracket in ("<", "</"
 
 
 @pytest.mark.parametrize("name", ["hy_v3", "hy_v4"])
-def test_markers_with_a_suffix_that_only_the_vocabulary_knows_are_found_and_read(name: str) -> None:
+def test_markers_with_the_suffix_of_a_vocabulary_are_found_and_parsed(name: str) -> None:
     tokens = [token.format(":6124c78e") for token in HY_TOKENS]
     tokens += ["<tool_sep:6124c78e>"] if name == "hy_v3" else []
     inner = byte_tokenizer()

@@ -1,4 +1,6 @@
-"""Schemas as cases and spellings: what is understood, what is refused by name, what is written."""
+"""Schemas as cases, and their grammars: which are understood, which are refused, and how values are
+written.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The base of all machines: states, markers as tokens and as text, and what is told when."""
+"""The base of all parsers: states, markers as tokens and as text, and when events are emitted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ class CountingReads(FormatParserState):
 
 
 class Switching(FormatParser):
-    """Reads up to a dot in state a, where <A> is a marker, then goes on in b, where <B> is."""
+    """Reads up to a dot in state a, where <A> is a marker. Then it continues in state b, where <B>
+    is a marker.
+    """
 
     State = CountingReads
 

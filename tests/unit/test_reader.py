@@ -1,4 +1,4 @@
-"""One choice's chain: what it says depends on the tokens alone."""
+"""The parser of one choice: its events depend on the tokens alone."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def factory(**options: Any) -> ParserFactory:
 
 
 def outputs(pieces: list[list[int]], **end: Any) -> list[Output]:
-    """The engine's news; the end comes with the last tokens."""
+    """Return the engine's outputs. The last one has the end of the answer."""
     logprobs = [[TokenLogprobs(i, -1.0, 1) for i in ids] for ids in pieces]
     news = [
         Output(request=1, tokens=ids, logprobs=lps)
@@ -61,7 +61,7 @@ def ids_of(text: str) -> list[int]:
     ],
 )
 @pytest.mark.parametrize("end", [{"finish": "length"}, {"finish": "stop", "stop_token": EOS}])
-def test_the_way_the_tokens_are_cut_never_changes_what_is_said(
+def test_the_cut_of_the_tokens_never_changes_the_events(
     options: dict[str, Any], end: dict[str, Any]
 ) -> None:
     ids = [*ids_of(TEXT), EOS]
@@ -81,7 +81,7 @@ def test_the_way_the_tokens_are_cut_never_changes_what_is_said(
         assert said(cuts(ids, seed)) == whole
 
 
-def test_what_stands_behind_the_end_is_not_counted() -> None:
+def test_tokens_after_the_end_are_not_counted() -> None:
     ids = ids_of("One, two, three")
     num_said = len(ids_of("One, two"))
     for before in (0, 1, num_said - 1):
@@ -163,7 +163,7 @@ def test_the_end_of_the_first_min_tokens_is_not_searched_either() -> None:
         assert events(deltas)[-1] == end
 
 
-def test_an_error_is_told_even_when_it_comes_without_tokens() -> None:
+def test_an_error_without_tokens_is_emitted() -> None:
     error = ErrorInfo(code="step_failed", message="no")
     deltas = read(factory(stop=["Yes!"]), outputs([ids_of("Yes"), []], finish="error", error=error))
     assert events(deltas) == [Content("Yes"), Failed(error)]

@@ -1,4 +1,4 @@
-"""The table in the docstring of `finish_reason`, row by row, read from the docstring itself."""
+"""The finish reason, tested against each row of the table in the docstring of `finish_reason`."""
 
 from __future__ import annotations
 

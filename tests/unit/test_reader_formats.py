@@ -49,7 +49,7 @@ ANSWERS |= {name: ANSWERS[name.removeprefix("real ")] for name in REAL_NAMES}
 def factory(
     family: str, options: ReadOptions | None = None, **answer: Any
 ) -> tuple[ParserFactory, list[int]]:
-    """Readers of the family's answer, and its tokens."""
+    """Return a parser factory for the family's answer, and the answer's tokens."""
     tokenizer = tokenizer_of(family)
     tools, reasoning, text = ANSWERS[family]
     ids = itertools.count(1)
@@ -60,7 +60,7 @@ def factory(
 
 
 def read(readers: ParserFactory, pieces: list[list[int]], **end: Any) -> list[Event]:
-    """Everything told; call ids are left out, as they are drawn by all readings."""
+    """Return the merged events without call ids, because each reading makes new ids."""
     reader, events = readers.new(), []
     for at, ids in enumerate(pieces, 1):
         last = end if at == len(pieces) else {}
@@ -94,7 +94,7 @@ def test_a_whole_answer_is_understood() -> None:
 @pytest.mark.parametrize(
     "options", [None, ReadOptions(stop=["zzz", "look.\nX"]), ReadOptions(stop=["I"], min_tokens=12)]
 )
-def test_the_way_the_tokens_are_cut_never_changes_what_is_said(
+def test_the_cut_of_the_tokens_never_changes_the_events(
     family: str, options: ReadOptions | None
 ) -> None:
     readers, ids = factory(family, options)
@@ -162,7 +162,7 @@ def test_a_stop_string_does_not_span_a_call() -> None:
     assert read(readers, [[i] for i in ids], finish="stop") == events
 
 
-def test_reasoning_that_is_not_asked_for_is_read_and_not_told() -> None:
+def test_reasoning_that_is_not_requested_is_parsed_and_dropped() -> None:
     readers, ids = factory("qwen3", include_reasoning=False)
     assert read(readers, [ids], finish="stop") == hermes_events()[1:]
 
@@ -178,7 +178,7 @@ def test_an_answer_that_may_have_one_call_ends_with_it() -> None:
         assert merged(events)[-2:] == [ToolCallEnd(0), Finished("tool_calls")]
 
 
-def test_a_name_that_is_no_tool_is_told_with_a_warning() -> None:
+def test_a_call_of_an_unknown_tool_has_a_warning() -> None:
     readers, ids = factory("qwen3", tools=[DeclaredTool("now")])
     events = read(readers, [ids], finish="stop")
     assert [event.code for event in events if isinstance(event, OutputWarning)] == ["unknown_tool"]
@@ -230,7 +230,7 @@ def test_no_token_is_lost() -> None:
     assert sent == ids
 
 
-def test_half_a_character_before_a_marker_is_told_before_it() -> None:
+def test_half_a_character_before_a_marker_is_emitted_before_it() -> None:
     readers, _ = factory("qwen3")
     tokenizer = tokenizer_of("qwen3")
     half = tokenizer.encode("𒀀", False)[:1]

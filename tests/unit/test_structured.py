@@ -303,7 +303,9 @@ def named(name: str) -> dict[str, Any]:
 
 
 def walked(compiler: Compiler, grammar: Grammar, rng: random.Random) -> list[int]:
-    """The answer of a model that says anything it may, and likes to come to an end."""
+    """Return the tokens of a random answer that the grammar admits. The walk prefers to end
+    texts.
+    """
     matcher = compiler.compile(grammar).start()
     ids: list[int] = []
     while not matcher.is_complete and len(ids) < 500:

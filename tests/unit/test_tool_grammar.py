@@ -1,4 +1,4 @@
-"""What a request demands of its tools becomes forms in the model's own spelling, or a refusal."""
+"""The grammar of required calls in the model's own spelling, and tools that it cannot express."""
 
 from __future__ import annotations
 
@@ -40,8 +40,9 @@ def bound(name: str, *tokens: str) -> BoundFormat:
 
 
 def written(name: str, *tokens: str) -> str:
-    """One call of one tool, as text: schemas as @, patterns between slashes, what may be left out
-    in brackets."""
+    """Return the grammar of one call of one tool as text. Schemas are @, patterns stand between
+    slashes, optional parts in brackets.
+    """
     rules = bound(name, *tokens).required_calls([NOW], many=False)
     check_grammar(Grammar(body=rules))
 
@@ -163,7 +164,7 @@ def test_texts_that_meet_are_one() -> None:
 
 
 @pytest.mark.parametrize("mode", ["required", "named"])
-def test_what_no_format_says_how_to_write_cannot_be_demanded(mode: Any) -> None:
+def test_calls_that_no_format_can_write_cannot_be_required(mode: Any) -> None:
     plan = ToolPlan(declared=[NOW], mode=mode, name="now" if mode == "named" else None)
     for format in (None, BoundFormat(Format(), Lexicon())):
         with pytest.raises(InvalidRequest, match="--tool-format") as caught:
