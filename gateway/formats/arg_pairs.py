@@ -372,7 +372,7 @@ class ArgPairs(CallSyntax, frozen=True, kw_only=True):
         ways = [value]
         for kind, found in kinds.items():
             typed = sequence(self.type[0] + kind + self.type[1], LINE_BREAK, self.value[0])
-            ways.append(sequence(typed, plain.of(found, (kind,), path)))
+            ways.append(sequence(typed, plain.of_cases(found, (kind,), path)))
         return either(ways)
 
 

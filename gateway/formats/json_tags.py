@@ -16,7 +16,7 @@ The states are:
 
 A call ends with its closing brace, not with the marker after it. If a call's JSON breaks off, the
 call is emitted as far as it goes, if its name is known. Otherwise the whole group is content. After
-a marker that also occurs in ordinary text (`soft`) there is no warning.
+a marker that also occurs in ordinary text (`ambiguous`) there is no warning.
 
 The grammar admits blanks between the items of an array, as any JSON does. Everything else is spelt
 as the chat templates spell it.
@@ -173,7 +173,7 @@ class JsonTagsParser(CallParser):
 
     def reject(self, why: str) -> None:
         text, self.s.raw = "".join(self.s.raw), []
-        if self.s.opener in self.syntax.soft:
+        if self.s.opener in self.syntax.ambiguous:
             self.builder.content(text)
         else:
             self.builder.reject_call(text, why)
@@ -229,7 +229,7 @@ class JsonTags(CallSyntax, frozen=True, kw_only=True):
     #: (opener, the marker that must follow the opener).
     bound: tuple[tuple[str, str], ...] = ()
     #: Openers that also occur in ordinary text.
-    soft: tuple[str, ...] = ()
+    ambiguous: tuple[str, ...] = ()
     #: Text between calls that are not in an array. If it is set, several calls may follow one
     #: marker.
     separator: str = ""
@@ -368,7 +368,7 @@ PARAMETERS = ("parameters", "arguments")
 LLAMA = JsonTags(
     open=("<|python_tag|>",),
     start=("{",),
-    soft=("{",),
+    ambiguous=("{",),
     separator=";",
     keys=CallKeys(arguments=PARAMETERS, strict=True),
 )
@@ -398,13 +398,13 @@ FORMATS = {
     ),
     "hunyuan_a13b": TOOL_CALLS,
     "jamba": TOOL_CALLS,
-    "phi4_mini_json": JsonTags(open=("functools[",), soft=("functools[",), array=True),
+    "phi4_mini_json": JsonTags(open=("functools[",), ambiguous=("functools[",), array=True),
     "xlam": JsonTags(
         open=("<tool_call>", "[TOOL_CALLS]"),
         start=("[", "```json"),
         close=("</tool_call>", "```"),
         unclosed=("[", "[TOOL_CALLS]"),
-        soft=("```json", "["),
+        ambiguous=("```json", "["),
         keys=CallKeys(strict=True),
         paired=(("```json", "```"),),
         lines=("```json",),
@@ -415,7 +415,7 @@ FORMATS = {
     "gigachat3": JsonTags(
         open=("<|function_call|>", "function call"),
         bound=(("function call", "<|role_sep|>"),),
-        soft=("function call",),
+        ambiguous=("function call",),
         lines=("function call",),
     ),
     "apertus": JsonTags(

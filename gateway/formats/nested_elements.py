@@ -58,7 +58,7 @@ from gateway.formats.json_scanner import string_json
 from gateway.formats.parser import NO_CALL, CallParser, CallSyntax, Moves
 from gateway.formats.plain_values import CONTAINERS, PlainValues, ValueEnd
 from gateway.formats.schema_cases import SchemaCase, Schemas, anything
-from gateway.formats.string_limits import signs
+from gateway.formats.string_limits import char_ranges
 from gateway.formats.value_syntax import Values, arguments_form, json_notation
 from protocol.grammar import Form, GrammarRule, LiteralForm, Pattern, Repeat, Until
 
@@ -394,7 +394,7 @@ class _ElementWriter:
         if not scalars:
             return sequence(self.mark, children)
         strings = [case for case in scalars if case.kind == "string"]
-        text = self.plain.of(scalars, kinds, path, signs("{[("))
+        text = self.plain.of_cases(scalars, kinds, path, char_ranges("{[("))
         if any(case.free for case in strings):  # it may be empty: text before elements is dropped
             return sequence(text, optional(children))
         if any(case.values is None or "" in case.values for case in strings):

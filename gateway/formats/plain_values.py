@@ -26,12 +26,12 @@ from gateway.formats.schema_cases import SchemaCase, Schemas, anything, same
 from gateway.formats.string_limits import (
     Ranges,
     StringEscapes,
+    char_ranges,
+    contains,
     exactly,
     free_of,
-    holds,
     limited,
     merged,
-    signs,
 )
 from gateway.formats.value_syntax import Values
 from protocol.grammar import Form, Until
@@ -41,16 +41,16 @@ WHOLE = "-?(?:0|[1-9][0-9]*)"
 UNLIMITED = {"null": "null", "boolean": "true|false", "integer": WHOLE, "number": NUMBER}
 """Type -> pattern of its values, if the schema sets no limits."""
 FIRST_CHARS: dict[str, Ranges] = {
-    "null": signs("nN"),
-    "boolean": signs("tTfF"),
-    "integer": signs("0123456789+-._"),
-    "number": signs("0123456789+-._"),
-    "object": signs("{[("),
-    "array": signs("{[("),
+    "null": char_ranges("nN"),
+    "boolean": char_ranges("tTfF"),
+    "integer": char_ranges("0123456789+-._"),
+    "number": char_ranges("0123456789+-._"),
+    "object": char_ranges("{[("),
+    "array": char_ranges("{[("),
 }
 """Type -> first characters of texts that are read as this type."""
 CONTAINERS = ("object", "array")
-RESERVED_FIRST: Ranges = merged([*signs(BLANKS), *signs('"')])
+RESERVED_FIRST: Ranges = merged([*char_ranges(BLANKS), *char_ranges('"')])
 
 
 class ValueEnd(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,7 +83,7 @@ class PlainValues:
         self.values = values
         self.schemas: Schemas = values.schemas
         self.ending = ending
-        self._careful = StringEscapes(never=signs("".join(word[0] for word in ending.words)))
+        self._careful = StringEscapes(never=char_ranges("".join(word[0] for word in ending.words)))
 
     def argument(self, key: str | None, schema: Any, path: str) -> Form:
         """Return the form of one argument's value and the marker that ends it. The key None stands
@@ -100,14 +100,14 @@ class PlainValues:
         if not kinds and anything(cases):
             return self.text()
         self.check_kinds(cases, kinds, path)
-        return self.of(cases, kinds, path)
+        return self.of_cases(cases, kinds, path)
 
     def check_kinds(self, cases: Sequence[SchemaCase], kinds: Sequence[str], path: str) -> None:
         """Refuse a schema if the parser would try other types than the schema allows."""
         if {_kind(kind) for kind in kinds} != {_kind(case.kind) for case in cases}:
             self.schemas.refuse(path, "type", "is missing, or too hidden to be read back by")
 
-    def of(
+    def of_cases(
         self, cases: Sequence[SchemaCase], kinds: Sequence[str], path: str, apart: Ranges = ()
     ) -> Form:
         """Return the form of a value of one of `cases`. No string in it starts with a character in
@@ -197,7 +197,7 @@ class PlainValues:
         """
         limits = case.limits
         edges = {"nothing": "", "newline": "" if self.ending.around else "\n", "blanks": BLANKS}
-        off = signs(edges[self.ending.trim])
+        off = char_ranges(edges[self.ending.trim])
         if not taken and not off:
             return self._within(self._careful, limits, path)
         if "pattern" in limits or "format" in limits:
@@ -220,7 +220,7 @@ class PlainValues:
         ).any()
         last = StringEscapes(never=merged([*never, *off])).any()
         between = None if most is None else max(most - 2, 0)
-        inner = self._careful.of_length(max(least - 2, 0), between)
+        inner = self._careful.with_length(max(least - 2, 0), between)
         options = [f"{first}{inner}{last}"] if most is None or most > 1 else []
         options += [first] if least <= 1 and most != 0 else []
         options += [""] if least == 0 else []
@@ -236,7 +236,7 @@ class PlainValues:
             text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
             back = json.loads(typed_json(self._trimmed(text), tuple(kinds)))
             clear = not any(word in text for word in self.ending.words)
-            apart = not text or not holds(taken, ord(text[0]))
+            apart = not text or not contains(taken, ord(text[0]))
             if clear and apart and same(back, value):
                 found.append(exactly(text))
         return found

@@ -195,8 +195,8 @@ class PythonicParser(CallParser):
         self.s.at = "between"
 
     def _unexpected(self, text: str) -> str:
-        """Handle text that does not start or continue a call. Return it if another state should
-        read it.
+        """Leave the list, or the call, because `text` does not continue it. Return `text`
+        unread.
         """
         s = self.s
         if s.raw:

@@ -39,11 +39,11 @@ class StringEscapes(msgspec.Struct, frozen=True):
     escapes: Mapping[str, str] = {}
     numbered: str = ""
 
-    def signs(self, ranges: Ranges) -> str:
+    def one_of(self, ranges: Ranges) -> str:
         """Return a pattern of one of these characters. If none of them can be written, the pattern
         matches nothing.
         """
-        escaped = [sign for sign in self.escapes if holds(ranges, ord(sign))]
+        escaped = [sign for sign in self.escapes if contains(ranges, ord(sign))]
         special = merged([*self.never, *((ord(s), ord(s)) for s in self.escapes)])
         plain = without(ranges, special)
         options = [_class(plain)] if plain else []
@@ -56,23 +56,23 @@ class StringEscapes(msgspec.Struct, frozen=True):
         """Return a pattern of any one character, except that no character of `but` may stand for
         itself.
         """
-        one = self.signs(without(ALL, signs(but)))
+        one = self.one_of(without(ALL, char_ranges(but)))
         return f"(?:{one}|{self.numbered})" if self.numbered else one
 
     def text(self, text: str) -> str | None:
         """Return `text` as the format spells it, or None if the format cannot write it."""
-        if any(holds(self.never, ord(sign)) and sign not in self.escapes for sign in text):
+        if any(contains(self.never, ord(sign)) and sign not in self.escapes for sign in text):
             return None
         return "".join(self.escapes.get(sign, sign) for sign in text)
 
-    def of_length(self, least: int, most: int | None) -> str:
+    def with_length(self, least: int, most: int | None) -> str:
         """Return a pattern of `least` to `most` characters. If `most` is None, there is no upper
         limit.
         """
         return f"{self.any()}{{{least},{'' if most is None else most}}}"
 
 
-def holds(ranges: Ranges, code: int) -> bool:
+def contains(ranges: Ranges, code: int) -> bool:
     return any(first <= code <= last for first, last in ranges)
 
 
@@ -102,7 +102,7 @@ def without(ranges: Ranges, others: Ranges) -> Ranges:
     return found
 
 
-def signs(text: str) -> Ranges:
+def char_ranges(text: str) -> Ranges:
     """Return the characters of `text` as ranges."""
     return merged((ord(sign), ord(sign)) for sign in text)
 
@@ -220,7 +220,7 @@ def limited(spelling: StringEscapes, limits: Limits) -> str:
         least, most = limits.get("minLength", 0), limits.get("maxLength")
         if most is not None and most < least:
             raise ValueError("'maxLength' is less than 'minLength'")
-        return spelling.of_length(least, most)
+        return spelling.with_length(least, most)
     pattern = limits[named[0]] if named[0] == "pattern" else FORMATS.get(limits["format"])
     if pattern is None:
         raise ValueError(f"the format {limits['format']!r} cannot be enforced")
@@ -299,14 +299,14 @@ class Translator:
             case "(":
                 return self._group(depth)
             case "[":
-                return self._spelling.signs(self._set())
+                return self._spelling.one_of(self._set())
             case ".":
-                return self._spelling.signs(without(ALL, LINE_ENDS))
+                return self._spelling.one_of(without(ALL, LINE_ENDS))
             case "\\":
-                return self._spelling.signs(self._escape())
+                return self._spelling.one_of(self._escape())
             case "^" | "*" | "+" | "?":
                 raise self._fault(f"has a misplaced {sign!r}")
-        return self._spelling.signs(signs(sign))
+        return self._spelling.one_of(char_ranges(sign))
 
     def _group(self, depth: int) -> str:
         if self._accept("?") and not self._accept(":"):
@@ -338,7 +338,7 @@ class Translator:
             raise self._fault("has an unmatched bracket")
         sign = self._pattern[self._at]
         self._at += 1
-        return self._escape(inside=True) if sign == "\\" else signs(sign)
+        return self._escape(inside=True) if sign == "\\" else char_ranges(sign)
 
     def _escape(self, *, inside: bool = False) -> Ranges:
         if self._at >= len(self._pattern):
@@ -357,11 +357,11 @@ class Translator:
             return ((8, 8),)
         if sign.isalnum():
             raise self._fault(f"has \\{sign}, which is not supported")
-        return signs(sign)
+        return char_ranges(sign)
 
     def _numbered(self, length: int) -> Ranges:
         digits = self._pattern[self._at : self._at + length]
         if len(digits) != length or not all(d in "0123456789abcdefABCDEF" for d in digits):
             raise self._fault("has a malformed character code")
         self._at += length
-        return signs(chr(int(digits, 16)))
+        return char_ranges(chr(int(digits, 16)))

@@ -19,7 +19,7 @@ import msgspec
 
 from gateway.formats.grammar_builder import GrammarBuilder, either, optional, sequence
 from gateway.formats.schema_cases import ANYTHING, Limits, SchemaCase, Schemas
-from gateway.formats.string_limits import CONTROLS, StringEscapes, free_of, limited, signs
+from gateway.formats.string_limits import CONTROLS, StringEscapes, char_ranges, free_of, limited
 from protocol.grammar import Form, GrammarRule, LiteralForm, Pattern, Repeat, Until
 
 BLANKS = r"[ \n]{0,8}"
@@ -110,7 +110,7 @@ class Values:
         strings = self.notation.strings
         try:
             if isinstance(strings, MarkedStrings):
-                careful = StringEscapes(never=signs(strings.mark[0]))
+                careful = StringEscapes(never=char_ranges(strings.mark[0]))
                 text = {"pattern": limited(careful, limits)} if limits else {}
                 return sequence(strings.mark, Until(strings.mark, **text))
             if limits:
@@ -364,7 +364,7 @@ class QuotedStrings(msgspec.Struct, frozen=True):
     @property
     def _careful(self) -> StringEscapes:
         """The spelling without the first characters of the words in `avoid`."""
-        never = signs("".join(word[0] for word in self.avoid))
+        never = char_ranges("".join(word[0] for word in self.avoid))
         return msgspec.structs.replace(self.spelling, never=[*self.spelling.never, *never])
 
 

@@ -419,7 +419,7 @@ class XmlParameters(CallSyntax, frozen=True, kw_only=True):
         others = [case for case in cases if case.kind != "string"]
         ways = []
         if strings:
-            text = plain.text() if anything(cases) else plain.of(strings, ("string",), path)
+            text = plain.text() if anything(cases) else plain.of_cases(strings, ("string",), path)
             ways.append(sequence(f' {self.string_key}="true">', text))
         if others:
             value = either(plain.values.case(case, path) for case in others)

@@ -318,7 +318,7 @@ class Xtml(AnswerSyntax, frozen=True, kw_only=True):
             elif anything(cases):
                 value = plain.text()
             else:
-                value = plain.of(found, ("string",), path)
+                value = plain.of_cases(found, ("string",), path)
             ways.append(sequence(f'{kind}"{self.separator}', value))
         return either(ways)
 

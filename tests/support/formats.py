@@ -83,8 +83,8 @@ class Sample:
     markers     those of the format's markers that are tokens in the family's vocabulary; None: all
                 of them
     parts       special tokens of the family's vocabulary that are parts of spelt-out markers
-    tags        markers that have no meaning inside strings and in prose. If they have one when they
-                are spelt out, they are used only with a vocabulary of tokens
+    tags        markers that have no meaning inside strings and in prose. Some have a meaning there
+                when they are spelt out; such prose is parsed only if the marker is a token
     spelt_ok    whether the format can also be parsed if no marker is a token
     max_calls   most calls of one group
     only_first  whether calls count only before any content
@@ -380,7 +380,7 @@ def _check_cuts(
 def _check_cut_short(row: FormatRow, sample: Sample, fixture: Fixture, words: Lexicon) -> None:
     """Cut the answer off after every unit.
 
-    The events must not depend on how the rest was cut, and must not show any markup.
+    The events must not depend on how the remaining text was cut, and must not show any markup.
     """
     pieces = units(fixture.text, words)
     rng = random.Random(row.fixtures)

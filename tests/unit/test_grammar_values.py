@@ -15,7 +15,7 @@ from gateway.formats.grammar_builder import GrammarBuilder, NotWritable
 from gateway.formats.plain_values import PlainValues, ValueEnd
 from gateway.formats.pythonic import PYTHON_NOTATION
 from gateway.formats.schema_cases import SchemaCase, Schemas
-from gateway.formats.string_limits import StringEscapes, free_of, limited, signs
+from gateway.formats.string_limits import StringEscapes, char_ranges, free_of, limited
 from gateway.formats.value_syntax import Values, arguments_form, json_notation
 from protocol.grammar import (
     Either,
@@ -205,7 +205,7 @@ def test_a_pattern_means_what_it_means_elsewhere(pattern: str, text: str) -> Non
 
 
 def test_a_pattern_never_admits_a_sign_that_cannot_be_written() -> None:
-    assert not admits("^[^a]$", "<", StringEscapes(never=signs("<")))
+    assert not admits("^[^a]$", "<", StringEscapes(never=char_ranges("<")))
     assert admits("^.$", '\\"', StringEscapes(escapes={'"': '\\"'}))
     assert not admits("^.$", '"', StringEscapes(escapes={'"': '\\"'}))
 
