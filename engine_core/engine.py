@@ -278,7 +278,7 @@ class Engine:
         return plan
 
     def _must_wait(self, *, is_shared: bool) -> bool:
-        """Whether the next step may be planned only after the plans in flight have committed.
+        """Return whether the plans in flight must commit before the next step is planned.
 
         This is so if the next step may preempt a request, or if its drafts depend on a result in
         flight. The next step also waits for a long prefill step, or for any prefill step if

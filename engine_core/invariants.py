@@ -30,15 +30,17 @@ def check_invariants(
     )
     for request in open_requests:
         is_running = request.phase is RequestPhase.RUNNING
-        assert (request in running) == is_running, f"{request.number}: in `running` xor RUNNING"
+        assert (request in running) == is_running, f"{request.number}: `running` and phase disagree"
         is_unbound = request.phase in UNBOUND
-        assert (request in unbound) == is_unbound, f"{request.number}: in `unbound` xor fetched"
+        assert (request in unbound) == is_unbound, f"{request.number}: `unbound` and phase disagree"
         is_queued = request.phase in (RequestPhase.WAITING, RequestPhase.PREEMPTED)
         assert (request in scheduler.waiting) == is_queued, (
-            f"{request.number}: in `waiting` xor WAITING"
+            f"{request.number}: `waiting` and phase disagree"
         )
     assert set(running) >= set(ended_in_flight), "a request that ended in flight lost its slot"
-    assert {request.phase for request in unbound} <= UNBOUND | {RequestPhase.FINISHED}, "unbound"
+    assert {request.phase for request in unbound} <= UNBOUND | {RequestPhase.FINISHED}, (
+        "wrong phase in `unbound`"
+    )
     holders = running + unbound
     _check_slots(scheduler, holders)
     _check_blocks(scheduler, holders, leases)
@@ -47,7 +49,9 @@ def check_invariants(
 
 def _check_slots(scheduler: Scheduler, requests: list[Request]) -> None:
     slots = [request.slot for request in requests] + scheduler.slots.free
-    assert sorted(slots, key=str) == sorted(range(scheduler.limits.max_slots), key=str), "slots"
+    assert sorted(slots, key=str) == sorted(range(scheduler.limits.max_slots), key=str), (
+        "a slot is lost or has two owners"
+    )
 
 
 def _check_blocks(scheduler: Scheduler, requests: list[Request], leases: KVLeases) -> None:
@@ -55,21 +59,27 @@ def _check_blocks(scheduler: Scheduler, requests: list[Request], leases: KVLease
     holders = leases.holders + Counter(b for request in requests for b in request.blocks)
     assert NULL_BLOCK not in holders, "the null block is held"
     for block in range(1, len(pool.holders)):
-        assert pool.holders[block] == holders[block], f"block {block}: holders"
-        assert pool.is_free(block) == (not holders[block]), f"block {block}: free xor held"
+        assert pool.holders[block] == holders[block], f"block {block}: wrong number of holders"
+        assert pool.is_free(block) == (not holders[block]), (
+            f"block {block}: not either free or held"
+        )
     for request in requests:
         covered = len(request.blocks) * scheduler.limits.block_tokens
         assert covered >= request.num_computed, f"{request.number}: computed beyond its blocks"
-        assert 0 <= request.num_computed <= len(request.tokens), f"{request.number}: counts"
+        assert 0 <= request.num_computed <= len(request.tokens), (
+            f"{request.number}: computed beyond its tokens"
+        )
         ahead = request.num_scheduled - request.num_computed
         ends_at = request.num_scheduled if request.uses_draft_model else 0
         assert request.num_draft_computed <= max(ends_at, len(request.tokens)), (
-            f"{request.number}: ahead"
+            f"{request.number}: the draft model computed beyond its tokens"
         )
-        assert ahead >= 0, f"{request.number}: scheduled less than was computed"
+        assert ahead >= 0, f"{request.number}: scheduled less than computed"
         assert covered >= request.num_scheduled, f"{request.number}: scheduled beyond its blocks"
         is_out = bool(ahead or request.num_pending)
-        assert is_out == bool(request.num_in_flight), f"{request.number}: in flight"
+        assert is_out == bool(request.num_in_flight), (
+            f"{request.number}: wrong number of plans in flight"
+        )
 
 
 def _check_content(scheduler: Scheduler, requests: list[Request]) -> None:
@@ -86,12 +96,12 @@ def _check_content(scheduler: Scheduler, requests: list[Request]) -> None:
         extend_hashes(fresh, root, request.tokens, size, len(request.tokens) // size)
         for index, block in enumerate(request.blocks):
             if block in findable:
-                assert findable[block] == fresh[index], f"block {block}: content"
+                assert findable[block] == fresh[index], f"block {block}: wrong content"
                 end = (index + 1) * size
-                assert end <= request.num_computed, f"block {block}: not written"
+                assert end <= request.num_computed, f"block {block}: not computed"
                 is_draft_computed = request.uses_draft_model and bool(
                     scheduler.pool.cache.num_draft_computed([block])
                 )
                 assert not is_draft_computed or end <= request.num_draft_computed, (
-                    f"block {block}: a draft's"
+                    f"block {block}: not computed by the draft model"
                 )

@@ -105,7 +105,7 @@ class Mailbox:
             connection.shut_down()
 
     def _remember_connection(self, client: bytes, sender: zmq.Frame) -> None:
-        """Store the connection of a new client, and forget those of clients that have left."""
+        """Store the connection of a new client, and remove those of clients that have left."""
         self._connections = {c: k for c, k in self._connections.items() if c in self.clients}
         if (connection := sockets.PeerConnection.from_frame(sender)) is not None:
             self._connections[client] = connection

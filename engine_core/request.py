@@ -228,7 +228,7 @@ class Request:
         return min(self.num_computed, self.num_draft_computed)
 
     def is_sampled(self, count: int) -> bool:
-        """Whether a step that computes `count` more positions samples a token."""
+        """Return whether a step that computes `count` more positions samples a token."""
         return self.samples and count >= self.num_uncomputed
 
     @property

@@ -61,7 +61,7 @@ def _has_angle_brackets(text: str) -> bool:
 
 
 def is_marker(text: str) -> bool:
-    """Whether the text starts and ends with punctuation and contains a letter or digit."""
+    """Return whether the text starts and ends with punctuation and contains a letter or digit."""
     return (
         bool(text)
         and not any(end.isalnum() or end.isspace() for end in (text[0], text[-1]))

@@ -128,7 +128,7 @@ class Matcher:
             self._inner.compute_bitmask()
 
     def _admits(self, token: int) -> bool:
-        """Whether `token` may follow, by the grammar and the budget."""
+        """Return whether `token` may follow, by the grammar and the budget."""
         inner, forced = self._inner, self.forced
         if inner is None:
             return forced is None or token == forced

@@ -134,7 +134,7 @@ class ThinkingBudgetTracker:
         )
 
     def _is_at_start(self, at: int) -> bool:
-        """Whether only blanks precede index `at` of the tail, since the start or the last block.
+        """Return whether only blanks precede `at` since the start, or since the last block.
 
         A marker written as plain text opens a block only there. Elsewhere it may be text about
         markup, or part of a call's arguments.
@@ -151,7 +151,7 @@ class ThinkingBudgetTracker:
 
 
 def is_cut(text: bytes) -> bool:
-    """Whether `text` ends in the middle of a UTF-8 character."""
+    """Return whether `text` ends in the middle of a UTF-8 character."""
     for back in range(1, min(len(text), MAX_CHARACTER_BYTES - 1) + 1):
         byte = text[-back]
         if byte < 0x80 or byte >= 0xF8:
@@ -162,6 +162,6 @@ def is_cut(text: bytes) -> bool:
 
 
 def _overlap(tail: bytes, closer: bytes) -> int:
-    """Return how many first bytes of `closer` stand at the end of `tail`; fewer than all."""
+    """Return how many first bytes of `closer` are the end of `tail`; fewer than all."""
     sizes = range(min(len(tail), len(closer) - 1), 0, -1)
     return next((size for size in sizes if tail.endswith(closer[:size])), 0)

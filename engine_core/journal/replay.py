@@ -161,7 +161,7 @@ class _ReplayedEngine:
         self.engine.freed.clear()
 
     def _restore(self, record: SnapshotRecord) -> None:
-        """Restore the state in which the engine was when the file was started.
+        """Restore the state that the engine had when the file was started.
 
         Raises NoJournal if the snapshot is damaged.
         """

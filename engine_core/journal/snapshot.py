@@ -58,7 +58,7 @@ class SnapshotPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class DraftingSnapshot(SnapshotPart, frozen=True, kw_only=True):
-    """A request's `RequestDrafting`."""
+    """The state of a request's `RequestDrafting`."""
 
     #: Number of positions in the n-gram index; None if the drafts come from the draft model.
     num_indexed: int | None
@@ -72,7 +72,7 @@ class DraftingSnapshot(SnapshotPart, frozen=True, kw_only=True):
 
 
 class StageSnapshot(SnapshotPart, frozen=True, kw_only=True):
-    """A request's `StageTimer`."""
+    """The state of a request's `StageTimer`."""
 
     stage: RequestStage | None
     since: float
@@ -81,7 +81,7 @@ class StageSnapshot(SnapshotPart, frozen=True, kw_only=True):
 
 
 class RequestSnapshot(SnapshotPart, frozen=True, kw_only=True):
-    """A `Request`. Its fields have the same meaning, except for those with a comment.
+    """The state of a `Request`. Its fields have the same meaning, except for those with a comment.
 
     Fields that are used only in a cluster are left out, because an engine of a cluster has no
     journal.
@@ -134,7 +134,7 @@ class RequestSnapshot(SnapshotPart, frozen=True, kw_only=True):
 
 
 class StepSnapshot(SnapshotPart, frozen=True, kw_only=True):
-    """An `InflightStep`."""
+    """The state of an `InflightStep`."""
 
     #: The frames of the StepPlan.
     plan: list[bytes]
@@ -145,7 +145,7 @@ class StepSnapshot(SnapshotPart, frozen=True, kw_only=True):
 
 
 class AdmissionSnapshot(SnapshotPart, frozen=True, kw_only=True):
-    """The `Admission`, with its grammars."""
+    """The state of the `Admission` and its grammars."""
 
     is_draining: bool
     num_accepted: int
@@ -160,7 +160,10 @@ class AdmissionSnapshot(SnapshotPart, frozen=True, kw_only=True):
 
 
 class FairShareSnapshot(SnapshotPart, frozen=True, kw_only=True):
-    """The `FairShare`. Accounts are given by their indexes in `EngineSnapshot.usages`."""
+    """The state of the `FairShare`.
+
+    Accounts are given by their indexes in `EngineSnapshot.usages`.
+    """
 
     level: float
     last: int | None
@@ -170,7 +173,7 @@ class FairShareSnapshot(SnapshotPart, frozen=True, kw_only=True):
 
 
 class SchedulerSnapshot(SnapshotPart, frozen=True, kw_only=True):
-    """The `Scheduler` and its slots.
+    """The state of the `Scheduler` and its slots.
 
     Requests are given by their indexes in `EngineSnapshot.requests`.
     """
@@ -187,7 +190,7 @@ class SchedulerSnapshot(SnapshotPart, frozen=True, kw_only=True):
 
 
 class BlockSnapshot(SnapshotPart, frozen=True, kw_only=True):
-    """The `BlockPool` and its `PrefixCache`."""
+    """The state of the `BlockPool` and its `PrefixCache`."""
 
     holders: list[int]
     #: Free blocks in the order in which they will be allocated.
@@ -198,7 +201,7 @@ class BlockSnapshot(SnapshotPart, frozen=True, kw_only=True):
 
 
 class FetchSnapshot(SnapshotPart, frozen=True, kw_only=True):
-    """A `Fetch` that the worker has not reported on."""
+    """The state of a `Fetch` that the worker has not reported on."""
 
     job: int
     request: int
@@ -208,7 +211,7 @@ class FetchSnapshot(SnapshotPart, frozen=True, kw_only=True):
 
 
 class KVSnapshot(SnapshotPart, frozen=True, kw_only=True):
-    """The `Fetches` and the `TierIndex`.
+    """The state of the `Fetches` and the `TierIndex`.
 
     There are no leases, because an engine of a cluster has no journal.
     """
@@ -223,7 +226,7 @@ class KVSnapshot(SnapshotPart, frozen=True, kw_only=True):
 
 
 class SpeculationSnapshot(SnapshotPart, frozen=True, kw_only=True):
-    """The `Speculation`."""
+    """The state of the `Speculation`."""
 
     overhead: dict[int, StepTimes]
     model_tally: AcceptanceTally

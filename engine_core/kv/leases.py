@@ -158,7 +158,7 @@ class KVLeases:
         return True
 
     def _may_yield(self, lease: KVLease, request: Request, now: float) -> bool:
-        """Whether the lease yields to `request`, by the rules at the top of this file."""
+        """Return whether the lease yields to `request`, by the rules at the top of this file."""
         if request.phase is RequestPhase.RUNNING or lease.term < now:
             return True
         return not request.kv_readers and self.num_blocks > MAX_LEASED_SHARE * self._pool.total

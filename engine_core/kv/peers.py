@@ -102,7 +102,7 @@ class Peers:
         return handle
 
     def lease_from_handle(self, text: str) -> bytes | None:
-        """Return the lease of a handle that this life of this engine has written.
+        """Return the lease named by a handle that this engine has written in its present life.
 
         Return None for any other text.
         """

@@ -59,7 +59,7 @@ class Deadlines:
 
 
 def has_started(request: Request) -> bool:
-    """Whether the request has ever had a slot."""
+    """Return whether the request has ever had a slot."""
     return request.phase not in (RequestPhase.ARRIVED, RequestPhase.WAITING)
 
 

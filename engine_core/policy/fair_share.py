@@ -118,7 +118,7 @@ class FairShare:
         self._last_at = now
 
     def is_shared(self, now: float) -> bool:
-        """Whether more than one account sent requests recently.
+        """Return whether more than one account sent requests recently.
 
         If so, steps are kept short, because the next request of another account must wait for the
         present step.
@@ -126,7 +126,7 @@ class FairShare:
         return now - self._other_at < RECENT_S
 
     def is_step_longer(self, tokens: int, others: int) -> bool:
-        """Whether `others` more tokens make a step of `tokens` longer.
+        """Return whether `others` more tokens make a step of `tokens` longer.
 
         False if step costs are unknown.
         """
@@ -162,7 +162,7 @@ def prefill_order(running: Sequence[Request]) -> list[Request]:
 
 
 def goes_before(newcomer: Request, request: Request) -> bool:
-    """Whether a newcomer goes before a running request; always false within one account."""
+    """Return whether a newcomer goes before a running request; always false within one account."""
     if newcomer.account_usage is request.account_usage:
         return False
     return (newcomer.virtual_time, newcomer.rank) < (request.virtual_time, request.rank)

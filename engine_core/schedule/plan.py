@@ -129,7 +129,7 @@ def _masked_places(
 
 
 def _may_be_masked(request: Request, drafts: list[int]) -> bool:
-    """Whether a place of the request's row may need a mask.
+    """Return whether a place of the request's row may need a mask.
 
     After a token in flight or a draft, the state of the grammar is unknown, so it may.
     """

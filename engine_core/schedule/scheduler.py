@@ -86,7 +86,7 @@ class DraftPolicy(Protocol):
 class Scheduler:
     """Owns the waiting and running requests, the slots and the blocks.
 
-    It has no clock, and neither sampling nor clients concern it.
+    It has no clock, and does not deal with clients or sampling.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Scheduler:
         return bool(self.running or self.unbound or len(self.waiting))
 
     def can_continue(self) -> bool:
-        """Whether the next step can be planned without preemption."""
+        """Return whether the next step can be planned without preemption."""
         growing = sum(map(self._needs_block, self.running))
         return growing <= self.pool.num_free and not self._fair_share_victims()
 
@@ -241,7 +241,7 @@ class Scheduler:
         step.budget -= count
 
     def _needs_block(self, request: Request) -> bool:
-        """Whether the request is a decode, and has no block for its last token."""
+        """Return whether the request is a decode, and has no block for its last token."""
         return (
             request.phase is RequestPhase.RUNNING
             and request.num_uncomputed == 1

@@ -246,7 +246,7 @@ class Speculation:
         return request.matcher.admitted_prefix(forced)
 
     def should_wait(self, running: Iterable[Request], rows: int) -> bool:
-        """Whether the next step should wait until the tokens in flight are known.
+        """Return whether the next step should wait until the tokens in flight are known.
 
         If it is planned earlier, requests with a token in flight get no drafts. So it should wait
         if some request is likely to get right ones.
