@@ -1,4 +1,4 @@
-"""Which answers a grammar admits, token by token, on a vocabulary of readable characters."""
+"""The answers that each grammar admits, token by token, with one token per character."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def compiler() -> Compiler:
         (Gbnf(text='root ::= "yes" | "no" [0-9]+'), "no12", "$"),
     ],
 )
-def test_an_answer_is_what_its_grammar_admits(compiler, body, answer, left):
+def test_a_body_admits_only_its_answers(compiler, body, answer, left):
     assert read(compiler, body, answer) == left
 
 
@@ -94,7 +94,7 @@ def test_blanks_between_items_are_bounded(compiler):
         assert read(compiler, JsonSchema(text=NUMBER), answer) == left
 
 
-def test_alternatives_with_a_common_prefix_differ_later(compiler):
+def test_alternatives_may_have_a_common_prefix(compiler):
     calls = {name: schema(name={"const": name}, x={"type": kind}) for name, kind in KINDS.items()}
     body = Lark(text="start: @add | @say", schemas=calls)
     assert read(compiler, body, '{"name":"say","x":"y"}') == "$$"
@@ -106,7 +106,7 @@ KINDS = {"add": "integer", "say": "string"}
 
 
 # ---- markers
-def test_a_marker_is_possible_only_where_a_grammar_names_it_and_never_as_text(compiler):
+def test_a_marker_is_possible_only_if_the_grammar_names_it(compiler):
     by_id = Lark(text=f"start: <[{TOOL}]> @args </tool>", schemas={"args": NUMBER})
     assert read(compiler, by_id, TOOL, '{"x":1}', END_TOOL) == "$$"
     assert read(compiler, by_id, "<tool>") == "<tool>"
@@ -116,7 +116,7 @@ def test_a_marker_is_possible_only_where_a_grammar_names_it_and_never_as_text(co
     assert read(compiler, Regex(pattern="(?s:.*)"), MARKERS["word"], " and <tool>") == "$"
 
 
-def test_only_overlooked_markers_are_made_special():
+def test_only_markers_that_llguidance_misses_are_made_special():
     before = {token.content: token.special for token in added_tokens(signs_tokenizer())}
     made = with_markers_special(signs_tokenizer())
     after = {token.content: token.special for token in added_tokens(made)}
@@ -138,11 +138,11 @@ def test_only_overlooked_markers_are_made_special():
         ("", 0),
     ],
 )
-def test_a_marker_is_a_word_between_signs(text, yes):
+def test_a_marker_is_a_word_between_punctuation(text, yes):
     assert is_marker(text) == bool(yes)
 
 
-def test_texts_are_written_sign_by_sign_and_markers_by_their_ids():
+def test_special_characters_are_escaped_and_markers_written_by_id():
     spell = speller({"<a>": 7, "<a><b>": 8})
     assert spell("x<a>/<a><b>") == r"/x/ <[7]> /\x{2f}/ <[8]>"
     assert spell("") == literal("") == ""
@@ -275,7 +275,7 @@ def test_rules_refer_to_themselves_and_to_schemas(compiler):
     assert read(compiler, NESTED, '[[]{"x":"1"}') == '"1"}'
 
 
-def test_markup_stands_around_any_body_behind_the_thinking(compiler):
+def test_fixed_text_surrounds_any_body_after_the_thinking(compiler):
     frame = {"thinking": MAYBE, "before": "<tool>final:", "after": "\n</tool>"}
     for body in (YES, Rules(start=LiteralForm("yes")), Lark(text='start: "yes"')):
         answer: list[str | int] = [TOOL, "final:yes\n", END_TOOL]
@@ -294,19 +294,19 @@ def nested(depth: int) -> Sequence:
 
 
 def wide(num: int) -> str:
-    """An object of so many optional properties."""
+    """Return the schema of an object with `num` optional properties."""
     properties = {f"name_{n}": {"type": "string"} for n in range(num)}
     return json.dumps({"type": "object", "properties": properties})
 
 
 def chain(length: int) -> str:
-    """So many references, one to the next."""
+    """Return a schema with a chain of `length` references."""
     links = {f"d{n}": {"$ref": f"#/$defs/d{n + 1}"} for n in range(length)}
     return json.dumps({"$ref": "#/$defs/d0", "$defs": links | {f"d{length}": {"type": "string"}}})
 
 
 @pytest.mark.parametrize(
-    ("body", "says"),
+    ("body", "reason"),
     [
         (JsonSchema(text="["), "not a JSON object"),
         (JsonSchema(text="true"), "not a JSON object"),
@@ -344,8 +344,12 @@ def chain(length: int) -> str:
         (Gbnf(text="root ::= " + "(" * 20_000), "nested"),
     ],
 )
-def test_a_schema_that_cannot_be_enforced_is_refused_and_named(compiler, body, says):
-    with pytest.raises(InvalidRequest, match=says) as caught:
+def test_a_body_that_cannot_be_enforced_is_refused_with_the_reason(
+    compiler, body, reason, monkeypatch
+):
+    # On a busy machine, the probe's walks may need more than their usual time limit.
+    monkeypatch.setattr("engine_core.grammar.probe.MAX_S", 60.0)
+    with pytest.raises(InvalidRequest, match=reason) as caught:
         compiler.compile(Grammar(body=body))
     assert caught.value.param == "grammar"
     assert len(caught.value.message) < 700
@@ -353,13 +357,13 @@ def test_a_schema_that_cannot_be_enforced_is_refused_and_named(compiler, body, s
 
 @pytest.mark.parametrize("thinking", [BLOCK, REST, MAYBE, SPELT], ids=str)
 @pytest.mark.parametrize("body", [JsonSchema(text='{"$ref":"#"}'), Lark(text="start: start")])
-def test_a_body_is_tried_even_where_thinking_precedes_it(compiler, thinking, body):
+def test_a_body_after_thinking_is_checked_by_itself(compiler, thinking, body):
     with pytest.raises(InvalidRequest, match="no text satisfies it"):
         compiler.compile(Grammar(body=body, thinking=thinking))
 
 
 @pytest.mark.parametrize(
-    ("grammar", "says"),
+    ("grammar", "reason"),
     [
         (Grammar(body=JsonSchema(text=" " * (600 << 10))), "characters long"),
         (Grammar(body=Regex(pattern="")), "from 1"),
@@ -383,20 +387,20 @@ def test_a_body_is_tried_even_where_thinking_precedes_it(compiler, thinking, bod
         (Grammar(body=JsonObject(), thinking=Thinking(closes="x")), "opening marker"),
     ],
 )
-def test_bounds_are_checked_before_anything_is_compiled(grammar, says):
-    with pytest.raises(InvalidRequest, match=says) as caught:
+def test_bounds_are_checked_before_anything_is_compiled(grammar, reason):
+    with pytest.raises(InvalidRequest, match=reason) as caught:
         check_grammar(grammar)
     assert caught.value.param == "grammar"
 
 
-def test_huge_but_honest_schemas_compile(compiler):
+def test_huge_schemas_compile(compiler):
     assert read(compiler, JsonSchema(text=wide(1000)), '{"name_5":"a","name_999":"b"}') == "$$"
     values = [f"value {n}" for n in range(20_000)]
     assert read(compiler, JsonSchema(text=json.dumps({"enum": values})), '"value 19999"') == "$$"
     assert read(compiler, JsonSchema(text=chain(500)), '"a"') == "$$"
 
 
-def test_a_copy_of_a_template_goes_its_own_way(compiler):
+def test_matchers_of_one_template_are_independent(compiler):
     template = compiler.compile(Grammar(body=ChoiceGrammar(choices=["ab", "ac"])))
     first, second = template.start(), template.start()
     for token in ids_of("ab"):
@@ -409,8 +413,8 @@ def test_a_copy_of_a_template_goes_its_own_way(compiler):
 
 
 def test_a_compiled_grammar_is_fast_from_its_first_token(compiler, monkeypatch):
-    """The first mask, which costs four times the second, is made while compiling: compare with a
-    compiler that does not make it."""
+    """The first mask costs four times as much as the second, so the probe computes it during the
+    compilation. The test compares this with a compiler without a probe."""
     prepared: list[float] = []
     unprepared: list[float] = []
     for number in range(40):
@@ -432,8 +436,8 @@ def bodies() -> list[Body]:
 
 
 @pytest.mark.parametrize("body", bodies(), ids=lambda body: type(body).__name__)
-def test_every_step_leaves_something_until_the_answer_is_complete(compiler, body):
-    """Whatever is possible is taken: no grammar runs into a dead end."""
+def test_every_step_allows_a_token_until_the_answer_is_complete(compiler, body):
+    """The walk takes arbitrary allowed tokens and meets no dead end."""
     matcher = compiler.compile(Grammar(body=body, thinking=BLOCK)).start()
     for step in range(300):
         if matcher.is_complete:
