@@ -1,4 +1,4 @@
-"""The limits of an account, the refusals that are cached, and the measured speed."""
+"""Rate limits of accounts, cached refusals, and measured throughput."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from protocol.messages import Account, Refused
 from tests.support.engines import Bench
 
 
-class Till:
-    """Accounts at a time of our choice."""
+class LimitedAccounts:
+    """Accounts whose clock the test sets."""
 
     def __init__(self) -> None:
         self.accounts = Accounts()
 
-    def ask(self, now: float, tokens: int = 1, **limits: int) -> float | None:
-        """None: it was taken in. Else after how many seconds to come back."""
+    def request(self, now: float, tokens: int = 1, **limits: int) -> float | None:
+        """Send a request. Return None if it was accepted, else the seconds to wait."""
         account = Account(name="alice", **limits)
         self.accounts.now = now
         try:
@@ -35,34 +35,41 @@ class Till:
 
 
 def test_a_minutes_requests_may_come_in_one_burst():
-    till = Till()
-    assert [till.ask(100.0, requests_per_minute=3) for _ in range(4)] == [None, None, None, 20.0]
-    assert till.ask(119.9, requests_per_minute=3) == 1.0
-    assert till.ask(120.1, requests_per_minute=3) is None
-    assert till.ask(120.1, requests_per_minute=3) is not None
-    assert [till.ask(1000.0, requests_per_minute=3) for _ in range(4)][2:] == [None, 20.0]
+    limited = LimitedAccounts()
+    assert [limited.request(100.0, requests_per_minute=3) for _ in range(4)] == [
+        None,
+        None,
+        None,
+        20.0,
+    ]
+    assert limited.request(119.9, requests_per_minute=3) == 1.0
+    assert limited.request(120.1, requests_per_minute=3) is None
+    assert limited.request(120.1, requests_per_minute=3) is not None
+    assert [limited.request(1000.0, requests_per_minute=3) for _ in range(4)][2:] == [None, 20.0]
 
 
 def test_an_hour_admits_the_limit_and_at_most_one_burst_more():
-    till = Till()
-    taken = sum(till.ask(s / 10, requests_per_minute=30) is None for s in range(36_000))
-    assert 30 * 60 <= taken <= 30 * 60 + 30
+    limited = LimitedAccounts()
+    num_accepted = sum(
+        limited.request(s / 10, requests_per_minute=30) is None for s in range(36_000)
+    )
+    assert 30 * 60 <= num_accepted <= 30 * 60 + 30
 
 
 def test_a_prompt_larger_than_the_limit_runs_and_the_next_one_waits():
-    till = Till()
-    assert till.ask(0.0, tokens=600, tokens_per_minute=100) is None
-    assert till.ask(0.0, tokens_per_minute=100) == 301.0  # 501 tokens at 100 a minute
-    assert till.ask(300.0, tokens_per_minute=100) == 1.0
-    assert till.ask(301.0, tokens_per_minute=100) is None
+    limited = LimitedAccounts()
+    assert limited.request(0.0, tokens=600, tokens_per_minute=100) is None
+    assert limited.request(0.0, tokens_per_minute=100) == 301.0  # 501 tokens at 100 a minute
+    assert limited.request(300.0, tokens_per_minute=100) == 1.0
+    assert limited.request(301.0, tokens_per_minute=100) is None
 
 
 def test_a_new_limit_holds_from_the_next_request_on():
-    till = Till()
-    assert till.ask(0.0, requests_per_minute=1) is None
-    assert till.ask(0.0, requests_per_minute=1) is not None
-    assert till.ask(0.0, requests_per_minute=2) is None
-    assert till.ask(0.0) is None, "no limit"
+    limited = LimitedAccounts()
+    assert limited.request(0.0, requests_per_minute=1) is None
+    assert limited.request(0.0, requests_per_minute=1) is not None
+    assert limited.request(0.0, requests_per_minute=2) is None
+    assert limited.request(0.0) is None, "no limit"
 
 
 def test_accounts_with_full_buckets_are_forgotten(monkeypatch: pytest.MonkeyPatch):
@@ -79,7 +86,7 @@ def test_accounts_with_full_buckets_are_forgotten(monkeypatch: pytest.MonkeyPatc
 LIMITED_ALICE = Account(name="alice", concurrency=2)
 
 
-def code_of(reply: int | Refused) -> str | None:
+def error_code(reply: int | Refused) -> str | None:
     return reply.error.code if isinstance(reply, Refused) else None
 
 
@@ -88,7 +95,7 @@ def test_all_clients_of_the_engine_share_an_accounts_concurrency():
     first = bench.add([1, 2, 3], client=b"one", account=LIMITED_ALICE, max_tokens=4)
     bench.add([1, 2, 3], client=b"two", account=LIMITED_ALICE, max_tokens=4)
     refused = bench.refusal([1, 2, 3], client=b"two", account=LIMITED_ALICE)
-    assert code_of(refused) == "rate_limit_exceeded"
+    assert error_code(refused) == "rate_limit_exceeded"
     assert refused.error.message.startswith("concurrency: this key already has 2 answers")
     bench.add([1, 2, 3], account=Account(name="bob", concurrency=1))
     bench.abort(first, client=b"one")
@@ -99,12 +106,12 @@ def test_a_request_with_a_refused_grammar_frees_its_concurrency():
     bench = Bench()
     one = Account(name="alice", concurrency=1)
     waiting = bench.add([1, 2], account=one, grammar=Lark(text="start: ("))
-    assert code_of(bench.ask([1, 2], account=one)) == "rate_limit_exceeded"
+    assert error_code(bench.ask([1, 2], account=one)) == "rate_limit_exceeded"
     assert isinstance(bench.compile()[waiting], Refused)
     bench.add([1, 2], account=one)
 
 
-def test_generated_tokens_are_charged_when_the_answer_ends():
+def test_generated_tokens_are_charged():
     bench = Bench()
     account = Account(name="alice", tokens_per_minute=12)
     bench.add([1, 2, 3], account=account, max_tokens=20, ignore_eos=True)
@@ -112,7 +119,7 @@ def test_generated_tokens_are_charged_when_the_answer_ends():
     bench.run()
     refused = bench.refusal([1, 2, 3], account=account)
     assert refused.error.message.startswith("tokens_per_minute: this key has used up its 12 ")
-    assert refused.error.retry_after_s == 175.0  # 46 were used, 12 were there: 35 until one is
+    assert refused.error.retry_after_s == 175.0  # 46 of 12 were used: 35 must be refilled
     bench.tick(175.0)
     bench.add([1, 2, 3], account=account)
 
@@ -123,7 +130,7 @@ def test_an_answer_of_many_choices_is_one_request():
     for _ in range(2):
         for place in range(3):
             bench.add([1, 2], account=account, is_first=place == 0)
-    assert code_of(bench.ask([1, 2], account=account)) == "rate_limit_exceeded"
+    assert error_code(bench.ask([1, 2], account=account)) == "rate_limit_exceeded"
 
 
 def test_a_keys_max_len_bounds_its_requests():
@@ -137,7 +144,7 @@ def test_a_keys_max_len_bounds_its_requests():
     assert len(bench.tokens(number)) == 5
 
 
-# ---- refusals that hold for a moment
+# ---- cached refusals
 ALICE, BOB = Account(name="alice"), Account(name="bob")
 FULL = Overloaded("full", retry_after_s=3, stands_s=0.2)
 MOST = QueueLoad(requests=100, tokens=6400)
@@ -150,37 +157,39 @@ def refusal_of(num_tokens: int, waiting: QueueLoad, *, rate: float = 1000.0) -> 
 
 
 def test_a_cached_refusal_holds_for_its_account_and_its_time() -> None:
-    standing = RefusalCache()
-    standing.add(ALICE, FULL, now=10.0)
-    found = standing.get(ALICE, now=10.19)
+    cache = RefusalCache()
+    cache.add(ALICE, FULL, now=10.0)
+    found = cache.get(ALICE, now=10.19)
     assert isinstance(found, Overloaded)
     assert found.info() == FULL.info()
     assert found is not FULL
-    assert standing.get(ALICE, now=10.1) is not found  # raising it adds a traceback to it
-    assert standing.get(BOB, now=10.1) is None
-    assert standing.get(None, now=10.1) is None
-    assert standing.get(ALICE, now=10.2) is None
+    assert (
+        cache.get(ALICE, now=10.1) is not found
+    )  # a new object: raising an error adds a traceback to it
+    assert cache.get(BOB, now=10.1) is None
+    assert cache.get(None, now=10.1) is None
+    assert cache.get(ALICE, now=10.2) is None
 
 
 def test_requests_without_an_account_share_a_cached_refusal() -> None:
-    standing = RefusalCache()
-    standing.add(None, FULL, now=0.0)
-    assert standing.get(None, now=0.1) is not None
+    cache = RefusalCache()
+    cache.add(None, FULL, now=0.0)
+    assert cache.get(None, now=0.1) is not None
 
 
 @pytest.mark.parametrize("refusal", [Overloaded("full"), ContextTooLong("too long")])
 def test_a_refusal_that_depends_on_the_request_is_not_cached(refusal: ServingError) -> None:
-    standing = RefusalCache()
-    standing.add(ALICE, refusal, now=0.0)
-    assert standing.get(ALICE, now=0.0) is None
+    cache = RefusalCache()
+    cache.add(ALICE, refusal, now=0.0)
+    assert cache.get(ALICE, now=0.0) is None
 
 
 def test_the_refusal_cache_is_bounded() -> None:
-    standing = RefusalCache()
+    cache = RefusalCache()
     for place in range(3 * MAX_ENTRIES):
-        standing.add(Account(name=f"a{place}"), FULL, now=float(place))
-    assert len(standing) <= MAX_ENTRIES
-    assert standing.get(Account(name=f"a{place}"), now=place + 0.1) is not None
+        cache.add(Account(name=f"a{place}"), FULL, now=float(place))
+    assert len(cache) <= MAX_ENTRIES
+    assert cache.get(Account(name=f"a{place}"), now=place + 0.1) is not None
 
 
 def test_a_refusal_from_a_queue_full_of_requests_is_cacheable() -> None:
@@ -194,7 +203,7 @@ def test_a_refusal_from_a_queue_full_of_tokens_is_cacheable_if_no_small_prompt_f
 
 
 def test_a_refusal_holds_while_a_twentieth_of_the_queue_leaves() -> None:
-    assert repeat_s(2000, 1000.0) == 0.1  # a twentieth of it, at that speed
+    assert repeat_s(2000, 1000.0) == 0.1  # the queue takes 2 s; a twentieth of that
     assert repeat_s(10**6, 1000.0) == MAX_REPEAT_S
     assert repeat_s(2000, 0.0) == 0  # unknown
 

@@ -1,4 +1,4 @@
-"""The clients of an engine, and when it drops one."""
+"""The registry of an engine's clients, and the reasons to drop a client."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine_core.clients import (
 ONE, TWO = b"one", b"two"
 
 
-def greeted(*clients: bytes, lease_s: float = 60.0) -> Clients:
+def connected(*clients: bytes, lease_s: float = 60.0) -> Clients:
     found = Clients(lease_s)
     for client in clients:
         found.add(client, 0.0, client.decode())
@@ -22,7 +22,7 @@ def greeted(*clients: bytes, lease_s: float = 60.0) -> Clients:
 
 
 def test_a_silent_client_is_probed_once_a_second() -> None:
-    clients = greeted(ONE, TWO)
+    clients = connected(ONE, TWO)
     clients.on_message(TWO, 5.0)
     assert clients.due_probes(1.0) == []
     assert clients.due_probes(5.0) == [ONE]
@@ -33,7 +33,7 @@ def test_a_silent_client_is_probed_once_a_second() -> None:
 
 
 def test_a_client_is_dropped_when_its_lease_is_over() -> None:
-    clients = greeted(ONE, TWO)
+    clients = connected(ONE, TWO)
     clients.on_message(TWO, 30.0)
     assert clients.expire(60.0) == []
     assert clients.expire(61.0) == [ONE]
@@ -41,7 +41,7 @@ def test_a_client_is_dropped_when_its_lease_is_over() -> None:
 
 
 def test_messages_that_a_client_has_read_do_not_count_as_unread() -> None:
-    clients = greeted(ONE)
+    clients = connected(ONE)
     for _ in range(10):
         clients.on_sent(ONE, MAX_UNREAD_BYTES)
         assert clients.find_unread(ONE, 1.0) is None
@@ -51,14 +51,14 @@ def test_messages_that_a_client_has_read_do_not_count_as_unread() -> None:
 
 
 def test_a_client_cannot_report_more_bytes_read_than_sent() -> None:
-    clients = greeted(ONE)
+    clients = connected(ONE)
     clients.on_read(ONE, 1 << 60, 1.0)
     clients.on_sent(ONE, MAX_UNREAD_BYTES + 1)
     assert clients.find_unread(ONE, 1.0) == ONE
 
 
 def test_unread_messages_still_count_after_a_second_hello() -> None:
-    clients = greeted(ONE)
+    clients = connected(ONE)
     clients.on_sent(ONE, MAX_UNREAD_BYTES + 1)
     clients.add(ONE, 1.0, "again")
     assert clients.find_unread(ONE, 1.0) == ONE
@@ -69,9 +69,12 @@ MANY = [str(number).encode() for number in range(16)]
 SHARE = MAX_TOTAL_UNREAD_BYTES // len(MANY)
 
 
-def sharing(extra: int = 0) -> Clients:
-    """Return 16 clients at the bound of all together, whose sixth has left a little more."""
-    clients = greeted(*MANY)
+def clients_at_the_limit(extra: int = 0) -> Clients:
+    """Return 16 clients that together have MAX_TOTAL_UNREAD_BYTES plus `extra` bytes unread.
+
+    The sixth has the most unread bytes.
+    """
+    clients = connected(*MANY)
     for client in MANY:
         clients.on_sent(client, SHARE)
     clients.on_read(MANY[0], 100, 0.0)
@@ -80,7 +83,7 @@ def sharing(extra: int = 0) -> Clients:
 
 
 def test_the_client_with_the_most_unread_bytes_is_dropped_when_all_have_too_many() -> None:
-    clients = sharing()
+    clients = clients_at_the_limit()
     assert clients.unread_bytes == MAX_TOTAL_UNREAD_BYTES
     assert clients.find_unread(ONE, 1.0) is None
     clients.on_sent(MANY[3], 1)
@@ -90,7 +93,7 @@ def test_the_client_with_the_most_unread_bytes_is_dropped_when_all_have_too_many
 
 
 def test_a_stalled_client_is_dropped_before_one_that_reads_and_has_more_unread() -> None:
-    clients = sharing(SHARE)
+    clients = clients_at_the_limit(SHARE)
     now = 1.0 + STALLED_S
     clients.on_read(MANY[5], 1, now)
     for client in MANY[1:4]:
@@ -100,15 +103,15 @@ def test_a_stalled_client_is_dropped_before_one_that_reads_and_has_more_unread()
     assert clients.find_unread(ONE, now + STALLED_S + 1.0) == MANY[5]
 
 
-def test_the_sum_of_unread_bytes_follows_each_client_that_is_sent_reads_and_leaves() -> None:
-    clients = greeted(ONE, TWO)
+def test_the_sum_of_unread_bytes_follows_clients_that_read_and_leave() -> None:
+    clients = connected(ONE, TWO)
     clients.on_sent(ONE, 5)
     clients.on_sent(TWO, 7)
-    clients.on_sent(b"stranger", 100)
+    clients.on_sent(b"unknown", 100)
     assert clients.unread_bytes == 12
     clients.on_read(ONE, 4, 1.0)
     clients.on_read(ONE, 3, 1.0)  # an old report
-    clients.on_read(b"stranger", 100, 1.0)
+    clients.on_read(b"unknown", 100, 1.0)
     assert clients.unread_bytes == 8
     clients.add(ONE, 1.0, "again")
     assert clients.unread_bytes == 8
@@ -120,7 +123,7 @@ def test_the_sum_of_unread_bytes_follows_each_client_that_is_sent_reads_and_leav
 
 
 def test_a_client_that_does_not_read_is_ignored_for_a_while() -> None:
-    clients = greeted(ONE)
+    clients = connected(ONE)
     clients.ignore(ONE, 1.0)
     assert ONE not in clients
     assert clients.is_ignored(ONE, IGNORED_S)
@@ -129,15 +132,15 @@ def test_a_client_that_does_not_read_is_ignored_for_a_while() -> None:
 
 
 def test_the_number_of_ignored_clients_is_bounded() -> None:
-    clients = greeted()
+    clients = connected()
     for number in range(MAX_IGNORED + 1):
         clients.ignore(str(number).encode(), 0.0)
     assert not clients.is_ignored(b"0", 1.0)
     assert clients.is_ignored(b"1", 1.0)
 
 
-def test_nothing_is_remembered_of_a_stranger() -> None:
-    clients = greeted()
+def test_nothing_is_stored_for_an_unknown_client() -> None:
+    clients = connected()
     clients.on_message(ONE, 1.0)
     clients.on_sent(ONE, MAX_UNREAD_BYTES + 1)
     clients.on_read(ONE, 5, 1.0)

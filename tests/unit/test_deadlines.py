@@ -1,4 +1,4 @@
-"""Time: the deadlines of requests, where their time went, and when their resources are free."""
+"""Deadlines of requests, the times of their stages, and the report of freed resources."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def error_of(output: Output) -> ErrorInfo:
 
 
 def a_busy_bench() -> Bench:
-    """One slot, and it is taken for a long time."""
+    """Return a bench whose only slot is taken for a long time."""
     bench = Bench(max_slots=1)
     bench.tick(100.0)
     bench.add([1, 2, 3], max_tokens=150, ignore_eos=True)
@@ -115,9 +115,13 @@ def test_a_request_that_cannot_start_in_time_is_refused_at_once() -> None:
     assert refused.error.retry_after_s == 3.0  # about half of it
     bench.add([5] * 4, queue_timeout_s=6.0)
     bench.refusal([5] * 4, timeout_s=4.0)
-    assert bench.add([5] * 4, queue_timeout_s=4.0, priority=-1000), "it goes first"
+    assert bench.add([5] * 4, queue_timeout_s=4.0, priority=-1000), (
+        "a request with a higher priority goes first"
+    )
     bob = Account(name="bob")
-    assert bench.add([5] * 4, queue_timeout_s=4.0, account=bob), "so does he"
+    assert bench.add([5] * 4, queue_timeout_s=4.0, account=bob), (
+        "an account that was served less goes first"
+    )
 
 
 def test_without_a_measured_rate_no_request_is_refused_for_its_timeout() -> None:
@@ -137,7 +141,7 @@ def test_the_queue_rate_is_measured_while_requests_wait() -> None:
     assert bench.engine.throughput.queue_per_s == pytest.approx(500, rel=0.1)
 
 
-def watched(order: int, start_deadline: float, deadline: float) -> Request:
+def request_with_deadlines(order: int, start_deadline: float, deadline: float) -> Request:
     message = Generate(request=order, prompt=Int32.of([1]))
     request = new_request(
         CLIENT, message, [1], order, lambda: 0, a_card(), Bench().limits, EngineClock()
@@ -146,41 +150,41 @@ def watched(order: int, start_deadline: float, deadline: float) -> Request:
     return request
 
 
-def test_deadlines_are_due_in_order_although_requests_leave() -> None:
+def test_late_requests_are_found_in_order_after_others_were_removed() -> None:
     rng = random.Random(1)
-    book, left = Deadlines(), {}
+    tracked, left = Deadlines(), {}
     for order in range(300):
-        request = watched(order, rng.uniform(0, 100), rng.uniform(0, 100))
-        book.add(request)
-        book.add(request)
+        request = request_with_deadlines(order, rng.uniform(0, 100), rng.uniform(0, 100))
+        tracked.add(request)
+        tracked.add(request)
         left[request] = min(request.start_deadline, request.deadline)
     for request in rng.sample(list(left), 100):
-        book.remove(request)
+        tracked.remove(request)
         del left[request]
-    told: list[Request] = []
+    found: list[Request] = []
     for now in range(0, 101, 5):
-        late = book.pop_late(now)
+        late = tracked.pop_late(now)
         assert all(left[request] <= now for request in late)
-        told += late
-        assert book.next_at > now
-    assert sorted(told, key=lambda r: r.order) == sorted(left, key=lambda r: r.order)
+        found += late
+        assert tracked.next_at > now
+    assert sorted(found, key=lambda r: r.order) == sorted(left, key=lambda r: r.order)
 
 
 def test_a_request_that_has_ended_is_not_kept_by_its_deadline(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(deadlines, "STALE_SLACK", 10)
-    book = Deadlines()
+    tracked = Deadlines()
     for order in range(1000):
-        request = watched(order, float("inf"), 600.0)
-        book.add(request)
-        book.remove(request)
-    assert len(book) <= 11
+        request = request_with_deadlines(order, float("inf"), 600.0)
+        tracked.add(request)
+        tracked.remove(request)
+    assert len(tracked) <= 11
 
 
-# ---- where a request's time went
+# ---- the times of a request's stages
 class Timed:
-    """A bench whose clock goes on by one second with each step, and by `wait`."""
+    """A bench with a clock. Each step takes one second, and `wait` lets more time pass."""
 
     def __init__(self, **options: Any) -> None:
         self.bench = Bench(**options)
@@ -191,7 +195,7 @@ class Timed:
         self.bench.tick(self.now)
 
     def step(self) -> None:
-        """Planned now, committed a second later."""
+        """Plan a step now, and commit it a second later."""
         assert self.bench.plan() is not None
         self.wait(1)
         self.bench.finish()
@@ -203,12 +207,12 @@ class Timed:
 
     def times(self, number: int) -> Times:
         """Return the last reported times."""
-        told = [output.usage for output in self.bench.news[CLIENT, number] if output.usage]
-        assert told[-1].times is not None
-        return told[-1].times
+        usages = [output.usage for output in self.bench.news[CLIENT, number] if output.usage]
+        assert usages[-1].times is not None
+        return usages[-1].times
 
 
-def in_all(times: Times) -> float:
+def total_s(times: Times) -> float:
     return sum(msgspec.structs.asdict(times).values())
 
 
@@ -224,8 +228,8 @@ def test_times_are_sent_with_the_first_token_and_with_the_end() -> None:
     timed = Timed()
     number = timed.bench.add([5] * 6, max_tokens=3, ignore_eos=True)
     timed.run()
-    told = [output.usage and output.usage.times for output in timed.bench.news[CLIENT, number]]
-    assert told == [Times(prefill_s=1), None, Times(prefill_s=1, decode_s=2)]
+    reported = [output.usage and output.usage.times for output in timed.bench.news[CLIENT, number]]
+    assert reported == [Times(prefill_s=1), None, Times(prefill_s=1, decode_s=2)]
 
 
 def test_an_answer_of_one_token_has_not_decoded() -> None:
@@ -257,12 +261,12 @@ def test_the_times_of_preempted_requests_add_up() -> None:
             if news and news[-1].finish and number not in ended:
                 ended[number] = timed.now
     for number, at in ended.items():
-        assert in_all(timed.times(number)) == at
+        assert total_s(timed.times(number)) == at
     assert any(timed.times(number).preempted_s for number in ended)
     assert all(timed.times(number).prefill_s == 1 for number in ended)
 
 
-def test_a_waiting_request_is_free_as_soon_as_it_is_aborted() -> None:
+def test_an_aborted_waiting_request_is_reported_as_freed_at_once() -> None:
     bench = Bench(max_slots=1)
     _, second = bench.add([1] * 6), bench.add([2] * 6)
     bench.plan()
@@ -270,7 +274,7 @@ def test_a_waiting_request_is_free_as_soon_as_it_is_aborted() -> None:
     assert bench.engine.freed == {CLIENT: [second]}
 
 
-def test_a_request_in_flight_is_free_after_its_step_has_committed() -> None:
+def test_an_aborted_request_in_flight_is_reported_as_freed_after_its_step() -> None:
     bench = Bench()
     number = bench.add([1] * 6, max_tokens=50, ignore_eos=True)
     bench.plan()

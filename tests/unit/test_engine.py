@@ -1,6 +1,4 @@
-"""The engine as a specification: who computes what, who waits, who yields, how each request
-ends.
-"""
+"""Specification of the engine: scheduling, preemption, the prefix cache, and ends of requests."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from protocol.steps import Logprobs, StepResult
 from tests.support.engines import CLIENT, EOS, Bench, a_card, answer
 
 
-def test_an_answer_is_what_the_model_says_and_ends_once() -> None:
+def test_an_answer_has_the_models_tokens_and_ends_once() -> None:
     bench = Bench()
     number = bench.add([5, 6, 7], max_tokens=10, ignore_eos=True)
     bench.run()
@@ -27,7 +25,7 @@ def test_an_answer_is_what_the_model_says_and_ends_once() -> None:
     assert [output.finish for output in bench.news[CLIENT, number]].count(None) == 9
 
 
-def test_a_stop_token_ends_the_answer_and_is_named() -> None:
+def test_a_stop_token_ends_the_answer_and_is_reported() -> None:
     bench = Bench()
     expected = answer([5, 6, 7], 190)
     assert expected[-1] == EOS, "choose another prompt: this one's answer has no end"
@@ -59,7 +57,7 @@ def test_an_older_long_prompt_does_not_stall_a_younger_stream() -> None:
     assert bench.step() == {0: 1, 1: 1, 2: 6}
 
 
-def test_a_label_ends_every_request_that_has_it_and_no_other() -> None:
+def test_an_abort_by_label_ends_every_request_with_the_label_and_no_other() -> None:
     bench = Bench()
     mine = bench.add([5, 6], labels=["a", "chat-a"], ignore_eos=True)
     theirs = bench.add([5, 6, 7], client=b"other", labels=["chat-a"], ignore_eos=True)
@@ -74,7 +72,7 @@ def test_a_label_ends_every_request_that_has_it_and_no_other() -> None:
     assert bench.abort_named("b") == {"b": False}
 
 
-def test_a_label_ends_a_request_in_flight_or_waiting_and_it_holds_nothing_after() -> None:
+def test_an_abort_by_label_frees_requests_in_flight_and_waiting() -> None:
     bench = Bench(max_slots=1)
     running = bench.add([5, 6], labels=["x"], ignore_eos=True)
     waiting = bench.add([7, 8], labels=["x"], ignore_eos=True)
@@ -108,7 +106,7 @@ def test_the_last_token_is_computed_even_when_everything_is_cached() -> None:
     assert bench.step() == {0: 4}
 
 
-def test_nothing_is_found_in_another_namespace_or_with_the_cache_off() -> None:
+def test_no_block_is_found_in_another_namespace_or_without_the_cache() -> None:
     for prefix_cache, namespace in ((True, "other"), (False, "")):
         bench = Bench(prefix_cache=prefix_cache)
         bench.add([3] * 16, max_tokens=1)
@@ -138,7 +136,7 @@ def test_every_fresh_block_is_zeroed_and_shared_ones_are_not() -> None:
     bench.finish()
 
 
-def test_when_blocks_run_out_the_youngest_yields_and_loses_nothing() -> None:
+def test_the_youngest_request_is_preempted_and_loses_no_tokens() -> None:
     bench = Bench(num_blocks=11, max_slots=4, max_len=40)
     prompts = [[10 + i] * 8 for i in range(3)]
     numbers = [bench.add(prompt, max_tokens=20, ignore_eos=True) for prompt in prompts]
@@ -150,7 +148,7 @@ def test_when_blocks_run_out_the_youngest_yields_and_loses_nothing() -> None:
     assert preemptions[2] > 0
 
 
-def test_a_preempted_request_comes_back_before_younger_ones() -> None:
+def test_a_preempted_request_resumes_before_younger_ones() -> None:
     bench = Bench(num_blocks=7, max_slots=4, max_len=24)
     first = bench.add([1] * 8, max_tokens=12, ignore_eos=True)
     second = bench.add([2] * 8, max_tokens=12, ignore_eos=True)
@@ -184,7 +182,7 @@ def test_no_more_requests_run_than_the_budget_has_tokens() -> None:
     assert bench.step() == {0: 1, 1: 1}
 
 
-def test_an_abort_between_steps_gives_everything_back_at_once() -> None:
+def test_an_abort_between_steps_frees_everything_at_once() -> None:
     bench = Bench()
     number = bench.add([1] * 10)
     bench.step()
@@ -208,7 +206,7 @@ def test_an_abort_in_flight_keeps_the_blocks_until_the_step_has_committed() -> N
     assert bench.tokens(other) == answer([2] * 4, 1, ignore_eos=True)
 
 
-def test_an_abort_of_a_request_that_is_not_open_is_no_error() -> None:
+def test_an_abort_of_a_request_that_is_not_open_is_ignored() -> None:
     bench = Bench()
     bench.abort(99)
     number = bench.add([1], max_tokens=1)
@@ -217,7 +215,7 @@ def test_an_abort_of_a_request_that_is_not_open_is_no_error() -> None:
     assert bench.end(number).finish == "length"
 
 
-def test_a_client_that_is_gone_leaves_nothing_behind() -> None:
+def test_a_lost_clients_requests_are_freed() -> None:
     bench = Bench()
     for _ in range(3):
         bench.add([1] * 10, client=b"gone")
@@ -238,20 +236,19 @@ def test_a_request_for_its_prompt_only_ends_without_a_token() -> None:
 
 @pytest.mark.parametrize("max_tokens", [0, 1, 3])
 def test_prompt_logprobs_are_sent_once_with_the_first_output(max_tokens: int) -> None:
-    """Also where the first news is the end, and where the prompt was computed in chunks."""
+    """This also holds if the first output is the last one. The prompt is computed in chunks."""
     bench = Bench(token_budget=8)
     number = bench.add([1] * 20, max_tokens=max_tokens, prompt_logprobs=0, ignore_eos=True)
     while (plan := bench.plan()) is not None:
         result = bench.worker.execute(plan)
         start, count = plan.row_starts.tolist()[0], plan.row_tokens.tolist()[0]
         scored = max(min(start + count, 19) - start, 0)
-        told = msgspec.structs.replace(result, prompt_logprobs=some_logprobs(scored))
-        bench.commit(told)
+        bench.commit(msgspec.structs.replace(result, prompt_logprobs=some_logprobs(scored)))
     counts = [len(output.prompt_logprobs) for output in bench.news[CLIENT, number]]
     assert counts == [19] + [0] * (len(counts) - 1)
 
 
-def test_an_answer_ends_where_the_context_does() -> None:
+def test_an_answer_ends_at_the_context_length() -> None:
     bench = Bench(max_len=12)
     number = bench.add([1] * 10, ignore_eos=True)
     bench.run()
@@ -269,7 +266,7 @@ def test_an_answer_ends_where_the_context_does() -> None:
         ([1], {"logit_bias": {500: 1.0}}, "invalid_request", "logit_bias.500"),
     ],
 )
-def test_a_request_that_can_never_run_is_refused_by_name(
+def test_a_request_that_can_never_run_is_refused_with_the_field(
     prompt: list[int], params: dict[str, Any], code: str, param: str
 ) -> None:
     error = Bench().refusal(prompt, **params).error
@@ -288,7 +285,7 @@ def test_a_full_queue_returns_retry_after() -> None:
     assert (refused.error.retry_after_s or 0) >= 1
 
 
-def test_the_queue_is_bounded_in_tokens_but_one_long_prompt_may_wait_alone() -> None:
+def test_the_queue_is_bounded_in_tokens_but_a_long_prompt_may_wait_alone() -> None:
     bench = Bench(max_waiting_tokens=50)
     bench.add([1] * 100)
     bench.refusal([1])
@@ -311,8 +308,8 @@ def test_a_row_with_non_finite_logits_fails_alone() -> None:
     plan = bench.plan()
     assert plan is not None
     result = bench.worker.execute(plan)
-    spoilt = StepResult(step=result.step, tokens=result.tokens, failed=Int32.of([0]))
-    bench.commit(spoilt)
+    failed = StepResult(step=result.step, tokens=result.tokens, failed=Int32.of([0]))
+    bench.commit(failed)
     bench.run()
     error = bench.end(bad).error
     assert error.code == "step_failed"
@@ -358,7 +355,7 @@ def has_ended(bench: Bench, number: int) -> bool:
 
 
 def some_logprobs(count: int) -> Logprobs:
-    """Of `count` prompt tokens of row 0."""
+    """Return logprobs of `count` prompt tokens of row 0."""
     return Logprobs(
         rows=Int32.of([0] * count),
         counts=Int32.of([0] * count),
@@ -404,7 +401,9 @@ def test_a_request_without_labels_is_aborted_by_the_name_in_its_status_row() -> 
     labelled = bench.add([5, 6], client=b"\x01\x02", labels=["x"], ignore_eos=True)
     assert bench.engine.names == ["0102.1", "x"]
     strange = ["0102.3", "0102.", ".1", "zz.1", "012.1", "0102.x", "0102.٣", "0102." + "9" * 5000]
-    assert not any(bench.abort_named("0102.2", *strange).values()), "of one that has a label, too"
+    assert not any(bench.abort_named("0102.2", *strange).values()), (
+        "a request with a label has no other name"
+    )
     assert bench.abort_named("0102.1") == {"0102.1": True}
     assert bench.end(number, b"\x01\x02").finish == "abort"
     assert not bench.news[b"\x01\x02", labelled]

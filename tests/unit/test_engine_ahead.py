@@ -1,4 +1,4 @@
-"""Plans that go out before the one before them has come back."""
+"""Steps that are planned before the previous step has committed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def ahead(**options: object) -> Bench:
     return Bench(steps_in_flight=2, **options)  # type: ignore[arg-type]
 
 
-def test_the_next_step_is_planned_while_a_token_is_on_its_way() -> None:
+def test_the_next_step_is_planned_while_a_token_is_in_flight() -> None:
     bench = ahead()
     number = bench.add([1, 2, 3], max_tokens=5, ignore_eos=True)
     first, second = bench.plan(), bench.plan()
@@ -33,7 +33,7 @@ def test_a_full_answer_is_not_computed_beyond_its_end() -> None:
     assert bench.end(number).finish == "length"
 
 
-def test_a_prompt_alone_is_computed_in_chunks_ahead_and_then_ends() -> None:
+def test_a_request_for_its_prompt_only_is_planned_ahead_in_chunks() -> None:
     bench = ahead(token_budget=4)
     number = bench.add([1] * 10, max_tokens=0)
     bench.run()
@@ -41,7 +41,7 @@ def test_a_prompt_alone_is_computed_in_chunks_ahead_and_then_ends() -> None:
     assert (bench.end(number).finish, bench.tokens(number)) == ("length", [])
 
 
-def test_tokens_computed_after_an_end_are_dropped_and_their_blocks_wait() -> None:
+def test_tokens_after_the_end_are_dropped_and_their_blocks_stay_until_the_commit() -> None:
     bench = ahead(num_blocks=11)
     pairs = ([first, second] for first in range(97) for second in range(97))
     prompt = next(pair for pair in pairs if answer(pair, 1) == [EOS])
@@ -50,7 +50,7 @@ def test_tokens_computed_after_an_end_are_dropped_and_their_blocks_wait() -> Non
     bench.plan()
     bench.finish()
     assert (bench.end(number).finish, bench.tokens(number)) == ("stop", [EOS])
-    assert bench.engine.stats().free_blocks < 10, "a step that is out still writes to them"
+    assert bench.engine.stats().free_blocks < 10, "a step in flight still writes to them"
     assert not bench.engine.is_idle
     bench.finish()
     assert bench.engine.stats().free_blocks == 10
@@ -85,12 +85,12 @@ def test_masks_follow_the_commit_that_they_depend_on() -> None:
     bench.compile()
     first, second = bench.plan(), bench.plan()
     assert bench.masks.step == first.step
-    assert bench.engine.masks() is None, "the second step's are not known yet"
+    assert bench.engine.masks() is None, "the masks of the second step are not known yet"
     bench.finish()
     assert bench.masks.step == second.step
 
 
-def test_a_step_behind_a_complete_answer_has_masks_all_the_same() -> None:
+def test_a_step_planned_past_the_end_of_an_answer_still_has_masks() -> None:
     bench = ahead()
     bound = bench.add([1], grammar=ChoiceGrammar(choices=["a"]), max_tokens=10)
     free = bench.add([2], max_tokens=3, ignore_eos=True)

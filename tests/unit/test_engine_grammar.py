@@ -1,4 +1,4 @@
-"""The engine and grammars: which requests wait, which tokens a step allows, how answers end."""
+"""Grammars in the engine: requests that wait for them, masks of a step, and ends of answers."""
 
 from __future__ import annotations
 
@@ -23,26 +23,28 @@ WORD = Regex(pattern="[ab]{3,9}c")
 PROMPT = [5, 6, 7]
 
 
-def asked(bench: Bench, *prompts: list[int], grammar: Any = WORD, **params: Any) -> list[int]:
-    """Requests with one grammar, compiled and accepted."""
+def add_compiled(
+    bench: Bench, *prompts: list[int], grammar: Any = WORD, **params: Any
+) -> list[int]:
+    """Add requests with one grammar, and compile it. Return their numbers."""
     numbers = [bench.add(prompt, grammar=grammar, **params) for prompt in prompts or (PROMPT,)]
     while bench.jobs:
         bench.compile()
     return numbers
 
 
-def said(bench: Bench, number: int) -> str:
+def answer_text(bench: Bench, number: int) -> str:
     return text_of(bench.tokens(number))
 
 
-# ---- accepted when compiled
+# ---- requests that wait for a grammar
 def test_a_request_is_accepted_when_its_grammar_is_compiled_and_not_before() -> None:
     bench = Bench()
     number = bench.add(PROMPT, grammar=WORD)
     assert bench.step() is None, "nothing may be computed yet"
     assert bench.compile() == {number: Accepted(request=number)}
     bench.run()
-    assert re.fullmatch("[ab]{3,9}c", said(bench, number))
+    assert re.fullmatch("[ab]{3,9}c", answer_text(bench, number))
 
 
 def test_other_requests_run_while_a_grammar_is_compiled() -> None:
@@ -62,7 +64,7 @@ def test_a_grammar_is_compiled_once_for_all_requests() -> None:
     late = bench.add(PROMPT, grammar=Regex(pattern=WORD.pattern))
     assert bench.jobs == []
     bench.run()
-    assert len({said(bench, number) for number in (*early, late)}) == 1
+    assert len({answer_text(bench, number) for number in (*early, late)}) == 1
 
 
 def test_a_bad_grammar_refuses_only_the_requests_that_use_it() -> None:
@@ -83,7 +85,7 @@ def test_a_bad_grammar_refuses_only_the_requests_that_use_it() -> None:
     assert bench.engine.is_idle
 
 
-def test_a_bad_grammar_is_compiled_anew_when_asked_for_again() -> None:
+def test_a_bad_grammar_is_compiled_again_for_the_next_request() -> None:
     bench = Bench()
     for _ in range(2):
         bench.add(PROMPT, grammar=Regex(pattern="["))
@@ -97,7 +99,7 @@ def test_a_grammar_out_of_bounds_is_refused_at_once() -> None:
     assert (reply.error.param, bench.jobs) == ("grammar", [])
 
 
-def test_an_abort_while_the_grammar_is_compiled_is_the_requests_one_end() -> None:
+def test_an_abort_during_the_compilation_is_the_requests_only_end() -> None:
     bench = Bench()
     number, other = bench.add(PROMPT, grammar=WORD), bench.add(PROMPT, grammar=WORD)
     bench.abort(number)
@@ -116,7 +118,7 @@ def test_a_lost_clients_pending_requests_are_dropped() -> None:
     assert bench.engine.is_idle
     assert bench.compile() == {}
     bench.add(PROMPT, grammar=WORD)
-    assert bench.jobs == [], "it was kept all the same"
+    assert bench.jobs == [], "the grammar was compiled and cached"
 
 
 def test_a_drain_waits_for_grammars() -> None:
@@ -142,7 +144,7 @@ def test_requests_that_wait_for_grammars_count_as_waiting() -> None:
 # ---- each step
 def test_a_step_without_grammars_has_the_bytes_of_an_engine_without_grammars() -> None:
     plain, other = Bench(), Bench()
-    other.abort(*asked(other))
+    other.abort(*add_compiled(other))
     streams = []
     for bench in (plain, other):
         bench.add([1, 2, 3, 4, 5], max_tokens=5, ignore_eos=True)
@@ -160,7 +162,7 @@ def test_a_step_without_grammars_has_the_bytes_of_an_engine_without_grammars() -
 def test_masks_are_for_the_constrained_rows_that_are_sampled() -> None:
     bench = Bench(token_budget=8, prefix_cache=False)
     free = bench.add([1], ignore_eos=True, max_tokens=9)
-    (bound,) = asked(bench, [2] * 10, max_tokens=4)
+    (bound,) = add_compiled(bench, [2] * 10, max_tokens=4)
     seen = []
     while (plan := bench.plan()) is not None:
         seen.append(
@@ -170,7 +172,7 @@ def test_masks_are_for_the_constrained_rows_that_are_sampled() -> None:
         bench.finish()
     assert seen[:4] == [([1, 0], None), ([1, 1], [1]), ([1, 1], [1]), ([1, 1], [1])]
     assert bench.end(free).finish == "length"
-    assert re.fullmatch("[ab]{4}", said(bench, bound))
+    assert re.fullmatch("[ab]{4}", answer_text(bench, bound))
 
 
 def test_many_constrained_answers_in_one_batch_keep_to_their_own_grammars() -> None:
@@ -181,62 +183,76 @@ def test_many_constrained_answers_in_one_batch_keep_to_their_own_grammars() -> N
         JsonSchema(text=schema(x={"enum": ["a", "b"]})),
         Lark(text='start: "<" start ">" | "."'),
     ]
-    numbers = [asked(bench, [3, n], grammar=g, seed=n)[0] for n, g in enumerate(grammars * 2)]
+    numbers = [
+        add_compiled(bench, [3, n], grammar=g, seed=n)[0] for n, g in enumerate(grammars * 2)
+    ]
     bench.run()
     patterns = ["[ab]{3,9}c", "yes|no", r'\{\s*"x"\s*:\s*"[ab]"\s*\}', r"<*\.>*"]
     for number, pattern in zip(numbers, patterns * 2, strict=True):
         assert bench.end(number).finish == "stop"
-        assert re.fullmatch(pattern, said(bench, number))
+        assert re.fullmatch(pattern, answer_text(bench, number))
 
 
 # ---- the end
-def test_a_complete_answer_ends_with_its_last_token_which_is_text() -> None:
+def test_a_complete_answer_ends_without_a_stop_token() -> None:
     bench = Bench()
-    (number,) = asked(bench, grammar=ChoiceGrammar(choices=["yes", "yea"]))
+    (number,) = add_compiled(bench, grammar=ChoiceGrammar(choices=["yes", "yea"]))
     bench.run()
     end = bench.end(number)
     assert (end.finish, end.stop_token) == ("stop", None)
-    assert said(bench, number) in ("yes", "yea")
+    assert answer_text(bench, number) in ("yes", "yea")
 
 
-def test_an_answer_that_may_go_on_ends_with_a_stop_token_that_is_named() -> None:
+def test_an_answer_that_could_continue_ends_with_a_reported_stop_token() -> None:
     bench = Bench()
-    numbers = asked(bench, *([n] for n in range(1, 30)), grammar=Regex(pattern="a+"), max_tokens=90)
+    numbers = add_compiled(
+        bench, *([n] for n in range(1, 30)), grammar=Regex(pattern="a+"), max_tokens=90
+    )
     bench.run()
     ends = [bench.end(number) for number in numbers]
     assert {(end.finish, end.stop_token) for end in ends} == {("stop", EOS)}
     for number in numbers:
-        assert re.fullmatch("a+", said(bench, number))
+        assert re.fullmatch("a+", answer_text(bench, number))
 
 
-def test_ignore_eos_does_not_make_a_complete_answer_go_on() -> None:
+def test_ignore_eos_does_not_continue_a_complete_answer() -> None:
     bench = Bench()
-    (fixed,) = asked(bench, grammar=ChoiceGrammar(choices=["yes"]), ignore_eos=True)
-    numbers = asked(
+    (fixed,) = add_compiled(bench, grammar=ChoiceGrammar(choices=["yes"]), ignore_eos=True)
+    numbers = add_compiled(
         bench, *([n] for n in range(1, 9)), grammar=Regex(pattern="a+"), ignore_eos=True
     )
     bench.run()
-    assert said(bench, fixed) == "yes"
+    assert answer_text(bench, fixed) == "yes"
     for number in numbers:
         assert (bench.end(number).finish, bench.end(number).stop_token) == ("stop", EOS)
 
 
-def test_length_cuts_an_answer_that_is_not_complete() -> None:
+def test_max_tokens_cuts_an_incomplete_answer() -> None:
     bench = Bench()
-    cut, whole = asked(bench, [1], [1], grammar=ChoiceGrammar(choices=["yes"]), max_tokens=2)
+    cut, whole = add_compiled(bench, [1], [1], grammar=ChoiceGrammar(choices=["yes"]), max_tokens=2)
     bench.run()
-    assert (bench.end(cut).finish, said(bench, cut), said(bench, whole)) == ("length", "ye", "ye")
-    (exact,) = asked(bench, grammar=ChoiceGrammar(choices=["yes"]), max_tokens=3)
+    assert (bench.end(cut).finish, answer_text(bench, cut), answer_text(bench, whole)) == (
+        "length",
+        "ye",
+        "ye",
+    )
+    (exact,) = add_compiled(bench, grammar=ChoiceGrammar(choices=["yes"]), max_tokens=3)
     bench.run()
-    assert (bench.end(exact).finish, said(bench, exact)) == ("stop", "yes")
+    assert (bench.end(exact).finish, answer_text(bench, exact)) == ("stop", "yes")
 
 
 def test_a_users_stop_token_ends_a_constrained_answer_too() -> None:
     bench = Bench()
-    (number,) = asked(bench, grammar=ChoiceGrammar(choices=["yes"]), stop_token_ids=ids_of("e"))
+    (number,) = add_compiled(
+        bench, grammar=ChoiceGrammar(choices=["yes"]), stop_token_ids=ids_of("e")
+    )
     bench.run()
     end = bench.end(number)
-    assert (end.finish, end.stop_token, said(bench, number)) == ("stop", ids_of("e")[0], "ye")
+    assert (end.finish, end.stop_token, answer_text(bench, number)) == (
+        "stop",
+        ids_of("e")[0],
+        "ye",
+    )
 
 
 def test_an_answer_keeps_its_place_in_the_grammar_through_preemption() -> None:
@@ -245,27 +261,27 @@ def test_an_answer_keeps_its_place_in_the_grammar_through_preemption() -> None:
     prompts = [[n, n, n] for n in range(1, 5)]
     answers = []
     for bench in (crowded, roomy):
-        numbers = asked(bench, *prompts, grammar=Regex(pattern="([ab]c){6}d"))
+        numbers = add_compiled(bench, *prompts, grammar=Regex(pattern="([ab]c){6}d"))
         bench.run()
-        answers.append([said(bench, number) for number in numbers])
+        answers.append([answer_text(bench, number) for number in numbers])
     assert crowded.engine.stats().num_preemptions > 0
     assert answers[0] == answers[1]
     assert all(re.fullmatch("([ab]c){6}d", answer) for answer in answers[0])
 
 
-def test_a_grammar_that_turns_out_too_large_far_into_the_answer_is_the_requests_fault() -> None:
-    """Keys are free here, so no short walk finds the one that leads to the large part."""
+def test_a_grammar_found_too_large_within_the_answer_is_an_invalid_request() -> None:
+    """The keys are free, so the probe's short walks miss the key that leads to the large part."""
     large = {"type": "object", "properties": {f"n{i}": {"type": "string"} for i in range(2000)}}
     body = {"type": "object", "properties": {"far": large}}
     text = ids_of('{"far":{"')
     bench = Bench()
-    (number,) = asked(bench, grammar=JsonSchema(text=json.dumps(body)), max_tokens=100)
-    for wish in text:
+    (number,) = add_compiled(bench, grammar=JsonSchema(text=json.dumps(body)), max_tokens=100)
+    for token in text:
         plan = bench.plan()
         assert plan is not None
         result = bench.worker.execute(plan, bench.masks)
-        bench.worker.tokens[0][-1] = wish
-        steered = StepResult(step=result.step, tokens=Int32.of([wish]), failed=result.failed)
+        bench.worker.tokens[0][-1] = token
+        steered = StepResult(step=result.step, tokens=Int32.of([token]), failed=result.failed)
         bench.commit(steered)
         if bench.end(number).finish is not None:
             break
@@ -276,9 +292,9 @@ def test_a_grammar_that_turns_out_too_large_far_into_the_answer_is_the_requests_
     assert "max is" in end.error.message
 
 
-def test_a_token_that_the_grammar_does_not_admit_ends_that_request_alone() -> None:
+def test_a_token_outside_the_grammar_ends_only_its_own_request() -> None:
     bench = Bench()
-    bad, good = asked(bench, [1], [2])
+    bad, good = add_compiled(bench, [1], [2])
     plan = bench.plan()
     assert plan is not None
     result = bench.worker.execute(plan, bench.masks)
@@ -293,7 +309,7 @@ def test_a_token_that_the_grammar_does_not_admit_ends_that_request_alone() -> No
     assert (end.error.code, end.tokens) == ("step_failed", [])
     assert end.error.message.startswith("the grammar failed:")
     bench.run()
-    assert re.fullmatch("[ab]{3,9}c", said(bench, good))
+    assert re.fullmatch("[ab]{3,9}c", answer_text(bench, good))
 
 
 @pytest.mark.parametrize(
@@ -307,8 +323,8 @@ def test_a_row_without_possible_tokens_fails_alone_and_names_the_filters(
     params: dict[str, object], names: str
 ) -> None:
     bench = Bench()
-    (number,) = asked(bench, **params)
-    (other,) = asked(bench, [2, 3])
+    (number,) = add_compiled(bench, **params)
+    (other,) = add_compiled(bench, [2, 3])
     plan = bench.plan()
     assert plan is not None
     result = bench.worker.execute(plan, bench.masks)
@@ -320,9 +336,9 @@ def test_a_row_without_possible_tokens_fails_alone_and_names_the_filters(
     assert bench.news[CLIENT, other][-1].finish is None
 
 
-def test_a_grammar_that_failed_is_compiled_anew_for_the_next(monkeypatch) -> None:
+def test_a_grammar_that_failed_is_compiled_again_for_the_next_request(monkeypatch) -> None:
     bench = Bench()
-    asked(bench)
+    add_compiled(bench)
     monkeypatch.setattr(Matcher, "error", "lexer limit reached")
     bench.run()
     monkeypatch.undo()
@@ -333,45 +349,45 @@ def test_a_grammar_that_failed_is_compiled_anew_for_the_next(monkeypatch) -> Non
 def test_thinking_is_part_of_the_grammar() -> None:
     bench = Bench()
     thinking = Thinking(opens="(", closes=")")
-    numbers = asked(
+    numbers = add_compiled(
         bench,
         *([n] for n in range(1, 9)),
         grammar=Grammar(body=ChoiceGrammar(choices=["yes"]), thinking=thinking),
         max_tokens=190,
     )
     bench.run()
-    complete = [said(bench, n) for n in numbers if bench.end(n).finish == "stop"]
+    complete = [answer_text(bench, n) for n in numbers if bench.end(n).finish == "stop"]
     assert complete
     for answer in complete:
         assert re.fullmatch(r"(\([^)]*\)[ \n]*)+yes", answer)
 
 
-# ---- the book
+# ---- the cache
 def test_the_most_recently_used_grammars_are_kept() -> None:
-    book, template = GrammarCache(), echo_compiler().compile(Grammar(body=WORD))
+    cache, template = GrammarCache(), echo_compiler().compile(Grammar(body=WORD))
     grammars = [Grammar(body=Regex(pattern=f"a{n}")) for n in range(MAX_KEPT + 1)]
-    digests = [book.find(grammar)[0] for grammar in grammars]
+    digests = [cache.find(grammar)[0] for grammar in grammars]
     for digest in digests[:-1]:
-        book.on_grammar_compiled(CompiledGrammar(digest, template))
-    assert book.find(grammars[0])[1] is template
-    book.on_grammar_compiled(CompiledGrammar(digests[-1], template))
-    assert book.find(grammars[0])[1] is template
-    assert book.find(grammars[1])[1] is None
+        cache.on_grammar_compiled(CompiledGrammar(digest, template))
+    assert cache.find(grammars[0])[1] is template
+    cache.on_grammar_compiled(CompiledGrammar(digests[-1], template))
+    assert cache.find(grammars[0])[1] is template
+    assert cache.find(grammars[1])[1] is None
 
 
-def test_different_grammars_are_different_and_equal_ones_equal() -> None:
-    book = GrammarCache()
+def test_only_equal_grammars_have_equal_digests() -> None:
+    cache = GrammarCache()
     grammars = [
         Grammar(body=Regex(pattern="a")),
         Grammar(body=ChoiceGrammar(choices=["a"])),
         Grammar(body=Lark(text="a")),
         Grammar(body=Regex(pattern="a"), thinking=Thinking(opens="<", closes=">")),
     ]
-    assert len({book.find(grammar)[0] for grammar in grammars}) == 4
-    assert book.find(grammars[0])[0] == book.find(Grammar(body=Regex(pattern="a")))[0]
+    assert len({cache.find(grammar)[0] for grammar in grammars}) == 4
+    assert cache.find(grammars[0])[0] == cache.find(Grammar(body=Regex(pattern="a")))[0]
 
 
-def test_too_many_grammars_at_once_are_refused_but_not_those_already_on_their_way() -> None:
+def test_a_new_grammar_is_refused_while_too_many_are_being_compiled() -> None:
     bench = Bench(max_waiting=10_000)
     for n in range(MAX_PENDING):
         bench.add(PROMPT, grammar=Regex(pattern=f"a{{{n + 1}}}"))
@@ -382,9 +398,9 @@ def test_too_many_grammars_at_once_are_refused_but_not_those_already_on_their_wa
     bench.add(PROMPT, grammar=WORD)
 
 
-def test_a_plan_out_has_its_masks_whatever_ends_meanwhile() -> None:
+def test_a_plan_in_flight_keeps_its_masks_after_an_abort() -> None:
     bench = Bench()
-    first, second = asked(bench, [1], [2])
+    first, second = add_compiled(bench, [1], [2])
     plan = bench.engine.plan()
     assert isinstance(plan, StepPlan)
     bench.out.append(plan)

@@ -1,4 +1,4 @@
-"""What an engine keeps in its worker's tiers, and how it comes back: never computed twice."""
+"""Blocks in the worker's tiers: stored when published, and loaded instead of computed again."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def ask(engine: Bench, prompt: list[int] = PROMPT, max_tokens: int = 5, **option
 
 
 def evicted(*tiers: str, **options: Any) -> Bench:
-    """One that has answered PROMPT, and whose cache has no block of it any more."""
+    """Return a bench that has answered PROMPT, but whose prefix cache has no block of it."""
     engine = bench(*tiers, **options)
     ask(engine)
     engine.run()
@@ -42,7 +42,7 @@ def evicted(*tiers: str, **options: Any) -> Bench:
 
 
 def forget(engine: Bench) -> None:
-    """Fill the cache with other blocks, which the tiers do not report."""
+    """Fill the prefix cache with other blocks, so that those of PROMPT are evicted."""
     for name in ("this", "that"):
         ask(engine, OTHER, namespace=name)
         engine.run()
@@ -86,9 +86,9 @@ def test_evicted_blocks_are_loaded_and_not_computed() -> None:
     assert (stats.num_fetched_tokens, stats.free_blocks) == (88, stats.total_blocks)
 
 
-def test_only_what_is_not_in_the_cache_is_loaded() -> None:
+def test_only_blocks_that_are_not_cached_are_loaded() -> None:
     engine = evicted()
-    ask(engine, PROMPT[:6] + OTHER[:3])  # one block of it is in the cache again
+    ask(engine, PROMPT[:6] + OTHER[:3])  # one block of PROMPT is cached again
     engine.run()
     number = ask(engine)
     engine.plan()
@@ -103,7 +103,7 @@ def test_only_what_is_not_in_the_cache_is_loaded() -> None:
     assert engine.engine.stats().num_fetched_tokens == 84
 
 
-def test_a_prompt_that_ends_with_a_block_computes_its_last_one() -> None:
+def test_a_prompt_that_fills_its_last_block_computes_that_block() -> None:
     engine = evicted()
     number = ask(engine, PROMPT[:88])
     engine.plan()
@@ -149,7 +149,7 @@ def test_other_requests_run_while_one_is_being_loaded() -> None:
     assert engine.tokens(slow) == answer(PROMPT, 5)
 
 
-def test_a_request_that_ends_while_it_is_being_loaded_gives_back_all_it_had() -> None:
+def test_an_abort_during_a_load_frees_the_blocks_after_the_report() -> None:
     engine = evicted()
     number = ask(engine)
     engine.plan()
@@ -179,7 +179,7 @@ def test_a_prefix_below_kv_load_tokens_is_computed() -> None:
         engine.run()
 
 
-def test_loading_that_is_slower_than_computing_is_tried_now_and_then() -> None:
+def test_loading_that_is_slower_than_computing_is_tried_from_time_to_time() -> None:
     engine = evicted()
     loads = []
     for turn in range(40):
@@ -196,13 +196,13 @@ def test_loading_that_is_slower_than_computing_is_tried_now_and_then() -> None:
     assert min(after - before for before, after in pairwise(loads)) > 5
 
 
-def test_a_preempted_request_goes_on_from_what_the_tiers_have() -> None:
+def test_a_preempted_request_loads_its_blocks_from_the_tiers() -> None:
     engine = bench(num_blocks=49, max_slots=3, kv_load_tokens=4)
     numbers = [ask(engine, [n, *PROMPT[:60]], max_tokens=20) for n in range(3)]
     while not engine.engine.stats().num_preemptions:
         engine.step()
         engine.hear(engine.tiers.news())
-    for name in ("this", "that"):  # they take its blocks
+    for name in ("this", "that"):  # they evict its blocks
         ask(engine, OTHER, priority=-1, namespace=name)
     while engine.step() is not None or engine.tiers.jobs:
         if engine.tiers.jobs:
@@ -212,7 +212,7 @@ def test_a_preempted_request_goes_on_from_what_the_tiers_have() -> None:
     for n, number in enumerate(numbers):
         assert engine.tokens(number) == answer([n, *PROMPT[:60]], 20)
         usage = engine.usage(number)
-        assert usage.cached_tokens == 0, "of the first life alone"
+        assert usage.cached_tokens == 0, "cached_tokens counts the first admission only"
 
 
 def test_used_blocks_are_reported_from_last_to_first() -> None:

@@ -1,4 +1,4 @@
-"""Accounts under overload: which goes first, which yields, and that no account starves."""
+"""Fair share between accounts: their order, preemption, and the limits of the queue."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ALICE, BOB = Account(name="alice"), Account(name="bob")
 
 
 def flood(bench: Bench, account: Account | None, count: int, length: int, answer: int) -> list[int]:
-    """Requests of one account, each with a prompt of its own."""
+    """Add `count` requests of one account, each with a different prompt."""
     numbers = []
     for place in range(count):
         prompt = [1 + place % 90, *([2 + place // 90] * (length - 1))]
@@ -37,8 +37,8 @@ def steps_to_first_token(bench: Bench, number: int, most: int = 1000) -> int:
     raise AssertionError(f"no token after {most} steps")
 
 
-def waits_for(bench: Bench, numbers: list[int]) -> list[int]:
-    """Return those that have no output yet."""
+def without_output(bench: Bench, numbers: list[int]) -> list[int]:
+    """Return the requests that have no output yet."""
     return [number for number in numbers if not bench.news[CLIENT, number]]
 
 
@@ -53,8 +53,8 @@ def test_a_newcomer_goes_before_all_prompts_of_an_account_that_was_served_more()
     assert steps_to_first_token(bench, late) <= solo + 1
 
 
-def test_a_stream_never_waits_for_two_first_steps_of_newcomers_in_a_row() -> None:
-    """Streams wait if each token costs as much as the first, and not if all steps cost the same."""
+def test_a_decode_never_pauses_for_newcomers_in_two_steps_in_a_row() -> None:
+    """Decodes pause if each token costs as much as the first, not if all steps cost the same."""
     streamed = {}
     for name, cost in (("dear", 64.0), ("flat", 1.0)):
         costs = [(1, 1.0), (64, cost)]
@@ -80,12 +80,12 @@ def test_requests_of_one_account_are_served_in_order() -> None:
     assert begun == numbers
 
 
-def test_an_account_that_fills_all_slots_yields_to_one_that_was_served_less() -> None:
+def test_an_account_that_fills_all_slots_is_preempted_for_one_served_less() -> None:
     bench = Bench(token_budget=16, max_slots=4)
     long = flood(bench, ALICE, 8, 20, 150)
     for _ in range(30):
         bench.step()
-    assert len(waits_for(bench, long)) == 4, "all slots are taken, for a long time"
+    assert len(without_output(bench, long)) == 4, "all slots are taken, for a long time"
     (late,) = flood(bench, BOB, 1, 10, 4)
     assert steps_to_first_token(bench, late) <= 3
     assert bench.engine.stats().num_preemptions == 1
@@ -93,7 +93,7 @@ def test_an_account_that_fills_all_slots_yields_to_one_that_was_served_less() ->
     assert all(bench.end(number).finish == "length" for number in [*long, late])
 
 
-def test_an_account_that_fills_all_blocks_yields_and_steps_in_flight_are_kept() -> None:
+def test_an_account_that_fills_all_blocks_is_preempted_after_the_steps_in_flight() -> None:
     bench = Bench(token_budget=64, num_blocks=33, block_tokens=4, steps_in_flight=2)
     flood(bench, ALICE, 6, 60, 30)
     for _ in range(6):
@@ -104,7 +104,7 @@ def test_an_account_that_fills_all_blocks_yields_and_steps_in_flight_are_kept() 
     assert bench.engine.stats().num_preemptions >= 1
 
 
-def test_a_request_does_not_yield_to_another_of_its_account() -> None:
+def test_a_request_is_not_preempted_for_another_of_its_account() -> None:
     bench = Bench(token_budget=16, max_slots=2)
     flood(bench, ALICE, 3, 10, 60)
     for _ in range(20):
@@ -115,7 +115,7 @@ def test_a_request_does_not_yield_to_another_of_its_account() -> None:
     assert bench.end(late).finish == "length"
 
 
-def test_two_accounts_that_fill_everything_do_not_take_turns_at_preempting() -> None:
+def test_two_accounts_that_fill_all_slots_do_not_preempt_each_other_in_turn() -> None:
     bench = Bench(token_budget=16, max_slots=4)
     flood(bench, ALICE, 30, 12, 20)
     flood(bench, BOB, 30, 12, 20)
@@ -125,7 +125,7 @@ def test_two_accounts_that_fill_everything_do_not_take_turns_at_preempting() -> 
     assert stats.num_computed_tokens - needed <= needed / 10, "hardly anything is computed again"
 
 
-def test_a_preempted_request_resumes_before_those_behind_it() -> None:
+def test_a_preempted_request_resumes_before_later_requests() -> None:
     bench = Bench(token_budget=16, max_slots=2)
     flood(bench, ALICE, 2, 10, 60)
     flood(bench, ALICE, 4, 9, 2)
@@ -151,11 +151,11 @@ def test_waiting_tokens_are_shared_between_accounts() -> None:
     bench = Bench(max_waiting_tokens=100, max_slots=1)
     flood(bench, ALICE, 10, 10, 5)
     bench.refusal([1], account=ALICE)
-    assert bench.add([1] * 60, account=BOB), "alone in his part, it may be long"
+    assert bench.add([1] * 60, account=BOB), "in an empty part of the queue, a prompt may be long"
     bench.refusal([1], account=BOB)
 
 
-def test_a_queue_of_many_accounts_has_a_bound() -> None:
+def test_a_queue_of_many_accounts_is_bounded() -> None:
     bench = Bench(max_waiting=10, max_slots=1)
     for name in range(100):
         bench.ask([1], account=Account(name=str(name)), max_tokens=1)
@@ -164,58 +164,58 @@ def test_a_queue_of_many_accounts_has_a_bound() -> None:
 
 def test_cached_tokens_are_not_charged() -> None:
     bench = Bench(token_budget=16, block_tokens=4, max_slots=1)
-    shares = bench.engine.scheduler.fair_share
+    fair_share = bench.engine.scheduler.fair_share
     bench.add([5] * 17, account=ALICE, max_tokens=1)
     bench.run()
-    share = shares.get("alice", lambda name: 0)
-    assert share.served == 17
+    usage = fair_share.get("alice", lambda name: 0)
+    assert usage.served == 17
     bench.add([5] * 17, account=ALICE, max_tokens=1)
     bench.run()
-    assert share.served == 18, "16 of them were found"
+    assert usage.served == 18, "16 of them were cached"
 
 
 def test_the_head_start_of_an_idle_account_and_the_debt_of_a_busy_one_are_bounded() -> None:
-    shares = FairShare(Bench(max_len=100, token_budget=10).limits)
+    fair_share = FairShare(Bench(max_len=100, token_budget=10).limits)
     busy, away = AccountUsage("busy", 1_000_000.0), AccountUsage("away")
-    shares.on_scheduled(busy)
-    shares.on_wait_started(away)
-    assert away.served == busy.served - shares.max_credit
+    fair_share.on_scheduled(busy)
+    fair_share.on_wait_started(away)
+    assert away.served == busy.served - fair_share.max_credit
     ahead = AccountUsage("ahead", 9_000_000.0)
-    shares.on_wait_started(ahead)
-    assert ahead.served == busy.served + shares.max_credit
+    fair_share.on_wait_started(ahead)
+    assert ahead.served == busy.served + fair_share.max_credit
 
 
 def test_accounts_without_requests_are_forgotten() -> None:
-    shares = FairShare(Bench().limits)
-    kept = shares.get("kept", lambda name: 1)
+    fair_share = FairShare(Bench().limits)
+    kept = fair_share.get("kept", lambda name: 1)
     for number in range(10_000):
-        shares.get(str(number), lambda name: int(name == "kept"))
-    assert len(shares) <= 4097
-    assert shares.get("kept", lambda name: 1) is kept
+        fair_share.get(str(number), lambda name: int(name == "kept"))
+    assert len(fair_share) <= 4097
+    assert fair_share.get("kept", lambda name: 1) is kept
 
 
-def request_of(order: int, share: AccountUsage, length: int, shares: FairShare) -> Request:
+def new_waiting_request(order: int, usage: AccountUsage, length: int) -> Request:
     message = Generate(request=order, prompt=Int32.of([1] * length))
     prompt, limits = [1] * length, Bench().limits
     request = new_request(
         CLIENT, message, prompt, order, lambda: 0, a_card(), limits, EngineClock()
     )
-    request.account_usage, request.queue_time = share, float(order)
+    request.account_usage, request.queue_time = usage, float(order)
     return request
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_tokens_before_a_newcomer_are_those_that_draining_the_queue_finds(seed: int) -> None:
+def test_the_estimated_tokens_before_a_request_match_a_drained_queue(seed: int) -> None:
     rng, longest = random.Random(seed), 30
-    shares = FairShare(Bench().limits)
-    queue = WaitingQueue(shares)
+    fair_share = FairShare(Bench().limits)
+    queue = WaitingQueue(fair_share)
     accounts = [AccountUsage(str(i), rng.uniform(0, 400)) for i in range(rng.randrange(1, 8))]
     for order in range(rng.randrange(120)):
-        queue.push(request_of(order, rng.choice(accounts), rng.randrange(1, longest), shares))
-    new = request_of(1000, rng.choice(accounts), 5, shares)
+        queue.push(new_waiting_request(order, rng.choice(accounts), rng.randrange(1, longest)))
+    new = new_waiting_request(1000, rng.choice(accounts), 5)
     new.priority_credit = rng.choice([0.0, 0.0, -50.0, 50.0])
-    told, most = queue.tokens_before(new), queue.max_tokens_before(new)
-    assert told <= most
+    estimated, bound = queue.tokens_before(new), queue.max_tokens_before(new)
+    assert estimated <= bound
     queue.push(new)
     found = 0
     while (first := queue.first()) is not new:
@@ -223,8 +223,8 @@ def test_tokens_before_a_newcomer_are_those_that_draining_the_queue_finds(seed: 
         queue.remove(first)
         first.account_usage.served += len(first.tokens)
         found += len(first.tokens)
-    # Nobody is taken by parts: each account is a request ahead, or behind, at most.
-    assert abs(told - found) <= longest * len(accounts)
+    # The estimate splits requests, the queue does not: one request of each account may differ.
+    assert abs(estimated - found) <= longest * len(accounts)
 
 
 def test_squashed_priorities_keep_their_order_within_bounds() -> None:
@@ -245,8 +245,8 @@ def test_a_waiting_request_is_overtaken_by_higher_priorities_for_a_bounded_time(
         bench.step()
         now, waited = now + 1.0, waited + 1.0
         bench.tick(now)
-        assert waited < 1000, "it starves"
-    # Those that came within 2 * 60 s go first, and each takes half as long again to be served.
+        assert waited < 1000, "the request starves"
+    # The requests of the next 2 * 60 s go first; twice as many arrive as can be served.
     assert 60.0 < waited <= 4 * 60.0 + 2
 
 
@@ -256,8 +256,8 @@ def test_a_priority_gives_an_account_a_bounded_head_start() -> None:
     for place in range(60):
         bench.add([1 + place, *[3] * 11], account=ALICE, priority=-100, max_tokens=4)
         bench.add([1 + place, *[4] * 11], account=BOB, priority=100, max_tokens=4)
-    shares = bench.engine.scheduler.fair_share
-    alice, bob = (shares.get(name, lambda name: 0) for name in ("alice", "bob"))
+    fair_share = bench.engine.scheduler.fair_share
+    alice, bob = (fair_share.get(name, lambda name: 0) for name in ("alice", "bob"))
     most = 0.0
     for _ in range(60):
         bench.step()

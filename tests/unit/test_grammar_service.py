@@ -1,4 +1,4 @@
-"""Compiling beside the loop: threads that take jobs, a file descriptor that says when to look."""
+"""The compiler threads: jobs, results, timeouts, and the descriptor that signals results."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from tests.support.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
 WAIT_MS = 60_000
-BUDGET_S = 10.0
+TIMEOUT_S = 10.0
 
 
 @pytest.fixture
 def service() -> Iterator[GrammarService]:
-    made = GrammarService(BUDGET_S)
+    made = GrammarService(TIMEOUT_S)
     yield made
     made.close()
 
@@ -38,8 +38,10 @@ def job(name: str, body: Any) -> CompileJob:
     return CompileJob(name.encode(), Grammar(body=body))
 
 
-def waited(service: GrammarService, count: int, now: float = 0.0) -> dict[str, CompiledGrammar]:
-    """Return the results of `count` jobs, as the loop would receive them."""
+def wait_for_results(
+    service: GrammarService, count: int, now: float = 0.0
+) -> dict[str, CompiledGrammar]:
+    """Wait for `count` results, as the loop does, and return them by name of the job."""
     poller = select.poll()
     poller.register(service.fd, select.POLLIN)
     results: dict[str, CompiledGrammar] = {}
@@ -52,7 +54,7 @@ def waited(service: GrammarService, count: int, now: float = 0.0) -> dict[str, C
         assert not service.drain(now)
         return not poller.poll(0)
 
-    assert eventually(is_quiet), "the loop would spin"
+    assert eventually(is_quiet), "the descriptor stays readable, so the loop would spin"
     return results
 
 
@@ -61,7 +63,7 @@ def test_compile_jobs_return_templates_or_request_errors(service: GrammarService
     service.start(signs_card())
     service.submit(job("good", Regex(pattern="b")), 0.0)
     service.submit(job("bad", Regex(pattern="(")), 0.0)
-    results = waited(service, 3)
+    results = wait_for_results(service, 3)
     assert isinstance(results["early"].result, MatcherTemplate)
     assert isinstance(results["good"].result, MatcherTemplate)
     assert isinstance(results["bad"].result, InvalidRequest)
@@ -69,33 +71,33 @@ def test_compile_jobs_return_templates_or_request_errors(service: GrammarService
     assert service.drain(1e9) == []
 
 
-def test_a_job_past_its_time_is_refused_and_its_late_result_is_kept(
+def test_an_overdue_job_is_refused_and_its_late_result_is_returned(
     service: GrammarService,
 ) -> None:
     service.submit(job("slow", Regex(pattern="a")), 100.0)
     assert service.is_busy
-    assert service.drain(100.0 + BUDGET_S) == []
-    (refusal,) = service.drain(100.1 + BUDGET_S)
+    assert service.drain(100.0 + TIMEOUT_S) == []
+    (refusal,) = service.drain(100.1 + TIMEOUT_S)
     assert isinstance(refusal.result, InvalidRequest)
     assert (refusal.digest, refusal.result.param) == (b"slow", "grammar")
     assert "10 s" in refusal.result.message
     assert not service.is_busy
     service.start(signs_card())
-    assert isinstance(waited(service, 1)["slow"].result, MatcherTemplate)
+    assert isinstance(wait_for_results(service, 1)["slow"].result, MatcherTemplate)
 
 
-def test_without_a_usable_tokenizer_grammars_are_refused_and_everything_else_works(
+def test_grammars_are_refused_without_a_usable_tokenizer(
     service: GrammarService,
 ) -> None:
     service.start(replace(signs_card(), tokenizer=b'{"model": "none"}'))
     service.submit(job("any", Regex(pattern="a")), 0.0)
-    result = waited(service, 1)["any"].result
+    result = wait_for_results(service, 1)["any"].result
     assert isinstance(result, InvalidRequest)
     assert "this model cannot be constrained" in result.message
 
 
 def test_results_after_close_are_dropped() -> None:
-    service = GrammarService(BUDGET_S)
+    service = GrammarService(TIMEOUT_S)
     service.submit(job("late", Regex(pattern="a")), 0.0)
     service.close()
     other = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -104,7 +106,7 @@ def test_results_after_close_are_dropped() -> None:
     service.start(signs_card())
     assert eventually(
         lambda: len(set(threading.enumerate()) - before) < NUM_THREADS, within_s=WAIT_MS / 1e3
-    ), "one has done the job, and with it has come to its end"
+    ), "the thread that did the job has not ended"
     with pytest.raises(BlockingIOError):
         os.eventfd_read(other)
     for fd in {other, service.fd}:
@@ -136,6 +138,6 @@ while bodies:
 
 
 def test_a_deep_grammar_within_bounds_does_not_overflow_the_stack() -> None:
-    """In a process of its own: otherwise a failure would be the end of the test run."""
+    """The grammars are compiled in another process, because a stack overflow would end it."""
     ran = subprocess.run([sys.executable, "-c", DEEP], cwd=ROOT, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr

@@ -1,4 +1,4 @@
-"""A prompt computed by one engine, an answer given by another: what each does and refuses."""
+"""Disaggregation: engine P computes a prompt, and engine D fetches its K/V and answers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.handover import Air, ClusterPlace
 from tests.support.pair import PROMPT, HandoffPair
 
 
-def usage_of(bench: Bench, number: int) -> tuple[int, int]:
+def reused_tokens(bench: Bench, number: int) -> tuple[int, int]:
     """Return the (cached, fetched) tokens in the usage of the last output."""
     usage = bench.usage(number)
     return usage.cached_tokens, usage.fetched_tokens
@@ -27,7 +27,7 @@ def num_computed(bench: Bench) -> int:
     return bench.engine.stats().num_computed_tokens
 
 
-# ---- the way it goes
+# ---- the normal course
 def test_a_prompt_is_computed_once_and_its_answer_is_that_of_one_engine() -> None:
     pair = HandoffPair()
     handle = pair.prefill()
@@ -36,9 +36,11 @@ def test_a_prompt_is_computed_once_and_its_answer_is_that_of_one_engine() -> Non
     pair.move()
     pair.d.run()
     assert pair.d.tokens(number) == answer(PROMPT, 9)
-    assert usage_of(pair.d, number) == (29, 29)
+    assert reused_tokens(pair.d, number) == (29, 29)
     assert num_computed(pair.p) == 29
-    assert num_computed(pair.d) == 9  # the prompt's last token, and the answer's but the last
+    assert (
+        num_computed(pair.d) == 9
+    )  # the prompt's last token, and all tokens of the answer except the last
     stats = pair.d.engine.stats()
     assert (stats.num_fetched_tokens, stats.num_fetched_bytes) == (29, 800)
     assert pair.p.engine.stats().num_leases_ended == {"taken": 1}
@@ -48,15 +50,18 @@ def test_a_prompt_is_computed_once_and_its_answer_is_that_of_one_engine() -> Non
 @pytest.mark.parametrize(
     ("prefilled", "decoded"), [*((n, n) for n in range(2, 19)), (12, 30), (18, 17)]
 )
-def test_a_handle_covers_its_prompt_but_for_the_last_token(prefilled: int, decoded: int) -> None:
-    """This holds for prompts of any length, and if the decoded prompt is longer or shorter."""
+def test_a_handle_covers_its_prompt_except_the_last_token(prefilled: int, decoded: int) -> None:
+    """This holds for prompts of any length, also if D's prompt is longer or shorter than P's."""
     pair = HandoffPair()
     prompt = PROMPT[:decoded]
     number = pair.decode(pair.prefill(PROMPT[:prefilled]), prompt, max_tokens=5)
     pair.run()
     fetched = min(prefilled, decoded) - 1
     assert pair.d.tokens(number) == answer(prompt, 5)
-    assert (num_computed(pair.p), usage_of(pair.d, number)) == (prefilled - 1, (fetched, fetched))
+    assert (num_computed(pair.p), reused_tokens(pair.d, number)) == (
+        prefilled - 1,
+        (fetched, fetched),
+    )
     assert pair.is_free()
 
 
@@ -71,12 +76,12 @@ def test_cached_blocks_are_not_fetched() -> None:
     pair.d.add(PROMPT[:10], kv_handle=pair.prefill(PROMPT[:10]), max_tokens=1)
     pair.run()
     number = pair.decode(pair.prefill(), max_tokens=4)
-    order = pair.movers[1].heard[-1]
-    assert isinstance(order, KVFetch)
-    assert (len(order.blocks), order.source.first) == (6, 2)  # type: ignore[union-attr]
+    command = pair.movers[1].heard[-1]
+    assert isinstance(command, KVFetch)
+    assert (len(command.blocks), command.source.first) == (6, 2)  # type: ignore[union-attr]
     pair.run()
     assert pair.d.tokens(number) == answer(PROMPT, 4)
-    assert usage_of(pair.d, number) == (29, 21)
+    assert reused_tokens(pair.d, number) == (29, 21)
 
 
 def test_a_fully_cached_prompt_fetches_nothing() -> None:
@@ -88,7 +93,7 @@ def test_a_fully_cached_prompt_fetches_nothing() -> None:
     assert not pair.movers[1].heard
     pair.d.run()
     assert pair.d.tokens(number) == answer(prompt, 4)
-    assert usage_of(pair.d, number) == (16, 0)
+    assert reused_tokens(pair.d, number) == (16, 0)
 
 
 def test_fetched_blocks_are_findable_only_after_they_arrive() -> None:
@@ -146,7 +151,7 @@ def test_a_constrained_answer_continues_from_a_fetched_prompt() -> None:
     pair.d.compile()
     pair.run()
     assert text_of(pair.d.tokens(number)).endswith("c")
-    assert usage_of(pair.d, number) == (29, 29)
+    assert reused_tokens(pair.d, number) == (29, 29)
 
 
 def test_drafts_are_guessed_from_a_fetched_prompt() -> None:
@@ -166,7 +171,7 @@ def test_a_prompt_with_logprobs_is_computed_here() -> None:
     number = pair.decode(pair.prefill(), max_tokens=2, prompt_logprobs=0)
     assert not pair.movers[1].heard
     pair.d.run()
-    assert usage_of(pair.d, number) == (0, 0)
+    assert reused_tokens(pair.d, number) == (0, 0)
 
 
 def test_a_preempted_request_is_computed_again_and_fetches_nothing() -> None:
@@ -175,7 +180,7 @@ def test_a_preempted_request_is_computed_again_and_fetches_nothing() -> None:
     pair.move()
     pair.d.add([90] * 8, priority=-1, max_tokens=50, ignore_eos=True)
     pair.run()
-    assert len([order for order in pair.movers[1].heard if isinstance(order, KVFetch)]) == 1
+    assert len([each for each in pair.movers[1].heard if isinstance(each, KVFetch)]) == 1
     usage = pair.d.usage(number)
     assert usage.preemptions == 1
     assert pair.d.tokens(number) == answer(PROMPT, 24)
@@ -194,14 +199,14 @@ def test_a_fetching_request_is_never_preempted() -> None:
     assert len(pair.d.tokens(other)) == 50
 
 
-# ---- what fails
+# ---- failures
 def test_a_failed_fetch_is_computed_locally_in_zeroed_blocks() -> None:
     pair = HandoffPair()
     number = pair.decode(pair.prefill(), max_tokens=9)
     pair.move("damaged")
     pair.run()
     assert pair.d.tokens(number) == answer(PROMPT, 9)
-    assert usage_of(pair.d, number) == (0, 0)
+    assert reused_tokens(pair.d, number) == (0, 0)
     assert pair.d.engine.stats().num_fetches_failed == {"damaged": 1}
 
 
@@ -232,7 +237,7 @@ def test_an_aborted_fetch_ends_at_once_and_frees_its_blocks_with_the_report() ->
     assert pair.d.engine.is_idle
 
 
-def test_a_report_on_a_job_that_is_not_out_is_the_workers_failure() -> None:
+def test_a_report_on_a_job_that_is_not_open_raises() -> None:
     pair = HandoffPair()
     pair.decode(pair.prefill(), max_tokens=9)
     pair.move()
@@ -242,7 +247,7 @@ def test_a_report_on_a_job_that_is_not_out_is_the_workers_failure() -> None:
         pair.d.hear(KVReport(failed=[KVFailure(9, "expired", "")]))
 
 
-def test_the_age_of_the_oldest_fetch_is_known() -> None:
+def test_the_age_of_the_oldest_fetch_is_reported() -> None:
     pair = HandoffPair()
     handle = pair.prefill()
     pair.d.tick(100.0)
@@ -253,7 +258,7 @@ def test_the_age_of_the_oldest_fetch_is_known() -> None:
 
 
 # ---- leases
-def test_a_lease_expires_unless_it_is_kept() -> None:
+def test_a_lease_expires_unless_it_is_renewed() -> None:
     pair = HandoffPair(p={"kv_lease_s": 30})
     handle = pair.prefill()
     pair.p.tick(29)
@@ -263,11 +268,11 @@ def test_a_lease_expires_unless_it_is_kept() -> None:
     pair.p.tick(60)
     assert pair.p.engine.stats().num_leases_ended == {"expired": 1}
     assert isinstance(pair.movers[0].heard[-1], KVWithdraw)
-    pair.p.engine.keep_kv([handle])  # too late, and no error
+    pair.p.engine.keep_kv([handle])  # too late; ignored
     assert pair.is_free()
 
 
-def test_a_drain_waits_for_leases_and_no_longer_extends_them() -> None:
+def test_a_draining_engine_waits_for_leases_and_does_not_renew_them() -> None:
     pair = HandoffPair(p={"kv_lease_s": 30})
     handle = pair.prefill()
     pair.p.engine.drain()
@@ -278,7 +283,7 @@ def test_a_drain_waits_for_leases_and_no_longer_extends_them() -> None:
     assert pair.p.engine.is_idle
 
 
-def test_unknown_handles_are_no_error() -> None:
+def test_unknown_handles_are_ignored() -> None:
     pair, other = HandoffPair(), HandoffPair()
     pair.prefill()
     foreign = other.prefill()
@@ -300,11 +305,11 @@ def test_a_handle_of_another_epoch_is_ignored() -> None:
 
 
 def test_a_lease_is_withdrawn_before_its_blocks_are_reused() -> None:
-    """Blocks of an expired lease may be in the very next plan."""
+    """The next plan may already reuse blocks of an expired lease."""
     pair = HandoffPair(p={"num_blocks": 9, "prefix_cache": False})
     pair.prefill()
     pair.p.add(PROMPT, kv_readers=1)
-    assert pair.p.plan() is None, "there is no block for it"
+    assert pair.p.plan() is None, "there are too few free blocks"
     pair.p.engine.tick(31)
     plan = pair.p.engine.plan()
     assert isinstance(pair.p.engine.drain_kv_commands()[0], KVWithdraw)
@@ -314,12 +319,12 @@ def test_a_lease_is_withdrawn_before_its_blocks_are_reused() -> None:
 
 
 def test_a_lease_is_exported_before_the_step_that_completes_it_and_withdrawn_on_abort() -> None:
-    """A reader may be quicker at P's worker than a word of P's engine that was said later."""
+    """A reader may reach P's worker before a message that P's engine sends after the step."""
     pair = HandoffPair(p={"token_budget": 16})
     number = pair.p.add(PROMPT, kv_readers=1)
     heard = pair.movers[0].heard
     assert pair.p.plan() is not None
-    assert not heard, "13 tokens are left for another step"
+    assert not heard, "13 tokens remain for another step"
     pair.p.finish()
     assert pair.p.plan() is not None
     exported = heard[0]
@@ -333,7 +338,7 @@ def test_a_lease_is_exported_before_the_step_that_completes_it_and_withdrawn_on_
 
 
 def crowded(**p: Any) -> HandoffPair:
-    """P with 16 blocks, 12 of which are leased."""
+    """Return a pair whose P has 16 blocks, 12 of them leased."""
     pair = HandoffPair(p={"role": "both", "num_blocks": 17, **p})
     for first in (1, 31, 61):
         pair.prefill(list(range(first, first + 17)))
@@ -341,7 +346,7 @@ def crowded(**p: Any) -> HandoffPair:
     return pair
 
 
-def test_a_running_request_ends_the_oldest_lease_rather_than_be_preempted() -> None:
+def test_the_oldest_lease_yields_before_a_running_request_is_preempted() -> None:
     pair = crowded()
     pair.p.add([90] * 15, max_tokens=30, ignore_eos=True)
     pair.p.run()
@@ -349,19 +354,19 @@ def test_a_running_request_ends_the_oldest_lease_rather_than_be_preempted() -> N
     assert (stats.num_preemptions, stats.num_leases_ended) == (0, {"yielded": 2})
 
 
-def test_a_waiting_request_ends_leases_beyond_their_share() -> None:
+def test_leases_beyond_their_share_yield_to_a_waiting_request() -> None:
     pair = crowded()
     pair.p.add([90] * 30, max_tokens=1)
     pair.p.step()
     assert pair.p.engine.stats().num_leases_ended == {"yielded": 1}
     pair.p.add([91] * 60, max_tokens=1)
-    assert pair.p.step() is None, "the rest is the others' share"
+    assert pair.p.step() is None, "the other leases are within their share"
     assert pair.p.engine.stats().leased_blocks == 8
 
 
-def test_a_new_lease_waits_until_older_leases_end_or_complete_their_first_term() -> None:
+def test_a_request_with_readers_waits_for_the_first_terms_of_leases() -> None:
     pair = crowded()
-    handles = [pair.prefill([9, 8, 7])]  # kept below
+    handles = [pair.prefill([9, 8, 7])]  # renewed below
     number = pair.p.add(list(range(50, 80)), kv_readers=1)
     assert pair.p.step() is None
     pair.p.tick(20)
@@ -374,8 +379,8 @@ def test_a_new_lease_waits_until_older_leases_end_or_complete_their_first_term()
 
 
 # ---- refusals
-def refusal(bench: Bench, prompt: list[int] = PROMPT, **asked: Any) -> str:
-    reply = bench.refusal(prompt, **asked)
+def refusal(bench: Bench, prompt: list[int] = PROMPT, **fields: Any) -> str:
+    reply = bench.refusal(prompt, **fields)
     assert (reply.error.code, reply.error.param) == ("invalid_request", "kv_transfer_params")
     assert "\n" not in reply.error.message
     return reply.error.message
@@ -391,11 +396,11 @@ def test_an_engine_refuses_requests_of_another_role() -> None:
     )
 
 
-@pytest.mark.parametrize("asked", [{"kv_readers": 1}, {"kv_handle": "x"}])
-def test_an_engine_without_a_cluster_names_the_missing_part(asked: dict[str, Any]) -> None:
-    assert "no cluster key" in refusal(Bench(), **asked)
+@pytest.mark.parametrize("fields", [{"kv_readers": 1}, {"kv_handle": "x"}])
+def test_an_engine_without_a_cluster_names_the_missing_part(fields: dict[str, Any]) -> None:
+    assert "no cluster key" in refusal(Bench(), **fields)
     place = ClusterPlace(Air(), PeerCluster(b"k" * 32, epoch="e", endpoint=None))
-    assert "worker transfers none" in refusal(Bench(place=place), **asked)
+    assert "worker transfers none" in refusal(Bench(place=place), **fields)
 
 
 def test_a_worker_that_exports_nothing_can_still_fetch() -> None:
@@ -406,11 +411,11 @@ def test_a_worker_that_exports_nothing_can_still_fetch() -> None:
 
 
 @pytest.mark.parametrize("readers", [-1, 1025])
-def test_the_number_of_readers_has_its_bounds(readers: int) -> None:
+def test_the_number_of_readers_is_bounded(readers: int) -> None:
     assert "0 to 1,024" in refusal(HandoffPair().p, kv_readers=readers)
 
 
-def test_a_handle_is_for_its_prompt_in_its_namespace_alone() -> None:
+def test_a_handle_is_refused_for_another_prompt_or_namespace() -> None:
     pair = HandoffPair()
     handle = pair.prefill(namespace="key")
     d = pair.d
@@ -424,8 +429,8 @@ def test_a_handle_is_for_its_prompt_in_its_namespace_alone() -> None:
 def test_an_error_about_different_layouts_names_both() -> None:
     pair = HandoffPair()
     other = Bench(place=pair.air.place("x", layout=b"another", told="blocks of 8"))
-    told = refusal(other, kv_handle=pair.prefill())
-    assert "echo, blocks alike there; blocks of 8 here" in told
+    message = refusal(other, kv_handle=pair.prefill())
+    assert "echo, blocks alike there; blocks of 8 here" in message
 
 
 def test_a_handle_of_another_cluster_is_refused() -> None:
@@ -435,7 +440,7 @@ def test_a_handle_of_another_cluster_is_refused() -> None:
     assert "of this cluster" in refusal(Bench(place=place), kv_handle=pair.prefill())
 
 
-def test_the_answer_parameters_of_a_remote_prefill_are_checked_and_unused() -> None:
+def test_the_answer_parameters_of_a_remote_prefill_are_checked_but_unused() -> None:
     pair = HandoffPair()
     handle = pair.prefill(max_tokens=9, grammar=Regex(pattern="a+"), prompt_logprobs=2)
     assert handle
@@ -444,8 +449,8 @@ def test_the_answer_parameters_of_a_remote_prefill_are_checked_and_unused() -> N
     pair.p.refusal(PROMPT, kv_readers=1, logit_bias={1000: 1.0})
 
 
-# ---- the tables
-def test_a_move_that_is_in_no_table_raises_and_changes_nothing() -> None:
+# ---- the state tables
+def test_an_illegal_move_raises_and_changes_nothing() -> None:
     pair = HandoffPair()
     number = pair.decode(pair.prefill(), max_tokens=1)
     request = pair.d.engine.open_requests.find(CLIENT, number)
@@ -465,7 +470,7 @@ def test_a_move_that_is_in_no_table_raises_and_changes_nothing() -> None:
             lease.move(last)
 
 
-def test_every_final_state_is_reached_and_left_by_nothing() -> None:
+def test_final_states_are_reachable_and_have_no_successor() -> None:
     final = {fetches.FetchState.ARRIVED, fetches.FetchState.LOST, fetches.FetchState.DROPPED}
     assert final <= set(fetches.NEXT_STATE.values())
     assert not final & {state for state, _ in fetches.NEXT_STATE}

@@ -1,7 +1,8 @@
-"""Whatever goes wrong, wherever a hand-over stands: how the request ends, who computed its prompt,
-and what ended the lease.
+"""Each fault in each state of a handoff: how the request ends, whether its prompt was fetched or
+computed again, and what ended the lease.
 
-The table is the one in docs/split.md; `python -m tests.unit.test_handover_faults` writes it anew.
+The expected outcomes are the table in docs/split.md. `python -m tests.unit.test_handover_faults`
+writes the table anew.
 """
 
 from __future__ import annotations
@@ -25,34 +26,37 @@ LEASE_S = 30.0
 
 @dataclass
 class FaultCase:
-    """One request: its numbers at P and at D, and its handle, as far as it has come."""
+    """One handoff on its way from P to D."""
 
     pair: HandoffPair
+    #: Number of the request at P.
     at_p: int = 0
+    #: Number of the request at D; 0 if D has not accepted it.
     at_d: int = 0
     handle: str = ""
     is_aborted: bool = False
-    is_gone: bool = False  # the gateway, and with it every receiver
+    #: Whether the gateway is lost, which would receive all outputs.
+    is_gone: bool = False
 
     def phase(self, bench: Bench, number: int) -> RequestPhase:
         request = bench.engine.open_requests.find(CLIENT, number)
         return RequestPhase.FINISHED if request is None else request.phase
 
-    def go_on(self) -> None:
-        """What the gateway does from here on, until all is over."""
+    def complete(self) -> None:
+        """Do the rest of the gateway's part, until the handoff is over."""
         self.pair.run()
-        self.hear_p()
+        self.read_handle()
         if self.handle and not self.at_d and not self.is_aborted and not self.is_gone:
-            self.ask_d()
+            self.send_to_d()
         self.pair.run()
         self.pair.p.tick(3 * LEASE_S)
         self.pair.run()
 
-    def hear_p(self) -> None:
+    def read_handle(self) -> None:
         if news := self.pair.p.news[CLIENT, self.at_p]:
             self.handle = news[-1].kv_handle
 
-    def ask_d(self) -> None:
+    def send_to_d(self) -> None:
         number = self.pair.d.ask(
             PROMPT, kv_handle=self.handle, max_tokens=NUM_TOKENS, ignore_eos=True
         )
@@ -60,7 +64,7 @@ class FaultCase:
             self.at_d = number
 
 
-# ---- where a request stands, each from the one before
+# ---- the states, each reached from the one before
 def waits_at_p(case: FaultCase) -> None:
     number = case.pair.p.add(PROMPT, kv_readers=1)
     case.at_p = number
@@ -76,13 +80,13 @@ def computed(case: FaultCase) -> None:
 def kept(case: FaultCase) -> None:
     computed(case)
     case.pair.p.run()
-    case.hear_p()
+    case.read_handle()
     assert case.pair.p.engine.stats().leases == 1
 
 
 def waits_at_d(case: FaultCase) -> None:
     kept(case)
-    case.ask_d()
+    case.send_to_d()
     assert case.phase(case.pair.d, case.at_d) is RequestPhase.WAITING
 
 
@@ -115,7 +119,7 @@ STATES: dict[str, Callable[[FaultCase], None]] = {
 }
 
 
-# ---- what happens then
+# ---- the faults
 def nothing(case: FaultCase) -> None:
     pass
 
@@ -166,7 +170,7 @@ def crowd_d(case: FaultCase) -> None:
 
 
 def crowd(bench: Bench) -> None:
-    """An answer that goes first grows until it has every block that it can have."""
+    """Run an answer that goes first, and that grows to all blocks it can get."""
     limits = bench.limits
     bench.add([90] * 8, priority=-1, max_tokens=limits.max_len - 8, ignore_eos=True, seed=5)
     for _ in range(limits.max_len):
@@ -195,10 +199,10 @@ FAULTS: dict[str, tuple[Callable[[FaultCase], None], str]] = {
     "P drains": (drain_p, "recompute"),
     "D drains": (drain_d, "recompute"),
 }
-"""what happens -> (how, kv_on_failure)"""
+"""Name of the fault -> (function that causes it, kv_on_failure)."""
 
 
-# ---- what becomes of it
+# ---- the outcome
 def outcome(state: str, fault: str) -> str:
     happen, policy = FAULTS[fault]
     case = FaultCase(
@@ -209,8 +213,8 @@ def outcome(state: str, fault: str) -> str:
     )
     STATES[state](case)
     happen(case)
-    case.go_on()
-    assert case.pair.is_free(), "something is held for ever"
+    case.complete()
+    assert case.pair.is_free(), "a slot, block or lease was never released"
     leases = case.pair.p.engine.stats().num_leases_ended
     assert sum(leases.values()) <= 1
     return ", ".join([end_of(case), *(f"lease {cause}" for cause in leases)])
@@ -237,7 +241,7 @@ def end_of(case: FaultCase) -> str:
 
 def answer_without_end() -> list[int]:
     tokens = answer(PROMPT, NUM_TOKENS)
-    assert len(tokens) == NUM_TOKENS, "the prompt is to have an answer that no EOS ends"
+    assert len(tokens) == NUM_TOKENS, "choose a prompt whose answer has no EOS"
     return tokens
 
 

@@ -1,4 +1,4 @@
-"""Whether the worker makes progress: a long step that was expected to be long is healthy."""
+"""Health of the worker: late steps and stopped workers are reported, large steps are not."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def computing(step_s: float, expected_s: float, **more: Any) -> WorkerStatus:
         computing(0.5, 0.01),
         computing(LATE_S - 0.1, 0.01),
         computing(60.0, 59.0),
-        computing(120.0, 0.0),  # the first of all: nothing is expected
+        computing(120.0, 0.0),  # the first step: its expected time is unknown
     ],
 )
 def test_an_idle_or_slow_worker_is_healthy(view: WorkerStatus) -> None:
@@ -59,7 +59,7 @@ def test_a_stopped_worker_is_reported_at_once_and_later_lost() -> None:
     assert health.is_lost(5.0 + STOPPED_S)
 
 
-def test_a_worker_that_goes_on_again_was_never_lost() -> None:
+def test_a_worker_that_continues_in_time_is_not_lost() -> None:
     health = Health(STOPPED_S)
     health.update(WorkerStatus(pid=7), True, 5.0)
     assert health.update(WorkerStatus(pid=7), False, 6.0)
@@ -79,14 +79,14 @@ def test_a_worker_that_goes_on_again_was_never_lost() -> None:
         (WorkerStatus(pid=7, trouble="stopped"), "stopped"),
     ],
 )
-def test_the_workers_activity_is_described_describe_worker(view: WorkerStatus, words: str) -> None:
+def test_the_workers_activity_is_described_in_words(view: WorkerStatus, words: str) -> None:
     assert describe_worker(view, 256) == words
 
 
-def test_a_worker_without_a_heartbeat_is_not_reported() -> None:
+def test_an_engine_without_a_heartbeat_is_not_reported() -> None:
     assert engine_activity(None, LIMITS) == engine_activity(EngineStats(), None) == {}
-    told = engine_activity(
+    activity = engine_activity(
         EngineStats(num_steps=9, worker=computing(0.5, 0.0, engine_pid=6)), LIMITS
     )
-    assert (told["pid"], told["steps"]) == (6, 9)
-    assert (told["worker_pid"], told["worker_step_s"]) == (7, 0.5)
+    assert (activity["pid"], activity["steps"]) == (6, 9)
+    assert (activity["worker_pid"], activity["worker_step_s"]) == (7, 0.5)

@@ -1,4 +1,4 @@
-"""An engine's journal: what is written is read, a replay decides the same, a change is found."""
+"""The journal of an engine: a replay gives the same replies, and finds any difference."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ from tests.support.storm import Forgetful, RequestStorm
 
 
 class Journals:
-    """In a directory of their own; closed at the end."""
+    """Journals in one directory, which are closed at the end of the test."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._stack = ExitStack()
 
-    def write(self, max_bytes: int = 1 << 24) -> Writer:
+    def writer(self, max_bytes: int = 1 << 24) -> Writer:
         return self._stack.enter_context(closing(Writer(self.directory, max_bytes)))
 
-    def of(self, bench: Bench, max_bytes: int = 1 << 24) -> Path:
-        """From now on its engine writes one."""
-        writer, engine = self.write(max_bytes), bench.engine
+    def record(self, bench: Bench, max_bytes: int = 1 << 24) -> Path:
+        """Replace the bench's engine by one that writes a journal. Return the path of its file."""
+        writer, engine = self.writer(max_bytes), bench.engine
         tiers = list(bench.tiers.kept)
         bench.engine = RecordedEngine(writer, bench.config, a_card(), engine.limits, tiers=tiers)
         return writer.path
@@ -61,7 +61,7 @@ def stormy(
     seed: int, journals: Journals, length: int = 150, tiers: Sequence[str] = ()
 ) -> tuple[Bench, Path]:
     storm = Forgetful(seed, [*tiers]) if tiers else RequestStorm(seed)
-    path = journals.of(storm.bench)
+    path = journals.record(storm.bench)
     for number in range(length):
         storm.bench.engine.tick(number / 8)
         storm.operate()
@@ -71,25 +71,25 @@ def stormy(
 
 
 @pytest.mark.parametrize("seed", [2, 3, 104, 205])
-def test_a_replay_decides_the_same_for_any_input(seed: int, journals: Journals) -> None:
+def test_a_replay_gives_the_same_replies_for_any_input(seed: int, journals: Journals) -> None:
     bench, path = stormy(seed, journals)
-    done = replay(read(path), checks=True)
-    assert done.stats == bench.engine.stats()
-    assert done.kinds["committed"] == done.stats.num_steps > 20
-    assert done.kinds["added"] == done.stats.num_accepted + done.stats.num_refused
-    assert not done.is_full
-    assert done.seconds > 10
+    report = replay(read(path), checks=True)
+    assert report.stats == bench.engine.stats()
+    assert report.kinds["committed"] == report.stats.num_steps > 20
+    assert report.kinds["added"] == report.stats.num_accepted + report.stats.num_refused
+    assert not report.is_full
+    assert report.seconds > 10
 
 
 def small(journals: Journals) -> tuple[Bench, list[AnyRecord]]:
     bench = Bench()
-    path = journals.of(bench)
+    path = journals.record(bench)
     bench.add([5, 6, 7], max_tokens=4, ignore_eos=True)
     bench.run()
     return bench, list(read(path))
 
 
-def test_a_decision_that_changed_is_named_with_its_record(journals: Journals) -> None:
+def test_a_changed_plan_is_reported_with_its_record(journals: Journals) -> None:
     _, records = small(journals)
     at = next(i for i, record in enumerate(records) if isinstance(record, PlanRecord))
     planned = records[at]
@@ -99,20 +99,22 @@ def test_a_decision_that_changed_is_named_with_its_record(journals: Journals) ->
         replay(records)
 
 
-def test_another_token_makes_another_answer(journals: Journals) -> None:
+def test_a_changed_token_changes_the_reply(journals: Journals) -> None:
     _, records = small(journals)
     at = next(i for i, record in enumerate(records) if isinstance(record, CommitRecord))
     committed = records[at]
     assert isinstance(committed, CommitRecord)
-    other = 2 if committed.result.tokens.tolist() == [1] else 1  # seeds are drawn: it may be any
+    other = (
+        2 if committed.result.tokens.tolist() == [1] else 1
+    )  # the seed is random, so it may be any token
     records[at] = replace(committed, result=replace(committed.result, tokens=Int32.of([other])))
     with pytest.raises(ReplayDiffers, match="the reply to 'committed'"):
         replay(records)
 
 
-def test_the_input_that_made_an_engine_fail_is_recorded_and_fails_again(journals: Journals) -> None:
+def test_a_replay_of_the_input_that_made_an_engine_fail_fails_too(journals: Journals) -> None:
     bench = Bench()
-    path = journals.of(bench)
+    path = journals.record(bench)
     bench.add([5, 6], ignore_eos=True)
     plan = bench.plan()
     assert plan is not None
@@ -124,7 +126,7 @@ def test_the_input_that_made_an_engine_fail_is_recorded_and_fails_again(journals
     assert str(first.value) == str(second.value)
 
 
-def test_a_journal_that_was_cut_anywhere_is_read_up_to_its_last_whole_record(
+def test_a_cut_journal_is_read_up_to_its_last_whole_record(
     journals: Journals, tmp_path: Path
 ) -> None:
     _, records = small(journals)
@@ -148,31 +150,30 @@ def parts(journals: Journals) -> list[Path]:
 @pytest.mark.parametrize(
     ("seed", "tiers"), [(2, []), (3, []), (104, []), (205, []), (207, ["host", "disk"])]
 )
-def test_a_part_may_begin_at_any_moment_and_replays_by_itself(
+def test_a_file_started_at_any_moment_replays_by_itself(
     seed: int, tiers: list[str], journals: Journals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever is open then: answers in grammars, drafts, steps that are out, fetches."""
+    """At these moments there are constrained answers, drafts, steps in flight and fetches."""
     monkeypatch.setattr("engine_core.journal.file.KEPT_FILES", 1000)
-    monkeypatch.setattr(
-        "engine_core.journal.file.SPARE_DIVISOR", 1
-    )  # a file is nearly full at once
+    # A file is nearly full at once, so each turn starts another.
+    monkeypatch.setattr("engine_core.journal.file.SPARE_DIVISOR", 1)
     bench, _ = stormy(seed, journals, length=60, tiers=tiers)
-    told = [replay(read(path), checks=True) for path in parts(journals)]
-    assert [done.start.part for done in told] == list(range(1, 62))
-    assert sum(done.kinds["committed"] for done in told) == told[-1].stats.num_steps > 5
-    assert told[-1].stats == bench.engine.stats()
+    reports = [replay(read(path), checks=True) for path in parts(journals)]
+    assert [report.start.part for report in reports] == list(range(1, 62))
+    assert sum(report.kinds["committed"] for report in reports) == reports[-1].stats.num_steps > 5
+    assert reports[-1].stats == bench.engine.stats()
 
 
-def test_an_answer_is_where_it_was_in_its_grammar(
+def test_a_restored_answer_keeps_its_place_in_the_grammar(
     journals: Journals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("engine_core.journal.file.KEPT_FILES", 1000)
     monkeypatch.setattr("engine_core.journal.file.SPARE_DIVISOR", 1)
     bench = Bench(steps_in_flight=2)
-    journals.of(bench)
+    journals.record(bench)
     number = bench.add([5, 6, 7], grammar=ChoiceGrammar(choices=["abcdefgh", "abcdxyzw"]))
     bench.compile()
-    waits = bench.add([5, 6, 7], grammar=Regex(pattern="[ab]{9}c"))  # compiled when it is half done
+    waits = bench.add([5, 6, 7], grammar=Regex(pattern="[ab]{9}c"))  # compiled later
     for now in range(1, 9):
         bench.engine.tick(float(now))
         bench.step()
@@ -183,22 +184,22 @@ def test_an_answer_is_where_it_was_in_its_grammar(
     assert text_of(bench.tokens(number)) in ("abcdefgh", "abcdxyzw")
     assert text_of(bench.tokens(waits)).endswith("c")
     masked = [replay(read(path), checks=True).kinds["masked"] for path in parts(journals)]
-    assert sum(map(bool, masked)) > 15, "parts begin in the middle of answers"
+    assert sum(map(bool, masked)) > 15, "files start in the middle of answers"
 
 
 def busy(bench: Bench, now: float) -> None:
-    """One more second of its life; it is never idle."""
+    """Run the engine for one more second, with one more request, so that it is never idle."""
     bench.engine.tick(now)
     bench.add([int(now) % 50, 6, 7], max_tokens=9, seed=int(now))
     for _ in range(8):
         bench.step()
 
 
-def test_a_long_life_is_bounded_the_oldest_part_goes_and_the_rest_replays(
+def test_only_the_newest_files_are_kept_and_they_replay(
     journals: Journals,
 ) -> None:
     bench = Bench(checks=False)
-    first = journals.of(bench, 1 << 15)
+    first = journals.record(bench, 1 << 15)
     for now in range(400):
         busy(bench, float(now))
     assert not bench.engine.is_idle
@@ -206,17 +207,16 @@ def test_a_long_life_is_bounded_the_oldest_part_goes_and_the_rest_replays(
     assert len(found) == KEPT_FILES
     assert not first.exists()
     assert all(path.stat().st_size <= 1 << 15 for path in found)
-    told = [replay(read(path)) for path in found]
-    assert [done.start.part for done in told] == [
-        *range(told[0].start.part, told[-1].start.part + 1)
-    ]
-    assert not any(done.is_full for done in told)
-    assert told[-1].stats == bench.engine.stats()
+    reports = [replay(read(path)) for path in found]
+    numbers = [report.start.part for report in reports]
+    assert numbers == list(range(numbers[0], numbers[-1] + 1))
+    assert not any(report.is_full for report in reports)
+    assert reports[-1].stats == bench.engine.stats()
 
 
 def test_a_full_journal_file_is_followed_by_another_at_the_next_turn(journals: Journals) -> None:
     bench = Bench(checks=False)
-    path = journals.of(bench, 1 << 17)
+    path = journals.record(bench, 1 << 17)
     numbers = [bench.add(list(range(50)), max_tokens=1) for _ in range(800)]
     assert replay(read(path)).is_full
     assert path.stat().st_size < (1 << 17) + 100
@@ -230,7 +230,7 @@ def test_an_engine_whose_snapshot_exceeds_half_a_file_continues_without_a_journa
     journals: Journals,
 ) -> None:
     bench = Bench(checks=False)
-    journals.of(bench, 1 << 13)
+    journals.record(bench, 1 << 13)
     for now in range(200):
         busy(bench, float(now))
     first, second = parts(journals)
@@ -239,10 +239,10 @@ def test_an_engine_whose_snapshot_exceeds_half_a_file_continues_without_a_journa
 
 
 def second_part(journals: Journals, monkeypatch: pytest.MonkeyPatch) -> list[AnyRecord]:
-    """The records of a part that starts with a snapshot of one open request."""
+    """Return the records of a file that starts with a snapshot of one open request."""
     monkeypatch.setattr("engine_core.journal.file.SPARE_DIVISOR", 1)
     bench = Bench()
-    journals.of(bench)
+    journals.record(bench)
     bench.add([5, 6, 7], max_tokens=4)
     bench.engine.tick(1.0)
     return list(read(parts(journals)[-1]))
@@ -252,35 +252,35 @@ def second_part(journals: Journals, monkeypatch: pytest.MonkeyPatch) -> list[Any
 def test_a_snapshot_of_an_engine_with_another_attribute_is_refused(
     part: str, journals: Journals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known = second_part(journals, monkeypatch)[1]
-    data = msgspec.msgpack.decode(msgspec.msgpack.encode(known))
+    state = second_part(journals, monkeypatch)[1]
+    data = msgspec.msgpack.decode(msgspec.msgpack.encode(state))
     changed = data["snapshot"] if part == "the engine" else data["snapshot"]["scheduler"]
-    changed["of_old"] = 1
-    with pytest.raises(msgspec.ValidationError, match="unknown field `of_old`"):
+    changed["removed_field"] = 1
+    with pytest.raises(msgspec.ValidationError, match="unknown field `removed_field`"):
         msgspec.msgpack.decode(msgspec.msgpack.encode(data), type=SnapshotRecord)
 
 
-def test_a_snapshot_that_contradicts_itself_is_refused(
+def test_an_inconsistent_snapshot_is_refused(
     journals: Journals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    began, known, *rest = second_part(journals, monkeypatch)
-    assert isinstance(known, SnapshotRecord)
-    replay([began, known, *rest])
-    wrong = replace(known.snapshot, ended_in_flight=[7])
+    start, state, *rest = second_part(journals, monkeypatch)
+    assert isinstance(state, SnapshotRecord)
+    replay([start, state, *rest])
+    wrong = replace(state.snapshot, ended_in_flight=[7])
     with pytest.raises(NoJournal, match="the snapshot in this journal is damaged"):
-        replay([began, replace(known, snapshot=wrong), *rest])
+        replay([start, replace(state, snapshot=wrong), *rest])
 
 
 def test_a_journal_of_another_format_is_refused(journals: Journals) -> None:
-    _, (began, *rest) = small(journals)
-    assert isinstance(began, StartRecord)
+    _, (start, *rest) = small(journals)
+    assert isinstance(start, StartRecord)
     with pytest.raises(NoJournal, match="has format 2; this release reads 3"):
-        replay([replace(began, format=2), *rest])
+        replay([replace(start, format=2), *rest])
 
 
-def test_an_idle_engines_clock_is_written_when_it_matters(journals: Journals) -> None:
+def test_an_idle_engine_records_its_last_tick_before_the_next_request(journals: Journals) -> None:
     bench = Bench()
-    path = journals.of(bench)
+    path = journals.record(bench)
     for now in range(100):
         bench.engine.tick(float(now))
     bench.add([5, 6], max_tokens=1, ignore_eos=True)
@@ -299,7 +299,7 @@ def test_a_journal_is_private_and_the_oldest_files_are_deleted(
     for day in range(1, 8):
         (directory / f"engine-2020010{day}-000000-1.journal").write_bytes(b"")
     (directory / "notes").write_text("not ours")
-    writer = journals.write(1000)
+    writer = journals.writer(1000)
     assert writer.path.stat().st_mode & 0o777 == 0o600
     names = sorted(path.name for path in directory.glob("*.journal"))
     assert len(names) == KEPT_FILES
@@ -308,7 +308,7 @@ def test_a_journal_is_private_and_the_oldest_files_are_deleted(
 
 
 @pytest.mark.parametrize("data", [b"\xff" * 50, b"\x01\0\0\0\x03\0\0\0abc", b"#!/bin/sh\n" * 9])
-def test_a_file_that_is_no_journal_is_refused(data: bytes, tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_journal_is_refused(data: bytes, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(data)
     with pytest.raises((WireError, NoJournal)):
         replay(read(tmp_path / "file"))

@@ -1,4 +1,4 @@
-"""The handle: its bytes; without the key it can be neither read nor changed nor forged."""
+"""The handle: golden bytes; without the key it can be neither read, changed nor forged."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_the_text_of_a_handle_is_golden_and_opens_to_the_handle() -> None:
 
 
 def test_the_text_of_a_handle_reveals_nothing() -> None:
-    """Not where the worker is, nor, by comparing two, in what they differ."""
+    """The text hides the fields. Two texts do not show in which field their handles differ."""
     first, second = (
         base64.urlsafe_b64decode(SEAL.to_text(handle) + "==")
         for handle in (HANDLE, replace(HANDLE, lease=b"m" * 16))
@@ -82,8 +82,8 @@ def test_the_key_of_another_cluster_opens_nothing() -> None:
 
 
 def test_random_texts_are_refused_and_nothing_else_is_raised() -> None:
-    dice = random.Random(1)
+    rng = random.Random(1)
     for _ in range(2000):
-        text = base64.urlsafe_b64encode(dice.randbytes(dice.randrange(200))).decode()
+        text = base64.urlsafe_b64encode(rng.randbytes(rng.randrange(200))).decode()
         with pytest.raises(InvalidRequest):
             SEAL.from_text(text)

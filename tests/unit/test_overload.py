@@ -1,5 +1,8 @@
-"""More work than there is time for, on a simulated clock: what is refused, what is done, and what a
-flood of one account does to another. With real processes: `python -m tests.benchmarks.overload`."""
+"""Overload on a simulated clock: refusals, throughput, and the effect of one account's flood on
+another account.
+
+`python -m tests.benchmarks.overload` measures the same with real processes.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ def offered(
     refusal_cache: RefusalCache | None = None,
     **terms: float,
 ) -> tuple[Paced, list[PacedRequest]]:
-    """Requests at even distances, of accounts in turn."""
+    """Run `per_s` requests per second at even intervals, of two accounts in turn."""
     paced = Paced(refusal_cache=refusal_cache, **OPTIONS, max_waiting=max_waiting)
     for place in range(int(per_s * seconds)):
         account = (ALICE, BOB)[place % 2]
@@ -39,43 +42,45 @@ def offered(
     return paced, paced.asked
 
 
-def done_per_s(asked: list[PacedRequest], seconds: float) -> float:
-    """Tokens of requests that came to their end."""
-    return sum(one.num_tokens for one in asked) / seconds
+def done_per_s(requests: list[PacedRequest], seconds: float) -> float:
+    """Return the tokens per second of the requests that ended."""
+    return sum(one.num_tokens for one in requests) / seconds
 
 
 def peak_per_s() -> float:
-    """The most tokens per second, of two rates of arrival about what can be done."""
+    """Return the highest tokens per second at two arrival rates near the capacity."""
     return max(done_per_s(offered(per_s, 4.0)[1], 4.0) for per_s in (40, 60))
 
 
-def test_ten_times_the_load_does_the_same_work_and_refuses_the_rest_with_retry_after() -> None:
-    paced, asked = offered(400, 4.0)
-    assert done_per_s(asked, 4.0) >= 0.9 * peak_per_s()
-    refused = [one.refused for one in asked if one.refused is not None]
-    assert len(refused) > 0.8 * len(asked)
+def test_tenfold_load_keeps_the_throughput_and_refuses_the_rest_with_retry_after() -> None:
+    paced, requests = offered(400, 4.0)
+    assert done_per_s(requests, 4.0) >= 0.9 * peak_per_s()
+    refused = [one.refused for one in requests if one.refused is not None]
+    assert len(refused) > 0.8 * len(requests)
     assert {one.error.code for one in refused} == {"overloaded"}
     assert all((one.error.retry_after_s or 0) >= 1 for one in refused)
     stats = paced.bench.engine.stats()
     assert stats.waiting <= 2 * MAX_WAITING
-    assert all(one.ended_at is not None or one.at > 2.0 for one in asked if one.refused is None)
+    assert all(one.ended_at is not None or one.at > 2.0 for one in requests if one.refused is None)
 
 
 @pytest.mark.parametrize(("max_waiting", "share"), [(1, 0.0), (MAX_WAITING, 0.5), (64, 0.7)])
-def test_refusals_cached_by_a_gateway_lose_no_work(max_waiting: int, share: float) -> None:
-    """Of a queue that has just one place, a refusal stands for a millisecond."""
-    _, asked = offered(400, 4.0, max_waiting)
-    remembering, asked_too = offered(400, 4.0, max_waiting, RefusalCache())
-    assert done_per_s(asked_too, 4.0) >= 0.98 * done_per_s(asked, 4.0)
-    refused = sum(one.refused is not None for one in asked_too)
-    assert remembering.num_early >= share * refused
-    begun = {who: sum(one.refused is None for one in asked_too[who::2]) for who in (0, 1)}
+def test_refusals_cached_by_a_gateway_cost_no_throughput(max_waiting: int, share: float) -> None:
+    """If the queue has one place only, a refusal is cached for just a millisecond."""
+    _, requests = offered(400, 4.0, max_waiting)
+    caching, cached_requests = offered(400, 4.0, max_waiting, RefusalCache())
+    assert done_per_s(cached_requests, 4.0) >= 0.98 * done_per_s(requests, 4.0)
+    refused = sum(one.refused is not None for one in cached_requests)
+    assert caching.num_early >= share * refused
+    begun = {who: sum(one.refused is None for one in cached_requests[who::2]) for who in (0, 1)}
     assert begun[0] == pytest.approx(begun[1], rel=0.2)
 
 
 def a_crowd(accounts: int) -> tuple[Paced, Account]:
-    """Two seconds after a first account came, one after all others: much of all waits. And one that
-    will have to wait for others, too."""
+    """Return a run in which requests of all accounts wait, and the account to add a request of.
+
+    The first account has sent requests for two seconds, the others for one.
+    """
     names = [Account(name=f"account {number}") for number in range(accounts)]
     paced = Paced(**OPTIONS, max_waiting=10_000)
     for place in range(200 // accounts):
@@ -86,43 +91,47 @@ def a_crowd(accounts: int) -> tuple[Paced, Account]:
     return paced, names[-1]
 
 
-def asks(crowd: tuple[Paced, Account], **terms: float) -> PacedRequest:
-    """One more of that account, after all of it that waits; as it has ended."""
+def send_one_more(crowd: tuple[Paced, Account], **terms: float) -> PacedRequest:
+    """Send one more request of that account, and return the request after it has ended."""
     paced, name = crowd
     paced.at(paced.now, lambda: paced.ask(PROMPT, 1, name, **terms))
-    while (asked := paced.asked[-1]).at < 2.0 or not (asked.refused or asked.outputs):
+    while (requests := paced.asked[-1]).at < 2.0 or not (requests.refused or requests.outputs):
         paced.run(paced.now + STEP)
-    return asked
+    return requests
 
 
 @pytest.mark.parametrize("accounts", [2, 4, 8])
 def test_queue_timeouts_are_predicted_among_several_accounts(accounts: int) -> None:
-    wait_s = asks(a_crowd(accounts)).wait_s
+    wait_s = send_one_more(a_crowd(accounts)).wait_s
     assert wait_s > 10 * STEP
-    refused = asks(a_crowd(accounts), queue_timeout_s=0.8 * wait_s).refused
+    refused = send_one_more(a_crowd(accounts), queue_timeout_s=0.8 * wait_s).refused
     assert "cannot be started within" in refused.error.message
-    assert asks(a_crowd(accounts), queue_timeout_s=1.1 * wait_s).wait_s == pytest.approx(wait_s)
+    assert send_one_more(a_crowd(accounts), queue_timeout_s=1.1 * wait_s).wait_s == pytest.approx(
+        wait_s
+    )
 
 
 def test_requests_past_their_queue_timeout_are_never_computed() -> None:
-    """Where nothing else bounds the queue."""
-    paced, asked = offered(400, 4.0, max_waiting=10_000, queue_timeout_s=0.1)
-    assert done_per_s(asked, 4.0) >= 0.9 * peak_per_s()
-    begun = [one for one in asked if one.first_at is not None]
+    """The queue has practically no other limit."""
+    paced, requests = offered(400, 4.0, max_waiting=10_000, queue_timeout_s=0.1)
+    assert done_per_s(requests, 4.0) >= 0.9 * peak_per_s()
+    begun = [one for one in requests if one.first_at is not None]
     assert max(one.wait_s for one in begun) <= 0.1 + 5 * STEP
-    codes = {one.refused.error.code for one in asked if one.refused is not None}
+    codes = {one.refused.error.code for one in requests if one.refused is not None}
     assert "queue_timeout" in codes
-    assert not any(o.usage and o.tokens for one in asked if not one.first_at for o in one.outputs)
+    assert not any(
+        o.usage and o.tokens for one in requests if not one.first_at for o in one.outputs
+    )
     assert paced.bench.engine.stats().num_timeouts.keys() <= {"queued"}
 
 
 def flooded(length: int, *, flood: bool, times: int = 5) -> list[float]:
-    """Bob's times to the first token, asking now and then, while Alice asks for all she can."""
+    """Return the times to the first token of Bob's few requests, while Alice fills the queue."""
     paced = Paced(**OPTIONS, max_len=180, max_slots=8, max_waiting=MAX_WAITING)
     mine: list[PacedRequest] = []
 
     def more() -> None:
-        """Always as many of Alice's as the queue takes."""
+        """Add requests of Alice until the queue is full, and again after each step."""
         while paced.ask(150, 20, ALICE).refused is None:
             pass
         paced.at(paced.now + STEP, more)
@@ -160,7 +169,7 @@ LARGE: dict[str, Any] = {
 
 
 def in_large_steps(*, flood: bool, costs: Sequence[tuple[int, float]]) -> Paced:
-    """With the steps and slots that a server has."""
+    """Return a run with the step size and the number of slots of a real server."""
     paced = Paced(costs, **LARGE, max_len=1100, max_slots=16, max_waiting=MAX_WAITING)
 
     def more() -> None:
@@ -176,14 +185,14 @@ def in_large_steps(*, flood: bool, costs: Sequence[tuple[int, float]]) -> Paced:
 def flooded_in_large_steps(
     length: int, *, flood: bool, every_s: float = 1.37, costs: Sequence[tuple[int, float]] = ()
 ) -> tuple[list[float], float]:
-    """As `flooded`; and tokens computed per second."""
+    """Return the times to the first token as `flooded` does, and the computed tokens per second."""
     paced = in_large_steps(flood=flood, costs=costs)
     mine: list[PacedRequest] = []
     times = 9 if length > 64 else 40
     for place in range(times):
         paced.at(2.0 + every_s * place, lambda: mine.append(paced.ask(length, 8, BOB)))
     paced.run(2.0 + every_s * times)
-    waits = [one.wait_s for one in mine[1:]]  # the first finds steps that are full
+    waits = [one.wait_s for one in mine[1:]]  # the first request arrives during a full step
     return waits, paced.bench.engine.stats().num_computed_tokens / paced.now
 
 
@@ -196,7 +205,7 @@ def test_a_flood_does_not_double_the_ttft_of_prompts_shorter_than_a_step(length:
 
 @pytest.mark.parametrize("length", [8, 16, 32, 64, 256, 1024])
 def test_a_flood_does_not_double_the_ttft_of_any_prompt_with_known_costs(length: int) -> None:
-    """The costs of a model of packed weights on a CPU: each token there is work of its own."""
+    """The costs are those of packed weights on a CPU, where they grow with each token."""
     every_s = 0.263 + length / 600
     (alone, _), (beside, per_s) = (
         flooded_in_large_steps(length, flood=flood, every_s=every_s, costs=PACKED)
@@ -204,11 +213,11 @@ def test_a_flood_does_not_double_the_ttft_of_any_prompt_with_known_costs(length:
     )
     assert median(beside) <= 2 * median(alone)
     assert quantiles(beside, n=10)[-1] <= 2.75 * median(alone)
-    assert per_s >= 0.85 * 256 / StepCosts(PACKED)[256], "of what can be done at most"
+    assert per_s >= 0.85 * 256 / StepCosts(PACKED)[256], "throughput relative to full steps"
 
 
 @pytest.mark.parametrize(("costs", "most"), [(PACKED, 1), ([(1, 0.010), (256, 0.012)], 2)])
-def test_a_newcomer_waits_for_one_step_if_it_is_long_and_else_for_two(
+def test_a_newcomer_waits_for_one_long_step_or_two_short_ones(
     costs: list[tuple[int, float]], most: int
 ) -> None:
     full_s, waits = costs[-1][1], []
@@ -246,15 +255,15 @@ def test_flat_step_costs_keep_steps_whole_and_ttft_bounded() -> None:
         (1, PACKED, 1),
     ],
 )
-def test_steps_are_as_short_as_a_short_prompt_needs_and_as_tokens_are_worth(
+def test_the_shared_prefill_budget_follows_from_the_step_costs(
     full: int, costs: list[tuple[int, float]], part: int
 ) -> None:
-    """The last but one: 16 tokens take too long for eight, but even of 32 each costs more than
-    twice what it does in a full step."""
+    """In the last case but one, steps of 16 tokens are too long for a prompt of 8. But in steps of
+    16 or 32 tokens, each token costs more than twice as much as in a full step."""
     assert prefill_budget_when_shared(full, StepCosts(costs) if costs else None) == part
 
 
-def test_one_account_alone_has_whole_steps() -> None:
+def test_a_single_account_gets_whole_steps() -> None:
     paced = Paced(**LARGE, max_len=700, max_slots=16)
     for place in range(4):
         paced.at(0.1 * place, lambda: paced.ask(600, 20, ALICE))

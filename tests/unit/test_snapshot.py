@@ -1,4 +1,4 @@
-"""The snapshot of an engine: golden bytes, what it restores, and that nothing is forgotten.
+"""The snapshot of an engine: its golden bytes, the restored engine, and its completeness.
 
 After an intended change, raise `engine_core.journal.records.FORMAT`, write the golden bytes anew
 with `python -m tests.unit.test_snapshot`, and review the difference.
@@ -25,7 +25,7 @@ GOLDEN = Path(__file__).parents[1] / "data" / "journal" / "snapshot.bin"
 
 
 def sample(kind: inspect.Type) -> Any:
-    """A value of this type, with something in every field and container."""
+    """Return a value of this type, with a value in every field and container."""
     match kind:
         case inspect.StructType(fields=fields) | inspect.DataclassType(fields=fields):
             return kind.cls(**{field.name: sample(field.type) for field in fields})
@@ -73,9 +73,9 @@ def test_a_decoded_snapshot_encodes_to_the_same_bytes() -> None:
     assert msgspec.msgpack.encode(decoded) == GOLDEN.read_bytes()
 
 
-# ---- what it restores
+# ---- the restored engine
 def storms() -> Iterator[RequestStorm]:
-    """Storms at many moments: grammars, drafts of both kinds, steps in flight, tiers."""
+    """Yield storms at many moments, with grammars, both kinds of drafts, steps in flight, tiers."""
     for seed, tiers in [(2, []), (3, []), (104, []), (205, []), (207, ["host", "disk"])]:
         storm = Forgetful(seed, tiers) if tiers else RequestStorm(seed)
         for number in range(120):
@@ -93,7 +93,7 @@ def restored(bench: Bench, data: bytes) -> Engine:
 
 
 def plain(value: Any) -> Any:
-    """The same with dicts for objects, so that all of it is compared by value."""
+    """Return `value` with dicts instead of objects, so that `==` compares all of it by value."""
     if isinstance(value, msgspec.Struct):
         return {name: plain(getattr(value, name)) for name in value.__struct_fields__}
     if is_dataclass(value):
@@ -112,7 +112,7 @@ def test_a_restored_engine_has_the_same_snapshot() -> None:
         assert again.stats() == storm.bench.engine.stats()
 
 
-# ---- nothing is forgotten
+# ---- completeness
 STORED = {
     "AcceptanceTally": "accepted checked idle prior",
     "AccountBuckets": "requests tokens",
@@ -153,7 +153,7 @@ STORED = {
     "TierIndex": "_load_s _tiers",
     "WaitingQueue": "_queues",
 }
-"""Class -> attributes that the snapshot carries."""
+"""Class -> attributes that the snapshot contains."""
 DERIVED = {
     "Deadlines": "_heap _requests",
     "Fetches": "_jobs_by_request",
@@ -167,7 +167,7 @@ DERIVED = {
     "WaitingQueue": "_entries _num_entries _waiting tokens",
     "_AccountQueue": "entry heap num tokens",
 }
-"""These follow from what is stored."""
+"""Class -> attributes that are derived from stored ones."""
 CONFIGURED = {
     "Admission": "_config _draw_seed _limits _model",
     "ContentHashes": "_block_tokens _roots model_digest",
@@ -185,7 +185,7 @@ CONFIGURED = {
     "StepCosts": "_costs _tokens",
     "TierIndex": "_block_tokens _hashes _min_load_tokens",
 }
-"""These are set when the engine is created, or cache what follows from that."""
+"""Class -> attributes that are set when the engine is created, or derived from those."""
 PARTS = {
     "Admission": "_accounts _clock _deadlines _fair_share _grammars _kv_transfers _open "
     "_speculation _throughput _waiting",
@@ -199,11 +199,11 @@ PARTS = {
     "TierIndex": "_throughput",
     "WaitingQueue": "_fair_share",
 }
-"""Objects whose own attributes are listed here."""
+"""Class -> attributes that refer to objects whose classes are listed too."""
 CLUSTER_ONLY = {"KVLeases": "_holders _open num_ended", "Request": "handle kv_readers lease"}
-"""Only an engine of a cluster uses these, and it has no journal."""
+"""Class -> attributes that are used only in a cluster, whose engines have no journal."""
 SENT = {"Engine": "_aborted freed", "KVTransfers": "commands", "Fetch": "error seconds"}
-"""Replies and commands on their way out, on which no decision depends."""
+"""Class -> replies and commands that are about to be sent. No decision depends on them."""
 
 
 def attributes(value: object) -> dict[str, object]:
@@ -216,7 +216,7 @@ def attributes(value: object) -> dict[str, object]:
 
 
 def objects(root: object) -> Iterator[object]:
-    """All objects of the engine's own classes that it consists of."""
+    """Yield all objects of classes in engine_core that are reachable from `root`."""
     seen: dict[int, object] = {}
     queue = [root]
     while queue:
@@ -233,7 +233,7 @@ def objects(root: object) -> Iterator[object]:
             queue += attributes(value).values()
 
 
-def test_every_attribute_of_an_engine_is_stored_or_has_a_reason_not_to_be() -> None:
+def test_every_attribute_of_an_engine_is_stored_or_listed_with_a_reason() -> None:
     tables = (STORED, DERIVED, CONFIGURED, PARTS, CLUSTER_ONLY, SENT)
     listed: dict[str, list[str]] = {}
     for table in tables:

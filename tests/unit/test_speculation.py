@@ -1,5 +1,4 @@
-"""Drafts: who gets them and how many, what becomes of right and wrong ones, and that no answer
-changes."""
+"""Drafts: their number, the effects of right and wrong drafts, and that no answer changes."""
 
 from __future__ import annotations
 
@@ -16,12 +15,12 @@ LOOP = [1, 2, 3] * 4
 
 
 def looping(tokens: list[int], seed: int = 0, possible: list[int] | None = None) -> int:
-    """A model that counts 1, 2, 3 for ever."""
+    """A model that repeats 1, 2, 3 forever."""
     return tokens[-1] % 3 + 1
 
 
 def stubborn(tokens: list[int], seed: int = 0, possible: list[int] | None = None) -> int:
-    """A model whose answers are never what the past suggests: after 5 always something new."""
+    """A model that defeats n-gram drafts: after each 5 comes a new token."""
     return 5 if tokens[-1] != 5 else 6 + len(tokens) % 90
 
 
@@ -33,34 +32,34 @@ def drafted(plans: list[StepPlan]) -> list[int]:
     return [sum(map(len, drafts_of(plan))) for plan in plans]
 
 
-# ---- how many
-def guesses_after(*steps: tuple[int, int]) -> RequestDrafting:
-    guesses = RequestDrafting(drafter=None)  # type: ignore[arg-type]
+# ---- the number of drafts
+def drafting_after(*steps: tuple[int, int]) -> RequestDrafting:
+    drafting = RequestDrafting(drafter=None)  # type: ignore[arg-type]
     for proposed, accepted in steps:
-        guesses.observe(proposed, accepted, token=7)
-    return guesses
+        drafting.observe(proposed, accepted, token=7)
+    return drafting
 
 
-def worth(guesses: RequestDrafting, rows: int = 1) -> int:
+def worth(drafting: RequestDrafting, rows: int = 1) -> int:
     config = EngineConfig(worker=WorkerConfig(model=""), draft_width=32, max_drafts=8)
-    return Speculation(config).best_count(guesses.tally.acceptance, rows)
+    return Speculation(config).best_count(drafting.tally.acceptance, rows)
 
 
-def test_right_drafts_bring_more_drafts_and_wrong_ones_none() -> None:
-    assert 1 <= worth(guesses_after()) < 8
-    assert worth(guesses_after(*[(4, 4)] * 9)) == 8
-    assert worth(guesses_after(*[(4, 0)] * 9)) == 0
+def test_right_drafts_lead_to_more_drafts_and_wrong_ones_to_none() -> None:
+    assert 1 <= worth(drafting_after()) < 8
+    assert worth(drafting_after(*[(4, 4)] * 9)) == 8
+    assert worth(drafting_after(*[(4, 0)] * 9)) == 0
 
 
-def test_a_request_without_drafts_is_tried_again_after_a_while() -> None:
+def test_drafts_are_tried_again_after_many_steps_without_drafts() -> None:
     failed = [(1, 0)] * 50
-    idle = next(n for n in range(1000) if worth(guesses_after(*failed, *[(0, 0)] * n)))
+    idle = next(n for n in range(1000) if worth(drafting_after(*failed, *[(0, 0)] * n)))
     assert 20 < idle < 200
 
 
-def test_the_more_rows_a_step_has_the_fewer_drafts_are_worth_it() -> None:
-    guesses = guesses_after((4, 3), (4, 3))
-    counts = [worth(guesses, rows) for rows in (1, 8, 32, 256)]
+def test_steps_with_more_rows_have_fewer_drafts_per_row() -> None:
+    drafting = drafting_after((4, 3), (4, 3))
+    counts = [worth(drafting, rows) for rows in (1, 8, 32, 256)]
     assert counts == sorted(counts, reverse=True)
     assert counts[0] > counts[-1] == 0
 
@@ -99,8 +98,8 @@ def test_wrong_drafts_are_counted_and_change_nothing() -> None:
 
 
 @pytest.mark.parametrize("stop", [1, 2, 3])
-def test_an_answer_ends_at_its_stop_token_although_drafts_go_beyond_it(stop: int) -> None:
-    """The token has not come for a while, so drafts go beyond it."""
+def test_an_answer_ends_at_its_stop_token_although_drafts_continue(stop: int) -> None:
+    """The stop token comes after many repetitions, so the drafts continue the repetition."""
 
     def say(tokens: list[int], seed: int = 0, possible: list[int] | None = None) -> int:
         is_late = len(tokens) >= 30
@@ -120,7 +119,7 @@ def test_an_answer_ends_at_its_stop_token_although_drafts_go_beyond_it(stop: int
 
 
 def test_a_stop_token_within_right_drafts_ends_the_answer_there() -> None:
-    """The drafts hold the end, as an earlier turn in the prompt had it, and go beyond it."""
+    """The drafts are copied from the prompt. They contain the stop token and later tokens."""
     prompt = [1, 2, 3, EOS, 8, 9, 8, 9, 8, 9, 1, 2]
     script = {2: 3, 3: EOS, EOS: 8, 8: 9, 9: 8}
 
@@ -154,7 +153,7 @@ def test_no_position_after_the_end_is_computed(max_tokens: int) -> None:
 
 
 def test_prompts_go_before_drafts() -> None:
-    """Drafts take what the step's budget has left."""
+    """Drafts get only the part of the token budget that prompts leave."""
     each = bench(token_budget=8)
     fast = each.add(LOOP, max_tokens=60)
     while not any(drafted(each.plans)):
@@ -171,7 +170,7 @@ def test_prompts_go_before_drafts() -> None:
 
 
 def test_a_draft_preempts_no_request() -> None:
-    """Memory holds two answers to the last block: drafts cause no preemption."""
+    """The blocks are just enough for two answers, so blocks for drafts could be too many."""
     for speculation in ("none", "ngram"):
         each = bench(num_blocks=27, block_tokens=4, max_slots=2, speculation=speculation)
         numbers = [each.add(LOOP, max_tokens=40, seed=n) for n in range(2)]
@@ -182,7 +181,7 @@ def test_a_draft_preempts_no_request() -> None:
 
 
 def test_blocks_with_wrong_drafts_are_never_found() -> None:
-    """Whoever goes on with the answer finds all its full blocks, and reads nothing else in them."""
+    """A request that continues the answer finds all full blocks, with the right content."""
     each = bench(say=stubborn, ngram_min=1, block_tokens=2, num_blocks=65)
     number = each.add([6, 5, 7, 5], max_tokens=30)
     each.run()
@@ -205,12 +204,12 @@ def test_a_row_that_fails_after_accepted_drafts_keeps_their_tokens() -> None:
             break
         each.finish()
     drafts = drafts_of(each.plans[-1])[0]
-    said = [*drafts[:2], 0]
+    sampled = [*drafts[:2], 0]
     before = each.tokens(number)
     each.commit(
         StepResult(
             step=each.plans[-1].step,
-            tokens=Int32.of(said),
+            tokens=Int32.of(sampled),
             counts=Int32.of([3]),
             failed=Int32.of([0]),
         )
@@ -231,22 +230,26 @@ def test_a_result_that_does_not_fit_the_drafts_is_refused(
     each.step()
     plan = each.plan()
     assert plan.row_drafts is not None
-    told = None if counts is None else Int32.of(counts)
-    result = StepResult(step=plan.step, tokens=Int32.of(tokens), counts=told, failed=Int32.of([]))
+    result = StepResult(
+        step=plan.step,
+        tokens=Int32.of(tokens),
+        counts=None if counts is None else Int32.of(counts),
+        failed=Int32.of([]),
+    )
     if tokens == [1]:
-        each.engine.commit(result, 0.1)  # one token each is what a result without counts says
+        each.engine.commit(result, 0.1)  # without counts, each row has one token
         return
     with pytest.raises(RuntimeError):
         each.engine.commit(result, 0.1)
 
 
-# ---- ahead
+# ---- planning ahead
 def test_no_step_is_planned_ahead_of_a_step_with_drafts() -> None:
     each = bench(steps_in_flight=2)
     number = each.add(LOOP, max_tokens=40)
     for _ in range(4):
         assert each.plan() is not None
-        assert each.plan() is None, "what is out decides what to guess"
+        assert each.plan() is None, "the next drafts depend on the step in flight"
         each.finish()
     assert len(each.tokens(number)) > 8
     strange = bench(steps_in_flight=2)
@@ -256,7 +259,7 @@ def test_no_step_is_planned_ahead_of_a_step_with_drafts() -> None:
 
 
 def test_a_request_with_rejected_drafts_does_not_stop_planning_ahead() -> None:
-    """It waits in vain for a token from which it could have guessed, and then mostly not."""
+    """The next step waits for its tokens only until the guesses have been wrong a few times."""
     each = bench(steps_in_flight=2, say=stubborn, ngram_min=1)
     number = each.add([6, 5, 7, 5], max_tokens=80)
     waits = 0

@@ -1,4 +1,4 @@
-"""What drafts cost and how many are worth making; and n-gram lookup against a full search."""
+"""The cost of drafts, their best number, and n-gram lookup compared with a full search."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def worth(
 def test_step_costs_are_interpolated(tokens: int, cost: float) -> None:
     costs = StepCosts(MEASURED)
     assert costs[tokens] == pytest.approx(cost)
-    assert costs[tokens] == pytest.approx(cost), "asked again"
+    assert costs[tokens] == pytest.approx(cost), "the cost is cached"
 
 
 def test_a_single_measurement_holds_for_every_size() -> None:
@@ -43,21 +43,24 @@ def test_a_single_measurement_holds_for_every_size() -> None:
 
 def test_a_configured_width_overrides_measured_costs() -> None:
     assert StepCosts.from_measurements(0, MEASURED)[1] == 4.0
-    told, unknown = StepCosts.from_measurements(16, MEASURED), StepCosts.from_measurements(0, [])
-    assert told[16] == 2.0
+    configured = StepCosts.from_measurements(16, MEASURED)
+    assert configured[16] == 2.0
+    unknown = StepCosts.from_measurements(0, [])
     assert unknown[UNMEASURED_WIDTH] == 2.0
     assert unknown[2 * UNMEASURED_WIDTH] == pytest.approx(3.0)
 
 
 def test_free_drafts_are_made_if_they_are_likely() -> None:
-    assert worth(0.5, 1, [(1, 1.0), (256, 1.0)]) == 2, "the third has a chance of an eighth"
+    assert worth(0.5, 1, [(1, 1.0), (256, 1.0)]) == 2, (
+        "the third draft is right with probability 1/8"
+    )
     assert worth(1.0, 1, [(1, 1.0), (256, 1.0)]) == 8
     assert worth(0.1, 1, [(1, 1.0), (256, 1.0)]) == 0
 
 
 def test_no_draft_is_made_if_each_token_costs_as_much_as_the_first() -> None:
-    dear = [(1, 1.0), (256, 256.0)]
-    assert [worth(0.99, rows, dear) for rows in (1, 4, 32)] == [0, 0, 0]
+    expensive = [(1, 1.0), (256, 256.0)]
+    assert [worth(0.99, rows, expensive) for rows in (1, 4, 32)] == [0, 0, 0]
 
 
 def test_the_number_of_drafts_maximises_tokens_per_cost() -> None:
@@ -88,7 +91,7 @@ LINEAR = [(1, 1.0), (64, 64.0)]
 FLAT = [(1, 1.0), (64, 1.0)]
 
 
-def taught(plain_s: float, drafted_s: float, *, rows: int = 4, times: int = 40) -> DraftOverhead:
+def observed(plain_s: float, drafted_s: float, *, rows: int = 4, times: int = 40) -> DraftOverhead:
     overhead = DraftOverhead()
     for _ in range(times):
         overhead.observe(rows, 1.0, plain_s, is_drafted=False)
@@ -97,8 +100,8 @@ def taught(plain_s: float, drafted_s: float, *, rows: int = 4, times: int = 40) 
 
 
 def test_the_overhead_is_the_ratio_of_time_per_cost() -> None:
-    assert taught(0.010, 0.013)[4] == pytest.approx(1.3, rel=0.02)
-    assert taught(0.010, 0.008)[4] == pytest.approx(0.8, rel=0.02)
+    assert observed(0.010, 0.013)[4] == pytest.approx(1.3, rel=0.02)
+    assert observed(0.010, 0.008)[4] == pytest.approx(0.8, rel=0.02)
 
 
 def test_the_overhead_is_unknown_until_both_kinds_of_step_are_timed() -> None:
@@ -113,7 +116,7 @@ def test_the_overhead_is_unknown_until_both_kinds_of_step_are_timed() -> None:
 
 
 def test_the_overhead_of_few_rows_does_not_hold_for_many() -> None:
-    overhead = taught(0.010, 0.020, rows=4)
+    overhead = observed(0.010, 0.020, rows=4)
     assert overhead[7] == overhead[4]
     assert overhead[1] == overhead[8] == 1.0
 
@@ -128,7 +131,7 @@ def test_the_overhead_does_not_depend_on_the_unit_of_cost() -> None:
 
 
 def test_one_slow_step_changes_the_overhead_little() -> None:
-    overhead = taught(0.010, 0.010)
+    overhead = observed(0.010, 0.010)
     overhead.observe(4, 1.0, 5.0, is_drafted=True)
     assert overhead[4] < 1.1
 
@@ -142,7 +145,7 @@ def test_the_overhead_is_near_the_mean_of_noisy_steps() -> None:
 
 
 def test_the_overhead_decays_until_drafts_are_retried() -> None:
-    overhead = taught(0.010, 0.020)
+    overhead = observed(0.010, 0.020)
     steps = 0
     while overhead[4] > 1.2:
         overhead.observe(4, 1.0, 0.010, is_drafted=False)
@@ -150,8 +153,8 @@ def test_the_overhead_decays_until_drafts_are_retried() -> None:
     assert 200 < steps < 2000
 
 
-def test_a_step_of_no_duration_changes_nothing() -> None:
-    overhead = taught(0.010, 0.010)
+def test_a_step_without_a_measured_time_changes_nothing() -> None:
+    overhead = observed(0.010, 0.010)
     overhead.observe(4, 1.0, 0.0, is_drafted=True)
     assert overhead[4] == pytest.approx(1.0)
 
@@ -161,9 +164,7 @@ def worth_of(speculation: Speculation) -> int:
 
 
 @pytest.mark.parametrize(("slower", "is_made"), [(1.0, True), (1.2, True), (2.5, False)])
-def test_drafts_are_made_only_if_drafted_steps_are_worth_their_time(
-    slower: float, is_made: bool
-) -> None:
+def test_drafts_are_made_only_if_their_steps_are_fast_enough(slower: float, is_made: bool) -> None:
     config = EngineConfig(worker=WorkerConfig(model=""), max_drafts=8)
     speculation = Speculation(config, 0.0, FLAT)
     assert worth_of(speculation) > 0
@@ -174,7 +175,7 @@ def test_drafts_are_made_only_if_drafted_steps_are_worth_their_time(
 
 
 def test_the_expected_cost_of_drafts_is_no_overhead() -> None:
-    """Twice the tokens at twice the cost, and a draft model's steps at theirs."""
+    """Step times that are proportional to the expected cost give an overhead of 1."""
     config = EngineConfig(worker=WorkerConfig(model=""), max_drafts=8)
     speculation = Speculation(config, 0.25, LINEAR)
     for _ in range(40):
@@ -185,7 +186,7 @@ def test_the_expected_cost_of_drafts_is_no_overhead() -> None:
 
 # ---- n-gram lookup
 def searched(tokens: list[int], shortest: int, longest: int, most: int) -> list[int]:
-    """The slow twin: looks at every place, the latest first."""
+    """Return the drafts of a reference search, which compares every position, the latest first."""
     known = len(tokens)
 
     def shared(place: int) -> int:
@@ -223,11 +224,11 @@ def test_the_ngram_index_finds_the_matches_of_a_full_search(
     assert found > 100
 
 
-def test_drafts_that_reach_the_end_continue_with_themselves() -> None:
+def test_drafts_that_reach_the_end_repeat_from_their_beginning() -> None:
     assert NgramDrafter(2, 4).propose(array("i", [9, 1, 2, 3, 1, 2]), 7) == [3, 1, 2, 3, 1, 2, 3]
 
 
-def test_an_n_gram_without_an_earlier_match_brings_no_drafts() -> None:
+def test_an_n_gram_without_an_earlier_match_gives_no_drafts() -> None:
     drafter = NgramDrafter(2, 4)
     assert drafter.propose(array("i", [1]), 4) == []
     assert drafter.propose(array("i", [1, 2, 3, 4]), 4) == []

@@ -1,5 +1,5 @@
-"""Drafts for answers that a grammar constrains: none that it refuses, a mask at every place, and
-the same answers as without."""
+"""Drafts for constrained answers: the grammar admits them, every place has a mask, and the
+answers are the same as without drafts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ PROMPT = ids_of("ababcabcab")
 
 
 class WatchedDrafter(Bench):
-    """Keeps the masks of each plan that was executed."""
+    """A bench that stores each executed plan with its masks."""
 
     def __init__(self, **options: object) -> None:
         super().__init__(say=habitual_token, ngram_min=1, **options)  # type: ignore[arg-type]
@@ -52,7 +52,7 @@ class WatchedDrafter(Bench):
 
 
 def serve(speculation: str, depth: int = 1) -> tuple[WatchedDrafter, list[tuple[str | None, str]]]:
-    """All kinds, with several seeds, and what each said."""
+    """Answer all KINDS with several seeds. Return the bench, and (finish, text) of each answer."""
     bench = WatchedDrafter(speculation=speculation, steps_in_flight=depth)
     numbers = []
     for seed in range(4):
@@ -66,20 +66,20 @@ def serve(speculation: str, depth: int = 1) -> tuple[WatchedDrafter, list[tuple[
     return bench, [(bench.end(n).finish, text_of(bench.tokens(n))) for n in numbers]
 
 
-def test_answers_are_the_same_with_and_without_drafts_one_step_at_a_time_or_two() -> None:
-    plain, said = serve("none")
-    assert {finish for finish, _ in said} == {"stop", "length"}
+def test_constrained_answers_are_the_same_with_and_without_drafts() -> None:
+    plain, answers = serve("none")
+    assert {finish for finish, _ in answers} == {"stop", "length"}
     for depth in (1, 2):
-        fast, also = serve("ngram", depth)
-        assert also == said
+        fast, fast_answers = serve("ngram", depth)
+        assert fast_answers == answers
         stats = fast.engine.stats()
         assert stats.num_accepted_tokens > 100
         assert len(fast.plans) < len(plain.plans)
 
 
-def test_every_place_of_a_constrained_row_has_its_mask_which_admits_the_draft_there() -> None:
-    """So no draft is verified that the grammar refuses. Free text has masks where the budget
-    forces a token, or may."""
+def test_the_mask_of_each_place_admits_its_draft() -> None:
+    """No draft is verified that the grammar excludes. Free text has masks if the budget forces a
+    token, or might."""
     fast, _ = serve("ngram")
     num_places = 0
     for plan, masks in fast.executed:
@@ -90,17 +90,17 @@ def test_every_place_of_a_constrained_row_has_its_mask_which_admits_the_draft_th
         rows = zip(drafts_of(plan), plan.row_samples.tolist(), strict=True)
         for drafts in (drafts for drafts, samples in rows if samples):
             for draft in drafts:
-                assert by_place[place] >> draft & 1, "a draft that the grammar refuses"
+                assert by_place[place] >> draft & 1, "the grammar excludes the draft"
                 place += 1
                 num_places += 1
-            assert place in by_place or not drafts, "no mask behind the last draft"
+            assert place in by_place or not drafts, "no mask after the last draft"
             assert by_place.get(place, 1), "nothing can follow the last draft"
             place += 1
     assert num_places > 100
 
 
 def masks_of(plan: StepPlan, masks: Masks | None) -> dict[int, int]:
-    """Of each masked place, its bits."""
+    """Return masked place -> its bits."""
     assert plan.masked is not None
     assert masks is not None
     size = masks.bits.data.nbytes // len(plan.masked)
@@ -109,18 +109,18 @@ def masks_of(plan: StepPlan, masks: Masks | None) -> dict[int, int]:
     return dict(zip(plan.masked.tolist(), numbers, strict=True))
 
 
-def run_of(text: str, body: Body, most: int = 64) -> str:
-    """What is guessed of `body` behind `text` without any past."""
+def forced_text(text: str, body: Body, most: int = 64) -> str:
+    """Return the text that `body` forces after `text`."""
     matcher = echo_compiler().compile(Grammar(body=body)).start()
     for token in ids_of(text):
         matcher.consume(token)
     return text_of(matcher.forced_tokens(most))
 
 
-def test_text_that_a_grammar_forces_is_drafted_without_any_past() -> None:
+def test_text_that_a_grammar_forces_is_drafted_without_earlier_tokens() -> None:
     body = JsonSchema(text=schema(favourite_colour={"enum": ["red", "green"]}))
-    assert run_of('{"', body) == 'favourite_colour"'
-    assert run_of('{"favourite_colour":"g', body, 3) == "ree"
+    assert forced_text('{"', body) == 'favourite_colour"'
+    assert forced_text('{"favourite_colour":"g', body, 3) == "ree"
     plain, fast = (Bench(speculation=kind) for kind in ("none", "ngram"))
     for bench in (plain, fast):
         number = bench.add([5, 6, 7], grammar=body, max_tokens=60)
@@ -133,7 +133,7 @@ def test_text_that_a_grammar_forces_is_drafted_without_any_past() -> None:
     assert usage.accepted_tokens == len(plain.plans) - len(fast.plans)
 
 
-def test_forced_drafts_do_not_count_for_drafts_from_the_past() -> None:
+def test_forced_drafts_do_not_count_as_n_gram_drafts() -> None:
     bench = Bench(speculation="ngram")
     body = JsonSchema(text=schema(favourite_colour={"enum": ["red", "green"]}))
     number = bench.add([5, 6, 7], grammar=body, max_tokens=60)
@@ -148,15 +148,15 @@ def test_forced_drafts_do_not_count_for_drafts_from_the_past() -> None:
     assert request.drafting.forced_tally.accepted > 0
 
 
-def test_a_model_that_spells_forced_text_differently_gets_no_forced_drafts_in_the_end() -> None:
-    """Every sign is a token here; so a model that never says what is expected stands for one."""
-    guesses = RequestDrafting(drafter=None)  # type: ignore[arg-type]
-    guesses.is_forced = True
-    before = guesses.forced_tally.acceptance
-    guesses.observe(8, 0, token=7)
-    assert not guesses.is_forced
-    assert guesses.forced_tally.acceptance < before / 1.5
-    assert guesses.tally.checked == 0
+def test_wrong_forced_drafts_lower_only_the_forced_acceptance() -> None:
+    """They are wrong if the model spells the forced text with other tokens."""
+    drafting = RequestDrafting(drafter=None)  # type: ignore[arg-type]
+    drafting.is_forced = True
+    before = drafting.forced_tally.acceptance
+    drafting.observe(8, 0, token=7)
+    assert not drafting.is_forced
+    assert drafting.forced_tally.acceptance < before / 1.5
+    assert drafting.tally.checked == 0
 
 
 def test_drafts_end_before_the_token_that_completes_the_answer() -> None:
@@ -165,11 +165,11 @@ def test_drafts_end_before_the_token_that_completes_the_answer() -> None:
     assert text_of(matcher.admitted_prefix(ids_of("yo"))) == "y"
     many = echo_compiler().compile(Grammar(body=Regex(pattern="(ab)+"))).start()
     assert text_of(many.admitted_prefix([*ids_of("abab"), EOS, 5])) == "abab"
-    assert text_of(matcher.admitted_prefix(ids_of("yes"))) == "ye", "looking moves nothing"
+    assert text_of(matcher.admitted_prefix(ids_of("yes"))) == "ye", "the matcher was not advanced"
 
 
 @pytest.mark.parametrize("body", [None, Regex(pattern=r"\(*a+\)+b*")], ids=["free", "grammar"])
-def test_drafts_keep_to_the_budget_of_thinking(body: Body | None) -> None:
+def test_drafts_keep_to_the_thinking_budget(body: Body | None) -> None:
     budget = ThinkingBudget(most=2, opens=["(("], closes=["))"], inside=True)
     matcher = echo_compiler().compile(Grammar(body=body, budget=budget)).start()
     assert text_of(matcher.admitted_prefix(ids_of("aaaa"))) == "aa"
@@ -181,23 +181,23 @@ def test_drafts_keep_to_the_budget_of_thinking(body: Body | None) -> None:
 
 
 def test_a_grammar_too_large_after_accepted_drafts_still_reports_its_limit() -> None:
-    """The place was first seen by a copy of the matcher."""
+    """The mask that fails is computed by a copy of the matcher."""
     large = {"type": "object", "properties": {f"n{i}": {"type": "string"} for i in range(2000)}}
     body = JsonSchema(text=json.dumps({"type": "object", "properties": {"far": large}}))
     text = '{"far":{"'
 
     def say(tokens: list[int], seed: int = 0, possible: list[int] | None = None) -> int:
-        wish = ids_of((text * 4)[(len(tokens) - len(prompt)) :])[0]
-        return wish if possible is None or wish in possible else 0
+        token = ids_of((text * 4)[(len(tokens) - len(prompt)) :])[0]
+        return token if possible is None or token in possible else 0
 
-    prompt, said = ids_of(text * 3), []
+    prompt, answers = ids_of(text * 3), []
     for speculation in ("none", "ngram"):
         bench = Bench(speculation=speculation, say=say, max_drafts=64, draft_width=1024)
         number = bench.add(prompt, grammar=body, max_tokens=60)
         bench.compile()
         while bench.plan() is not None:
             result = bench.worker.execute(bench.out[0], bench.masks)
-            bench.commit(failing_where_nothing_is_possible(result))
+            bench.commit(mark_failed_row(result))
         end = bench.end(number)
         assert (end.finish, end.error.code, end.error.param) == (
             "error",
@@ -205,12 +205,12 @@ def test_a_grammar_too_large_after_accepted_drafts_still_reports_its_limit() -> 
             "grammar",
         )
         assert "max is" in end.error.message
-        said.append(text_of(bench.tokens(number)))
-    assert text.startswith(said[0])
-    assert said[0] == said[1]
+        answers.append(text_of(bench.tokens(number)))
+    assert text.startswith(answers[0])
+    assert answers[0] == answers[1]
     assert bench.engine.stats().num_accepted_tokens > 0
 
 
-def failing_where_nothing_is_possible(result: StepResult) -> StepResult:
-    """As the worker reports a row for which its mask leaves nothing: its last token is 0."""
+def mark_failed_row(result: StepResult) -> StepResult:
+    """Return the result as the worker reports a row whose mask allows no token (here: token 0)."""
     return result if result.tokens.tolist()[-1] else replace(result, failed=Int32.of([0]))

@@ -1,6 +1,8 @@
-"""A draft model, as the engine plans it: when it follows, whom it guesses for, and that no answer
-changes. The echo worker checks at every step that it finds K/V of all tokens before those it is
-given."""
+"""The draft model in the engine's plans: when it computes, when it drafts, and that no answer
+changes.
+
+The echo worker checks at every step that the K/V of all earlier tokens exists.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,11 @@ def bench(chance: float = 1.0, **options: object) -> Bench:
     return Bench(**options)  # type: ignore[arg-type]
 
 
-def wanted(plan: StepPlan) -> int:
+def num_requested(plan: StepPlan) -> int:
     return 0 if plan.wanted is None else sum(plan.wanted.tolist())
 
 
-def follows(plan: StepPlan) -> bool:
+def uses_draft_model(plan: StepPlan) -> bool:
     return plan.follow_starts is not None
 
 
@@ -44,7 +46,7 @@ def test_the_answer_is_the_same_for_any_draft_model(chance: float, depth: int) -
     assert (usage.accepted_tokens == 0) == (chance == 0)
 
 
-def test_a_model_that_is_always_right_takes_a_step_for_nine_tokens() -> None:
+def test_a_draft_model_that_is_always_right_gives_nine_tokens_per_step() -> None:
     each = bench(max_drafts=8)
     number = each.add(PROMPT, max_tokens=91, ignore_eos=True)
     each.run()
@@ -67,47 +69,50 @@ def test_no_position_after_the_end_is_computed_by_either_model() -> None:
         assert max(last) == len(PROMPT) + max_tokens - 1
 
 
-# ---- how much
+# ---- how often the draft model is used
 def test_a_draft_model_that_is_never_right_is_used_rarely() -> None:
     each = bench(0.0, steps_in_flight=2, max_len=512, num_blocks=129)
     number = each.add(PROMPT, max_tokens=400, ignore_eos=True)
     each.run()
     assert each.tokens(number) == answer(PROMPT, 400, ignore_eos=True)
     assert len(each.plans) == 400
-    asked, followed = sum(map(wanted, each.plans)), sum(map(follows, each.plans))
-    assert 5 < asked < 25
-    assert followed < asked + 400 / MAX_DRAFT_LAG
+    num_drafting, num_computing = (
+        sum(map(num_requested, each.plans)),
+        sum(map(uses_draft_model, each.plans)),
+    )
+    assert 5 < num_drafting < 25
+    assert num_computing < num_drafting + 400 / MAX_DRAFT_LAG
 
 
 def test_a_draft_model_that_costs_as_much_as_it_saves_is_not_used() -> None:
-    for cost, is_asked in ((0.1, True), (0.95, False), (3.0, False)):
+    for cost, is_used in ((0.1, True), (0.95, False), (3.0, False)):
         each = bench(draft_cost=cost)
         each.add(PROMPT, max_tokens=40, ignore_eos=True)
         each.run()
-        assert any(map(wanted, each.plans)) == is_asked
-        assert any(map(follows, each.plans)) == is_asked, "one that is never asked needs nothing"
+        assert any(map(num_requested, each.plans)) == is_used
+        assert any(map(uses_draft_model, each.plans)) == is_used, "an unused model computes nothing"
 
 
 def test_a_draft_model_that_was_never_right_is_tried_by_few_requests() -> None:
     each = bench(0.0)
-    asked = []
+    uses = []
     for n in range(2 * RETRY_EVERY):
         before = len(each.plans)
         each.add([*PROMPT, n], max_tokens=20, ignore_eos=True)
         each.run()
-        asked.append(any(map(wanted, each.plans[before:])))
-    assert [n for n, is_asked in enumerate(asked) if is_asked] == [0, RETRY_EVERY]
+        uses.append(any(map(num_requested, each.plans[before:])))
+    assert [n for n, is_used in enumerate(uses) if is_used] == [0, RETRY_EVERY]
 
 
 def test_a_draft_model_that_is_rarely_used_does_not_compute_prompts() -> None:
     each = bench(0.0, max_len=128)
-    followed = []
+    uses = []
     for n in range(RETRY_EVERY + 1):
         before = len(each.plans)
         each.add([*range(n, n + 60)], max_tokens=8, ignore_eos=True)
         each.run()
-        followed.append(any(map(follows, each.plans[before:])))
-    assert [n for n, is_followed in enumerate(followed) if is_followed] == [0, RETRY_EVERY]
+        uses.append(any(map(uses_draft_model, each.plans[before:])))
+    assert [n for n, is_used in enumerate(uses) if is_used] == [0, RETRY_EVERY]
 
 
 def test_a_full_step_requests_no_drafts_of_the_model() -> None:
@@ -115,13 +120,13 @@ def test_a_full_step_requests_no_drafts_of_the_model() -> None:
     for n in range(60):
         each.add([n, 3], max_tokens=4, ignore_eos=True)
     each.run()
-    crowded = [wanted(plan) for plan in each.plans if len(plan.row_slots) > 50]
+    crowded = [num_requested(plan) for plan in each.plans if len(plan.row_slots) > 50]
     assert sum(crowded) == 0
 
 
 # ---- blocks
 def test_a_block_is_published_when_both_models_have_computed_it() -> None:
-    """The echo worker fails where a request is followed from a place that was never computed."""
+    """The echo worker fails if the draft model starts after a position that it never computed."""
     each = bench(0.0, max_len=512, num_blocks=129)
     number = each.add(PROMPT, max_tokens=100, ignore_eos=True)
     each.run()
@@ -133,17 +138,17 @@ def test_a_block_is_published_when_both_models_have_computed_it() -> None:
     assert each.tokens(other) == answer(again, 30, ignore_eos=True)
 
 
-def test_the_draft_model_computes_cached_blocks_that_it_has_not_followed() -> None:
-    """The echo worker fails where a request is followed from a place that was never computed."""
+def test_the_draft_model_computes_cached_blocks_that_lack_its_kv() -> None:
+    """The echo worker fails if the draft model starts after a position that it never computed."""
     each = bench(0.0, max_len=128)
     prompt = [*range(40)]
     for n in range(RETRY_EVERY - 1):
         each.add([n], max_tokens=8, ignore_eos=True)
         each.run()
         if n == 0:
-            each.add(prompt, max_tokens=8, ignore_eos=True)  # is not followed
+            each.add(prompt, max_tokens=8, ignore_eos=True)  # the draft model does not compute it
             each.run()
-            assert not any(map(follows, each.plans[-8:]))
+            assert not any(map(uses_draft_model, each.plans[-8:]))
             each.engine.check()
     found = []
     for _ in range(2):
@@ -156,7 +161,7 @@ def test_the_draft_model_computes_cached_blocks_that_it_has_not_followed() -> No
     assert found == [(36, [0]), (36, [])]
 
 
-def test_a_prompt_without_an_answer_is_followed_by_the_draft_model() -> None:
+def test_the_draft_model_computes_a_prompt_without_an_answer() -> None:
     each = bench()
     prompt = list(range(1, 14))
     each.add(prompt, max_tokens=0)
@@ -167,7 +172,7 @@ def test_a_prompt_without_an_answer_is_followed_by_the_draft_model() -> None:
     assert usage.cached_tokens == 12
 
 
-def test_a_guess_of_the_draft_model_preempts_no_request() -> None:
+def test_a_draft_of_the_draft_model_preempts_no_request() -> None:
     for speculation in ("none", "model"):
         each = bench(num_blocks=23, block_tokens=4, max_slots=2, speculation=speculation)
         numbers = [each.add(PROMPT, max_tokens=40, seed=n, ignore_eos=True) for n in range(2)]
@@ -177,24 +182,26 @@ def test_a_guess_of_the_draft_model_preempts_no_request() -> None:
             assert each.tokens(number) == answer(PROMPT, 40, seed, ignore_eos=True)
 
 
-# ---- what does not fit
+# ---- refusals
 @pytest.mark.parametrize("proposed", [None, [1], [1, 2, 3, 4, 5]])
 def test_a_result_with_missing_or_extra_proposals_is_refused(proposed) -> None:
     each = bench()
     each.add(PROMPT, max_tokens=40)
     plan = each.plan()
     assert plan is not None
-    assert wanted(plan) not in (0, 1, 5)
+    assert num_requested(plan) not in (0, 1, 5)
     result = each.worker.execute(plan)
-    told = None if proposed is None else Int32.of(proposed)
+    wrong = None if proposed is None else Int32.of(proposed)
     with pytest.raises(RuntimeError, match="requested"):
-        each.engine.commit(replace(result, proposed=told), 0.1)
+        each.engine.commit(replace(result, proposed=wrong), 0.1)
 
 
 @pytest.mark.parametrize(
     ("speculation", "draft_model"), [("model", ""), ("none", "x"), ("ngram", "x")]
 )
-def test_a_draft_model_and_its_speculation_need_one_another(speculation, draft_model) -> None:
+def test_a_draft_model_without_its_speculation_is_refused_and_vice_versa(
+    speculation, draft_model
+) -> None:
     with pytest.raises(ValueError, match="draft_model must be set together"):
         EngineConfig(
             worker=WorkerConfig(model="", draft_model=draft_model), speculation=speculation
@@ -204,13 +211,13 @@ def test_a_draft_model_and_its_speculation_need_one_another(speculation, draft_m
 def test_drafts_of_a_step_are_the_proposals_of_the_step_before() -> None:
     each = bench(0.8, max_drafts=3)
     each.add(PROMPT, max_tokens=40, ignore_eos=True)
-    guessed: list[int] = []
+    proposed_tokens: list[int] = []
     for _ in range(12):
         plan = each.plan()
         assert plan is not None
         (drafts,) = drafts_of(plan)
-        assert drafts == guessed[: len(drafts)]
+        assert drafts == proposed_tokens[: len(drafts)]
         result = each.worker.execute(plan, each.masks)
-        guessed = [] if result.proposed is None else result.proposed.tolist()
+        proposed_tokens = [] if result.proposed is None else result.proposed.tolist()
         each.commit(result)
     assert len(each.tokens(1)) > 12

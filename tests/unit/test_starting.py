@@ -1,4 +1,4 @@
-"""From a worker that is ready to an engine: its limits, and what kind it is."""
+"""The engine that is built for a ready worker: its limits and its class."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CONFIG = EngineConfig(worker=WorkerConfig(model=""), kv_lease_s=7.0)
 READY = WorkerReady(model=a_card(), max_len=512, max_slots=8, block_tokens=16, num_blocks=33)
 
 
-def test_no_request_is_longer_than_all_blocks_but_the_null_block() -> None:
+def test_the_longest_request_fits_all_blocks_except_the_null_block() -> None:
     limits = build_engine(READY, CONFIG, epoch="e").limits
     assert (limits.max_len, limits.num_blocks, limits.max_slots) == (512, 33, 8)
     assert build_engine(replace(READY, num_blocks=4), CONFIG, epoch="e").limits.max_len == 48
@@ -32,7 +32,7 @@ def test_no_request_is_longer_than_all_blocks_but_the_null_block() -> None:
     ("role", "key", "lease_s"),
     [("both", KEY, 7.0), ("prefill", KEY, 7.0), ("decode", KEY, 0.0), ("both", None, 0.0)],
 )
-def test_only_an_engine_that_hands_over_promises_a_lease(
+def test_only_an_engine_that_hands_over_kv_has_a_lease_time(
     role: str, key: ClusterKey | None, lease_s: float
 ) -> None:
     config = replace(CONFIG, role=role)
@@ -50,5 +50,5 @@ def test_a_draft_model_as_slow_as_the_model_logs_a_warning(
     cost: float | None, warnings: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     build_engine(replace(READY, draft_cost=cost), CONFIG, epoch="e")
-    told = [record for record in caplog.records if record.levelname == "WARNING"]
-    assert len(told) == warnings
+    logged = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert len(logged) == warnings

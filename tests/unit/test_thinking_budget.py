@@ -1,4 +1,4 @@
-"""A budget of thinking: after so many tokens the block is closed, and nothing else is touched."""
+"""The thinking budget: at its limit the block is closed, and nothing else is constrained."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def budget(most: int, markers: dict[str, list[str]], *, inside: bool = False) ->
 
 
 def spelt(text: str) -> list[int]:
-    """`text`, its markers as tokens."""
+    """Return the tokens of `text`, in which each marker is one token."""
     ids: list[int] = []
     while text:
         name = next((name for name in MARKERS if text.startswith(name)), text[0])
@@ -57,23 +57,25 @@ def spelt(text: str) -> list[int]:
 
 
 def written(matcher: Matcher, size: int, wishes: Iterable[int], most: int = 60) -> list[int]:
-    """What a model says that wishes for these tokens one by one, and where a wish cannot be says
-    what it must instead, or the first thing it may, and wishes for the same again."""
+    """Return the answer of a model that tries to write the tokens `wishes` one by one.
+
+    If a token is not allowed, the model writes the smallest allowed token and tries again.
+    """
     answer: list[int] = []
-    todo = iter(wishes)
-    wish = next(todo, None)
+    remaining = iter(wishes)
+    wish = next(remaining, None)
     while wish is not None and not matcher.is_complete and len(answer) < most:
-        may = possible(matcher, size) if matcher.constrains else {wish}
-        token = wish if wish in may else min(may)
+        allowed = possible(matcher, size) if matcher.constrains else {wish}
+        token = wish if wish in allowed else min(allowed)
         matcher.consume(token)
         assert matcher.error is None
         answer.append(token)
         if token == wish:
-            wish = next(todo, None)
+            wish = next(remaining, None)
     return answer
 
 
-def told(compiler: Compiler, grammar: Grammar, wishes: str) -> str:
+def answer_text(compiler: Compiler, grammar: Grammar, wishes: str) -> str:
     check_grammar(grammar)
     matcher = compiler.compile(grammar).start()
     return text_of(written(matcher, compiler.vocab_size, spelt(wishes)))
@@ -103,10 +105,10 @@ def told(compiler: Compiler, grammar: Grammar, wishes: str) -> str:
     ],
 )
 def test_the_block_is_closed_when_the_budget_is_spent(compiler, limit, wishes, answer):
-    assert told(compiler, Grammar(budget=limit), wishes) == answer
+    assert answer_text(compiler, Grammar(budget=limit), wishes) == answer
 
 
-def test_nothing_is_constrained_but_the_closing_marker(compiler):
+def test_only_the_closing_marker_is_constrained(compiler):
     matcher = compiler.compile(Grammar(budget=budget(2, TOKENS, inside=True))).start()
     seen = []
     for token in spelt("ab</think>c<tool>d"):
@@ -140,7 +142,7 @@ def test_the_body_follows_the_closed_block(compiler, markers, close, body: Body,
     answer = text_of(written(matcher, compiler.vocab_size, wishes, most=len(start) + 30))
     assert answer.startswith(("" if inside else opens) + "abcd" + close)
     rest = answer.removeprefix(("" if inside else opens) + "abcd" + close)
-    assert rest.strip(), "the body has begun"
+    assert rest.strip(), "the body has not begun"
 
 
 @pytest.mark.parametrize(
@@ -163,18 +165,16 @@ def test_the_body_follows_the_closed_block(compiler, markers, close, body: Body,
         ),
     ],
 )
-def test_a_form_with_a_budget_is_reached_through_one_block_at_most(
-    compiler, thinking, wishes, answer
-):
+def test_a_body_with_a_budget_follows_at_most_one_block(compiler, thinking, wishes, answer):
     grammar = Grammar(
         body=ChoiceGrammar(choices=["y"]),
         thinking=thinking,
         budget=budget(9, TOKENS, inside=thinking.inside),
     )
-    said = told(compiler, grammar, wishes)
-    assert said.startswith(answer)
-    assert "<think>" not in said.removeprefix(answer)
-    assert said.endswith("y")
+    text = answer_text(compiler, grammar, wishes)
+    assert text.startswith(answer)
+    assert "<think>" not in text.removeprefix(answer)
+    assert text.endswith("y")
 
 
 def test_a_character_is_completed_before_the_block_is_closed() -> None:
@@ -193,7 +193,7 @@ def test_a_character_is_completed_before_the_block_is_closed() -> None:
 
 
 @pytest.mark.parametrize("text", ["a", "é", "語", "𓀀", "", "ab\xff"])
-def test_a_text_is_cut_if_its_last_character_is(text: str) -> None:
+def test_a_text_is_cut_if_its_last_character_is_incomplete(text: str) -> None:
     data = text.encode()
     assert not is_cut(data)
     last = text[-1:].encode()
@@ -201,8 +201,8 @@ def test_a_text_is_cut_if_its_last_character_is(text: str) -> None:
         assert is_cut(data[: len(data) - len(last) + size])
 
 
-def test_bytes_that_are_no_text_do_not_put_off_the_end() -> None:
-    """A model that writes nothing but beginnings of characters."""
+def test_invalid_bytes_do_not_delay_the_closing_marker_forever() -> None:
+    """The model writes only first bytes of characters."""
     tokenizer, compiler = tokenizer_of("qwen3"), Compiler(family_card("qwen3"))
     lead = tokenizer.token_id("ð") or 0  # the byte F0, in the alphabet of bytes
     limit = ThinkingBudget(most=5, closes=["</think>"], inside=True)
@@ -213,7 +213,7 @@ def test_bytes_that_are_no_text_do_not_put_off_the_end() -> None:
 
 
 @pytest.mark.parametrize(
-    ("grammar", "said"),
+    ("grammar", "reason"),
     [
         (Grammar(), "neither a body nor a thinking budget"),
         (Grammar(budget=budget(1, TOKENS), before="x"), "which need one"),
@@ -228,12 +228,12 @@ def test_bytes_that_are_no_text_do_not_put_off_the_end() -> None:
         (Grammar(budget=ThinkingBudget(most=1, closes=["x" * 257], inside=True)), "257 char"),
     ],
 )
-def test_an_invalid_thinking_budget_is_refused(grammar: Grammar, said: str) -> None:
-    with pytest.raises(InvalidRequest, match=said):
+def test_an_invalid_thinking_budget_is_refused(grammar: Grammar, reason: str) -> None:
+    with pytest.raises(InvalidRequest, match=reason):
         check_grammar(grammar)
 
 
-# ---- in the engine: "(" and ")" stand for the markers
+# ---- in the engine, with the markers "(" and ")"
 def answered(bench: Bench, prompts: int, **params: Any) -> list[str]:
     grammar = Grammar(budget=ThinkingBudget(most=7, opens=["("], closes=[")"], inside=True))
     numbers = [bench.add([n], grammar=grammar, **params) for n in range(1, prompts + 1)]
@@ -243,7 +243,7 @@ def answered(bench: Bench, prompts: int, **params: Any) -> list[str]:
     return [text_of(bench.tokens(number)) for number in numbers]
 
 
-def test_every_answer_of_the_engine_keeps_its_budget_and_is_free_behind_it() -> None:
+def test_every_answer_keeps_its_budget_and_is_free_after_it() -> None:
     answers = answered(Bench(), 30, max_tokens=60, ignore_eos=True)
     thoughts = [answer.partition(")") for answer in answers]
     assert all(close and len(thought) <= 7 for thought, close, _ in thoughts)
@@ -264,15 +264,17 @@ def test_only_rows_at_the_end_of_their_budget_are_masked() -> None:
     assert sum(plan.masked is not None for plan in bench.plans) == 1
 
 
-# ---- what the gateway asks for
+# ---- the budgets that the gateway requests
 CONTROL_TOKENS = "{# <|channel|>analysis<|message|> <|tool_calls_section_begin|> #}"
-"""A template with the control tokens that the formats below must begin with."""
+"""A template with the control tokens that the formats below require."""
 
 
-def asked(reasoning: str, prompt: str, most: int = 5, tools: str = "none", **kwargs: Any) -> Any:
+def budget_for(
+    reasoning: str, prompt: str, most: int = 5, tools: str = "none", **kwargs: Any
+) -> Any:
     card = msgspec.structs.replace(thinking_card(), chat_template=CONTROL_TOKENS)
-    reading = ModelOutputFormat(card, Tokenizer(card), tools, reasoning)
-    return reading.answer_start(prompt, kwargs, calls=tools != "none").budget("field", most)
+    output_format = ModelOutputFormat(card, Tokenizer(card), tools, reasoning)
+    return output_format.answer_start(prompt, kwargs, calls=tools != "none").budget("field", most)
 
 
 @pytest.mark.parametrize(
@@ -291,34 +293,36 @@ def asked(reasoning: str, prompt: str, most: int = 5, tools: str = "none", **kwa
         ("openai_gptoss", "<|start|>", (["<|channel|>analysis<|message|>"], "<|end|>", False)),
     ],
 )
-def test_a_formats_markers_are_what_opens_and_closes_the_block(reasoning, prompt, limit):
-    made = asked(reasoning, prompt)
+def test_the_budget_has_the_markers_of_the_reasoning_format(reasoning, prompt, limit):
+    made = budget_for(reasoning, prompt)
     check_grammar(Grammar(budget=made))
     assert (made.opens, made.closes[0], made.inside) == limit
     assert made.most == 5
 
 
-def test_a_call_marker_ends_thinking_in_formats_that_say_so() -> None:
-    assert "<|tool_calls_section_begin|>" in asked("kimi_k2", "", tools="kimi_k2").closes
-    assert "<tool_call>" not in asked("qwen3", "", tools="hermes").closes
+def test_a_call_marker_ends_thinking_only_in_formats_that_declare_it() -> None:
+    assert "<|tool_calls_section_begin|>" in budget_for("kimi_k2", "", tools="kimi_k2").closes
+    assert "<tool_call>" not in budget_for("qwen3", "", tools="hermes").closes
 
 
 def test_there_is_no_budget_without_thinking() -> None:
-    assert asked("deepseek_v3", "<assistant>", thinking=False) is None
+    assert budget_for("deepseek_v3", "<assistant>", thinking=False) is None
 
 
 @pytest.mark.parametrize(
-    ("reasoning", "lack"),
+    ("reasoning", "reason"),
     [
         ("none", "the server has no reasoning format for this model"),
         ("minimax_m2_append_think", "this model's reasoning format has no closing marker"),
     ],
 )
-def test_a_budget_that_cannot_be_kept_is_refused_with_the_reason(reasoning: str, lack: str) -> None:
+def test_a_budget_that_cannot_be_kept_is_refused_with_the_reason(
+    reasoning: str, reason: str
+) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        asked(reasoning, "<assistant>")
+        budget_for(reasoning, "<assistant>")
     assert caught.value.param == "field"
     assert str(caught.value) == (
-        f"field: thinking cannot be limited, because {lack}; leave the field out, or "
+        f"field: thinking cannot be limited, because {reason}; leave the field out, or "
         "restart the server with --reasoning-format"
     )
