@@ -29,7 +29,7 @@ from protocol.sampling import SamplingParams
 from protocol.stats import EngineStats
 from tests.support.drafted import replica_of
 from tests.support.engine_view import EngineView
-from tests.support.engines import Bench, sometimes
+from tests.support.engines import Bench, guess_with_accuracy
 from tests.support.model import smollm2_gguf
 from tests.support.replica import Replica, load
 from tests.support.server import Server
@@ -183,7 +183,7 @@ def measure_bookkeeping(rows: int = 8, tokens: int = 400) -> None:
     for speculation in ("none", "ngram", "model"):
         bench = Bench(
             speculation=speculation,
-            guess=sometimes(0.0),
+            guess=guess_with_accuracy(0.0),
             max_len=1000,
             num_blocks=8000,
             steps_in_flight=1,

@@ -18,7 +18,7 @@ import msgspec
 
 from protocol.messages import Generate, Output, Outputs, Usage
 from protocol.model_card import ModelCard
-from tests.support.scripted_engine import Says, ScriptedEngine, scripted_logprob
+from tests.support.scripted_engine import ScriptedEngine, TokenReply, scripted_logprob
 from tests.support.tokenizers import card_of, smollm2_tokenizer_json
 
 MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
@@ -60,7 +60,7 @@ class FlowingEngine(ScriptedEngine):
 
     def take(self, order: Order) -> None:
         self.order, self.started_at = order, None
-        self.script = lambda generate: Says([[token] for token in order.ids], "length", None)
+        self.script = lambda generate: TokenReply([[token] for token in order.ids], "length", None)
 
     def go(self) -> None:
         self.started_at = time.monotonic()

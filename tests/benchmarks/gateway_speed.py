@@ -177,11 +177,11 @@ class GatewayBench:
         ids = self._tokenizer.encode(text, add_special_tokens=False)[:length]
         order = {"ids": ids, "streams": streams, "step_s": streams / rate}
         self._engine.out.clear()
-        self._engine.say(json.dumps(order))
+        self._engine.send_line(json.dumps(order))
         crowd = ClientCrowd(self._gateway.port, scene, streams)
         self._await_streams(streams)
         before = self._worker.cpu_times()
-        self._engine.say("go")
+        self._engine.send_line("go")
         heard = crowd.listen()
         after = self._worker.cpu_times()
         spent = after.user - before.user, after.system - before.system
@@ -224,7 +224,7 @@ def bench(formats: tuple[str, str]) -> Iterator[GatewayBench]:
             "log_requests": False,
         }
         with (
-            Program(engine_of, listens=True) as engine,
+            Program(engine_of, has_stdin=True) as engine,
             GatewayProcess(**config) as gateway,
         ):
             engine.line_with("ready")

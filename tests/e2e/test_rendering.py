@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 import requests
 
-from tests.support.http import events_of, folded, said_whole, spoken, unfolded
+from tests.support.http import (
+    events_of,
+    fold_chat_response,
+    fold_chat_stream,
+    fold_response,
+    fold_stream,
+)
 from tests.support.server import Server
 
 NUM_ANSWERS = 50
@@ -93,12 +99,12 @@ def compare(server: Server, seed: int) -> None:
     whole = post(server, f"{CHAT}/derender", derender).json()
     chunks = chunks_of(server, body, stream)
 
-    said = without_ids(said_whole(chat))
-    assert without_ids(said_whole(whole)) == without_ids(spoken(chunks)) == said
-    expected, found = unfolded(chat), unfolded(whole)
+    said = without_ids(fold_chat_response(chat))
+    assert without_ids(fold_chat_response(whole)) == without_ids(fold_chat_stream(chunks)) == said
+    expected, found = fold_response(chat), fold_response(whole)
     logprobs = logprobs_of(expected)
     check_logprobs(logprobs_of(found), logprobs)
-    check_logprobs(logprobs_of(folded(chunks)), logprobs)
+    check_logprobs(logprobs_of(fold_stream(chunks)), logprobs)
     assert found == expected
     assert whole["usage"]["completion_tokens"] == chat["usage"]["completion_tokens"]
 

@@ -57,9 +57,9 @@ def test_at_most_ten_lines_precede_the_banner(server: Server) -> None:
     asked = next(n for n, line in enumerate(server.err) if "GET /v1/models 200" in line)
     welcome = next(n for n, line in enumerate(server.out) if "Tidegate serves" in line)
     lines = [*filter(None, server.out[:welcome]), *server.err[: asked + 1]]
-    assert len(lines) <= 10, server.said
+    assert len(lines) <= 10, server.output
     pattern = re.compile(r"\d\d:\d\d:\d\d (tidegate|gateway|engine|worker)\[\d+\] INFO .+")
-    assert all(map(pattern.fullmatch, lines)), server.said
+    assert all(map(pattern.fullmatch, lines)), server.output
 
 
 def test_a_question_on_standard_input_is_answered_on_standard_output(server: Server) -> None:
@@ -133,10 +133,10 @@ def test_when_one_process_dies_all_stop_and_the_cause_is_told(victim: str, code:
         os.kill(next(pid for pid, words in family if victim in words), SIGKILL)
         assert server.end() == code
         causes = {line for line in server.err if line.startswith("tidegate:")}
-        assert causes == {server.err[-1]}, server.said
+        assert causes == {server.err[-1]}, server.output
         name = "gateway" if "gunicorn" in victim else "engine"
         assert server.err[-1].startswith(f"tidegate: {name} ")
-        assert eventually(lambda: not any(is_alive(pid) for pid, _ in family)), server.said
+        assert eventually(lambda: not any(is_alive(pid) for pid, _ in family)), server.output
 
 
 @pytest.mark.parametrize("number", [SIGINT, SIGTERM])
@@ -149,7 +149,7 @@ def test_a_drain_lets_an_open_stream_finish_and_ends_well(number: int) -> None:
         server.signal(number)  # type: ignore[arg-type]
         rest = list(answer)
         assert talk.last.finish_reason == "length", rest
-        assert server.end() == 0, server.said
+        assert server.end() == 0, server.output
         assert eventually(lambda: not any(is_alive(pid) for pid, _ in family))
 
 
@@ -161,7 +161,7 @@ def test_a_drain_that_somebody_else_asked_for_ends_the_server_well_and_says_who(
         assert (run_directory(server.port) / METRICS).is_dir()
         drain = tidegate("drain", *port(server))
         assert drain.returncode == 0, drain
-        assert server.end() == ExitCode.OK, server.said
+        assert server.end() == ExitCode.OK, server.output
     server.line_with("INFO engine drained, at the request of client 'drain'; the server stops")
     assert not [line for line in server.err if line.startswith(("tidegate:", "Traceback"))]
     assert not run_directory(server.port).exists(), "a clean stop leaves nothing"

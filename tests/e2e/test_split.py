@@ -178,7 +178,7 @@ def test_a_killed_engine_is_reported_and_the_split_continues_without_p(cluster: 
             check(row, answer.result(), MOST_TOKENS)
         assert [len(answer.result()) for answer in long] == [2, 2]
     assert cluster.p.end() == 128 + signal.SIGKILL
-    assert "engine was killed by SIGKILL" in cluster.p.said
+    assert "engine was killed by SIGKILL" in cluster.p.output
     assert eventually(lambda: not states(cluster.url)["prefill"][0]["ready"])
     assert requests.get(cluster.url + "/readyz", timeout=5).status_code == 200
     assert metric(cluster.url, 'tidegate_handover_fallbacks_total{cause="lost"}') >= 1

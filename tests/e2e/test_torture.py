@@ -62,9 +62,9 @@ def test_a_killed_process_is_reported_and_leaves_nothing_behind(
     with TortureScene(model) as scene:
         for cell in cells:
             rows.append(scene.strike(cell))
-            assert not rows[-1].complaints(SLACK), f"{rows}\n{scene.said}"
+            assert not rows[-1].complaints(SLACK), f"{rows}\n{scene.output}"
         scene.stop(rows[-1])
-        assert not rows[-1].complaints(SLACK), f"{rows}\n{scene.said}"
+        assert not rows[-1].complaints(SLACK), f"{rows}\n{scene.output}"
 
 
 def test_a_request_during_the_engines_death_ends_once_and_is_counted_once(
@@ -109,9 +109,9 @@ def test_every_stream_of_a_split_ends_with_an_answer_or_an_error_and_done(
     with TortureScene(model, kind) as scene:
         for cell in cells:
             rows.append(scene.strike(Cell(*cell, kind)))
-            assert not rows[-1].complaints(SLACK), f"{rows}\n{scene.said}"
+            assert not rows[-1].complaints(SLACK), f"{rows}\n{scene.output}"
         scene.stop(rows[-1])
-        assert not rows[-1].complaints(SLACK), f"{rows}\n{scene.said}"
+        assert not rows[-1].complaints(SLACK), f"{rows}\n{scene.output}"
 
 
 @pytest.mark.parametrize(

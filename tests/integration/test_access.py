@@ -16,7 +16,7 @@ from gateway.app import operations
 from protocol.api_keys import KeyEntry, digest_of
 from tests.support.gateway_process import GatewayProcess
 from tests.support.http import connect, read_body, read_head, send_post
-from tests.support.scripted_engine import ScriptedEngine, says
+from tests.support.scripted_engine import ScriptedEngine, text_reply
 from tests.support.waiting import eventually
 from tools.commands.keys import with_key, write
 
@@ -38,7 +38,7 @@ def write_keys(path: Path, keys: dict[str, KeyEntry]) -> None:
     write(path, text)
 
 
-ENGINE = {"script": lambda generate: says("Hello!")}
+ENGINE = {"script": lambda generate: text_reply("Hello!")}
 
 
 @pytest.fixture(scope="module")

@@ -21,11 +21,11 @@ from tests.support.gateway_process import GatewayProcess
 from tests.support.http import connect, exchange, read_head, send_post
 from tests.support.scripted_engine import (
     BLOCK_TOKENS,
-    Says,
     ScriptedEngine,
+    TokenReply,
     ids_of,
-    says,
     text_of,
+    text_reply,
     thinking_card,
 )
 
@@ -44,7 +44,7 @@ THINKS_SAYS_CALLS = f"<think>\nhm, {{}}\n</think>\n\nLet me see.\n\n{CALL}"
 ENGINE = {
     "card": thinking_card(),
     "max_len": 1 << 16,
-    "script": lambda generate: says("Hello, wörld! 👋"),
+    "script": lambda generate: text_reply("Hello, wörld! 👋"),
 }
 GATEWAY = {"served_name": ["scripted", "alias", "third"], "keep_alive_s": 0.2, "max_body_mib": 1}
 
@@ -56,7 +56,7 @@ def client(gateway: GatewayProcess) -> Iterator[anthropic.Anthropic]:
 
 
 def answers(engine: ScriptedEngine, text: str, **options: Any) -> None:
-    engine.script = lambda generate: says(text, marked=True, **options)
+    engine.script = lambda generate: text_reply(text, marked=True, **options)
 
 
 def stream(gateway: GatewayProcess, body: dict[str, Any], **options: Any) -> list[dict[str, Any]]:
@@ -175,7 +175,7 @@ def test_an_answer_goes_on_where_its_beginning_ends(
 def test_a_silent_stream_is_kept_alive_with_comments_and_behind_its_start_with_pings(
     engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
-    engine.script = lambda generate: Says([[], *([i] for i in ids_of("ok"))])
+    engine.script = lambda generate: TokenReply([[], *([i] for i in ids_of("ok"))])
     engine.step_s = 0.5
     for version in ("1.1", "1.0"):
         body = {**ASKED, "stream": True}
@@ -191,7 +191,7 @@ def test_a_silent_stream_is_kept_alive_with_comments_and_behind_its_start_with_p
 def test_a_client_that_hangs_up_is_not_answered(
     engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
-    engine.script = lambda generate: says("x" * 400)
+    engine.script = lambda generate: text_reply("x" * 400)
     engine.step_s = 0.02
     with connect(gateway.port) as client, client.makefile("rb") as file:
         send_post(client, MESSAGES, {**ASKED, "stream": True})
@@ -407,7 +407,7 @@ def test_an_error_in_the_middle_of_a_stream_is_an_error_of_the_client(
     client: anthropic.Anthropic, engine: ScriptedEngine
 ) -> None:
     failure = ErrorInfo(code="step_failed", message="a secret")
-    engine.script = lambda generate: says("half", finish="error", error=failure)
+    engine.script = lambda generate: text_reply("half", finish="error", error=failure)
     engine.step_s = 0.05  # or it has failed before anything was sent, and the answer is a 500
     with client.messages.stream(**ASKED) as told:
         texts = iter(told.text_stream)

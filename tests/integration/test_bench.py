@@ -15,7 +15,7 @@ import pytest
 from protocol.messages import Generate
 from tests.support.gateway_process import GatewayProcess
 from tests.support.processes import free_port
-from tests.support.scripted_engine import Says, ScriptedEngine, says
+from tests.support.scripted_engine import ScriptedEngine, TokenReply, text_reply
 from tools.__main__ import main
 
 TOKENS = 12
@@ -23,9 +23,9 @@ VOCABULARY = "256"
 """Of the scripted model: its ids are bytes."""
 
 
-def script(generate: Generate) -> Says:
+def script(generate: Generate) -> TokenReply:
     """Twelve tokens in twelve steps, if nobody asked for fewer; without its own end."""
-    return says("abcdefghijkl" if generate.params.ignore_eos else "short")
+    return text_reply("abcdefghijkl" if generate.params.ignore_eos else "short")
 
 
 ENGINE = {"script": lambda generate: script(generate), "step_s": 0.001}

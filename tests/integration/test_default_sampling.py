@@ -10,7 +10,7 @@ import requests
 
 from protocol.sampling import SamplingParams
 from tests.support.gateway_process import GatewayProcess
-from tests.support.scripted_engine import ScriptedEngine, says
+from tests.support.scripted_engine import ScriptedEngine, text_reply
 
 HI = [{"role": "user", "content": "Hi"}]
 SERVERS = '{"temperature": 0.2, "top_p": 0.9, "presence_penalty": 0.5}'
@@ -23,7 +23,7 @@ CHATS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-ENGINE = {"script": lambda generate: says("Hello!")}
+ENGINE = {"script": lambda generate: text_reply("Hello!")}
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from gateway.engine.client import ZmqEngineClient
 from protocol.messages import Output
 from protocol.sampling import SamplingParams
 from protocol.session import Session
-from tests.support.scripted_engine import Says, ScriptedEngine
+from tests.support.scripted_engine import ScriptedEngine, TokenReply
 from tests.support.waiting import eventually
 
 STEPS = 700
@@ -32,7 +32,7 @@ def test_a_busy_client_gets_all_outputs_in_fewer_pieces(
         ScriptedEngine(address, step_s=0.0) as engine,
         contextlib.closing(ZmqEngineClient(address)) as client,
     ):
-        engine.script = lambda generate: Says(said[generate.request], "length", None)
+        engine.script = lambda generate: TokenReply(said[generate.request], "length", None)
         engine.is_paused = True
         client.session = Session("busy", lease_s=600)
         client.start()

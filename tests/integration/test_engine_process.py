@@ -147,38 +147,38 @@ def test_a_refusal_is_raised_with_its_own_type(shared: EngineProcess) -> None:
 
 def test_a_malformed_frame_is_answered_and_counted_and_nothing_else(raw: RawClient) -> None:
     raw.socket.send_multipart([b"\x01nonsense"])
-    refused = raw.hear()
+    refused = raw.receive()
     assert isinstance(refused, Refused)
     assert (refused.request, refused.error.code) == (-1, "wire")
     raw.greet()
-    raw.say(Ping())
-    pong = raw.hear()
+    raw.send(Ping())
+    pong = raw.receive()
     assert isinstance(pong, Pong)
     assert pong.stats.num_wire_errors >= 1
 
 
 def test_generate_before_hello_is_refused(raw: RawClient) -> None:
-    raw.say(a_generate(1))
-    refused = raw.hear()
+    raw.send(a_generate(1))
+    refused = raw.receive()
     assert isinstance(refused, Refused)
     assert "restarted" in refused.error.message
 
 
 def test_a_forgotten_client_is_asked_to_say_hello_again(raw: RawClient) -> None:
-    raw.say(Ping())
-    assert raw.hear() == SessionLost(why="the connection to the engine broke")
+    raw.send(Ping())
+    assert raw.receive() == SessionLost(why="the connection to the engine broke")
 
 
 def test_a_second_hello_forgets_what_was_open(raw: RawClient) -> None:
     raw.greet()
-    raw.say(a_generate(1))
-    assert raw.hear_all(Accepted) == Accepted(request=1)
+    raw.send(a_generate(1))
+    assert raw.receive_kind(Accepted) == Accepted(request=1)
     raw.greet()
-    raw.say(a_generate(1, max_tokens=2))
-    assert raw.hear_all(Accepted) == Accepted(request=1)
+    raw.send(a_generate(1, max_tokens=2))
+    assert raw.receive_kind(Accepted) == Accepted(request=1)
     tokens = 0
     while True:
-        outputs = raw.hear_all(Outputs)
+        outputs = raw.receive_kind(Outputs)
         assert isinstance(outputs, Outputs)
         tokens += sum(len(output.tokens) for output in outputs.outputs)
         if outputs.outputs[0].finish:
@@ -189,9 +189,9 @@ def test_a_second_hello_forgets_what_was_open(raw: RawClient) -> None:
 def test_a_client_that_says_goodbye_leaves_nothing(shared: EngineProcess, raw: RawClient) -> None:
     raw.greet()
     for number in range(5):
-        raw.say(a_generate(number))
-    raw.hear_all(Outputs)
-    raw.say(Goodbye())
+        raw.send(a_generate(number))
+    raw.receive_kind(Outputs)
+    raw.send(Goodbye())
     with connect(shared) as engine:
         assert eventually(lambda: engine.stats.free_blocks == engine.stats.total_blocks)
         assert not engine.stats.running
@@ -202,7 +202,7 @@ def test_a_client_that_falls_silent_loses_its_requests(
 ) -> None:
     raw.greet()
     for number in range(20):
-        raw.say(a_generate(number))
+        raw.send(a_generate(number))
     with connect(shared) as engine:
         assert eventually(lambda: engine.stats.running + engine.stats.waiting > 0)
         assert eventually(lambda: engine.stats.running + engine.stats.waiting == 0)
@@ -287,7 +287,7 @@ def test_a_stranger_on_the_workers_socket_is_ignored(shared: EngineProcess) -> N
     connect(shared).close()
     stranger = RawClient(shared.address + ".worker")
     for message in (WorkerFailed(message="I am the worker"), StepResult(**NO_RESULT)):
-        stranger.say(message)
+        stranger.send(message)
     stranger.socket.send_multipart([b"\x01nonsense"])
     with connect(shared) as engine:
         assert eventually(lambda: engine.stats.num_wire_errors >= 3)
@@ -298,11 +298,11 @@ def test_a_stranger_on_the_workers_socket_is_ignored(shared: EngineProcess) -> N
 def test_the_clients_that_wait_for_the_model_are_logged_in_one_line(own: EngineProcess) -> None:
     clients = [RawClient(own.address) for _ in range(4)]
     for name, client in zip(("first", "gives up", "second"), clients[:3], strict=True):
-        client.say(Hello(protocol=PROTOCOL_VERSION, name=name))
-        assert isinstance(client.hear(), Loading)
-    clients[1].say(Goodbye())
+        client.send(Hello(protocol=PROTOCOL_VERSION, name=name))
+        assert isinstance(client.receive(), Loading)
+    clients[1].send(Goodbye())
     for client in (clients[0], clients[2]):
-        assert isinstance(client.hear_all(Welcome), Welcome)
+        assert isinstance(client.receive_kind(Welcome), Welcome)
     clients[3].greet()
     assert eventually(lambda: any("is raw, pid" in line for line in own.program.err))
     said = [line for line in own.program.err if "INFO client" in line]

@@ -17,7 +17,7 @@ from protocol.messages import Generate
 from protocol.sampling import check_vocabulary
 from tests.support.gateway_process import GatewayProcess
 from tests.support.http import connect, exchange, read_body, read_head, send_post
-from tests.support.scripted_engine import Says, ScriptedEngine, ids_of, says, text_of
+from tests.support.scripted_engine import ScriptedEngine, TokenReply, ids_of, text_of, text_reply
 from tests.support.waiting import eventually
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -317,7 +317,7 @@ def test_if_one_of_n_is_refused_the_others_are_aborted(
 ) -> None:
     busy = ErrorInfo(code="overloaded", message="full")
     engine.is_paused = True
-    engine.script = lambda generate: busy if generate.params.seed == 6 else says("x" * 99)
+    engine.script = lambda generate: busy if generate.params.seed == 6 else text_reply("x" * 99)
     assert gateway.post(CHAT, chat(n=4, seed=5, stream=True)).status_code == 429
     engine.await_generates(4)
     first = engine.generates[0].request
@@ -345,7 +345,7 @@ def test_a_failed_step_is_500_with_an_id_and_no_detail(
     engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
     secret = ErrorInfo(code="step_failed", message="CUDA error at /private/path")
-    engine.script = lambda generate: says("some text", finish="error", error=secret)
+    engine.script = lambda generate: text_reply("some text", finish="error", error=secret)
     response = gateway.post(CHAT, chat())
     assert response.status_code == 500
     error = error_of(response)
@@ -360,9 +360,9 @@ def test_an_error_in_the_middle_of_a_stream_is_its_last_event(
     failure = ErrorInfo(code="step_failed", message="it broke")
     engine.step_s = 0.02  # the stream has begun before the first step
     engine.script = lambda generate: (
-        says("some text", finish="error", error=failure)
+        text_reply("some text", finish="error", error=failure)
         if generate.params.seed == 1
-        else says("y" * 4000)
+        else text_reply("y" * 4000)
     )
     status, _, data = exchange(gateway.port, CHAT, chat(stream=True, n=2, seed=1))
     assert status == 200
@@ -425,7 +425,9 @@ def test_a_client_that_never_reads_is_cut_off_and_costs_bounded_memory(
 ) -> None:
     flood = ids_of("0123456789abcdef") * 4096
     engine.script = lambda generate: (
-        says("quick") if text_of(generate.prompt.tolist()) == "x" else Says([flood] * 1000)
+        text_reply("quick")
+        if text_of(generate.prompt.tolist()) == "x"
+        else TokenReply([flood] * 1000)
     )
     with connect(gateway.port, rcvbuf=4096) as client:
         send_post(client, COMPLETIONS, text(prompt="flood", stream=True, max_tokens=1 << 24))
@@ -439,7 +441,7 @@ def test_a_client_that_never_reads_is_cut_off_and_costs_bounded_memory(
 def test_a_slow_reader_gets_every_byte(engine: ScriptedEngine, gateway: GatewayProcess) -> None:
     """More than the kernel buffers take, less than we do: the rest waits for the reader."""
     piece = ids_of("0123456789abcdef") * 2048
-    engine.script = lambda generate: Says([piece] * 20)
+    engine.script = lambda generate: TokenReply([piece] * 20)
     with connect(gateway.port, rcvbuf=4096) as client, client.makefile("rb") as file:
         send_post(client, COMPLETIONS, text(stream=True, max_tokens=1 << 24))
         engine.await_generates(1)
@@ -493,7 +495,7 @@ def test_an_engine_that_falls_silent_is_given_up_within_its_lease(
     with ScriptedEngine(address) as engine, GatewayProcess(engine=address) as gateway:
         gateway.await_ready()
         engine.step_s = 0.02
-        engine.script = lambda generate: says("x" * 4000)
+        engine.script = lambda generate: text_reply("x" * 4000)
         with connect(gateway.port) as client, client.makefile("rb") as file:
             send_post(client, CHAT, chat(stream=True))
             assert read_head(file)[0] == 200

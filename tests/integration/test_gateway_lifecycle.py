@@ -19,8 +19,16 @@ from msgspec.structs import replace
 from protocol.exit_codes import ExitCode
 from protocol.stats import WorkerStatus
 from tests.support.gateway_process import GatewayProcess
-from tests.support.http import connect, events_of, exchange, folded, read_body, read_head, send_post
-from tests.support.scripted_engine import ScriptedEngine, byte_tokenizer, says, scripted_card
+from tests.support.http import (
+    connect,
+    events_of,
+    exchange,
+    fold_stream,
+    read_body,
+    read_head,
+    send_post,
+)
+from tests.support.scripted_engine import ScriptedEngine, byte_tokenizer, scripted_card, text_reply
 from tests.support.waiting import eventually
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -180,7 +188,7 @@ def test_several_gateways_share_a_port_and_count_together(address: str) -> None:
 
 def test_one_log_line_tells_of_a_request_and_never_what_was_said(address: str) -> None:
     with ScriptedEngine(address) as engine, GatewayProcess(engine=address) as gateway:
-        engine.script = lambda generate: says("a secret answer")
+        engine.script = lambda generate: text_reply("a secret answer")
         gateway.await_ready()
         body = {"messages": HI, "max_tokens": 5}
         headers = {"X-Request-Id": "abc-1"}
@@ -218,7 +226,7 @@ def test_a_drain_lets_streams_end_closes_idle_connections_and_takes_nothing_new(
 ) -> None:
     with ScriptedEngine(address) as engine, GatewayProcess(engine=address, drain_s=20) as gateway:
         gateway.await_ready()
-        engine.script = lambda generate: says("z" * 50)
+        engine.script = lambda generate: text_reply("z" * 50)
         engine.step_s = 0.03
         with connect(gateway.port) as idle, connect(gateway.port) as client:
             silent = connect(gateway.port)
@@ -231,7 +239,7 @@ def test_a_drain_lets_streams_end_closes_idle_connections_and_takes_nothing_new(
                 gateway.process.send_signal(signal.SIGTERM)
                 assert idle.recv(1) == silent.recv(1) == b""
                 silent.close()
-                choice = folded(events_of(read_body(file, headers)))[0]
+                choice = fold_stream(events_of(read_body(file, headers)))[0]
                 assert (choice["text"], choice["finish"]) == ("z" * 50, ("stop", None))
                 assert client.recv(1) == b""
         assert gateway.wait(timeout_s=6) == 0
@@ -244,7 +252,7 @@ def test_a_drain_lets_streams_end_closes_idle_connections_and_takes_nothing_new(
 def test_a_stream_that_outlasts_the_drain_is_told_so_as_its_last_event(address: str) -> None:
     with ScriptedEngine(address) as engine, GatewayProcess(engine=address, drain_s=0.5) as gateway:
         gateway.await_ready()
-        engine.script = lambda generate: says("z" * 4000)
+        engine.script = lambda generate: text_reply("z" * 4000)
         engine.step_s = 0.05
         bodies: list[bytes] = []
         body = {"messages": HI, "stream": True}
@@ -268,7 +276,7 @@ def test_a_stream_whose_server_fails_ends_with_an_error_and_done_long_before_the
     """The supervisor sends SIGQUIT. After SIGKILL, the workers notice that the master is gone."""
     with ScriptedEngine(address) as engine, GatewayProcess(engine=address, drain_s=600) as gateway:
         gateway.await_ready()
-        engine.script = lambda generate: says("z" * 100_000)
+        engine.script = lambda generate: text_reply("z" * 100_000)
         engine.step_s = 0.05
         with connect(gateway.port) as client, client.makefile("rb") as file:
             send_post(client, CHAT, {"messages": HI, "stream": True})

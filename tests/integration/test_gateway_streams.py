@@ -14,8 +14,8 @@ import pytest
 from gateway.api.openai.responses import ChatChunk, ChatCompletion
 from gateway.http.sse import KEEP_ALIVE
 from tests.support.gateway_process import GatewayProcess
-from tests.support.http import events_of, exchange, folded, unfolded
-from tests.support.scripted_engine import Says, ScriptedEngine, ids_of, says, text_of
+from tests.support.http import events_of, exchange, fold_response, fold_stream
+from tests.support.scripted_engine import ScriptedEngine, TokenReply, ids_of, text_of, text_reply
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HI = [{"role": "user", "content": "hi"}]
@@ -48,7 +48,7 @@ def stream(gateway: GatewayProcess, path: str, body: dict[str, Any], **options: 
 def test_a_chat_stream_is_role_then_content_then_finish_then_usage(
     engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
-    engine.script = lambda generate: says("abc")
+    engine.script = lambda generate: text_reply("abc")
     body = {"messages": HI, "stream_options": {"include_usage": True}}
     events = stream(gateway, CHAT, body, headers={"X-Request-Id": "mine"})
     shared = {name: events[0][name] for name in ("created", "model", "system_fingerprint")}
@@ -127,11 +127,11 @@ def test_the_whole_answer_is_the_stream_folded(
     case: str, engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
     path, body = CASES[case]
-    engine.script = lambda generate: says(f"Hello, wörld {generate.params.seed}! 👋", size=2)
+    engine.script = lambda generate: text_reply(f"Hello, wörld {generate.params.seed}! 👋", size=2)
     events = stream(gateway, path, body)
     whole = gateway.post(path, body).json()
-    assert folded(events) == unfolded(whole)
-    assert all(choice["finish"] for choice in folded(events).values())
+    assert fold_stream(events) == fold_response(whole)
+    assert all(choice["finish"] for choice in fold_stream(events).values())
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -233,11 +233,11 @@ def test_a_stop_string_ends_the_text_wherever_tokens_are_cut_and_the_engine_is_t
     engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
     for size in (1, 2, 3, 50):
-        engine.script = lambda generate, size=size: says(  # type: ignore[misc]
+        engine.script = lambda generate, size=size: text_reply(  # type: ignore[misc]
             "one two END three" * 50, size=size
         )
         body = {"messages": HI, "stop": ["END"], "max_tokens": 400}
-        choice = folded(stream(gateway, CHAT, body))[0]
+        choice = fold_stream(stream(gateway, CHAT, body))[0]
         assert choice["text"] == "one two "
         assert choice["finish"] == ("stop", "END")
         engine.await_abort(engine.generates[-1].request)
@@ -247,11 +247,11 @@ def test_answers_of_one_request_interleave_and_are_never_mixed_up(
     engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
     texts = {7: "alpha alpha alpha", 8: "beta beta beta", 9: "gamma"}
-    engine.script = lambda generate: says(texts[generate.params.seed or 0])
+    engine.script = lambda generate: text_reply(texts[generate.params.seed or 0])
     engine.step_s = 0.01
     events = stream(gateway, CHAT, {"messages": HI, "n": 3, "seed": 7})
     engine.step_s = 0.0005
-    choices = folded(events)
+    choices = fold_stream(events)
     assert [choices[index]["text"] for index in range(3)] == list(texts.values())
     heads = [event["choices"][0] for event in events[:3]]
     assert [(head["index"], head["delta"].get("role")) for head in heads] == [
@@ -265,7 +265,7 @@ def test_answers_of_one_request_interleave_and_are_never_mixed_up(
 
 def test_no_delta_ends_inside_a_character(engine: ScriptedEngine, gateway: GatewayProcess) -> None:
     text = "né 日本語 👩‍👩‍👧‍👦 🂡 é"
-    engine.script = lambda generate: says(text)
+    engine.script = lambda generate: text_reply(text)
     deltas = [
         e["choices"][0]["delta"].get("content") for e in stream(gateway, CHAT, {"messages": HI})
     ]
@@ -276,20 +276,22 @@ def test_no_delta_ends_inside_a_character(engine: ScriptedEngine, gateway: Gatew
 def test_a_broken_character_becomes_a_replacement_character_in_the_end(
     engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
-    engine.script = lambda generate: Says([[104], [0xE6, 0x97]], finish="length", stop_token=None)
-    assert folded(stream(gateway, CHAT, {"messages": HI}))[0]["text"] == "h\ufffd"
+    engine.script = lambda generate: TokenReply(
+        [[104], [0xE6, 0x97]], finish="length", stop_token=None
+    )
+    assert fold_stream(stream(gateway, CHAT, {"messages": HI}))[0]["text"] == "h\ufffd"
 
 
 def test_a_silent_stream_is_kept_alive_with_comments(
     engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
-    engine.script = lambda generate: Says([[], *([i] for i in ids_of("ok"))])
+    engine.script = lambda generate: TokenReply([[], *([i] for i in ids_of("ok"))])
     engine.step_s = 0.5
     body = {"messages": HI, "stream": True}
     for version in ("1.1", "1.0"):
         _, _, data = exchange(gateway.port, CHAT, body, version=version)
         assert b": keep-alive\n\n" in data
-        assert folded(events_of(data))[0]["text"] == "ok"
+        assert fold_stream(events_of(data))[0]["text"] == "ok"
     engine.step_s = 0.0005
 
 
@@ -371,8 +373,8 @@ def test_a_stream_is_valid_json_for_any_text(
     engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
     text = 'quote " back \\ slash / line \n tab \t zero \x00 separator \u2028 end'
-    engine.script = lambda generate: says(text, size=7)
-    assert folded(stream(gateway, CHAT, {"messages": HI}))[0]["text"] == text
+    engine.script = lambda generate: text_reply(text, size=7)
+    assert fold_stream(stream(gateway, CHAT, {"messages": HI}))[0]["text"] == text
     assert json.dumps(text) == json.dumps(
         gateway.post(CHAT, {"messages": HI}).json()["choices"][0]["message"]["content"]
     )

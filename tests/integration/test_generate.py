@@ -11,7 +11,7 @@ import pytest
 from protocol.errors import ErrorInfo
 from tests.support.gateway_process import GatewayProcess
 from tests.support.http import connect, events_of, exchange, read_body, read_head, send_post
-from tests.support.scripted_engine import EOS, Says, ScriptedEngine, ids_of, says
+from tests.support.scripted_engine import EOS, ScriptedEngine, TokenReply, ids_of, text_reply
 
 GENERATE, ABORT = "/inference/v1/generate", "/inference/v1/abort_requests"
 HI = [{"role": "user", "content": "hi"}]
@@ -75,7 +75,7 @@ def test_the_id_is_the_headers_or_the_bodys_or_a_new_one(
 def test_answers_of_one_request_are_told_apart_and_drawn_with_seeds_of_their_own(
     engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
-    engine.script = lambda generate: says(f"answer {generate.params.seed}")
+    engine.script = lambda generate: text_reply(f"answer {generate.params.seed}")
     events = stream(gateway, body({"n": 3, "seed": 5}))
     assert all(len(event["choices"]) == 1 for event in events)
     assert tokens_of(events) == {i: [*ids_of(f"answer {5 + i}"), EOS] for i in range(3)}
@@ -84,12 +84,14 @@ def test_answers_of_one_request_are_told_apart_and_drawn_with_seeds_of_their_own
 def test_a_stop_string_ends_the_tokens_and_the_engine_is_told(
     engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
-    engine.script = lambda generate: Says([[i] for i in ids_of("one two three")] + [[]] * 10_000)
+    engine.script = lambda generate: TokenReply(
+        [[i] for i in ids_of("one two three")] + [[]] * 10_000
+    )
     events = stream(gateway, body({"stop": " two"}))
     assert tokens_of(events) == {0: ids_of("one two")}
     assert events[-1]["choices"][0]["stop_reason"] == " two"
     engine.await_abort(engine.generates[0].request)
-    engine.script = lambda generate: Says([ids_of("one two three")])
+    engine.script = lambda generate: TokenReply([ids_of("one two three")])
     whole = gateway.post(GENERATE, body({"stop": " two"})).json()
     assert whole["choices"][0]["token_ids"] == ids_of("one two")
     assert whole["usage"]["completion_tokens"] == len("one two")
@@ -101,7 +103,7 @@ def test_an_error_on_an_empty_delta_is_an_event_and_the_end(
 ) -> None:
     steps = [[token] for token in before] + [[]]
     engine.step_s = 0.05  # the stream has begun before the first step
-    engine.script = lambda generate: Says(steps, "error", None, FAILED)
+    engine.script = lambda generate: TokenReply(steps, "error", None, FAILED)
     events = stream(gateway, body())
     assert tokens_of([event for event in events if "choices" in event]) == (
         {0: list(before)} if before else {}
@@ -112,7 +114,7 @@ def test_an_error_on_an_empty_delta_is_an_event_and_the_end(
 def test_an_error_before_the_first_byte_is_a_status(
     engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
-    engine.script = lambda generate: Says([[]], "error", None, FAILED)
+    engine.script = lambda generate: TokenReply([[]], "error", None, FAILED)
     response = gateway.post(GENERATE, body())
     assert (response.status_code, response.json()["error"]["code"]) == (500, "step_failed")
 
@@ -156,7 +158,7 @@ def test_fields_without_effect_are_named_in_header_and_body(gateway: GatewayProc
 def test_a_client_that_hangs_up_leaves_nothing_behind(
     engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
-    engine.script = lambda generate: Says([[65]] + [[]] * 100_000)
+    engine.script = lambda generate: TokenReply([[65]] + [[]] * 100_000)
     with connect(gateway.port) as client, client.makefile("rb") as file:
         send_post(client, GENERATE, body({"n": 2}, stream=True))
         read_head(file)
@@ -178,7 +180,7 @@ def test_any_request_ends_by_the_id_that_its_client_was_told_in_any_gateway(
     another: GatewayProcess,
 ) -> None:
     path, said, prefix = ROUTES[route]
-    engine.script = lambda generate: Says([[65]] + [[]] * 100_000)
+    engine.script = lambda generate: TokenReply([[65]] + [[]] * 100_000)
     count = said.get("n") or said.get("sampling_params", {}).get("n", 1)
     with connect(gateway.port) as client, client.makefile("rb") as file:
         send_post(client, path, {**said, "stream": True}, headers={"X-Request-Id": "job-7"})
@@ -196,7 +198,7 @@ def test_any_request_ends_by_the_id_that_its_client_was_told_in_any_gateway(
 def test_a_whole_answer_that_is_aborted_has_what_was_said_so_far(
     engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
-    engine.script = lambda generate: Says([[65], [66]] + [[]] * 100_000)
+    engine.script = lambda generate: TokenReply([[65], [66]] + [[]] * 100_000)
     answers: list[Any] = []
     asking = threading.Thread(
         target=lambda: answers.append(gateway.post(GENERATE, body(request_id="w")).json())

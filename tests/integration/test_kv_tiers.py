@@ -149,4 +149,4 @@ def test_a_directory_that_others_can_enter_is_refused_by_name(
     words = ["-P", "-m", "engine_core", "--config", config(checkpoint, address, kv_disk=str(disk))]
     with Program(words) as program:
         assert program.end() == 3
-        assert f"{disk} must be a directory that only its owner can enter" in program.said
+        assert f"{disk} must be a directory that only its owner can enter" in program.output

@@ -48,7 +48,7 @@ def test_all_processes_print_json_from_start_to_end(model: Path) -> None:
         os.kill(gunicorn[1], SIGKILL)  # the master logs an error, and starts another
         assert eventually(lambda: sum('"message":"serving ' in line for line in program.err) == 2)
         program.signal(SIGTERM)
-        assert program.end() == ExitCode.OK, program.said
+        assert program.end() == ExitCode.OK, program.output
         (banner,) = [line for line in lines_of(program.out) if "Tidegate serves" in line.message]
         assert banner.process == f"tidegate[{program.process.pid}]"
         lines = lines_of(program.err)

@@ -88,7 +88,7 @@ def test_all_clients_hear_of_a_drain_at_once(engine: tuple[Program, str]) -> Non
     with Client(address) as client:
         answer = client.generate([3], max_tokens=300, ignore_eos=True)
         client.drain()
-        told = watcher.hear_all(Pong)
+        told = watcher.receive_kind(Pong)
         assert isinstance(told, Pong)
         assert told.stats.draining
         assert len(answer.tokens()) == 300

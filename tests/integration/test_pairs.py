@@ -17,20 +17,20 @@ from protocol.stats import EngineStats
 from tests.support.gateway_process import GatewayProcess
 from tests.support.http import connect, send_post
 from tests.support.scripted_engine import (
-    Says,
     ScriptedEngine,
+    TokenReply,
     handle_of,
-    hands_over,
     ids_of,
-    says,
+    prefill_reply,
     scripted_card,
+    text_reply,
 )
 from tests.support.waiting import eventually
 
 COMPLETIONS = "/v1/completions"
 PROMPT = "a prompt that is worth it, and more than that, since all of it is long"
 SHORT = "short"
-NEVER = Says([[]] * 20_000)
+NEVER = TokenReply([[]] * 20_000)
 
 
 class EnginePair:
@@ -79,8 +79,8 @@ def pair(shared: EnginePair) -> Iterator[EnginePair]:
     shared.forget()
     yield shared
     for engine in (*shared.p, *shared.d):
-        engine.script = lambda generate: says("Hello, world!")
-        engine.computes = lambda generate: hands_over()
+        engine.script = lambda generate: text_reply("Hello, world!")
+        engine.computes = lambda generate: prefill_reply()
         engine.is_paused = False
         engine.await_idle()
 
@@ -221,8 +221,8 @@ def test_a_lease_is_kept_until_d_has_told_its_first_token(pair: EnginePair) -> N
     ("answer", "cause"),
     [
         (ErrorInfo(code="overloaded", message="busy"), "refused"),
-        (Says([[]], "error", None, ErrorInfo(code="step_failed", message="NaN")), "failed"),
-        (Says([[1]], "stop", None), "failed"),  # no handle
+        (TokenReply([[]], "error", None, ErrorInfo(code="step_failed", message="NaN")), "failed"),
+        (TokenReply([[1]], "stop", None), "failed"),  # no handle
     ],
 )
 def test_d_computes_a_prompt_that_p_does_not(pair: EnginePair, answer: Any, cause: str) -> None:
@@ -239,7 +239,7 @@ def test_d_computes_a_prompt_that_p_does_not(pair: EnginePair, answer: Any, caus
 def test_a_handle_that_d_refuses_is_done_without(pair: EnginePair) -> None:
     def refuses(generate: Generate) -> Any:
         error = ErrorInfo(code="invalid_request", message="?", param="kv_transfer_params")
-        return error if generate.kv_handle else says("Hello")
+        return error if generate.kv_handle else text_reply("Hello")
 
     for d in pair.d:
         d.script = refuses
@@ -296,7 +296,7 @@ def test_a_client_that_goes_while_d_has_it_stops_d_and_releases(
     pair: EnginePair, streams: bool
 ) -> None:
     for d in pair.d:
-        d.script = lambda generate: says("x" * 300) if streams else NEVER
+        d.script = lambda generate: text_reply("x" * 300) if streams else NEVER
         d.step_s = 0.01
     hang_up_while(pair, lambda: pair.asked(pair.d))
     assert eventually(lambda: [n for d in pair.d for n in d.aborts])
@@ -375,7 +375,7 @@ def test_the_policy_may_be_an_error(tmp_path: Path) -> None:
             p.computes = lambda generate: ErrorInfo(code="overloaded", message="busy")
         assert pair.complete().status_code == 429
         for p in pair.p:
-            p.computes = lambda generate: Says(
+            p.computes = lambda generate: TokenReply(
                 [[]], "error", None, ErrorInfo(code="step_failed", message="NaN")
             )
         assert pair.complete().status_code == 500

@@ -23,7 +23,7 @@ from protocol.messages import Generate
 from tests.support.anthropic import prompt_tokens
 from tests.support.gateway_process import GatewayProcess
 from tests.support.http import connect, events_of, read_head, send_post
-from tests.support.scripted_engine import Reply, Says, ScriptedEngine, says, text_of
+from tests.support.scripted_engine import Reply, ScriptedEngine, TokenReply, text_of, text_reply
 from tests.support.waiting import eventually
 
 CHAT, COMPLETIONS, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
@@ -42,10 +42,12 @@ def script(generate: Generate) -> Reply:
     if "refuse" in prompt:
         return ErrorInfo(code="overloaded", message="full", retry_after_s=3)
     if "fail" in prompt:
-        return says("some words", finish="error", error=ErrorInfo(code="step_failed", message="x"))
+        return text_reply(
+            "some words", finish="error", error=ErrorInfo(code="step_failed", message="x")
+        )
     if "endless" in prompt:
-        return Says([[97]] * 20_000)  # ten seconds at least
-    return says("one two three four", size=3)
+        return TokenReply([[97]] * 20_000)  # ten seconds at least
+    return text_reply("one two three four", size=3)
 
 
 @dataclass

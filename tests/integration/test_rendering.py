@@ -13,8 +13,8 @@ import pytest
 from protocol.messages import Generate
 from protocol.model_card import CardFile, write_card
 from tests.support.gateway_process import GatewayProcess
-from tests.support.http import events_of, said_whole, spoken
-from tests.support.scripted_engine import ScriptedEngine, says, thinking_card
+from tests.support.http import events_of, fold_chat_response, fold_chat_stream
+from tests.support.scripted_engine import ScriptedEngine, text_reply, thinking_card
 
 HI = [{"role": "user", "content": "Hi"}]
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
@@ -54,7 +54,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
         GatewayProcess(engine=address) as serving,
         GatewayProcess(card=str(folder / "model.card")) as rendering,
     ):
-        engine.script = lambda generate: says(TEXT, size=3, marked=True)
+        engine.script = lambda generate: text_reply(TEXT, size=3, marked=True)
         yield House(engine, serving.await_ready(), rendering.await_ready())
 
 
@@ -96,7 +96,7 @@ def test_each_prompt_of_a_completion_is_asked_as_if_it_were_alone(house: House) 
 
 def test_a_chat_comes_back_whole_and_streamed_from_another_gateway(house: House) -> None:
     body = {"messages": HI, "tools": TOOLS, "stop": "zzz"}
-    expected = said_whole(house.serving.post(CHAT, body).json())
+    expected = fold_chat_response(house.serving.post(CHAT, body).json())
     assert expected[0]["reasoning"] == "hm 語"
     request = house.rendered(f"{CHAT}/render", body)
     response = house.serving.post("/inference/v1/generate", request).json()
@@ -118,7 +118,7 @@ def test_a_chat_comes_back_whole_and_streamed_from_another_gateway(house: House)
         state = told["stream_state"]
         if told["chunk"] is not None:
             chunks.append(told["chunk"])
-    for said in (said_whole(whole), spoken(chunks)):
+    for said in (fold_chat_response(whole), fold_chat_stream(chunks)):
         (call,) = said[0].pop("calls")
         assert call[1:] == ("look", '{"a": 1}')
         assert said[0] == {name: expected[0][name] for name in said[0]}

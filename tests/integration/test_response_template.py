@@ -17,9 +17,9 @@ from tests.support.gateway_process import GatewayProcess
 from tests.support.http import events_of
 from tests.support.scripted_engine import (
     THINKING_TEMPLATE,
-    Says,
     ScriptedEngine,
-    says,
+    TokenReply,
+    text_reply,
     thinking_card,
 )
 from tests.support.tiny_checkpoint import write_tiny_llama
@@ -74,7 +74,7 @@ def engine_with(template: Any, folder: Path) -> ScriptedEngine:
     )
 
 
-spoken: Says = says(ANSWER, size=3)
+spoken: TokenReply = text_reply(ANSWER, size=3)
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import pytest
 import requests
 
 from tests.support.gateway_process import GatewayProcess
-from tests.support.http import connect, events_of, exchange, folded, read_head, send_post
-from tests.support.scripted_engine import ScriptedEngine, says
+from tests.support.http import connect, events_of, exchange, fold_stream, read_head, send_post
+from tests.support.scripted_engine import ScriptedEngine, text_reply
 from tests.support.waiting import eventually
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -22,7 +22,7 @@ BODY = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
 WINDOW_S = 1.0
 
 
-ENGINE = {"script": lambda generate: says(TEXT)}
+ENGINE = {"script": lambda generate: text_reply(TEXT)}
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def test_a_stream_with_ids_says_what_one_without_says(
     _, plain_headers, plain = exchange(gateway.port, path, asked, headers=KEY)
     assert "x-resume" not in plain_headers
     assert b"id: " not in plain
-    assert folded(events_of(without_ids(data))) == folded(events_of(plain))
+    assert fold_stream(events_of(without_ids(data))) == fold_stream(events_of(plain))
 
 
 def test_every_cut_of_a_stream_is_mended_to_the_same_bytes(
@@ -113,7 +113,7 @@ def test_a_client_that_was_cut_off_hears_the_rest(
     rest = picked_up(twin, stream, last)  # from another process, while it is being made
     whole = picked_up(gateway, stream)
     assert heard + rest == whole
-    assert folded(events_of(without_ids(whole)))[0]["text"] == TEXT
+    assert fold_stream(events_of(without_ids(whole)))[0]["text"] == TEXT
     assert not engine.aborts.keys() & {generate.request for generate in engine.generates}
 
 
@@ -126,7 +126,7 @@ def test_the_same_request_with_its_last_event_asks_nothing_again(
     last = {**RESUME, "Last-Event-ID": f"{stream}:{heard.count(b'id: ') - 1}"}
     _, headers, rest = exchange(gateway.port, CHAT, BODY, headers=last)
     assert headers["x-resume"] == stream
-    assert folded(events_of(without_ids(heard + rest)))[0]["text"] == TEXT
+    assert fold_stream(events_of(without_ids(heard + rest)))[0]["text"] == TEXT
     assert len(engine.generates) == 1
 
 
@@ -143,7 +143,7 @@ def test_without_a_client_it_goes_on_for_the_window_and_is_aborted_then(
     engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
     engine.step_s = 0.02
-    engine.script = lambda generate: says(TEXT * 50)
+    engine.script = lambda generate: text_reply(TEXT * 50)
     stream, heard = cut_after(gateway.port, 4)
     left_at = time.monotonic()
     aborted_at = engine.await_abort(engine.generates[0].request)
@@ -179,7 +179,7 @@ def test_a_failure_is_told_to_whoever_comes_later(
     engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
     engine.step_s = 0.02
-    engine.script = lambda generate: says("Hello", finish="error")
+    engine.script = lambda generate: text_reply("Hello", finish="error")
     stream, heard = cut_after(gateway.port, 2)
     events = events_of(without_ids(heard + picked_up(gateway, stream, heard.count(b"id: ") - 1)))
     assert events[-1]["error"]["type"] == "server_error"

@@ -15,7 +15,13 @@ from tests.support.anthropic import anthropic_events, message_of
 from tests.support.gateway_process import GatewayProcess
 from tests.support.http import connect, events_of, exchange, read_body, read_head, send_post
 from tests.support.responses import typed_events
-from tests.support.scripted_engine import Says, ScriptedEngine, ids_of, says, scripted_logprob
+from tests.support.scripted_engine import (
+    ScriptedEngine,
+    TokenReply,
+    ids_of,
+    scripted_logprob,
+    text_reply,
+)
 from tests.support.scripted_engine import text_of as words_of
 
 COMPLETIONS = "/v1/completions"
@@ -29,15 +35,17 @@ LATER = "Told word by word — to whoever reads. " * 15
 WORDS = "Others are told every word of it. " * 20
 
 
-def answer(generate: Generate) -> Says:
+def answer(generate: Generate) -> TokenReply:
     """To "endless" a long text, and then nothing for as long as anybody listens. To "much" a long
     text, and then tokens one by one."""
     asked = words_of(generate.prompt.tolist())
     if "endless" in asked:
-        return Says([LONG, *[[]] * 100_000], "length", None)
+        return TokenReply([LONG, *[[]] * 100_000], "length", None)
     if "much" in asked:
-        return Says([_long(generate, asked), *[[token] for token in ids_of(LATER)]], "length", None)
-    return says(WORDS)
+        return TokenReply(
+            [_long(generate, asked), *[[token] for token in ids_of(LATER)]], "length", None
+        )
+    return text_reply(WORDS)
 
 
 def _long(generate: Generate, asked: str) -> list[int]:

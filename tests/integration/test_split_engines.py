@@ -44,15 +44,15 @@ class SplitSide:
     def ask(self, prompt: list[int], **asked: Any) -> int:
         self._last += 1
         message = Generate(request=self._last, prompt=Int32.of(prompt), params=GREEDY, **asked)
-        self.client.say(message)
-        assert self.client.hear() == Accepted(request=self._last)
+        self.client.send(message)
+        assert self.client.receive() == Accepted(request=self._last)
         return self._last
 
     def hear_end(self, number: int) -> Output:
         """The end of the one request that is open, with all its tokens."""
         tokens: list[int] = []
         while True:
-            news = self.client.hear_all(Outputs)
+            news = self.client.receive_kind(Outputs)
             assert isinstance(news, Outputs)
             for output in news.outputs:
                 assert output.request == number
@@ -156,7 +156,7 @@ def test_a_lease_that_nobody_takes_is_over_and_its_handle_is_computed_again(
 def test_a_released_lease_is_free_at_once(split: SplitServer) -> None:
     view = split.p.view()
     handle = split.prefill(prompts(1)[0])
-    split.p.client.say(ReleaseKV(handles=[handle]))
+    split.p.client.send(ReleaseKV(handles=[handle]))
     view.wait_until_free()
     assert view.stats().num_leases_ended == {"released": 1}
     view.close()

@@ -12,7 +12,7 @@ import requests
 from protocol.api_keys import KeyEntry, digest_of
 from protocol.errors import ErrorInfo
 from tests.support.gateway_process import GatewayProcess
-from tests.support.scripted_engine import ScriptedEngine, says
+from tests.support.scripted_engine import ScriptedEngine, text_reply
 from tests.support.waiting import eventually
 from tools.commands.keys import with_key, write
 
@@ -36,7 +36,7 @@ def key_of(name: str) -> str:
     return f"tg-{name:x<43}"
 
 
-ENGINE = {"script": lambda generate: says("Hello!")}
+ENGINE = {"script": lambda generate: text_reply("Hello!")}
 
 
 NAMES = [f"{route}-{place}" for route in (*ROUTES, "else") for place in (0, 1)]
@@ -83,7 +83,7 @@ def test_it_is_repeated_word_for_word_and_the_engine_is_not_asked(
     )
     assert told == told_again
     assert eventually(lambda: engine.num_early == before + 1)  # with a heartbeat
-    engine.script = lambda generate: says("Hello!")
+    engine.script = lambda generate: text_reply("Hello!")
     assert ask(gateway, f"{name}-1", ROUTES[name]).status_code == 200  # somebody else
 
 
@@ -111,7 +111,7 @@ def test_it_stands_no_longer_than_it_says_and_only_if_one_was_asked(
     path, body = CHAT
     engine.script = lambda generate: refusal
     assert ask(gateway, "else-1", (path, {**body, "n": n})).status_code == 429
-    engine.script = lambda generate: says("Hello!")
+    engine.script = lambda generate: text_reply("Hello!")
     if refusal is SHORT:
         assert eventually(lambda: ask(gateway, "else-1", CHAT).status_code == 200)
     else:

@@ -53,7 +53,7 @@ def test_processes_write_side_by_side_and_lose_nothing(tmp_path: Path) -> None:
     writers = [writer(path, name, count) for name in names]
     for program in writers:
         with program:
-            assert program.end() == 0, program.said
+            assert program.end() == 0, program.output
     database = opened(path)
     for run in (f"{name}-{n}" for name in names for n in range(count)):
         record = database.get(run, "o", time.time())

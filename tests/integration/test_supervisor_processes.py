@@ -73,7 +73,7 @@ def test_a_server_gets_ready_in_phases_and_a_drain_ends_it_well_and_in_order() -
         assert program.line_with("ready") == "ready echo"
         helper = helper_of(program)
         program.signal(SIGTERM)
-        assert program.end() == 0, program.said
+        assert program.end() == 0, program.output
         *banner, stopping = program.out[1:]
         assert banner == ["listening", "ready echo"]
         assert stopping.endswith(" INFO stopping: open requests may finish")
@@ -117,7 +117,7 @@ def test_what_a_gateway_had_started_may_tell_its_clients_after_its_death(
         helper = helper_of(program)
         os.kill(pids(program)[0], SIGKILL)
         assert program.end() == 128 + SIGKILL
-        assert ("an error" in program.err) == is_told, program.said
+        assert ("an error" in program.err) == is_told, program.output
         assert eventually(lambda: not is_alive(helper))
 
 
@@ -224,7 +224,7 @@ def test_a_killed_engine_comes_back_while_the_gateway_serves_on() -> None:
         assert is_alive(gateway)
         os.kill(again, SIGKILL)
         assert program.end() == 128 + SIGKILL
-        assert "1 restart did not help" in program.said
+        assert "1 restart did not help" in program.output
 
 
 def test_a_stopped_process_that_comes_back_is_killed() -> None:

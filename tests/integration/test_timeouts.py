@@ -11,7 +11,7 @@ import pytest
 from protocol.errors import ErrorInfo
 from tests.support.gateway_process import GatewayProcess
 from tests.support.http import events_of, exchange
-from tests.support.scripted_engine import Says, ScriptedEngine, ids_of, says
+from tests.support.scripted_engine import ScriptedEngine, TokenReply, ids_of, text_reply
 
 HI = [{"role": "user", "content": "hi"}]
 ROUTES: dict[str, dict[str, Any]] = {
@@ -27,7 +27,7 @@ QUEUED = ErrorInfo(
 RUNNING = ErrorInfo(code="timeout", message="timeout_s: over", param="timeout_s")
 
 
-ENGINE = {"script": lambda generate: says("Hello")}
+ENGINE = {"script": lambda generate: text_reply("Hello")}
 GATEWAY = {"timeout_s": 50.0}
 
 
@@ -58,7 +58,7 @@ def test_an_invalid_timeout_is_refused_by_name(
 def test_not_begun_in_time_is_a_429_before_any_header_of_a_stream(
     route: str, stream: bool, engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
-    engine.script = lambda generate: Says([[]], "error", None, QUEUED)
+    engine.script = lambda generate: TokenReply([[]], "error", None, QUEUED)
     body = ROUTES[route] | {"stream": stream, "queue_timeout_s": 1}
     status, headers, data = exchange(gateway.port, route, body)
     assert (status, headers["retry-after"]) == (429, "7")
@@ -69,7 +69,7 @@ def test_not_begun_in_time_is_a_429_before_any_header_of_a_stream(
 def test_a_whole_answer_that_is_not_done_in_time_is_a_504_that_no_sdk_repeats(
     route: str, engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
-    engine.script = lambda generate: Says([ids_of("He")], "error", None, RUNNING)
+    engine.script = lambda generate: TokenReply([ids_of("He")], "error", None, RUNNING)
     status, headers, data = exchange(gateway.port, route, ROUTES[route])
     assert (status, headers["x-should-retry"]) == (504, "false")
     assert "timeout_error" in data.decode()
@@ -78,7 +78,9 @@ def test_a_whole_answer_that_is_not_done_in_time_is_a_504_that_no_sdk_repeats(
 def test_a_stream_that_is_not_done_in_time_has_its_tokens_and_then_says_so(
     engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
-    engine.script = lambda generate: Says([ids_of("He"), ids_of("llo"), []], "error", None, RUNNING)
+    engine.script = lambda generate: TokenReply(
+        [ids_of("He"), ids_of("llo"), []], "error", None, RUNNING
+    )
     body = {"messages": HI, "stream": True, "queue_timeout_s": 3}
     status, _, data = exchange(gateway.port, "/v1/chat/completions", body)
     assert status == 200

@@ -14,7 +14,7 @@ import requests
 from gateway.observe.timings import Timings
 from tests.support.gateway_process import GatewayProcess
 from tests.support.http import events_of
-from tests.support.scripted_engine import says
+from tests.support.scripted_engine import text_reply
 
 HI = [{"role": "user", "content": "hi"}]
 TEXT = "Hello, world!"
@@ -28,7 +28,7 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 
 
-ENGINE = {"script": lambda generate: says(TEXT)}
+ENGINE = {"script": lambda generate: text_reply(TEXT)}
 GATEWAY = {"response_store": "none"}
 
 

@@ -33,11 +33,11 @@ from tests.property import (
 from tests.support.format_tools import TYPED_TOOLS
 from tests.support.formats import (
     Call,
+    ContentPart,
     Fixture,
     Part,
+    ReasoningPart,
     Sample,
-    Say,
-    Think,
     check,
     expected,
     read,
@@ -77,7 +77,7 @@ def test_a_call_in_open_reasoning_is_a_call_in_every_pair_of_formats(sample: Sam
         both = replace(sample, format=Format(sample.format.tools, reasoning), markers=None)
         label = "".join(reasoning.label)
         text = f"{reasoning.open[0]}{label}\nhm\n{sample.write([WEATHER], 0)}"
-        case = Fixture(name, text, expected(both, [Think("hm"), [WEATHER]]))
+        case = Fixture(name, text, expected(both, [ReasoningPart("hm"), [WEATHER]]))
         for words in vocabularies(both, case):
             pieces = units(case.text, words)
             for deltas in ([pieces], [[piece] for piece in pieces]):
@@ -93,7 +93,7 @@ def thinking(sample: Sample, parts: Sequence[Part], name: str, *, closed: str = 
     text, index = "<think>", 0
     for part in parts:
         match part:
-            case Say(said) | Think(said):
+            case ContentPart(said) | ReasoningPart(said):
                 text += said
             case calls:
                 text += sample.write(calls, index)
@@ -107,12 +107,18 @@ def fixtures(sample: Sample) -> list[Fixture]:
     undeclared = sample.write([Call("elsewhere", {"a": "b"})], 0).strip()
     prose = f"Write {opener} and then a name, or {opener}</think>"
     return [
-        thinking(sample, [Think("hm"), [WEATHER]], "one call"),
-        thinking(sample, [Think("hm"), calls[: sample.max_calls], Think("So.")], "three calls"),
+        thinking(sample, [ReasoningPart("hm"), [WEATHER]], "one call"),
+        thinking(
+            sample,
+            [ReasoningPart("hm"), calls[: sample.max_calls], ReasoningPart("So.")],
+            "three calls",
+        ),
         Fixture(
             "closed behind the call",
             f"<think>hm\n{sample.write([WEATHER], 0)}\nSo.\n</think>\n\nDone.",
-            expected(sample, [Think("hm"), [WEATHER], Think("So."), Say("Done.")]),
+            expected(
+                sample, [ReasoningPart("hm"), [WEATHER], ReasoningPart("So."), ContentPart("Done.")]
+            ),
         ),
         Fixture(
             "a marker that opens nothing",

@@ -10,7 +10,7 @@ import pytest
 
 from protocol.messages import Account
 from tests.support.engines import Bench
-from tests.support.storm import SPECULATING, Forgetful, RequestStorm
+from tests.support.storm import SPECULATING, RequestStorm, SmallCacheStorm
 
 OPERATIONS = 10_000
 SEEDS = (0, 3, 4, 5, 100, 103, 104, 107, 200, 202, 205, 207)
@@ -21,7 +21,7 @@ def test_ten_thousand_random_operations_keep_every_law(seed: int) -> None:
     storm = RequestStorm(seed)
     for _ in range(OPERATIONS):
         storm.operate()
-    storm.settle()
+    storm.finish_all()
     storm.check()
     stats = storm.bench.engine.stats()
     assert stats.num_preemptions > 0, "the storm was too mild to mean anything"
@@ -37,10 +37,10 @@ TIER_SEEDS = {3: ["disk"], 7: ["host", "disk"], 107: ["host"], 205: ["host", "di
 
 @pytest.mark.parametrize("seed", TIER_SEEDS)
 def test_every_invariant_holds_and_every_answer_is_right_whatever_the_tiers_do(seed: int) -> None:
-    storm = Forgetful(seed, TIER_SEEDS[seed])
+    storm = SmallCacheStorm(seed, TIER_SEEDS[seed])
     for _ in range(OPERATIONS):
         storm.operate()
-    storm.settle()
+    storm.finish_all()
     storm.check()
     stats = storm.bench.engine.stats()
     assert stats.num_preemptions > 0, "the storm was too mild to mean anything"

@@ -15,7 +15,7 @@ import pytest
 
 from engine_core.request import RequestPhase
 from protocol.messages import Refused
-from tests.support.handover import Air, EchoMover
+from tests.support.handover import EchoMover, KVNetwork
 from tests.support.storm import RequestStorm
 
 OPERATIONS = 12_000
@@ -30,7 +30,7 @@ class Table:
     all tokens but the last, namespace).
     """
 
-    air: Air = field(default_factory=Air)
+    air: KVNetwork = field(default_factory=KVNetwork)
     offers: list[tuple[str, list[int], str]] = field(default_factory=list)
     now: float = 0.0
 
@@ -39,7 +39,7 @@ class Partner(RequestStorm):
     """One of the two engines, with its clients."""
 
     def __init__(self, seed: int, name: str, table: Table, kv_on_failure: str) -> None:
-        place = table.air.place(name)
+        place = table.air.member(name)
         block_tokens = 4 if seed % 2 else 8
         super().__init__(
             seed,
@@ -77,7 +77,7 @@ class Partner(RequestStorm):
         elif choice < 0.93:
             self.move()
         elif choice < 0.97:
-            self.bench.hear(self.mover.report_taken())
+            self.bench.on_kv_report(self.mover.report_taken())
         elif choice < 0.98:
             self.keep_or_release()
         else:
@@ -89,14 +89,14 @@ class Partner(RequestStorm):
     def compute(self) -> None:
         if self.bench.jobs and self.random.random() < 0.2:
             self.compile()
-        elif self.bench.plan() is None and self.bench.out:
+        elif self.bench.plan() is None and self.bench.in_flight:
             self.bench.finish()
 
     def produce(self) -> None:
         prompt, namespace = self.prompt(), self.random.choice(["", "x"])
         client = self.random.choice([b"a", b"b"])
         readers = self.random.choice([1, 1, 2])
-        number = self.bench.ask(prompt, client, namespace, kv_readers=readers, temperature=0.5)
+        number = self.bench.try_add(prompt, client, namespace, kv_readers=readers, temperature=0.5)
         if isinstance(number, Refused):
             self.refused += 1
             return
@@ -106,7 +106,7 @@ class Partner(RequestStorm):
     def offer(self) -> None:
         """Offer the handles that clients have received to the clients of both engines."""
         for key in list(self.producing):
-            if not (news := self.bench.news[key]):
+            if not (news := self.bench.outputs[key]):
                 continue
             tokens, namespace = self.producing.pop(key)
             if news[-1].finish == "length":
@@ -127,7 +127,7 @@ class Partner(RequestStorm):
         client, seed = self.random.choice([b"a", b"b", b"c"]), self.random.randrange(3)
         max_tokens = self.random.randrange(20)
         grammar = self.grammar() if self.random.random() < 0.2 else None
-        number = self.bench.ask(
+        number = self.bench.try_add(
             prompt,
             client,
             namespace,
@@ -150,7 +150,7 @@ class Partner(RequestStorm):
         if self.mover.jobs:
             job = self.random.choice(list(self.mover.jobs))
             fault = self.random.choice(FAULTS) if self.random.random() < 0.2 else ""
-            self.bench.hear(self.mover.do(job, fault))
+            self.bench.on_kv_report(self.mover.carry_out(job, fault))
 
     def abort_fetching(self) -> None:
         """Abort a request whose K/V is being fetched."""
@@ -159,7 +159,7 @@ class Partner(RequestStorm):
         if fetching:
             request = self.random.choice(fetching)
             self.bench.abort(request.number, client=request.client)
-            self.bench.send_orders()
+            self.bench.send_kv_commands()
 
     def keep_or_release(self) -> None:
         """Keep or release handles of either engine. The engine ignores those of the other one."""
@@ -167,7 +167,7 @@ class Partner(RequestStorm):
         if handles:
             command = self.random.choice([self.bench.engine.keep_kv, self.bench.engine.release_kv])
             command([*self.random.sample(handles, k=min(2, len(handles))), "no handle"])
-            self.bench.send_orders()
+            self.bench.send_kv_commands()
 
     def settle(self) -> None:
         """Complete everything that is open, without new requests."""
@@ -180,7 +180,7 @@ class Partner(RequestStorm):
             self.bench.tick(self.table.now)
 
     def _check_answer(self, client: bytes, number: int) -> None:
-        news = self.bench.news[client, number]
+        news = self.bench.outputs[client, number]
         if news and news[-1].finish == "error":
             assert self.failing
             assert "could not be fetched" in news[-1].error.message

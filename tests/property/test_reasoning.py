@@ -19,10 +19,10 @@ from gateway.formats.reasoning import (
 from gateway.formats.registry import TOOLS, Format, format_of
 from tests.support.formats import (
     Call,
+    ContentPart,
     Fixture,
+    ReasoningPart,
     Sample,
-    Say,
-    Think,
     answers,
     check,
     dumps,
@@ -88,11 +88,19 @@ def fixtures(name: str) -> list[Fixture]:
     weather = Call("weather", {"city": "Köln </think>", "days": [1, {}]})
     again = "" if format.only_at_start or end else BLOCKS[name]("And more?") + "Yes."
     cases = [
-        written(sample, "one block", [Think("Hm.\n\nLet me {see} 語"), Say("So\n\nit is." + end)]),
-        written(sample, "blanks", [Think("a  b"), Say("  indented\ttext <x" + end)]),
-        written(sample, "no text", [Think("a")]),
         written(
-            sample, "prose with its tag", [Think(f"write {tag}, or {tag[:5]}"), Say(tag + end)]
+            sample,
+            "one block",
+            [ReasoningPart("Hm.\n\nLet me {see} 語"), ContentPart("So\n\nit is." + end)],
+        ),
+        written(
+            sample, "blanks", [ReasoningPart("a  b"), ContentPart("  indented\ttext <x" + end)]
+        ),
+        written(sample, "no text", [ReasoningPart("a")]),
+        written(
+            sample,
+            "prose with its tag",
+            [ReasoningPart(f"write {tag}, or {tag[:5]}"), ContentPart(tag + end)],
         ),
         Fixture("no reasoning", "Plain text, < and > 語.", [Content("Plain text, < and > 語.")]),
         Fixture("empty block", BLOCKS[name]("") + "Text" + end, [Content("Text")]),
@@ -101,8 +109,12 @@ def fixtures(name: str) -> list[Fixture]:
     cases = [_without(case, end) for case in cases]
     if not end:
         cases += [
-            written(sample, "a call behind", [Think("a"), [weather]]),
-            written(sample, "text and three calls behind", [Think("a"), Say("b"), [weather] * 3]),
+            written(sample, "a call behind", [ReasoningPart("a"), [weather]]),
+            written(
+                sample,
+                "text and three calls behind",
+                [ReasoningPart("a"), ContentPart("b"), [weather] * 3],
+            ),
         ]
     if again:
         parts: list[Event] = [
@@ -113,7 +125,7 @@ def fixtures(name: str) -> list[Fixture]:
         ]
         text = BLOCKS[name]("One") + "So.\n" + again
         cases.append(Fixture("reasoning before and after", text, parts))
-        around: list[Any] = [Think("a"), [weather], Think("c"), Say("b")]
+        around: list[Any] = [ReasoningPart("a"), [weather], ReasoningPart("c"), ContentPart("b")]
         cases.append(written(sample, "reasoning around a call", around))
     if format.close and not format.header:
         inside = BLOCKS[name]("ab").partition("ab")[2]
@@ -145,8 +157,8 @@ def test_minimax_m2_append_think_leaves_the_reasoning_in_the_content() -> None:
     sample = sample_of("minimax_m2_append_think")
     cases = []
     for name, parts in answers("</think>"):
-        if not any(isinstance(part, Think) for part in parts):
-            fixture = written(sample, name, [Say("<think>Hm.</think>\n\n"), *parts])
+        if not any(isinstance(part, ReasoningPart) for part in parts):
+            fixture = written(sample, name, [ContentPart("<think>Hm.</think>\n\n"), *parts])
             text = fixture.text.removeprefix("<think>")
             cases.append(Fixture(name, text, _trimmed(fixture.events)))
     row = check(sample, cases)

@@ -23,7 +23,7 @@ from protocol.config.gateway import GatewayConfig
 from protocol.messages import Output, Usage
 from tests.property.test_tool_grammars import SAMPLES
 from tests.support.formats import Call, Fixture, Sample, lexicon, units
-from tests.support.http import said_whole, spoken
+from tests.support.http import fold_chat_response, fold_chat_stream
 from tests.support.rendering import Trip
 from tests.support.response_templates import TEMPLATES
 from tests.support.scripted_engine import EOS, TEMPLATE, byte_tokenizer, scripted_card
@@ -174,8 +174,8 @@ def check(trip: Trip, *, with_ids: bool, with_usage: bool = True) -> dict[int, d
     derendered = trip.derender_chat(response)
     assert told(derendered, **kept) == told(whole, **kept)
     streamed = trip.derender_stream(chunks, trip.derender_chat_chunk)
-    expected = heard(said_whole(whole), with_ids=with_ids)
-    assert heard(spoken(streamed), with_ids=with_ids) == expected
+    expected = heard(fold_chat_response(whole), with_ids=with_ids)
+    assert heard(fold_chat_stream(streamed), with_ids=with_ids) == expected
     assert streamed[-1]["usage"] == (whole["usage"] if with_usage else derendered["usage"])
     return expected
 

@@ -23,10 +23,10 @@ from gateway.formats.registry import Format
 from tests.support.format_tools import TYPED_TOOLS, arguments_of, plain, said, tool
 from tests.support.formats import (
     Call,
+    ContentPart,
     Fixture,
+    ReasoningPart,
     Sample,
-    Say,
-    Think,
     answers,
     check,
     content,
@@ -104,9 +104,9 @@ def cases(sample: Sample) -> list[Fixture]:
         text, index = "", 0
         for part in parts:
             match part:
-                case Say(said):
+                case ContentPart(said):
                     text += says(said)
-                case Think(thought):
+                case ReasoningPart(thought):
                     text += thinks(thought)
                 case calls:
                     text += sample.write(calls, index)
@@ -200,7 +200,7 @@ NO_HEADERS = [
 def malformed() -> list[Fixture]:
     said: list[Event] = [Reasoning("hm"), Content("Hello")]
     prose = "an assistant to the user, assistants <|channel|> of, <|message|> assistant"
-    called = expected(HARMONY, [Think("hm"), [Call("now", {"a": 1})]])
+    called = expected(HARMONY, [ReasoningPart("hm"), [Call("now", {"a": 1})]])
     called = [
         ToolArguments(0, '{"a":1}') if isinstance(event, ToolArguments) else event
         for event in called

@@ -28,10 +28,10 @@ from tests.property.test_tools_tokens import token_cuts
 from tests.support.formats import (
     JOINT,
     Call,
+    ContentPart,
     Fixture,
+    ReasoningPart,
     Sample,
-    Say,
-    Think,
     answers,
     dumps,
     expected,
@@ -136,9 +136,9 @@ def llama_cases() -> list[Fixture]:
         text = ""
         for part in parts:
             match part:
-                case Say(said):
+                case ContentPart(said):
                     text += llama_message("assistant", said)
-                case Think(thought):
+                case ReasoningPart(thought):
                     text += llama_message("thinking", thought)
                 case calls:
                     text += llama(calls, 0)

@@ -20,10 +20,10 @@ from tests.property.test_tools_gemma import literal
 from tests.support.format_tools import TYPED_TOOLS, plain, said
 from tests.support.formats import (
     Call,
+    ContentPart,
     Fixture,
+    ReasoningPart,
     Sample,
-    Say,
-    Think,
     answers,
     content,
     dumps,
@@ -158,9 +158,9 @@ def cases(sample: Sample) -> list[Fixture]:
         text, index = "", 0
         for part in parts:
             match part:
-                case Say(said):
+                case ContentPart(said):
                     text += how.says(said)
-                case Think(thought):
+                case ReasoningPart(thought):
                     text += how.thinks(thought)
                 case calls:
                     text += sample.write(calls, index)

@@ -20,10 +20,10 @@ from gateway.formats.xtml import FORMATS
 from tests.support.format_tools import arguments_of, plain, said
 from tests.support.formats import (
     Call,
+    ContentPart,
     Fixture,
+    ReasoningPart,
     Sample,
-    Say,
-    Think,
     answers,
     content,
     cut_off,
@@ -64,9 +64,9 @@ def cases() -> list[Fixture]:
         text, index = "", 0
         for part in parts:
             match part:
-                case Say(said):
+                case ContentPart(said):
                     text += element("response", said)
-                case Think(thought):
+                case ReasoningPart(thought):
                     text += element("think", thought)
                 case calls:
                     text += tools(calls, index)

@@ -13,7 +13,9 @@ from tests.support.scripted_engine import scripted_card
 TOKENIZER = Tokenizer(scripted_card())
 
 
-def an_answer(n: int = 1, prompts: int = 1, params: SamplingParams | None = None) -> ChoiceGroup:
+def new_choice_group(
+    n: int = 1, prompts: int = 1, params: SamplingParams | None = None
+) -> ChoiceGroup:
     """`n` choices for each of so many prompts of three tokens."""
     readers, each = ParserFactory(TOKENIZER), params or SamplingParams()
     asks = [PromptRequest([1, 2, 3], [each] * n, readers) for _ in range(prompts)]

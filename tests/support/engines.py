@@ -31,7 +31,7 @@ from protocol.model_card import ModelCard
 from protocol.sampling import SamplingParams
 from protocol.steps import Masks, StepPlan, StepResult
 from tests.support.grammars import signs_tokenizer
-from tests.support.handover import ClusterPlace, EchoMover
+from tests.support.handover import ClusterMember, EchoMover
 from tests.support.tiers import EchoTiers
 
 VOCAB = 97
@@ -48,38 +48,38 @@ def next_token(tokens: list[int], seed: int = 0, possible: list[int] | None = No
     return drawn % VOCAB if possible is None else possible[drawn % len(possible)]
 
 
-def habitual_token(tokens: list[int], seed: int = 0, possible: list[int] | None = None) -> int:
+def repetitive_token(tokens: list[int], seed: int = 0, possible: list[int] | None = None) -> int:
     """What an echo model says that repeats itself: mostly as it went on from such a token before,
     so it is easy to guess; in one case of eight, anything."""
     drawn = sha256(repr((tokens, seed)).encode()).digest()[1]
     return next_token(tokens if drawn % 8 == 0 else [tokens[-1] % 4], seed, possible)
 
 
-Say = Callable[[list[int], int, list[int] | None], int]
+SampleToken = Callable[[list[int], int, list[int] | None], int]
 
 
 def answer(
     prompt: list[int],
     max_tokens: int,
     seed: int = 0,
-    say: Say = next_token,
+    sample: SampleToken = next_token,
     *,
     ignore_eos: bool = False,
 ) -> list[int]:
     """Return the whole answer, computed without an engine: the oracle."""
     tokens = list(prompt)
     while len(tokens) < len(prompt) + max_tokens:
-        tokens.append(say(tokens, seed, None))
+        tokens.append(sample(tokens, seed, None))
         if tokens[-1] == EOS and not ignore_eos:
             break
     return tokens[len(prompt) :]
 
 
-def sometimes(chance: float, say: Say = next_token) -> Say:
-    """A draft model that guesses what `say` says, so often; grammars it does not know."""
+def guess_with_accuracy(chance: float, sample: SampleToken = next_token) -> SampleToken:
+    """A draft model that guesses what `sample` says, so often; grammars it does not know."""
 
     def guess(tokens: list[int], seed: int = 0, possible: list[int] | None = None) -> int:
-        right = say(tokens, seed, None)
+        right = sample(tokens, seed, None)
         is_right = sha256(repr((tokens, seed)).encode()).digest()[2] < chance * 256
         return right if is_right else (right + 1) % VOCAB
 
@@ -92,8 +92,8 @@ class EchoWorker:
     `draft_kv`: the same of the draft model, which says `guess`."""
 
     limits: Limits
-    say: Say = next_token
-    guess: Say = next_token
+    sample: SampleToken = next_token
+    guess: SampleToken = next_token
     bound: dict[int, int] = field(default_factory=dict)
     generations: dict[int, int] = field(default_factory=dict)
     tokens: dict[int, list[int]] = field(default_factory=dict)
@@ -205,7 +205,7 @@ class EchoWorker:
         before = len(known)
         places = [self._possible.pop(0) for _ in range(1 + len(drafts))]
         for possible, draft in zip(places, [*drafts, None], strict=True):
-            known.append(self.say(known, self.seeds[slot], possible))
+            known.append(self.sample(known, self.seeds[slot], possible))
             if known[-1] != draft:
                 break
         return known[before:]
@@ -277,17 +277,17 @@ class Bench:
         max_waiting: int = 1000,
         max_waiting_tokens: int = 1_000_000,
         steps_in_flight: int = 1,
-        say: Say = next_token,
-        guess: Say | None = None,
+        sample: SampleToken = next_token,
+        guess: SampleToken | None = None,
         draft_cost: float = 0.0,
         step_costs: Sequence[tuple[int, float]] = (),
-        place: ClusterPlace | None = None,
+        place: ClusterMember | None = None,
         tiers: Sequence[str] = (),
         checks: bool = True,
         draw_seed: Callable[[], int] = lambda: 0,
         **config: Any,
     ) -> None:
-        """guess: what the draft model says; None: as `say`. step_costs: as a worker has measured
+        """guess: what the draft model says; None: as `sample`. step_costs: as a worker has measured
         them. place: in a cluster, where there is one. tiers: that the worker has. checks: every
         invariant, all the time. config: further fields of EngineConfig."""
         self.limits = Limits(
@@ -315,13 +315,13 @@ class Bench:
             cluster=None if place is None else place.cluster,
             tiers=tiers,
         )
-        self.worker = EchoWorker(self.limits, say, guess or say)
+        self.worker = EchoWorker(self.limits, sample, guess or sample)
         self.mover = None if place is None else EchoMover(place, self.worker.kv, block_tokens)
         self.tiers = EchoTiers(tiers, self.worker.kv, block_tokens)
         self.compiler = echo_compiler()
-        self.news: dict[tuple[bytes, int], list[Output]] = {}
+        self.outputs: dict[tuple[bytes, int], list[Output]] = {}
         self.plans: list[StepPlan] = []
-        self.out: deque[StepPlan] = deque()
+        self.in_flight: deque[StepPlan] = deque()
         self.masks: Masks | None = None  # of the oldest plan that is out
         self.jobs: list[CompileJob] = []
         self.refusals: dict[tuple[bytes, int], Refused] = {}  # of those who waited for a grammar
@@ -334,17 +334,17 @@ class Bench:
 
     def add(self, prompt: list[int], *asked: Any, **more: Any) -> int:
         """The number of the new request, which is accepted, or waits for its grammar."""
-        number = self.ask(prompt, *asked, **more)
+        number = self.try_add(prompt, *asked, **more)
         assert isinstance(number, int), number
         return number
 
     def refusal(self, prompt: list[int], *asked: Any, **more: Any) -> Refused:
         """Add a request that is refused at once. Return the refusal."""
-        reply = self.ask(prompt, *asked, **more)
+        reply = self.try_add(prompt, *asked, **more)
         assert isinstance(reply, Refused), reply
         return reply
 
-    def ask(
+    def try_add(
         self,
         prompt: list[int],
         client: bytes = CLIENT,
@@ -382,7 +382,7 @@ class Bench:
         if isinstance(reply, Refused):
             return reply
         assert reply in (Accepted(request=self._next), None)
-        self.news[client, self._next] = []
+        self.outputs[client, self._next] = []
         return self._next
 
     def compile(self, which: int = 0) -> dict[int, Accepted | Refused]:
@@ -396,70 +396,70 @@ class Bench:
         told = self.engine.on_grammar_compiled(CompiledGrammar(job.digest, result))
         for client, reply in told:
             if isinstance(reply, Refused):
-                del self.news[client, reply.request]
+                del self.outputs[client, reply.request]
                 self.refusals[client, reply.request] = reply
         self.check()
         return {reply.request: reply for _, reply in told}
 
     def abort(self, *numbers: int, client: bytes = CLIENT) -> None:
-        self.take(client, self.engine.abort(client, numbers))
+        self._keep(client, self.engine.abort(client, numbers))
         self.check()
 
-    def abort_named(self, *names: str) -> dict[str, bool]:
+    def abort_by_label(self, *names: str) -> dict[str, bool]:
         """Which of them any open request had."""
         ends, known = self.engine.abort_by_label(names)
         for client, outputs in ends.items():
-            self.take(client, outputs)
+            self._keep(client, outputs)
         self.check()
         return known
 
     def plan(self) -> StepPlan | None:
         plan = self.engine.plan()
-        self.send_orders()
+        self.send_kv_commands()
         if plan is not None:
             self.plans.append(plan)
-            self.out.append(plan)
-            if len(self.out) == 1:
+            self.in_flight.append(plan)
+            if len(self.in_flight) == 1:
                 self.masks = self.engine.masks()
         self.check()
         return plan
 
     def finish(self, elapsed_s: float = 0.01) -> None:
         """The worker executes the oldest plan that is out, the engine commits."""
-        self.commit(self.worker.execute(self.out[0], self.masks), elapsed_s)
+        self.commit(self.worker.execute(self.in_flight[0], self.masks), elapsed_s)
 
     def commit(self, result: StepResult, elapsed_s: float = 0.01) -> None:
         """What the worker tells of the oldest plan that is out."""
-        self.out.popleft()
+        self.in_flight.popleft()
         for client, outputs in self.engine.commit(result, elapsed_s).items():
-            self.take(client, outputs.outputs)
+            self._keep(client, outputs.outputs)
         self.masks = self.engine.masks()
-        self.send_orders()
+        self.send_kv_commands()
         self.check()
 
-    def send_orders(self) -> None:
+    def send_kv_commands(self) -> None:
         """What the engine has decided about K/V since the last time."""
         for order in self.engine.drain_kv_commands():
             match order:
                 case KVStore() | KVUsed() | KVFetch(source=TierSource()):
-                    self.tiers.obey(order)
+                    self.tiers.apply(order)
                 case KVCancel(job=job) if self.mover is None or job in self.tiers.jobs:
-                    self.tiers.obey(order)
+                    self.tiers.apply(order)
                 case _:
                     assert self.mover is not None, order
-                    self.mover.obey(order)
+                    self.mover.apply(order)
 
     def tick(self, now: float) -> None:
         for client, outputs in self.engine.tick(now).items():
-            self.take(client, outputs.outputs)
-        self.send_orders()
+            self._keep(client, outputs.outputs)
+        self.send_kv_commands()
         self.check()
 
-    def hear(self, report: KVReport) -> None:
+    def on_kv_report(self, report: KVReport) -> None:
         """What the worker reports of K/V."""
-        self.send_orders()
+        self.send_kv_commands()
         for client, outputs in self.engine.on_kv_report(report).items():
-            self.take(client, outputs.outputs)
+            self._keep(client, outputs.outputs)
         self.check()
 
     def step(self) -> dict[int, int] | None:
@@ -467,9 +467,9 @@ class Bench:
         there was nothing to do."""
         while self.plan() is not None:
             pass
-        if not self.out:
+        if not self.in_flight:
             return None
-        plan = self.out[0]
+        plan = self.in_flight[0]
         self.finish()
         return dict(zip(plan.row_slots.tolist(), plan.row_tokens.tolist(), strict=True))
 
@@ -479,19 +479,19 @@ class Bench:
                 return
         raise AssertionError("the engine does not come to an end")
 
-    def take(self, client: bytes, outputs: list[Output]) -> None:
+    def _keep(self, client: bytes, outputs: list[Output]) -> None:
         for output in outputs:
-            so_far = self.news[client, output.request]
+            so_far = self.outputs[client, output.request]
             assert not so_far or so_far[-1].finish is None, "news after the end"
             so_far.append(output)
 
     def tokens(self, number: int, client: bytes = CLIENT) -> list[int]:
-        return [token for output in self.news[client, number] for token in output.tokens]
+        return [token for output in self.outputs[client, number] for token in output.tokens]
 
-    def end(self, number: int, client: bytes = CLIENT) -> Output:
-        return self.news[client, number][-1]
+    def last_output(self, number: int, client: bytes = CLIENT) -> Output:
+        return self.outputs[client, number][-1]
 
     def usage(self, number: int) -> Usage:
-        usage = self.end(number).usage
+        usage = self.last_output(number).usage
         assert usage is not None
         return usage

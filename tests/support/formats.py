@@ -57,12 +57,12 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Say:
+class ContentPart:
     text: str
 
 
 @dataclass(frozen=True)
-class Think:
+class ReasoningPart:
     text: str
 
 
@@ -141,33 +141,42 @@ def answers(tag: str) -> Iterator[tuple[str, list[Part]]]:
     weather = Call("get_weather", {"city": "Oslo", "days": 3})
     tricky = {"code": f'if a < b: print("{spelt(tag)}") }}}}]', "path": "C:\\new\\", "e": ""}
     nested = {"a": {"b": [1, 2.5, None, True, {"c": []}], "語": "👩🏽‍🚀 é\u2028"}, "n": -1e-9}
-    yield "text alone", [Say("Hello, world! 語 {a} [b] <c>")]
+    yield "text alone", [ContentPart("Hello, world! 語 {a} [b] <c>")]
     yield "one call", [[weather]]
     yield "three calls", [[weather, Call("now", {"tz": "UTC"}), Call("get_weather", {"city": "é"})]]
     yield "no arguments", [[Call("now")]]
     yield "nested and unicode", [[Call("f_1", nested)]]
     yield "closing tag in a string", [[Call("run", tricky), weather]]
     yield "newlines around a string", [[Call("run", {"code": "\n\na\n\n", "path": "\n"})]]
-    yield "prose that mentions the tag", [Say(f"Write {spelt(tag)} to end, or {spelt(tag)[:9]}")]
-    yield "text before a call", [Say("I will look.\n\nOne moment"), [weather]]
-    yield "reasoning before", [Think("Hm.\n\nLet me see"), Say("Here."), [weather]]
-    yield "reasoning alone", [Think("a <b> c"), Say("It is so.")]
-    yield "reasoning before and after", [Think("a"), Say("b"), Think("c"), [weather]]
-    yield "reasoning, then calls", [Think("x"), [weather, weather]]
-    yield "reasoning around a call", [Think("a"), [weather], Think("c"), Say("b")]
+    yield (
+        "prose that mentions the tag",
+        [ContentPart(f"Write {spelt(tag)} to end, or {spelt(tag)[:9]}")],
+    )
+    yield "text before a call", [ContentPart("I will look.\n\nOne moment"), [weather]]
+    yield "reasoning before", [ReasoningPart("Hm.\n\nLet me see"), ContentPart("Here."), [weather]]
+    yield "reasoning alone", [ReasoningPart("a <b> c"), ContentPart("It is so.")]
+    yield (
+        "reasoning before and after",
+        [ReasoningPart("a"), ContentPart("b"), ReasoningPart("c"), [weather]],
+    )
+    yield "reasoning, then calls", [ReasoningPart("x"), [weather, weather]]
+    yield (
+        "reasoning around a call",
+        [ReasoningPart("a"), [weather], ReasoningPart("c"), ContentPart("b")],
+    )
 
 
 def fixtures(sample: Sample) -> list[Fixture]:
     """Return all answers that the sample can write."""
     found = []
     for name, parts in answers(sample.tags[0] if sample.tags else "</none>"):
-        if any(isinstance(part, Think) for part in parts) and sample.think is None:
+        if any(isinstance(part, ReasoningPart) for part in parts) and sample.think is None:
             continue
         if any(isinstance(part, list) and len(part) > sample.max_calls for part in parts):
             continue
         if sample.trims and name == "newlines around a string":
             continue
-        if sample.only_first and any(isinstance(part, Say) for part in parts[:-1]):
+        if sample.only_first and any(isinstance(part, ContentPart) for part in parts[:-1]):
             continue
         found.append(written(sample, name, parts))
     return found
@@ -177,9 +186,9 @@ def written(sample: Sample, name: str, parts: Sequence[Part]) -> Fixture:
     text, index = "", 0
     for part in parts:
         match part:
-            case Say(said):
+            case ContentPart(said):
                 text += said
-            case Think(thought):
+            case ReasoningPart(thought):
                 assert sample.think is not None
                 text += sample.think(thought)
             case calls:
@@ -194,9 +203,9 @@ def expected(sample: Sample, parts: Sequence[Part]) -> list[Event]:
     ours = itertools.count(1)
     for part in parts:
         match part:
-            case Say(said):
+            case ContentPart(said):
                 events.append(Content(said.replace(JOINT, "")))
-            case Think(thought):
+            case ReasoningPart(thought):
                 events.append(Reasoning(thought.replace(JOINT, "")))
             case calls:
                 for call in calls:

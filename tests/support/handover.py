@@ -48,7 +48,7 @@ class Export:
 
 
 @dataclass
-class Air:
+class KVNetwork:
     """What all workers of a cluster can reach: (address, lease) -> export.
 
     fault   the kind of failure that every fetch has; "": none
@@ -57,7 +57,7 @@ class Air:
     exports: dict[tuple[str, bytes], Export] = field(default_factory=dict)
     fault: str = ""
 
-    def place(self, name: str, **changes: object) -> ClusterPlace:
+    def member(self, name: str, **changes: object) -> ClusterMember:
         """For one more engine. `changes`: fields of its worker's KVEndpoint."""
         fields: dict[str, object] = {
             "address": name,
@@ -66,12 +66,12 @@ class Air:
             "mover": "echo",
         }
         endpoint = KVEndpoint(**(fields | changes))  # type: ignore[arg-type]
-        return ClusterPlace(self, PeerCluster(b"k" * 32, epoch=name, endpoint=endpoint))
+        return ClusterMember(self, PeerCluster(b"k" * 32, epoch=name, endpoint=endpoint))
 
 
 @dataclass(frozen=True)
-class ClusterPlace:
-    air: Air
+class ClusterMember:
+    air: KVNetwork
     cluster: PeerCluster
 
     @property
@@ -88,17 +88,17 @@ class EchoMover:
     heard  every order, for tests to look at
     """
 
-    def __init__(self, place: ClusterPlace, kv: Blocks, block_tokens: int) -> None:
+    def __init__(self, place: ClusterMember, kv: Blocks, block_tokens: int) -> None:
         self.jobs: dict[int, KVFetch] = {}
         self.cancelled: set[int] = set()
         self.taken: list[bytes] = []
-        self.heard: list[KVCommand] = []
+        self.commands: list[KVCommand] = []
         self._place = place
         self._kv = kv
         self._block_tokens = block_tokens
 
-    def obey(self, order: KVCommand) -> None:
-        self.heard.append(order)
+    def apply(self, order: KVCommand) -> None:
+        self.commands.append(order)
         exports, address = self._place.air.exports, self._place.address
         match order:
             case KVExport(lease=lease, blocks=blocks, readers=readers):
@@ -113,7 +113,7 @@ class EchoMover:
             case KVCancel(job=job):
                 self.cancelled.add(job)
 
-    def do(self, job: int, fault: str = "") -> KVReport:
+    def carry_out(self, job: int, fault: str = "") -> KVReport:
         """Carry a job out, as far as it can be; `fault`: the kind of failure it is to have."""
         order = self.jobs.pop(job)
         fault = fault or self._place.air.fault

@@ -80,7 +80,7 @@ def events_of(body: bytes) -> list[Any]:
     return [json.loads(item) for item in data]
 
 
-def folded(events: list[Any]) -> dict[int, dict[str, Any]]:
+def fold_stream(events: list[Any]) -> dict[int, dict[str, Any]]:
     """What a client that joins a stream ends up with, by choice: text, logprobs, ids, finish."""
     choices: dict[int, dict[str, Any]] = {}
     for event in events:
@@ -103,7 +103,7 @@ def _joined(left: Any, right: Any) -> Any:
     return {name: left[name] + right[name] if left[name] is not None else None for name in left}
 
 
-def unfolded(response: Any) -> dict[int, dict[str, Any]]:
+def fold_response(response: Any) -> dict[int, dict[str, Any]]:
     """A whole answer in the same shape."""
     return {
         choice["index"]: {
@@ -116,7 +116,7 @@ def unfolded(response: Any) -> dict[int, dict[str, Any]]:
     }
 
 
-def spoken(events: list[Any]) -> dict[int, dict[str, Any]]:
+def fold_chat_stream(events: list[Any]) -> dict[int, dict[str, Any]]:
     """What a client of a chat stream ends up with, by choice: content, reasoning, calls, finish,
     warnings. Also that the stream is one: a call's head comes first, and nothing after the end."""
     choices: dict[int, dict[str, Any]] = {}
@@ -151,7 +151,7 @@ def _speak(whole: dict[str, Any], delta: dict[str, Any]) -> None:
             whole["calls"][call["index"]] = (call_id, name, arguments)
 
 
-def said_whole(response: Any) -> dict[int, dict[str, Any]]:
+def fold_chat_response(response: Any) -> dict[int, dict[str, Any]]:
     """A whole chat answer in the same shape."""
     warnings = response.get("warnings", [])
     return {

@@ -149,7 +149,7 @@ class Peer:
         self.program = Program(
             ["-m", "tests.support.kv_worker", text],
             environment={"OMP_NUM_THREADS": "1"},
-            listens=True,
+            has_stdin=True,
         )
 
     def __enter__(self) -> Self:
@@ -164,10 +164,10 @@ class Peer:
         return self.program.process.pid
 
     def export(self, lease: bytes, blocks: list[int], readers: int = 1) -> None:
-        self._say(f"export {lease.hex()} {','.join(map(str, blocks))} {readers}")
+        self._send(f"export {lease.hex()} {','.join(map(str, blocks))} {readers}")
 
     def withdraw(self, lease: bytes) -> None:
-        self._say(f"withdraw {lease.hex()}")
+        self._send(f"withdraw {lease.hex()}")
 
     def fill(self, value: int) -> None:
         """Fill every byte of the cache with `value`, as if its blocks were reused."""

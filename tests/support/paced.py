@@ -63,7 +63,7 @@ class Paced:
         self.now = 0.0
         self.num_early = 0
         self._refusal_cache = refusal_cache
-        self.bench = Bench(say=_endless, checks=False, step_costs=costs, **options)
+        self.bench = Bench(sample=_endless, checks=False, step_costs=costs, **options)
         self._costs = StepCosts(costs or [(0, STEP_S), (1, STEP_S + TOKEN_S)])
         self.asked: list[PacedRequest] = []
         self._open: dict[int, PacedRequest] = {}
@@ -89,7 +89,7 @@ class Paced:
             self.num_early += 1
             asked.refused = Refused(request=-1, error=early.info())
             return asked
-        reply = self.bench.ask(
+        reply = self.bench.try_add(
             prompt[:prompt_tokens], account=account, max_tokens=answer, ignore_eos=True, **terms
         )
         if isinstance(reply, Refused):
@@ -106,8 +106,8 @@ class Paced:
             self._happen()
             while self.bench.plan() is not None:
                 pass
-            if self.bench.out:
-                tokens = sum(self.bench.out[0].row_tokens.tolist())
+            if self.bench.in_flight:
+                tokens = sum(self.bench.in_flight[0].row_tokens.tolist())
                 elapsed_s = self._costs[tokens]
                 self._tick(self.now + elapsed_s)
                 self.bench.finish(elapsed_s)
@@ -126,7 +126,7 @@ class Paced:
 
     def _hear(self) -> None:
         for number, asked in list(self._open.items()):
-            asked.outputs = self.bench.news[CLIENT, number]
+            asked.outputs = self.bench.outputs[CLIENT, number]
             if asked.first_at is None and any(output.tokens for output in asked.outputs):
                 asked.first_at = self.now
             if asked.outputs and asked.outputs[-1].finish is not None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.support.engines import Bench
-from tests.support.handover import Air, EchoMover
+from tests.support.handover import EchoMover, KVNetwork
 
 PROMPT = list(range(1, 31))
 """Without its last token 7 blocks of 4, and 1 token in an eighth."""
@@ -15,9 +15,9 @@ PROMPT = list(range(1, 31))
 class HandoffPair:
     def __init__(self, p: dict[str, Any] | None = None, d: dict[str, Any] | None = None) -> None:
         """p, d: options of the two benches."""
-        self.air = Air()
-        self.p = Bench(place=self.air.place("p"), **{"role": "prefill", **(p or {})})
-        self.d = Bench(place=self.air.place("d"), **{"role": "decode", **(d or {})})
+        self.air = KVNetwork()
+        self.p = Bench(place=self.air.member("p"), **{"role": "prefill", **(p or {})})
+        self.d = Bench(place=self.air.member("d"), **{"role": "decode", **(d or {})})
 
     @property
     def movers(self) -> tuple[EchoMover, EchoMover]:
@@ -30,7 +30,7 @@ class HandoffPair:
         """P computes it: the handle."""
         number = self.p.add(prompt, kv_readers=readers, **asked)
         self.p.run()
-        return self.p.end(number).kv_handle
+        return self.p.last_output(number).kv_handle
 
     def decode(self, handle: str, prompt: list[int] = PROMPT, **asked: Any) -> int:
         """D takes a request, and whatever it can do before K/V has moved."""
@@ -41,9 +41,9 @@ class HandoffPair:
     def move(self, fault: str = "") -> None:
         """The oldest fetch of D, and what both engines hear of it."""
         p, d = self.movers
-        report = d.do(next(iter(d.jobs)), fault)
-        self.d.hear(report)
-        self.p.hear(p.report_taken())
+        report = d.carry_out(next(iter(d.jobs)), fault)
+        self.d.on_kv_report(report)
+        self.p.on_kv_report(p.report_taken())
 
     def run(self) -> None:
         """Both, until nothing is left to do but to wait."""

@@ -30,7 +30,7 @@ class Program:
     """A running program; its two outputs are kept as lines. Killed at the end of its `with`. Should
     it, or a child of its, unpickle anything, it ends by itself.
 
-    listens   it reads what `say` says; else its stdin is empty
+    has_stdin   it reads what `say` says; else its stdin is empty
     """
 
     def __init__(
@@ -39,12 +39,12 @@ class Program:
         *,
         environment: Mapping[str, str] | None = None,
         cwd: Path = ROOT,
-        listens: bool = False,
+        has_stdin: bool = False,
     ) -> None:
         self.process = subprocess.Popen(
             [sys.executable, *arguments],
             cwd=cwd,
-            stdin=subprocess.PIPE if listens else subprocess.DEVNULL,
+            stdin=subprocess.PIPE if has_stdin else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -74,7 +74,7 @@ class Program:
             reader.join(10)
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
         return "\n".join(["-- stdout", *self.out, "-- stderr", *self.err])
 
     def line_with(self, words: str, *, timeout_s: float = HANG_S) -> str:
@@ -86,10 +86,10 @@ class Program:
         with self._news:
             self._news.wait_for(lambda: found() or self.process.poll() is not None, timeout_s)
         # If it has ended, the readers catch up.
-        assert eventually(found, within_s=0.2), f"no line with {words!r}:\n{self.said}"
+        assert eventually(found, within_s=0.2), f"no line with {words!r}:\n{self.output}"
         return found()[0]
 
-    def say(self, line: str) -> None:
+    def send_line(self, line: str) -> None:
         assert self.process.stdin is not None, "it does not listen"
         self.process.stdin.write(f"{line}\n")
         self.process.stdin.flush()

@@ -16,28 +16,28 @@ class RawClient:
         self.socket.setsockopt(zmq.RCVTIMEO, 60_000)
         self._decoder: wire.Decoder[ToClient] = wire.Decoder(ToClient)
 
-    def say(self, message: Message) -> None:
+    def send(self, message: Message) -> None:
         self.socket.send_multipart(wire.encode(message))
 
-    def hear(self) -> ToClient:
+    def receive(self) -> ToClient:
         """Return the next message, but for probes, which an engine sends to a silent client."""
-        while isinstance(message := self.hear_any(), Probe):
+        while isinstance(message := self.receive_any(), Probe):
             pass
         return message
 
-    def hear_all(self, kind: type[ToClient]) -> ToClient:
+    def receive_kind(self, kind: type[ToClient]) -> ToClient:
         """Return the next message of a kind; others are passed over."""
-        while not isinstance(message := self.hear_any(), kind):
+        while not isinstance(message := self.receive_any(), kind):
             pass
         return message
 
-    def hear_any(self) -> ToClient:
+    def receive_any(self) -> ToClient:
         """Return the next message, probes too."""
         return self._decoder.decode(self.socket.recv_multipart())
 
     def greet(self) -> None:
-        self.say(Hello(protocol=PROTOCOL_VERSION, name="raw"))
-        assert isinstance(self.hear_all(Welcome), Welcome)
+        self.send(Hello(protocol=PROTOCOL_VERSION, name="raw"))
+        assert isinstance(self.receive_kind(Welcome), Welcome)
 
     def close(self) -> None:
         self._context.destroy(linger=0)

@@ -23,7 +23,7 @@ from protocol.messages import Output
 from protocol.sampling import SamplingParams
 from protocol.steps import StepResult
 from tests.support.grammars import EOS, signs_tokenizer
-from tests.support.handover import Air
+from tests.support.handover import KVNetwork
 from tests.support.replica import (
     Executed,
     Replica,
@@ -172,7 +172,7 @@ def record(
             "max_drafts": 4,
         },
         draft=draft,
-        place=air.place("d"),
+        place=air.member("d"),
     )
     waiting, abort_steps, num_aborted = list(requests), {}, 0
     for step in range(100_000):

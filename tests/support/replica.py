@@ -26,7 +26,7 @@ from protocol.kv import KVFetch
 from protocol.messages import Accepted, Generate, Limits, Output
 from protocol.sampling import SamplingParams
 from protocol.steps import Masks, StepPlan, StepResult
-from tests.support.handover import ClusterPlace, EchoMover
+from tests.support.handover import ClusterMember, EchoMover
 from tests.support.tiny_model import new_slots
 from worker.attention.select import select_attention
 from worker.debug.slot_registry import Poison
@@ -112,7 +112,7 @@ class Replica:
     options: dict[str, Any] = field(default_factory=dict)
     draft: LoadedModel | None = None
     draft_cost: float = 0.0
-    place: ClusterPlace | None = None
+    place: ClusterMember | None = None
     outputs: dict[int, list[Output]] = field(default_factory=dict)
     steps: list[Executed] = field(default_factory=list)
     out: deque[StepPlan] = field(default_factory=deque)
@@ -195,14 +195,14 @@ class Replica:
             self.out.append(plan)
             if len(self.out) == 1:
                 self._masks = self.engine.masks()
-        self._send_orders()
+        self._send_kv_commands()
 
-    def _send_orders(self) -> None:
+    def _send_kv_commands(self) -> None:
         for order in self.engine.drain_kv_commands():
             assert self.mover is not None
             if isinstance(order, KVFetch):
                 self.runner.zero_draft_blocks(order.blocks)
-            self.mover.obey(order)
+            self.mover.apply(order)
 
     def move(self, fault: str = "") -> None:
         """Carry out the oldest fetch, if there is one. `fault` is the kind of its failure."""
@@ -210,7 +210,7 @@ class Replica:
         if self.mover is None or not self.mover.jobs:
             return
         job, order = next(iter(self.mover.jobs.items()))
-        report = self.mover.do(job, fault)
+        report = self.mover.carry_out(job, fault)
         if report.fetched:
             blocks = order.blocks.tolist()
             k, v = (t[:, blocks].clone() for t in (self.cache.k, self.cache.v))

@@ -59,26 +59,26 @@ class RouterLine:
         self.hears: dict[int, Callable[[Any], None]] = {}
         self._client = RawClient(address)
 
-    def say(self, message: Message | None) -> None:
+    def send(self, message: Message | None) -> None:
         if message is not None:
-            self._client.say(message)
+            self._client.send(message)
 
     def ask(self, case: RouterCase, hear: Callable[[Any], None], **asked: Any) -> int:
         """Raises EngineError where the engine is not there."""
         message = self.session.generate(case.prompt, greedy(case.max_tokens), **asked)
         self.hears[message.request] = hear
-        self.say(message)
+        self.send(message)
         return message.request
 
     def turn(self) -> None:
         messages, news = self.session.tick(time.monotonic())
         for message in messages:
-            self.say(message)
+            self.send(message)
         self._tell(news)
         wait_ms = TURN_MS
         while self._client.socket.poll(wait_ms):
             # Probes too: one may be all that there is to read.
-            self._tell(self.session.receive(self._client.hear_any(), time.monotonic()))
+            self._tell(self.session.receive(self._client.receive_any(), time.monotonic()))
             wait_ms = 0
 
     def _tell(self, news: list[RequestReport]) -> None:
@@ -135,7 +135,7 @@ class Router:
     def leave(self) -> None:
         try:
             for line in (self.p, self.d):
-                line.say(Goodbye())
+                line.send(Goodbye())
                 line.turn()
         finally:
             self.vanish()
@@ -154,7 +154,7 @@ class Router:
             if (
                 case.handover.state is HandoffState.ENDED
             ):  # it was computed before the Abort was read
-                self.p.say(ReleaseKV(handles=[report.kv_handle]))
+                self.p.send(ReleaseKV(handles=[report.kv_handle]))
                 case.finish(Output(request=0, finish="abort"))
                 return
             case.kept = report.kv_handle
@@ -190,7 +190,7 @@ class Router:
                 case HandoffAction.RELEASE:
                     self._leave(case, is_abort=event is HandoffEvent.ABORT)
                 case HandoffAction.ABORT:
-                    self.d.say(self.d.session.request_abort(case.at_d))
+                    self.d.send(self.d.session.request_abort(case.at_d))
 
     def _ask_d(self, case: RouterCase, handle: str) -> None:
         case.brought = handle
@@ -202,17 +202,17 @@ class Router:
 
     def _leave(self, case: RouterCase, *, is_abort: bool) -> None:
         if case.kept:
-            self.p.say(ReleaseKV(handles=[case.kept]))
+            self.p.send(ReleaseKV(handles=[case.kept]))
             case.kept = ""
         else:
-            self.p.say(self.p.session.request_abort(case.at_p))
+            self.p.send(self.p.session.request_abort(case.at_p))
 
     def _keep(self) -> None:
         now = time.monotonic()
         handles = [case.kept for case in self._cases if case.kept]
         if self.keeps and handles and now - self._kept_at > KEEP_EVERY_S:
             self._kept_at = now
-            self.p.say(KeepKV(handles=handles))
+            self.p.send(KeepKV(handles=handles))
 
 
 def all_ended(cases: Iterable[RouterCase]) -> bool:

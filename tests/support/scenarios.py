@@ -12,16 +12,16 @@ from protocol.grammar import check_grammar
 from protocol.messages import Generate
 from tests.support.gateway_process import GatewayProcess
 from tests.support.grammars import possible
-from tests.support.http import events_of, exchange, said_whole, spoken
+from tests.support.http import events_of, exchange, fold_chat_response, fold_chat_stream
 from tests.support.scripted_engine import (
     EOS,
     MARKERS,
     Reply,
-    Says,
     Script,
     ScriptedEngine,
+    TokenReply,
     marked_ids,
-    says,
+    text_reply,
     thinking_card,
 )
 
@@ -50,7 +50,7 @@ COLOGNE = call("weather", {"city": "Köln"})
 
 
 def streamed(gateway: GatewayProcess, body: dict[str, Any]) -> dict[int, dict[str, Any]]:
-    return spoken(stream(gateway, body))
+    return fold_chat_stream(stream(gateway, body))
 
 
 def stream(gateway: GatewayProcess, body: dict[str, Any]) -> list[Any]:
@@ -75,13 +75,13 @@ def without_ids(choices: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]
 
 def both(gateway: GatewayProcess, body: dict[str, Any]) -> dict[str, Any]:
     """The one answer, which is the same streamed and whole."""
-    told, at_once = streamed(gateway, body), said_whole(whole(gateway, body))
+    told, at_once = streamed(gateway, body), fold_chat_response(whole(gateway, body))
     assert without_ids(told) == without_ids(at_once)
     return without_ids(told)[0]
 
 
 def answers(engine: ScriptedEngine, text: str, **options: Any) -> None:
-    engine.script = lambda generate: says(text, marked=True, **options)
+    engine.script = lambda generate: text_reply(text, marked=True, **options)
 
 
 OFF: dict[str, dict[str, Any]] = {
@@ -137,7 +137,7 @@ class Compiling:
                 self._compiler.compile(generate.grammar)
         except InvalidRequest as error:
             return error.info()
-        return says(self.text, marked=True)
+        return text_reply(self.text, marked=True)
 
 
 class Tasteful:
@@ -165,13 +165,13 @@ class Tasteful:
             else:
                 token = likes[0]
             if token == EOS:
-                return Says([said])
+                return TokenReply([said])
             matcher.consume(token)
             assert matcher.error is None
             said.append(token)
         if matcher.is_complete:
-            return Says([said])
-        return Says([said], finish="length", stop_token=None)
+            return TokenReply([said])
+        return TokenReply([said], finish="length", stop_token=None)
 
 
 def held_to(*texts: str) -> Script:
@@ -186,7 +186,9 @@ def held_to(*texts: str) -> Script:
         yield from b'"}]' if said.count(ord('"')) % 2 else b'}]"'
 
     held = Tasteful(taste)
-    return lambda generate: held(generate) if generate.grammar else says(texts[0], marked=True)
+    return lambda generate: (
+        held(generate) if generate.grammar else text_reply(texts[0], marked=True)
+    )
 
 
 TRUTH: list[tuple[str, str, bool, str]] = [

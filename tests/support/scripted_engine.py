@@ -148,7 +148,7 @@ def text_of(ids: Iterable[int]) -> str:
 
 
 @dataclass
-class Says:
+class TokenReply:
     """Token ids step by step, then an end. In an empty step nothing is said."""
 
     steps: list[list[int]]
@@ -157,27 +157,27 @@ class Says:
     error: ErrorInfo | None = None
 
 
-Reply = Says | ErrorInfo
+Reply = TokenReply | ErrorInfo
 Script = Callable[[Generate], Reply]
 
 
-def hands_over(after_steps: int = 1) -> Says:
+def prefill_reply(after_steps: int = 1) -> TokenReply:
     """A prompt that takes so many steps to compute."""
-    return Says([[]] * after_steps, "length", None)
+    return TokenReply([[]] * after_steps, "length", None)
 
 
-def says(
+def text_reply(
     text: str,
     *,
     size: int = 1,
     finish: str = "stop",
     error: ErrorInfo | None = None,
     marked: bool = False,
-) -> Says:
+) -> TokenReply:
     """`text`, `size` tokens a step, and an ordinary end. `marked`: with `MARKERS` as tokens."""
     ids = marked_ids(text) if marked else ids_of(text)
     steps = [ids[at : at + size] for at in range(0, len(ids), size)]
-    return Says(steps, finish, EOS if finish == "stop" else None, error)
+    return TokenReply(steps, finish, EOS if finish == "stop" else None, error)
 
 
 @dataclass
@@ -185,7 +185,7 @@ class _Talk:
     client: bytes
     message: Generate
     steps: deque[list[int]]
-    reply: Says
+    reply: TokenReply
     num_generated: int = 0
     has_spoken: bool = False
 
@@ -207,8 +207,8 @@ class ScriptedEngine:
     """
 
     address: str
-    script: Script = lambda generate: says("Hello, world!")
-    computes: Script = lambda generate: hands_over()
+    script: Script = lambda generate: text_reply("Hello, world!")
+    computes: Script = lambda generate: prefill_reply()
     card: ModelCard = field(default_factory=scripted_card)
     step_s: float = 0.0005
     max_len: int = 512

@@ -14,9 +14,16 @@ from typing import Any
 
 from protocol.grammar import Body, ChoiceGrammar, Regex
 from protocol.messages import Account, Refused
-from tests.support.engines import VOCAB, Bench, Say, habitual_token, next_token, sometimes
+from tests.support.engines import (
+    VOCAB,
+    Bench,
+    SampleToken,
+    guess_with_accuracy,
+    next_token,
+    repetitive_token,
+)
 from tests.support.grammars import text_of
-from tests.support.handover import ClusterPlace
+from tests.support.handover import ClusterMember
 
 SPECULATING, WITH_A_MODEL = 100, 200
 """From this seed on, tokens are guessed ahead, of a model that can be guessed: by n-grams, and from
@@ -43,11 +50,11 @@ def speculation_of(seed: int) -> str:
 class RequestStorm:
     """asked    (client, number) -> (prompt, max_tokens, seed) of all that was accepted"""
 
-    def __init__(self, seed: int, *, place: ClusterPlace | None = None, **config: Any) -> None:
+    def __init__(self, seed: int, *, place: ClusterMember | None = None, **config: Any) -> None:
         """config: options of Bench, beside or instead of those that are drawn."""
         self.random = random.Random(seed)
         block_tokens = self.random.choice([1, 4, 8])
-        self.say: Say = habitual_token if seed >= SPECULATING else next_token
+        self.sample: SampleToken = repetitive_token if seed >= SPECULATING else next_token
         options: dict[str, Any] = {
             "token_budget": self.random.choice([3, 8, 16, 64]),
             "block_tokens": block_tokens,
@@ -57,9 +64,9 @@ class RequestStorm:
             "prefix_cache": bool(seed % 2),
             "max_waiting": 12,
             "steps_in_flight": 1 + seed % 3 % 2,
-            "say": self.say,
+            "sample": self.sample,
             "speculation": speculation_of(seed),
-            "guess": sometimes(0.7, self.say),
+            "guess": guess_with_accuracy(0.7, self.sample),
             "ngram_min": self.random.choice([1, 2]),
             "max_drafts": self.random.choice([1, 4, 8]),
         }
@@ -75,7 +82,7 @@ class RequestStorm:
         if choice < 0.25:
             self.bench.plan()
         elif choice < 0.5:
-            if self.bench.out:
+            if self.bench.in_flight:
                 self.bench.finish()
         elif choice < 0.8:
             self.add()
@@ -84,7 +91,7 @@ class RequestStorm:
         elif choice < 0.97:
             self.abort()
         elif choice < 0.99:
-            self.abort_named()
+            self.abort_by_label()
         else:
             self.drop()
         self.bench.engine.check()
@@ -94,7 +101,7 @@ class RequestStorm:
         prompt, seed = self.prompt(), self.random.randrange(3)
         max_tokens = self.random.randrange(20)
         grammar = self.grammar() if self.random.random() < 0.2 else None
-        number = self.bench.ask(
+        number = self.bench.try_add(
             prompt,
             grammar=None if grammar is None else grammar[0],
             client=client,
@@ -147,13 +154,13 @@ class RequestStorm:
             client, number = self.random.choice(list(self.asked)[-20:])
             self.bench.abort(number, client=client)
 
-    def abort_named(self) -> None:
+    def abort_by_label(self) -> None:
         """Names that several clients' requests may share, and one that none has."""
         names = [*self.random.sample(LABELS, 2), "nobody"]
         known = {
             name: any(name in r.labels for r in self.bench.engine.open_requests) for name in names
         }
-        assert self.bench.abort_named(*names) == known
+        assert self.bench.abort_by_label(*names) == known
         assert not any(name in r.labels for r in self.bench.engine.open_requests for name in names)
 
     def drop(self) -> None:
@@ -161,7 +168,7 @@ class RequestStorm:
         self.bench.engine.on_client_lost(client)
         self.dropped |= {key for key in self.asked if key[0] == client}
 
-    def settle(self) -> None:
+    def finish_all(self) -> None:
         while self.bench.jobs:
             self.compile()
         self.bench.run()
@@ -179,7 +186,7 @@ class RequestStorm:
 
     def _check_answer(self, client: bytes, number: int) -> None:
         bench, (prompt, max_tokens, seed) = self.bench, self.asked[client, number]
-        news = bench.news[client, number]
+        news = bench.outputs[client, number]
         if (client, number) in self.dropped and (not news or news[-1].finish is None):
             return  # dropped while open: nobody was told
         assert [output.finish is not None for output in news].count(True) == 1
@@ -192,12 +199,12 @@ class RequestStorm:
                 body, _, _ = self.constrained[client, number]
                 assert tokens == self._alone(prompt, body, max_tokens, seed)
         else:
-            _check_tokens(self.say, prompt, tokens, seed)
+            _check_tokens(self.sample, prompt, tokens, seed)
         if finish == "length":
             assert len(tokens) == min(max_tokens, bench.limits.max_len - len(prompt))
 
     def _alone(self, prompt: list[int], body: Body, max_tokens: int, seed: int) -> list[int]:
-        fresh = Bench(max_len=self.bench.limits.max_len, say=self.say)
+        fresh = Bench(max_len=self.bench.limits.max_len, sample=self.sample)
         number = fresh.add(prompt, grammar=body, max_tokens=max_tokens, seed=seed)
         fresh.compile()
         fresh.run()
@@ -210,14 +217,14 @@ def _check_text(text: str, finish: str | None, body: Body, whole: str, cut: str)
     assert re.fullmatch(pattern, text), (body, finish, text)
 
 
-def _check_tokens(say: Say, prompt: list[int], tokens: list[int], seed: int) -> None:
+def _check_tokens(sample: SampleToken, prompt: list[int], tokens: list[int], seed: int) -> None:
     known = list(prompt)
     for token in tokens:
-        assert token == say(known, seed, None)
+        assert token == sample(known, seed, None)
         known.append(token)
 
 
-class Forgetful(RequestStorm):
+class SmallCacheStorm(RequestStorm):
     """A cache that is far too small, so that much of what is asked for again has to come from the
     tiers; these forget at random, tell it late and fail at random."""
 
@@ -230,7 +237,7 @@ class Forgetful(RequestStorm):
     def operate(self) -> None:
         choice = self.random.random()
         if choice < 0.15:
-            self.tend()
+            self.run_tiers()
         elif choice < 0.4:
             self.bench.step()
         else:
@@ -242,21 +249,21 @@ class Forgetful(RequestStorm):
         fresh = super().prompt()[:8]
         return opening[: self.random.randrange(len(opening))] + fresh
 
-    def tend(self) -> None:
+    def run_tiers(self) -> None:
         """The tiers tell what they hold, lose some of it, or are done with a fetch."""
         tiers, choice = self.bench.tiers, self.random.random()
         if choice < 0.3:
-            self.bench.hear(tiers.news())
+            self.bench.on_kv_report(tiers.report())
         elif choice < 0.4:
             kept = [(tier, content) for tier in tiers.kept for content in tiers.kept[tier]]
             for tier, content in self.random.sample(kept, len(kept) // 20):
                 tiers.lose(tier, content)
         elif tiers.jobs:
             job = self.random.choice(list(tiers.jobs))
-            self.bench.hear(tiers.do(job, self.random.choice(FAULTS)))
+            self.bench.on_kv_report(tiers.carry_out(job, self.random.choice(FAULTS)))
 
-    def settle(self) -> None:
-        super().settle()
+    def finish_all(self) -> None:
+        super().finish_all()
         while self.bench.tiers.jobs:
-            self.bench.hear(self.bench.tiers.do(next(iter(self.bench.tiers.jobs))))
+            self.bench.on_kv_report(self.bench.tiers.carry_out(next(iter(self.bench.tiers.jobs))))
             self.bench.run()

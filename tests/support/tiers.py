@@ -43,7 +43,7 @@ class EchoTiers:
         self._kv = kv
         self._block_tokens = block_tokens
 
-    def obey(self, order: KVCommand) -> None:
+    def apply(self, order: KVCommand) -> None:
         match order:
             case KVStore(blocks=blocks, hashes=hashes):
                 self.stored.append(hashes)

@@ -157,7 +157,7 @@ STREAMS, ANSWER, PROMPT = 8, 40, 24
 
 def engine_answers(counted: CountedWork, **config: Any) -> int:
     """Answers of some streams at once, planned and committed. Per token."""
-    bench = Bench(num_blocks=257, say=_never_ends, **config)
+    bench = Bench(num_blocks=257, sample=_never_ends, **config)
     for number in range(STREAMS):
         prompt = [1 + (number + at) % 90 for at in range(PROMPT)]
         bench.add(prompt, max_tokens=ANSWER, temperature=0.0)

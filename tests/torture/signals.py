@@ -255,8 +255,8 @@ class TortureScene:
         Program.__exit__(self._server, None, None, None)
 
     @property
-    def said(self) -> str:
-        return self._server.said
+    def output(self) -> str:
+        return self._server.output
 
     def await_ready(self) -> None:
         self._server.line_with("ZeroMQ:", timeout_s=START_S)
@@ -278,11 +278,11 @@ class TortureScene:
             if cell.moment in (PREFILL, DECODE):
                 clients.append(first)
                 first.ask(3, ANSWER_TOKENS)
-                assert eventually(first.has_begun, within_s=LIFE_S), self.said
+                assert eventually(first.has_begun, within_s=LIFE_S), self.output
             if cell.moment == PREFILL:
                 clients.append(second)
                 second.ask(PROMPT_WORDS, ANSWER_TOKENS)
-                assert eventually(eye.sees_chunk, within_s=LIFE_S), self.said
+                assert eventually(eye.sees_chunk, within_s=LIFE_S), self.output
             if cell.moment != START:
                 assert eventually(lambda: eye.is_ready, within_s=LIFE_S)
             self._family.update(pid for pid, _ in descendants_of(self._server.process.pid))

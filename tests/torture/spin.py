@@ -48,7 +48,7 @@ from protocol.stats import EngineStats
 from tests.support.gateway_process import GatewayProcess
 from tests.support.processes import ROOT, Program, descendants_of
 from tests.support.raw_client import RawClient
-from tests.support.scripted_engine import ScriptedEngine, says, scripted_card
+from tests.support.scripted_engine import ScriptedEngine, scripted_card, text_reply
 from tests.support.tiny_engine import tiny_engine
 from tests.support.waiting import eventually
 
@@ -138,7 +138,7 @@ def engines_killed(count: int) -> float:
         with GatewayProcess(**config) as gateway, ThreadPoolExecutor(1) as pool:
             for _ in range(count):
                 with ScriptedEngine(address, step_s=0.05) as engine:
-                    engine.script = lambda generate: says("on and on " * 500)
+                    engine.script = lambda generate: text_reply("on and on " * 500)
                     gateway.await_ready()
                     asked = pool.submit(_ask, gateway)
                     engine.await_generates(1, PATIENCE_S)
@@ -238,7 +238,7 @@ def be_gateway(address: str, count: int) -> None:
 
     client, ended, heard = ZmqEngineClient(address), Event(), 0
 
-    def hear(report: object) -> None:
+    def receive(report: object) -> None:
         nonlocal heard
         if isinstance(report, Told):
             assert report.error is None, report.error
@@ -250,7 +250,7 @@ def be_gateway(address: str, count: int) -> None:
     client.start()
     while not client.is_ready:
         gevent.sleep(0.01)
-    client.generate([1], SamplingParams(max_tokens=count), hear)
+    client.generate([1], SamplingParams(max_tokens=count), receive)
     ended.wait()
     assert heard == count
     print("all have come", flush=True)
@@ -265,11 +265,11 @@ def messages_to_engine(count: int) -> None:
         sent = heard = 0
         while heard < count:
             for _ in range(min(1000, count - sent)):
-                client.say(Ping())
+                client.send(Ping())
                 sent += 1
-            heard += isinstance(client.hear(), Pong)
+            heard += isinstance(client.receive(), Pong)
             while heard < sent and (sent == count or client.socket.poll(0)):
-                heard += isinstance(client.hear(), Pong)
+                heard += isinstance(client.receive(), Pong)
         assert not client.socket.poll(500), "more answers than questions"
         client.close()
 

@@ -45,7 +45,7 @@ from gateway.generation.sinks import CollectSink
 from gateway.observe.timings import measure
 from gateway.text.tokenizer import Tokenizer
 from protocol.errors import Overloaded
-from tests.support.answers import TOKENIZER, an_answer
+from tests.support.answers import TOKENIZER, new_choice_group
 from tests.support.rendering import CONFIG
 from tests.support.scripted_engine import scripted_card, scripted_logprob, thinking_card
 from tests.support.served import served
@@ -103,7 +103,7 @@ def deltas(*, calls: bool) -> list[OutputDelta]:
 
 
 def group_of(n: int, prompts: int, *, counted: bool) -> ChoiceGroup:
-    group = an_answer(n=n, prompts=prompts)
+    group = new_choice_group(n=n, prompts=prompts)
     for choice in group.choices:
         choice.num_generated, choice.num_cached = 9, 2
         choice.prompt_logprobs = logprobs_of(2, 3)

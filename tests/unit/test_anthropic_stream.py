@@ -50,7 +50,7 @@ ORIGIN = AnthropicEnvelope("1", 'model "m"', extensions={"ignored_params": ["spe
 
 
 def an_answer(max_tokens: int | None = 100) -> ChoiceGroup:
-    answer = answers.an_answer(params=SamplingParams(max_tokens=max_tokens))
+    answer = answers.new_choice_group(params=SamplingParams(max_tokens=max_tokens))
     answer.choices[0].num_generated = 10
     answer.choices[0].num_cached = 2
     return answer

@@ -54,7 +54,7 @@ from protocol.errors import (
     UnknownModel,
 )
 from protocol.messages import Output, Usage
-from tests.support.answers import TOKENIZER, an_answer
+from tests.support.answers import TOKENIZER, new_choice_group
 from tests.support.http import events_of
 from tests.support.scripted_engine import scripted_logprob
 
@@ -96,12 +96,12 @@ def chat_dialect(num_logprobs: int | None = None) -> ChatResponseBuilder:
 
 
 def test_nothing_is_written_before_the_first_token() -> None:
-    told = ReceivedChunks(an_answer(), chat_dialect())
+    told = ReceivedChunks(new_choice_group(), chat_dialect())
     assert told.data == b""
 
 
 def test_roles_of_all_choices_come_before_any_token_of_any() -> None:
-    answer = an_answer(n=2)
+    answer = new_choice_group(n=2)
     told = ReceivedChunks(answer, chat_dialect())
     for choice in reversed(answer.choices):
         told.stream.delta(choice, OutputDelta([Content("x"), Finished("stop")]))
@@ -118,7 +118,7 @@ def test_roles_of_all_choices_come_before_any_token_of_any() -> None:
 
 
 def test_every_chunk_is_json_whatever_the_text_and_the_names() -> None:
-    answer = an_answer()
+    answer = new_choice_group()
     told = ReceivedChunks(answer, chat_dialect())
     text = 'a"b\\c\n\u2028\x01</script>é'
     told.stream.delta(answer.choices[0], OutputDelta([Content(text)]))
@@ -132,7 +132,7 @@ def test_every_chunk_is_json_whatever_the_text_and_the_names() -> None:
 
 
 def test_tokens_are_told_once_with_the_text_or_with_the_end() -> None:
-    answer = an_answer()
+    answer = new_choice_group()
     told = ReceivedChunks(answer, chat_dialect(1), includes_ids=True)
     (choice,) = answer.choices
     logprobs = [scripted_logprob(token, 1) for token in (72, 105, 257)]
@@ -145,7 +145,7 @@ def test_tokens_are_told_once_with_the_text_or_with_the_end() -> None:
     assert [bit["token_ids"] for bit in bits] == [[72], [105], []]
     assert [bit["logprobs"] and len(bit["logprobs"]["content"]) for bit in bits] == [1, 1, None]
 
-    answer = an_answer()
+    answer = new_choice_group()
     told = ReceivedChunks(answer, chat_dialect(1), includes_ids=True)
     told.stream.delta(answer.choices[0], OutputDelta([Finished("stop")], [257], logprobs[2:]))
     told.stream.end()
@@ -155,7 +155,7 @@ def test_tokens_are_told_once_with_the_text_or_with_the_end() -> None:
 
 
 def test_a_completion_ends_with_its_last_text_and_the_logprobs_of_it() -> None:
-    answer = an_answer()
+    answer = new_choice_group()
     told = ReceivedChunks(answer, _text_dialect(1, None), includes_ids=True)
     (choice,) = answer.choices
     logprobs = [scripted_logprob(token, 1) for token in (72, 105)]
@@ -174,7 +174,7 @@ def test_a_completion_ends_with_its_last_text_and_the_logprobs_of_it() -> None:
 
 
 def test_a_failure_is_one_event_and_the_end() -> None:
-    answer = an_answer()
+    answer = new_choice_group()
     told = ReceivedChunks(answer, chat_dialect())
     told.stream.delta(answer.choices[0], OutputDelta([Failed(ErrorInfo(code="x", message="y"))]))
     told.stream.fail(Overloaded("too much"))
@@ -183,7 +183,7 @@ def test_a_failure_is_one_event_and_the_end() -> None:
 
 
 def test_usage_counts_each_prompt_once_and_every_choice() -> None:
-    answer = an_answer(n=2, prompts=2)
+    answer = new_choice_group(n=2, prompts=2)
     for choice in answer.choices:
         choice.num_generated = 10
         choice.num_cached = 1 + choice.index % 2
@@ -199,7 +199,7 @@ def test_usage_counts_each_prompt_once_and_every_choice() -> None:
 
 def test_continuous_usage_is_of_the_choice_and_of_what_was_sent_of_it() -> None:
     """All was generated before the first chunk is sent, as with a client that comes late."""
-    answer = an_answer(n=2)
+    answer = new_choice_group(n=2)
     first, second = answer.choices
     first.num_generated, second.num_generated = 3, 9
     told = ReceivedChunks(answer, chat_dialect(), includes_usage=True, repeats_usage=True)
@@ -217,7 +217,7 @@ def test_continuous_usage_is_of_the_choice_and_of_what_was_sent_of_it() -> None:
 
 
 def test_continuous_usage_of_several_prompts_counts_its_own() -> None:
-    answer = an_answer(prompts=2)
+    answer = new_choice_group(prompts=2)
     told = ReceivedChunks(
         answer, _text_dialect(None, None), includes_usage=True, repeats_usage=True
     )
@@ -229,7 +229,7 @@ def test_continuous_usage_of_several_prompts_counts_its_own() -> None:
 
 
 def test_usage_tells_what_was_guessed_ahead_as_far_as_the_engine_has_told() -> None:
-    answer = an_answer(n=2)
+    answer = new_choice_group(n=2)
     for choice, (drafts, accepted) in zip(answer.choices, [(5, 3), (2, 0)], strict=True):
         usage = Usage(
             prompt_tokens=3, generated_tokens=1, draft_tokens=drafts, accepted_tokens=accepted
@@ -254,7 +254,7 @@ def test_an_answer_told_bit_by_bit_is_the_answer_told_at_once(
         ),
         OutputDelta([Finished("length")], [], []),
     ]
-    told, answer, whole = None, an_answer(), b""
+    told, answer, whole = None, new_choice_group(), b""
     (choice,) = answer.choices
     choice.prompt_logprobs = [scripted_logprob(2, 2), scripted_logprob(3, 2)]
     told = ReceivedChunks(answer, _text_dialect(num_logprobs, prompts))
@@ -317,7 +317,7 @@ TEXTS = ["a", "", 'a"b\\c\n\u2028\x00</script>é', "\0"]
 def test_the_template_of_a_chats_text_has_the_bytes_of_the_struct(
     usage: None, name: str, index: int
 ) -> None:
-    group = an_answer(n=2)
+    group = new_choice_group(n=2)
     options: Any = {"includes_usage": True} if usage is None else {}
     told = ReceivedChunks(group, chat_dialect(), name, **options)
     told.stream.delta(group.choices[index], OutputDelta())
@@ -353,7 +353,7 @@ def test_the_template_of_a_chats_text_has_the_bytes_of_the_struct(
 def test_the_template_of_a_completions_text_has_the_bytes_of_the_struct(
     usage: None, prompts: list[str] | None, index: int
 ) -> None:
-    group = an_answer(n=2)
+    group = new_choice_group(n=2)
     options: Any = {"includes_usage": True} if usage is None else {}
     told = ReceivedChunks(group, _text_dialect(None, prompts), **options)
     told.stream.delta(group.choices[index], OutputDelta())
@@ -389,7 +389,7 @@ def test_a_bit_that_comes_alone_is_the_chunk_that_it_is_among_others(includes_us
     ]
     both = []
     for deltas in ([OutputDelta([bit]) for bit in bits], [OutputDelta(bits)]):
-        answer = an_answer()
+        answer = new_choice_group()
         told = ReceivedChunks(answer, chat_dialect(), includes_usage=includes_usage)
         told.stream.delta(answer.choices[0], OutputDelta())
         for delta in deltas:

@@ -40,9 +40,9 @@ def test_a_request_that_does_not_start_in_time_fails_and_is_never_computed(field
     bench = a_busy_bench()
     number = bench.add([5] * 20, **{field: 2.0})
     bench.tick(101.9)
-    assert bench.news[CLIENT, number] == []
+    assert bench.outputs[CLIENT, number] == []
     bench.tick(102.0)
-    error = error_of(bench.end(number))
+    error = error_of(bench.last_output(number))
     assert (error.code, error.param) == ("queue_timeout", field)
     assert "not started within 2 s" in error.message
     assert error.retry_after_s is not None
@@ -58,7 +58,7 @@ def test_a_started_request_has_no_queue_timeout() -> None:
     bench.step()
     bench.tick(200.0)
     bench.run()
-    assert bench.end(number).finish == "length"
+    assert bench.last_output(number).finish == "length"
     assert bench.engine.next_deadline == float("inf")
 
 
@@ -73,7 +73,7 @@ def test_a_preempted_request_has_no_queue_timeout() -> None:
         bench.step()
     bench.tick(110.0)
     bench.run()
-    assert [bench.end(n).finish for n in numbers] == ["length"] * 2
+    assert [bench.last_output(n).finish for n in numbers] == ["length"] * 2
 
 
 def test_an_answer_past_its_timeout_ends_with_the_tokens_so_far() -> None:
@@ -84,7 +84,7 @@ def test_an_answer_past_its_timeout_ends_with_the_tokens_so_far() -> None:
         bench.step()
     bench.plan()
     bench.tick(103.0)
-    error = error_of(bench.end(number))
+    error = error_of(bench.last_output(number))
     assert (error.code, error.param) == ("timeout", "timeout_s")
     assert "within 3 s" in error.message
     assert "5 tokens were generated" in error.message
@@ -100,7 +100,7 @@ def test_a_request_whose_grammar_compiles_too_late_ends_with_queue_timeout() -> 
     bench.tick(100.0)
     number = bench.add([5, 6], grammar=Lark(text='start: "a"'), queue_timeout_s=1.0)
     bench.tick(101.0)
-    assert error_of(bench.end(number)).code == "queue_timeout"
+    assert error_of(bench.last_output(number)).code == "queue_timeout"
     assert bench.compile() == {}
     assert bench.engine.is_idle
 
@@ -257,7 +257,7 @@ def test_the_times_of_preempted_requests_add_up() -> None:
     while len(ended) < len(numbers):
         timed.step()
         for number in numbers:
-            news = timed.bench.news[CLIENT, number]
+            news = timed.bench.outputs[CLIENT, number]
             if news and news[-1].finish and number not in ended:
                 ended[number] = timed.now
     for number, at in ended.items():

@@ -21,8 +21,8 @@ def test_an_answer_has_the_models_tokens_and_ends_once() -> None:
     number = bench.add([5, 6, 7], max_tokens=10, ignore_eos=True)
     bench.run()
     assert len(bench.tokens(number)) == 10
-    assert bench.end(number).finish == "length"
-    assert [output.finish for output in bench.news[CLIENT, number]].count(None) == 9
+    assert bench.last_output(number).finish == "length"
+    assert [output.finish for output in bench.outputs[CLIENT, number]].count(None) == 9
 
 
 def test_a_stop_token_ends_the_answer_and_is_reported() -> None:
@@ -32,7 +32,7 @@ def test_a_stop_token_ends_the_answer_and_is_reported() -> None:
     number = bench.add([5, 6, 7])
     bench.run()
     assert bench.tokens(number) == expected
-    assert (bench.end(number).finish, bench.end(number).stop_token) == ("stop", EOS)
+    assert (bench.last_output(number).finish, bench.last_output(number).stop_token) == ("stop", EOS)
 
 
 def test_a_long_prompt_is_computed_in_chunks_while_others_keep_decoding() -> None:
@@ -63,13 +63,13 @@ def test_an_abort_by_label_ends_every_request_with_the_label_and_no_other() -> N
     theirs = bench.add([5, 6, 7], client=b"other", labels=["chat-a"], ignore_eos=True)
     kept = bench.add([8, 9], labels=["b"], max_tokens=9, ignore_eos=True)
     bench.step()
-    assert bench.abort_named("chat-a", "a", "c") == {"chat-a": True, "a": True, "c": False}
-    assert bench.end(mine).finish == bench.end(theirs, b"other").finish == "abort"
-    assert bench.abort_named("chat-a", "a") == {"chat-a": False, "a": False}
+    assert bench.abort_by_label("chat-a", "a", "c") == {"chat-a": True, "a": True, "c": False}
+    assert bench.last_output(mine).finish == bench.last_output(theirs, b"other").finish == "abort"
+    assert bench.abort_by_label("chat-a", "a") == {"chat-a": False, "a": False}
     bench.run()
-    assert bench.end(kept).finish == "length"
+    assert bench.last_output(kept).finish == "length"
     assert bench.engine.stats().free_blocks == bench.engine.stats().total_blocks
-    assert bench.abort_named("b") == {"b": False}
+    assert bench.abort_by_label("b") == {"b": False}
 
 
 def test_an_abort_by_label_frees_requests_in_flight_and_waiting() -> None:
@@ -79,9 +79,9 @@ def test_an_abort_by_label_frees_requests_in_flight_and_waiting() -> None:
     bench.step()
     plan = bench.plan()
     assert plan is not None
-    assert bench.abort_named("x") == {"x": True}
+    assert bench.abort_by_label("x") == {"x": True}
     bench.finish()
-    assert [bench.end(number).finish for number in (running, waiting)] == ["abort", "abort"]
+    assert [bench.last_output(number).finish for number in (running, waiting)] == ["abort", "abort"]
     assert len(bench.tokens(running)) == 1
     assert bench.engine.is_idle
     assert bench.engine.stats().free_blocks == bench.engine.stats().total_blocks
@@ -187,7 +187,7 @@ def test_an_abort_between_steps_frees_everything_at_once() -> None:
     number = bench.add([1] * 10)
     bench.step()
     bench.abort(number)
-    assert bench.end(number).finish == "abort"
+    assert bench.last_output(number).finish == "abort"
     assert bench.engine.stats().free_blocks == 64
     assert bench.engine.is_idle
 
@@ -197,7 +197,7 @@ def test_an_abort_in_flight_keeps_the_blocks_until_the_step_has_committed() -> N
     number = bench.add([1] * 10)
     bench.plan()
     bench.abort(number)
-    assert bench.end(number).finish == "abort"
+    assert bench.last_output(number).finish == "abort"
     assert bench.engine.stats().free_blocks == 7
     bench.finish()
     assert bench.engine.stats().free_blocks == 10
@@ -212,7 +212,7 @@ def test_an_abort_of_a_request_that_is_not_open_is_ignored() -> None:
     number = bench.add([1], max_tokens=1)
     bench.run()
     bench.abort(number)
-    assert bench.end(number).finish == "length"
+    assert bench.last_output(number).finish == "length"
 
 
 def test_a_lost_clients_requests_are_freed() -> None:
@@ -223,7 +223,7 @@ def test_a_lost_clients_requests_are_freed() -> None:
     bench.step()
     bench.engine.on_client_lost(b"gone")
     bench.run()
-    assert bench.end(kept).finish == "length"
+    assert bench.last_output(kept).finish == "length"
     assert bench.engine.stats().free_blocks == 64
 
 
@@ -231,7 +231,7 @@ def test_a_request_for_its_prompt_only_ends_without_a_token() -> None:
     bench = Bench(token_budget=8)
     number = bench.add([1] * 20, max_tokens=0)
     bench.run()
-    assert (bench.tokens(number), bench.end(number).finish) == ([], "length")
+    assert (bench.tokens(number), bench.last_output(number).finish) == ([], "length")
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1, 3])
@@ -252,7 +252,7 @@ def test_an_answer_ends_at_the_context_length() -> None:
     bench = Bench(max_len=12)
     number = bench.add([1] * 10, ignore_eos=True)
     bench.run()
-    assert (len(bench.tokens(number)), bench.end(number).finish) == (2, "length")
+    assert (len(bench.tokens(number)), bench.last_output(number).finish) == (2, "length")
 
 
 @pytest.mark.parametrize(
@@ -297,7 +297,7 @@ def test_a_draining_engine_finishes_open_requests_and_refuses_new_ones() -> None
     bench.engine.drain()
     assert bench.refusal([1]).error.code == "draining"
     bench.run()
-    assert bench.end(number).finish == "length"
+    assert bench.last_output(number).finish == "length"
     assert bench.engine.is_idle
 
 
@@ -311,9 +311,9 @@ def test_a_row_with_non_finite_logits_fails_alone() -> None:
     failed = StepResult(step=result.step, tokens=result.tokens, failed=Int32.of([0]))
     bench.commit(failed)
     bench.run()
-    error = bench.end(bad).error
+    error = bench.last_output(bad).error
     assert error.code == "step_failed"
-    assert bench.end(good).finish == "length"
+    assert bench.last_output(good).finish == "length"
 
 
 def test_a_result_of_another_step_is_refused() -> None:
@@ -350,7 +350,7 @@ def test_illegal_moves_raise_and_change_nothing() -> None:
 
 
 def has_ended(bench: Bench, number: int) -> bool:
-    news = bench.news[CLIENT, number]
+    news = bench.outputs[CLIENT, number]
     return bool(news) and news[-1].finish is not None
 
 

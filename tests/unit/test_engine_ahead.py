@@ -30,7 +30,7 @@ def test_a_full_answer_is_not_computed_beyond_its_end() -> None:
     number = bench.add([1, 2, 3], max_tokens=2, ignore_eos=True)
     bench.run()
     assert [plan.row_tokens.tolist() for plan in bench.plans] == [[3], [1]]
-    assert bench.end(number).finish == "length"
+    assert bench.last_output(number).finish == "length"
 
 
 def test_a_request_for_its_prompt_only_is_planned_ahead_in_chunks() -> None:
@@ -38,7 +38,7 @@ def test_a_request_for_its_prompt_only_is_planned_ahead_in_chunks() -> None:
     number = bench.add([1] * 10, max_tokens=0)
     bench.run()
     assert [plan.row_tokens.tolist() for plan in bench.plans] == [[4], [4], [2]]
-    assert (bench.end(number).finish, bench.tokens(number)) == ("length", [])
+    assert (bench.last_output(number).finish, bench.tokens(number)) == ("length", [])
 
 
 def test_tokens_after_the_end_are_dropped_and_their_blocks_stay_until_the_commit() -> None:
@@ -63,10 +63,10 @@ def test_a_failed_row_produces_no_more_output() -> None:
     good = bench.add([2] * 4, max_tokens=4, ignore_eos=True)
     bench.plan()
     bench.plan()
-    result = bench.worker.execute(bench.out[0])
+    result = bench.worker.execute(bench.in_flight[0])
     bench.commit(StepResult(step=result.step, tokens=result.tokens, failed=Int32.of([0])))
     bench.run()
-    assert bench.end(bad).finish == "error"
+    assert bench.last_output(bad).finish == "error"
     assert bench.tokens(good) == answer([2] * 4, 4, ignore_eos=True)
 
 
@@ -98,7 +98,7 @@ def test_a_step_planned_past_the_end_of_an_answer_still_has_masks() -> None:
     bench.plan()
     bench.plan()
     bench.finish()
-    assert (bench.end(bound).finish, bench.tokens(bound)) == ("stop", ids_of("a"))
+    assert (bench.last_output(bound).finish, bench.tokens(bound)) == ("stop", ids_of("a"))
     bench.run()
     assert bench.tokens(free) == answer([2], 3, ignore_eos=True)
 
@@ -109,9 +109,9 @@ def test_a_token_outside_the_grammar_ends_its_answer_with_a_step_in_flight() -> 
     bench.compile()
     bench.plan()
     bench.plan()
-    result = bench.worker.execute(bench.out[0], bench.masks)
+    result = bench.worker.execute(bench.in_flight[0], bench.masks)
     wrong = Int32.of(ids_of("z"))
     bench.commit(StepResult(step=result.step, tokens=wrong, failed=result.failed))
     bench.run()
-    assert bench.end(number).finish == "error"
+    assert bench.last_output(number).finish == "error"
     assert bench.engine.is_idle

@@ -52,7 +52,7 @@ def test_other_requests_run_while_a_grammar_is_compiled() -> None:
     bench.add(PROMPT, grammar=WORD)
     other = bench.add([9, 9], max_tokens=4, ignore_eos=True)
     bench.run()
-    assert bench.end(other).finish == "length"
+    assert bench.last_output(other).finish == "length"
     assert not bench.engine.is_idle
 
 
@@ -79,7 +79,7 @@ def test_a_bad_grammar_refuses_only_the_requests_that_use_it() -> None:
         assert "not" in reply.error.message
     bench.compile()
     bench.run()
-    assert bench.end(good).finish == "stop"
+    assert bench.last_output(good).finish == "stop"
     stats = bench.engine.stats()
     assert (stats.num_accepted, stats.num_refused) == (1, 2)
     assert bench.engine.is_idle
@@ -103,10 +103,10 @@ def test_an_abort_during_the_compilation_is_the_requests_only_end() -> None:
     bench = Bench()
     number, other = bench.add(PROMPT, grammar=WORD), bench.add(PROMPT, grammar=WORD)
     bench.abort(number)
-    assert bench.end(number).finish == "abort"
+    assert bench.last_output(number).finish == "abort"
     assert list(bench.compile()) == [other]
     bench.run()
-    assert len(bench.news[CLIENT, number]) == 1
+    assert len(bench.outputs[CLIENT, number]) == 1
     stats = bench.engine.stats()
     assert (stats.num_accepted, stats.num_finished) == (2, {"abort": 1, "stop": 1})
 
@@ -128,7 +128,7 @@ def test_a_drain_waits_for_grammars() -> None:
     assert not bench.engine.is_idle
     bench.compile()
     bench.run()
-    assert bench.end(number).finish == "stop"
+    assert bench.last_output(number).finish == "stop"
     assert bench.engine.is_idle
 
 
@@ -198,7 +198,7 @@ def test_a_complete_answer_ends_without_a_stop_token() -> None:
     bench = Bench()
     (number,) = add_compiled(bench, grammar=ChoiceGrammar(choices=["yes", "yea"]))
     bench.run()
-    end = bench.end(number)
+    end = bench.last_output(number)
     assert (end.finish, end.stop_token) == ("stop", None)
     assert answer_text(bench, number) in ("yes", "yea")
 
@@ -209,7 +209,7 @@ def test_an_answer_that_could_continue_ends_with_a_reported_stop_token() -> None
         bench, *([n] for n in range(1, 30)), grammar=Regex(pattern="a+"), max_tokens=90
     )
     bench.run()
-    ends = [bench.end(number) for number in numbers]
+    ends = [bench.last_output(number) for number in numbers]
     assert {(end.finish, end.stop_token) for end in ends} == {("stop", EOS)}
     for number in numbers:
         assert re.fullmatch("a+", answer_text(bench, number))
@@ -224,7 +224,10 @@ def test_ignore_eos_does_not_continue_a_complete_answer() -> None:
     bench.run()
     assert answer_text(bench, fixed) == "yes"
     for number in numbers:
-        assert (bench.end(number).finish, bench.end(number).stop_token) == ("stop", EOS)
+        assert (bench.last_output(number).finish, bench.last_output(number).stop_token) == (
+            "stop",
+            EOS,
+        )
 
 
 def test_max_tokens_cuts_an_incomplete_answer() -> None:
@@ -283,9 +286,9 @@ def test_a_grammar_found_too_large_within_the_answer_is_an_invalid_request() -> 
         bench.worker.tokens[0][-1] = token
         steered = StepResult(step=result.step, tokens=Int32.of([token]), failed=result.failed)
         bench.commit(steered)
-        if bench.end(number).finish is not None:
+        if bench.last_output(number).finish is not None:
             break
-    end = bench.end(number)
+    end = bench.last_output(number)
     assert (end.finish, end.tokens) == ("error", [])
     assert (end.error.code, end.error.param) == ("invalid_request", "grammar")
     assert "could not be enforced" in end.error.message
@@ -304,7 +307,7 @@ def test_a_token_outside_the_grammar_ends_only_its_own_request() -> None:
     )
     bench.worker.tokens[0][-1] = wrong
     bench.commit(tampered)
-    end = bench.end(bad)
+    end = bench.last_output(bad)
     assert end.finish == "error"
     assert (end.error.code, end.tokens) == ("step_failed", [])
     assert end.error.message.startswith("the grammar failed:")
@@ -330,10 +333,10 @@ def test_a_row_without_possible_tokens_fails_alone_and_names_the_filters(
     result = bench.worker.execute(plan, bench.masks)
     failed = StepResult(step=result.step, tokens=result.tokens, failed=Int32.of([0]))
     bench.commit(failed)
-    end = bench.end(number)
+    end = bench.last_output(number)
     assert end.finish == "error"
     assert end.error.message.startswith(f"no token was possible: {names}")
-    assert bench.news[CLIENT, other][-1].finish is None
+    assert bench.outputs[CLIENT, other][-1].finish is None
 
 
 def test_a_grammar_that_failed_is_compiled_again_for_the_next_request(monkeypatch) -> None:
@@ -403,10 +406,10 @@ def test_a_plan_in_flight_keeps_its_masks_after_an_abort() -> None:
     first, second = add_compiled(bench, [1], [2])
     plan = bench.engine.plan()
     assert isinstance(plan, StepPlan)
-    bench.out.append(plan)
+    bench.in_flight.append(plan)
     bench.abort(first)
     bench.masks = bench.engine.masks()
     assert bench.masks.bits.shape == (2, 4)
     bench.finish()
     bench.run()
-    assert bench.end(second).finish == "stop"
+    assert bench.last_output(second).finish == "stop"

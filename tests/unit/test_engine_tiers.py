@@ -35,7 +35,7 @@ def evicted(*tiers: str, **options: Any) -> Bench:
     engine = bench(*tiers, **options)
     ask(engine)
     engine.run()
-    engine.hear(engine.tiers.news())
+    engine.on_kv_report(engine.tiers.report())
     forget(engine)
     engine.tiers.used.clear()
     return engine
@@ -50,7 +50,7 @@ def forget(engine: Bench) -> None:
 
 def load(engine: Bench, fault: str = "", seconds: float = 0.001) -> None:
     """Complete the oldest fetch and report it to the engine."""
-    engine.hear(engine.tiers.do(next(iter(engine.tiers.jobs)), fault, seconds))
+    engine.on_kv_report(engine.tiers.carry_out(next(iter(engine.tiers.jobs)), fault, seconds))
 
 
 def test_computed_blocks_are_stored_as_they_are_published() -> None:
@@ -156,7 +156,7 @@ def test_an_abort_during_a_load_frees_the_blocks_after_the_report() -> None:
     engine.abort(number)
     stats = engine.engine.stats()
     assert stats.free_blocks < stats.total_blocks, "the worker may still write"
-    engine.send_orders()
+    engine.send_kv_commands()
     load(engine)
     stats = engine.engine.stats()
     assert stats.free_blocks == stats.total_blocks
@@ -167,7 +167,7 @@ def test_a_prefix_below_kv_load_tokens_is_computed() -> None:
     engine = bench()
     ask(engine)
     engine.run()
-    engine.hear(engine.tiers.news())
+    engine.on_kv_report(engine.tiers.report())
     least = 64  # by default
     for length, is_loaded in ((least, False), (least + 1, True)):
         forget(engine)
@@ -229,7 +229,7 @@ def test_blocks_that_a_tier_has_lost_are_stored_again_after_they_are_computed() 
     engine = evicted("host", "disk")
     first = engine.tiers.stored[0][0]
     engine.tiers.lose("host", first)
-    engine.hear(engine.tiers.news())
+    engine.on_kv_report(engine.tiers.report())
     engine.tiers.stored.clear()
     ask(engine, PROMPT[:6])
     engine.run()
@@ -250,8 +250,8 @@ def test_tier_reports_add_up_in_the_statistics() -> None:
         num_failed=6,
     )
     for _ in range(2):
-        engine.hear(KVReport(tiers=[news]))
-    engine.hear(KVReport(tiers=[KVTierNews(tier="disk", lost=[b"a" * 32], num_bytes=7)]))
+        engine.on_kv_report(KVReport(tiers=[news]))
+    engine.on_kv_report(KVReport(tiers=[KVTierNews(tier="disk", lost=[b"a" * 32], num_bytes=7)]))
     stats = engine.engine.stats()
     assert (stats.tier_blocks, stats.tier_bytes) == ({"disk": 1}, {"disk": 7})
     assert (stats.num_tier_stored, stats.num_tier_dropped) == ({"disk": 6}, {"disk": 8})

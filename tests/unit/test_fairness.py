@@ -76,7 +76,7 @@ def test_requests_of_one_account_are_served_in_order() -> None:
     bench = Bench(token_budget=16, max_slots=2)
     numbers = flood(bench, ALICE, 6, 30, 3)
     bench.run()
-    begun = sorted(numbers, key=lambda number: bench.news[CLIENT, number][0].request)
+    begun = sorted(numbers, key=lambda number: bench.outputs[CLIENT, number][0].request)
     assert begun == numbers
 
 
@@ -90,7 +90,7 @@ def test_an_account_that_fills_all_slots_is_preempted_for_one_served_less() -> N
     assert steps_to_first_token(bench, late) <= 3
     assert bench.engine.stats().num_preemptions == 1
     bench.run()
-    assert all(bench.end(number).finish == "length" for number in [*long, late])
+    assert all(bench.last_output(number).finish == "length" for number in [*long, late])
 
 
 def test_an_account_that_fills_all_blocks_is_preempted_after_the_steps_in_flight() -> None:
@@ -112,7 +112,7 @@ def test_a_request_is_not_preempted_for_another_of_its_account() -> None:
     (late,) = flood(bench, ALICE, 1, 10, 4)
     bench.run()
     assert bench.engine.stats().num_preemptions == 0
-    assert bench.end(late).finish == "length"
+    assert bench.last_output(late).finish == "length"
 
 
 def test_two_accounts_that_fill_all_slots_do_not_preempt_each_other_in_turn() -> None:
@@ -158,7 +158,7 @@ def test_waiting_tokens_are_shared_between_accounts() -> None:
 def test_a_queue_of_many_accounts_is_bounded() -> None:
     bench = Bench(max_waiting=10, max_slots=1)
     for name in range(100):
-        bench.ask([1], account=Account(name=str(name)), max_tokens=1)
+        bench.try_add([1], account=Account(name=str(name)), max_tokens=1)
     assert bench.engine.stats().waiting <= 20
 
 
@@ -239,7 +239,7 @@ def test_a_waiting_request_is_overtaken_by_higher_priorities_for_a_bounded_time(
     bench.tick(1000.0)
     patient = bench.add([1] * 8, max_tokens=1, priority=5)
     now, waited = 1000.0, 0.0
-    while not bench.news[CLIENT, patient]:
+    while not bench.outputs[CLIENT, patient]:
         for _ in range(2):  # twice what can be served
             bench.add([2] * 8, max_tokens=1, priority=-5, prompt_logprobs=None)
         bench.step()

@@ -11,9 +11,9 @@ from engine_core.kv.peers import PeerCluster
 from engine_core.request import NEXT_PHASE, RequestEvent, RequestPhase
 from protocol.grammar import Regex
 from protocol.kv import KVCancel, KVExport, KVFailure, KVFetch, KVFetched, KVReport, KVWithdraw
-from tests.support.engines import CLIENT, Bench, answer, habitual_token
+from tests.support.engines import CLIENT, Bench, answer, repetitive_token
 from tests.support.grammars import text_of
-from tests.support.handover import Air, ClusterPlace
+from tests.support.handover import ClusterMember, KVNetwork
 from tests.support.pair import PROMPT, HandoffPair
 
 
@@ -90,7 +90,7 @@ def test_a_fully_cached_prompt_fetches_nothing() -> None:
     pair.d.add(prompt, max_tokens=2)
     pair.d.run()
     number = pair.decode(pair.prefill(prompt), prompt, max_tokens=4)
-    assert not pair.movers[1].heard
+    assert not pair.movers[1].commands
     pair.d.run()
     assert pair.d.tokens(number) == answer(prompt, 4)
     assert reused_tokens(pair.d, number) == (16, 0)
@@ -138,7 +138,7 @@ def test_a_fetched_prompt_streams_before_long_prompts_are_computed() -> None:
     pair.d.add([50] * 100, max_tokens=1)
     number = pair.decode(pair.prefill(), max_tokens=3)
     pair.move()
-    while pair.d.out:
+    while pair.d.in_flight:
         pair.d.finish()
     pair.d.step()
     assert len(pair.d.tokens(number)) == 1
@@ -155,11 +155,11 @@ def test_a_constrained_answer_continues_from_a_fetched_prompt() -> None:
 
 
 def test_drafts_are_guessed_from_a_fetched_prompt() -> None:
-    options = {"speculation": "ngram", "ngram_min": 1, "say": habitual_token}
-    pair = HandoffPair(d=options, p={"say": habitual_token})
+    options = {"speculation": "ngram", "ngram_min": 1, "sample": repetitive_token}
+    pair = HandoffPair(d=options, p={"sample": repetitive_token})
     number = pair.decode(pair.prefill(), max_tokens=60, ignore_eos=True)
     pair.run()
-    alone = Bench(say=habitual_token)
+    alone = Bench(sample=repetitive_token)
     plain = alone.add(PROMPT, max_tokens=60, ignore_eos=True)
     alone.run()
     assert pair.d.tokens(number) == alone.tokens(plain)
@@ -169,7 +169,7 @@ def test_drafts_are_guessed_from_a_fetched_prompt() -> None:
 def test_a_prompt_with_logprobs_is_computed_here() -> None:
     pair = HandoffPair()
     number = pair.decode(pair.prefill(), max_tokens=2, prompt_logprobs=0)
-    assert not pair.movers[1].heard
+    assert not pair.movers[1].commands
     pair.d.run()
     assert reused_tokens(pair.d, number) == (0, 0)
 
@@ -214,7 +214,7 @@ def test_a_failed_fetch_is_an_error_with_its_reason_if_configured() -> None:
     pair = HandoffPair(d={"kv_on_failure": "error"})
     number = pair.decode(pair.prefill(), max_tokens=9)
     pair.move("unreachable")
-    error = pair.d.end(number).error
+    error = pair.d.last_output(number).error
     assert error.code == "step_failed"
     assert error.message == (
         "the prompt's K/V could not be fetched (unreachable: as the test wants it)"
@@ -227,9 +227,9 @@ def test_an_aborted_fetch_ends_at_once_and_frees_its_blocks_with_the_report() ->
     number = pair.decode(pair.prefill(), max_tokens=9)
     free = pair.d.engine.stats().free_blocks
     pair.d.abort(number)
-    assert pair.d.end(number).finish == "abort"
-    pair.d.send_orders()
-    assert pair.movers[1].heard[-1] == KVCancel(job=1)
+    assert pair.d.last_output(number).finish == "abort"
+    pair.d.send_kv_commands()
+    assert pair.movers[1].commands[-1] == KVCancel(job=1)
     assert pair.d.engine.stats().free_blocks == free
     assert not pair.d.engine.is_idle
     pair.move()
@@ -242,9 +242,9 @@ def test_a_report_on_a_job_that_is_not_open_raises() -> None:
     pair.decode(pair.prefill(), max_tokens=9)
     pair.move()
     with pytest.raises(RuntimeError, match="job 1, which is not open"):
-        pair.d.hear(KVReport(fetched=[KVFetched(1, 0, 0.0, "echo")]))
+        pair.d.on_kv_report(KVReport(fetched=[KVFetched(1, 0, 0.0, "echo")]))
     with pytest.raises(RuntimeError, match="job 9, which is not open"):
-        pair.d.hear(KVReport(failed=[KVFailure(9, "expired", "")]))
+        pair.d.on_kv_report(KVReport(failed=[KVFailure(9, "expired", "")]))
 
 
 def test_the_age_of_the_oldest_fetch_is_reported() -> None:
@@ -299,7 +299,7 @@ def test_a_handle_of_another_epoch_is_ignored() -> None:
     pair = HandoffPair()
     handle = pair.prefill()
     cluster = PeerCluster(b"k" * 32, epoch="p, anew", endpoint=None)
-    engine = Bench(place=ClusterPlace(pair.air, cluster)).engine
+    engine = Bench(place=ClusterMember(pair.air, cluster)).engine
     engine.release_kv([handle])
     assert not engine.drain_kv_commands()
 
@@ -313,7 +313,7 @@ def test_a_lease_is_withdrawn_before_its_blocks_are_reused() -> None:
     pair.p.engine.tick(31)
     plan = pair.p.engine.plan()
     assert isinstance(pair.p.engine.drain_kv_commands()[0], KVWithdraw)
-    exported = pair.movers[0].heard[0]
+    exported = pair.movers[0].commands[0]
     assert isinstance(exported, KVExport)
     assert set(exported.blocks.tolist()) & set(plan.zero_blocks.tolist())
 
@@ -322,7 +322,7 @@ def test_a_lease_is_exported_before_the_step_that_completes_it_and_withdrawn_on_
     """A reader may reach P's worker before a message that P's engine sends after the step."""
     pair = HandoffPair(p={"token_budget": 16})
     number = pair.p.add(PROMPT, kv_readers=1)
-    heard = pair.movers[0].heard
+    heard = pair.movers[0].commands
     assert pair.p.plan() is not None
     assert not heard, "13 tokens remain for another step"
     pair.p.finish()
@@ -330,7 +330,7 @@ def test_a_lease_is_exported_before_the_step_that_completes_it_and_withdrawn_on_
     exported = heard[0]
     assert isinstance(exported, KVExport)
     pair.p.abort(number)
-    pair.p.send_orders()
+    pair.p.send_kv_commands()
     assert heard[1:] == [KVWithdraw(lease=exported.lease)]
     pair.p.run()
     assert pair.is_free()
@@ -375,7 +375,7 @@ def test_a_request_with_readers_waits_for_the_first_terms_of_leases() -> None:
     pair.p.tick(31)
     assert pair.p.engine.stats().num_leases_ended == {"expired": 3}
     pair.p.run()
-    assert pair.p.end(number).kv_handle
+    assert pair.p.last_output(number).kv_handle
 
 
 # ---- refusals
@@ -392,7 +392,7 @@ def test_an_engine_refuses_requests_of_another_role() -> None:
     assert "role prefill" in refusal(pair.p, kv_handle=pair.prefill())
     assert "role decode" in refusal(pair.d, kv_readers=1)
     assert "cannot have kv_readers" in refusal(
-        Bench(place=pair.air.place("x")), kv_readers=1, kv_handle=pair.prefill()
+        Bench(place=pair.air.member("x")), kv_readers=1, kv_handle=pair.prefill()
     )
 
 
@@ -405,7 +405,7 @@ def test_an_engine_without_a_cluster_names_the_missing_part(fields: dict[str, An
 
 def test_a_worker_that_exports_nothing_can_still_fetch() -> None:
     pair = HandoffPair()
-    bench = Bench(place=pair.air.place("x", address=""))
+    bench = Bench(place=pair.air.member("x", address=""))
     assert "exports none" in refusal(bench, kv_readers=1)
     bench.add(PROMPT, kv_handle=pair.prefill())
 
@@ -435,8 +435,8 @@ def test_an_error_about_different_layouts_names_both() -> None:
 
 def test_a_handle_of_another_cluster_is_refused() -> None:
     pair = HandoffPair()
-    endpoint = pair.air.place("x").cluster.endpoint
-    place = ClusterPlace(pair.air, PeerCluster(b"another" * 5, epoch="x", endpoint=endpoint))
+    endpoint = pair.air.member("x").cluster.endpoint
+    place = ClusterMember(pair.air, PeerCluster(b"another" * 5, epoch="x", endpoint=endpoint))
     assert "of this cluster" in refusal(Bench(place=place), kv_handle=pair.prefill())
 
 

@@ -129,17 +129,17 @@ def abort(case: FaultCase) -> None:
     case.pair.p.abort(case.at_p)
     case.pair.d.abort(case.at_d)
     case.pair.p.engine.release_kv([case.handle])
-    case.pair.p.send_orders()
-    case.pair.d.send_orders()
+    case.pair.p.send_kv_commands()
+    case.pair.d.send_kv_commands()
 
 
 def abort_too_late(case: FaultCase) -> None:
     p, d = case.pair.movers
-    reports = [d.do(job) for job in list(d.jobs)]
+    reports = [d.carry_out(job) for job in list(d.jobs)]
     abort(case)
     for report in reports:
-        case.pair.d.hear(report)
-    case.pair.p.hear(p.report_taken())
+        case.pair.d.on_kv_report(report)
+    case.pair.p.on_kv_report(p.report_taken())
 
 
 def lose_gateway(case: FaultCase) -> None:
@@ -158,7 +158,7 @@ def expire(case: FaultCase) -> None:
 
 def release(case: FaultCase) -> None:
     case.pair.p.engine.release_kv([case.handle])
-    case.pair.p.send_orders()
+    case.pair.p.send_kv_commands()
 
 
 def crowd_p(case: FaultCase) -> None:
@@ -222,7 +222,7 @@ def outcome(state: str, fault: str) -> str:
 
 def end_of(case: FaultCase) -> str:
     bench, number = (case.pair.d, case.at_d) if case.at_d else (case.pair.p, case.at_p)
-    news = bench.news[CLIENT, number]
+    news = bench.outputs[CLIENT, number]
     last = news[-1] if news else Output(request=number)
     if case.is_gone:
         assert not case.at_d or last.finish is None, "output was sent to a lost client"

@@ -27,7 +27,7 @@ from protocol.errors import WireError
 from protocol.grammar import ChoiceGrammar, Regex
 from tests.support.engines import Bench, a_card
 from tests.support.grammars import text_of
-from tests.support.storm import Forgetful, RequestStorm
+from tests.support.storm import RequestStorm, SmallCacheStorm
 
 
 class Journals:
@@ -65,7 +65,7 @@ def stormy(
     for number in range(length):
         storm.bench.engine.tick(number / 8)
         storm.operate()
-    storm.settle()
+    storm.finish_all()
     storm.check()
     return storm.bench, path
 

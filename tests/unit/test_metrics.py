@@ -10,7 +10,7 @@ from gateway.observe.engine_metrics import ENGINE_METRICS, engine_metrics
 from gateway.observe.metrics import Metrics
 from protocol.messages import Accepted, Output, Usage
 from protocol.stats import EngineStats
-from tests.support.answers import an_answer
+from tests.support.answers import new_choice_group
 
 
 def test_every_number_that_an_engine_tells_has_its_series() -> None:
@@ -62,7 +62,7 @@ def test_each_tier_has_its_series_and_each_engine_its_labels() -> None:
 def test_each_request_for_which_something_was_guessed_is_told_with_its_share() -> None:
     metrics = Metrics(list)
     for drafts, accepted in ((8, 6), (4, 0), (0, 0)):
-        answer = an_answer()
+        answer = new_choice_group()
         usage = Usage(
             prompt_tokens=3, generated_tokens=9, draft_tokens=drafts, accepted_tokens=accepted
         )

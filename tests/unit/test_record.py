@@ -10,7 +10,7 @@ from gateway.generation.timeline import Timeline, TimelineMoment
 from gateway.observe.timings import timings_of
 from protocol.errors import ErrorInfo
 from protocol.messages import Accepted, Output, Refused, Times, Usage
-from tests.support.answers import an_answer
+from tests.support.answers import new_choice_group
 
 FIRST = Times(queued_s=1.0, prefill_s=2.0)
 
@@ -34,14 +34,14 @@ def told(answer: ChoiceGroup, status: int = 200) -> RequestRecord:
 
 
 def accepted(n: int = 1) -> ChoiceGroup:
-    answer = an_answer(n=n)
+    answer = new_choice_group(n=n)
     for choice in answer.choices:
         answer.on_report(choice, Accepted(request=0))
     return answer
 
 
 def test_a_refused_request_has_no_prompt_tokens() -> None:
-    answer = an_answer(n=2)
+    answer = new_choice_group(n=2)
     answer.on_report(answer.choices[0], Accepted(request=0))
     error = ErrorInfo(code="overloaded", message="full")
     answer.on_report(answer.choices[1], Refused(request=0, error=error))
@@ -52,7 +52,7 @@ def test_a_refused_request_has_no_prompt_tokens() -> None:
 
 
 def test_a_client_that_leaves_before_acceptance_has_hung_up_and_used_nothing() -> None:
-    answer = an_answer()
+    answer = new_choice_group()
     answer.abandon()
     record = told(answer, 499)
     assert (record.end, record.answer.is_accepted) == ("disconnected", False)

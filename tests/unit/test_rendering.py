@@ -24,7 +24,7 @@ from gateway.text.logprobs import prompt_chances
 from protocol.errors import ContextTooLong, InvalidRequest
 from protocol.messages import Output, TokenLogprobs
 from tests.support.cpu_time import best_cpu_s
-from tests.support.http import folded, said_whole, spoken, unfolded
+from tests.support.http import fold_chat_response, fold_chat_stream, fold_response, fold_stream
 from tests.support.rendering import CONFIG, Trip
 from tests.support.scripted_engine import (
     EOS,
@@ -152,7 +152,7 @@ def test_a_completion_that_took_the_way_over_tokens_is_the_same(more: dict[str, 
     streamed: list[Any] = []
     for place, (_, chunks) in enumerate(generated):
         streamed += one.derender_stream(chunks, one.derender_completion_chunk, prompt_index=place)
-    assert folded(streamed) == unfolded(whole)
+    assert fold_stream(streamed) == fold_response(whole)
 
 
 @pytest.mark.parametrize("stop", ["hm", "at", "ook", "absent"])
@@ -161,9 +161,11 @@ def test_a_stop_string_ends_what_it_ends_in_a_chat(stop: str) -> None:
     whole, _ = one.chat()
     assert (whole["choices"][0]["stop_reason"] == stop) == (stop == "ook")
     response, chunks = one.generate(one.render_chat())
-    assert without_ids(said_whole(one.derender_chat(response))) == without_ids(said_whole(whole))
+    assert without_ids(fold_chat_response(one.derender_chat(response))) == without_ids(
+        fold_chat_response(whole)
+    )
     streamed = one.derender_stream(chunks, one.derender_chat_chunk)
-    assert without_ids(spoken(streamed)) == without_ids(said_whole(whole))
+    assert without_ids(fold_chat_stream(streamed)) == without_ids(fold_chat_response(whole))
     told = response["choices"][0]
     assert (told["finish_reason"], told["stop_reason"]) == ("stop", stop if stop == "ook" else None)
 
@@ -191,7 +193,7 @@ def test_logprobs_and_ids_of_a_chat_survive(size: int, more: dict[str, Any]) -> 
     assert [part["prompt_token_ids"] for part in streamed if "prompt_token_ids" in part] == [
         whole["prompt_token_ids"]
     ]
-    for index, said in folded(streamed).items():
+    for index, said in fold_stream(streamed).items():
         assert said["logprobs"] == whole["choices"][index]["logprobs"]
         assert said["token_ids"] == whole["choices"][index]["token_ids"]
 
@@ -283,10 +285,10 @@ def test_the_prompts_own_tokens_say_where_the_answer_starts() -> None:
     response, chunks = one.generate(one.render_chat())
     inside = marked_ids("<user>Hi<assistant><think>\n")
     whole = one.derender_chat(response, prompt_token_ids=inside, prompt_tokens=len(inside))
-    assert said_whole(whole)[0]["reasoning"] == "hm"
+    assert fold_chat_response(whole)[0]["reasoning"] == "hm"
     assert whole["usage"]["prompt_tokens"] == len(inside)
     streamed = one.derender_stream(chunks, one.derender_chat_chunk, prompt_token_ids=inside)
-    assert spoken(streamed) == said_whole(whole)
+    assert fold_chat_stream(streamed) == fold_chat_response(whole)
 
 
 # ---- without the request
@@ -317,7 +319,7 @@ def test_without_a_request_an_answer_is_its_text() -> None:
     msgspec.convert(told, ChatCompletion)
     assert (told["id"], told["model"]) == ("chatcmpl-7", PLAIN.names[0])
     assert told["created"] > 0
-    assert said_whole(told)[0]["content"] == "Hello"
+    assert fold_chat_response(told)[0]["content"] == "Hello"
     usage = told["usage"]
     assert (usage["prompt_tokens"], usage["completion_tokens"]) == (0, 5)
     assert (told["prompt_logprobs"], told["prompt_token_ids"]) == (None, None)
@@ -584,4 +586,4 @@ def test_what_is_held_back_without_end_is_refused_and_can_be_derendered_whole() 
     assert raised.value.param == "generate_chunk"
     one = trip(held, 4096, tools=LOOK)
     response, _ = one.generate(one.render_chat())
-    assert said_whole(one.derender_chat(response))[0]["warnings"] == ["tool_parse_failed"]
+    assert fold_chat_response(one.derender_chat(response))[0]["warnings"] == ["tool_parse_failed"]

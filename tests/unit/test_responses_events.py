@@ -33,7 +33,7 @@ from gateway.formats.events import (
 )
 from protocol.errors import EngineLost, ErrorInfo, Overloaded
 from protocol.sampling import SamplingParams
-from tests.support.answers import TOKENIZER, an_answer
+from tests.support.answers import TOKENIZER, new_choice_group
 from tests.support.responses import a_queued_response, items_of, kinds, typed_events
 from tests.support.scripted_engine import EOS, scripted_logprob
 
@@ -88,7 +88,7 @@ class Telling:
         seals: bool = False,
         **options: Any,
     ) -> None:
-        self.answer = an_answer()
+        self.answer = new_choice_group()
         self.told = TakenFrames()
         logprobs = None if num_top is None else TextLogprobs(TOKENIZER, num_top)
         events = ResponseEvents(response, seals=seals)

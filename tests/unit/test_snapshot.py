@@ -19,7 +19,7 @@ from msgspec import inspect
 from engine_core.engine import Engine
 from engine_core.journal.snapshot import EngineSnapshot, restore_snapshot, take_snapshot
 from tests.support.engines import Bench, a_card
-from tests.support.storm import Forgetful, RequestStorm
+from tests.support.storm import RequestStorm, SmallCacheStorm
 
 GOLDEN = Path(__file__).parents[1] / "data" / "journal" / "snapshot.bin"
 
@@ -77,7 +77,7 @@ def test_a_decoded_snapshot_encodes_to_the_same_bytes() -> None:
 def storms() -> Iterator[RequestStorm]:
     """Yield storms at many moments, with grammars, both kinds of drafts, steps in flight, tiers."""
     for seed, tiers in [(2, []), (3, []), (104, []), (205, []), (207, ["host", "disk"])]:
-        storm = Forgetful(seed, tiers) if tiers else RequestStorm(seed)
+        storm = SmallCacheStorm(seed, tiers) if tiers else RequestStorm(seed)
         for number in range(120):
             storm.bench.engine.tick(number / 8)
             storm.operate()

@@ -25,7 +25,7 @@ def stubborn(tokens: list[int], seed: int = 0, possible: list[int] | None = None
 
 
 def bench(**options: object) -> Bench:
-    return Bench(**{"speculation": "ngram", "say": looping, **options})  # type: ignore[arg-type]
+    return Bench(**{"speculation": "ngram", "sample": looping, **options})  # type: ignore[arg-type]
 
 
 def drafted(plans: list[StepPlan]) -> list[int]:
@@ -70,8 +70,8 @@ def test_a_repetitive_answer_takes_fewer_steps_and_is_the_same() -> None:
     for each in (plain, fast):
         number = each.add(LOOP, max_tokens=40)
         each.run()
-        assert each.tokens(number) == answer(LOOP, 40, say=looping)
-        assert each.end(number).finish == "length"
+        assert each.tokens(number) == answer(LOOP, 40, sample=looping)
+        assert each.last_output(number).finish == "length"
     assert len(plain.plans) == 40
     assert len(fast.plans) < 15
 
@@ -80,7 +80,7 @@ def test_usage_and_statistics_count_drafts_and_accepted_drafts() -> None:
     fast = bench()
     number = fast.add(LOOP, max_tokens=40)
     fast.run()
-    usage, stats = fast.end(number).usage, fast.engine.stats()
+    usage, stats = fast.last_output(number).usage, fast.engine.stats()
     assert usage.generated_tokens == stats.num_generated_tokens == 40
     assert usage.draft_tokens == usage.accepted_tokens == sum(drafted(fast.plans)) > 25
     assert (stats.num_draft_tokens, stats.num_accepted_tokens) == (usage.draft_tokens,) * 2
@@ -89,11 +89,11 @@ def test_usage_and_statistics_count_drafts_and_accepted_drafts() -> None:
 
 def test_wrong_drafts_are_counted_and_change_nothing() -> None:
     prompt = [6, 5, 7, 5]
-    slow = bench(say=stubborn, ngram_min=1)
+    slow = bench(sample=stubborn, ngram_min=1)
     number = slow.add(prompt, max_tokens=60)
     slow.run()
-    usage = slow.end(number).usage
-    assert slow.tokens(number) == answer(prompt, 60, say=stubborn)
+    usage = slow.last_output(number).usage
+    assert slow.tokens(number) == answer(prompt, 60, sample=stubborn)
     assert usage.draft_tokens > usage.accepted_tokens == 0
 
 
@@ -106,16 +106,16 @@ def test_an_answer_ends_at_its_stop_token_although_drafts_continue(stop: int) ->
         return 50 + stop if is_late and tokens[-1] == stop else looping(tokens)
 
     for speculation in ("none", "ngram"):
-        each = bench(say=say, speculation=speculation)
+        each = bench(sample=say, speculation=speculation)
         number = each.add(LOOP, max_tokens=100, stop_token_ids=[50 + stop])
         free = each.add([7] * 9, max_tokens=30)
         each.run()
-        tokens, end = each.tokens(number), each.end(number)
+        tokens, end = each.tokens(number), each.last_output(number)
         assert tokens[-1] == 50 + stop
         assert 50 + stop not in tokens[:-1]
         assert (end.finish, end.stop_token) == ("stop", 50 + stop)
         assert end.usage.generated_tokens == len(tokens)
-        assert each.tokens(free) == answer([7] * 9, 30, say=say)
+        assert each.tokens(free) == answer([7] * 9, 30, sample=say)
 
 
 def test_a_stop_token_within_right_drafts_ends_the_answer_there() -> None:
@@ -126,12 +126,12 @@ def test_a_stop_token_within_right_drafts_ends_the_answer_there() -> None:
     def say(tokens: list[int], seed: int = 0, possible: list[int] | None = None) -> int:
         return script[tokens[-1]]
 
-    each = bench(say=say, ngram_min=2)
+    each = bench(sample=say, ngram_min=2)
     number = each.add(prompt, max_tokens=20)
     each.step()  # the prompt, and 3
     each.step()
     assert each.tokens(number) == [3, EOS]
-    end = each.end(number)
+    end = each.last_output(number)
     assert (end.finish, end.stop_token, end.tokens) == ("stop", EOS, [EOS])
     assert drafts_of(each.plans[1])[0][:2] == [EOS, 8]
     assert end.usage.accepted_tokens == 1 < end.usage.draft_tokens
@@ -166,7 +166,7 @@ def test_prompts_go_before_drafts() -> None:
     assert [plan.row_tokens.tolist() for plan in during[:4]] == [[1, 7]] * 4
     assert not any(drafted(during[:4]))
     each.run()
-    assert each.tokens(fast) == answer(LOOP, 60, say=looping)
+    assert each.tokens(fast) == answer(LOOP, 60, sample=looping)
 
 
 def test_a_draft_preempts_no_request() -> None:
@@ -177,7 +177,7 @@ def test_a_draft_preempts_no_request() -> None:
         each.run()
         assert each.engine.stats().num_preemptions == 0
         for number in numbers:
-            assert each.tokens(number) == answer(LOOP, 40, say=looping)
+            assert each.tokens(number) == answer(LOOP, 40, sample=looping)
 
 
 def test_blocks_with_wrong_drafts_are_never_found() -> None:
@@ -189,7 +189,7 @@ def test_blocks_with_wrong_drafts_are_never_found() -> None:
     again = [6, 5, 7, 5, *each.tokens(number)]
     other = each.add([*again, 1], max_tokens=3)
     each.run()
-    assert each.tokens(other) == answer([*again, 1], 3, say=stubborn)
+    assert each.tokens(other) == answer([*again, 1], 3, sample=stubborn)
     usage = each.usage(other)
     assert usage.cached_tokens == len(again) - 2, "the last token was never computed"
     assert each.engine.stats().free_blocks == 64
@@ -214,7 +214,7 @@ def test_a_row_that_fails_after_accepted_drafts_keeps_their_tokens() -> None:
             failed=Int32.of([0]),
         )
     )
-    assert each.end(number).finish == "error"
+    assert each.last_output(number).finish == "error"
     assert each.tokens(number) == before + drafts[:2]
     assert each.engine.is_idle
 
@@ -266,7 +266,7 @@ def test_a_request_with_rejected_drafts_does_not_stop_planning_ahead() -> None:
     while not each.engine.is_idle:
         while each.plan() is not None:
             pass
-        waits += len(each.out) == 1
+        waits += len(each.in_flight) == 1
         each.finish()
-    assert each.end(number).finish == "length"
+    assert each.last_output(number).finish == "length"
     assert 0 < waits < 15

@@ -21,7 +21,7 @@ from protocol.grammar import (
     ThinkingBudget,
 )
 from protocol.steps import Masks, StepPlan, StepResult
-from tests.support.engines import EOS, Bench, drafts_of, echo_compiler, habitual_token
+from tests.support.engines import EOS, Bench, drafts_of, echo_compiler, repetitive_token
 from tests.support.grammars import ids_of, schema, text_of
 
 BUDGET = ThinkingBudget(most=5, opens=["(("], closes=["))"], inside=True)
@@ -43,11 +43,11 @@ class WatchedDrafter(Bench):
     """A bench that stores each executed plan with its masks."""
 
     def __init__(self, **options: object) -> None:
-        super().__init__(say=habitual_token, ngram_min=1, **options)  # type: ignore[arg-type]
+        super().__init__(sample=repetitive_token, ngram_min=1, **options)  # type: ignore[arg-type]
         self.executed: list[tuple[StepPlan, Masks | None]] = []
 
     def finish(self, elapsed_s: float = 0.01) -> None:
-        self.executed.append((self.out[0], self.masks))
+        self.executed.append((self.in_flight[0], self.masks))
         super().finish(elapsed_s)
 
 
@@ -63,7 +63,7 @@ def serve(speculation: str, depth: int = 1) -> tuple[WatchedDrafter, list[tuple[
             bench.compile()
     bench.run()
     assert bench.engine.is_idle
-    return bench, [(bench.end(n).finish, text_of(bench.tokens(n))) for n in numbers]
+    return bench, [(bench.last_output(n).finish, text_of(bench.tokens(n))) for n in numbers]
 
 
 def test_constrained_answers_are_the_same_with_and_without_drafts() -> None:
@@ -192,7 +192,7 @@ def test_a_grammar_too_large_after_accepted_drafts_still_reports_its_limit() -> 
 
     prompt, answers = ids_of(text * 3), []
     for speculation in ("none", "ngram"):
-        bench = Bench(speculation=speculation, say=say, max_drafts=64, draft_width=1024)
+        bench = Bench(speculation=speculation, sample=say, max_drafts=64, draft_width=1024)
         number = bench.add(prompt, grammar=body, max_tokens=60)
         bench.compile()
         while bench.plan() is not None:

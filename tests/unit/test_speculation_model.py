@@ -15,13 +15,13 @@ from protocol.arrays import Int32
 from protocol.config.engine import EngineConfig
 from protocol.config.worker import WorkerConfig
 from protocol.steps import StepPlan
-from tests.support.engines import Bench, answer, drafts_of, sometimes
+from tests.support.engines import Bench, answer, drafts_of, guess_with_accuracy
 
 PROMPT = [5, 6, 7, 8]
 
 
 def bench(chance: float = 1.0, **options: object) -> Bench:
-    options = {"speculation": "model", "guess": sometimes(chance), **options}
+    options = {"speculation": "model", "guess": guess_with_accuracy(chance), **options}
     return Bench(**options)  # type: ignore[arg-type]
 
 
@@ -51,7 +51,7 @@ def test_a_draft_model_that_is_always_right_gives_nine_tokens_per_step() -> None
     number = each.add(PROMPT, max_tokens=91, ignore_eos=True)
     each.run()
     assert len(each.plans) < 15
-    usage, stats = each.end(number).usage, each.engine.stats()
+    usage, stats = each.last_output(number).usage, each.engine.stats()
     assert usage.draft_tokens == stats.num_draft_tokens == stats.num_accepted_tokens > 75
 
 

@@ -17,7 +17,7 @@ from tests.support.gateway_process import GatewayProcess
 from tests.support.http import connect, read_head, send_post
 from tests.support.processes import descendants_of
 from tests.support.responses import RESPONSES, items_of, kinds, typed_events
-from tests.support.scripted_engine import ScriptedEngine, says
+from tests.support.scripted_engine import ScriptedEngine, text_reply
 from tests.support.waiting import eventually
 
 MODEL = "scripted"
@@ -56,7 +56,7 @@ def frames_of(gateway: GatewayProcess, name: str, after: int | None = None) -> b
 def test_it_goes_from_queued_to_completed_without_its_client(
     engine: ScriptedEngine, client: OpenAI, elsewhere: OpenAI
 ) -> None:
-    engine.script = lambda generate: says(TEXT)
+    engine.script = lambda generate: text_reply(TEXT)
     engine.step_s, engine.is_paused = 0.01, True
     made = begin(client)
     assert (made.status, made.background) == ("queued", True)
@@ -72,7 +72,7 @@ def test_it_goes_from_queued_to_completed_without_its_client(
 def test_its_events_are_followed_from_any_process_from_any_of_them_on(
     engine: ScriptedEngine, client: OpenAI, gateway: GatewayProcess, twin: GatewayProcess
 ) -> None:
-    engine.script = lambda generate: says(f"<think>\nhm\n</think>\n\n{TEXT}", marked=True)
+    engine.script = lambda generate: text_reply(f"<think>\nhm\n</think>\n\n{TEXT}", marked=True)
     engine.step_s = 0.005
     made = begin(client)
     while_made = frames_of(twin, made.id)
@@ -91,7 +91,7 @@ def test_its_events_are_followed_from_any_process_from_any_of_them_on(
 def test_its_own_client_hears_it_at_once_and_may_leave(
     engine: ScriptedEngine, client: OpenAI, elsewhere: OpenAI, twin: GatewayProcess
 ) -> None:
-    engine.script = lambda generate: says(TEXT)
+    engine.script = lambda generate: text_reply(TEXT)
     engine.step_s = 0.005
     heard = list(begin(client, stream=True))
     assert [event.sequence_number for event in heard] == list(range(len(heard)))
@@ -113,7 +113,7 @@ def test_its_own_client_hears_it_at_once_and_may_leave(
 def test_it_is_cancelled_from_any_process(
     engine: ScriptedEngine, client: OpenAI, elsewhere: OpenAI, twin: GatewayProcess, where: str
 ) -> None:
-    engine.script = lambda generate: says(TEXT * 100)
+    engine.script = lambda generate: text_reply(TEXT * 100)
     engine.step_s = 0.01
     made = begin(client)
     awaited(client, made.id, lambda status: status == "in_progress")
@@ -129,7 +129,7 @@ def test_it_is_cancelled_from_any_process(
 def test_a_deleted_one_is_aborted(
     engine: ScriptedEngine, client: OpenAI, elsewhere: OpenAI
 ) -> None:
-    engine.script = lambda generate: says(TEXT * 100)
+    engine.script = lambda generate: text_reply(TEXT * 100)
     engine.step_s = 0.01
     made = begin(client)
     elsewhere.responses.delete(made.id)
@@ -172,7 +172,7 @@ def test_a_killed_process_leaves_no_response_open(
     engine: ScriptedEngine, doomed: GatewayProcess, client: OpenAI, twin: GatewayProcess
 ) -> None:
     """Nothing is lost: it failed, says so to everybody, and its stream has an end."""
-    engine.script = lambda generate: says(TEXT * 100)
+    engine.script = lambda generate: text_reply(TEXT * 100)
     engine.step_s = 0.01
     with OpenAI(base_url=f"{doomed.url}/v1", api_key="k1", max_retries=0) as sdk:
         made = begin(sdk)
@@ -193,7 +193,7 @@ def test_a_killed_process_leaves_no_response_open(
 def test_a_drain_waits_for_what_has_no_connection(
     engine: ScriptedEngine, client: OpenAI, store: str
 ) -> None:
-    engine.script = lambda generate: says(TEXT)
+    engine.script = lambda generate: text_reply(TEXT)
     engine.step_s = 0.02
     with GatewayProcess(engine=engine.address, response_store=store, drain_s=10) as leaving:
         leaving.await_ready()
@@ -206,7 +206,7 @@ def test_a_drain_waits_for_what_has_no_connection(
 
 
 def test_a_drain_has_an_end(engine: ScriptedEngine, client: OpenAI, store: str) -> None:
-    engine.script = lambda generate: says(TEXT * 100)
+    engine.script = lambda generate: text_reply(TEXT * 100)
     engine.step_s = 0.02
     with GatewayProcess(engine=engine.address, response_store=store, drain_s=0.5) as leaving:
         leaving.await_ready()
@@ -223,7 +223,7 @@ def test_a_drain_has_an_end(engine: ScriptedEngine, client: OpenAI, store: str) 
 def test_it_is_counted_and_logged_when_it_is_over(
     engine: ScriptedEngine, client: OpenAI, gateway: GatewayProcess
 ) -> None:
-    engine.script = lambda generate: says(TEXT)
+    engine.script = lambda generate: text_reply(TEXT)
     made = begin(client)
     awaited(client, made.id, is_over)
     line = next(line for line in gateway.err[::-1] if f"POST {RESPONSES} 200" in line)
@@ -233,7 +233,7 @@ def test_it_is_counted_and_logged_when_it_is_over(
 def test_a_client_that_hangs_up_at_once_changes_nothing(
     engine: ScriptedEngine, client: OpenAI, gateway: GatewayProcess
 ) -> None:
-    engine.script = lambda generate: says(TEXT)
+    engine.script = lambda generate: text_reply(TEXT)
     engine.step_s = 0.01
     body = {"input": "hi", "background": True, "stream": True}
     with connect(gateway.port) as raw, raw.makefile("rb") as file:
@@ -244,7 +244,7 @@ def test_a_client_that_hangs_up_at_once_changes_nothing(
 
 
 def test_the_store_is_there_after_a_restart(engine: ScriptedEngine, tmp_path: Path) -> None:
-    engine.script = lambda generate: says(TEXT)
+    engine.script = lambda generate: text_reply(TEXT)
     path = str(tmp_path / "r.db")
     names = []
     for _ in range(2):

@@ -15,7 +15,7 @@ from tests.support.gateway_process import GatewayProcess
 from tests.support.http import exchange
 from tests.support.responses import RESPONSES, items_of, kinds, typed_events, without_ids
 from tests.support.scenarios import call
-from tests.support.scripted_engine import ScriptedEngine, says, text_of
+from tests.support.scripted_engine import ScriptedEngine, text_of, text_reply
 
 WEATHER = {
     "type": "function",
@@ -57,7 +57,7 @@ def refused(gateway: GatewayProcess, **body: Any) -> dict[str, Any]:
 
 
 def test_a_plain_answer_is_one_message(engine: ScriptedEngine, client: OpenAI) -> None:
-    engine.script = lambda generate: says("Hello, world!")
+    engine.script = lambda generate: text_reply("Hello, world!")
     response = client.responses.create(model="scripted", input="hi", instructions="Be brief.")
     assert response.output_text == "Hello, world!"
     assert response.status == "completed"
@@ -69,7 +69,7 @@ def test_a_plain_answer_is_one_message(engine: ScriptedEngine, client: OpenAI) -
 def test_reasoning_text_and_calls_are_items_in_their_order(
     engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
-    engine.script = lambda generate: says(BUSY_ANSWER, marked=True)
+    engine.script = lambda generate: text_reply(BUSY_ANSWER, marked=True)
     body = {"input": "weather?", "tools": [WEATHER]}
     events = streamed(gateway, body)
     assert kinds(events) == [
@@ -98,7 +98,7 @@ def test_reasoning_text_and_calls_are_items_in_their_order(
 
 
 def test_the_sdk_streams_and_folds(engine: ScriptedEngine, client: OpenAI) -> None:
-    engine.script = lambda generate: says(BUSY_ANSWER, marked=True)
+    engine.script = lambda generate: text_reply(BUSY_ANSWER, marked=True)
     with client.responses.stream(model="scripted", input="hi", tools=[WEATHER]) as stream:  # type: ignore[list-item]
         text = "".join(e.delta for e in stream if e.type == "response.output_text.delta")
         final = stream.get_final_response()
@@ -111,7 +111,7 @@ def test_an_answer_in_a_form_is_parsed_by_the_sdk(engine: ScriptedEngine, client
     class StreamPlace(BaseModel):
         city: str
 
-    engine.script = lambda generate: says('{"city": "Rom"}')
+    engine.script = lambda generate: text_reply('{"city": "Rom"}')
     response = client.responses.parse(model="scripted", input="hi", text_format=StreamPlace)
     assert response.output_parsed == StreamPlace(city="Rom")
     grammar = engine.generates[0].grammar
@@ -122,7 +122,7 @@ def test_an_answer_in_a_form_is_parsed_by_the_sdk(engine: ScriptedEngine, client
 def test_a_response_that_is_cut_short_is_incomplete(
     engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
-    engine.script = lambda generate: says("one two three four five six seven")
+    engine.script = lambda generate: text_reply("one two three four five six seven")
     body = {"input": "hi", "max_output_tokens": 16}
     events = streamed(gateway, body)
     for response in (events[-1]["response"], whole(gateway, body)):
@@ -137,7 +137,7 @@ def test_a_failure_in_a_stream_is_its_last_event(
 ) -> None:
     error = ErrorInfo(code="step_failed", message="secret")
     engine.step_s = 0.02  # so that the stream has begun
-    engine.script = lambda generate: says("Hel", finish="error", error=error)
+    engine.script = lambda generate: text_reply("Hel", finish="error", error=error)
     events = streamed(gateway, {"input": "hi"})
     assert events[-1]["type"] == "response.failed"
     failed = events[-1]["response"]
@@ -150,7 +150,7 @@ def test_a_failure_in_a_stream_is_its_last_event(
 def test_logprobs_are_told_with_the_text_they_belong_to(
     engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
-    engine.script = lambda generate: says("<think>\nhm\n</think>\n\nHi!", marked=True)
+    engine.script = lambda generate: text_reply("<think>\nhm\n</think>\n\nHi!", marked=True)
     body = {"input": "hi", "include": ["message.output_text.logprobs"], "top_logprobs": 2}
     events = streamed(gateway, body)
     final = events[-1]["response"]
@@ -162,7 +162,7 @@ def test_logprobs_are_told_with_the_text_they_belong_to(
 
 
 def test_reasoning_can_be_carried_sealed(engine: ScriptedEngine, gateway: GatewayProcess) -> None:
-    engine.script = lambda generate: says("<think>\nDeep.\n</think>\n\nYes.", marked=True)
+    engine.script = lambda generate: text_reply("<think>\nDeep.\n</think>\n\nYes.", marked=True)
     body = {"input": "hi", "include": ["reasoning.encrypted_content"]}
     reasoning, _ = whole(gateway, body)["output"]
     assert reasoning["encrypted_content"]
@@ -184,7 +184,7 @@ def test_reasoning_can_be_carried_sealed(engine: ScriptedEngine, gateway: Gatewa
 def test_a_conversation_of_items_is_the_prompt_of_the_same_messages(
     engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
-    engine.script = lambda generate: says("ok")
+    engine.script = lambda generate: text_reply("ok")
     arguments = '{"city": "Rom"}'
     whole(
         gateway,
@@ -288,7 +288,7 @@ def test_an_error_names_the_field_as_the_client_wrote_it(
 def test_too_long_a_conversation_is_refused_or_loses_its_oldest_items(
     engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
-    engine.script = lambda generate: says("ok")
+    engine.script = lambda generate: text_reply("ok")
     old = {"role": "user", "content": "o" * (1 << 20)}
     items = [old, {"role": "assistant", "content": "a"}, {"role": "user", "content": "new"}]
     error = refused(gateway, input=items)
@@ -299,7 +299,7 @@ def test_too_long_a_conversation_is_refused_or_loses_its_oldest_items(
 
 
 def test_fields_without_effect_are_named(engine: ScriptedEngine, gateway: GatewayProcess) -> None:
-    engine.script = lambda generate: says("ok")
+    engine.script = lambda generate: text_reply("ok")
     response = gateway.post(RESPONSES, {"input": "hi", "frobnicate": 1})
     assert response.headers["x-ignored-fields"] == "frobnicate"
     assert response.json()["ignored_params"] == ["frobnicate"]
@@ -315,7 +315,7 @@ def test_an_unknown_model_is_a_404_of_the_sdk(client: OpenAI) -> None:
 def test_a_turn_that_answers_only_some_of_the_open_calls_is_refused(
     engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
-    engine.script = lambda generate: says(BUSY_ANSWER, marked=True)
+    engine.script = lambda generate: text_reply(BUSY_ANSWER, marked=True)
     first = whole(gateway, {"input": "hi", "tools": [WEATHER]})
     one, other = (item["call_id"] for item in first["output"] if "call_id" in item)
     outputs = [
@@ -332,7 +332,7 @@ def test_a_turn_that_answers_only_some_of_the_open_calls_is_refused(
 def test_the_tokens_of_a_request_are_counted_without_sending_it(
     engine: ScriptedEngine, gateway: GatewayProcess, client: OpenAI
 ) -> None:
-    engine.script = lambda generate: says("Hello.")
+    engine.script = lambda generate: text_reply("Hello.")
     assert client.responses.input_tokens.count(model="scripted", input="hi").input_tokens > 2
     asked: dict[str, Any] = {"input": "hi", "instructions": "Be brief.", "tools": [WEATHER]}
     first = whole(gateway, asked)

@@ -14,7 +14,7 @@ from tests.support.gateway_process import GatewayProcess
 from tests.support.http import exchange
 from tests.support.responses import RESPONSES, typed_events
 from tests.support.scenarios import call
-from tests.support.scripted_engine import ScriptedEngine, says, text_of
+from tests.support.scripted_engine import ScriptedEngine, text_of, text_reply
 
 MODEL = "scripted"
 WEATHER: Any = {
@@ -36,7 +36,7 @@ def test_a_chain_with_tools_is_the_prompt_of_the_explicit_history(
             "Bye.",
         ]
     )
-    engine.script = lambda generate: says(next(answers), marked=True)
+    engine.script = lambda generate: text_reply(next(answers), marked=True)
     shared: Any = {"model": MODEL, "instructions": "Be kind.", "tools": [WEATHER]}
 
     first = client.responses.create(input="weather?", **shared)
@@ -95,7 +95,7 @@ def test_a_chain_with_tools_is_the_prompt_of_the_explicit_history(
 def test_a_stored_response_equals_the_answer_and_only_its_owner_reads_it(
     engine: ScriptedEngine, client: OpenAI, elsewhere: OpenAI, stranger: OpenAI
 ) -> None:
-    engine.script = lambda generate: says("Hello!")
+    engine.script = lambda generate: text_reply("Hello!")
     made = client.responses.create(model=MODEL, input="hi", metadata={"k": "v"})
     for reader in (client, elsewhere):
         assert reader.responses.retrieve(made.id) == made
@@ -115,7 +115,7 @@ def test_a_stored_response_equals_the_answer_and_only_its_owner_reads_it(
 def test_a_streamed_response_is_kept_before_its_last_event_is_out(
     engine: ScriptedEngine, client: OpenAI, elsewhere: OpenAI
 ) -> None:
-    engine.script = lambda generate: says("Hello!")
+    engine.script = lambda generate: text_reply("Hello!")
     for _ in range(10):
         with client.responses.stream(model=MODEL, input="hi") as stream:
             final = stream.get_final_response()
@@ -123,7 +123,7 @@ def test_a_streamed_response_is_kept_before_its_last_event_is_out(
 
 
 def test_a_response_without_store_is_not_stored(engine: ScriptedEngine, client: OpenAI) -> None:
-    engine.script = lambda generate: says("Hello!")
+    engine.script = lambda generate: text_reply("Hello!")
     made = client.responses.create(model=MODEL, input="hi", store=False)
     with pytest.raises(NotFoundError):
         client.responses.retrieve(made.id)
@@ -132,7 +132,7 @@ def test_a_response_without_store_is_not_stored(engine: ScriptedEngine, client: 
 def test_deleted_is_gone_and_so_is_what_goes_on_with_it(
     engine: ScriptedEngine, client: OpenAI, elsewhere: OpenAI
 ) -> None:
-    engine.script = lambda generate: says("Hello!")
+    engine.script = lambda generate: text_reply("Hello!")
     first = client.responses.create(model=MODEL, input="hi")
     second = client.responses.create(model=MODEL, input="and?", previous_response_id=first.id)
     elsewhere.responses.delete(first.id)
@@ -143,7 +143,7 @@ def test_deleted_is_gone_and_so_is_what_goes_on_with_it(
 
 
 def test_input_items_are_listed_page_by_page(engine: ScriptedEngine, client: OpenAI) -> None:
-    engine.script = lambda generate: says("Hello!")
+    engine.script = lambda generate: text_reply("Hello!")
     said: Any = [{"role": "user", "content": f"number {n}"} for n in range(5)]
     made = client.responses.create(model=MODEL, input=said)
     newest = client.responses.input_items.list(made.id, limit=2)
@@ -158,7 +158,7 @@ def test_input_items_are_listed_page_by_page(engine: ScriptedEngine, client: Ope
 
 
 def test_a_reference_stands_for_the_item_it_names(engine: ScriptedEngine, client: OpenAI) -> None:
-    engine.script = lambda generate: says("Hello!")
+    engine.script = lambda generate: text_reply("Hello!")
     made = client.responses.create(model=MODEL, input="hi")
     (asked,) = client.responses.input_items.list(made.id).data
     engine.generates.clear()
@@ -176,7 +176,7 @@ def test_a_reference_stands_for_the_item_it_names(engine: ScriptedEngine, client
 def test_a_rendered_chain_is_the_prompt_that_is_asked(
     engine: ScriptedEngine, client: OpenAI, gateway: GatewayProcess
 ) -> None:
-    engine.script = lambda generate: says("Hello!")
+    engine.script = lambda generate: text_reply("Hello!")
     made = client.responses.create(model=MODEL, input="hi")
     reference = {"type": "item_reference", "id": made.output[0].id}
     body = {
@@ -192,7 +192,7 @@ def test_a_rendered_chain_is_the_prompt_that_is_asked(
 
 
 def test_the_file_is_private(engine: ScriptedEngine, client: OpenAI, store: str) -> None:
-    engine.script = lambda generate: says("Hello!")
+    engine.script = lambda generate: text_reply("Hello!")
     client.responses.create(model=MODEL, input="hi")
     assert stat.S_IMODE(Path(store).stat().st_mode) == 0o600
     assert stat.S_IMODE(Path(store).parent.stat().st_mode) == 0o700
@@ -201,7 +201,7 @@ def test_the_file_is_private(engine: ScriptedEngine, client: OpenAI, store: str)
 def test_without_a_store_nothing_is_kept_and_whoever_needs_it_is_told(
     engine: ScriptedEngine,
 ) -> None:
-    engine.script = lambda generate: says("Hello!")
+    engine.script = lambda generate: text_reply("Hello!")
     with GatewayProcess(engine=engine.address, response_store="none") as gateway:
         gateway.await_ready()
         made = gateway.post(RESPONSES, {"input": "hi"}).json()
@@ -220,7 +220,7 @@ def test_without_a_store_nothing_is_kept_and_whoever_needs_it_is_told(
 def test_a_store_that_cannot_be_used_spoils_no_answer(
     engine: ScriptedEngine, tmp_path: Path
 ) -> None:
-    engine.script = lambda generate: says("Hello!")
+    engine.script = lambda generate: text_reply("Hello!")
     (tmp_path / "file").write_text("")
     path = str(tmp_path / "file" / "r.db")
     with GatewayProcess(engine=engine.address, response_store=path) as gateway:

@@ -12,7 +12,7 @@ import pytest
 from protocol.grammar import LiteralForm, Rules, forms_of
 from protocol.messages import Generate
 from tests.support.gateway_process import GatewayProcess
-from tests.support.http import spoken
+from tests.support.http import fold_chat_stream
 from tests.support.scenarios import (
     CHAT,
     COLOGNE,
@@ -29,11 +29,11 @@ from tests.support.scenarios import (
     without_ids,
 )
 from tests.support.scripted_engine import (
-    Says,
     ScriptedEngine,
+    TokenReply,
     marked_ids,
-    says,
     text_of,
+    text_reply,
 )
 
 
@@ -42,7 +42,7 @@ def test_2_three_calls_in_one_delta_are_three_calls(
 ) -> None:
     cities = ["Köln", "Oslo", "Rom"]
     answers(engine, "\n".join(call("weather", {"city": c}) for c in cities), size=10_000)
-    calls = spoken(stream(gateway, WITH_TOOLS))[0]["calls"]
+    calls = fold_chat_stream(stream(gateway, WITH_TOOLS))[0]["calls"]
     assert [json.loads(arguments) for _, _, arguments in calls] == [{"city": c} for c in cities]
     assert len({call_id for call_id, _, _ in calls}) == 3
 
@@ -52,7 +52,9 @@ def test_3_a_delta_with_the_end_of_thinking_and_the_start_of_a_call_shows_no_tag
 ) -> None:
     ids = marked_ids(f"<think>the end.</think>{COLOGNE}")
     at = ids.index(marked_ids("</think>")[0])
-    engine.script = lambda generate: Says([ids[: at - 4], ids[at - 4 : at + 2], ids[at + 2 :]])
+    engine.script = lambda generate: TokenReply(
+        [ids[: at - 4], ids[at - 4 : at + 2], ids[at + 2 :]]
+    )
     answer = both(gateway, WITH_TOOLS)
     assert (answer["reasoning"], answer["content"]) == ("the end.", "")
     assert answer["calls"] == [("weather", '{"city": "Köln"}')]
@@ -67,14 +69,14 @@ def test_4_three_answers_interleaved_token_by_token_are_each_as_if_alone(
         7: "<think>three</think>No call at all, but <tool_call",
     }
 
-    def by_seed(generate: Generate) -> Says:
-        return says(texts[generate.params.seed or 0], marked=True)
+    def by_seed(generate: Generate) -> TokenReply:
+        return text_reply(texts[generate.params.seed or 0], marked=True)
 
     engine.script = by_seed
     engine.step_s = 0.004
     events = stream(gateway, {**WITH_TOOLS, "n": 3, "seed": 5})
     engine.step_s = 0.0005
-    together = without_ids(spoken(events))
+    together = without_ids(fold_chat_stream(events))
     order = [event["choices"][0]["index"] for event in events]
     assert sum(a != b for a, b in itertools.pairwise(order)) > 50, "they interleave"
     for place, seed in enumerate(texts):
@@ -104,7 +106,9 @@ def test_8_whatever_stands_in_an_argument_arrives(
     head, tail = call("weather", {"city": "@"}).split("@")
     inner = json.dumps(value)[1:-1].encode()
     ids = [*marked_ids(head), *inner, *marked_ids(tail)]
-    engine.script = lambda generate: Says([ids[at : at + 50] for at in range(0, len(ids), 50)])
+    engine.script = lambda generate: TokenReply(
+        [ids[at : at + 50] for at in range(0, len(ids), 50)]
+    )
     answer = both(gateway, WITH_TOOLS)
     ((_, arguments),) = answer["calls"]
     assert json.loads(arguments) == {"city": value}
@@ -141,7 +145,7 @@ def test_11_prose_that_mentions_the_tag_flows(
     engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
     text = "One writes <tool_call> and then JSON, or <tool_call as text."
-    engine.script = lambda generate: says(text)  # spelt by ordinary tokens
+    engine.script = lambda generate: text_reply(text)  # spelt by ordinary tokens
     events = stream(gateway, WITH_TOOLS)
     bits = [event["choices"][0]["delta"].get("content", "") for event in events]
     assert "".join(bits) == text
@@ -195,8 +199,8 @@ def test_13_a_well_formed_history_is_rendered(
     assert '<tool_call>{"name": "now", "arguments": {}}</tool_call>' in prompt
 
 
-def _saying(ids: list[int], _generate: Generate) -> Says:
-    return Says([ids])
+def _saying(ids: list[int], _generate: Generate) -> TokenReply:
+    return TokenReply([ids])
 
 
 def test_14_special_tokens_inside_a_call_are_no_part_of_it(

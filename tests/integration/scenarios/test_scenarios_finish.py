@@ -12,7 +12,7 @@ import pytest
 from protocol.errors import ErrorInfo
 from protocol.messages import Generate
 from tests.support.gateway_process import GatewayProcess
-from tests.support.http import spoken
+from tests.support.http import fold_chat_stream
 from tests.support.scenarios import (
     CHAT,
     COLOGNE,
@@ -27,10 +27,10 @@ from tests.support.scenarios import (
 )
 from tests.support.scripted_engine import (
     EOS,
-    Says,
     ScriptedEngine,
+    TokenReply,
     marked_ids,
-    says,
+    text_reply,
 )
 
 
@@ -93,7 +93,7 @@ def test_20_a_failure_in_mid_stream_is_one_error_and_the_end(
     answers(engine, f"<think>hm</think>{COLOGNE}"[:-20], finish="error", error=error)
     events = stream(gateway, WITH_TOOLS)
     assert events.pop()["error"]["code"] == "step_failed"
-    assert spoken(events)[0]["finish"] is None
+    assert fold_chat_stream(events)[0]["finish"] is None
     response = gateway.post(CHAT, {"messages": HI, "n": 0, "stream": True})
     assert response.status_code == 400
     assert response.headers["content-type"] == "application/json"
@@ -107,10 +107,10 @@ def test_21_every_stream_ends_with_one_finish_a_choice_then_usage_then_done(
     parts = ["text ", "<think>", "</think>", "<tool_call>", "</tool_call>", COLOGNE, "{", "\n"]
     lock = threading.Lock()
 
-    def at_random(generate: Generate) -> Says:
+    def at_random(generate: Generate) -> TokenReply:
         with lock:
             text = "".join(rng.choices(parts, k=rng.randrange(6)))
-            reply = says(text, marked=True, size=rng.choice((1, 3, 50)))
+            reply = text_reply(text, marked=True, size=rng.choice((1, 3, 50)))
             reply.finish = rng.choice(("stop", "length"))
         reply.stop_token = EOS if reply.finish == "stop" else None
         return reply
@@ -122,7 +122,7 @@ def test_21_every_stream_ends_with_one_finish_a_choice_then_usage_then_done(
         n = 1 + place % 3
         events = stream(gateway, {**WITH_TOOLS, **options, "n": n})
         assert events.pop()["usage"]["completion_tokens"] >= 0
-        choices = spoken(events)
+        choices = fold_chat_stream(events)
         assert len(choices) == n
         assert all(choice["finish"] for choice in choices.values())
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from protocol.messages import Generate
 from tests.support.gateway_process import GatewayProcess
-from tests.support.http import said_whole
+from tests.support.http import fold_chat_response
 from tests.support.scenarios import (
     CHAT,
     HI,
@@ -20,10 +20,10 @@ from tests.support.scenarios import (
 )
 from tests.support.scripted_engine import (
     EOS,
-    Says,
     ScriptedEngine,
-    says,
+    TokenReply,
     text_of,
+    text_reply,
 )
 
 
@@ -66,10 +66,10 @@ def test_words_and_tokens_reach_the_engine(engine: ScriptedEngine, gateway: Gate
 def test_a_batch_is_many_conversations_each_read_in_its_own_way(
     engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
-    def echo(generate: Generate) -> Says:
+    def echo(generate: Generate) -> TokenReply:
         prompt = text_of(generate.prompt.tolist())
         name = prompt.rpartition("<user>")[2][0]
-        return says(f"{name}</think>{name}{call('now', {})}", marked=True)
+        return text_reply(f"{name}</think>{name}{call('now', {})}", marked=True)
 
     engine.script = echo
     begun = {"role": "assistant", "content": "<think>so "}
@@ -124,7 +124,7 @@ def test_a_requests_own_template_is_refused_unless_the_operator_trusts_it(
     assert (response.status_code, response.json()["error"]["param"]) == (400, "chat_template")
     with GatewayProcess(engine=engine.address, trust_request_chat_template=True) as trusting:
         trusting.await_ready()
-        assert said_whole(whole(trusting, body))[0]["content"] == "ok"
+        assert fold_chat_response(whole(trusting, body))[0]["content"] == "ok"
         assert text_of(engine.generates[-1].prompt.tolist()) == "hi!"
         response = trusting.post(CHAT, {"messages": HI, "chat_template": "{% if %}"})
         assert (response.status_code, response.json()["error"]["param"]) == (400, "chat_template")

@@ -11,7 +11,7 @@ import pytest
 
 from protocol.messages import Generate
 from tests.support.gateway_process import GatewayProcess
-from tests.support.http import spoken
+from tests.support.http import fold_chat_stream
 from tests.support.scenarios import (
     COLOGNE,
     TOOLS,
@@ -26,10 +26,10 @@ from tests.support.scenarios import (
     without_ids,
 )
 from tests.support.scripted_engine import (
-    Says,
     ScriptedEngine,
-    says,
+    TokenReply,
     text_of,
+    text_reply,
 )
 
 
@@ -63,7 +63,7 @@ def test_18_text_of_many_bytes_a_character_is_never_broken(
     answers(engine, f"<think>{text}</think>{text}{call('weather', {'city': text})}")
     events = stream(gateway, WITH_TOOLS)
     assert "\ufffd" not in json.dumps(events, ensure_ascii=False)
-    answer = spoken(events)[0]
+    answer = fold_chat_stream(events)[0]
     assert (answer["content"], answer["reasoning"]) == (text, text)
     assert json.loads(answer["calls"][0][2]) == {"city": text}
 
@@ -88,9 +88,9 @@ def test_19_a_stop_string_ends_content_and_nothing_else(
 def test_22_many_different_calls_at_once_are_as_if_alone(
     engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
-    def echo(generate: Generate) -> Says:
+    def echo(generate: Generate) -> TokenReply:
         prompt = text_of(generate.prompt.tolist())
-        return says(f"<think>{len(prompt)}</think>{prompt[-30:]}", marked=True, size=5)
+        return text_reply(f"<think>{len(prompt)}</think>{prompt[-30:]}", marked=True, size=5)
 
     engine.script = echo
     chats: list[Callable[[int], Any]] = [

@@ -20,7 +20,7 @@ from typing import Any
 import requests
 
 from tests.support.gateway_process import GatewayProcess
-from tests.support.scripted_engine import ScriptedEngine, says, thinking_card
+from tests.support.scripted_engine import ScriptedEngine, text_reply, thinking_card
 from tests.torture.fuzz.outcome import Outcome, watched
 from tests.torture.fuzz.values import changed, damaged
 
@@ -134,7 +134,7 @@ def scripted_gateway() -> Iterator[GatewayProcess]:
     with tempfile.TemporaryDirectory() as folder:
         address = f"ipc://{folder}/engine.sock"
         with ScriptedEngine(address, card=thinking_card(), max_len=2048) as engine:
-            engine.script = lambda generate: says(SAYS, size=9, marked=True)
+            engine.script = lambda generate: text_reply(SAYS, size=9, marked=True)
             config: dict[str, Any] = {
                 "engine": address,
                 "log_requests": False,

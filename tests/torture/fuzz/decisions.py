@@ -73,8 +73,8 @@ def say_to_engine(address: str, batch: list[Frames], key: ClusterKey | None = No
     client.greet()
     for frames in batch:
         client.socket.send_multipart(frames)
-    client.say(AbortByLabel(request=LAST, names=["nobody"]))
-    while client.hear() != Aborted(request=LAST, unknown=["nobody"]):
+    client.send(AbortByLabel(request=LAST, names=["nobody"]))
+    while client.receive() != Aborted(request=LAST, unknown=["nobody"]):
         pass
     client.close()
 
@@ -82,8 +82,8 @@ def say_to_engine(address: str, batch: list[Frames], key: ClusterKey | None = No
 def wire_errors(address: str, key: ClusterKey | None = None) -> int:
     client = RawClient(address, key)
     client.greet()
-    client.say(Ping())
-    pong = client.hear_all(Pong)
+    client.send(Ping())
+    pong = client.receive_kind(Pong)
     assert isinstance(pong, Pong)
     client.close()
     return pong.stats.num_wire_errors

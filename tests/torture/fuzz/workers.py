@@ -138,7 +138,7 @@ def worker_engine(count: int, seed: int) -> Outcome:
 
 def _one_life(router: zmq.Socket[bytes], program: Program, told: Any, outcome: Outcome) -> str:
     decoder: wire.Decoder[steps.FromWorker] = wire.Decoder(steps.FromWorker)
-    assert router.poll(int(PATIENCE_S * 1000)), program.said
+    assert router.poll(int(PATIENCE_S * 1000)), program.output
     worker, *frames = router.recv_multipart()
     assert isinstance(decoder.decode(frames), WorkerReady)
     last: Any = None
@@ -158,6 +158,6 @@ def _one_life(router: zmq.Socket[bytes], program: Program, told: Any, outcome: O
         if isinstance(last, WorkerFailed) or message is None:
             break
     code = program.end(timeout_s=PATIENCE_S)
-    assert code in (0, 1), program.said
+    assert code in (0, 1), program.output
     outcome.counted += code
     return f"ends with code {code}"
