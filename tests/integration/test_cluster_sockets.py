@@ -30,18 +30,20 @@ def context() -> Iterator[zmq.Context[Socket]]:
 
 @contextmanager
 def stranger(address: str, **options: int | bytes) -> Iterator[Socket]:
-    """A DEALER of someone who makes sockets without our help."""
+    """Yield a DEALER that was made by plain pyzmq, not by `protocol.sockets`."""
     context: zmq.Context[Socket] = zmq.Context()
-    with context.socket(zmq.DEALER) as socket:
+    try:
+        socket = context.socket(zmq.DEALER)
         for name, value in options.items():
             socket.set(getattr(zmq, name), value)
         socket.connect(address)
         yield socket
-    context.destroy(linger=0)
+    finally:
+        context.destroy(linger=0)
 
 
 def converse(server: Socket, client: Socket) -> None:
-    """They hear each other; the client's end is closed."""
+    """Check that each receives a message of the other, and close the client."""
     with client:
         client.send(b"hello")
         assert server.poll(SOON_MS)
@@ -51,7 +53,7 @@ def converse(server: Socket, client: Socket) -> None:
         assert client.recv() == b"hello back"
 
 
-def is_unheard(server: Socket, client: Socket) -> bool:
+def is_ignored(server: Socket, client: Socket) -> bool:
     client.send(b"let me in")
     return not server.poll(NEVER_MS) and not client.poll(0)
 
@@ -71,11 +73,11 @@ def test_a_client_without_the_key_is_ignored_and_the_server_continues(
     mine = {"CURVE_PUBLICKEY": public, "CURVE_SECRETKEY": secret}
     with sockets.bind_router(context, address, KEY) as server:
         with sockets.connect_dealer(context, address, OTHER) as other:
-            assert is_unheard(server, other), "another cluster's key"
+            assert is_ignored(server, other), "another cluster's key"
         with stranger(address) as plain:
-            assert is_unheard(server, plain), "no key at all"
+            assert is_ignored(server, plain), "no key at all"
         with stranger(address, CURVE_SERVERKEY=KEY.server.public, **mine) as curious:
-            assert is_unheard(server, curious), "only what a server shows in public"
+            assert is_ignored(server, curious), "only what a server shows in public"
         converse(server, sockets.connect_dealer(context, address, KEY))
 
 
@@ -89,7 +91,7 @@ def test_one_context_serves_two_clusters_apart(context: zmq.Context[Socket]) -> 
         converse(server, sockets.connect_dealer(context, address, KEY))
         converse(other_server, sockets.connect_dealer(context, other, OTHER))
         with stranger(other, CURVE_SERVERKEY=OTHER.server.public, **theirs) as guest:
-            assert is_unheard(other_server, guest)
+            assert is_ignored(other_server, guest)
 
 
 def test_a_context_ends_although_it_admits_peers() -> None:

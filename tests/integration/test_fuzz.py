@@ -25,4 +25,4 @@ def test_a_process_survives_nonsense_counts_it_and_goes_on(target: str) -> None:
 def test_mutilated_bodies_are_refused_or_answered_and_never_fail() -> None:
     outcome = bodies(BODIES, SEED)
     assert outcome.sent == BODIES
-    assert outcome.senseless > BODIES // 4
+    assert outcome.malformed > BODIES // 4

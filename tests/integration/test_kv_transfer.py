@@ -46,7 +46,7 @@ BIG = Shape(num_layers=8, num_blocks=120, block_tokens=16, num_kv_heads=4, head_
 def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     yield context
-    context.term()
+    context.destroy(linger=0)
 
 
 @pytest.fixture
@@ -351,7 +351,7 @@ def test_invalid_messages_are_dropped_and_an_idle_reader_costs_one_window(contex
     with Peer(big, address, "zmq") as peer, reader(context, empty(big), "zmq") as worker:
         peer.export(LEASE, list(range(1, 1200)), readers=2)
         before = peer.resident_bytes()
-        greedy = sockets.connect_dealer(context, address)
+        greedy = sockets.connect_dealer(context, address)  # closed with the context
         for frames in ([b""], [b"\x07x"], [b"\x01\xc1"], [b"\x01\x80"], [b"x"] * 70, []):
             greedy.send_multipart([*frames, b""])
         layout = big.layout
@@ -366,7 +366,6 @@ def test_invalid_messages_are_dropped_and_an_idle_reader_costs_one_window(contex
             "other readers do not wait for the greedy one"
         )
         assert peer.resident_bytes() - before < 32 << 20
-        greedy.close(linger=0)
 
 
 def test_exported_memory_costs_nothing_until_it_is_touched_and_leaves_no_file(context, address):

@@ -81,18 +81,16 @@ def test_requests_are_seen_aborted_and_let_finish(engine: tuple[Program, str]) -
     assert program.end() == 0
 
 
-def test_all_clients_hear_of_a_drain_at_once(engine: tuple[Program, str]) -> None:
+def test_a_drain_is_reported_to_all_clients_at_once(engine: tuple[Program, str]) -> None:
     program, address = engine
-    watcher = RawClient(address)
-    watcher.greet()
-    with Client(address) as client:
+    with RawClient(address) as watcher, Client(address) as client:
+        watcher.greet()
         answer = client.generate([3], max_tokens=300, ignore_eos=True)
         client.drain()
-        told = watcher.receive_kind(Pong)
-        assert isinstance(told, Pong)
-        assert told.stats.draining
+        pong = watcher.receive_kind(Pong)
+        assert isinstance(pong, Pong)
+        assert pong.stats.draining
         assert len(answer.tokens()) == 300
-    watcher.close()
     assert program.end() == 0
 
 

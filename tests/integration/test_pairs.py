@@ -259,11 +259,10 @@ def test_a_refusal_of_d_is_reported_and_p_is_released(pair: EnginePair) -> None:
 
 
 def hang_up_while(pair: EnginePair, claim: Any) -> None:
-    """A client that streams, and goes as soon as `claim` is true."""
-    sock = connect(pair.gateway.port)
-    send_post(sock, COMPLETIONS, {"prompt": PROMPT, "stream": True, "max_tokens": 400})
-    assert eventually(claim)
-    sock.close()
+    """Request a stream, and hang up as soon as `claim` is true."""
+    with connect(pair.gateway.port) as sock:
+        send_post(sock, COMPLETIONS, {"prompt": PROMPT, "stream": True, "max_tokens": 400})
+        assert eventually(claim)
 
 
 def test_a_client_that_goes_while_p_computes_stops_p(pair: EnginePair) -> None:

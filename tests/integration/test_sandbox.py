@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -30,25 +31,22 @@ LITTLE_CPU_S = 0.2
 
 @pytest.fixture
 def templates() -> Iterator[TemplateProcesses]:
-    processes = TemplateProcesses()
-    processes.start()
-    yield processes
-    processes.close()
+    with closing(TemplateProcesses()) as processes:
+        processes.start()
+        yield processes
 
 
 @pytest.fixture(scope="module")
 def limited() -> Iterator[SandboxProcess]:
-    """Return a process for hostile templates, with a shorter time limit than usual."""
-    process = SandboxProcess(cpu_s=LITTLE_CPU_S)
-    yield process
-    process.close()
+    """Yield a process for hostile templates, with a shorter time limit than usual."""
+    with closing(SandboxProcess(cpu_s=LITTLE_CPU_S)) as process:
+        yield process
 
 
 @pytest.fixture
 def usual() -> Iterator[SandboxProcess]:
-    process = SandboxProcess()
-    yield process
-    process.close()
+    with closing(SandboxProcess()) as process:
+        yield process
 
 
 def rendered(template: ParsedTemplate, messages: Any = USER) -> str:
@@ -109,13 +107,12 @@ def _refusal(templates: TemplateProcesses, source: str) -> Exception | None:
     return None
 
 
-def test_only_so_many_templates_of_requests_wait() -> None:
-    process = SandboxProcess(cpu_s=LITTLE_CPU_S, max_waiting=2)
-    asked = [gevent.spawn(_outcome, process, ENDLESS) for _ in range(4)]
-    gevent.joinall(asked)
-    assert [type(each.value) for each in asked] == [*[LimitExceeded] * 2, *[Overloaded] * 2]
-    assert isinstance(_outcome(process, PLAIN), TemplateLoaded)
-    process.close()
+def test_at_most_max_waiting_templates_of_requests_wait() -> None:
+    with closing(SandboxProcess(cpu_s=LITTLE_CPU_S, max_waiting=2)) as process:
+        asked = [gevent.spawn(_outcome, process, ENDLESS) for _ in range(4)]
+        gevent.joinall(asked)
+        assert [type(each.value) for each in asked] == [*[LimitExceeded] * 2, *[Overloaded] * 2]
+        assert isinstance(_outcome(process, PLAIN), TemplateLoaded)
     assert MAX_WAITING > 2
 
 
@@ -129,33 +126,31 @@ def _outcome(process: SandboxProcess, source: str) -> object:
 def test_a_template_that_waits_for_a_killed_process_is_rendered_by_the_next(
     templates: TemplateProcesses,
 ) -> None:
-    process = SandboxProcess(cpu_s=30)
-    template = SandboxedTemplate(process, PLAIN, {})
-    killed = process.pid
-    assert killed is not None
-    os.kill(killed, signal.SIGSTOP)
-    asked = [gevent.spawn(rendered, template) for _ in range(5)]
-    gevent.sleep(0)  # the first is sent, the others wait for their turn
-    os.kill(killed, signal.SIGKILL)
-    gevent.joinall(asked, raise_error=True)
-    assert [each.value for each in asked] == ["<user>hi"] * 5
-    assert process.pid != killed
-    process.close()
+    with closing(SandboxProcess(cpu_s=30)) as process:
+        template = SandboxedTemplate(process, PLAIN, {})
+        killed = process.pid
+        assert killed is not None
+        os.kill(killed, signal.SIGSTOP)
+        asked = [gevent.spawn(rendered, template) for _ in range(5)]
+        gevent.sleep(0)  # the first is sent, the others wait for their turn
+        os.kill(killed, signal.SIGKILL)
+        gevent.joinall(asked, raise_error=True)
+        assert [each.value for each in asked] == ["<user>hi"] * 5
+        assert process.pid != killed
 
 
-def test_a_process_that_stands_still_is_replaced() -> None:
-    process = SandboxProcess(wall_s=10)
-    template = SandboxedTemplate(process, PLAIN, {})
-    process.wall_s = 0.2
-    stopped = process.pid
-    assert stopped is not None
-    os.kill(stopped, signal.SIGSTOP)
-    with pytest.raises(InvalidRequest, match="longer than"):
-        rendered(template)
-    process.wall_s = 10
-    assert rendered(template) == "<user>hi"
-    assert eventually(lambda: not is_alive(stopped))
-    process.close()
+def test_a_process_that_hangs_is_replaced() -> None:
+    with closing(SandboxProcess(wall_s=10)) as process:
+        template = SandboxedTemplate(process, PLAIN, {})
+        process.wall_s = 0.2
+        stopped = process.pid
+        assert stopped is not None
+        os.kill(stopped, signal.SIGSTOP)
+        with pytest.raises(InvalidRequest, match="longer than"):
+            rendered(template)
+        process.wall_s = 10
+        assert rendered(template) == "<user>hi"
+        assert eventually(lambda: not is_alive(stopped))
 
 
 def test_signals_for_the_whole_group_do_not_end_it(limited: SandboxProcess) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -50,19 +51,17 @@ def opened(path: Path) -> Database:
 def test_processes_write_side_by_side_and_lose_nothing(tmp_path: Path) -> None:
     path = tmp_path / "r.db"
     names, count = ("a", "b", "c"), 40
-    writers = [writer(path, name, count) for name in names]
-    for program in writers:
-        with program:
+    with ExitStack() as stack:
+        for program in [stack.enter_context(writer(path, name, count)) for name in names]:
             assert program.end() == 0, program.output
-    database = opened(path)
-    for run in (f"{name}-{n}" for name in names for n in range(count)):
-        record = database.get(run, "o", time.time())
-        assert record is not None
-        assert record.body == b"done"
-        page = database.page(run, "o", -1, time.time())
-        assert page is not None
-        assert page.frames == [b"%d" % n for n in range(51)]
-    database.close()
+        database = stack.enter_context(closing(opened(path)))
+        for run in (f"{name}-{n}" for name in names for n in range(count)):
+            record = database.get(run, "o", time.time())
+            assert record is not None
+            assert record.body == b"done"
+            page = database.page(run, "o", -1, time.time())
+            assert page is not None
+            assert page.frames == [b"%d" % n for n in range(51)]
 
 
 @pytest.mark.parametrize("after", [3, 8, 21])
@@ -73,19 +72,18 @@ def test_a_process_that_is_killed_leaves_whole_batches(tmp_path: Path, after: in
         program.line_with(f"a-{after}")
         program.process.kill()
         program.end()
-        told = [line for line in program.out if line.startswith("a-")]
-    database = opened(path)
-    for run in told:
-        record = database.get(run, "o", time.time())
-        assert record is not None
-        assert record.body == b"done"
-    last = f"a-{len(told)}"
-    page = database.page(last, "o", -1, time.time())
-    if page is not None:  # it was begun
-        assert page.frames == [b"%d" % n for n in range(len(page.frames))]
-        assert len(page.frames) % 10 in (0, 1)
-        ended = database.page(last, "o", -1, time.time() + 3600)
-        assert ended is not None
-        assert ended.is_last
-        assert ended.frames[-1] in (b"died", b"50")
-    database.close()
+        written = [line for line in program.out if line.startswith("a-")]
+    with closing(opened(path)) as database:
+        for run in written:
+            record = database.get(run, "o", time.time())
+            assert record is not None
+            assert record.body == b"done"
+        last = f"a-{len(written)}"
+        page = database.page(last, "o", -1, time.time())
+        if page is not None:  # it was begun
+            assert page.frames == [b"%d" % n for n in range(len(page.frames))]
+            assert len(page.frames) % 10 in (0, 1)
+            ended = database.page(last, "o", -1, time.time() + 3600)
+            assert ended is not None
+            assert ended.is_last
+            assert ended.frames[-1] in (b"died", b"50")

@@ -61,8 +61,8 @@ class Device:
             return self.launched[-1]
 
     def await_launches(self, count: int) -> None:
-        with self.news:
-            assert self.news.wait_for(lambda: len(self.launched) >= count, WAIT_S)
+        with self.condition:
+            assert self.condition.wait_for(lambda: len(self.launched) >= count, WAIT_S)
 
     def end(self) -> None:
         self.launched[self.num_ended].event.set()
@@ -138,8 +138,7 @@ def start(kind: str, folder: Path, model: TinyModel | None = None) -> Iterator[L
     if thread.is_alive():
         bench.send(Stop())
     thread.join(WAIT_S)
-    socket.close(linger=0)
-    context.term()
+    context.destroy(linger=0)
 
 
 @pytest.fixture

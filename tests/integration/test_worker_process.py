@@ -100,8 +100,7 @@ def start(tmp_path, monkeypatch) -> Iterator[Starter]:
     for engine in starter.engines:
         engine.process.kill()
         engine.process.communicate()
-        engine.socket.close(linger=0)
-    starter.context.term()
+    starter.context.destroy(linger=0)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,8 @@
-"""A client of an engine that says just what a test wants it to say."""
+"""A client of an engine that sends exactly the messages of a test, and nothing by itself."""
 
 from __future__ import annotations
+
+from typing import Self
 
 import zmq
 
@@ -10,32 +12,41 @@ from protocol.messages import PROTOCOL_VERSION, Hello, Message, Probe, ToClient,
 
 
 class RawClient:
+    """A DEALER socket of an engine. It waits a minute for a message, then raises zmq.Again."""
+
     def __init__(self, address: str, key: ClusterKey | None = None) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = sockets.connect_dealer(self._context, address, key)
         self.socket.setsockopt(zmq.RCVTIMEO, 60_000)
         self._decoder: wire.Decoder[ToClient] = wire.Decoder(ToClient)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
     def send(self, message: Message) -> None:
         self.socket.send_multipart(wire.encode(message))
 
     def receive(self) -> ToClient:
-        """Return the next message, but for probes, which an engine sends to a silent client."""
+        """Return the next message that is not a probe. Engines send probes to silent clients."""
         while isinstance(message := self.receive_any(), Probe):
             pass
         return message
 
     def receive_kind(self, kind: type[ToClient]) -> ToClient:
-        """Return the next message of a kind; others are passed over."""
+        """Return the next message of type `kind`, and drop all others before it."""
         while not isinstance(message := self.receive_any(), kind):
             pass
         return message
 
     def receive_any(self) -> ToClient:
-        """Return the next message, probes too."""
+        """Return the next message, which may be a probe."""
         return self._decoder.decode(self.socket.recv_multipart())
 
     def greet(self) -> None:
+        """Send Hello, and wait for the engine's Welcome."""
         self.send(Hello(protocol=PROTOCOL_VERSION, name="raw"))
         assert isinstance(self.receive_kind(Welcome), Welcome)
 

@@ -24,7 +24,7 @@ from protocol.client import Client
 from protocol.cluster_key import read_cluster_key, write_cluster_key
 from protocol.kv_peers import KVChunk
 from protocol.stats import EngineStats
-from tests.support.engine_view import EngineView
+from tests.support.engine_view import EngineView, is_free
 from tests.support.kv_proxy import Proxy
 from tests.support.router import Router, RouterCase, all_ended, greedy
 from tests.support.tiny_checkpoint import VOCAB
@@ -228,19 +228,14 @@ class SplitScene:
                 self.await_free(place)
 
     def await_free(self, place: ScenePlace) -> None:
-        def is_free() -> bool:
-            return has_all_free(place.stats())
+        def claim() -> bool:
+            return is_free(place.stats())
 
         if self.is_deserted:
-            is_in_time = eventually(is_free, within_s=FREE_WITHIN_S)
+            is_in_time = eventually(claim, within_s=FREE_WITHIN_S)
         else:
-            is_in_time = self.router.until(is_free, FREE_WITHIN_S)
+            is_in_time = self.router.until(claim, FREE_WITHIN_S)
         assert is_in_time, place.stats()
-
-
-def has_all_free(stats: EngineStats) -> bool:
-    is_idle = not (stats.running or stats.waiting or stats.fetching or stats.leases)
-    return is_idle and stats.free_blocks == stats.total_blocks
 
 
 @contextmanager

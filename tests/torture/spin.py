@@ -1,14 +1,13 @@
-"""`python -m tests.torture.spin`: peers that are killed again and again leave nobody spinning, and
-of a million messages none is missed.
+"""`python -m tests.torture.spin`: checks for processes that spin and for messages that are missed.
 
     clients of an engine     each is killed in the middle of its answer
     engines of a gateway     each is killed in the middle of an answer; another takes its place
-    messages to a gateway    its socket's descriptor tells of a message once: whoever does not read
-                             all that is there then waits for ever
-    messages to an engine    each heartbeat is answered
+    messages to a gateway    a million. ZeroMQ signals its descriptor once for many messages, so a
+                             gateway that does not read all of them would wait for ever
+    messages to an engine    a million heartbeats, of which each must be answered
 
-Afterwards whoever was left is idle, and an idle process uses hardly any CPU: of its own time, so
-what else runs on the machine does not matter.
+After the kills, the processes that are left must be idle. That is measured as their own CPU time,
+so other processes of the machine do not matter.
 """
 
 from __future__ import annotations
@@ -41,6 +40,7 @@ from protocol.messages import (
     Outputs,
     Ping,
     Pong,
+    Probe,
     ToEngine,
     Welcome,
 )
@@ -69,8 +69,11 @@ LIMITS = Limits(
 
 
 def idle_cpu(pids: Sequence[int]) -> float:
-    """The share of a core that the busiest of these uses: in its best of some windows, since
-    what it was told last may keep it for a moment."""
+    """Return the share of a core that the busiest of these processes uses.
+
+    The share is the least of a few measurements, because the last messages may still keep a process
+    busy for a moment.
+    """
     best = dict.fromkeys(pids, float("inf"))
     for _ in range(TRIES):
         before = {pid: _cpu_s(pid) for pid in pids}
@@ -93,11 +96,11 @@ def _cpu_s(pid: int) -> float:
 
 
 def clients_killed(count: int) -> float:
-    """What the engine and its worker use afterwards."""
+    """Return the CPU share of the engine and its worker after `count` clients were killed."""
     with tiny_engine(context_tokens=CONTEXT, lease_s=LEASE_S) as (program, address):
         engine = program.process.pid
         with ThreadPoolExecutor(AT_A_TIME) as pool:
-            list(pool.map(_live_and_die, [address] * count))
+            list(pool.map(_run_and_kill_client, [address] * count))
         with Client(address) as client:
             gone = eventually(lambda: client.get_status().stats.clients == 1, within_s=PATIENCE_S)
             stats = client.get_status().stats
@@ -111,23 +114,23 @@ def _others(stats: EngineStats) -> int:
     return sum(count for why, count in stats.num_finished.items() if why != "abort")
 
 
-def _live_and_die(address: str) -> None:
+def _run_and_kill_client(address: str) -> None:
     with Program(["-m", "tests.torture.spin", "--be-client", address]) as client:
-        client.line_with("hears", timeout_s=PATIENCE_S)
+        client.line_with("receives", timeout_s=PATIENCE_S)
         client.signal(signal.SIGKILL)
 
 
 def be_client(address: str) -> None:
-    """Until somebody kills us: an answer that has no end."""
+    """Read an answer that takes longer than this process lives. `_run_and_kill_client` kills it."""
     with Client(address, wait_s=PATIENCE_S) as engine:
         for number, _ in enumerate(engine.generate([3], max_tokens=CONTEXT - 8, ignore_eos=True)):
             if number == 2:
-                print("hears", flush=True)
+                print("receives", flush=True)
     time.sleep(PATIENCE_S)
 
 
 def engines_killed(count: int) -> float:
-    """What the gateway uses afterwards, before the last engine, which lives."""
+    """Return the CPU share of the gateway after `count` engines were killed and one was left."""
     with tempfile.TemporaryDirectory() as folder:
         address = f"ipc://{folder}/engine.sock"
         config: dict[str, Any] = {
@@ -142,7 +145,7 @@ def engines_killed(count: int) -> float:
                     gateway.await_ready()
                     asked = pool.submit(_ask, gateway)
                     engine.await_generates(1, PATIENCE_S)
-                assert asked.result(PATIENCE_S) in (500, 502, 503), "it was told that it is lost"
+                assert asked.result(PATIENCE_S) in (500, 502, 503), "not reported as lost"
             with ScriptedEngine(address):
                 gateway.await_ready()
                 assert _ask(gateway) == 200
@@ -160,53 +163,56 @@ def _ask(gateway: GatewayProcess) -> int:
 
 
 def messages_to_gateway(count: int, seed: int = 1) -> None:
-    """In bursts and with pauses of any length, to the client that gateways use. Raises
-    AssertionError where one is missing, or they are not in their order."""
+    """Send messages to the gateway's engine client, in bursts and with random pauses.
+
+    Raises AssertionError if a message is missing or out of order.
+    """
     with tempfile.TemporaryDirectory() as folder, _router(f"ipc://{folder}/engine") as router:
         command = ["-m", "tests.torture.spin", "--be-gateway", f"ipc://{folder}/engine"]
         with Program([*command, "--messages", str(count)]) as program:
-            _say_all(router, count, Random(seed), program.process.poll)
-            program.line_with("all have come", timeout_s=PATIENCE_S)
+            _send_all(router, count, Random(seed), program.process.poll)
+            program.line_with("all received", timeout_s=PATIENCE_S)
 
 
 @contextmanager
 def _router(address: str) -> Iterator[zmq.Socket[bytes]]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    with sockets.bind_router(context, address) as socket:
-        yield socket
-    context.term()
+    try:
+        yield sockets.bind_router(context, address)
+    finally:
+        context.destroy(linger=0)
 
 
-def _say_all(
+def _send_all(
     router: zmq.Socket[bytes], count: int, chance: Random, has_ended: Callable[[], object]
 ) -> None:
-    """One token a message; each burst is followed by what the other end has said meanwhile."""
-    client, request = _begin(router)
-    said = 0
-    while said < count:
-        for _ in range(min(count - said, chance.choice([1, 1, 2, 63, 64, 65, 128, 1000]))):
-            said += 1
-            finish: Literal["length"] | None = "length" if said == count else None
-            output = Output(request=request, tokens=[said], finish=finish)
-            router.send_multipart([client, *wire.encode(Outputs(step=said, outputs=[output]))])
+    """Send one token a message, in bursts. Answer the client's own messages after each burst."""
+    client, request = _await_request(router)
+    sent = 0
+    while sent < count:
+        for _ in range(min(count - sent, chance.choice([1, 1, 2, 63, 64, 65, 128, 1000]))):
+            sent += 1
+            finish: Literal["length"] | None = "length" if sent == count else None
+            output = Output(request=request, tokens=[sent], finish=finish)
+            router.send_multipart([client, *wire.encode(Outputs(step=sent, outputs=[output]))])
         _answer_waiting(router)
         if chance.random() < 0.3:
             time.sleep(chance.random() * 0.002)
         assert has_ended() is None
 
 
-def _begin(router: zmq.Socket[bytes]) -> tuple[bytes, int]:
-    """Until somebody has asked for an answer: who, and its number for it."""
+def _await_request(router: zmq.Socket[bytes]) -> tuple[bytes, int]:
+    """Wait for a Generate, and accept it. Return (client, number of the request)."""
     while True:
         assert router.poll(int(PATIENCE_S * 1000))
-        client, message = _hear(router)
+        client, message = _receive(router)
         if isinstance(message, Generate):
             router.send_multipart([client, *wire.encode(Accepted(request=message.request))])
             return client, message.request
         _answer(router, client, message)
 
 
-def _hear(router: zmq.Socket[bytes]) -> tuple[bytes, ToEngine]:
+def _receive(router: zmq.Socket[bytes]) -> tuple[bytes, ToEngine]:
     decoder: wire.Decoder[ToEngine] = wire.Decoder(ToEngine)
     client, *frames = router.recv_multipart()
     return client, decoder.decode(frames)
@@ -214,7 +220,7 @@ def _hear(router: zmq.Socket[bytes]) -> tuple[bytes, ToEngine]:
 
 def _answer_waiting(router: zmq.Socket[bytes]) -> None:
     while router.poll(0):
-        _answer(router, *_hear(router))
+        _answer(router, *_receive(router))
 
 
 def _answer(router: zmq.Socket[bytes], client: bytes, message: ToEngine) -> None:
@@ -228,22 +234,21 @@ def _answer(router: zmq.Socket[bytes], client: bytes, message: ToEngine) -> None
 
 
 def be_gateway(address: str, count: int) -> None:
-    """Ask for an answer and hear all of it."""
+    """Request an answer of `count` tokens, and check that all of them arrive in order."""
     import gevent
     from gevent.event import Event
 
     from gateway.engine.client import ZmqEngineClient
-    from protocol.messages import Output as Told
     from protocol.sampling import SamplingParams
 
-    client, ended, heard = ZmqEngineClient(address), Event(), 0
+    client, ended, received = ZmqEngineClient(address), Event(), 0
 
     def receive(report: object) -> None:
-        nonlocal heard
-        if isinstance(report, Told):
+        nonlocal received
+        if isinstance(report, Output):
             assert report.error is None, report.error
-            assert report.tokens == list(range(heard + 1, heard + 1 + len(report.tokens)))
-            heard += len(report.tokens)
+            assert report.tokens == list(range(received + 1, received + 1 + len(report.tokens)))
+            received += len(report.tokens)
             if report.finish is not None:
                 ended.set()
 
@@ -252,26 +257,29 @@ def be_gateway(address: str, count: int) -> None:
         gevent.sleep(0.01)
     client.generate([1], SamplingParams(max_tokens=count), receive)
     ended.wait()
-    assert heard == count
-    print("all have come", flush=True)
+    assert received == count
+    print("all received", flush=True)
     client.close()
 
 
 def messages_to_engine(count: int) -> None:
-    """Heartbeats as fast as they go: one answer to each. Raises zmq.Again where one is missing."""
-    with tiny_engine() as (_, address):
-        client = RawClient(address)
+    """Send heartbeats as fast as possible, and check that each is answered exactly once.
+
+    Raises zmq.Again if an answer is missing.
+    """
+    with tiny_engine() as (_, address), RawClient(address) as client:
         client.greet()
-        sent = heard = 0
-        while heard < count:
+        sent = num_pongs = 0
+        while num_pongs < count:
             for _ in range(min(1000, count - sent)):
                 client.send(Ping())
                 sent += 1
-            heard += isinstance(client.receive(), Pong)
-            while heard < sent and (sent == count or client.socket.poll(0)):
-                heard += isinstance(client.receive(), Pong)
-        assert not client.socket.poll(500), "more answers than questions"
-        client.close()
+            num_pongs += isinstance(client.receive_any(), Pong)
+            while num_pongs < sent and (sent == count or client.socket.poll(0)):
+                # A probe may be all that there is to read, so it is not skipped.
+                num_pongs += isinstance(client.receive_any(), Pong)
+        while client.socket.poll(500):
+            assert isinstance(client.receive_any(), Probe), "more answers than pings"
 
 
 def main() -> int:
@@ -294,16 +302,16 @@ def main() -> int:
 
 def _report(kills: int, messages: int) -> int:
     shares = []
-    for who, kill in (("clients of an engine", clients_killed), ("engines", engines_killed)):
-        began = time.monotonic()
+    for killed, kill in (("clients of an engine", clients_killed), ("engines", engines_killed)):
+        started_at = time.monotonic()
         shares.append(kill(kills))
-        took_s = time.monotonic() - began
-        print(f"{kills} {who} killed: idle CPU {shares[-1]:.2%} ({took_s:.0f} s)", flush=True)
-    for who, say in (("a gateway", messages_to_gateway), ("an engine", messages_to_engine)):
-        began = time.monotonic()
-        say(messages)
-        rate = messages / (time.monotonic() - began)
-        print(f"{messages:,} messages to {who}: none missed ({rate:,.0f}/s)", flush=True)
+        took_s = time.monotonic() - started_at
+        print(f"{kills} {killed} killed: idle CPU {shares[-1]:.2%} ({took_s:.0f} s)", flush=True)
+    for receiver, send in (("a gateway", messages_to_gateway), ("an engine", messages_to_engine)):
+        started_at = time.monotonic()
+        send(messages)
+        rate = messages / (time.monotonic() - started_at)
+        print(f"{messages:,} messages to {receiver}: none missed ({rate:,.0f}/s)", flush=True)
     return int(max(shares) >= IDLE_CPU)
 
 

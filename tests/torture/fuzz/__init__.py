@@ -1,10 +1,10 @@
-"""Nonsense, made from sense: whatever a socket or a route can be sent, near to what it understands.
+"""Fuzzing: sends slightly changed messages to every socket, and changed bodies to every route.
 
-    values   one value, changed somewhere: of a message, or of a JSON body
-    frames   messages of each direction, changed in their structure or in their bytes
-    sockets  each ZeroMQ socket of real processes: decisions, workers, strangers
-    bodies   each POST route of a real gateway, and what must be true of it afterwards
+    values   change a value inside a message or a JSON body
+    frames   change the structure or the bytes of a message
+    sockets  the ZeroMQ sockets of real processes: see decisions, workers and strangers
+    bodies   the POST routes of a real gateway
 
-`python -m tests.torture.fuzz --frames 1000000 --bodies 100000` does all of it and prints a table.
-Everything follows from a seed, so whatever is found can be found again.
+`python -m tests.torture.fuzz --frames 1000000 --bodies 100000` runs all targets and prints a table.
+All changes follow from a seed, so a failure can be repeated.
 """

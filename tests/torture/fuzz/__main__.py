@@ -1,6 +1,6 @@
-"""`python -m tests.torture.fuzz`: every socket and every route, and what came of it, as a table.
+"""`python -m tests.torture.fuzz`: fuzzes every socket and every route, and prints a table.
 
-Ends with code 1, after all others have had their turn, where one was not as it must be.
+All targets run, even after a failure. The exit code is 1 if any of them failed.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from tests.torture.fuzz.sockets import TARGETS
 from tests.torture.fuzz.workers import worker_engine
 
 FRAMES_PER_WORKER = 50_000
-"""A worker ends with the first message that makes no sense, and takes seconds to start: of these
-there are fewer."""
+"""One worker is started per this many frames: it exits at the first malformed one and takes seconds
+to start."""
 
 
 def main() -> int:
@@ -45,7 +45,7 @@ def main() -> int:
     for name in options.only or runs:
         try:
             print(runs[name](options.seed), flush=True)
-        except Exception:  # the others have their turn; the code tells
+        except Exception:  # the other targets still run; the exit code reports the failure
             failures += 1
             print(f"{name} failed, with seed {options.seed}:\n{traceback.format_exc()}", flush=True)
     return 1 if failures else 0

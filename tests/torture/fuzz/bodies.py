@@ -1,7 +1,7 @@
-"""JSON bodies, changed, for every POST route of a real gateway before a scripted engine.
+"""Sends changed JSON bodies to every POST route of a real gateway with a scripted engine.
 
-Each is answered with 200 or a 4xx, in time, and by a process that lives on, does not grow, and has
-no failure of its own in its log.
+Each must be answered with 200 or a 4xx in time. The gateway process must stay alive, may not grow,
+and may not log a traceback.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from itertools import chain, cycle, repeat
+from contextlib import closing, contextmanager
+from itertools import chain, cycle, islice, repeat
 from random import Random
 from typing import Any
 
@@ -29,8 +29,9 @@ RESPONSES, GENERATE = "/v1/responses", "/inference/v1/generate"
 PATIENCE_S = 60.0
 NUM_CLIENTS = 4
 UNREADY, STARVED = 503, b"engine_lost"
-"""The engine is a thread of this program, and had no CPU for seconds: it is asked again, once."""
-SAYS = (
+"""A 503 with this code means that the scripted engine, a thread of this program, had no CPU for
+seconds. The request is sent again, once."""
+ANSWER = (
     '<think>\nhm\n</think>\nHi\n<tool_call>\n{"name": "look", "arguments": {"at": 1}}\n</tool_call>'
 )
 
@@ -38,7 +39,7 @@ SCHEMA = {"type": "object", "properties": {"at": {"type": "integer"}}, "required
 FUNCTION = {"name": "look", "description": "d", "parameters": SCHEMA, "strict": True}
 TOOL = {"type": "function", "function": FUNCTION}
 CALL = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": '{"at": 2}'}}
-SAID = [
+CONVERSATION = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": [{"type": "text", "text": "hi"}]},
     {"role": "assistant", "content": "", "tool_calls": [CALL]},
@@ -52,7 +53,8 @@ DRAWN = {
     **{"ignore_eos": True, "skip_special_tokens": False, "bad_words": ["no"]},
 }
 CHAT_BODY = {
-    **{"model": "scripted", "messages": SAID, "tools": [TOOL], "tool_choice": "auto", **DRAWN},
+    **{"model": "scripted", "messages": CONVERSATION, "tools": [TOOL], **DRAWN},
+    "tool_choice": "auto",
     **{"n": 2, "logprobs": True, "top_logprobs": 2, "stream_options": {"include_usage": True}},
     **{"stream": True, "user": "me", "priority": 1, "cache_salt": "s", "return_token_ids": True},
     **{"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": True}},
@@ -125,8 +127,7 @@ RECORDED: dict[str, list[Any]] = {
     "/tokenize": [{"prompt": "hi", "add_special_tokens": True, "return_token_strs": True}],
     "/detokenize": [{"tokens": [104, 105], "model": "scripted"}],
 }
-"""Of each route (with what a path names), bodies that it understands. Those of derender routes are
-made from what the others answer: `_derenders`."""
+"""Valid bodies by path. Bodies of the derender routes are made from other answers: `_derenders`."""
 
 
 @contextmanager
@@ -134,7 +135,7 @@ def scripted_gateway() -> Iterator[GatewayProcess]:
     with tempfile.TemporaryDirectory() as folder:
         address = f"ipc://{folder}/engine.sock"
         with ScriptedEngine(address, card=thinking_card(), max_len=2048) as engine:
-            engine.script = lambda generate: text_reply(SAYS, size=9, marked=True)
+            engine.script = lambda generate: text_reply(ANSWER, size=9, marked=True)
             config: dict[str, Any] = {
                 "engine": address,
                 "log_requests": False,
@@ -147,8 +148,8 @@ def scripted_gateway() -> Iterator[GatewayProcess]:
 
 
 def recorded(gateway: GatewayProcess) -> list[tuple[str, Any]]:
-    """(path, body) of every POST route, and what it says to them is a 200 (or, of what is not
-    there, a 404)."""
+    """Return valid (path, body) pairs for every POST route, after checking that each is answered
+    with 200, or with 404 if it names something that does not exist."""
     pairs = [(path, body) for path, bodies in RECORDED.items() for body in bodies]
     pairs += _derenders(gateway)
     for path, body in pairs:
@@ -163,7 +164,7 @@ def _rule(path: str) -> str:
 
 
 def _posted(gateway: GatewayProcess) -> set[str]:
-    """What the server itself says it has."""
+    """Return the POST routes that the server lists in its OpenAPI document."""
     paths = requests.get(gateway.url + "/openapi.json", timeout=20).json()["paths"]
     return {path for path, methods in paths.items() if "post" in methods}
 
@@ -216,30 +217,28 @@ def _ask_all(
     for statuses in pool.map(_ask, repeat(gateway), repeat(pairs), shares, seeds):
         outcome.sent += statuses.total()
         refused = sum(count for status, count in statuses.items() if status >= 400)
-        outcome.senseless += refused
+        outcome.malformed += refused
         outcome.counted += refused
         for status, count in statuses.items():
-            outcome.told[f"answers of {status}"] += count
+            outcome.notes[f"answers of {status}"] += count
 
 
 def _ask(
     gateway: GatewayProcess, pairs: list[tuple[str, Any]], count: int, seed: int
 ) -> Counter[int]:
-    """One client, on one connection while that lasts."""
+    """Send `count` changed bodies over one connection; return how often each status came."""
     chance, statuses = Random(seed), Counter[int]()
-    connection = http.client.HTTPConnection("127.0.0.1", gateway.port, timeout=PATIENCE_S)
     order = chain.from_iterable(chance.sample(pairs, len(pairs)) for _ in cycle([0]))
-    for path, body in order:
-        if statuses.total() == count:
-            break
-        data = _mutilated(body, chance)
-        status, told = _post(connection, path, data)
-        if status == UNREADY and STARVED in told:
-            gateway.await_ready()
-            status, told = _post(connection, path, data)
-        assert status == 200 or 400 <= status < 500, (path, data, status, told)
-        statuses[status] += 1
-    connection.close()
+    connection = http.client.HTTPConnection("127.0.0.1", gateway.port, timeout=PATIENCE_S)
+    with closing(connection):
+        for path, body in islice(order, count):
+            data = _mutilated(body, chance)
+            status, answer = _post(connection, path, data)
+            if status == UNREADY and STARVED in answer:
+                gateway.await_ready()
+                status, answer = _post(connection, path, data)
+            assert status == 200 or 400 <= status < 500, (path, data, status, answer)
+            statuses[status] += 1
     return statuses
 
 
@@ -251,7 +250,7 @@ def _mutilated(body: Any, chance: Random) -> bytes:
 
 
 def _post(connection: http.client.HTTPConnection, path: str, data: bytes) -> tuple[int, bytes]:
-    """A connection that the server has closed after its last answer is opened anew, once."""
+    """Return (status, body). Connect again, once, if the server closed the connection before."""
     for is_first in (True, False):
         try:
             connection.request("POST", path, data, {"Content-Type": "application/json"})

@@ -1,8 +1,11 @@
-"""The sockets of the engine and of the gateway, sent nonsense by whoever can connect to it.
+"""Sends malformed messages to the sockets of an engine and of a gateway.
 
-Each function sends about `count` messages and raises AssertionError unless the process lives, has
-answered all the while, has refused exactly what makes no sense, has not grown, and afterwards still
-does what it is for, rightly.
+Each function sends about `count` messages. It raises AssertionError unless the process
+
+- stays alive and answers its other clients meanwhile,
+- refuses exactly the messages that are malformed,
+- does not grow, and
+- still answers correctly afterwards.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import msgspec
 import requests
 import zmq
 
-from protocol import messages, sockets, steps
+from protocol import messages, steps
 from protocol.client import Client
 from protocol.cluster_key import ClusterKey
 from protocol.messages import (
@@ -32,6 +35,7 @@ from protocol.messages import (
     Refused,
     Welcome,
 )
+from tests.support.engine_view import is_free
 from tests.support.gateway_process import GatewayProcess
 from tests.support.raw_client import RawClient
 from tests.support.scripted_engine import ScriptedEngine
@@ -47,77 +51,78 @@ LAST = 1 << 40
 
 
 def engine_clients(count: int, seed: int) -> Outcome:
-    """By a client. One more is there all the time, and gets its answers."""
+    """Send the messages as a client would. Another client receives correct answers meanwhile."""
     outcome = Outcome("engine, from clients")
     with tiny_engine() as (program, address), Client(address) as polite:
         before = wire_errors(address)
         with watched(outcome, lambda: program.process.pid) as is_warm:
             nonsense = Nonsense(messages.ToEngine, Random(seed), never=(Drain, Profile))
             for number, batch in enumerate(batches(nonsense, count, outcome)):
-                say_to_engine(address, batch)
-                answers_rightly(polite)
+                send_to_engine(address, batch)
+                check_answer(polite)
                 if number == count // BATCH // 10:
                     is_warm()
         outcome.counted = wire_errors(address) - before
-        assert outcome.counted == outcome.senseless, outcome
-        assert eventually(lambda: polite.stats.running == 0, within_s=PATIENCE_S)
-        assert polite.stats.free_blocks == polite.stats.total_blocks
+        assert outcome.counted == outcome.malformed, outcome
+        assert eventually(lambda: is_free(polite.stats), within_s=PATIENCE_S)
     return outcome
 
 
-def say_to_engine(address: str, batch: list[Frames], key: ClusterKey | None = None) -> None:
-    """As a client that has greeted; whatever it hears is well-formed, and its last question is
-    answered after all of it."""
-    client = RawClient(address, key)
-    client.socket.setsockopt(zmq.RCVTIMEO, int(PATIENCE_S * 1000))
-    client.greet()
-    for frames in batch:
-        client.socket.send_multipart(frames)
-    client.send(AbortByLabel(request=LAST, names=["nobody"]))
-    while client.receive() != Aborted(request=LAST, unknown=["nobody"]):
-        pass
-    client.close()
+def send_to_engine(address: str, batch: list[Frames], key: ClusterKey | None = None) -> None:
+    """Greet the engine, send it the batch, and wait for the answer to a last, valid message.
+
+    Every message that the engine sends meanwhile must be well-formed.
+    """
+    with RawClient(address, key) as client:
+        client.socket.setsockopt(zmq.RCVTIMEO, int(PATIENCE_S * 1000))
+        client.greet()
+        for frames in batch:
+            client.socket.send_multipart(frames)
+        client.send(AbortByLabel(request=LAST, names=["nobody"]))
+        while client.receive() != Aborted(request=LAST, unknown=["nobody"]):
+            pass
 
 
 def wire_errors(address: str, key: ClusterKey | None = None) -> int:
-    client = RawClient(address, key)
-    client.greet()
-    client.send(Ping())
-    pong = client.receive_kind(Pong)
+    """Return how many malformed messages the engine has counted."""
+    with RawClient(address, key) as client:
+        client.greet()
+        client.send(Ping())
+        pong = client.receive_kind(Pong)
     assert isinstance(pong, Pong)
-    client.close()
     return pong.stats.num_wire_errors
 
 
-def answers_rightly(engine: Client) -> None:
+def check_answer(engine: Client) -> None:
+    """Raise AssertionError unless the engine answers a request correctly."""
     bias = {7: 100.0}
     answer = engine.generate([3, 4], max_tokens=3, logit_bias=bias, ignore_eos=True)
     assert answer.tokens() == [7, 7, 7]
 
 
 def engine_worker(count: int, seed: int) -> Outcome:
-    """By somebody who connects where its worker does. Whatever it says, sense or not, is refused:
-    the worker is another."""
+    """Send the messages to the worker's socket, as a stranger. All of them are refused, well-formed
+    or not, because the engine has a worker already."""
     outcome = Outcome("engine, from strangers")
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    with tiny_engine() as (program, address), Client(address) as polite:
-        socket = sockets.connect_dealer(context, address + ".worker")
+    with (
+        tiny_engine() as (program, address),
+        Client(address) as polite,
+        RawClient(address + ".worker") as stranger,
+    ):
         before = wire_errors(address)
         with watched(outcome, lambda: program.process.pid) as is_warm:
             nonsense = Nonsense(steps.FromWorker, Random(seed))
             for number, batch in enumerate(batches(nonsense, count, outcome)):
                 for frames in batch:
-                    socket.send_multipart(frames)
-                answers_rightly(polite)
+                    stranger.socket.send_multipart(frames)
+                check_answer(polite)
                 if number == count // BATCH // 10:
                     is_warm()
             assert eventually(
                 lambda: wire_errors(address) == before + outcome.sent, within_s=PATIENCE_S
             )
         outcome.counted = outcome.sent
-        answers_rightly(polite)
-        socket.close(linger=0)
-    context.term()
+        check_answer(polite)
     return outcome
 
 
@@ -125,11 +130,11 @@ def engine_worker(count: int, seed: int) -> Outcome:
 
 
 LOSING = (EngineStopped, Refused, Welcome, Pong)
-"""By these, whole, an engine's requests are lost, or it is another one."""
+"""After any of these, a gateway gives up the requests that it has at this engine."""
 
 
 class NoisyEngine(ScriptedEngine):
-    """A scripted engine that also says, between its own words, what is in `noise`."""
+    """A scripted engine that also sends the messages in `noise`, between its own."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -149,7 +154,7 @@ class NoisyEngine(ScriptedEngine):
 
 
 def gateway(count: int, seed: int) -> Outcome:
-    """By its engine, while chats are open: each of them ends, and no process does."""
+    """Send the messages as the gateway's engine, while chats are open. Every chat must end."""
     outcome = Outcome("gateway, from its engine")
     with tempfile.TemporaryDirectory() as folder, NoisyEngine(f"ipc://{folder}/engine") as engine:
         config: dict[str, Any] = {
@@ -165,14 +170,14 @@ def gateway(count: int, seed: int) -> Outcome:
                 while outcome.sent < count:
                     for nonsense in [calm] * 19 + [wild]:
                         _disturb(process, engine, nonsense, outcome, count)
-                    assert eventually(lambda: _says_hello(process), within_s=PATIENCE_S)
+                    assert eventually(lambda: _answers_hello(process), within_s=PATIENCE_S)
                     if outcome.sent >= count // 10:
                         is_warm()
                 assert eventually(
-                    lambda: _counted(process) >= outcome.senseless, within_s=PATIENCE_S
+                    lambda: _counted(process) >= outcome.malformed, within_s=PATIENCE_S
                 )
             outcome.counted = _counted(process)
-            assert outcome.counted == outcome.senseless, outcome
+            assert outcome.counted == outcome.malformed, outcome
             engine.lose_clients()
     return outcome
 
@@ -182,7 +187,7 @@ def _disturb(
 ) -> None:
     for batch in islice(batches(nonsense, count, outcome), 1):
         engine.noise += batch
-        outcome.told[f"answers of {_chat(process).status_code}"] += 1
+        outcome.notes[f"answers of {_chat(process).status_code}"] += 1
         assert eventually(lambda: not engine.noise, within_s=PATIENCE_S)
 
 
@@ -191,7 +196,7 @@ def _chat(process: GatewayProcess) -> requests.Response:
     return requests.post(process.url + "/v1/chat/completions", json=body, timeout=PATIENCE_S)
 
 
-def _says_hello(process: GatewayProcess) -> bool:
+def _answers_hello(process: GatewayProcess) -> bool:
     answer = _chat(process)
     if answer.status_code != 200:
         return False

@@ -1,7 +1,7 @@
-"""Messages of one direction, changed: mostly in their structure, else in their bytes or frames.
+"""Random changes of valid messages: mostly of their structure, else of their bytes or frames.
 
-`Nonsense` draws them, and knows of each whether its receiver must refuse it: it asks a decoder of
-that direction, so what a process counts can be compared with what was sent, one by one.
+`Nonsense` decodes each changed message as its receiver would, so the number of messages that the
+receiver must refuse is known exactly.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ Frames = list[bytes]
 
 
 class Nonsense:
-    """direction   the union of messages that the receiver understands
-    never       kinds that must not arrive whole: they would rightly end what is tested
+    """An endless iterator of changed messages.
+
+    direction   the union of messages that the receiver decodes
+    never       kinds that are not sent while still valid: they would end the process under test
     """
 
     def __init__(self, direction: Any, chance: Random, never: tuple[type[Message], ...] = ()):
@@ -39,7 +41,7 @@ class Nonsense:
         self._strange = [_as_bytes(m) for m in strange]
 
     def __iter__(self) -> Iterator[tuple[Frames, Message | None]]:
-        """Frames, and what their receiver reads in them; None: they make no sense."""
+        """Yield frames, and the message that their receiver decodes; None if they are malformed."""
         while True:
             frames = self._frames()
             message = self._read(frames)
@@ -78,12 +80,12 @@ BATCH = 250
 
 
 def batches(nonsense: Nonsense, count: int, outcome: Outcome) -> Iterator[list[Frames]]:
-    """Up to so many messages in all; the outcome knows of each before it is sent."""
-    told = iter(nonsense)
+    """Yield batches until `outcome` counts `count` messages. It counts a batch before yielding."""
+    drawn = iter(nonsense)
     while outcome.sent < count:
-        batch = list(islice(told, min(BATCH, count - outcome.sent)))
+        batch = list(islice(drawn, min(BATCH, count - outcome.sent)))
         outcome.sent += len(batch)
-        outcome.senseless += sum(message is None for _, message in batch)
+        outcome.malformed += sum(message is None for _, message in batch)
         yield [frames for frames, _ in batch]
 
 
@@ -92,7 +94,7 @@ def _as_bytes(message: Message) -> Frames:
 
 
 def _restructured(frame: bytes, chance: Random) -> bytes:
-    """Its map, changed; where there is none any more, its bytes."""
+    """Return the frame with a change in its map, or in its bytes if it holds no map any more."""
     try:
         value = msgpack.unpackb(frame[1:], strict_map_key=False)
         return frame[:1] + msgpack.packb(changed(value, chance))

@@ -1,4 +1,4 @@
-"""What came of one target: how much was sent, and what the process made of it."""
+"""The result of one fuzz target: what was sent to a process, and what the process counted."""
 
 from __future__ import annotations
 
@@ -10,41 +10,46 @@ from pathlib import Path
 from time import monotonic
 
 FLAT_KIB = 64 << 10
-"""What a process may have grown by: it was new, and pools and caches fill up once. A leak of 100
-bytes a message would show in a million of them."""
+"""Most memory that a process may gain: pools and caches fill up once. A leak of 100 bytes a message
+exceeds it after 700,000 messages."""
 
 PATIENCE_S = 60.0
-"""Who still has not answered hangs."""
+"""A process that has not answered by then is taken to hang."""
 
 
 @dataclass
 class Outcome:
-    """senseless    of what was sent, what the receiver has to refuse
-    counted      what it says it has refused
-    told         what else is worth knowing: how often what was answered
+    """The counts of one target.
+
+    malformed    messages sent that the receiver has to refuse
+    counted      messages that the receiver has counted as refused
+    notes        further counts for the table, such as answers by status
     """
 
     target: str
     sent: int = 0
-    senseless: int = 0
+    malformed: int = 0
     counted: int = 0
     seconds: float = 0.0
     grown_kib: int = 0
-    told: Counter[str] = field(default_factory=Counter)
+    notes: Counter[str] = field(default_factory=Counter)
 
     def __str__(self) -> str:
-        told = ", ".join(f"{count:,} {what}" for what, count in sorted(self.told.items()))
+        notes = ", ".join(f"{count:,} {what}" for what, count in sorted(self.notes.items()))
         return (
-            f"{self.target:<24} {self.sent:>9,} sent {self.senseless:>9,} senseless "
+            f"{self.target:<24} {self.sent:>9,} sent {self.malformed:>9,} malformed "
             f"{self.counted:>9,} counted {self.seconds:>7.1f} s {self.grown_kib / 1024:>+6.1f} MiB"
-            + (f"  ({told})" if told else "")
+            + (f"  ({notes})" if notes else "")
         )
 
 
 @contextmanager
 def watched(outcome: Outcome, pid: Callable[[], int]) -> Iterator[Callable[[], None]]:
-    """Time and memory of what is done inside. Call what is given when the process is warm; before,
-    it may grow. Raises AssertionError where it is another process at the end, or has grown."""
+    """Measure the time of the `with` block and the growth of the process `pid()`.
+
+    Yields a function to call once the process is warm; growth before that does not count. Raises
+    AssertionError if the process has grown, or if another one has taken its place.
+    """
     began, first = monotonic(), pid()
     before = [anonymous_kib(first)]
     yield lambda: before.append(anonymous_kib(first))
@@ -55,6 +60,6 @@ def watched(outcome: Outcome, pid: Callable[[], int]) -> Iterator[Callable[[], N
 
 
 def anonymous_kib(pid: int) -> int:
-    """Memory of its own that is resident."""
+    """Return the KiB of resident memory that the process does not share."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("RssAnon")).split()[1])

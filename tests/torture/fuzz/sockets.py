@@ -1,4 +1,4 @@
-"""Which sockets there are."""
+"""The fuzz targets that are ZeroMQ sockets, by name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.torture.fuzz.strangers import cluster
 from tests.torture.fuzz.workers import kv_reader, kv_server, worker_engine
 
 Target = Callable[[int, int], Outcome]
-"""(how many messages, seed)"""
+"""Takes the number of messages and a seed."""
 
 TARGETS: dict[str, Target] = {
     "engine-clients": engine_clients,

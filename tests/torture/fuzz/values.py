@@ -1,7 +1,7 @@
-"""One value changed somewhere, so that it is nearly what it was. Pure; the chance is an argument.
+"""Small random changes of values. Pure: the random generator is an argument.
 
-A value is what MessagePack or JSON can say: None, booleans, numbers, strings, bytes, lists, maps,
-and, of MessagePack, extension values.
+A value is anything that MessagePack or JSON can encode: None, booleans, numbers, strings, bytes,
+lists, maps and MessagePack's extension values.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ DEEP, MANY = 60, 400
 
 
 def changed(value: Any, chance: Random, *, exact: bool = False) -> Any:
-    """A copy of `value`, changed in one place. exact: only what JSON can say, too."""
+    """Return a copy of `value` with a change in one place."""
     path = chance.choice(_paths(value))
     return _replaced(value, path, lambda old: _another(old, chance, exact))
 
 
 def _paths(value: Any, path: Path = ()) -> list[Path]:
-    """Where there is anything."""
+    """Return the path of `value` itself and of every value inside it."""
     found = [path]
     if isinstance(value, dict):
         for key, inner in value.items():
@@ -50,7 +50,7 @@ def _replaced(value: Any, path: Path, change: Callable[[Any], Any]) -> Any:
 
 
 def _another(old: Any, chance: Random, exact: bool) -> Any:
-    """Something else of its own kind, or of another kind."""
+    """Return another value, of the same type or of another one."""
     if chance.random() < 0.25:
         return chance.choice([*NUMBERS, *STRINGS, *OTHERS])
     match old:
@@ -123,7 +123,7 @@ def _nested(old: Any, chance: Random) -> Any:
 
 
 def damaged(data: bytes, chance: Random) -> bytes:
-    """The bytes, changed in a few places."""
+    """Return the bytes with changes in one to five places."""
     result = bytearray(data)
     for _ in range(chance.choice([1, 1, 1, 2, 5])):
         at = chance.randrange(len(result) + 1)

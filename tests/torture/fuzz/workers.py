@@ -1,9 +1,4 @@
-"""The sockets of a worker, sent nonsense by whoever can connect to it.
-
-Each function sends about `count` messages and raises AssertionError unless the process lives, has
-answered all the while, has refused exactly what makes no sense, has not grown, and afterwards still
-does what it is for, rightly.
-"""
+"""Sends malformed messages to the sockets of a worker. The checks are those of `decisions`."""
 
 from __future__ import annotations
 
@@ -35,9 +30,9 @@ LEASE, OTHER_LEASE = b"l" * 16, b"the lease of others"
 
 
 def kv_server(count: int, seed: int) -> Outcome:
-    """By a worker that wants K/V. Another one gets what it asks for afterwards."""
+    """Send the messages as a worker that reads K/V. Afterwards another worker reads K/V from it."""
     outcome = Outcome("worker, from readers")
-    with _kv_place() as (context, address), Peer(SHAPE, address, "zmq") as peer:
+    with _kv_address() as (context, address), Peer(SHAPE, address, "zmq") as peer:
         peer.export(LEASE, [1, 2, 3, 4, 5, 6, 7, 8], readers=1000)
         peer.export(OTHER_LEASE, [9, 10])
         socket = sockets.connect_dealer(context, address)
@@ -50,27 +45,26 @@ def kv_server(count: int, seed: int) -> Outcome:
                         socket.recv_multipart()
                 if number == count // BATCH // 10:
                     is_warm()
-            assert eventually(lambda: peer.num_dropped() >= outcome.senseless, within_s=PATIENCE_S)
+            assert eventually(lambda: peer.num_dropped() >= outcome.malformed, within_s=PATIENCE_S)
         outcome.counted = peer.num_dropped()
         with Worker(context, Shape(), WorkerConfig(model="", kv_mover="zmq")) as worker:
             worker.fetch(1, peer.source(OTHER_LEASE), [3, 4])
             assert isinstance(worker.result_of(1), KVFetched)
             whole = SHAPE.cache().rows
             assert worker.cache.rows[:, 3:5].equal(whole[:, 9:11])
-        socket.close(linger=0)
     return outcome
 
 
 def kv_reader(count: int, seed: int) -> Outcome:
-    """By the worker whose K/V it wants: every transfer ends, and in nothing but a failure."""
+    """Send the messages as the worker whose K/V is read. Every transfer must end with a failure."""
     outcome = Outcome("worker, from its source")
-    with _kv_place() as (context, address):
+    with _kv_address() as (context, address):
         router = sockets.bind_router(context, address)
         stop = threading.Event()
         source = PeerSource(address=address, lease=LEASE, first=0)
         nonsense = Nonsense(kv_peers.FromExporter, Random(seed))
-        teller = threading.Thread(target=_tell_nonsense, args=(router, nonsense, outcome, stop))
-        teller.start()
+        sender = threading.Thread(target=_send_nonsense, args=(router, nonsense, outcome, stop))
+        sender.start()
         try:
             with Worker(context, Shape(), WorkerConfig(model="", kv_mover="auto")) as worker:
                 job = 0
@@ -79,73 +73,75 @@ def kv_reader(count: int, seed: int) -> Outcome:
                     worker.fetch(job, source, [1, 2], timeout_s=0.5)
                     end = worker.result_of(job, PATIENCE_S)
                     assert not isinstance(end, KVFetched)
-                    outcome.told[end.kind] += 1
+                    outcome.notes[end.kind] += 1
                     outcome.counted += 1
         finally:
             stop.set()
-            teller.join()
-            router.close(linger=0)
+            sender.join()
     return outcome
 
 
-def _tell_nonsense(
+def _send_nonsense(
     router: zmq.Socket[bytes], nonsense: Nonsense, outcome: Outcome, stop: threading.Event
 ) -> None:
-    """A few messages of nonsense to whoever says anything."""
-    told = iter(nonsense)
+    """Answer each message with three malformed ones, until `stop` is set."""
+    drawn = iter(nonsense)
     while not stop.is_set():
         if not router.poll(20):
             continue
         reader, *_ = router.recv_multipart()
-        for frames, message in islice(told, 3):
+        for frames, message in islice(drawn, 3):
             outcome.sent += 1
-            outcome.senseless += message is None
+            outcome.malformed += message is None
             try:
                 router.send_multipart([reader, *frames])
             except zmq.ZMQError as error:
                 if error.errno != zmq.EHOSTUNREACH:
                     raise
-                break  # it has left: it had heard enough
+                break  # the reader has disconnected
 
 
 @contextmanager
-def _kv_place() -> Iterator[tuple[zmq.Context[zmq.Socket[bytes]], str]]:
+def _kv_address() -> Iterator[tuple[zmq.Context[zmq.Socket[bytes]], str]]:
+    """Yield a context, whose sockets are closed at the end, and the address of a new socket."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    with tempfile.TemporaryDirectory() as folder:
-        sockets.make_private(Path(folder) / "run")
-        yield context, f"ipc://{folder}/run/kv"
-    context.term()
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            sockets.make_private(Path(folder) / "run")
+            yield context, f"ipc://{folder}/run/kv"
+    finally:
+        context.destroy(linger=0)
 
 
 def worker_engine(count: int, seed: int) -> Outcome:
-    """By its engine, which it trusts: what makes no sense ends it, in words and with code 1.
+    """Send the messages as the engine of `count` workers, one worker after the other.
 
-    count   of workers
+    A worker trusts its engine: it exits with code 1 and an error at the first malformed message.
     """
     outcome = Outcome("worker, from its engine")
-    told = iter(Nonsense(steps.ToWorker, Random(seed), never=(Trace,)))
-    with _kv_place() as (context, address):
+    drawn = iter(Nonsense(steps.ToWorker, Random(seed), never=(Trace,)))
+    with _kv_address() as (context, address):
         model = write_tiny_llama(Path(address.removeprefix("ipc://")).parent)
         router = sockets.bind_router(context, address)
         for _ in range(count):
             config = WorkerConfig(model=str(model), address=address, dtype="float32", threads=1)
             settings = msgspec.json.encode(config).decode()
             with Program(["-P", "-m", "worker", "--config", settings]) as program:
-                outcome.told[_one_life(router, program, told, outcome)] += 1
-        router.close(linger=0)
+                outcome.notes[_run_worker(router, program, drawn, outcome)] += 1
     return outcome
 
 
-def _one_life(router: zmq.Socket[bytes], program: Program, told: Any, outcome: Outcome) -> str:
+def _run_worker(router: zmq.Socket[bytes], program: Program, drawn: Any, outcome: Outcome) -> str:
+    """Send messages until the worker exits; return how it ended."""
     decoder: wire.Decoder[steps.FromWorker] = wire.Decoder(steps.FromWorker)
     assert router.poll(int(PATIENCE_S * 1000)), program.output
     worker, *frames = router.recv_multipart()
     assert isinstance(decoder.decode(frames), WorkerReady)
     last: Any = None
     while program.process.poll() is None:
-        frames, message = next(told)
+        frames, message = next(drawn)
         outcome.sent += 1
-        outcome.senseless += message is None
+        outcome.malformed += message is None
         try:
             router.send_multipart([worker, *frames])
         except zmq.ZMQError as error:
