@@ -233,7 +233,7 @@ def test_after_two_hundred_disconnects_nothing_is_held(server: Server, view: Eng
     assert accepted == ended >= DISCONNECTS * 0.5
 
 
-def test_the_zeromq_client_speaks_token_ids(exact_server: Server) -> None:
+def test_the_zeromq_client_generates_from_token_ids(exact_server: Server) -> None:
     row = json.loads(GOLDEN.read_text())[0]
     with Client(exact_server.address) as engine:
         assert engine.model.vocab_size == 49152
@@ -251,7 +251,7 @@ def test_leaving_a_generation_early_aborts_it(server: Server, view: EngineView) 
     assert view.stats().num_finished["abort"] == aborted + 1
 
 
-def test_a_port_that_nobody_serves_is_said_plainly(tmp_path: Any) -> None:
+def test_an_unserved_port_is_reported_plainly(tmp_path: Any) -> None:
     from protocol.errors import EngineNotReady
 
     with pytest.raises(EngineNotReady, match="no engine answered"):

@@ -45,7 +45,7 @@ def conversation(server: Server, **options: object) -> ChatSession:
     return ChatSession(address, model, options=dict(options))
 
 
-def test_the_start_is_told_in_phases_and_ends_with_what_to_do_next(server: Server) -> None:
+def test_the_start_prints_its_phases_and_a_banner(server: Server) -> None:
     told = "\n".join(server.out)
     assert "engine started (pid" in told
     assert f"Tidegate serves smollm2-135m at {server.url}" in told
@@ -68,7 +68,7 @@ def test_a_question_on_standard_input_is_answered_on_standard_output(server: Ser
     assert "Paris" in ran.stdout
 
 
-def test_a_chat_remembers_what_was_said_until_it_is_reset(server: Server, tmp_path: Path) -> None:
+def test_a_chat_keeps_its_history_until_it_is_reset(server: Server, tmp_path: Path) -> None:
     saved = tmp_path / "chat.json"
     said = f"My name is Ottilie.\n/save {saved}\n/reset\n/save {saved}.2\n/nonsense\n"
     ran = tidegate("chat", "--url", server.url, "--max-tokens", "8", said=said)
@@ -106,14 +106,14 @@ def test_status_shows_a_server_that_is_ready(server: Server) -> None:
     assert "waiting  0" in ran.stdout
 
 
-def test_a_second_server_on_the_same_port_is_refused_and_told_whose_it_is(server: Server) -> None:
+def test_a_second_server_on_the_same_port_is_refused_and_shown_the_holder(server: Server) -> None:
     ran = tidegate("serve", *port(server))
     assert ran.returncode == ExitCode.IN_USE
     assert ran.stderr.count("\n") == 1
     assert f"process {server.process.pid}" in ran.stderr
 
 
-def test_a_refused_request_is_told_in_words_and_not_remembered(server: Server) -> None:
+def test_a_refused_request_is_reported_and_not_kept(server: Server) -> None:
     ran = tidegate("chat", "--url", server.url, "--model", "no-such-model", said="hello\n")
     assert ran.returncode == 1
     assert "no-such-model" in ran.stderr
@@ -127,7 +127,7 @@ def test_a_refused_request_is_told_in_words_and_not_remembered(server: Server) -
         ("-m worker", ExitCode.WORKER_LOST),
     ],
 )
-def test_when_one_process_dies_all_stop_and_the_cause_is_told(victim: str, code: int) -> None:
+def test_the_death_of_one_process_stops_all_and_is_reported(victim: str, code: int) -> None:
     with Server() as server:
         family = descendants_of(server.process.pid)
         os.kill(next(pid for pid, words in family if victim in words), SIGKILL)
@@ -153,7 +153,7 @@ def test_a_drain_lets_an_open_stream_finish_and_ends_well(number: int) -> None:
         assert eventually(lambda: not any(is_alive(pid) for pid, _ in family))
 
 
-def test_a_drain_that_somebody_else_asked_for_ends_the_server_well_and_says_who(
+def test_a_drain_by_another_client_ends_the_server_and_is_logged(
     tmp_path: Path,
 ) -> None:
     model = str(write_tiny_llama(tmp_path))

@@ -144,7 +144,7 @@ def check_counts(p: EngineStats, d: EngineStats, asked: list[tuple[int, int]]) -
     assert sum(p.num_leases_ended.values()) == len(handed)
 
 
-def test_a_client_that_goes_at_any_moment_leaves_nothing_behind(cluster: Cluster) -> None:
+def test_a_client_that_leaves_at_any_moment_leaves_nothing_behind(cluster: Cluster) -> None:
     """While P computes, when D has it, when D streams: an aborted answer, and one that nobody
     reads."""
     prompt = [5 + number % 900 for number in range(LONG_PROMPT)]

@@ -73,7 +73,7 @@ def texts_asked(server: Server, nth: int) -> Any:
     return answer["prompt_token_ids"], answer["choices"][0]["token_ids"]
 
 
-def test_ids_that_a_text_endpoint_tells_give_the_same_answer_here(server: Server) -> None:
+def test_token_ids_of_a_text_endpoint_give_the_same_answer(server: Server) -> None:
     with ThreadPoolExecutor(16) as pool:
         asked = list(pool.map(lambda nth: texts_asked(server, nth), range(REPLAYS)))
 
@@ -117,7 +117,7 @@ def test_three_answers_are_streamed_with_usage_of_each_and_of_all(server: Server
     assert [choice["token_ids"] for choice in whole["choices"]] == list(by_choice.values())
 
 
-def test_both_distributions_are_told_and_each_is_one(server: Server) -> None:
+def test_both_distributions_are_returned_and_each_sums_to_one(server: Server) -> None:
     sampling = {
         "temperature": 0.5,
         "top_k": 4,
@@ -155,7 +155,7 @@ def test_the_logprobs_of_a_prompt_are_those_it_had_as_an_answer(server: Server) 
         assert entry[str(token)]["logprob"] == pytest.approx(item["logprob"], abs=1e-3)
 
 
-def test_an_answer_of_one_form_keeps_to_it(server: Server) -> None:
+def test_a_grammar_is_enforced(server: Server) -> None:
     ids = ids_of(server, "A colour:")
     form = {"structured_outputs": {"choice": [" red", " blue"]}}
     text = generate(server, ids, form, output_mode="text")["choices"][0]["text"]

@@ -77,13 +77,13 @@ def test_a_request_during_the_engines_death_ends_once_and_is_counted_once(
     assert weather.tally.ends[ABORTED] >= 1
 
 
-def test_others_are_served_while_a_template_of_a_request_does_what_it_can(tmp_path: Path) -> None:
+def test_other_clients_are_served_during_a_hostile_template(tmp_path: Path) -> None:
     with TemplateTarget(tmp_path) as target:
         for name in ("text of doubled lists", "each letter replaced", "deep loops"):
             assert not target.strike(name, at_once=2).complaints(slack=None)
 
 
-def test_what_each_process_has_is_read_while_small_requests_of_all_kinds_end_well(
+def test_memory_is_measured_while_small_requests_end_well(
     model: Path,
 ) -> None:
     family, load = measure(model, num_requests=150, num_clients=4)
@@ -124,12 +124,12 @@ def test_every_stream_of_a_split_ends_with_an_answer_or_an_error_and_done(
         [b'data: {"error": {}}', b"data: [DONE]", b'data: {"error": {}}'],
     ],
 )
-def test_a_stream_without_exactly_one_end_is_found(lines: list[bytes]) -> None:
+def test_a_stream_without_exactly_one_end_is_an_error(lines: list[bytes]) -> None:
     with pytest.raises(ValueError, match="end"):
         end_of_stream(lines)
 
 
-def test_every_cell_has_a_fate_and_who_departs_from_it_is_complained_of() -> None:
+def test_every_cell_has_an_expected_result_that_is_checked() -> None:
     for cell in CELLS:
         fate = fate_of(cell)
         ends = [] if cell.moment in (START, IDLE) else ["error: the worker was killed"] * 2

@@ -119,7 +119,7 @@ def is_refusal(status: int, told: Any) -> bool:
 
 
 @pytest.mark.parametrize(("method", "path", "scope"), ROUTES, ids=lambda value: str(value))
-def test_no_route_is_served_to_whom_it_is_not_open(
+def test_no_route_is_served_to_a_caller_without_its_scope(
     gateway: GatewayProcess, engine: ScriptedEngine, method: str, path: str, scope: str
 ):
     engine.generates.clear()
@@ -142,12 +142,12 @@ def test_no_route_is_served_to_whom_it_is_not_open(
     assert not engine.generates
 
 
-def test_what_is_open_to_all_is_the_short_list_that_it_is_meant_to_be(gateway: GatewayProcess):
+def test_only_the_listed_routes_need_no_key(gateway: GatewayProcess):
     assert {path for _, path, scope in ROUTES if scope == "public"} == PUBLIC
     assert all(ask(gateway, "GET", path)[0] == 200 for path in PUBLIC)
 
 
-def test_each_scope_opens_what_it_names(gateway: GatewayProcess):
+def test_each_scope_opens_its_own_routes(gateway: GatewayProcess):
     assert ask(gateway, "GET", "/v1/models", USER)[0] == 200
     assert ask(gateway, "GET", "/metrics", WATCH)[0] == 200
     assert ask(gateway, "GET", "/v1/models", x_api_key=USER)[0] == 200
@@ -241,7 +241,7 @@ def post(gateway: GatewayProcess, key: str, **body: Any) -> requests.Response:
     )
 
 
-def test_the_engine_hears_whose_a_request_is_and_what_it_may_use(
+def test_the_engine_receives_the_account_and_limits_of_a_request(
     gateway: GatewayProcess, engine: ScriptedEngine
 ):
     for key in (USER, OTHER):
@@ -272,7 +272,7 @@ def test_new_keys_are_good_and_revoked_ones_are_not_soon_after(gateway: GatewayP
     write_keys(keys, KEYS)
 
 
-def test_the_log_names_the_key_and_never_tells_it_or_what_was_asked(
+def test_the_log_has_the_keys_name_but_not_the_key_or_the_request(
     gateway: GatewayProcess, engine: ScriptedEngine
 ):
     content = [

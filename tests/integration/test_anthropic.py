@@ -165,14 +165,14 @@ def test_a_budget_and_parameters_reach_the_engine(
     assert params.max_tokens == 1 << 16  # the whole context is as much as there is
 
 
-def test_an_answer_goes_on_where_its_beginning_ends(
+def test_an_answer_continues_a_prefilled_assistant_turn(
     engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
     whole(gateway, {**ASKED, "messages": [*HI, {"role": "assistant", "content": "Well,"}]})
     assert text_of(engine.generates[0].prompt.tolist()).endswith("<assistant>Well,")
 
 
-def test_a_silent_stream_is_kept_alive_with_comments_and_behind_its_start_with_pings(
+def test_a_silent_stream_is_kept_alive_with_comments_and_then_pings(
     engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
     engine.script = lambda generate: TokenReply([[], *([i] for i in ids_of("ok"))])
@@ -188,7 +188,7 @@ def test_a_silent_stream_is_kept_alive_with_comments_and_behind_its_start_with_p
         assert kinds.count("ping") > 1
 
 
-def test_a_client_that_hangs_up_is_not_answered(
+def test_a_request_is_aborted_if_its_client_hangs_up(
     engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
     engine.script = lambda generate: text_reply("x" * 400)
@@ -209,7 +209,9 @@ def test_fields_without_effect_are_named(gateway: GatewayProcess) -> None:
     assert response.status_code == 400
 
 
-def test_a_count_is_what_the_answer_costs(engine: ScriptedEngine, gateway: GatewayProcess) -> None:
+def test_a_token_count_equals_the_usage_of_the_answer(
+    engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
     body = {**ASKED, "tools": [WEATHER], "system": "Be kind.", "thinking": {"type": "adaptive"}}
     counted = gateway.post(COUNT, body).json()
     assert not engine.generates
@@ -279,7 +281,7 @@ def test_an_error_about_models_has_the_clients_shape(
 # ---- the official client
 
 
-def test_the_client_asks_and_counts(client: anthropic.Anthropic) -> None:
+def test_the_sdk_creates_and_counts(client: anthropic.Anthropic) -> None:
     message = client.messages.create(**ASKED)
     assert message.content[0].text == "Hello, wörld! 👋"
     assert message.stop_reason == "end_turn"
@@ -290,7 +292,7 @@ def test_the_client_asks_and_counts(client: anthropic.Anthropic) -> None:
     assert message.usage.service_tier == "standard"
 
 
-def test_the_client_streams_and_folds(engine: ScriptedEngine, client: anthropic.Anthropic) -> None:
+def test_the_sdk_streams(engine: ScriptedEngine, client: anthropic.Anthropic) -> None:
     answers(engine, THINKS_SAYS_CALLS)
     with client.messages.stream(**ASKED, tools=[WEATHER]) as told:  # type: ignore[list-item]
         kinds = [event.type for event in told]
@@ -307,7 +309,7 @@ def test_the_client_streams_and_folds(engine: ScriptedEngine, client: anthropic.
     assert message.stop_reason == "tool_use"
 
 
-def test_the_client_reads_a_call_that_is_no_json(
+def test_the_sdk_accepts_a_call_with_invalid_json(
     engine: ScriptedEngine, client: anthropic.Anthropic
 ) -> None:
     answers(engine, CALL.replace('"Köln"', "Köln"))
@@ -318,9 +320,7 @@ def test_the_client_reads_a_call_that_is_no_json(
     assert "INVALID_JSON" in call.input
 
 
-def test_the_client_takes_turns_with_a_tool(
-    engine: ScriptedEngine, client: anthropic.Anthropic
-) -> None:
+def test_the_sdk_runs_a_tool_loop(engine: ScriptedEngine, client: anthropic.Anthropic) -> None:
     answers(engine, THINKS_SAYS_CALLS)
     first = client.messages.create(**ASKED, tools=[WEATHER])  # type: ignore[list-item]
     call = first.content[-1]
@@ -391,7 +391,7 @@ def test_an_error_has_its_class_its_type_and_its_field(
     assert raised.value.request_id == body["request_id"]
 
 
-def test_an_overloaded_server_says_when_to_come_back(
+def test_an_overloaded_server_sends_retry_after(
     client: anthropic.Anthropic, engine: ScriptedEngine
 ) -> None:
     engine.script = lambda generate: ErrorInfo(

@@ -48,7 +48,7 @@ def test_both_clients_have_the_same_methods_with_the_same_arguments() -> None:
             assert list(ours.parameters) == list(inspect.signature(method).parameters), name
 
 
-def test_the_stats_are_there_when_a_client_has_connected(address: str) -> None:
+def test_a_connected_client_has_the_engines_stats(address: str) -> None:
     with Client(address) as engine:
         assert engine.stats.total_blocks > 0
 
@@ -75,7 +75,7 @@ def test_many_answers_at_once_are_those_of_the_blocking_client(address: str) -> 
     assert asyncio.run(ask()) == expected
 
 
-def test_an_answer_is_iterated_as_it_comes(address: str) -> None:
+def test_an_answer_is_iterated_while_it_is_generated(address: str) -> None:
     async def ask() -> list[Output]:
         async with connected(address) as engine:
             answer = engine.generate(PROMPT, max_tokens=9, ignore_eos=True)
@@ -152,7 +152,7 @@ def test_requests_are_aborted_by_name(address: str) -> None:
     asyncio.run(run())
 
 
-def test_closing_aborts_what_is_open_and_may_be_done_twice(address: str) -> None:
+def test_closing_aborts_open_requests_and_may_be_repeated(address: str) -> None:
     async def run() -> None:
         engine = AsyncClient(address)
         await engine.close()

@@ -80,7 +80,7 @@ def test_a_chat_under_a_rate_with_objectives(gateway: GatewayProcess, tmp_path: 
     assert load["load"] == {"rate": 100.0}
 
 
-def test_a_duration_ends_when_it_is_over(gateway: GatewayProcess, tmp_path: Path) -> None:
+def test_a_bench_ends_after_its_duration(gateway: GatewayProcess, tmp_path: Path) -> None:
     options = ("--concurrency", "2", "--duration-s", "0.3")
     code, told = bench(gateway.url, tmp_path / "told.json", *options)
     ((load,),) = told["servers"]
@@ -99,7 +99,7 @@ def test_two_servers_are_compared_load_by_load(
     assert f"{gateway.url} : {gateway.url}" in capsys.readouterr().out
 
 
-def test_answers_that_end_early_are_told(
+def test_answers_that_end_early_are_reported(
     gateway: GatewayProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ("--ignore-eos", "no", "--requests", "4", "--concurrency", "2")
@@ -109,7 +109,7 @@ def test_answers_that_end_early_are_told(
     assert "4 answers are shorter than requested" in capsys.readouterr().err
 
 
-def test_a_url_where_nobody_is_ends_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unreachable_url_is_reported_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", f"http://127.0.0.1:{free_port()}"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert "no server answers" in line
@@ -199,7 +199,7 @@ def test_errors_are_counted_by_kind_and_end_with_code_1(
     assert "their events were counted instead" in err
 
 
-def test_a_server_that_does_not_know_ignore_eos_is_not_asked_for_it(
+def test_ignore_eos_is_left_out_for_a_server_that_rejects_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with moody(is_strict=True) as (url, server):
@@ -210,7 +210,7 @@ def test_a_server_that_does_not_know_ignore_eos_is_not_asked_for_it(
     assert "does not support ignore_eos" in capsys.readouterr().err
 
 
-def test_a_server_that_refuses_everything_is_told_at_once(
+def test_a_server_that_refuses_everything_is_reported_at_once(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with moody(*["503"] * 9) as (url, server):

@@ -59,7 +59,7 @@ def is_ignored(server: Socket, client: Socket) -> bool:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
-def test_those_who_share_the_key_talk(context: zmq.Context[Socket], host: str) -> None:
+def test_peers_with_the_same_key_exchange_messages(context: zmq.Context[Socket], host: str) -> None:
     address = f"tcp://{host}:{free_port()}"
     with sockets.bind_router(context, address, KEY) as server:
         converse(server, sockets.connect_dealer(context, address, KEY))
@@ -94,7 +94,7 @@ def test_one_context_serves_two_clusters_apart(context: zmq.Context[Socket]) -> 
             assert is_ignored(other_server, guest)
 
 
-def test_a_context_ends_although_it_admits_peers() -> None:
+def test_a_context_with_a_cluster_key_can_be_terminated() -> None:
     context: zmq.Context[Socket] = zmq.Context()
     server = sockets.bind_router(context, f"tcp://127.0.0.1:{free_port()}", KEY)
     server.close()

@@ -56,7 +56,7 @@ def test_every_api_has_the_same_defaults_and_the_request_wins(
     assert (own.temperature, own.top_p, own.top_k) == (1, 1, 40)
 
 
-def test_token_ids_are_sampled_as_their_request_says_and_nothing_else(
+def test_token_requests_use_only_their_own_sampling_parameters(
     engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
     body: dict[str, Any] = {"token_ids": [72, 105], "sampling_params": {"max_tokens": 4}}

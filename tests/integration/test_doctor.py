@@ -33,7 +33,7 @@ def test_a_model_that_can_be_served_is_well(
     assert not (tmp_path / "cache").exists()  # it changes nothing
 
 
-def test_a_model_of_a_kind_that_we_cannot_compute_is_bad_and_named(
+def test_an_unsupported_architecture_is_bad_and_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write_tiny_llama(tmp_path, architectures=["RwkvForCausalLM"])

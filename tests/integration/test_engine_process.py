@@ -165,7 +165,7 @@ def test_generate_before_hello_is_refused(raw: RawClient) -> None:
     assert "restarted" in refused.error.message
 
 
-def test_a_forgotten_client_is_asked_to_say_hello_again(raw: RawClient) -> None:
+def test_an_unknown_client_is_asked_to_greet_again(raw: RawClient) -> None:
     raw.send(Ping())
     assert raw.receive() == SessionLost(why="the connection to the engine broke")
 
@@ -187,7 +187,7 @@ def test_a_second_hello_forgets_what_was_open(raw: RawClient) -> None:
     assert tokens == 2
 
 
-def test_a_client_that_says_goodbye_leaves_nothing(shared: EngineProcess, raw: RawClient) -> None:
+def test_a_goodbye_frees_all_of_a_clients_requests(shared: EngineProcess, raw: RawClient) -> None:
     raw.greet()
     for number in range(5):
         raw.send(a_generate(number))
@@ -209,7 +209,7 @@ def test_a_client_that_falls_silent_loses_its_requests(
         assert eventually(lambda: engine.stats.clients == 1)
 
 
-def test_sigterm_finishes_what_is_open_refuses_what_is_new_and_exits_0(own: EngineProcess) -> None:
+def test_sigterm_finishes_open_requests_refuses_new_ones_and_exits_0(own: EngineProcess) -> None:
     with connect(own) as engine:
         answer = engine.generate([5], max_tokens=300, ignore_eos=True)
         first: Output = next(answer)
@@ -229,7 +229,7 @@ def test_sigterm_finishes_what_is_open_refuses_what_is_new_and_exits_0(own: Engi
     assert isinstance(refusals[0], Draining)
 
 
-def test_sigquit_ends_what_is_open_with_an_error_at_once_and_exits_0(own: EngineProcess) -> None:
+def test_sigquit_ends_open_requests_with_an_error_and_exits_0(own: EngineProcess) -> None:
     with connect(own) as engine:
         answer = engine.generate([5], max_tokens=1900, ignore_eos=True)
         next(answer)
@@ -239,7 +239,7 @@ def test_sigquit_ends_what_is_open_with_an_error_at_once_and_exits_0(own: Engine
     assert own.program.end() == ExitCode.OK
 
 
-def test_a_killed_worker_is_told_at_once_and_by_exit_code_3(own: EngineProcess) -> None:
+def test_a_killed_worker_is_reported_at_once_and_by_exit_code_3(own: EngineProcess) -> None:
     with connect(own) as engine:
         answer = engine.generate([5], max_tokens=1000, ignore_eos=True)
         next(answer)
@@ -262,13 +262,13 @@ def test_a_killed_engine_is_noticed_and_leaves_no_worker(own: EngineProcess) -> 
         assert eventually(lambda: not is_alive(worker), within_s=5)
 
 
-def test_a_model_that_is_not_there_is_one_line_and_an_exit_code_of_its_own(tmp_path: Path) -> None:
+def test_a_missing_model_is_reported_in_one_line_with_its_exit_code(tmp_path: Path) -> None:
     with start(tmp_path / "no-such-model", tmp_path) as program:
         assert program.end(timeout_s=60) == ExitCode.BAD_MODEL
         assert "no-such-model" in program.err[-1]
 
 
-def test_a_request_ends_by_its_label_whoever_asks_and_what_it_held_is_free(
+def test_any_client_can_abort_a_request_by_its_label(
     shared: EngineProcess,
 ) -> None:
     with connect(shared) as engine, connect(shared) as other:
@@ -282,7 +282,7 @@ def test_a_request_ends_by_its_label_whoever_asks_and_what_it_held_is_free(
         assert eventually(lambda: engine.stats.free_blocks == engine.stats.total_blocks)
 
 
-def test_a_stranger_on_the_workers_socket_is_ignored(shared: EngineProcess) -> None:
+def test_messages_of_a_stranger_on_the_workers_socket_are_ignored(shared: EngineProcess) -> None:
     connect(shared).close()
     with RawClient(shared.address + ".worker") as stranger, connect(shared) as engine:
         for message in (WorkerFailed(message="I am the worker"), StepResult(**NO_RESULT)):

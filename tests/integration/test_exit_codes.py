@@ -54,7 +54,7 @@ def serve(model: str, *options: str, **environment: str) -> tuple[int, str]:
         (["--max-slots", "no"], "--max-slots must be"),
     ],
 )
-def test_a_wrong_option_is_told_in_one_line_with_code_2(
+def test_a_wrong_option_is_reported_in_one_line_with_code_2(
     model: Path, options: list[str], words: str
 ) -> None:
     code, told = serve(str(model), *options)
@@ -62,13 +62,13 @@ def test_a_wrong_option_is_told_in_one_line_with_code_2(
     assert code == ExitCode.USAGE
 
 
-def test_a_host_that_is_none_of_this_machine_is_code_6(model: Path) -> None:
+def test_a_host_that_is_not_of_this_machine_is_code_6(model: Path) -> None:
     code, told = serve(str(model), "--host", "192.0.2.7", "--insecure-no-auth")
     assert "cannot listen on 192.0.2.7" in told
     assert code == ExitCode.IN_USE
 
 
-def test_a_model_that_is_not_there_is_code_5() -> None:
+def test_a_missing_model_is_code_5() -> None:
     code, told = serve("/no/model")
     assert "/no/model" in told
     assert code == ExitCode.BAD_MODEL

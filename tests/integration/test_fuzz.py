@@ -16,7 +16,7 @@ ELSEWHERE = {"engine-worker", "worker-engine"}
 
 
 @pytest.mark.parametrize("target", sorted(TARGETS.keys() - ELSEWHERE))
-def test_a_process_survives_nonsense_counts_it_and_goes_on(target: str) -> None:
+def test_a_process_refuses_and_counts_malformed_messages(target: str) -> None:
     outcome = TARGETS[target](FRAMES, SEED)
     assert outcome.sent >= FRAMES
     assert outcome.counted > 0

@@ -189,7 +189,7 @@ def test_a_bad_body_is_refused_by_name_and_never_reaches_the_engine(
         ("allowed_token_ids", [5, 6, 259], "allowed_token_ids[2]"),
     ],
 )
-def test_the_element_that_the_engine_refuses_is_named_as_the_client_spelt_it(
+def test_an_engine_refusal_names_the_element_as_the_client_spelled_it(
     path: str,
     body: dict[str, Any],
     prefix: str,
@@ -249,7 +249,7 @@ def test_errors_of_http_itself_have_the_same_shape(gateway: GatewayProcess) -> N
         ("POST", "/" + "v1/" * 1000, "GET /openapi.json"),
     ],
 )
-def test_a_path_that_is_none_is_answered_with_the_routes_near_it(
+def test_an_unknown_path_is_answered_with_similar_routes(
     gateway: GatewayProcess, method: str, path: str, near: str
 ) -> None:
     response = requests.request(method, gateway.url + path, timeout=5)
@@ -276,7 +276,7 @@ def test_a_body_of_unannounced_length_is_bounded_too(gateway: GatewayProcess) ->
     assert requests.post(gateway.url + COMPLETIONS, data=iter([body]), timeout=5).status_code == 200
 
 
-def test_an_unknown_model_is_not_found_and_the_names_are_told(gateway: GatewayProcess) -> None:
+def test_an_unknown_model_is_a_404_that_lists_the_names(gateway: GatewayProcess) -> None:
     for response in (
         gateway.post(CHAT, chat(model="other")),
         gateway.post(COMPLETIONS, text(model="other", stream=True)),
@@ -455,7 +455,7 @@ def test_a_slow_reader_gets_every_byte(engine: ScriptedEngine, gateway: GatewayP
     assert said == 20 * len(piece)
 
 
-def test_an_engine_that_restarts_fails_what_was_open_and_serves_what_comes(
+def test_an_engine_restart_fails_open_requests_and_serves_new_ones(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     address = f"ipc://{tmp_path_factory.mktemp('engine') / 'engine.sock'}"

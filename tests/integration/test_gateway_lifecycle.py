@@ -45,7 +45,7 @@ def why_not_ready(gateway: GatewayProcess) -> str:
     return told
 
 
-def test_before_the_engine_is_ready_everything_says_so_and_when_to_come_back(address: str) -> None:
+def test_all_routes_return_503_with_retry_after_until_the_engine_is_ready(address: str) -> None:
     with GatewayProcess(engine=address) as gateway:
         gateway.await_status("/livez", 200)
         requests_made = [
@@ -152,7 +152,7 @@ def test_a_model_without_a_chat_template_still_completes_text(address: str) -> N
         assert response.json()["error"]["param"] == "messages"
 
 
-def test_a_template_that_cannot_be_used_is_told_in_the_log(address: str) -> None:
+def test_an_unusable_chat_template_is_logged(address: str) -> None:
     broken = scripted_card(chat_template="{% for %}")
     with ScriptedEngine(address, card=broken), GatewayProcess(engine=address) as gateway:
         gateway.await_ready()
@@ -186,7 +186,7 @@ def test_several_gateways_share_a_port_and_count_together(address: str) -> None:
         assert len(engine.generates) == 20
 
 
-def test_one_log_line_tells_of_a_request_and_never_what_was_said(address: str) -> None:
+def test_a_request_has_one_log_line_without_its_text(address: str) -> None:
     with ScriptedEngine(address) as engine, GatewayProcess(engine=address) as gateway:
         engine.script = lambda generate: text_reply("a secret answer")
         gateway.await_ready()
@@ -221,7 +221,7 @@ def test_health_checks_and_scrapes_are_counted_and_not_logged(address: str, meth
         assert not re.search(r" (/livez|/startupz|/readyz|/health|/metrics) ", gateway.log)
 
 
-def test_a_drain_lets_streams_end_closes_idle_connections_and_takes_nothing_new(
+def test_a_drain_finishes_streams_and_accepts_nothing_new(
     address: str,
 ) -> None:
     with ScriptedEngine(address) as engine, GatewayProcess(engine=address, drain_s=20) as gateway:
@@ -249,7 +249,7 @@ def test_a_drain_lets_streams_end_closes_idle_connections_and_takes_nothing_new(
             connect(gateway.port)
 
 
-def test_a_stream_that_outlasts_the_drain_is_told_so_as_its_last_event(address: str) -> None:
+def test_a_stream_that_outlasts_the_drain_ends_with_an_error_event(address: str) -> None:
     with ScriptedEngine(address) as engine, GatewayProcess(engine=address, drain_s=0.5) as gateway:
         gateway.await_ready()
         engine.script = lambda generate: text_reply("z" * 4000)

@@ -75,7 +75,7 @@ def test_a_chat_stream_is_role_then_content_then_finish_then_usage(
     }
 
 
-def test_without_include_usage_no_chunk_speaks_of_usage(gateway: GatewayProcess) -> None:
+def test_without_include_usage_no_chunk_has_usage(gateway: GatewayProcess) -> None:
     assert all("usage" not in event for event in stream(gateway, CHAT, {"messages": HI}))
 
 
@@ -158,7 +158,7 @@ def test_a_stream_has_the_same_bytes_written_by_us_or_by_the_server(
         assert bodies[0] == bodies[1] == bodies[2]
 
 
-def test_the_log_says_how_streams_are_written(
+def test_the_log_shows_how_streams_are_written(
     gateway: GatewayProcess, pywsgi: GatewayProcess
 ) -> None:
     assert gateway.log.count("streams: ") == 1
@@ -229,7 +229,7 @@ def test_the_official_client_streams_a_chat(gateway: GatewayProcess) -> None:
     assert usage.total_tokens == 21 + 14
 
 
-def test_a_stop_string_ends_the_text_wherever_tokens_are_cut_and_the_engine_is_told(
+def test_a_stop_string_ends_the_text_and_aborts_at_the_engine(
     engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
     for size in (1, 2, 3, 50):
@@ -343,7 +343,7 @@ def test_defaults_come_from_the_model_and_then_from_the_api(
     assert (text.temperature, text.top_k, text.max_tokens) == (0, 40, 16)
 
 
-def test_a_conversation_is_rendered_as_it_was_asked_for(
+def test_the_template_options_of_a_request_are_applied(
     engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
     begun = [*HI, {"role": "assistant", "content": "I beg"}]

@@ -72,7 +72,7 @@ def test_the_id_is_the_headers_or_the_bodys_or_a_new_one(
     assert labels[:2] == [["generate-tokens-mine", "mine"], ["generate-tokens-theirs", "theirs"]]
 
 
-def test_answers_of_one_request_are_told_apart_and_drawn_with_seeds_of_their_own(
+def test_choices_of_one_request_have_their_own_seeds(
     engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
     engine.script = lambda generate: text_reply(f"answer {generate.params.seed}")
@@ -81,7 +81,7 @@ def test_answers_of_one_request_are_told_apart_and_drawn_with_seeds_of_their_own
     assert tokens_of(events) == {i: [*ids_of(f"answer {5 + i}"), EOS] for i in range(3)}
 
 
-def test_a_stop_string_ends_the_tokens_and_the_engine_is_told(
+def test_a_stop_string_ends_the_tokens_and_aborts_at_the_engine(
     engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
     engine.script = lambda generate: TokenReply(
@@ -119,7 +119,7 @@ def test_an_error_before_the_first_byte_is_a_status(
     assert (response.status_code, response.json()["error"]["code"]) == (500, "step_failed")
 
 
-def test_what_the_engine_refuses_has_a_status_of_its_own_and_the_requests_names(
+def test_an_engine_refusal_has_its_status_and_the_requests_field_names(
     engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
     said = {
@@ -172,7 +172,7 @@ def test_a_client_that_hangs_up_leaves_nothing_behind(
 
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("prefixed", [True, False], ids=["as told", "without prefix"])
-def test_any_request_ends_by_the_id_that_its_client_was_told_in_any_gateway(
+def test_a_request_is_aborted_by_its_id_through_any_gateway(
     route: str,
     prefixed: bool,
     engine: ScriptedEngine,
@@ -195,7 +195,7 @@ def test_any_request_ends_by_the_id_that_its_client_was_told_in_any_gateway(
     assert another.post(ABORT, {"request_ids": [name]}).json()["unknown"] == [name]
 
 
-def test_a_whole_answer_that_is_aborted_has_what_was_said_so_far(
+def test_an_aborted_whole_answer_has_its_text_so_far(
     engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
     engine.script = lambda generate: TokenReply([[65], [66]] + [[]] * 100_000)

@@ -27,7 +27,7 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_a_prompt_is_computed_here_and_gone_on_from_there(
+def test_a_prompt_is_computed_by_one_server_and_continued_by_another(
     engine: ScriptedEngine, gateway: GatewayProcess, path: str
 ) -> None:
     engine.generates.clear()
@@ -72,7 +72,7 @@ def test_a_handle_that_the_engine_refuses_is_a_400(
     assert response.json()["error"]["param"] == "kv_transfer_params"
 
 
-def test_where_nothing_is_kept_a_router_is_told_null(tmp_path: Path) -> None:
+def test_the_router_receives_null_if_no_kv_is_kept(tmp_path: Path) -> None:
     address = f"ipc://{tmp_path}/engine.sock"
     with ScriptedEngine(address, kv_lease_s=0.0), GatewayProcess(engine=address) as gateway:
         gateway.await_ready()

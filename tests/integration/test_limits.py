@@ -98,7 +98,7 @@ def test_concurrency_holds_over_all_gateways(gateways: list[GatewayProcess]):
     assert refusals([generate(gateways[1], "narrow", n=2)], "concurrency") == 0
 
 
-def test_a_keys_own_length_is_told_like_the_models(gateways: list[GatewayProcess]):
+def test_a_keys_own_length_limit_is_reported_like_the_models(gateways: list[GatewayProcess]):
     told = generate(gateways[0], "short", prompt=20)
     assert told.status_code == 400
     assert "this key takes 16 tokens" in told.json()["error"]["message"]

@@ -97,7 +97,7 @@ def test_the_progress_of_a_download_is_json(command: str, tmp_path: Path) -> Non
     assert (error.level, error.message.partition(":")[0]) == ("ERROR", f"cannot download {DEFAULT}")
 
 
-def test_a_server_that_cannot_start_says_why_in_json(tmp_path: Path) -> None:
+def test_a_failed_start_is_logged_as_json(tmp_path: Path) -> None:
     with serve(str(tmp_path / "none")) as program:
         assert program.end() == ExitCode.BAD_MODEL
         (line,) = lines_of(program.err)

@@ -94,7 +94,7 @@ def scene(tmp_path: Path) -> Iterator[MailboxScene]:
     scene.context.destroy(linger=0)
 
 
-def test_nonsense_is_refused_and_counted_and_what_follows_is_heard(
+def test_malformed_messages_are_refused_and_counted_and_later_ones_received(
     scene: MailboxScene, caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(5):
@@ -120,7 +120,7 @@ def test_an_unreachable_client_is_reported_gone_once(scene: MailboxScene) -> Non
     assert scene.mail.clients.all() == [client]
 
 
-def test_a_stranger_who_cannot_be_told_anything_is_no_news(scene: MailboxScene) -> None:
+def test_an_unreachable_stranger_is_not_reported_lost(scene: MailboxScene) -> None:
     scene.mail.send_each({b"stranger": PONG})
     assert scene.gone == []
 
@@ -208,7 +208,7 @@ def test_a_client_that_never_reads_is_disconnected_and_may_connect_again(
     assert scene.gone == [client]
 
 
-def test_a_client_that_says_what_it_has_read_is_never_dropped(scene: MailboxScene) -> None:
+def test_a_client_that_acknowledges_what_it_reads_is_never_dropped(scene: MailboxScene) -> None:
     client = scene.greet()
     large = EngineStopped(error=ErrorInfo(code="x", message="x" * (8 << 20)))
     for _ in range(2 * (MAX_UNREAD_BYTES >> 23)):

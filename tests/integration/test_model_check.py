@@ -33,7 +33,7 @@ def test_a_wrong_option_is_a_usage_error_with_its_reason() -> None:
     assert refused.value.exit_code == ExitCode.USAGE
 
 
-def test_the_process_is_gone_if_there_is_no_card_to_check() -> None:
+def test_a_check_without_a_card_ends_its_process() -> None:
     with pytest.raises(Failure), ModelCheck(GatewayConfig()) as check:  # noqa: PT012
         pid = check.pid
         assert is_alive(pid)

@@ -139,7 +139,7 @@ class PseudoTerminal:
         os.close(self._ours)
 
 
-def test_at_a_terminal_it_draws_until_it_is_left_and_leaves_no_trace(
+def test_top_redraws_a_terminal_until_quit_and_restores_it(
     engine: tuple[Program, str],
 ) -> None:
     _, address = engine
@@ -167,16 +167,14 @@ def test_at_a_terminal_it_draws_until_it_is_left_and_leaves_no_trace(
         (["top", "--engine", "http://a"], "only ipc"),
     ],
 )
-def test_a_command_line_that_cannot_be_meant_is_told_in_one_line(
-    words: list[str], complaint: str
-) -> None:
+def test_an_invalid_command_line_is_reported_in_one_line(words: list[str], complaint: str) -> None:
     done = subprocess.run([*TOOL, *words], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert complaint in done.stderr
     assert done.stderr.count("\n") == 1
 
 
-def test_a_server_that_is_not_there_is_reported(tmp_path: Path) -> None:
+def test_an_unreachable_server_is_reported(tmp_path: Path) -> None:
     environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
     done = subprocess.run(
         [*TOOL, "top", "--port", "8123"],

@@ -139,7 +139,7 @@ def test_a_prompt_is_computed_by_p_and_gone_on_from_by_d(pair: EnginePair) -> No
     assert pair.metric("tidegate_handovers_total") == before + 1
 
 
-def test_the_choices_of_a_prompt_share_what_was_computed(pair: EnginePair) -> None:
+def test_the_choices_of_a_prompt_share_its_prefill(pair: EnginePair) -> None:
     response = pair.complete(n=3, max_tokens=2)
     assert [choice["text"] for choice in response.json()["choices"]] == ["He"] * 3
     (produce,), consumes = pair.asked(pair.p), pair.asked(pair.d)
@@ -166,7 +166,9 @@ def test_prompts_that_differ_are_computed_apart_on_both(pair: EnginePair) -> Non
 @pytest.mark.parametrize(
     "fields", [{"prompt": SHORT}, {"max_tokens": 0, "echo": True}, {"echo": True, "logprobs": 0}]
 )
-def test_d_alone_computes_what_is_not_worth_it(pair: EnginePair, fields: dict[str, Any]) -> None:
+def test_d_computes_alone_if_a_handoff_is_not_worth_it(
+    pair: EnginePair, fields: dict[str, Any]
+) -> None:
     before = pair.metric("tidegate_handovers_total")
     assert pair.complete(**fields).status_code == 200
     assert pair.asked(pair.p) == []
@@ -195,7 +197,7 @@ def test_the_least_busy_are_asked(pair: EnginePair) -> None:
         busy_p.stats = busy_d.stats = EngineStats()
 
 
-def test_a_lease_is_kept_until_d_has_told_its_first_token(pair: EnginePair) -> None:
+def test_a_lease_is_kept_until_ds_first_token(pair: EnginePair) -> None:
     def told(words: str) -> list[str]:
         """The handle, as often as P's heard it; not what an earlier test's request says late."""
         ours = {handle_of(produce) for produce in pair.asked(pair.p)}
@@ -265,7 +267,7 @@ def hang_up_while(pair: EnginePair, claim: Any) -> None:
         assert eventually(claim)
 
 
-def test_a_client_that_goes_while_p_computes_stops_p(pair: EnginePair) -> None:
+def test_a_client_that_leaves_during_the_prefill_aborts_p(pair: EnginePair) -> None:
     for p in pair.p:
         p.computes = lambda generate: NEVER
     hang_up_while(pair, lambda: pair.asked(pair.p))
@@ -291,7 +293,7 @@ def test_a_handle_that_comes_when_everybody_has_gone_is_released(pair: EnginePai
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_a_client_that_goes_while_d_has_it_stops_d_and_releases(
+def test_a_client_that_leaves_d_aborts_d_and_releases_the_lease(
     pair: EnginePair, streams: bool
 ) -> None:
     for d in pair.d:
@@ -306,7 +308,7 @@ def test_a_client_that_goes_while_d_has_it_stops_d_and_releases(
 
 
 @pytest.mark.parametrize("role", ["p", "d"])
-def test_an_abort_by_name_ends_it_wherever_it_is(pair: EnginePair, role: str) -> None:
+def test_an_abort_by_name_works_at_p_and_at_d(pair: EnginePair, role: str) -> None:
     engines = getattr(pair, role)
     for engine in engines:
         engine.computes = engine.script = lambda generate: NEVER
@@ -321,7 +323,7 @@ def test_an_abort_by_name_ends_it_wherever_it_is(pair: EnginePair, role: str) ->
 # ---- engines that come and go
 
 
-def test_p_that_dies_while_it_computes_is_done_without_and_used_again_when_it_is_back(
+def test_requests_continue_without_a_dead_p_and_use_it_again_later(
     own: EnginePair,
 ) -> None:
     for p in own.p:
@@ -348,7 +350,7 @@ def test_p_that_dies_while_it_computes_is_done_without_and_used_again_when_it_is
         assert len(back.generates) == 1
 
 
-def test_without_a_d_nothing_is_served_and_what_is_open_ends_with_an_error(own: EnginePair) -> None:
+def test_without_a_d_open_requests_fail_and_new_ones_are_refused(own: EnginePair) -> None:
     for d in own.d:
         d.script = lambda generate: NEVER
     with PairRequest(own) as asked:

@@ -135,7 +135,7 @@ def test_children_of_a_killed_supervisor_are_found_and_stopped(machine: ServerMa
     assert machine.places() == {}
 
 
-def test_sockets_that_nobody_answers_are_removed_and_a_place_that_is_free_is_none(
+def test_sockets_of_dead_servers_are_removed(
     machine: ServerMachine,
 ) -> None:
     assert machine.places() == {}

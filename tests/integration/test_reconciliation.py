@@ -287,7 +287,7 @@ def test_ends_are_those_that_clients_brought_about(told: ToldUsage) -> None:
     assert told.counted("tidegate_request_ends_total", "end") == ends
 
 
-def test_the_log_has_the_tokens_that_clients_were_told(told: ToldUsage) -> None:
+def test_the_log_counts_the_tokens_that_clients_received(told: ToldUsage) -> None:
     check_tokens(told, 5 * NUM_CLIENTS * ROUNDS)
 
 
@@ -295,7 +295,7 @@ def test_totals_are_the_sums_over_requests(told: ToldUsage) -> None:
     check_totals(told)
 
 
-def test_nothing_is_open_when_all_is_over(told: ToldUsage) -> None:
+def test_no_answer_is_open_after_all_have_ended(told: ToldUsage) -> None:
     check_open(told)
 
 
@@ -327,7 +327,7 @@ def test_resources_of_abandoned_requests_are_free_again(told: ToldUsage) -> None
     assert told.metric(FREED) == len(gone) > 0
 
 
-def test_other_names_say_the_same(told: ToldUsage) -> None:
+def test_the_vllm_metric_names_have_the_same_values(told: ToldUsage) -> None:
     model = {"model_name": "scripted", "engine": "0"}
     generated = told.metric("tidegate_generated_tokens_total")
     assert told.metric("vllm:generation_tokens_total", **model) == generated
@@ -338,12 +338,12 @@ def test_other_names_say_the_same(told: ToldUsage) -> None:
     assert aborted == choices["abort"] + choices["disconnected"]
 
 
-def test_a_line_has_no_words(told: ToldUsage) -> None:
+def test_a_log_line_has_no_text_of_a_request(told: ToldUsage) -> None:
     text = json.dumps(told.lines)
     assert not re.search("endless|a{12}|refuse\\b(?!d)|some prompts|three", text)
 
 
-def test_it_is_so_when_the_engine_dies_and_comes_back(tmp_path: Path) -> None:
+def test_counts_agree_after_the_engine_restarts(tmp_path: Path) -> None:
     """Answers that were open fail, those that come meanwhile are refused, those after are given."""
     address = f"ipc://{tmp_path / 'engine.sock'}"
     with GatewayProcess(engine=address, **OPTIONS) as gateway:

@@ -60,7 +60,7 @@ def test_routes_that_need_an_engine_are_refused(
     assert "--render-only" in error["message"]
 
 
-def test_bad_requests_are_still_told_what_is_wrong_with_them(gateway: GatewayProcess) -> None:
+def test_bad_requests_are_refused_with_the_usual_errors(gateway: GatewayProcess) -> None:
     response = gateway.post("/v1/chat/completions", {"messages": HI, "temperature": 9})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "temperature"

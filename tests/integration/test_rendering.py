@@ -85,7 +85,7 @@ def test_the_engine_is_asked_the_same_by_way_of_tokens(
     assert house.asked("/inference/v1/generate", rendered) == house.asked(path, body)
 
 
-def test_each_prompt_of_a_completion_is_asked_as_if_it_were_alone(house: House) -> None:
+def test_each_prompt_of_a_completion_is_a_request_of_its_own(house: House) -> None:
     prompts = ["Hi", "語"]
     body = {"prompt": prompts, "max_tokens": 4, "seed": 1}
     requests = house.rendered("/v1/completions/render", body)
@@ -173,13 +173,15 @@ def test_a_chat_comes_back_whole_and_streamed_from_another_gateway(house: House)
         ),
     ],
 )
-def test_what_is_wrong_is_named(house: House, path: str, body: dict[str, Any], field: str) -> None:
+def test_an_invalid_field_is_named(
+    house: House, path: str, body: dict[str, Any], field: str
+) -> None:
     response = house.rendering.post(path, body)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == field
 
 
-def test_an_error_of_a_messages_request_is_told_as_anthropic_tells_it(house: House) -> None:
+def test_an_error_of_a_messages_request_has_anthropics_shape(house: House) -> None:
     response = house.rendering.post("/v1/messages/render", {"messages": HI})
     assert response.status_code == 400
     assert response.json()["type"] == "error"

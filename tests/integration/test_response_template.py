@@ -94,7 +94,7 @@ def formats(gateway: GatewayProcess) -> dict[str, Any]:
     return found
 
 
-def test_its_answers_are_read_as_it_says(engine: ScriptedEngine) -> None:
+def test_a_response_template_determines_how_answers_are_parsed(engine: ScriptedEngine) -> None:
     with GatewayProcess(engine=engine.address) as gateway:
         gateway.await_ready()
         assert formats(gateway) == {
@@ -120,7 +120,7 @@ def test_its_answers_are_read_as_it_says(engine: ScriptedEngine) -> None:
     assert "formats: tool calls and reasoning: hf" in gateway.log
 
 
-def test_the_operator_may_ask_for_another_format_or_for_the_checkpoints_own(
+def test_the_operator_may_choose_another_format_or_the_checkpoints_own(
     engine: ScriptedEngine,
 ) -> None:
     with GatewayProcess(engine=engine.address, tool_format="hermes") as gateway:
@@ -140,7 +140,7 @@ def test_the_operator_may_ask_for_another_format_or_for_the_checkpoints_own(
         ("text", "--tool-format hf: response_template: must be an object"),
     ],
 )
-def test_a_gateway_that_is_to_read_by_a_template_which_it_cannot_have_does_not_start(
+def test_a_gateway_without_its_configured_response_template_does_not_start(
     template: Any, said: str, folder: Path
 ) -> None:
     with (
@@ -152,7 +152,7 @@ def test_a_gateway_that_is_to_read_by_a_template_which_it_cannot_have_does_not_s
         assert "Traceback" not in gateway.log
 
 
-def test_a_template_that_cannot_be_read_is_told_and_the_formats_are_guessed(folder: Path) -> None:
+def test_an_invalid_response_template_is_logged_and_the_formats_are_detected(folder: Path) -> None:
     with (
         engine_with({"fields": {"poem": {}}}, folder) as engine,
         GatewayProcess(engine=engine.address) as gateway,
@@ -162,7 +162,7 @@ def test_a_template_that_cannot_be_read_is_told_and_the_formats_are_guessed(fold
         assert "own description cannot be used: response_template, field 'poem'" in told["why"]
 
 
-def test_the_two_options_cannot_name_two_ways_to_read_one_answer(engine: ScriptedEngine) -> None:
+def test_the_two_format_options_may_not_contradict_each_other(engine: ScriptedEngine) -> None:
     options: dict[str, Any] = {"tool_format": "hf", "reasoning_format": "qwen3"}
     with GatewayProcess(engine=engine.address, **options) as gateway:
         assert gateway.wait() != 0

@@ -73,7 +73,7 @@ def cut_after(port: int, frames: int, path: str = CHAT, body: Any = BODY) -> tup
 
 
 @pytest.mark.parametrize(("path", "n"), [(CHAT, 1), (CHAT, 3), (COMPLETIONS, 1)])
-def test_a_stream_with_ids_says_what_one_without_says(
+def test_a_stream_with_event_ids_has_the_same_events(
     gateway: GatewayProcess, path: str, n: int
 ) -> None:
     asked: dict[str, Any] = {"stream": True, "n": n, "max_tokens": 64}
@@ -91,7 +91,7 @@ def test_a_stream_with_ids_says_what_one_without_says(
     assert fold_stream(events_of(without_ids(data))) == fold_stream(events_of(plain))
 
 
-def test_every_cut_of_a_stream_is_mended_to_the_same_bytes(
+def test_a_stream_cut_anywhere_resumes_with_the_same_bytes(
     gateway: GatewayProcess, twin: GatewayProcess
 ) -> None:
     _, headers, data = exchange(gateway.port, CHAT, BODY, headers=RESUME)
@@ -103,7 +103,7 @@ def test_every_cut_of_a_stream_is_mended_to_the_same_bytes(
             assert picked_up(where, stream, after) == b"\n\n".join(frames[after + 1 :])
 
 
-def test_a_client_that_was_cut_off_hears_the_rest(
+def test_a_disconnected_client_receives_the_rest(
     engine: ScriptedEngine, gateway: GatewayProcess, twin: GatewayProcess
 ) -> None:
     engine.step_s = 0.02
@@ -117,7 +117,7 @@ def test_a_client_that_was_cut_off_hears_the_rest(
     assert not engine.aborts.keys() & {generate.request for generate in engine.generates}
 
 
-def test_the_same_request_with_its_last_event_asks_nothing_again(
+def test_resuming_a_stream_sends_no_second_request(
     engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
     """What clients do that only know how to repeat a request."""
@@ -139,7 +139,7 @@ def test_a_stream_is_resumed_only_by_its_owner(gateway: GatewayProcess) -> None:
     assert requests.get(url, headers=wrong, timeout=9).status_code == 400
 
 
-def test_without_a_client_it_goes_on_for_the_window_and_is_aborted_then(
+def test_a_stream_without_a_client_is_aborted_after_the_window(
     engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
     engine.step_s = 0.02
@@ -152,7 +152,9 @@ def test_without_a_client_it_goes_on_for_the_window_and_is_aborted_then(
     assert events_of(without_ids(rest))[-1]["error"]["message"].startswith("the client did not")
 
 
-def test_it_is_forgotten_after_the_window(engine: ScriptedEngine, gateway: GatewayProcess) -> None:
+def test_a_stream_cannot_be_resumed_after_the_window(
+    engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
     _, headers, _ = exchange(gateway.port, CHAT, BODY, headers=RESUME)
     url = f"{gateway.url}/v1/streams/{headers['x-resume']}"
 
@@ -175,7 +177,7 @@ def test_without_the_header_a_hang_up_aborts_without_waiting_for_the_window(
         engine.await_abort(engine.generates[0].request)
 
 
-def test_a_failure_is_told_to_whoever_comes_later(
+def test_a_resumed_stream_ends_with_the_failure(
     engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
     engine.step_s = 0.02
@@ -185,7 +187,7 @@ def test_a_failure_is_told_to_whoever_comes_later(
     assert events[-1]["error"]["type"] == "server_error"
 
 
-def test_a_server_that_keeps_nothing_says_so(engine: ScriptedEngine) -> None:
+def test_a_server_without_resumption_refuses_it(engine: ScriptedEngine) -> None:
     with GatewayProcess(engine=engine.address, response_store="none") as gateway:
         gateway.await_ready()
         answer = gateway.post(CHAT, BODY, headers=RESUME)

@@ -44,7 +44,7 @@ def test_a_run_directory_is_private_and_names_its_holder(directory: Path) -> Non
     assert holder(directory) is None
 
 
-def test_a_second_server_is_refused_and_told_who_is_first(directory: Path) -> None:
+def test_a_second_server_is_refused_and_shown_the_holder(directory: Path) -> None:
     lock = hold(directory)
     second = subprocess.run(
         [sys.executable, "-c", HOLD, str(directory)], capture_output=True, text=True
@@ -74,7 +74,7 @@ def test_a_run_that_ends_leaves_nothing_behind(directory: Path) -> None:
     assert list(directory.parent.iterdir()) == []
 
 
-def test_a_start_clears_what_killed_servers_left_and_nothing_else(directory: Path) -> None:
+def test_a_start_removes_only_the_leftovers_of_killed_servers(directory: Path) -> None:
     killed, runs, foreign = (directory.parent / name for name in ("8001", "8002", "devices"))
     for each in (directory, killed, runs):
         os.close(hold(each))
@@ -93,7 +93,7 @@ def test_a_start_clears_what_killed_servers_left_and_nothing_else(directory: Pat
     os.close(lock)
 
 
-def test_a_lock_that_was_removed_while_somebody_waited_for_it_is_nobodys(directory: Path) -> None:
+def test_a_lock_file_that_was_removed_meanwhile_is_not_taken(directory: Path) -> None:
     lock = hold(directory)
     (directory / LOCK).unlink()
     second = hold(directory)
@@ -133,7 +133,7 @@ def test_the_holder_of_a_used_port_is_named() -> None:
     check_port_is_free("127.0.0.1", port)
 
 
-def test_a_host_that_is_none_of_ours_is_refused() -> None:
+def test_a_host_that_is_not_of_this_machine_is_refused() -> None:
     with pytest.raises(Failure, match=r"cannot listen on 192\.0\.2\.1:8000") as refused:
         check_port_is_free("192.0.2.1", 8000)
     assert refused.value.exit_code == ExitCode.IN_USE

@@ -126,7 +126,7 @@ def test_events_of_a_run_are_stored_and_its_client_gets_each_once(store: Store, 
     assert aborts == []
 
 
-def test_a_client_that_comes_after_the_end_hears_all(store: Store, runs: Runs) -> None:
+def test_a_client_that_connects_after_the_end_receives_all(store: Store, runs: Runs) -> None:
     run, _ = begun(runs)
     run.write([b"a"])
     run.close([b"b"], b"done")
@@ -136,7 +136,7 @@ def test_a_client_that_comes_after_the_end_hears_all(store: Store, runs: Runs) -
     assert (client.data, client.is_finished) == (b"ab", True)
 
 
-def test_after_its_client_has_left_it_goes_on(path: str, store: Store, runs: Runs) -> None:
+def test_a_run_continues_after_its_client_left(path: str, store: Store, runs: Runs) -> None:
     run, aborts = begun(runs)
     client = RunClient()
     run.listen(client)  # type: ignore[arg-type]
@@ -164,14 +164,14 @@ def test_one_that_needs_a_client_is_aborted_without_one(
     assert stored(store) == ([b"aborted"], b"aborted")
 
 
-def test_one_that_somebody_cancels_is_aborted(store: Store, runs: Runs) -> None:
+def test_a_cancelled_run_is_aborted(store: Store, runs: Runs) -> None:
     run, aborts = begun(runs)
     store.call(lambda database: database.cancel("run", "o"))
     reach(lambda: run.is_over)
     assert aborts == ["run"]
 
 
-def test_one_that_was_deleted_or_thought_dead_is_aborted_and_says_nothing_more(
+def test_a_deleted_or_expired_run_is_aborted_and_writes_nothing_more(
     store: Store, runs: Runs
 ) -> None:
     deleted, _ = begun(runs, "deleted")

@@ -189,7 +189,7 @@ def test_a_prompt_that_is_too_long_is_refused(limited: SandboxProcess) -> None:
         rendered(template, [{"role": "user", "content": "x" * 1_000_000}])
 
 
-def test_a_template_sees_what_it_would_see_here(limited: SandboxProcess) -> None:
+def test_a_sandboxed_template_renders_like_a_local_one(limited: SandboxProcess) -> None:
     values = [{"a": 10**30, "b": -(2**63), "c": 1.0, "d": 1e22, "é": "\u2028\U0001f600\x00\n"}, []]
     source = "{{ messages }}{{ messages | tojson }}{{ tools is none }}{{ bos_token }}{{ x }}"
     here, there = (
@@ -204,7 +204,7 @@ def test_a_template_sees_what_it_would_see_here(limited: SandboxProcess) -> None
     assert there.profile == here.profile
 
 
-def test_it_is_given_no_secrets_and_keeps_none_of_our_files_open(
+def test_a_sandbox_inherits_no_secrets_and_no_open_files(
     limited: SandboxProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TIDEGATE_API_KEY", "sk-secret")
@@ -215,7 +215,7 @@ def test_it_is_given_no_secrets_and_keeps_none_of_our_files_open(
     assert descriptors == [0, 1, 2, 3]  # 3: how much memory it has
 
 
-def test_none_outlives_its_gateway(tmp_path: Path) -> None:
+def test_a_sandbox_does_not_outlive_its_gateway(tmp_path: Path) -> None:
     with (
         ScriptedEngine(f"ipc://{tmp_path / 'engine.sock'}") as engine,
         GatewayProcess(engine=engine.address) as gateway,

@@ -137,7 +137,7 @@ def test_answers_are_those_of_one_engine_and_each_prompt_is_computed_once(
             view.wait_until_free()
 
 
-def test_a_lease_that_nobody_takes_is_over_and_its_handle_is_computed_again(
+def test_an_expired_handle_is_computed_again(
     split: SplitServer,
 ) -> None:
     prompt = prompts(1)[0]
@@ -161,7 +161,7 @@ def test_a_released_lease_is_free_at_once(split: SplitServer) -> None:
         assert view.stats().num_leases_ended == {"released": 1}
 
 
-def test_when_p_is_killed_the_answer_is_computed_by_d(split: SplitServer) -> None:
+def test_d_computes_the_answer_if_p_is_killed(split: SplitServer) -> None:
     prompt = prompts(1)[0]
     plain = split.d.answer(prompt, namespace="alone").tokens
     handle = split.prefill(prompt)
@@ -175,7 +175,7 @@ def test_when_p_is_killed_the_answer_is_computed_by_d(split: SplitServer) -> Non
         view.wait_until_free()
 
 
-def test_a_p_that_drains_waits_for_its_leases_and_no_longer(split: SplitServer) -> None:
+def test_a_draining_p_exits_after_its_last_lease(split: SplitServer) -> None:
     prompt = prompts(1)[0]
     handle = split.prefill(prompt)
     split.p.program.signal(signal.SIGTERM)

@@ -193,7 +193,7 @@ def outcomes(split: SplitEngines, fault: str) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("fault", EXPECTED)
-def test_what_becomes_of_requests_when(split: SplitEngines, fault: str) -> None:
+def test_every_request_ends_correctly_after_a_fault(split: SplitEngines, fault: str) -> None:
     assert outcomes(split, fault) == EXPECTED[fault][1]
 
 

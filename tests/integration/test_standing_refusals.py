@@ -64,7 +64,7 @@ def ask(
 
 
 @pytest.mark.parametrize("name", ROUTES)
-def test_it_is_repeated_word_for_word_and_the_engine_is_not_asked(
+def test_a_cached_refusal_is_repeated_without_the_engine(
     name: str, engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
     engine.script = lambda generate: LONG
@@ -105,7 +105,7 @@ def test_a_request_that_computes_nothing_is_not_refused(
 
 
 @pytest.mark.parametrize(("refusal", "n"), [(SHORT, 1), (NONE, 1), (LONG, 2)])
-def test_it_stands_no_longer_than_it_says_and_only_if_one_was_asked(
+def test_a_refusal_is_cached_only_for_its_stated_time(
     refusal: ErrorInfo, n: int, engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
     path, body = CHAT

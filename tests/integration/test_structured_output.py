@@ -102,7 +102,7 @@ def test_a_hundred_answers_of_a_hundred_match(ask: Ask, body: Body, pattern: str
     assert len(set(answers)) > 1
 
 
-def test_thinking_comes_before_the_body_and_as_long_as_it_likes(
+def test_thinking_before_the_body_may_have_any_length(
     replica: Replica, tokenizer: tokenizers.Tokenizer
 ) -> None:
     """One of the model's markers stands for the end of thinking; a bias makes it come soon."""
@@ -156,7 +156,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
         yield client
 
 
-def test_the_engine_constrains_what_a_client_asks_for(engine: Client) -> None:
+def test_the_engine_enforces_a_clients_grammar(engine: Client) -> None:
     grammar = Grammar(body=Regex(pattern="[ab]{5,9}c"))
     generations = [engine.generate([5, seed], grammar=grammar, seed=seed) for seed in range(1, 30)]
     answers = [text_of(generation.tokens()) for generation in generations]

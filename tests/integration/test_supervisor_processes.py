@@ -68,7 +68,7 @@ def helper_of(program: Program) -> int:
     return int(next(line for line in program.err if "helper" in line).split()[1])
 
 
-def test_a_server_gets_ready_in_phases_and_a_drain_ends_it_well_and_in_order() -> None:
+def test_a_server_reports_its_start_phases_and_a_drain_stops_it_in_order() -> None:
     with supervised() as program:
         assert program.line_with("ready") == "ready echo"
         helper = helper_of(program)
@@ -83,7 +83,7 @@ def test_a_server_gets_ready_in_phases_and_a_drain_ends_it_well_and_in_order() -
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_child_takes_all_others_with_it_and_the_cause_is_told(victim: int) -> None:
+def test_a_killed_child_ends_all_others_and_the_cause_is_printed(victim: int) -> None:
     with supervised() as program:
         program.line_with("ready")
         started = [*pids(program), helper_of(program)]
@@ -105,7 +105,7 @@ print("helper", helper.pid, file=sys.stderr, flush=True)
 
 
 @pytest.mark.parametrize(("sleep_s", "is_told"), [(0.2, True), (1000, False)])
-def test_what_a_gateway_had_started_may_tell_its_clients_after_its_death(
+def test_workers_of_a_dead_gateway_get_time_to_inform_their_clients(
     sleep_s: float, is_told: bool
 ) -> None:
     port = free_port()
@@ -166,13 +166,13 @@ def test_the_cause_is_the_last_line_whatever_the_others_print_while_they_stop() 
         assert program.err[-1] == "tidegate: gateway was killed by SIGKILL"
 
 
-def test_the_cause_that_a_child_sends_is_told_and_not_what_it_prints() -> None:
+def test_the_cause_that_a_child_sends_is_printed_instead_of_its_last_line() -> None:
     with supervised(SAYS_WHY) as program:
         program.end()
         assert "tidegate: engine exited with code 3: no such device" in program.err
 
 
-def test_a_child_that_fails_to_start_is_told_by_its_last_error() -> None:
+def test_a_child_that_fails_to_start_is_reported_with_its_last_error() -> None:
     with supervised(BROKEN) as program:
         assert program.end() == 1
         cause = "tidegate: engine exited with code 1: RuntimeError: no such model: x"
@@ -190,7 +190,7 @@ def test_with_json_logs_a_traceback_of_a_child_and_the_cause_are_json_lines() ->
         assert last["message"] == "engine exited with code 1: RuntimeError: no such model: x"
 
 
-def test_a_second_ctrl_c_ends_a_child_that_does_not_listen() -> None:
+def test_a_second_ctrl_c_ends_a_child_that_ignores_the_first() -> None:
     with supervised(DEAF) as program:
         program.line_with("ready")
         program.signal(SIGINT)

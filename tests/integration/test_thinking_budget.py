@@ -56,9 +56,7 @@ PROMPT = "<|im_start|>user\nWhat is 2 + 2? 😀<|im_end|>\n<|im_start|>assistant
 
 
 @pytest.mark.parametrize("closes", [TOKEN, SPELT])
-def test_after_so_many_tokens_the_model_goes_on_to_its_answer(
-    replica: Replica, closes: str
-) -> None:
+def test_the_model_answers_after_its_thinking_budget(replica: Replica, closes: str) -> None:
     limit = ThinkingBudget(most=BUDGET, closes=[closes], opens=["<think>"], inside=True)
     answers = thoughts(replica, Grammar(budget=limit), PROMPT + "<think>Well,", closes)
     assert {spent for spent, _ in answers} <= set(range(BUDGET, BUDGET + 4)), "or a character more"

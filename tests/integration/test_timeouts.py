@@ -32,7 +32,7 @@ GATEWAY = {"timeout_s": 50.0}
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_every_api_takes_both_limits_and_the_operators_where_it_is_silent(
+def test_every_api_accepts_both_timeouts_and_defaults_to_the_operators(
     route: str, engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
     said = {"timeout_s": 4.5, "queue_timeout_s": 2}
@@ -55,7 +55,7 @@ def test_an_invalid_timeout_is_refused_by_name(
 
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("stream", [False, True])
-def test_not_begun_in_time_is_a_429_before_any_header_of_a_stream(
+def test_a_request_that_waits_too_long_is_a_429_even_for_a_stream(
     route: str, stream: bool, engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
     engine.script = lambda generate: TokenReply([[]], "error", None, QUEUED)
@@ -75,7 +75,7 @@ def test_a_whole_answer_that_is_not_done_in_time_is_a_504_that_no_sdk_repeats(
     assert "timeout_error" in data.decode()
 
 
-def test_a_stream_that_is_not_done_in_time_has_its_tokens_and_then_says_so(
+def test_a_stream_that_times_out_sends_its_tokens_and_then_the_error(
     engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
     engine.script = lambda generate: TokenReply(

@@ -71,7 +71,7 @@ def asked(gateway: GatewayProcess, path: str, **more: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", BODIES)
-def test_every_api_tells_whole_and_in_a_stream(
+def test_every_api_sends_timings_in_whole_answers_and_streams(
     gateway: GatewayProcess, path: str, stream: bool
 ) -> None:
     told = msgspec.convert(asked(gateway, path, timings=True, stream=stream)["timings"], Timings)
@@ -92,7 +92,7 @@ def test_timings_are_sent_only_if_requested(gateway: GatewayProcess, path: str) 
     assert "timings" not in asked(gateway, path, stream=True)
 
 
-def test_they_come_with_the_usage_where_both_are_asked_for(gateway: GatewayProcess) -> None:
+def test_timings_come_with_the_usage_if_both_are_requested(gateway: GatewayProcess) -> None:
     for path in ("/v1/chat/completions", "/inference/v1/generate"):
         options = {"include_usage": True}
         last = asked(gateway, path, timings=True, stream=True, stream_options=options)

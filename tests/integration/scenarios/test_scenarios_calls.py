@@ -99,7 +99,7 @@ def test_4_three_answers_interleaved_token_by_token_are_each_as_if_alone(
     ],
     ids=lambda value: ascii(value)[:20],
 )
-def test_8_whatever_stands_in_an_argument_arrives(
+def test_8_any_text_in_an_argument_arrives(
     value: str, engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
     """Markers in it are spelt by ordinary tokens: a model that writes the token itself means it."""
@@ -152,7 +152,7 @@ def test_11_prose_that_mentions_the_tag_flows(
     assert max(map(len, bits)) <= 2, "a blank may wait for the next letter, nothing else does"
 
 
-def test_12_arguments_that_are_no_json_are_told_as_they_are_with_a_warning(
+def test_12_arguments_that_are_not_json_are_passed_on_with_a_warning(
     engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
     answers(engine, '<tool_call>{"name": "weather", "arguments": {"city": Köln}}</tool_call>')

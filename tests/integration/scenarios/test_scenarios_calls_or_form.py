@@ -115,7 +115,7 @@ WISHES: list[tuple[Any, Callable[[dict[str, Any]], bool]]] = [
 
 
 @pytest.mark.parametrize(("choice", "is_right"), WISHES, ids=["required", "named", "none"])
-def test_tool_choice_decides_which_of_both_it_is(
+def test_tool_choice_decides_between_a_call_and_the_form(
     choice: Any,
     is_right: Callable[[dict[str, Any]], bool],
     engine: ScriptedEngine,
@@ -145,9 +145,7 @@ def test_other_forms_may_stand_beside_calls_too(
             assert bool(answer["calls"]) == (text == COLOGNE)
 
 
-def test_a_fault_is_named_by_the_field_it_stands_in(
-    engine: ScriptedEngine, gateway: GatewayProcess
-) -> None:
+def test_an_error_names_its_field(engine: ScriptedEngine, gateway: GatewayProcess) -> None:
     engine.script = Compiling()
     lookaround = {"type": "string", "pattern": "(?=a)b"}
     odd = {"type": "object", "properties": {"x": lookaround}}
@@ -184,7 +182,7 @@ def test_messages(engine: ScriptedEngine, gateway: GatewayProcess) -> None:
         assert [block["type"] for block in response.json()["content"]] == ["thinking", kind]
 
 
-def test_the_logprobs_and_ids_of_the_form_are_all_there(
+def test_the_logprobs_and_ids_of_the_form_are_complete(
     engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
     engine.script = held_to(ANSWER)

@@ -21,7 +21,7 @@ from tests.support.scripted_engine import (
 )
 
 
-def test_the_formats_and_why_they_were_chosen_are_told(gateway: GatewayProcess) -> None:
+def test_the_formats_and_the_reasons_for_them_are_logged(gateway: GatewayProcess) -> None:
     (model,) = requests.get(gateway.url + "/v1/models", timeout=5).json()["data"]
     formats = model["formats"]
     assert (formats["tools"], formats["reasoning"]) == ("hermes", "qwen3")

@@ -59,7 +59,7 @@ def test_16_thinking_off_is_all_content_and_thinking_on_starts_inside(
     ],
     ids=["on", "off", "omitted"],
 )
-def test_60_a_form_begins_where_the_thinking_ends(
+def test_60_a_form_starts_after_the_thinking(
     said: dict[str, Any],
     thinking: Thinking | None,
     engine: ScriptedEngine,
@@ -161,7 +161,7 @@ def test_a_budget_of_nothing_is_no_thinking(
     assert "contradict" in response.json()["error"]["message"]
 
 
-def test_a_budget_without_a_reasoning_format_is_a_400_that_says_so(engine: ScriptedEngine) -> None:
+def test_a_budget_without_a_reasoning_format_is_a_400(engine: ScriptedEngine) -> None:
     with GatewayProcess(engine=engine.address, reasoning_format="none") as plain:
         plain.await_ready()
         response = plain.post(CHAT, {"messages": HI, "thinking_token_budget": 5})

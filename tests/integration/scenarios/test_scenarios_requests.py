@@ -88,7 +88,7 @@ def test_a_batch_is_many_conversations_each_read_in_its_own_way(
     assert len(set(ids)) == 6
 
 
-def test_a_batch_tells_effective_kwargs_and_errors_by_conversation(
+def test_a_batch_reports_kwargs_and_errors_by_conversation(
     engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
     answers(engine, "ok")
@@ -104,9 +104,7 @@ def test_a_batch_tells_effective_kwargs_and_errors_by_conversation(
         assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
-def test_tokenize_sends_what_chat_would_send(
-    engine: ScriptedEngine, gateway: GatewayProcess
-) -> None:
+def test_tokenize_renders_like_chat(engine: ScriptedEngine, gateway: GatewayProcess) -> None:
     answers(engine, "ok")
     for said in ({}, ON["reasoning_effort"], OFF["thinking"], {"tool_choice": "none"}):
         body = {**WITH_TOOLS, **said}

@@ -115,7 +115,7 @@ ROUTES: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("field", "value"), PEERS_FIELDS, ids=[f for f, _ in PEERS_FIELDS])
 @pytest.mark.parametrize(("path", "body"), ROUTES, ids=[path for path, _ in ROUTES])
-def test_a_form_is_enforced_by_whatever_name_other_servers_have_for_it(
+def test_a_form_is_enforced_under_the_field_names_of_other_servers(
     path: str,
     body: dict[str, Any],
     field: str,
@@ -160,7 +160,7 @@ def test_a_form_is_enforced_by_whatever_name_other_servers_have_for_it(
         ),
     ],
 )
-def test_a_keyword_that_nobody_knows_is_listed_and_refused_if_the_request_is_strict(
+def test_an_unknown_keyword_is_listed_and_refused_if_strict(
     path: str, body: dict[str, Any], at: str, engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
     engine.script = Compiling()
