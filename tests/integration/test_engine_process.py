@@ -248,7 +248,8 @@ def test_a_killed_worker_is_reported_at_once_and_by_exit_code_3(own: EngineProce
         with pytest.raises(EngineLost, match="killed by SIGKILL"):  # not: "has been silent"
             answer.tokens()
     assert own.program.end() == ExitCode.WORKER_LOST
-    assert "killed by SIGKILL" in own.program.err[-1]
+    # A thread that compiles grammars may log its own line after the cause.
+    assert any("killed by SIGKILL" in line for line in own.program.err)
 
 
 def test_a_killed_engine_is_noticed_and_leaves_no_worker(own: EngineProcess) -> None:

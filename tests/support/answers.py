@@ -1,4 +1,4 @@
-"""An answer that hears no engine: its choices are told what a test says."""
+"""A group of choices without an engine: a test sends the engine's reports itself."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TOKENIZER = Tokenizer(scripted_card())
 def new_choice_group(
     n: int = 1, prompts: int = 1, params: SamplingParams | None = None
 ) -> ChoiceGroup:
-    """`n` choices for each of so many prompts of three tokens."""
+    """Return a group with `n` choices for each of `prompts` prompts of three tokens."""
     readers, each = ParserFactory(TOKENIZER), params or SamplingParams()
     asks = [PromptRequest([1, 2, 3], [each] * n, readers) for _ in range(prompts)]
     return ChoiceGroup(ZmqEngineClient("ipc:///nowhere"), asks)

@@ -1,4 +1,4 @@
-"""Anthropic's streams as tests want to see them: taken apart, checked for their order, folded."""
+"""Parses, checks and folds the streams of Anthropic's API."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from gateway.api.anthropic.responses import MessageStart, StreamEvent
 
 
 def anthropic_events(body: bytes) -> list[dict[str, Any]]:
-    """The events of a stream, without comments; each fits its struct, and its name says what its
-    data is."""
+    """Return the events of a stream, without comments.
+
+    Checks that each event fits its struct, and that its SSE name equals its type.
+    """
     frames = body.split(b"\n\n")
     assert frames.pop() == b"", "a stream ends with an empty line"
     events = []
@@ -20,21 +22,21 @@ def anthropic_events(body: bytes) -> list[dict[str, Any]]:
         if frame.startswith(b":"):
             continue
         name, data = frame.split(b"\n")
-        told = json.loads(data.removeprefix(b"data: "))
-        assert name == b"event: " + told["type"].encode()
-        msgspec.convert(told, StreamEvent)
-        events.append(told)
+        event = json.loads(data.removeprefix(b"data: "))
+        assert name == b"event: " + event["type"].encode()
+        msgspec.convert(event, StreamEvent)
+        events.append(event)
     return events
 
 
 def prompt_tokens(usage: dict[str, Any]) -> int:
-    """Each of which was read from the cache, written to it, or neither."""
+    """Return all prompt tokens: those read from the cache, written to it, and neither."""
     names = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
     return sum(usage[name] for name in names)
 
 
 def message_of(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """What a client that joins a stream ends up with; also that its events come in order."""
+    """Return the message that a stream adds up to. Checks the order of its events."""
     events = [event for event in events if event["type"] != "ping"]
     assert [e["type"] for e in events[-2:]] == ["message_delta", "message_stop"]
     msgspec.convert(events[0], MessageStart)
@@ -81,7 +83,7 @@ def _add(block: dict[str, Any], delta: dict[str, Any], bits: list[str]) -> None:
         return
     kind, member = kinds[block["type"]]
     assert delta["type"] == kind
-    assert delta[member], "an empty bit says nothing"
+    assert delta[member], "a delta is not empty"
     bits.append(delta[member])
 
 

@@ -31,7 +31,10 @@ TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
 def random_llama(**changes: Any) -> LlamaForCausalLM:
-    """Grouped heads, weights large enough that attention is sharp. `changes`: of the config."""
+    """Return a model with grouped heads, and weights so large that attention is sharp.
+
+    changes   fields of its LlamaConfig
+    """
     settings: dict[str, Any] = {
         "vocab_size": VOCAB,
         "hidden_size": 96,
@@ -59,7 +62,10 @@ def random_llama(**changes: Any) -> LlamaForCausalLM:
 
 
 def tiny_tokenizer() -> Tokenizer:
-    """Bytes, a few merges, three special tokens; VOCAB is larger, as real models' often are."""
+    """Return a tokenizer of bytes, a few merges and three special tokens.
+
+    VOCAB is larger than this, as in many real models.
+    """
     merges = [("Ġ", "t"), ("h", "e"), ("Ġt", "he")]
     pieces = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet()), *map("".join, merges)]
     tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, merges))
@@ -70,7 +76,10 @@ def tiny_tokenizer() -> Tokenizer:
 
 
 def write_directory(path: Path, model: LlamaForCausalLM, **save: Any) -> Path:
-    """`save`: options of save_pretrained, such as max_shard_size."""
+    """Write a model, its tokenizer and its chat template as transformers does.
+
+    save   options of save_pretrained, such as max_shard_size
+    """
     model.save_pretrained(path, **save)
     tiny_tokenizer().save(str(path / "tokenizer.json"))
     settings = {
@@ -88,7 +97,9 @@ def write_gguf(
     kind: GGMLQuantizationType = GGMLQuantizationType.F32,
     metadata: Mapping[str, float | str | int] | None = None,
 ) -> Path:
-    """As llama.cpp's converter does: query and key rows interleaved, vectors kept in float32.
+    """Write a GGUF file as llama.cpp's converter does.
+
+    Rows of queries and keys are interleaved, and vectors are stored in float32.
 
     metadata   keys to add
     """
@@ -158,7 +169,7 @@ def _add_tensor(
 
 
 def _add_rope_scaling(writer: GGUFWriter, config: Any) -> None:
-    """Scaling of llama3's kind travels in GGUF files as one factor per pair."""
+    """Write the rope scaling. GGUF files hold that of Llama 3 as one factor per pair."""
     rope = config.rope_parameters
     if rope["rope_type"] == "linear":
         writer.add_rope_scaling_type(RopeScalingType.LINEAR)

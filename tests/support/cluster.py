@@ -1,5 +1,7 @@
-"""A prefill and a decode engine on TCP, as on two hosts, and a gateway before them: real processes,
-the real model."""
+"""A prefill engine, a decode engine and a gateway as processes with the real model.
+
+They are connected by TCP, as on different hosts.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from tests.support.server import POISON, START_TIMEOUT_S
 
 
 class EngineAlone(Program):
-    """`tidegate engine`, started; `await_ready` before use."""
+    """A `tidegate engine` process. Call `await_ready` before use."""
 
     def __init__(self, role: str, key: str, address: str, *options: str) -> None:
         self.address = address
@@ -41,9 +43,9 @@ class EngineAlone(Program):
 
 
 class Cluster:
-    """`with Cluster(folder, options of an engine) as cluster`: all of it, ready.
+    """All three processes, ready inside `with Cluster(folder, *engine_options) as cluster`.
 
-    url   of the gateway
+    url   HTTP address of the gateway
     """
 
     def __init__(self, folder: Path, *options: str) -> None:

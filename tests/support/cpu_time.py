@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 TRIES = 5
 MOST_GROWTH = 1.5
-"""How much more than its share a larger input may cost: linear is 1, and n log n is under 1.2 for
-the sizes used here. Quadratic time is the factor between the sizes, which is 4."""
+"""Largest ratio of time growth to input growth. The ratio is 1 for linear time, under 1.2 for
+n log n at the sizes used here, and 4 for quadratic time."""
 
 
 def cpu_s(work: Callable[[], object]) -> float:
@@ -29,9 +29,10 @@ def best_cpu_s(work: Callable[[], object], tries: int = TRIES) -> float:
 
 
 def check_linear(seconds: Callable[[int], float], size: int, factor: int = 4) -> None:
-    """Raise AssertionError if `factor` times the input costs more than its share.
+    """Raise AssertionError if time grows by over MOST_GROWTH times more than the input.
 
     seconds   measures the CPU time of an input of the given size
+    factor    how many times larger the second input is
     """
     growth = math.inf
     for _ in range(TRIES):

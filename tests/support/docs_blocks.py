@@ -23,7 +23,7 @@ PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob(
 SHELL, PYTHON = ("sh", "console"), "python"
 LANGUAGES = {*SHELL, PYTHON, "json", "toml", "yaml", "text"}
 COMMANDS = ("curl", "tidegate", ".venv/bin/", "make", "python", "pip", "$", "docker", "systemctl")
-"""Beginnings of blocks that readers will paste into a shell."""
+"""A block that starts with one of these is a shell command."""
 _BLOCK = re.compile(
     r"(?:^<!-- not run: (?P<reason>[^\n]*?) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$",
     re.MULTILINE | re.DOTALL,
@@ -33,7 +33,9 @@ _PROMPT = re.compile(r"\w*\$ ")
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """line    number of its first line of text, from 1
+    """A fenced block of a page.
+
+    line    number of its first line of text, from 1
     reason  why it is not run; "" if it is
     """
 

@@ -1,4 +1,4 @@
-"""A loaded model, stepped without a worker: its eager decoder against that of transformers."""
+"""Runs the eager decoder of a loaded model without a worker, and transformers for comparison."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def load(path: Path) -> LoadedModel:
 
 @dataclass
 class EagerStepper:
-    """A model, its cache, and as many requests as `tokens`: each one's blocks lie scattered."""
+    """A model, its K/V cache, and a request with scattered blocks for each list in `tokens`."""
 
     loaded: LoadedModel
     tokens: list[list[int]]
@@ -44,7 +44,7 @@ class EagerStepper:
         self.computed = [0] * len(sizes)
 
     def step(self, *counts: int) -> list[Tensor]:
-        """Compute so many further tokens of each request -> their logits. Decode rows first."""
+        """Compute the next `counts[i]` tokens of request i. Return their logits, [tokens, V]."""
         order = sorted((i for i, n in enumerate(counts) if n), key=lambda i: counts[i] > 1)
         rows = [PagedRow(self.computed[i], counts[i], self.blocks[i]) for i in order]
         ids = [t for i in order for t in self.tokens[i][self.computed[i] :][: counts[i]]]
@@ -58,7 +58,7 @@ class EagerStepper:
         return result
 
     def run(self, steps: Sequence[tuple[int, ...]]) -> list[Tensor]:
-        """All steps -> each request's logits [tokens, V]."""
+        """Run all steps. Return the logits of each request, [tokens, V]."""
         parts = [self.step(*counts) for counts in steps]
         return [torch.cat([part[i] for part in parts]) for i in range(len(self.tokens))]
 
@@ -70,7 +70,7 @@ def some_tokens(count: int, seed: int = 0, vocab: int = VOCAB) -> list[int]:
 
 @torch.inference_mode()
 def expected(model: Any, tokens: list[int]) -> Tensor:
-    """[tokens, V], by transformers, in one go."""
+    """Return the logits of transformers, [tokens, V], computed in one forward pass."""
     return model(torch.tensor([tokens])).logits[0]
 
 

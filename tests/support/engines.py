@@ -1,9 +1,9 @@
-"""An engine and the simplest honest worker, for tests of decisions: no process, no tensor.
+"""An engine with a fake worker, for tests of decisions without processes and tensors.
 
-`EchoWorker` executes plans as the real worker must (it keeps every slot's tokens and the content of
-every block) and "samples" a token that is a pure function of all tokens so far. So a wrong block, a
-stale slot or a lost token shows as a wrong answer, not only as a broken count. Drafts it computes
-as the real one does: their K/V is written whether they are right or not.
+`EchoWorker` executes plans as the real worker must: it stores the tokens of every slot and the
+content of every block. It samples a token that is a pure function of all tokens so far. So a wrong
+block, a stale slot or a lost token leads to a wrong answer, not only to a wrong count. The K/V of
+drafts is written as in the real worker, whether the drafts are right or not.
 """
 
 from __future__ import annotations
@@ -40,17 +40,19 @@ CLIENT = b"client"
 
 
 def next_token(tokens: list[int], seed: int = 0, possible: list[int] | None = None) -> int:
-    """What the echo model says after `tokens`; never EOS for most, EOS for about one in 97.
+    """Return the echo model's token after `tokens`, which is EOS once in about 97 times.
 
-    possible: where a grammar leaves only these
+    possible   the tokens that a grammar allows; None: all
     """
     drawn = sha256(repr((tokens, seed)).encode()).digest()[0]
     return drawn % VOCAB if possible is None else possible[drawn % len(possible)]
 
 
 def repetitive_token(tokens: list[int], seed: int = 0, possible: list[int] | None = None) -> int:
-    """What an echo model says that repeats itself: mostly as it went on from such a token before,
-    so it is easy to guess; in one case of eight, anything."""
+    """Return the token of an echo model that repeats itself, so that it is easy to draft for.
+
+    In seven of eight cases the token depends only on the last one, modulo 4.
+    """
     drawn = sha256(repr((tokens, seed)).encode()).digest()[1]
     return next_token(tokens if drawn % 8 == 0 else [tokens[-1] % 4], seed, possible)
 
@@ -76,7 +78,10 @@ def answer(
 
 
 def guess_with_accuracy(chance: float, sample: SampleToken = next_token) -> SampleToken:
-    """A draft model that guesses what `sample` says, so often; grammars it does not know."""
+    """Return a draft model that proposes the token of `sample` with probability `chance`.
+
+    It ignores grammars.
+    """
 
     def guess(tokens: list[int], seed: int = 0, possible: list[int] | None = None) -> int:
         right = sample(tokens, seed, None)
@@ -88,8 +93,12 @@ def guess_with_accuracy(chance: float, sample: SampleToken = next_token) -> Samp
 
 @dataclass
 class EchoWorker:
-    """Executes plans. `kv[block][offset]`: the token whose K/V is there, None where zeroed;
-    `draft_kv`: the same of the draft model, which says `guess`."""
+    """Executes plans, and asserts that they are consistent.
+
+    sample, guess   the model and the draft model
+    kv              block -> offset -> the token whose K/V is there; None: zeroed
+    draft_kv        the same for the draft model
+    """
 
     limits: Limits
     sample: SampleToken = next_token
@@ -139,18 +148,18 @@ class EchoWorker:
                 strict=True,
             )
         ]
-        said = [tokens for tokens in sampled if tokens]
+        results = [tokens for tokens in sampled if tokens]
         assert plan.row_tokens.tolist()[: plan.num_decodes] == [1] * plan.num_decodes
         assert sum(plan.row_tokens.tolist()) <= self.limits.token_budget
         return StepResult(
             step=plan.step,
-            tokens=Int32.of(token for tokens in said for token in tokens),
-            counts=None if plan.row_drafts is None else Int32.of(map(len, said)),
+            tokens=Int32.of(token for tokens in results for token in tokens),
+            counts=None if plan.row_drafts is None else Int32.of(map(len, results)),
             failed=Int32.of([]),
-            proposed=self._follow(plan),
+            proposed=self._run_draft_model(plan),
         )
 
-    def _follow(self, plan: StepPlan) -> Int32 | None:
+    def _run_draft_model(self, plan: StepPlan) -> Int32 | None:
         if plan.follow_starts is None or plan.follow_tokens is None or plan.wanted is None:
             return None
         columns = (
@@ -173,8 +182,8 @@ class EchoWorker:
         return Int32.of(proposed) if proposed else None
 
     def _guesses(self, slot: int, begin: int, end: int, wanted: int) -> list[int]:
-        """What the draft model guesses behind the slot's first `end` tokens, when it has computed
-        those from `begin` on."""
+        """Let the draft model compute the slot's tokens `begin` to `end`. Return `wanted` guesses
+        of the tokens after them."""
         tokens, table, size = self.tokens[slot][:end], self.tables[slot], self.limits.block_tokens
         assert begin < end
         for position in range(begin, end):
@@ -212,19 +221,21 @@ class EchoWorker:
 
 
 def drafts_of(plan: StepPlan) -> list[list[int]]:
-    """Of each row."""
+    """Return the drafts of each row of a plan."""
     if plan.row_drafts is None or plan.drafts is None:
         assert plan.row_drafts is plan.drafts is None
         return [[] for _ in range(len(plan.row_slots))]
     ids = iter(plan.drafts.tolist())
     drafts = [list(islice(ids, count)) for count in plan.row_drafts.tolist()]
-    assert not list(ids), "drafts of no row"
+    assert not list(ids), "the plan has drafts that belong to no row"
     return drafts
 
 
 def _possible(plan: StepPlan, masks: Masks | None) -> list[list[int] | None]:
-    """At each sampled place, the tokens that its mask leaves; None where it has no mask."""
-    assert (masks is None) == (plan.masked is None), "masks come with a plan that says so, only"
+    """Return the tokens that each sampled position's mask allows; None for one without a mask."""
+    assert (masks is None) == (plan.masked is None), (
+        "masks come only with a plan that has masked rows"
+    )
     num_drafts = 0 if plan.drafts is None else len(plan.drafts)
     places: list[list[int] | None] = [None] * (sum(plan.row_samples.tolist()) + num_drafts)
     if masks is None or plan.masked is None:
@@ -253,17 +264,25 @@ def a_card(**changes: object) -> ModelCard:
 
 @lru_cache
 def echo_compiler() -> Compiler:
-    """Of all echo engines: it keeps nothing of what it compiles."""
+    """Return the compiler that all echo engines share. It stores no results."""
     return Compiler(a_card())
 
 
 def draft_model_for(config: dict[str, Any]) -> str:
-    """A name for it, where the engine's `config` speculates with one."""
+    """Return a name if the engine's `config` uses a draft model, else ""."""
     return "a draft model" if config.get("speculation") == "model" else ""
 
 
 class Bench:
-    """An engine and an echo worker at one table. Every `step` checks every invariant."""
+    """An engine and an echo worker. Every method checks all invariants of the engine.
+
+    outputs     (client, request) -> all of its outputs so far
+    plans       all plans
+    in_flight   plans that are not committed yet, oldest first
+    masks       masks of the oldest of these
+    jobs        grammars that wait for `compile`
+    refusals    requests that were refused because of their grammar
+    """
 
     def __init__(
         self,
@@ -287,9 +306,15 @@ class Bench:
         draw_seed: Callable[[], int] = lambda: 0,
         **config: Any,
     ) -> None:
-        """guess: what the draft model says; None: as `sample`. step_costs: as a worker has measured
-        them. place: in a cluster, where there is one. tiers: that the worker has. checks: every
-        invariant, all the time. config: further fields of EngineConfig."""
+        """Build the engine and its worker.
+
+        guess        the draft model; None: `sample`
+        step_costs   (tokens, seconds) that a worker has measured
+        place        membership in a cluster
+        tiers        names of the worker's K/V tiers
+        checks       whether to check the engine's invariants
+        config       further fields of EngineConfig
+        """
         self.limits = Limits(
             max_len=min(max_len, (num_blocks - 1) * block_tokens),
             max_slots=max_slots,
@@ -322,9 +347,9 @@ class Bench:
         self.outputs: dict[tuple[bytes, int], list[Output]] = {}
         self.plans: list[StepPlan] = []
         self.in_flight: deque[StepPlan] = deque()
-        self.masks: Masks | None = None  # of the oldest plan that is out
+        self.masks: Masks | None = None
         self.jobs: list[CompileJob] = []
-        self.refusals: dict[tuple[bytes, int], Refused] = {}  # of those who waited for a grammar
+        self.refusals: dict[tuple[bytes, int], Refused] = {}
         self._next = 0
         self._checks = checks
 
@@ -333,7 +358,7 @@ class Bench:
             self.engine.check()
 
     def add(self, prompt: list[int], *asked: Any, **more: Any) -> int:
-        """The number of the new request, which is accepted, or waits for its grammar."""
+        """Add a request that is accepted or waits for its grammar. Return its number."""
         number = self.try_add(prompt, *asked, **more)
         assert isinstance(number, int), number
         return number
@@ -360,7 +385,7 @@ class Bench:
         queue_timeout_s: float = 0.0,
         **params: Any,
     ) -> int | Refused:
-        """The new request's number, or the refusal. A new grammar is for `compile` to compile."""
+        """Add a request. Return its number, or the refusal. `compile` compiles a new grammar."""
         self._next += 1
         message = Generate(
             request=self._next,
@@ -386,27 +411,27 @@ class Bench:
         return self._next
 
     def compile(self, which: int = 0) -> dict[int, Accepted | Refused]:
-        """Do one of the jobs: {request: what it is told}."""
+        """Compile one of the grammars. Return {request: reply} for the requests that waited."""
         job = self.jobs.pop(which)
         result: MatcherTemplate | ServingError
         try:
             result = self.compiler.compile(job.grammar)
         except ServingError as error:
             result = error
-        told = self.engine.on_grammar_compiled(CompiledGrammar(job.digest, result))
-        for client, reply in told:
+        replies = self.engine.on_grammar_compiled(CompiledGrammar(job.digest, result))
+        for client, reply in replies:
             if isinstance(reply, Refused):
                 del self.outputs[client, reply.request]
                 self.refusals[client, reply.request] = reply
         self.check()
-        return {reply.request: reply for _, reply in told}
+        return {reply.request: reply for _, reply in replies}
 
     def abort(self, *numbers: int, client: bytes = CLIENT) -> None:
         self._keep(client, self.engine.abort(client, numbers))
         self.check()
 
     def abort_by_label(self, *names: str) -> dict[str, bool]:
-        """Which of them any open request had."""
+        """Abort all requests with these labels. Return whether each label had an open request."""
         ends, known = self.engine.abort_by_label(names)
         for client, outputs in ends.items():
             self._keep(client, outputs)
@@ -425,11 +450,11 @@ class Bench:
         return plan
 
     def finish(self, elapsed_s: float = 0.01) -> None:
-        """The worker executes the oldest plan that is out, the engine commits."""
+        """Let the worker execute the oldest plan in flight, and commit its result."""
         self.commit(self.worker.execute(self.in_flight[0], self.masks), elapsed_s)
 
     def commit(self, result: StepResult, elapsed_s: float = 0.01) -> None:
-        """What the worker tells of the oldest plan that is out."""
+        """Commit the result of the oldest plan in flight."""
         self.in_flight.popleft()
         for client, outputs in self.engine.commit(result, elapsed_s).items():
             self._keep(client, outputs.outputs)
@@ -438,7 +463,7 @@ class Bench:
         self.check()
 
     def send_kv_commands(self) -> None:
-        """What the engine has decided about K/V since the last time."""
+        """Pass the engine's new K/V commands on to the tiers and the mover."""
         for order in self.engine.drain_kv_commands():
             match order:
                 case KVStore() | KVUsed() | KVFetch(source=TierSource()):
@@ -456,15 +481,17 @@ class Bench:
         self.check()
 
     def on_kv_report(self, report: KVReport) -> None:
-        """What the worker reports of K/V."""
+        """Pass a K/V report of the worker on to the engine."""
         self.send_kv_commands()
         for client, outputs in self.engine.on_kv_report(report).items():
             self._keep(client, outputs.outputs)
         self.check()
 
     def step(self) -> dict[int, int] | None:
-        """Plan what can be planned, and finish the oldest: {row's slot: tokens}, or None where
-        there was nothing to do."""
+        """Make all plans that are possible, and finish the oldest.
+
+        Returns {slot: tokens} of that plan's rows, or None if there was nothing to do.
+        """
         while self.plan() is not None:
             pass
         if not self.in_flight:
@@ -477,12 +504,12 @@ class Bench:
         for _ in range(most):
             if self.step() is None:
                 return
-        raise AssertionError("the engine does not come to an end")
+        raise AssertionError(f"the engine is not idle after {most} steps")
 
     def _keep(self, client: bytes, outputs: list[Output]) -> None:
         for output in outputs:
             so_far = self.outputs[client, output.request]
-            assert not so_far or so_far[-1].finish is None, "news after the end"
+            assert not so_far or so_far[-1].finish is None, "an output after the end"
             so_far.append(output)
 
     def tokens(self, number: int, client: bytes = CLIENT) -> list[int]:

@@ -346,9 +346,9 @@ class FormatRow:
     differences: int = 0
     first: str = ""
 
-    def compare(self, said: object, expected: object, where: Callable[[], str]) -> None:
+    def compare(self, found: object, expected: object, where: Callable[[], str]) -> None:
         self.cuts += 1
-        if said != expected:
+        if found != expected:
             self.differences += 1
             self.first = self.first or where()
 
@@ -416,7 +416,7 @@ def difference(fixture: Fixture, deltas: Sequence[Sequence[Piece]], said: list[E
     """Return a description of a cut with unexpected events."""
     return (
         f"{fixture.name}, cut into {len(deltas)}: {[joined(d) for d in deltas][:6]}\n"
-        f"  said     {said}\n  expected {fixture.events}"
+        f"  found    {said}\n  expected {fixture.events}"
     )
 
 

@@ -16,14 +16,14 @@ CONFIG = ROOT / "gateway" / "gunicorn_conf.py"
 
 
 class GatewayProcess(Program):
-    """`with GatewayProcess(engine=address, ...)`: config fields by name. `log` is what it wrote."""
+    """A gateway, running inside its `with`. Keyword arguments are fields of GatewayConfig."""
 
     def __init__(self, *, command: list[str] | None = None, **config: Any) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         command = command or ["-m", "gunicorn", "-c", str(CONFIG), "gateway.app:create_app()"]
-        told = json.dumps({"port": self.port, **config})
-        environment = {"TIDEGATE_GATEWAY": told, "PYTHONPATH": str(ROOT)}
+        settings = json.dumps({"port": self.port, **config})
+        environment = {"TIDEGATE_GATEWAY": settings, "PYTHONPATH": str(ROOT)}
         super().__init__(["-P", *command], environment=environment)
 
     def __exit__(self, *exception: object) -> None:
@@ -32,7 +32,7 @@ class GatewayProcess(Program):
         self.wait()
 
     def wait(self, timeout_s: float = HANG_S) -> int:
-        """Until it has ended; its exit code."""
+        """Wait for the process to end, and return its exit code. Kill it after the timeout."""
         try:
             return self.end(timeout_s=timeout_s)
         except subprocess.TimeoutExpired:
@@ -42,18 +42,18 @@ class GatewayProcess(Program):
 
     @property
     def log(self) -> str:
-        """So far; all of it after the end."""
+        """Return everything that the gateway has logged so far."""
         return "\n".join(self.err)
 
     def await_status(self, path: str, status: int, timeout_s: float = HANG_S) -> requests.Response:
-        """Ask until the answer has this status."""
+        """Send GET requests until the answer has this status. Return that answer."""
         last: requests.Response | Exception | None = None
 
         def is_answered() -> bool:
             nonlocal last
             try:
                 last = requests.get(self.url + path, timeout=5)
-            except (requests.ConnectionError, requests.Timeout) as error:  # it still starts
+            except (requests.ConnectionError, requests.Timeout) as error:  # still starting
                 last = error
                 return self.process.poll() is not None
             return last.status_code == status
@@ -61,8 +61,8 @@ class GatewayProcess(Program):
         eventually(is_answered, within_s=timeout_s)
         if isinstance(last, requests.Response) and last.status_code == status:
             return last
-        told = last.text if isinstance(last, requests.Response) else ""
-        raise AssertionError(f"{path} never answered {status}; last: {last} {told}")
+        body = last.text if isinstance(last, requests.Response) else ""
+        raise AssertionError(f"{path} never answered {status}; last: {last} {body}")
 
     def await_ready(self) -> Self:
         self.await_status("/readyz", 200)

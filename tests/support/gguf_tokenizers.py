@@ -1,4 +1,4 @@
-"""Tokenizers on their way through GGUF metadata and back, and texts on which they must agree."""
+"""Converts tokenizers to GGUF metadata and back, with texts on which both must agree."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TEXTS = [
     "a" * 300 + " " * 50 + "!" * 40,
     *(NUMBERS := ["x 1  2   3    45", "\u2460\u00bd \u0663 numbers, 2\u00b2 \u2167"]),
 ]
-"""NUMBERS: the ones in which it shows whether digits are cut off before anything else."""
+"""NUMBERS are the texts that show whether digits are split off first."""
 
 
 def rebuilt(metadata: dict[str, Any]) -> Tokenizer:
@@ -36,7 +36,7 @@ def rebuilt(metadata: dict[str, Any]) -> Tokenizer:
 
 
 def as_metadata(original: dict[str, Any], pre: str) -> dict[str, Any]:
-    """A byte-level tokenizer.json in GGUF's words."""
+    """Return the GGUF metadata of a byte-level tokenizer.json."""
     vocab = dict(original["model"]["vocab"])
     kinds = dict.fromkeys(vocab.values(), 1)
     for token in original["added_tokens"]:

@@ -1,4 +1,4 @@
-"""Grammars under test: a vocabulary that a test can read, and a walk through a compiled grammar."""
+"""A vocabulary of single characters, and functions that match texts with a compiled grammar."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from protocol.model_card import ModelCard
 
 EOS = 0
 SIGNS = "\n" + "".join(map(chr, range(0x20, 0x7F)))
-"""Token 1 is a line feed, 2 a blank, and so on to 96, a tilde: every sign a token of its own."""
+"""The characters that are tokens, from token 1, a line feed, and 2, a blank, to 96, a tilde."""
 MARKERS = {"<think>": 97, "</think>": 98, "<tool>": 99, "</tool>": 100, "[CALL]": 101, "word": 102}
-"""Tokens of which letters are the name. The last is a word, not a marker."""
+"""Tokens of several characters. The last is a word, not a marker."""
 SPECIAL = {"<eos>", "<think>", "</think>"}
 
 
 def signs_tokenizer(*, markers: bool = True) -> bytes:
-    """tokenizer.json of 97 tokens, or of 103 with the markers."""
+    """Return a tokenizer.json with 97 tokens, or with 103 if it has the markers."""
     spelt = {" ": "Ġ", "\n": "Ċ"}
     vocab = {spelt.get(sign, sign): number for number, sign in enumerate(SIGNS, 1)}
     inner = tokenizers.Tokenizer(models.BPE(vocab=vocab | {"<eos>": EOS}, merges=[]))
@@ -49,7 +49,7 @@ def signs_card(*, markers: bool = True) -> ModelCard:
 
 
 def ids_of(text: str) -> list[int]:
-    """Sign by sign: what looks like a marker is spelt."""
+    """Return the tokens of a text, character by character. Markers are spelt out."""
     return [SIGNS.index(sign) + 1 for sign in text]
 
 
@@ -64,10 +64,12 @@ def possible(matcher: Matcher, vocab_size: int) -> set[int]:
 
 
 def read(compiler: Compiler, body: Body, *parts: str | int, **around: Any) -> str:
-    """What is left of an answer, given as texts (spelt) and token ids, when its grammar stops it.
+    """Match an answer, given as texts and token ids, with a grammar.
 
-    "" if all of it is possible, and then "$" if the answer may end there, "$$" if it must.
-    around: the other fields of the grammar.
+    Returns the rest of the answer from the first token that the grammar does not allow. If all of
+    it is allowed, returns "$$" if the answer must end there, "$" if it may, else "".
+
+    around   the other fields of the grammar
     """
     matcher = compiler.compile(Grammar(body=body, **around)).start()
     size = compiler.vocab_size
@@ -83,7 +85,7 @@ def read(compiler: Compiler, body: Body, *parts: str | int, **around: Any) -> st
 
 
 def schema(**properties: object) -> str:
-    """Of an object that has exactly these."""
+    """Return the JSON Schema of an object that has exactly these properties."""
     return json.dumps(
         {
             "type": "object",

@@ -1,10 +1,9 @@
-"""Workers that hand over K/V within one process: what `KVExport` ... `KVCancel` ask for, one job at
-a time, between blocks of any kind: those of echo workers, or of real ones (replica.py).
+"""Fake K/V transfers between workers of one process.
 
-A fetch copies what the other worker's blocks hold at the moment when the test lets it (`do`), so
-blocks that are reused too early arrive wrong. From the order until the report its own blocks hold
-what nobody may read, and are written once more just before the report: who reuses them too early is
-found out by the echo worker's attention.
+They work with the blocks of echo workers and of real ones (replica.py). A fetch copies the other
+worker's blocks when the test calls `carry_out`, so blocks that are reused too early arrive with
+wrong content. From the command until its report, the fetch's own blocks are filled with
+BEING_WRITTEN, so an engine that uses them too early fails in the echo worker's attention.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ BEING_WRITTEN = -1
 
 
 class Blocks(Protocol):
-    """block -> what it holds; or a list of BEING_WRITTEN, while nobody may read it."""
+    """Maps a block to its content, which is a list of BEING_WRITTEN during a fetch."""
 
     def __getitem__(self, block: int, /) -> Any: ...
 
@@ -49,16 +48,19 @@ class Export:
 
 @dataclass
 class KVNetwork:
-    """What all workers of a cluster can reach: (address, lease) -> export.
+    """The exports of all workers of a cluster, by (address, lease).
 
-    fault   the kind of failure that every fetch has; "": none
+    fault   the kind of failure that every fetch reports; "": none
     """
 
     exports: dict[tuple[str, bytes], Export] = field(default_factory=dict)
     fault: str = ""
 
     def member(self, name: str, **changes: object) -> ClusterMember:
-        """For one more engine. `changes`: fields of its worker's KVEndpoint."""
+        """Return the membership of one more engine.
+
+        changes   fields of its worker's KVEndpoint
+        """
         fields: dict[str, object] = {
             "address": name,
             "layout": LAYOUT,
@@ -81,11 +83,11 @@ class ClusterMember:
 
 
 class EchoMover:
-    """One worker's mover.
+    """The mover of one worker.
 
-    jobs   fetches that it was asked for and has not reported on, oldest first
-    taken  leases all of whose readers are done, to be reported
-    heard  every order, for tests to look at
+    jobs      fetches without a report yet, oldest first
+    taken     leases that all readers have read, not reported yet
+    commands  every command received
     """
 
     def __init__(self, place: ClusterMember, kv: Blocks, block_tokens: int) -> None:
@@ -114,7 +116,10 @@ class EchoMover:
                 self.cancelled.add(job)
 
     def carry_out(self, job: int, fault: str = "") -> KVReport:
-        """Carry a job out, as far as it can be; `fault`: the kind of failure it is to have."""
+        """Carry out a fetch, and return its report.
+
+        fault   the kind of failure to report; "": none
+        """
         order = self.jobs.pop(job)
         fault = fault or self._place.air.fault
         if job in self.cancelled:
@@ -143,6 +148,6 @@ class EchoMover:
 
 
 def spoil(kv: Blocks, order: KVFetch, block_tokens: int) -> None:
-    """The blocks that a fetch is for hold what nobody may read."""
+    """Fill the blocks of a fetch with BEING_WRITTEN."""
     for block in order.blocks.tolist():
         kv[block] = [BEING_WRITTEN] * block_tokens

@@ -1,4 +1,4 @@
-"""HTTP as tests want to see it: raw bytes over a socket, and streams taken apart."""
+"""Sends raw HTTP over a socket, and folds streams into whole answers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from typing import Any
 
 
 def connect(port: int, **options: int) -> socket.socket:
-    """`rcvbuf`: how little the kernel may read ahead for a client that does not read."""
+    """Connect to a local port.
+
+    rcvbuf   size of the kernel's receive buffer
+    """
     client = socket.socket()
     client.settimeout(20)
     if "rcvbuf" in options:
@@ -40,7 +43,7 @@ def send_post(
 
 
 def read_head(file: Any) -> tuple[int, dict[str, str]]:
-    """The status and the headers, names in lower case."""
+    """Return the status and the headers, with names in lower case."""
     status = int(file.readline().split()[1])
     headers = {}
     while (line := file.readline().strip()) != b"":
@@ -50,7 +53,7 @@ def read_head(file: Any) -> tuple[int, dict[str, str]]:
 
 
 def read_body(file: Any, headers: dict[str, str]) -> bytes:
-    """All of it, without HTTP's own chunks."""
+    """Return the whole body, without chunk framing."""
     if headers.get("transfer-encoding") != "chunked":
         length = headers.get("content-length")
         data: bytes = file.read() if length is None else file.read(int(length))
@@ -64,7 +67,7 @@ def read_body(file: Any, headers: dict[str, str]) -> bytes:
 
 
 def exchange(port: int, path: str, body: Any, **options: Any) -> tuple[int, dict[str, str], bytes]:
-    """One request on a connection of its own: status, headers, body."""
+    """Send one request over a new connection. Return (status, headers, body)."""
     with connect(port) as client, client.makefile("rb") as file:
         send_post(client, path, body, **options)
         status, headers = read_head(file)
@@ -72,7 +75,7 @@ def exchange(port: int, path: str, body: Any, **options: Any) -> tuple[int, dict
 
 
 def events_of(body: bytes) -> list[Any]:
-    """The events of a stream, parsed, without comments and the [DONE] it must end with."""
+    """Return the parsed events of a stream that ends with [DONE], without comments."""
     frames = body.split(b"\n\n")
     assert frames.pop() == b"", "a stream ends with an empty line"
     data = [frame.removeprefix(b"data: ") for frame in frames if not frame.startswith(b":")]
@@ -81,14 +84,14 @@ def events_of(body: bytes) -> list[Any]:
 
 
 def fold_stream(events: list[Any]) -> dict[int, dict[str, Any]]:
-    """What a client that joins a stream ends up with, by choice: text, logprobs, ids, finish."""
+    """Return text, logprobs, token ids and finish of each choice of a stream."""
     choices: dict[int, dict[str, Any]] = {}
     for event in events:
         for bit in event["choices"]:
             whole = choices.setdefault(
                 bit["index"], {"text": "", "logprobs": None, "token_ids": [], "finish": None}
             )
-            assert whole["finish"] is None, "news after the end"
+            assert whole["finish"] is None, "a chunk after the end"
             whole["text"] += bit["delta"].get("content", "") if "delta" in bit else bit["text"]
             whole["logprobs"] = _joined(whole["logprobs"], bit["logprobs"])
             whole["token_ids"] += bit.get("token_ids", [])
@@ -104,7 +107,7 @@ def _joined(left: Any, right: Any) -> Any:
 
 
 def fold_response(response: Any) -> dict[int, dict[str, Any]]:
-    """A whole answer in the same shape."""
+    """Return the same for a whole answer."""
     return {
         choice["index"]: {
             "text": choice["message"]["content"] if "message" in choice else choice["text"],
@@ -117,25 +120,27 @@ def fold_response(response: Any) -> dict[int, dict[str, Any]]:
 
 
 def fold_chat_stream(events: list[Any]) -> dict[int, dict[str, Any]]:
-    """What a client of a chat stream ends up with, by choice: content, reasoning, calls, finish,
-    warnings. Also that the stream is one: a call's head comes first, and nothing after the end."""
+    """Return content, reasoning, calls, finish and warnings of each choice of a chat stream.
+
+    Checks that a call's id and name come before its arguments, and that no chunk follows the end.
+    """
     choices: dict[int, dict[str, Any]] = {}
     for event in events:
         for bit in event["choices"]:
-            whole = choices.setdefault(bit["index"], _nothing_said())
-            assert whole["finish"] is None, "news after the end"
-            _speak(whole, bit["delta"])
+            whole = choices.setdefault(bit["index"], _empty_choice())
+            assert whole["finish"] is None, "a chunk after the end"
+            _add_delta(whole, bit["delta"])
             whole["finish"] = bit["finish_reason"]
             if whole["finish"] is not None:
                 whole["warnings"] = [w["code"] for w in event.get("warnings", [])]
     return choices
 
 
-def _nothing_said() -> dict[str, Any]:
+def _empty_choice() -> dict[str, Any]:
     return {"content": "", "reasoning": "", "calls": [], "finish": None, "warnings": []}
 
 
-def _speak(whole: dict[str, Any], delta: dict[str, Any]) -> None:
+def _add_delta(whole: dict[str, Any], delta: dict[str, Any]) -> None:
     whole["content"] += delta.get("content", "")
     whole["reasoning"] += delta.get("reasoning", "")
     assert delta.get("reasoning") == delta.get("reasoning_content")
@@ -152,7 +157,7 @@ def _speak(whole: dict[str, Any], delta: dict[str, Any]) -> None:
 
 
 def fold_chat_response(response: Any) -> dict[int, dict[str, Any]]:
-    """A whole chat answer in the same shape."""
+    """Return the same for a whole chat answer."""
     warnings = response.get("warnings", [])
     return {
         choice["index"]: {

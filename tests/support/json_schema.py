@@ -1,4 +1,4 @@
-"""Does a value fit a JSON Schema? Written by the keywords' definitions, and by nothing of ours."""
+"""An independent JSON Schema validator, written after the definitions of the keywords."""
 
 from __future__ import annotations
 
@@ -89,4 +89,4 @@ def _member(value: dict[str, Any], key: str, schema: Mapping[str, Any], root: An
             return all(fits(value[name], limit, root) for name in others)
         case "items":
             return True
-    raise AssertionError(f"a keyword that this check does not know: {key}")
+    raise AssertionError(f"this validator has no keyword {key}")

@@ -1,7 +1,7 @@
-"""The compiled kernels of every instruction set that this machine can run, beside torch's.
+"""Fixtures for tests of the compiled kernels, on each instruction set of this machine.
 
-Where nothing is compiled (no compiler when Tidegate was installed) tests of kernels are skipped,
-saying so; a set that the processor lacks is skipped as well.
+Tests are skipped if no kernels were compiled when Tidegate was installed, and for instruction sets
+that the processor lacks.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from worker.startup.machine import cpu_flags
 
 NAMES = [each.name for each in INSTRUCTION_SETS]
 ATOL = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
-"""Of values of about 1: a unit or two in the last place, for bfloat16."""
+"""Tolerances for values of about 1. That for bfloat16 is one or two units in the last place."""
 
 
 def native_kernels(name: str | None = None) -> NativeKernels:
-    """Of one set, or of the best; skips the test where they cannot be had."""
+    """Return the kernels of one instruction set, or of the best. Skip the test without them."""
     sets = [each for each in runnable(cpu_flags()) if name in (None, each.name)]
     if not sets:
         pytest.skip(f"this processor cannot run {name}")
@@ -38,7 +38,7 @@ def native_kernels(name: str | None = None) -> NativeKernels:
 
 
 def random_blocks(kind: BlockKind, outputs: int, inputs: int, seed: int = 0) -> QuantBlocks:
-    """Blocks with scales of about 0.01 and any integers."""
+    """Return random quantised blocks with scales of about 0.01."""
     random = np.random.default_rng(seed)
     _, num_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind.name]]
     raw = random.integers(0, 256, (outputs, inputs // 32, num_bytes)).astype(np.uint8)
@@ -49,7 +49,7 @@ def random_blocks(kind: BlockKind, outputs: int, inputs: int, seed: int = 0) -> 
 
 
 def dequantised(blocks: QuantBlocks) -> Tensor:
-    """[outputs, inputs] float32, by the gguf package."""
+    """Return the weights, [outputs, inputs] float32, dequantised by the gguf package."""
     outputs = len(blocks.raw)
     rows = blocks.raw.reshape(outputs, -1)
     return torch.from_numpy(dequantize(rows, GGMLQuantizationType[blocks.kind.name]))
@@ -61,7 +61,7 @@ def randn(*shape: int, dtype: torch.dtype, seed: int = 0, scale: float = 1.0) ->
 
 
 def assert_near(ours: Tensor, theirs: Tensor, **more: Any) -> None:
-    """Of one dtype: as near as rounding once or twice elsewhere leaves them."""
+    """Check that two tensors of one dtype are equal but for one or two roundings."""
     assert ours.dtype == theirs.dtype
     atol = ATOL[ours.dtype] * max(1.0, float(theirs.float().abs().max()))
     torch.testing.assert_close(ours, theirs, rtol=0, atol=atol, **more)

@@ -1,4 +1,4 @@
-"""A link between two workers that can be made to hold messages back, or to change them."""
+"""A proxy between two workers that can delay or replace their messages."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from protocol.kv_peers import FromExporter, FromReader
 
 
 class Proxy:
-    """Of one reader at a time, at `address`, to the worker at `target`.
+    """Forwards messages between readers at `address` and the worker at `target`.
 
-    holds      which messages stay, with all that come behind them in their direction, until
-               `release`
-    replaces   what is handed on instead of what the worker at `target` says
+    holds      returns whether a message, and all after it, must wait for `release`
+    replaces   returns the message to forward instead of one of the worker at `target`
+    num_held   how many messages were held
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, target: str) -> None:
@@ -39,13 +39,13 @@ class Proxy:
         self.cut()
 
     def cut(self) -> None:
-        """The connections break, at both ends."""
+        """Break the connections at both ends."""
         self._is_closed.set()
         self._is_free.set()
         self._thread.join()
 
     def release(self) -> None:
-        """Nothing is held any more."""
+        """Forward the messages that were held, and hold no more."""
         self.holds = lambda message: False
         self._is_free.set()
 
@@ -65,7 +65,7 @@ class Proxy:
                         [bytearray(frame) for frame in socket.recv_multipart()]
                     )
                     self._wait_for(message)
-                    self._hand_on(reader, message)
+                    self._forward(reader, message)
         for socket in (*readers.values(), self._router):
             socket.close(linger=0)
 
@@ -74,7 +74,7 @@ class Proxy:
             self.num_held += 1
             self._is_free.wait()
 
-    def _hand_on(self, reader: bytes, message: Any) -> None:
+    def _forward(self, reader: bytes, message: Any) -> None:
         try:
             self._router.send_multipart([reader, *wire.encode(self.replaces(message))])
         except zmq.ZMQError as error:
