@@ -1,4 +1,4 @@
-"""The real model that tests run on: the default one, from the cache of `tidegate serve`."""
+"""The real model of the tests: the default model, in the cache of `tidegate serve`."""
 
 from __future__ import annotations
 

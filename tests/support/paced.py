@@ -1,8 +1,8 @@
-"""An engine whose worker takes simulated time: what clients wait for, without waiting.
+"""An engine on a simulated clock, to measure how long clients wait without waiting.
 
-A step takes `STEP_S`, and `TOKEN_S` for each of its tokens; or what `costs` say, which the engine
-is told then. Steps go out as far ahead as they do in the engine's own loop; what comes meanwhile is
-heard when the worker is done with the oldest.
+A step takes `STEP_S`, and `TOKEN_S` for each of its tokens. If `costs` are given, steps take these,
+and the engine receives them as the worker's measured costs. As in the engine's own loop, several
+steps are in flight, and requests that arrive during a step are read at its end.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STEP_S, TOKEN_S = 0.004, 0.0005
 
 @dataclass
 class PacedRequest:
-    """One request, as its client sees it. Times are of the simulated clock; None: not yet."""
+    """One request, as its client sees it. Times are on the simulated clock; None: not yet."""
 
     at: float
     prompt_tokens: int
@@ -35,23 +35,27 @@ class PacedRequest:
 
     @property
     def wait_s(self) -> float:
-        """Until the first token."""
+        """Return the time to the first token."""
         assert self.first_at is not None
         return self.first_at - self.at
 
     @property
     def num_tokens(self) -> int:
-        """Of prompt and answer, where that has come to its end."""
+        """Return the tokens of prompt and answer; 0 unless the answer finished by its length."""
         if self.ended_at is None or self.outputs[-1].finish != "length":
             return 0
         return self.prompt_tokens + sum(len(output.tokens) for output in self.outputs)
 
 
 class Paced:
-    """`now` begins at 0. `costs`: (tokens, seconds), as measured. `options`: of Bench.
+    """A Bench on a simulated clock.
 
-    refusal_cache   what a gateway in between has been told: then it refuses what stands itself
-    num_early  how often it did
+    costs           (tokens, seconds) of steps, as measured
+    refusal_cache   the cache of a gateway before the engine; None: there is no gateway
+    options         options of Bench
+    now             time of the clock, from 0
+    num_early       requests that the gateway refused from its cache
+    asked           all requests
     """
 
     def __init__(
@@ -69,16 +73,19 @@ class Paced:
         self._open: dict[int, PacedRequest] = {}
         self._coming: list[tuple[float, int, Callable[[], object]]] = []
         self._numbers = count()
-        self._due = 0.0  # of what happens now
+        self._due = 0.0  # time of the call that runs now
 
     def at(self, when: float, do: Callable[[], object]) -> None:
+        """Call `do` at a time of the clock."""
         heapq.heappush(self._coming, (when, next(self._numbers), do))
 
     def ask(
         self, prompt_tokens: int, answer: int, account: Account | None = None, **terms: Any
     ) -> PacedRequest:
-        """Now; where `at` has it asked, at that time, though a step was under way. No two prompts
-        begin alike."""
+        """Send a request now. Within a call of `at`, its arrival is that call's time.
+
+        No two prompts start with the same tokens.
+        """
         number = next(self._numbers)
         prompt = [1 + number % 90, 1 + number // 90 % 90, 1 + number // 8100] + [7] * prompt_tokens
         asked = PacedRequest(self._due, prompt_tokens)
@@ -101,9 +108,9 @@ class Paced:
         return asked
 
     def run(self, until: float) -> None:
-        """Until then; what is open stays so."""
+        """Run the clock until the given time. Open requests stay open."""
         while self.now < until:
-            self._happen()
+            self._run_due_calls()
             while self.bench.plan() is not None:
                 pass
             if self.bench.in_flight:
@@ -113,9 +120,9 @@ class Paced:
                 self.bench.finish(elapsed_s)
             else:
                 self._tick(min(self._coming[0][0], until) if self._coming else until)
-            self._hear()
+            self._note_outputs()
 
-    def _happen(self) -> None:
+    def _run_due_calls(self) -> None:
         while self._coming and self._coming[0][0] <= self.now:
             self._due, _, do = heapq.heappop(self._coming)
             do()
@@ -124,7 +131,7 @@ class Paced:
         self.now = now
         self.bench.tick(now)
 
-    def _hear(self) -> None:
+    def _note_outputs(self) -> None:
         for number, asked in list(self._open.items()):
             asked.outputs = self.bench.outputs[CLIENT, number]
             if asked.first_at is None and any(output.tokens for output in asked.outputs):

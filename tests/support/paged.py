@@ -1,4 +1,4 @@
-"""Steps through the paged cache without an engine: requests whose blocks lie scattered."""
+"""Attention batches over a paged cache, without an engine. The blocks of a row are scattered."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ class PagedRow:
 def attention_batch(
     rows: Sequence[PagedRow], block_tokens: int, *, padding: int = 0
 ) -> AttentionBatch:
-    """`padding`: unused columns of the block table. Rows of one token must come first."""
+    """Return the batch of some rows. Rows of one token must come first.
+
+    padding   number of unused columns of the block table
+    """
     positions = [p for row in rows for p in range(row.computed, row.computed + row.count)]
     owners = [row for row in rows for _ in range(row.count)]
     width = max(len(row.blocks) for row in rows) + padding
@@ -50,7 +53,7 @@ def _padded(tables: Sequence[Sequence[int]], width: int) -> Tensor:
 
 
 def scattered(num_blocks: int, *sizes: int, seed: int = 0) -> list[list[int]]:
-    """For each size so many blocks, none of them twice, none the null block, in no order."""
+    """Return a list of `size` random blocks for each size, without repeats and the null block."""
     generator = torch.Generator().manual_seed(seed)
     order = (torch.randperm(num_blocks - 1, generator=generator) + 1).tolist()
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
@@ -59,9 +62,11 @@ def scattered(num_blocks: int, *sizes: int, seed: int = 0) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class PagedCase:
-    """Rows of one step, and a cache with their keys and values. All else in it is NaN: other
-    blocks, and, unless its blocks were zeroed when they were taken, what a row does not see of its
-    own."""
+    """Rows of one step, and a cache with their keys and values.
+
+    Everything else in the cache is NaN. If `zeroed`, the positions of a row's blocks that the row
+    does not attend to are zero instead.
+    """
 
     rows: list[PagedRow]
     heads: int
@@ -110,7 +115,7 @@ def case_of(
     dtype: torch.dtype = torch.float32,
     zeroed: bool = False,
 ) -> PagedCase:
-    """Rows as (computed, count), decode rows first."""
+    """Return a case with the given (computed, count) rows, decode rows first."""
     sizes = [-(-sum(row) // block_tokens) for row in rows]
     blocks = scattered(sum(sizes) + 5, *sizes)
     placed = [PagedRow(*row, own) for row, own in zip(rows, blocks, strict=True)]

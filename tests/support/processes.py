@@ -1,4 +1,4 @@
-"""Programs under test: started, listened to, and never left behind."""
+"""Starts programs under test, keeps what they print, and kills them in the end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.waiting import HANG_S, eventually
 
 ROOT = Path(__file__).parents[2]
 AUDITED = Path(__file__).parent / "audited"
-"""Where Python finds what ends a program that unpickles."""
+"""This folder's `sitecustomize` ends a program that unpickles anything."""
 
 
 def _audited(environment: dict[str, str]) -> dict[str, str]:
@@ -27,10 +27,12 @@ def _audited(environment: dict[str, str]) -> dict[str, str]:
 
 
 class Program:
-    """A running program; its two outputs are kept as lines. Killed at the end of its `with`. Should
-    it, or a child of its, unpickle anything, it ends by itself.
+    """A running program, killed at the end of its `with`.
 
-    has_stdin   it reads what `say` says; else its stdin is empty
+    The program, or a child of it, ends by itself if it unpickles anything.
+
+    has_stdin   whether `send_line` may be called; else stdin is empty
+    out, err    the lines printed so far on stdout and on stderr
     """
 
     def __init__(
@@ -78,19 +80,19 @@ class Program:
         return "\n".join(["-- stdout", *self.out, "-- stderr", *self.err])
 
     def line_with(self, words: str, *, timeout_s: float = HANG_S) -> str:
-        """Wait for a line on stdout that contains `words`; that line."""
+        """Wait for a line on stdout that contains `words`, and return it."""
 
         def found() -> list[str]:
             return [line for line in list(self.out) if words in line]
 
         with self._news:
             self._news.wait_for(lambda: found() or self.process.poll() is not None, timeout_s)
-        # If it has ended, the readers catch up.
+        # If the program has ended, the readers may still have to read its last lines.
         assert eventually(found, within_s=0.2), f"no line with {words!r}:\n{self.output}"
         return found()[0]
 
     def send_line(self, line: str) -> None:
-        assert self.process.stdin is not None, "it does not listen"
+        assert self.process.stdin is not None, "started without has_stdin"
         self.process.stdin.write(f"{line}\n")
         self.process.stdin.flush()
 
@@ -98,7 +100,7 @@ class Program:
         self.process.send_signal(number)
 
     def end(self, *, timeout_s: float = HANG_S) -> int:
-        """Wait for the exit code, and for all that was printed."""
+        """Wait for the end of the program and of its output. Return the exit code."""
         code = self.process.wait(timeout_s)
         for reader in self._readers:
             reader.join(10)
@@ -121,13 +123,13 @@ def free_port() -> int:
 
 
 def is_alive(pid: int) -> bool:
-    """It runs; a zombie does not."""
+    """Return whether a process exists and is not a zombie."""
     stat = read_stat(pid)
     return stat is not None and stat.state != ZOMBIE
 
 
 def descendants_of(pid: int) -> list[tuple[int, str]]:
-    """(pid, command line) of its children, their children and so on; parents before children."""
+    """Return (pid, command line) of all descendants of a process, parents before children."""
     stats = read_all_stats()
 
     def below(parent: int) -> list[int]:
@@ -138,7 +140,7 @@ def descendants_of(pid: int) -> list[tuple[int, str]]:
 
 
 def rss_mib(pid: int) -> int:
-    """Return the MiB that are resident; 0 for a process that is gone."""
+    """Return the resident memory of a process in MiB; 0 if it does not exist."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except (FileNotFoundError, ProcessLookupError):

@@ -1,7 +1,7 @@
-"""What `transformers` itself says: greedy answers, and how sure it was at each token.
+"""Greedy answers of `transformers`, with the distance between the two best logits at each token.
 
-`python -m tests.support.reference` writes tests/data/greedy_smollm2.json anew (two minutes); a test
-checks some of its rows against a live run each time.
+`python -m tests.support.reference` writes tests/data/greedy_smollm2.json again, in two minutes. A
+test compares some of its rows with a live run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ GOLDEN = Path(__file__).parents[1] / "data" / "greedy_smollm2.json"
 
 
 def load_reference(gguf: Path) -> tuple[Any, Any]:
-    """(model in float32, tokenizer), both made by transformers from the GGUF file."""
+    """Return (model in float32, tokenizer), both loaded by transformers from the GGUF file."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -26,7 +26,7 @@ def load_reference(gguf: Path) -> tuple[Any, Any]:
 
 
 def greedy(model: Any, prompt: list[int], num_tokens: int) -> tuple[list[int], list[float]]:
-    """(token ids, distance between the two best logits at each), end tokens ignored."""
+    """Return (token ids, distance between the two best logits at each). End tokens are ignored."""
     import torch
 
     ids = torch.tensor([prompt])

@@ -1,5 +1,7 @@
-"""Render, generate, derender, and a chat beside them: all in one process, with one recording of
-what an engine says. Bodies and answers pass through JSON, as between servers.
+"""Runs render, generate and derender, and a chat for comparison, in one process.
+
+All of them receive the same recorded outputs of an engine. Bodies and answers pass through JSON, as
+between servers.
 """
 
 from __future__ import annotations
@@ -27,8 +29,7 @@ from gateway.api.render.requests import (
     DerenderChat,
     DerenderCompletion,
 )
-from gateway.api.tokens import prepare as asking
-from gateway.api.tokens import stream as telling
+from gateway.api.tokens import prepare, stream
 from gateway.api.tokens.requests import GenerateBody
 from gateway.engine.base import Subscriber
 from gateway.generation.group import ChoiceGroup
@@ -43,7 +44,7 @@ encode = msgspec.json.encode
 
 
 class Tape:
-    """The line to an engine that says, to every request, what was recorded."""
+    """An engine client that answers every request with the recorded outputs."""
 
     def __init__(self, outputs: Sequence[Output]) -> None:
         self._outputs = outputs
@@ -66,18 +67,18 @@ class Tape:
 
 
 class Both:
-    """A sink that is two."""
+    """A sink that passes each call on to several sinks."""
 
     def __init__(self, *sinks: Any) -> None:
         self._sinks = sinks
 
     def __getattr__(self, name: str) -> Any:
-        return lambda *told: [getattr(sink, name)(*told) for sink in self._sinks]
+        return lambda *arguments: [getattr(sink, name)(*arguments) for sink in self._sinks]
 
 
 @dataclass
 class Played:
-    """One request's answer, of whichever API."""
+    """One request's answer, collected and streamed."""
 
     answer: ChoiceGroup
     fold: CollectSink
@@ -101,9 +102,9 @@ def play(asks: Sequence[Any], outputs: Sequence[Output], sink_of: Any) -> Played
 
 @dataclass
 class Trip:
-    """One request of one API, answered in both ways.
+    """One request of one API, answered as a whole and as a stream.
 
-    outputs  what the engine says of every choice
+    outputs  the engine's outputs for every choice
     """
 
     model: ServedModel
@@ -113,7 +114,7 @@ class Trip:
     # ---- the API itself
 
     def chat(self) -> tuple[dict[str, Any], list[Any]]:
-        """(whole, stream)"""
+        """Return (whole answer, events of the stream)."""
         body = msgspec.json.decode(encode(self.body), type=requests.ChatBody)
         preparation = Preparation(body, self.model)
         ask = preparation.prompt_request(preparation.prompt(body.messages))
@@ -123,20 +124,20 @@ class Trip:
                 self.model.tokenizer, body.num_logprobs, body.logprob_token_ids or ()
             )
 
-        return self._told(body, [ask], dialect, "chatcmpl")
+        return self._answer(body, [ask], dialect, "chatcmpl")
 
     def completion(self) -> tuple[dict[str, Any], list[Any]]:
         body = msgspec.json.decode(encode(self.body), type=requests.CompletionBody)
         completion = Completion(body, self.model, max_prompts=99)
-        return self._told(body, completion.prompt_requests, completion.builder, "cmpl")
+        return self._answer(body, completion.prompt_requests, completion.builder, "cmpl")
 
-    def _told(
+    def _answer(
         self, body: Any, asks: Any, dialect: Any, kind: str
     ) -> tuple[dict[str, Any], list[Any]]:
         origin = OpenAIEnvelope(f"{kind}-7", self.model.names[0], self.model.fingerprint)
         includes_ids = bool(body.return_token_ids)
 
-        def stream(answer: ChoiceGroup, write: Any) -> ChunkStream:
+        def sink(answer: ChoiceGroup, write: Any) -> ChunkStream:
             return ChunkStream(
                 answer,
                 dialect(),
@@ -147,7 +148,7 @@ class Trip:
                 includes_ids=includes_ids,
             )
 
-        played = play(asks, self.outputs, stream)
+        played = play(asks, self.outputs, sink)
         whole = whole_response(
             played.answer,
             played.fold,
@@ -165,51 +166,55 @@ class Trip:
         preparation = Preparation(body, self.model)
         prompt = preparation.prompt(body.messages)
         rendered = rendered_chat(preparation, prompt, carried or Carried(), "chatcmpl-7")
-        told: dict[str, Any] = json.loads(encode(rendered))
-        return told
+        decoded: dict[str, Any] = json.loads(encode(rendered))
+        return decoded
 
     def render_completion(self) -> list[dict[str, Any]]:
         body = msgspec.json.decode(encode(self.body), type=requests.CompletionBody)
         completion = Completion(body, self.model, max_prompts=99)
         rendered = rendered_completion(completion, self.model, Carried(), "cmpl-7")
-        told: list[dict[str, Any]] = json.loads(encode(rendered))
-        return told
+        decoded: list[dict[str, Any]] = json.loads(encode(rendered))
+        return decoded
 
     def generate(self, rendered: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
-        """(whole, stream)"""
+        """Return (whole answer, events of the stream)."""
         body = msgspec.json.decode(
             encode(rendered | {"stream_options": {"include_usage": True}}), type=GenerateBody
         )
-        told = telling.GenerateEnvelope.from_request(body, self.model, rendered["request_id"], [])
+        envelope = stream.GenerateEnvelope.from_request(
+            body, self.model, rendered["request_id"], []
+        )
 
-        def stream(answer: ChoiceGroup, write: Any) -> telling.GenerateStream:
-            return telling.GenerateStream(answer, told, write=write, finish=lambda: None)
+        def sink(answer: ChoiceGroup, write: Any) -> stream.GenerateStream:
+            return stream.GenerateStream(answer, envelope, write=write, finish=lambda: None)
 
-        played = play([asking.to_request(body, self.model)], self.outputs, stream)
-        return json.loads(telling.whole_response(played.answer, played.fold, told)), played.events
+        played = play([prepare.to_request(body, self.model)], self.outputs, sink)
+        whole = stream.whole_response(played.answer, played.fold, envelope)
+        return json.loads(whole), played.events
 
     # ---- derendered
 
     def derender_chat(self, response: dict[str, Any], **more: Any) -> dict[str, Any]:
         body = {"chat_request": self.body, "generate_response": response, **more}
         decoded = msgspec.json.decode(encode(body), type=DerenderChat)
-        told: dict[str, Any] = json.loads(ChatDerendering(decoded, self.model, CONFIG).whole())
-        return told
+        whole: dict[str, Any] = json.loads(ChatDerendering(decoded, self.model, CONFIG).whole())
+        return whole
 
     def derender_completion(self, responses: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         body = {"completion_request": self.body, "generate_responses": responses, **more}
         decoded = msgspec.json.decode(encode(body), type=DerenderCompletion)
-        whole = CompletionDerendering(decoded, self.model, CONFIG).whole()
-        told: dict[str, Any] = json.loads(whole)
-        return told
+        whole: dict[str, Any] = json.loads(
+            CompletionDerendering(decoded, self.model, CONFIG).whole()
+        )
+        return whole
 
     def derender_chat_chunk(
         self, chunk: dict[str, Any], state: str | None, **more: Any
     ) -> tuple[dict[str, Any] | None, str]:
         body = {"chat_request": self.streaming, "generate_chunk": chunk, "stream_state": state}
         decoded = msgspec.json.decode(encode(body | {"stream": True} | more), type=DerenderChat)
-        told, state = ChatDerendering(decoded, self.model, CONFIG).chunk()
-        return json.loads(encode(told)), state
+        derendered, state = ChatDerendering(decoded, self.model, CONFIG).chunk()
+        return json.loads(encode(derendered)), state
 
     def derender_completion_chunk(
         self, chunk: dict[str, Any], state: str | None, **more: Any
@@ -217,18 +222,21 @@ class Trip:
         body = {"completion_request": self.streaming, "generate_chunk": chunk}
         body |= {"stream_state": state, "stream": True} | more
         decoded = msgspec.json.decode(encode(body), type=DerenderCompletion)
-        told, state = CompletionDerendering(decoded, self.model, CONFIG).chunk()
-        return json.loads(encode(told)), state
+        derendered, state = CompletionDerendering(decoded, self.model, CONFIG).chunk()
+        return json.loads(encode(derendered)), state
 
     @property
     def streaming(self) -> dict[str, Any]:
         return {**self.body, "stream": True, "stream_options": {"include_usage": True}}
 
     def derender_stream(self, chunks: Sequence[dict[str, Any]], one: Any, **more: Any) -> list[Any]:
-        """`one`: derender_chat_chunk, or that of completions. The chunks that tell anything."""
-        state, told = None, []
+        """Derender each chunk with `one`, and return those that are not empty.
+
+        one   `derender_chat_chunk` or `derender_completion_chunk`
+        """
+        state, found = None, []
         for chunk in chunks:
             derendered, state = one(chunk, state, **more)
             if derendered is not None:
-                told.append(derendered)
-        return told
+                found.append(derendered)
+        return found

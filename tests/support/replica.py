@@ -1,4 +1,4 @@
-"""A whole replica in one process: the real engine and the real worker's runner, without sockets.
+"""The real engine and the real worker's runner in one process, without sockets.
 
 For tests of what is computed: the tokens, the batches, and the blocks.
 """
@@ -190,7 +190,7 @@ class Replica:
         return True
 
     def plan(self) -> None:
-        """Plan as many steps as may be out."""
+        """Make all plans that are possible."""
         while (plan := self.engine.plan()) is not None:
             self.out.append(plan)
             if len(self.out) == 1:

@@ -1,4 +1,4 @@
-"""Response templates as checkpoints have them (after transformers' own documentation and tests)."""
+"""Response templates as in checkpoints, after the documentation and tests of transformers."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ LLAMA = {
         },
     },
 }
-"""Invented: headers made of the special tokens that a Llama 3 has."""
+"""An invented template. Its headers consist of special tokens of Llama 3."""
 
 TEMPLATES: dict[str, dict[str, Any]] = {
     "smollm": SMOLLM,

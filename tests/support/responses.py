@@ -1,5 +1,4 @@
-"""What tests of the Responses API share: typed streams taken apart, and a script that looks at what
-it was asked."""
+"""Parses, checks and folds the streams of the Responses API."""
 
 from __future__ import annotations
 
@@ -34,8 +33,11 @@ def a_queued_response(
 
 
 def typed_events(data: bytes) -> list[dict[str, Any]]:
-    """The events of a stream. Also that it is one: names and data agree, numbers have no gap, and
-    exactly the last event is an end."""
+    """Return the events of a stream.
+
+    Checks that SSE names equal types, that numbers have no gap, and that only the last event is an
+    end.
+    """
     frames = data.split(b"\n\n")
     assert frames.pop() == b"", "a stream ends with an empty line"
     events = []
@@ -53,13 +55,13 @@ def typed_events(data: bytes) -> list[dict[str, Any]]:
 
 
 def kinds(events: list[dict[str, Any]]) -> list[str]:
-    """Their types, those that repeat once."""
-    told = [event["type"].removeprefix("response.") for event in events]
-    return [kind for i, kind in enumerate(told) if not i or told[i - 1] != kind]
+    """Return the types of the events, without adjacent repeats."""
+    types = [event["type"].removeprefix("response.") for event in events]
+    return [kind for i, kind in enumerate(types) if not i or types[i - 1] != kind]
 
 
 def items_of(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What a client that only joins the deltas ends up with: the items of the output."""
+    """Return the output items that the deltas of a stream add up to."""
     items: dict[int, dict[str, Any]] = {}
     for event in events:
         place: Any = event.get("output_index")
@@ -85,5 +87,5 @@ def items_of(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def without_ids(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Ids are drawn anew for each response."""
+    """Return the items without their ids, which are random."""
     return [{k: v for k, v in item.items() if k not in ("id", "call_id")} for item in items]
