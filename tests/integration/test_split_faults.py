@@ -97,11 +97,11 @@ def stop(scene: SplitScene, place: ScenePlace) -> None:
 def expire(scene: SplitScene) -> None:
     """What is still computed has no lease yet. Once it is done, P's worker knows which are over."""
     scene.router.keeps = False
-    scene.await_that(lambda: scene.split.p.stats().leases == 0)
+    scene.wait_until(lambda: scene.split.p.stats().leases == 0)
     scene.router.keeps = True
     scene.cases[COMPUTED].is_held = True
     scene.signal_workers(signal.SIGCONT)
-    scene.await_that(lambda: scene.cases[COMPUTED].kept)
+    scene.wait_until(lambda: scene.cases[COMPUTED].kept)
     scene.router.hand_on(scene.cases[COMPUTED])
     scene.wire.release()
 
@@ -171,7 +171,7 @@ def outcome(scene: SplitScene, state: str) -> str:
     assert case.end.usage is not None
     if case.end.usage.fetched_tokens:
         return THERE
-    return AGAIN if case.brought else BY_D
+    return AGAIN if case.passed else BY_D
 
 
 def fetches_failed(place: ScenePlace) -> Counter[str]:

@@ -1,6 +1,6 @@
-"""A router between two real engines that a test steps through one request at a time.
+"""A router before two real engines. The test decides when each request moves on.
 
-Its decisions are those of `gateway.engine.handoff`.
+The router's decisions are those of `gateway.engine.handoff`.
 """
 
 from __future__ import annotations
@@ -30,19 +30,20 @@ def greedy(max_tokens: int) -> SamplingParams:
 class RouterCase:
     """One request.
 
-    is_held    what P has said is not acted upon yet
-    kept       P's handle, as long as it is needed;  brought: the one that D was given
-    end        its last word, also after an abort: the engine's acknowledgement
+    is_held    whether P's handle is not passed on to D yet
+    kept       P's handle, while its lease is needed; else ""
+    passed     the handle that D received
+    end        the last report, which is the engine's acknowledgement after an abort
     """
 
     prompt: list[int]
     max_tokens: int
     is_held: bool = False
-    handover: Handoff = field(default_factory=lambda: Handoff(HandoffState.COMPUTING))
+    handoff: Handoff = field(default_factory=lambda: Handoff(HandoffState.COMPUTING))
     at_p: int = 0
     at_d: int = 0
     kept: str = ""
-    brought: str = ""
+    passed: str = ""
     tokens: list[int] = field(default_factory=list)
     end: Output | Refused | None = None
 
@@ -52,46 +53,49 @@ class RouterCase:
 
 
 class RouterLine:
-    """To one engine. `hears`: who is told the news of which request."""
+    """The router's connection to one engine."""
 
     def __init__(self, address: str) -> None:
         self.session = Session("router")
-        self.hears: dict[int, Callable[[Any], None]] = {}
+        self._listeners: dict[int, Callable[[Any], None]] = {}
         self._client = RawClient(address)
 
     def send(self, message: Message | None) -> None:
         if message is not None:
             self._client.send(message)
 
-    def ask(self, case: RouterCase, hear: Callable[[Any], None], **asked: Any) -> int:
-        """Raises EngineError where the engine is not there."""
+    def ask(self, case: RouterCase, on_report: Callable[[Any], None], **asked: Any) -> int:
+        """Send a request, and return its number. Raises EngineError if the engine is not ready."""
         message = self.session.generate(case.prompt, greedy(case.max_tokens), **asked)
-        self.hears[message.request] = hear
+        self._listeners[message.request] = on_report
         self.send(message)
         return message.request
 
-    def turn(self) -> None:
-        messages, news = self.session.tick(time.monotonic())
+    def poll(self) -> None:
+        """Send what is due, and dispatch the messages that have arrived."""
+        messages, reports = self.session.tick(time.monotonic())
         for message in messages:
             self.send(message)
-        self._tell(news)
+        self._dispatch(reports)
         wait_ms = TURN_MS
         while self._client.socket.poll(wait_ms):
             # Probes too: one may be all that there is to read.
-            self._tell(self.session.receive(self._client.receive_any(), time.monotonic()))
+            self._dispatch(self.session.receive(self._client.receive_any(), time.monotonic()))
             wait_ms = 0
 
-    def _tell(self, news: list[RequestReport]) -> None:
-        for number, report in news:
-            self.hears[number](report)
+    def _dispatch(self, reports: list[RequestReport]) -> None:
+        for number, report in reports:
+            self._listeners[number](report)
 
     def close(self) -> None:
         self._client.close()
 
 
 class Router:
-    """passes_on   what D is given instead of P's handle
-    keeps        leases are kept alive for those who need them
+    """A router between the engines P and D.
+
+    passes_on   returns the handle to send to D, given P's
+    keeps       whether leases that are needed are kept alive
     """
 
     def __init__(self, p: str, d: str, passes_on: Callable[[RouterCase, str], str]) -> None:
@@ -101,53 +105,53 @@ class Router:
         self._cases: list[RouterCase] = []
         self._kept_at = 0.0
 
-    # ---- what the test does
+    # ---- commands of the test
 
     def until(self, claim: Callable[[], object], within_s: float) -> bool:
-        """Go on until it is true; False: it was not in time."""
+        """Run the router until the claim is true. Return False if it was not true in time."""
         give_up = time.monotonic() + within_s
         while not claim():
             if time.monotonic() > give_up:
                 return False
-            self.p.turn()
-            self.d.turn()
+            self.p.poll()
+            self.d.poll()
             self._keep()
         return True
 
     def ask(self, case: RouterCase) -> RouterCase:
         self._cases.append(case)
-        case.at_p = self.p.ask(case, partial(self._hear_p, case), kv_readers=1)
+        case.at_p = self.p.ask(case, partial(self._on_p_report, case), kv_readers=1)
         return case
 
     def hand_on(self, case: RouterCase) -> None:
-        """What P says, or has said, is acted upon."""
+        """Let D continue the request, now or as soon as P has computed its prompt."""
         case.is_held = False
         if case.kept:
             self._on(case, HandoffEvent.COMPUTED)
 
     def abort(self, case: RouterCase) -> None:
-        """It has ended when the engine says so; where no engine has it open, at once."""
-        nobody_has_it = bool(case.kept) and not case.at_d
+        """Abort a request. It ends with the engine's report, or now if no engine has it open."""
+        is_at_no_engine = bool(case.kept) and not case.at_d
         self._on(case, HandoffEvent.ABORT)
-        if nobody_has_it:
+        if is_at_no_engine:
             case.finish(Output(request=0, finish="abort"))
 
     def leave(self) -> None:
         try:
             for line in (self.p, self.d):
                 line.send(Goodbye())
-                line.turn()
+                line.poll()
         finally:
             self.vanish()
 
     def vanish(self) -> None:
-        """Both connections break; nobody is told why."""
+        """Close both connections without a Goodbye."""
         self.p.close()
         self.d.close()
 
-    # ---- what engines say
+    # ---- reports of the engines
 
-    def _hear_p(self, case: RouterCase, report: Any) -> None:
+    def _on_p_report(self, case: RouterCase, report: Any) -> None:
         if isinstance(report, Accepted):
             return
         if isinstance(report, Output) and report.kv_handle:
@@ -165,7 +169,7 @@ class Router:
         else:
             self._on(case, HandoffEvent.MISSED, report)
 
-    def _hear_d(self, case: RouterCase, report: Any) -> None:
+    def _on_d_report(self, case: RouterCase, report: Any) -> None:
         if isinstance(report, Output):
             case.tokens += report.tokens
         is_end = isinstance(report, Refused) or (isinstance(report, Output) and report.finish)
@@ -176,11 +180,11 @@ class Router:
         else:
             self._on(case, HandoffEvent.FINISHED if is_end else HandoffEvent.TOKENS, report)
 
-    # ---- what is done about it
+    # ---- actions
 
     def _on(self, case: RouterCase, event: HandoffEvent, report: Any = None) -> None:
-        for deed in case.handover.on(event):
-            match deed:
+        for action in case.handoff.on(event):
+            match action:
                 case HandoffAction.CONTINUE:
                     self._ask_d(case, self._passes_on(case, case.kept))
                 case HandoffAction.COMPUTE_ALL:
@@ -193,9 +197,9 @@ class Router:
                     self.d.send(self.d.session.request_abort(case.at_d))
 
     def _ask_d(self, case: RouterCase, handle: str) -> None:
-        case.brought = handle
+        case.passed = handle
         try:
-            case.at_d = self.d.ask(case, partial(self._hear_d, case), kv_handle=handle)
+            case.at_d = self.d.ask(case, partial(self._on_d_report, case), kv_handle=handle)
         except EngineError as error:
             end = Output(request=0, finish="error", error=error.info())
             self._on(case, HandoffEvent.FINISHED, end)

@@ -1,4 +1,4 @@
-"""What the scenarios share: a model that thinks and calls tools, asked over HTTP."""
+"""Shared parts of the scenarios: chats over HTTP with a model that thinks and calls tools."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ WITH_TOOLS = {"messages": HI, "tools": TOOLS}
 
 
 def call(name: str, arguments: Any) -> str:
-    """A call as the model writes it."""
+    """Return a call as the model writes it."""
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     return f'<tool_call>\n{{"name": "{name}", "arguments": {text}}}\n</tool_call>'
 
@@ -66,7 +66,7 @@ def whole(gateway: GatewayProcess, body: dict[str, Any]) -> Any:
 
 
 def without_ids(choices: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Ids of calls are drawn anew for each answer."""
+    """Return the choices without the ids of calls, which are random."""
     return {
         index: {**choice, "calls": [call[1:] for call in choice["calls"]]}
         for index, choice in choices.items()
@@ -74,10 +74,10 @@ def without_ids(choices: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]
 
 
 def both(gateway: GatewayProcess, body: dict[str, Any]) -> dict[str, Any]:
-    """The one answer, which is the same streamed and whole."""
-    told, at_once = streamed(gateway, body), fold_chat_response(whole(gateway, body))
-    assert without_ids(told) == without_ids(at_once)
-    return without_ids(told)[0]
+    """Return the answer, after checking that it is the same streamed and whole."""
+    chunked, at_once = streamed(gateway, body), fold_chat_response(whole(gateway, body))
+    assert without_ids(chunked) == without_ids(at_once)
+    return without_ids(chunked)[0]
 
 
 def answers(engine: ScriptedEngine, text: str, **options: Any) -> None:
@@ -124,7 +124,7 @@ def json_schema(schema: Any) -> dict[str, Any]:
 
 
 class Compiling:
-    """A script that refuses what the engine's compiler refuses, and says `text` to all else."""
+    """A script that refuses the grammars that the engine refuses, and else replies `text`."""
 
     def __init__(self, text: str = "{}") -> None:
         self.text = text
@@ -141,10 +141,11 @@ class Compiling:
 
 
 class Tasteful:
-    """A script of a model with a taste, held to what is asked by the engine's own masks.
+    """A script of a model with preferences that is constrained by the engine's own masks.
 
-    `taste` gives the tokens it likes best after what it has said so far, best first; where none of
-    them is possible, it says the first that is. After `most` tokens it is cut short.
+    taste   returns the preferred next tokens after those so far, best first. If the grammar allows
+            none of them, the model takes the lowest token that it allows
+    most    tokens after which the answer is cut off
     """
 
     def __init__(self, taste: Callable[[list[int]], Iterable[int]], most: int = 2000) -> None:
@@ -175,7 +176,8 @@ class Tasteful:
 
 
 def held_to(*texts: str) -> Script:
-    """A model that gives the first answer its grammar admits, or else as little as it can."""
+    """Return a script that replies the first of `texts` that the grammar allows, or else as few
+    tokens as possible."""
 
     def taste(said: list[int]) -> Iterable[int]:
         for text in texts:
@@ -210,4 +212,4 @@ TRUTH: list[tuple[str, str, bool, str]] = [
     ("none", "one", False, "stop"),
     ("none", "one", True, "length"),
 ]
-"""The truth table of docs/formats.md; each row holds streamed and whole."""
+"""The table of docs/formats.md. Each row is true for streams and for whole answers."""

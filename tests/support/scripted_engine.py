@@ -1,14 +1,13 @@
-"""An engine that speaks our real protocol over a real ROUTER socket and says what it is told.
+"""A fake engine for tests of the gateway: a real ROUTER socket and protocol, scripted tokens.
 
-For tests of the gateway: the conversation, the frames and the clock are real, the tokens are not.
-It runs in a thread of the test, which reads what was asked (`generates`, `aborts`) and decides what
-is answered.
+It runs in a thread of the test. The test reads the requests (`generates`, `aborts`) and sets the
+replies.
 
     with ScriptedEngine(address) as engine:
-        engine.script = lambda generate: says("Hello", size=2)
+        engine.script = lambda generate: text_reply("Hello", size=2)
 
-What is asked to compute a prompt for others (`kv_readers`) gets a handle, unless `computes` says
-otherwise; what comes with a handle had its prompt fetched.
+A request with `kv_readers` is answered with a handle, unless `computes` replies otherwise. The
+prompt of a request with a handle is reported as fetched.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ from tests.support.waiting import HANG_S, eventually
 
 BOS, EOS, END = 256, 257, 258
 BLOCK_TOKENS = 16
-LOOK_S = 0.001
+POLL_S = 0.001
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -68,7 +67,7 @@ TEMPLATE = (
 
 
 MARKERS = {"<think>": 259, "</think>": 260, "<tool_call>": 261, "</tool_call>": 262}
-"""Tokens of a model that thinks and calls tools: markup that is no special token, as usual."""
+"""Markers of a model that thinks and calls tools. As usual, they are not special tokens."""
 THINKING_TEMPLATE = (
     "{{ bos_token }}{% for tool in tools or [] %}<tool>{{ tool | tojson }}\n{% endfor %}"
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
@@ -80,11 +79,11 @@ THINKING_TEMPLATE = (
     "{% if enable_thinking is defined %}{% if enable_thinking %}<think>\n"
     "{% else %}<think>\n\n</think>\n\n{% endif %}{% endif %}{% endif %}"
 )
-"""Thinks or not as it is told; where it is told nothing, the model decides."""
+"""Turns thinking on or off by `enable_thinking`; without that, the model decides."""
 
 
 def byte_tokenizer(markers: Iterable[str] = ()) -> tokenizers.Tokenizer:
-    """One token per byte, and three special ones: what a test reads in ids it can read as text."""
+    """Return a tokenizer with one token per byte and three special tokens, so ids are readable."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     by_byte = _letters_by_byte(letters)
     vocab = {letter: byte for byte, letter in by_byte.items()}
@@ -97,7 +96,7 @@ def byte_tokenizer(markers: Iterable[str] = ()) -> tokenizers.Tokenizer:
 
 
 def _letters_by_byte(letters: Iterable[str]) -> dict[int, str]:
-    """GPT-2's spelling: printable bytes are themselves, the others follow from U+0100, in order."""
+    """Return GPT-2's letter of each byte: printable bytes as they are, others from U+0100 on."""
     own = {ord(letter): letter for letter in letters if ord(letter) < 256}
     others = (byte for byte in range(256) if byte not in own)
     return own | {byte: chr(0x100 + place) for place, byte in enumerate(others)}
@@ -121,7 +120,7 @@ def scripted_card(**changes: Any) -> ModelCard:
 
 
 def thinking_card(**changes: Any) -> ModelCard:
-    """A model that thinks and calls tools, with `MARKERS`."""
+    """Return the card of a model that thinks and calls tools, with `MARKERS` as tokens."""
     fields = {
         "vocab_size": 259 + len(MARKERS),
         "tokenizer": byte_tokenizer(MARKERS).to_str().encode(),
@@ -135,13 +134,13 @@ def ids_of(text: str) -> list[int]:
 
 
 def marked_ids(text: str) -> list[int]:
-    """With `MARKERS` as tokens."""
+    """Return the ids of a text, with `MARKERS` as tokens."""
     parts = re.split("(" + "|".join(map(re.escape, MARKERS)) + ")", text)
     return [i for part in parts for i in ([MARKERS[part]] if part in MARKERS else part.encode())]
 
 
 def text_of(ids: Iterable[int]) -> str:
-    """Without special tokens."""
+    """Return the text of token ids, without special tokens."""
     spelt = {token_id: marker.encode() for marker, token_id in MARKERS.items()}
     data = b"".join(bytes([i]) if i < 256 else spelt.get(i, b"") for i in ids)
     return data.decode("utf-8", "replace")
@@ -149,7 +148,7 @@ def text_of(ids: Iterable[int]) -> str:
 
 @dataclass
 class TokenReply:
-    """Token ids step by step, then an end. In an empty step nothing is said."""
+    """The token ids of each step, then an end. A step may be empty."""
 
     steps: list[list[int]]
     finish: str = "stop"
@@ -162,7 +161,7 @@ Script = Callable[[Generate], Reply]
 
 
 def prefill_reply(after_steps: int = 1) -> TokenReply:
-    """A prompt that takes so many steps to compute."""
+    """Return the reply to a request that only computes its prompt, in `after_steps` steps."""
     return TokenReply([[]] * after_steps, "length", None)
 
 
@@ -174,7 +173,10 @@ def text_reply(
     error: ErrorInfo | None = None,
     marked: bool = False,
 ) -> TokenReply:
-    """`text`, `size` tokens a step, and an ordinary end. `marked`: with `MARKERS` as tokens."""
+    """Return a reply of `text`, `size` tokens a step.
+
+    marked   whether `MARKERS` are tokens
+    """
     ids = marked_ids(text) if marked else ids_of(text)
     steps = [ids[at : at + size] for at in range(0, len(ids), size)]
     return TokenReply(steps, finish, EOS if finish == "stop" else None, error)
@@ -187,7 +189,7 @@ class _Talk:
     steps: deque[list[int]]
     reply: TokenReply
     num_generated: int = 0
-    has_spoken: bool = False
+    has_output: bool = False
 
 
 BEHAVIOUR = ("script", "computes", "step_s", "is_paused", "ignores_aborts", "is_silent", "welcomes")
@@ -195,15 +197,21 @@ BEHAVIOUR = ("script", "computes", "step_s", "is_paused", "ignores_aborts", "is_
 
 @dataclass
 class ScriptedEngine:
-    """script      what is answered to a Generate
-    computes    what is answered to one with `kv_readers`
-    num_early        requests that clients refused themselves, as their pings say
-    kept, released   the handles of each KeepKV and ReleaseKV that came
-    step_s      the time between two steps
-    is_paused   no step is made; everything else goes on
-    ignores_aborts   as if each came when the end had just been said
-    is_silent   nothing is answered at all, as if the process hung
-    welcomes    whether Hello is answered with Welcome: False while loading, since `loading_s`
+    """An engine whose replies a test sets.
+
+    script           returns the reply to a Generate
+    computes         returns the reply to a Generate with `kv_readers`
+    step_s           time between two steps
+    is_paused        makes no steps, but answers messages
+    ignores_aborts   ignores aborts, as if each arrived just after the end
+    is_silent        answers nothing, as if the process hung
+    welcomes         answers Hello with Welcome; else with Loading, since `loading_s`
+    generates        all requests received
+    aborts           number of each aborted request -> time of its Abort
+    num_steps        steps made
+    num_early        requests that gateways refused from their cache, as their pings report
+    goodbyes         number of Goodbyes received
+    kept, released   handles of all KeepKV and ReleaseKV messages
     """
 
     address: str
@@ -237,7 +245,7 @@ class ScriptedEngine:
         self._decoder: wire.Decoder[ToEngine] = wire.Decoder(ToEngine)
 
     def reset(self) -> None:
-        """Be as at the start, except for what is open. What was asked is forgotten."""
+        """Restore the behaviour of the start, and forget past requests. Open requests stay open."""
         for name, value in self._first.items():
             setattr(self, name, value)
         self.generates.clear()
@@ -254,7 +262,7 @@ class ScriptedEngine:
         self.kill()
 
     def kill(self) -> None:
-        """Leave without a word. The test fails here if the engine did."""
+        """Stop without a Goodbye. Raises the exception of the engine's thread, if it failed."""
         self._stopping = True
         self._thread.join()
         self._context.destroy(linger=0)
@@ -262,29 +270,29 @@ class ScriptedEngine:
             raise self._failure
 
     def await_idle(self, timeout_s: float = HANG_S) -> None:
-        """Until no request is open: each has ended or was aborted."""
-        is_idle = eventually(lambda: not self._talks, within_s=timeout_s, every_s=LOOK_S)
+        """Wait until no request is open."""
+        is_idle = eventually(lambda: not self._talks, within_s=timeout_s, every_s=POLL_S)
         assert is_idle, f"still open: {[n for _, n in self._talks]}"
 
     def lose_clients(self) -> None:
-        """End what clients have open that are gone without a word, as a lease does."""
+        """Drop all open requests, as a real engine does when a client's lease ends."""
         self._talks.clear()
 
     def await_abort(self, number: int, timeout_s: float = HANG_S) -> float:
-        """When the Abort of request `number` came, on time.monotonic's clock."""
-        came = eventually(lambda: number in self.aborts, within_s=timeout_s, every_s=LOOK_S)
+        """Wait for the Abort of request `number`. Return its time on time.monotonic's clock."""
+        came = eventually(lambda: number in self.aborts, within_s=timeout_s, every_s=POLL_S)
         assert came, f"request {number} was not aborted"
         return self.aborts[number]
 
     def await_generates(self, count: int, timeout_s: float = HANG_S) -> None:
-        came = eventually(lambda: len(self.generates) >= count, within_s=timeout_s, every_s=LOOK_S)
+        came = eventually(lambda: len(self.generates) >= count, within_s=timeout_s, every_s=POLL_S)
         assert came, f"{len(self.generates)} of {count} requests came"
 
     def await_steps(self, count: int, timeout_s: float = HANG_S) -> None:
-        """Until so many more steps have been told, of whatever is open."""
+        """Wait for `count` more steps of any requests."""
         before = self.num_steps
         came = eventually(
-            lambda: self.num_steps >= before + count, within_s=timeout_s, every_s=LOOK_S
+            lambda: self.num_steps >= before + count, within_s=timeout_s, every_s=POLL_S
         )
         assert came, f"{self.num_steps - before} of {count} steps"
 
@@ -296,8 +304,10 @@ class ScriptedEngine:
             self._failure = error
 
     def _round(self) -> None:
-        """Read all there is; make a step when it is due. The first is due a whole `step_s` after
-        the first request, so that requests sent together are answered together.
+        """Read all messages, and make a step if one is due.
+
+        The first step is due `step_s` after the first request, so that requests sent together are
+        answered together.
         """
         wait_s = self._next_step - time.monotonic() if self._talks else 0.02
         was_idle = not self._talks
@@ -384,22 +394,22 @@ class ScriptedEngine:
         self._send(client, Accepted(request=message.request))
 
     def _step(self) -> None:
-        news: dict[bytes, list[Output]] = {}
+        by_client: dict[bytes, list[Output]] = {}
         for key, talk in list(self._talks.items()):
             output = _output(talk)
-            news.setdefault(talk.client, []).append(output)
+            by_client.setdefault(talk.client, []).append(output)
             if output.finish is not None:
                 del self._talks[key]
-        if news:
+        if by_client:
             self.num_steps += 1
-        for client, outputs in news.items():
+        for client, outputs in by_client.items():
             self._send(client, Outputs(step=self.num_steps, outputs=outputs))
 
     def _send(self, client: bytes, message: msgspec.Struct) -> None:
         try:
             self._socket.send_multipart([client, *wire.encode(message)])
         except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:  # a gateway that is gone
+            if error.errno != zmq.EHOSTUNREACH:  # the gateway has disconnected
                 raise
 
 
@@ -415,7 +425,7 @@ def _output(talk: _Talk) -> Output:
         if stop_token is not None:
             tokens = [*tokens, stop_token]
     talk.num_generated += len(tokens)
-    is_first, talk.has_spoken = not talk.has_spoken, True
+    is_first, talk.has_output = not talk.has_output, True
     count, top = params.prompt_logprobs, params.logprobs
     return Output(
         request=talk.message.request,
@@ -433,12 +443,12 @@ def _output(talk: _Talk) -> Output:
 
 
 def handle_of(message: Generate) -> str:
-    """What a scripted engine calls the K/V that it computed for this."""
+    """Return a scripted engine's handle of the K/V of a request."""
     return f"handle-{message.request}"
 
 
 TIMES = Times(queued_s=0.25, prefill_s=0.5, decode_s=2.0)
-"""What a scripted engine says that each request took."""
+"""The times that a scripted engine reports for every request."""
 
 
 def _usage(talk: _Talk) -> Usage:
@@ -454,7 +464,7 @@ def _usage(talk: _Talk) -> Usage:
 
 
 def scripted_logprob(token: int, num_top: int) -> TokenLogprobs:
-    """A made-up one that a test can predict: the id says how likely the token was."""
+    """Return logprobs that a test can predict: they are a function of the token id."""
     ids = [(token + place) % 256 for place in range(num_top)]
     likelihoods = [-token / 64 - place for place in range(num_top)]
     return TokenLogprobs(token, -token / 64, 1, ids, likelihoods)

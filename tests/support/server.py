@@ -14,12 +14,14 @@ POISON = ("--poison-slots", "wild")
 
 
 class Server(Program):
-    """Running and ready inside its `with`. `options` are those of `tidegate serve`; unless they say
-    otherwise, free slots are poisoned: whatever leaks in any test shows.
+    """A `tidegate serve` process that is ready inside its `with`.
 
-    url        of HTTP
-    address    of the engine (ZeroMQ)
-    ready_s    how long the start took, as the server tells it
+    Free slots are poisoned, so state that leaks between requests shows in any test. `options` may
+    change that.
+
+    url        HTTP address
+    address    ZeroMQ address of the engine
+    ready_s    duration of the start, as the server prints it
     """
 
     def __init__(self, *options: str, model: str | None = None, cwd: Path = ROOT) -> None:

@@ -1,8 +1,7 @@
-"""Requests of two real engines, one in each state of a hand-over, all standing still until the test
-lets something happen to them.
+"""Two real engines with one request in each state of a handoff. All requests wait for the test.
 
-The engines have a tiny model. K/V goes over a wire that holds it back (kv_proxy.py), workers are
-stopped by SIGSTOP, and the router (router.py) goes no further than it is told.
+The engines have a tiny model. A proxy holds K/V messages back (kv_proxy.py), SIGSTOP stops the
+workers, and the router (router.py) continues a request only on the test's command.
 """
 
 from __future__ import annotations
@@ -33,11 +32,12 @@ from tests.support.waiting import eventually
 
 KV_LEASE_S, KV_TIMEOUT_S, CLIENT_LEASE_S = 1.0, 3.0, 3.0
 STOPPED_S = 600.0
-"""Here nobody is lost because the scene stands still."""
+"""Engines wait this long for a stopped worker, so none is given up while the scene is set up."""
 FREE_WITHIN_S = 60.0
 ANSWER_WITHIN_S = 60.0
-"""Silence, then a slot, then a fetch that fails; and then it is computed."""
-STANDS_WITHIN_S = 60.0
+"""Time for the longest way to an answer: an engine is silent, then a request waits for a slot, its
+fetch fails, and its prompt is computed."""
+SET_UP_WITHIN_S = 60.0
 
 LONG_PROMPT, LONG_ANSWER = 300, 500
 """Computed by P in several steps; streamed by D for longer than it takes to stop its worker."""
@@ -49,11 +49,11 @@ COMPUTED, KEPT, WAITS, FETCHED, GOES_ON = STATES = (
     "goes on",
 )
 SECOND = "is fetched, the second"
-"""It has the slot for which another one waits; what becomes of it is what becomes of the first."""
+"""It takes the last slot, for which another request waits. It must end like the first fetch."""
 
 
 def sized(state: str) -> tuple[int, int]:
-    """Tokens of its prompt and of its answer."""
+    """Return (tokens of the prompt, tokens of the answer) of the request in a state."""
     return {COMPUTED: (LONG_PROMPT, 12), GOES_ON: (50, LONG_ANSWER)}.get(state, (50, 12))
 
 
@@ -65,23 +65,23 @@ def prompts() -> dict[str, list[int]]:
     }
 
 
-# ---- two engines, each in one of its lives
+# ---- two engines that may be restarted
 
 
 class ScenePlace:
-    """Where one of the two engines runs, again and again."""
+    """One of the two engines. It is started again after each scene that killed it."""
 
     def __init__(self, directory: Path, checkpoint: Path, role: str, **config: Any) -> None:
         self._directory, self._checkpoint, self._role = directory, checkpoint, role
         self._config = config
-        self._lives = 0
-        self.begin()
+        self._num_starts = 0
+        self.start()
 
-    def begin(self) -> None:
-        """A new life, at an address of its own: who knows the old one stays alone with it."""
-        self._lives += 1
+    def start(self) -> None:
+        """Start the engine at a new address, which no client of an earlier one has."""
+        self._num_starts += 1
         self._view: EngineView | None = None
-        name = f"{self._role}{self._lives}"
+        name = f"{self._role}{self._num_starts}"
         self.side = TinySide(
             self._directory, self._checkpoint, self._role, name=name, **self._config
         )
@@ -98,7 +98,10 @@ class ScenePlace:
 
 
 class SplitEngines:
-    """plain: the undisturbed answers, by state."""
+    """The two engines, and what all scenes share.
+
+    plain   the answers without a disturbance, by state
+    """
 
     def __init__(self, directory: Path, checkpoint: Path) -> None:
         directory.chmod(0o700)
@@ -155,12 +158,14 @@ class SplitEngines:
 
 @dataclass
 class SplitScene:
-    """Until it happens both workers stand still, and so does every request.
+    """One request in each state, with both workers stopped.
 
-    wire      between the workers: it holds chunks, and breaks when P's dies
-    workers   their process ids, D's first: it is about to go on
-    stopped   engines that stand still until all have heard how their requests end
-    killed    engines that are no more
+    wire          the proxy between the workers, which holds chunks back
+    workers       process ids of the workers, D's first
+    stopped       engines that stay stopped until all requests have ended
+    killed        engines that were killed
+    is_deserted   whether the router is gone
+    is_aborted    whether the requests are aborted
     """
 
     split: SplitEngines
@@ -180,43 +185,43 @@ class SplitScene:
         held = [case for case in self.cases.values() if case.is_held]
         for case in held:
             self.router.ask(case)
-        self.await_that(lambda: all(case.kept for case in held))
+        self.wait_until(lambda: all(case.kept for case in held))
         self.wire.holds = lambda message: isinstance(message, KVChunk)
         self.router.hand_on(self.cases[FETCHED])
-        self.await_that(lambda: self.wire.num_held == 1)
+        self.wait_until(lambda: self.wire.num_held == 1)
         self.router.hand_on(self.cases[SECOND])
-        self.await_that(lambda: self.split.d.stats().fetching == 2)
+        self.wait_until(lambda: self.split.d.stats().fetching == 2)
         self.router.hand_on(self.cases[GOES_ON])
-        self.await_that(lambda: self.cases[GOES_ON].tokens)
+        self.wait_until(lambda: self.cases[GOES_ON].tokens)
         self.signal_workers(signal.SIGSTOP)
         self.router.hand_on(self.cases[WAITS])
         self.router.ask(self.cases[COMPUTED])
-        self.await_that(lambda: self.split.p.stats().running == self.split.d.stats().waiting == 1)
+        self.wait_until(lambda: self.split.p.stats().running == self.split.d.stats().waiting == 1)
         self.check()
 
     def signal_workers(self, number: signal.Signals) -> None:
-        """Of engines that are there."""
+        """Send a signal to the workers of engines that are neither killed nor stopped."""
         for place, worker_pid in self.workers.items():
             if place not in (*self.killed, *self.stopped):
                 os.kill(worker_pid, number)
 
     def resume(self) -> None:
-        """It has happened: whoever can goes on."""
+        """Let the workers and the proxy continue."""
         self.signal_workers(signal.SIGCONT)
         self.wire.release()
 
-    def await_that(self, claim: Callable[[], object]) -> None:
-        assert self.router.until(claim, STANDS_WITHIN_S), "it does not come to stand there"
+    def wait_until(self, claim: Callable[[], object]) -> None:
+        assert self.router.until(claim, SET_UP_WITHIN_S), "a request does not reach its state"
 
     def check(self) -> None:
-        """Each is where it should be."""
+        """Check that each request is in its state."""
         at_p, at_d = self.split.p.stats(), self.split.d.stats()
         assert (at_p.running, at_p.waiting, at_p.leases) == (1, 0, 4), at_p
         assert (at_d.fetching, at_d.waiting) == (2, 1), at_d
         assert self.cases[GOES_ON].end is None
 
     def go_on(self) -> None:
-        """What the router and the engines do from here on, until all is over."""
+        """Run the router and the engines until all requests have ended and all engines are free."""
         if not self.is_deserted:
             self.router.hand_on(self.cases[KEPT])
             is_over = self.router.until(lambda: all_ended(self.cases.values()), ANSWER_WITHIN_S)
@@ -247,7 +252,7 @@ def scene_of(split: SplitEngines) -> Iterator[SplitScene]:
     wire = Proxy(split.context, address, split.p.side.address + ".kv")
 
     def over_the_wire(case: RouterCase, handle: str) -> str:
-        """One that goes on by itself does without: the wire is held."""
+        """Return a handle with the proxy's address, but for the request that must not be held."""
         if case.max_tokens == LONG_ANSWER:
             return handle
         return split.seal.to_text(replace(split.seal.from_text(handle), address=address))
@@ -256,15 +261,15 @@ def scene_of(split: SplitEngines) -> Iterator[SplitScene]:
     with wire:
         workers = {place: place.side.worker_pid for place in (split.d, split.p)}
         scene = SplitScene(split, wire, router, workers)
-        scene.await_that(lambda: router.p.session.is_ready and router.d.session.is_ready)
+        scene.wait_until(lambda: router.p.session.is_ready and router.d.session.is_ready)
         try:
             yield scene
         except BaseException:
-            scene.killed = list(split.places)  # who knows what they hold
+            scene.killed = list(split.places)  # their state is unknown, so both are restarted
             raise
         finally:
             if not scene.is_deserted:
                 router.leave()
             for place in scene.killed:
                 place.end()
-                place.begin()
+                place.start()

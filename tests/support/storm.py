@@ -1,9 +1,10 @@
-"""Random clients around one small, crowded engine, and what all they were told must be.
+"""Random clients of one small, crowded engine, and checks of all their answers.
 
-After each operation the engine's invariants are checked by brute force, the echo worker checks that
-attention would read exactly each request's own K/V, and at the end (`check`) each answer is
-compared with the oracle: a free one token by token, a constrained one with its pattern, and with
-the same request alone in an empty engine.
+After each operation the engine's invariants are checked. The echo worker checks that attention
+reads exactly each request's own K/V. At the end, `check` compares each answer with its reference:
+
+- an answer without a grammar with the echo model's tokens;
+- an answer with a grammar with its pattern, and with the same request alone in an empty engine.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ from tests.support.grammars import text_of
 from tests.support.handover import ClusterMember
 
 SPECULATING, WITH_A_MODEL = 100, 200
-"""From this seed on, tokens are guessed ahead, of a model that can be guessed: by n-grams, and from
-the second on by a draft model."""
+"""Seeds from the first on use n-gram drafts, and from the second on a draft model. Their model
+repeats itself, so that drafts are often right."""
 GRAMMARS: list[tuple[Body, str, str]] = [
     (ChoiceGrammar(choices=["abc", "abd", "xy"]), "abc|abd|xy", "(a|ab|x)?"),
     (Regex(pattern="[ab]{2,12}c"), "[ab]{2,12}c", "[ab]{0,12}"),
     (Regex(pattern="(no)+"), "(no)+", "(no)*n?"),
 ]
-"""(grammar, pattern of whole answers, pattern of what may be cut short)"""
+"""(grammar, pattern of whole answers, pattern of answers that are cut off)"""
 LABELS = [f"label-{i}" for i in range(12)]
 BAD = Regex(pattern="(")
 FAULTS = ["", "", "", "damaged", "timeout"]
-"""What may come of a fetch from a tier."""
+"""Failures of a fetch from a tier; "": none."""
 ACCOUNTS = [None, None, Account(name="alice"), Account(name="bob")]
 
 
@@ -48,10 +49,17 @@ def speculation_of(seed: int) -> str:
 
 
 class RequestStorm:
-    """asked    (client, number) -> (prompt, max_tokens, seed) of all that was accepted"""
+    """Random operations of several clients.
+
+    asked         (client, number) -> (prompt, max_tokens, seed) of all accepted requests
+    constrained   (client, number) -> grammar
+    dropped       requests whose client was lost
+    refused       number of refused requests
+    alone         number of answers with a grammar that were compared with an empty engine's
+    """
 
     def __init__(self, seed: int, *, place: ClusterMember | None = None, **config: Any) -> None:
-        """config: options of Bench, beside or instead of those that are drawn."""
+        """Draw the options of the engine. `config` adds to them or replaces them."""
         self.random = random.Random(seed)
         block_tokens = self.random.choice([1, 4, 8])
         self.sample: SampleToken = repetitive_token if seed >= SPECULATING else next_token
@@ -121,7 +129,7 @@ class RequestStorm:
             self.constrained[client, number] = grammar
 
     def grammar(self) -> tuple[Body, str, str]:
-        """A good one mostly, or a new one, or one that is refused."""
+        """Return a known grammar mostly, or a new one, or one that is refused."""
         choice = self.random.random()
         if choice < 0.05:
             return BAD, "", ""
@@ -131,7 +139,7 @@ class RequestStorm:
         return self.random.choice(GRAMMARS)
 
     def compile(self) -> None:
-        """One of the grammars that wait; those whose grammar is bad are refused, and only they."""
+        """Compile one of the waiting grammars. Exactly the requests with a bad one are refused."""
         if not self.bench.jobs:
             return
         replies = self.bench.compile(self.random.randrange(len(self.bench.jobs)))
@@ -141,7 +149,7 @@ class RequestStorm:
             del self.asked[key], self.constrained[key], self.bench.refusals[key]
 
     def prompt(self) -> list[int]:
-        """A new one, or the beginning of an earlier conversation and more (a fork)."""
+        """Return a new prompt, or a fork of an earlier conversation."""
         fresh = [self.random.randrange(VOCAB) for _ in range(self.random.randrange(1, 30))]
         if self.asked and self.random.random() < 0.5:
             key = self.random.choice(list(self.asked))
@@ -155,7 +163,7 @@ class RequestStorm:
             self.bench.abort(number, client=client)
 
     def abort_by_label(self) -> None:
-        """Names that several clients' requests may share, and one that none has."""
+        """Abort by labels that several clients' requests may share, and by one that none has."""
         names = [*self.random.sample(LABELS, 2), "nobody"]
         known = {
             name: any(name in r.labels for r in self.bench.engine.open_requests) for name in names
@@ -174,7 +182,7 @@ class RequestStorm:
         self.bench.run()
 
     def check(self) -> None:
-        """All is over: every block is free, and everybody was told the truth, once."""
+        """Check that all blocks are free, and that each request has one end and a right answer."""
         bench, stats = self.bench, self.bench.engine.stats()
         assert bench.engine.is_idle
         assert not bench.engine.open_requests.labels
@@ -188,7 +196,7 @@ class RequestStorm:
         bench, (prompt, max_tokens, seed) = self.bench, self.asked[client, number]
         news = bench.outputs[client, number]
         if (client, number) in self.dropped and (not news or news[-1].finish is None):
-            return  # dropped while open: nobody was told
+            return  # its client was lost before the end
         assert [output.finish is not None for output in news].count(True) == 1
         tokens, finish = bench.tokens(number, client), news[-1].finish
         assert len(tokens) <= max_tokens
@@ -225,8 +233,10 @@ def _check_tokens(sample: SampleToken, prompt: list[int], tokens: list[int], see
 
 
 class SmallCacheStorm(RequestStorm):
-    """A cache that is far too small, so that much of what is asked for again has to come from the
-    tiers; these forget at random, tell it late and fail at random."""
+    """A storm with a cache that is far too small, so that many blocks come from the tiers.
+
+    The tiers lose blocks at random, report that late, and fail at random.
+    """
 
     def __init__(self, seed: int, tiers: list[str]) -> None:
         super().__init__(
@@ -244,13 +254,13 @@ class SmallCacheStorm(RequestStorm):
             super().operate()
 
     def prompt(self) -> list[int]:
-        """They begin in one of a few ways, more than the cache has room for."""
+        """Return a prompt with one of a few openings, which do not all fit into the cache."""
         opening = self.random.choice(self.openings)
         fresh = super().prompt()[:8]
         return opening[: self.random.randrange(len(opening))] + fresh
 
     def run_tiers(self) -> None:
-        """The tiers tell what they hold, lose some of it, or are done with a fetch."""
+        """Let the tiers report their blocks, lose some of them, or end a fetch."""
         tiers, choice = self.bench.tiers, self.random.random()
         if choice < 0.3:
             self.bench.on_kv_report(tiers.report())

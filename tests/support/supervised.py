@@ -1,7 +1,7 @@
-"""A supervisor of its own process, over small children: run as a program by the tests.
+"""A supervisor with small children, run as a program by the tests.
 
-argv: JSON {"port": int, "drain_s": float, "max_restarts": int, "survivors_s": float, "commands":
-[[name, python source], ...]}; the first is taken for a gateway.
+Its argument is JSON: {"port": int, "drain_s": float, "max_restarts": int, "survivors_s": float,
+"commands": [[name, python source], ...]}. The first command is supervised as a gateway.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Chat templates with the idioms of thinking in use, in a few lines each; and a loader of any."""
+"""Short chat templates with the thinking options of real ones, and a loader without limits."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ SWITCH = _TURNS + (
     "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
     "{% endif %}"
 )
-"""Thinks unless told not to; an empty block says not to (Qwen3)."""
+"""Thinks unless turned off, which adds an empty thinking block to the prompt (Qwen3)."""
 
 OPENING_SWITCH = _TURNS + (
     "{% if thinking is not defined %}{% set thinking = false %}{% endif %}"
     "{% if add_generation_prompt %}<assistant>{% if thinking %}<think>{% else %}</think>{% endif %}"
     "{% endif %}"
 )
-"""Does not think unless told to; the prompt opens the block (DeepSeek V3.1)."""
+"""Thinks only if turned on, which opens the thinking block in the prompt (DeepSeek V3.1)."""
 
 MODE = _TURNS + (
     "{% set mode = thinking_mode | default('adaptive') %}"
     "{% if add_generation_prompt %}<assistant>"
     "{% if mode == 'enabled' %}<think>{% elif mode == 'disabled' %}</think>{% endif %}{% endif %}"
 )
-"""A mode in three words (MiniMax M3)."""
+"""Has three thinking modes (MiniMax M3)."""
 
 EFFORT = _TURNS + (
     "{% if reasoning_effort is not defined %}{% set reasoning_effort = 'no_think' %}{% endif %}"
@@ -36,16 +36,16 @@ EFFORT = _TURNS + (
     "{% elif reasoning_effort == 'no_think' %}<think></think>"
     "{% else %}{{ raise_exception('unknown effort') }}{% endif %}{% endif %}"
 )
-"""The effort is the switch, in words of its own (Hunyuan)."""
+"""Turns thinking on and off by the effort, with its own names (Hunyuan)."""
 
 FREE_EFFORT = "Reasoning: {{ reasoning_effort | default('medium') }}\n" + _TURNS + "<assistant>"
-"""Any word is written into the prompt (gpt-oss)."""
+"""Writes any effort into the prompt (gpt-oss)."""
 
 SWITCH_AND_EFFORT = _TURNS + (
     "{% if add_generation_prompt %}<assistant>{% if not thinking %}</think>"
     "{% elif reasoning_effort == 'max' %}Think hard.<think>{% else %}<think>{% endif %}{% endif %}"
 )
-"""Both (DeepSeek V4)."""
+"""Has a switch and an effort (DeepSeek V4)."""
 
 THINKING_TEMPLATES = {
     "switch": SWITCH,
@@ -58,7 +58,7 @@ THINKING_TEMPLATES = {
 
 
 class UnlimitedTemplates:
-    """Loads templates into this process: for tests that need no limits, and no process."""
+    """Loads templates into this process, without limits."""
 
     def load(self, source: str, special_tokens: Mapping[str, str]) -> ParsedTemplate:
         return ChatTemplate(source, special_tokens)

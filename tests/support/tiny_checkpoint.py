@@ -29,7 +29,7 @@ CONFIG = {
 
 
 def write_tiny_llama(folder: Path, seed: int = 3, **changes: object) -> Path:
-    """config.json, tokenizer.json and model.safetensors in `folder`."""
+    """Write config.json, tokenizer.json and model.safetensors to `folder`, and return it."""
     (folder / "config.json").write_text(json.dumps(CONFIG | changes))
     (folder / "tokenizer.json").write_text(json.dumps(tiny_tokenizer_json()))
     save_file(_weights(seed), folder / "model.safetensors", metadata={"format": "pt"})
@@ -37,12 +37,12 @@ def write_tiny_llama(folder: Path, seed: int = 3, **changes: object) -> Path:
 
 
 def write_roomy_llama(folder: Path) -> Path:
-    """One with a context in which answers last as long as a test needs."""
+    """Write a model with a context long enough for answers that outlast a test."""
     return write_tiny_llama(folder, max_position_embeddings=16384)
 
 
 def tiny_tokenizer_json() -> dict[str, object]:
-    """One word a token."""
+    """Return a tokenizer.json in which each token is a word: w0, w1, ..."""
     vocab = {f"w{number}": number for number in range(VOCAB)}
     return {
         "version": "1.0",

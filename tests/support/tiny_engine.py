@@ -18,7 +18,10 @@ START_S = 60.0
 
 @contextmanager
 def tiny_engine(*, context_tokens: int = 400, **config: Any) -> Iterator[tuple[Program, str]]:
-    """Ready; its process and its address. config: fields of EngineConfig."""
+    """Start an engine, and yield its process and its address once it is ready.
+
+    config   fields of EngineConfig
+    """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "run").mkdir(mode=0o700)
@@ -27,7 +30,7 @@ def tiny_engine(*, context_tokens: int = 400, **config: Any) -> Iterator[tuple[P
         worker = {"model": str(model), "dtype": "float32", "poison_slots": "wild", "threads": 1}
         worker |= {"address": f"ipc://{folder}/run/engine.sock.worker"}
         worker |= {"max_slots": 8, "kv_blocks": max(129, context_tokens // 16 + 2)}
-        told = {"max_waiting": 64, "lease_s": 60, "worker": worker} | config
-        with Program(["-P", "-m", "engine_core", "--config", json.dumps(told)]) as program:
+        settings = {"max_waiting": 64, "lease_s": 60, "worker": worker} | config
+        with Program(["-P", "-m", "engine_core", "--config", json.dumps(settings)]) as program:
             Client(address, wait_s=START_S, cluster_key=config.get("cluster_key", "")).close()
             yield program, address

@@ -1,4 +1,4 @@
-"""A real model of a few thousand weights: embeddings, one attention layer, the paged cache.
+"""A real model of a few thousand weights: embeddings, one attention layer, a paged cache.
 
 Its logits depend on every token and position before, so a wrong token, block or length shows. No
 dimension equals another, and none is 13: tests recognise per-slot tensors by that length.

@@ -15,11 +15,11 @@ START_S = 60.0
 
 
 class TinySide(Program):
-    """`python -m engine_core`, started; `await_ready` before use.
+    """A `python -m engine_core` process. Call `await_ready` before use.
 
-    directory   its sockets lie there, and "key", the cluster's
-    name        of its socket; default: its role
-    worker, engine   more fields of their configs
+    directory        folder of its sockets and of the cluster key, "key"
+    name             name of its socket; by default its role
+    worker, engine   further fields of their configs
     """
 
     def __init__(
@@ -56,5 +56,5 @@ class TinySide(Program):
         return pid
 
     def signal_all(self, number: signal.Signals) -> None:
-        """The engine and its worker."""
+        """Send a signal to the engine and its worker."""
         os.killpg(self.process.pid, number)

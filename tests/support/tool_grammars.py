@@ -179,15 +179,15 @@ class Walk:
 
     def __call__(self, body: Rules, calls: Rules | None = None, **around: Any) -> list[int]:
         matcher = self.model.start(body, calls=calls, **around)
-        said, plan = list[int](), list[int]()
+        drawn, plan = list[int](), list[int]()
         parts = [body] if calls is None else [body, calls]
         hints = [hint for part in parts for hint in self._hints(part)]
         ends = [end for part in parts for end in self._ends(part)]
         while not matcher.is_complete:
-            if len(said) >= LIMIT:
-                raise Endless(self.model.tokenizer.decode(said, skip_special_tokens=False))
+            if len(drawn) >= LIMIT:
+                raise Endless(self.model.tokenizer.decode(drawn, skip_special_tokens=False))
             allowed = self.model.possible(matcher)
-            late = len(said) > PATIENCE
+            late = len(drawn) > PATIENCE
             if late and self.model.ends & allowed:
                 break
             if not plan or plan[0] not in allowed:
@@ -198,8 +198,8 @@ class Walk:
                 break
             matcher.consume(token)
             assert matcher.error is None
-            said.append(token)
-        return said
+            drawn.append(token)
+        return drawn
 
     def _hints(self, body: Rules) -> list[list[int]]:
         texts = {form.text for form in forms_of(body) if isinstance(form, LiteralForm)}

@@ -1,7 +1,7 @@
-"""How much Python a token costs: calls of our own functions, counted over scripted runs.
+"""Counts calls of our own functions per token in scripted runs.
 
-Counts do not depend on the machine or on what else it does, so they can be compared with recorded
-ones: see tests/unit/test_work.py.
+Unlike times, counts do not depend on the machine and its load, so tests/unit/test_work.py compares
+them with recorded ones.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ ROOT = Path(__file__).parents[2]
 RECORDED = ROOT / "tests" / "data" / "work.json"
 ROOMS = tuple(f"{ROOT}/{room}/" for room in ("protocol", "gateway", "engine_core", "worker"))
 ALLOWED = 1.05
-"""Of what was recorded: less than one call more per token of a plain stream."""
+"""Most calls, relative to the recorded ones. It allows less than one more call per token of a plain
+stream."""
 
 Work = dict[str, float]
 """Function ("file:name") -> how often it is called per unit."""
@@ -44,14 +45,17 @@ Work = dict[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """run   the work, and of how many units it was"""
+    """A scripted run.
+
+    run   does the work, and returns its number of units
+    """
 
     name: str
     unit: str
     run: Callable[[CountedWork], int]
 
     def work(self) -> Work:
-        """Once to warm up: what is made at first use is no part of it."""
+        """Return the calls of each function per unit, without those of a first, warming run."""
         self.run(CountedWork())
         counted = CountedWork()
         units = self.run(counted)
@@ -98,8 +102,13 @@ def stream(
     is_late: bool = False,
     is_slow: bool = False,
 ) -> int:
-    """A chat's stream, from the engine's news, a token a step, to its frames. Per token. `is_late`:
-    all steps have come before the first is told. `is_slow`: its client reads when all have."""
+    """Stream a chat from the engine's outputs, one token a step, to its frames.
+
+    Returns the number of tokens.
+
+    is_late   all outputs arrive before the first is processed
+    is_slow   the client reads only after all outputs
+    """
     answer = ChoiceGroup(
         ZmqEngineClient("ipc:///nowhere"), [PromptRequest([1, 2, 3], [SamplingParams()], readers)]
     )
@@ -156,7 +165,7 @@ STREAMS, ANSWER, PROMPT = 8, 40, 24
 
 
 def engine_answers(counted: CountedWork, **config: Any) -> int:
-    """Answers of some streams at once, planned and committed. Per token."""
+    """Plan and commit the steps of several streams at once. Return the number of tokens."""
     bench = Bench(num_blocks=257, sample=_never_ends, **config)
     for number in range(STREAMS):
         prompt = [1 + (number + at) % 90 for at in range(PROMPT)]
@@ -170,8 +179,8 @@ def engine_answers(counted: CountedWork, **config: Any) -> int:
             break
         result = bench.worker.execute(plan)
         with counted():
-            news = bench.engine.commit(result, 0.01)
-        tokens += sum(len(o.tokens) for outputs in news.values() for o in outputs.outputs)
+            sent = bench.engine.commit(result, 0.01)
+        tokens += sum(len(o.tokens) for outputs in sent.values() for o in outputs.outputs)
     assert tokens == STREAMS * ANSWER
     return tokens
 
@@ -191,7 +200,7 @@ WORDS = [5, 9, 2, 77, 31]
 
 
 def worker_steps(params: SamplingParams, counted: CountedWork) -> int:
-    """Decoding steps of a few rows. Per step."""
+    """Execute decoding steps of a few rows. Return the number of steps."""
     runner = tiny_runner(tiny_slots(ROWS), tiny_cache(ROWS * 8 + 1))
     blocks = [list(range(1 + row * 6, 7 + row * 6)) for row in range(ROWS)]
     inits = [slot_init(row, WORDS, blocks=blocks[row], params=params) for row in range(ROWS)]
@@ -226,11 +235,11 @@ SCENARIOS = [
 ]
 
 
-# ---- against what was recorded
+# ---- comparison with recorded counts
 
 
 def complaint(scenario: Scenario, recorded: Work, now: Work) -> str | None:
-    """None where it is no more work than was recorded; else which functions grew."""
+    """Return which functions are called more often than recorded; None if there is no more work."""
     before, total = sum(recorded.values()), sum(now.values())
     if total <= before * ALLOWED:
         return None
@@ -249,8 +258,8 @@ def complaint(scenario: Scenario, recorded: Work, now: Work) -> str | None:
 
 
 def record() -> None:
-    told = {s.name: {k: round(v, 4) for k, v in s.work().items()} for s in SCENARIOS}
-    RECORDED.write_text(json.dumps(told, indent=1, sort_keys=True) + "\n")
+    counts = {s.name: {k: round(v, 4) for k, v in s.work().items()} for s in SCENARIOS}
+    RECORDED.write_text(json.dumps(counts, indent=1, sort_keys=True) + "\n")
     for scenario in SCENARIOS:
-        total = sum(told[scenario.name].values())
+        total = sum(counts[scenario.name].values())
         print(f"{total:8.1f} calls per {scenario.unit}  {scenario.name}")
