@@ -147,7 +147,7 @@ def test_every_cell_has_an_expected_result_that_is_checked() -> None:
             assert replace(well, ends=[*ends, ""]).complaints() == ["an open stream never ended"]
             broken = replace(well, ends=[*ends, "broken: reset"])
             assert bool(broken.complaints()) != fate.breaks
-        if ends and fate.is_told:
+        if ends and fate.is_error:
             assert replace(well, ends=["finished"]).complaints()
             assert replace(well, end_s=5.5).complaints()
 

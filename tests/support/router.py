@@ -156,7 +156,7 @@ class Router:
             return
         if isinstance(report, Output) and report.kv_handle:
             if (
-                case.handover.state is HandoffState.ENDED
+                case.handoff.state is HandoffState.ENDED
             ):  # it was computed before the Abort was read
                 self.p.send(ReleaseKV(handles=[report.kv_handle]))
                 case.finish(Output(request=0, finish="abort"))
@@ -164,7 +164,7 @@ class Router:
             case.kept = report.kv_handle
             if not case.is_held:
                 self._on(case, HandoffEvent.COMPUTED)
-        elif case.handover.state is HandoffState.ENDED:
+        elif case.handoff.state is HandoffState.ENDED:
             case.finish(report)
         else:
             self._on(case, HandoffEvent.MISSED, report)
@@ -173,7 +173,7 @@ class Router:
         if isinstance(report, Output):
             case.tokens += report.tokens
         is_end = isinstance(report, Refused) or (isinstance(report, Output) and report.finish)
-        if case.handover.state is HandoffState.ENDED and is_end:
+        if case.handoff.state is HandoffState.ENDED and is_end:
             case.finish(report)
         elif isinstance(report, Accepted):
             self._on(case, HandoffEvent.ACCEPTED, report)

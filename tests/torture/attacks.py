@@ -1,11 +1,11 @@
-"""What one client can do to all others over the network: huge and malformed bodies, requests that
-are no HTTP, ZeroMQ clients that never read. Real processes, `tidegate serve` with a tiny model.
+"""Attacks by one client over the network: huge and malformed bodies, bytes that are not HTTP, and
+ZeroMQ clients that never read. The target is `tidegate serve` with a tiny model.
 
     python -m tests.torture.attacks [--attack "token ids"] [--at-once 16]
 
-While an attack goes on, other clients stream answers, one after the other, and /livez is asked all
-the time. Each attack must be refused in words, no stream may be lost, /livez must answer in time,
-and no process may grow. The command prints a row for each attack and ends with 1 if there is any
+During an attack, other clients stream answers, one after the other, and /livez is requested all the
+time. Each attack must be refused with an error, no stream may be lost, /livez must answer in time,
+and no process may grow. The command prints a row for each attack and exits with 1 if there is any
 complaint. `make torture` runs all; tests/e2e/test_torture_attacks.py runs a few.
 """
 
@@ -38,7 +38,7 @@ from tests.torture.witnesses import Witnessed, Witnesses, run_attacker
 
 MODULE = "tests.torture.attacks"
 FLAT_MIB = 96
-"""What a process may have grown by: it was new, and pools keep some pages."""
+"""Most memory that a process may gain: it is new, and its pools keep some pages."""
 BODY_BYTES = 16 << 20
 NUM_WITNESSES, WITNESS_TOKENS = 3, 100
 NUM_UNREAD = 2000
@@ -48,7 +48,7 @@ HI = b'"messages":[{"role":"user","content":"hi"}]'
 
 @dataclass(frozen=True, slots=True)
 class AttackBody:
-    """A body of BODY_BYTES of one unit; its answer has one of these statuses."""
+    """A body of BODY_BYTES that repeats one unit. It must be answered with one of `statuses`."""
 
     path: str
     head: bytes
@@ -60,14 +60,14 @@ class AttackBody:
         count = (BODY_BYTES - len(self.head) - len(self.tail)) // len(self.unit)
         data = self.head + self.unit * count + self.tail
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it was not read
-            status, _, told = exchange(port, self.path, data)
-            assert status in self.statuses, (status, told[:200])
-            assert status == 200 or "error" in json.loads(told)
+            status, _, answer = exchange(port, self.path, data)
+            assert status in self.statuses, (status, answer[:200])
+            assert status == 200 or "error" in json.loads(answer)
 
 
 @dataclass(frozen=True, slots=True)
-class Raw:
-    """Bytes that are no request, many times."""
+class RawBytes:
+    """Bytes that are not a valid request, sent many times."""
 
     data: bytes
     statuses: tuple[int, ...] = (400,)
@@ -83,8 +83,8 @@ class Raw:
 
 
 @dataclass(frozen=True, slots=True)
-class Unread:
-    """A ZeroMQ client that greets the engine, says the same again and again, and never reads."""
+class UnreadAnswers:
+    """A ZeroMQ client that greets the engine, sends one message many times, and never reads."""
 
     message: Message
 
@@ -96,13 +96,13 @@ class Unread:
             socket.send_multipart(wire.encode(Hello(protocol=PROTOCOL_VERSION, name="unread")))
             for _ in range(NUM_UNREAD):
                 if not socket.poll(1000, zmq.POLLOUT):
-                    return  # nobody is there any more
+                    return  # the engine has disconnected
                 with contextlib.suppress(zmq.Again):
                     socket.send_multipart(wire.encode(self.message), zmq.NOBLOCK)
             time.sleep(1)
 
 
-Attack = AttackBody | Raw | Unread
+Attack = AttackBody | RawBytes | UnreadAnswers
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 ATTACKS: dict[str, Attack] = {
     "token ids": AttackBody(GENERATE, b'{"sampling_params":{},"token_ids":[', b"1,", b"1]}"),
@@ -128,16 +128,18 @@ ATTACKS: dict[str, Attack] = {
     ),
     "blanks": AttackBody(COMPLETIONS, b'{"prompt":"w5","max_tokens":1', b" ", b"}", (200,)),
     "digits": AttackBody(COMPLETIONS, b'{"prompt":"w5","max_tokens":', b"1", b"}"),
-    "a chunk without a size": Raw(HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n"),
-    "a chunk without an end": Raw(HEAD + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}xx"),
-    "a compressed body": Raw(HEAD + b"Content-Encoding: gzip\r\nContent-Length: 0\r\n\r\n", (415,)),
-    "no request": Raw(b"tell me a story\r\n\r\n"),
-    "a long line": Raw(b"GET /" + b"x" * 20_000 + b" HTTP/1.1\r\n\r\n", (400, 414)),
-    "many headers": Raw(b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * 1000 + b"\r\n", (400, 431)),
-    "unread welcomes": Unread(Hello(protocol=PROTOCOL_VERSION, name="unread")),
-    "unread views": Unread(GetStatus(request=1, max_rows=10_000)),
-    "unread pongs": Unread(Ping()),
-    "unread answers": Unread(
+    "a chunk without a size": RawBytes(HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n"),
+    "a chunk without an end": RawBytes(HEAD + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}xx"),
+    "a compressed body": RawBytes(
+        HEAD + b"Content-Encoding: gzip\r\nContent-Length: 0\r\n\r\n", (415,)
+    ),
+    "no request": RawBytes(b"tell me a story\r\n\r\n"),
+    "a long line": RawBytes(b"GET /" + b"x" * 20_000 + b" HTTP/1.1\r\n\r\n", (400, 414)),
+    "many headers": RawBytes(b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * 1000 + b"\r\n", (400, 431)),
+    "unread welcomes": UnreadAnswers(Hello(protocol=PROTOCOL_VERSION, name="unread")),
+    "unread views": UnreadAnswers(GetStatus(request=1, max_rows=10_000)),
+    "unread pongs": UnreadAnswers(Ping()),
+    "unread answers": UnreadAnswers(
         Generate(
             request=1,
             prompt=Int32.of([5] * 64),
@@ -149,14 +151,17 @@ ATTACKS: dict[str, Attack] = {
 
 @dataclass(frozen=True, slots=True)
 class AttackResult:
-    """What came of an attack. `failure`: why the attacker complains; "" if it was refused."""
+    """The result of an attack.
+
+    failure   why the attack was not refused; "" if it was
+    """
 
     name: str
     failure: str
     witnessed: Witnessed
 
     def complaints(self, slack: float | None = 1.0) -> list[str]:
-        """Return what is wrong. `slack` stretches what is promised; None: times do not count."""
+        """Return what is wrong. `slack` stretches time limits; None: times are not checked."""
         found = [f"not refused: {self.failure}"] if self.failure else []
         return found + self.witnessed.complaints(slack)
 
@@ -208,7 +213,7 @@ class AttackTarget(Server):
 
 
 def send(name: str, at_once: int, port: int, address: str) -> None:
-    """Be the attacker. Raises AssertionError if an answer is not what it must be."""
+    """Run an attack `at_once` times in parallel. Raises AssertionError if it is not refused."""
     with ThreadPoolExecutor(at_once) as pool:
         for each in [pool.submit(ATTACKS[name].send, port, address) for _ in range(at_once)]:
             each.result()
@@ -225,17 +230,17 @@ def main() -> int:
     parser.add_argument("--slack", type=float, default=1.0, help="factor for all time limits")
     parser.add_argument("--port", type=int, help="attack the server at this port")
     parser.add_argument("--address", default="", help="address of the server's engine")
-    said = parser.parse_args()
-    if said.port:
-        send(said.attack[0], said.at_once, said.port, said.address)
+    options = parser.parse_args()
+    if options.port:
+        send(options.attack[0], options.at_once, options.port, options.address)
         return 0
     with (
         tempfile.TemporaryDirectory() as folder,
         AttackTarget(write_roomy_llama(Path(folder))) as target,
     ):
         target.strike("token ids", 1)  # pools are filled once
-        rows = (target.strike(name, said.at_once) for name in said.attack or ATTACKS)
-        return print_table(COLUMNS, rows, said.slack)
+        rows = (target.strike(name, options.at_once) for name in options.attack or ATTACKS)
+        return print_table(COLUMNS, rows, options.slack)
 
 
 if __name__ == "__main__":

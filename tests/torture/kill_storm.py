@@ -1,12 +1,12 @@
-"""Many clients around a server whose engine is killed again and again: who asked got exactly one
-end, and the gateway counted what its clients counted.
+"""Many clients of a server whose engine is killed again and again. Each request must have exactly
+one end, and the gateway must count the same ends as its clients.
 
     python -m tests.torture.kill_storm [--requests 10000] [--kills 5]
 
-Clients ask for whole answers and for streams, hang up in the middle, send nonsense, and have their
-streams aborted, through the API and with `tidegate abort`. The engine is killed each time a share
-of all requests has ended; the server runs with --restart. Memory of the gateway process is told as
-a slope. Ends with 1 if anything does not agree.
+Clients request whole answers and streams, hang up in the middle, send invalid bodies, and abort
+their streams, through the API and with `tidegate abort`. The engine is killed each time a share of all
+requests has ended; the server runs with --restart. The growth of the gateway process is printed as
+a slope. The exit code is 1 if any counts differ.
 """
 
 from __future__ import annotations
@@ -40,19 +40,23 @@ from tests.support.waiting import eventually
 
 CLIENTS = 12
 PAUSE_S = 1.0
-"""After a 503, as its Retry-After says."""
+"""The pause after a 503, which is its Retry-After."""
 FAILED, ABORTED = "failed", "aborted"
 ABORT = "/inference/v1/abort_requests"
 BY_TOOL = 1 / 12
-"""Of the aborts: each is a process of its own, and takes as long as many requests."""
+"""The share of aborts by `tidegate abort`. It is small because each starts a process."""
 ENDLESS = {"stream": True, "ignore_eos": True, "max_tokens": 10_000}
 WAIT_S = 120.0
 
 
 @dataclass(slots=True)
 class Tally:
-    """What the clients saw. `wrong`: requests without exactly one end. `aborts`: what was answered
-    to those who asked the API for one, by status."""
+    """The counts of all clients.
+
+    ends     requests by how they ended
+    aborts   answers of the abort route, by status
+    wrong    errors of requests without exactly one end
+    """
 
     ends: Counter[str] = field(default_factory=Counter)
     aborts: Counter[int] = field(default_factory=Counter)
@@ -60,19 +64,19 @@ class Tally:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def count(self, end: str) -> int:
-        """How many have ended by now."""
+        """Count an end, and return the number of all ends so far."""
         with self.lock:
             self.ends[end] += 1
             return self.ends.total()
 
 
 def end_of_stream(lines: Iterable[bytes]) -> str:
-    """FINISHED, ABORTED or FAILED. Raises ValueError where a stream has not exactly one end, and it
-    last."""
+    """Return FINISHED, ABORTED or FAILED. Raises ValueError unless a stream has exactly one end and
+    nothing after it."""
     ends: list[str] = []
     for line in filter(None, lines):
         if ends[-1:] == ["[DONE]"]:
-            raise ValueError(f"news after the end: {line!r}")
+            raise ValueError(f"an event after the end: {line!r}")
         data = line.removeprefix(b"data: ")
         if data == b"[DONE]":
             ends.append("[DONE]")
@@ -91,14 +95,17 @@ def end_of_stream(lines: Iterable[bytes]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StormClient:
-    """One of many: `ask` is one request of a kind that the dice choose; its end as its client sees
-    it. Raises ValueError or AssertionError where that is none."""
+    """One client, which sends requests of random kinds."""
 
     server: Server
     tally: Tally
     dice: random.Random
 
     def ask(self) -> str:
+        """Send one request, and return its end.
+
+        Raises ValueError or AssertionError if it has not exactly one.
+        """
         kinds = ("whole", "stream", "leave", "nonsense", "abort")
         kind = self.dice.choices(kinds, (45, 28, 10, 7, 10))[0]
         prompt = " ".join(
@@ -119,44 +126,45 @@ class StormClient:
             if kind == "whole":
                 assert response.json()["choices"][0]["finish_reason"]
                 return FINISHED
-            spoken = response.iter_lines()
-            lines = (line for line in spoken if line and not line.startswith(b":"))
+            received = response.iter_lines()
+            lines = (line for line in received if line and not line.startswith(b":"))
             if kind == "leave":
                 next(lines)
                 return LEFT
             return self._aborted(lines) if kind == "abort" else end_of_stream(lines)
 
     def _aborted(self, lines: Iterator[bytes]) -> str:
-        """Who cannot have it aborted hangs up: the engine is gone, or comes back."""
+        """Abort a stream, and return its end. Hang up if the engine is gone or restarts."""
         first = next(lines)
         event = json.loads(first.removeprefix(b"data: "))
         if "error" in event:
             return end_of_stream(chain([first], lines))
         by_tool = self.dice.random() < BY_TOOL
-        told = (self._by_tool if by_tool else self._by_api)(event["id"])
-        if told is None:
+        was_open = (self._by_tool if by_tool else self._by_api)(event["id"])
+        if was_open is None:
             return LEFT
         end = end_of_stream(lines)
-        # The tool has a connection of its own: the engine may die before the gateway has heard.
-        if end != (ABORTED if told else FAILED) and (end, by_tool) != (FAILED, True):
-            raise ValueError(f"aborted: {told}, by the tool: {by_tool}, and it ended as {end}")
+        # The tool has its own connection: the engine may die before the gateway receives the end.
+        if end != (ABORTED if was_open else FAILED) and (end, by_tool) != (FAILED, True):
+            raise ValueError(f"aborted: {was_open}, by the tool: {by_tool}, and it ended as {end}")
         return end
 
     def _by_api(self, name: str) -> bool | None:
-        """Whether it was open; None where nobody could say."""
+        """Abort through the API. Return whether the request was open, or None after an error."""
         asked = requests.post(self.server.url + ABORT, json={"request_ids": [name]}, timeout=60)
         with self.tally.lock:
             self.tally.aborts[asked.status_code] += 1
         return name in asked.json()["aborted"] if asked.ok else None
 
     def _by_tool(self, name: str) -> bool | None:
+        """Abort with `tidegate abort`. Return True if the request was open, else None."""
         words = ("-P", "-m", "tools", "abort", name, "--port", str(self.server.port))
         ran = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=60)
         return True if ran.stdout == f"aborted  {name}\n" else None
 
 
 class KillStorm:
-    """`run` returns when so many requests have ended."""
+    """The clients of a server, and the kills of its engine. `run` returns after all requests."""
 
     def __init__(self, server: Server, num_requests: int, num_kills: int) -> None:
         self.tally = Tally()
@@ -177,7 +185,10 @@ class KillStorm:
             client.join()
 
     def pid_of(self, words: str) -> int:
-        """The last of those whose command line has them: gunicorn's worker, not its master."""
+        """Return the last process with `words` in its command line.
+
+        Of gunicorn's processes, that is the worker, not the master.
+        """
         family = descendants_of(self._server.process.pid)
         return [pid for pid, line in family if words in line][-1]
 
@@ -202,7 +213,7 @@ class KillStorm:
         while self._takes_one():
             try:
                 end = client.ask()
-            except Exception as error:  # a request without an end is what we look for
+            except Exception as error:  # reported as a request without exactly one end
                 self.tally.wrong.append(f"{type(error).__name__}: {error}")
                 end = "wrong"
             self.tally.count(end)
@@ -215,24 +226,26 @@ class KillStorm:
             return self._started <= self._num_requests
 
     def complaints(self) -> list[str]:
-        """What does not agree, when all have ended."""
+        """Return how the counts of the clients and of the gateway differ, after all requests."""
         found = [f"wrong: {each}" for each in self.tally.wrong[:10]]
-        told = self._settled()
-        num_told = sum(told.values())
-        if num_told != self._num_requests:
-            found.append(f"{self._num_requests} requests, and {num_told} ends: {told}")
+        counted = self._gateway_counts()
+        num_counted = sum(counted.values())
+        if num_counted != self._num_requests:
+            found.append(f"{self._num_requests} requests, and {num_counted} ends: {counted}")
         ends = self.tally.ends
-        # Who left does not know how it would have ended: it may have, or failed, at that moment.
-        if told["aborted"] != ends[ABORTED]:
-            found.append(f"{ends[ABORTED]} streams were aborted, and {told['aborted']} are counted")
-        finished = told["finished"] - ends[FINISHED]
-        failed = told["error"] + told["refused"] - ends[FAILED] - ends[REFUSED]
-        if min(finished, failed) < 0 or finished + failed + told["disconnected"] != ends[LEFT]:
-            found.append(f"clients saw {dict(ends)}, the gateway {told}")
+        if counted["aborted"] != ends[ABORTED]:
+            found.append(
+                f"{ends[ABORTED]} streams were aborted, and {counted['aborted']} are counted"
+            )
+        # A stream that a client left may have finished or failed at that moment.
+        finished = counted["finished"] - ends[FINISHED]
+        failed = counted["error"] + counted["refused"] - ends[FAILED] - ends[REFUSED]
+        if min(finished, failed) < 0 or finished + failed + counted["disconnected"] != ends[LEFT]:
+            found.append(f"clients saw {dict(ends)}, the gateway {counted}")
         return found
 
-    def _settled(self) -> Counter[str]:
-        """The gateway's counts of our requests, when nothing is open any more."""
+    def _gateway_counts(self) -> Counter[str]:
+        """Wait until nothing is open. Return the gateway's counts of the clients' requests."""
 
         def is_idle() -> bool:
             now = self.metrics()
@@ -242,17 +255,17 @@ class KillStorm:
         name = re.compile(r'tidegate_request_ends_total\{end="(\w+)"\}')
         rows = self.metrics()
         found = ((name.fullmatch(row), value) for row, value in rows.items())
-        told = Counter({match[1]: int(value) for match, value in found if match})
+        counts = Counter({match[1]: int(value) for match, value in found if match})
         models = 'tidegate_requests_total{route="/v1/models",status="200"}'
-        told["finished"] -= int(rows[models])  # the supervisor's, who asks what is served
+        counts["finished"] -= int(rows[models])  # the supervisor requests the served models
         for status, asked in self.tally.aborts.items():
             counted = int(rows[f'tidegate_requests_total{{route="{ABORT}",status="{status}"}}'])
             assert counted == asked, f"{asked} aborts were answered with {status}, not {counted}"
-            told["finished" if status == HTTPStatus.OK else "refused"] -= asked
-        return told
+            counts["finished" if status == HTTPStatus.OK else "refused"] -= asked
+        return counts
 
     def slope(self) -> float:
-        """KiB of the gateway process per 1,000 requests, over the later half."""
+        """Return the growth of the gateway process in KiB per 1,000 requests, in the later half."""
         later = self.memory[len(self.memory) // 2 :]
         (first, before), (last, after) = later[0], later[-1]
         return 1000 * (after - before) / max(1, last - first)
@@ -261,24 +274,24 @@ class KillStorm:
 def storm(model: Path, num_requests: int, num_kills: int) -> tuple[KillStorm, list[str]]:
     limit = ("--restart", "--restart-limit", str(num_kills + 1))
     with Server(*limit, "--max-slots", "8", model=str(model)) as server:
-        weather = KillStorm(server, num_requests, num_kills)
-        weather.run()
-        found = weather.complaints()
+        result = KillStorm(server, num_requests, num_kills)
+        result.run()
+        found = result.complaints()
         server.signal(signal.SIGTERM)
         if (code := server.end(timeout_s=WAIT_S)) != 0:
             found.append(f"the server ended with {code}")
-    return weather, found
+    return result, found
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n", maxsplit=1)[0])
     parser.add_argument("--requests", type=int, default=10_000, help="number of requests")
     parser.add_argument("--kills", type=int, default=5, help="how often a process is killed")
-    said = parser.parse_args()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        weather, found = storm(write_roomy_llama(Path(folder)), said.requests, said.kills)
-    print(f"ends as clients saw them: {dict(weather.tally.ends)}")
-    print(f"gateway: {weather.slope():.0f} KiB per 1,000 requests; {weather.memory}")
+        result, found = storm(write_roomy_llama(Path(folder)), options.requests, options.kills)
+    print(f"ends as clients saw them: {dict(result.tally.ends)}")
+    print(f"gateway: {result.slope():.0f} KiB per 1,000 requests; {result.memory}")
     print("\n".join(found) or "all agree")
     return 1 if found else 0
 

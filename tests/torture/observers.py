@@ -1,4 +1,4 @@
-"""Who looks at a server that is being tortured: one asks for its health, one has a stream open."""
+"""Observers of a server under torture: one polls its health, one has a stream open."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ from typing import Any, Self
 
 import requests
 
-LOOK_EVERY_S = 0.05
+POLL_EVERY_S = 0.05
 PATIENCE_S = 1.0
-"""Who does not say within it that he is ready is not."""
+"""A server that does not answer /readyz within this time is not ready."""
 
 
-class Eye:
-    """Asks /readyz all the time while inside. `looks`: (when, ready, why or what is done).
+class ReadinessProbe:
+    """Polls /readyz inside its `with`.
 
-    `num_at_prefill`: how many requests a prefill engine computes, where the server has one.
+    answers          (time, ready, why not or what the engine does) of each poll
+    num_at_prefill   requests that the prefill engine computes; None: there is none
     """
 
     def __init__(self, url: str) -> None:
         self._url = url + "/readyz"
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run)
-        self.looks: list[tuple[float, bool, str]] = []
+        self.answers: list[tuple[float, bool, str]] = []
         self.num_at_prefill: int | None = None
 
     def __enter__(self) -> Self:
@@ -38,43 +39,49 @@ class Eye:
 
     @property
     def is_ready(self) -> bool:
-        return bool(self.looks) and self.looks[-1][1]
+        return bool(self.answers) and self.answers[-1][1]
 
     def sees_chunk(self) -> bool:
-        """Return whether a prompt is being computed: one chunk of several, neither the first nor
-        the last, or anything at all by an engine that computes nothing else."""
+        """Return whether a prompt is being computed.
+
+        With a prefill engine, that is any request there. Else it is a chunk of a prompt that is
+        neither the first nor the last.
+        """
         if self.num_at_prefill is not None:
             return self.num_at_prefill > 0
-        words = self.looks[-1][2] if self.looks else ""
+        words = self.answers[-1][2] if self.answers else ""
         if "chunk" not in words:
             return False
         number, _, count = words.rpartition("chunk ")[2].partition(" of ")
         return 1 < int(number) < int(count)
 
     def unready_since(self, moment: float) -> tuple[float | None, str]:
-        """How long after it, and why."""
-        for when, is_ready, why in list(self.looks):
+        """Return (seconds from `moment` until the server was not ready, why); (None, "") if it
+        stayed ready."""
+        for when, is_ready, why in list(self.answers):
             if when > moment and not is_ready:
                 return when - moment, why
         return None, ""
 
     def _run(self) -> None:
-        while not self._is_over.wait(LOOK_EVERY_S):
+        while not self._is_over.wait(POLL_EVERY_S):
             try:
                 facts = requests.get(self._url, timeout=PATIENCE_S).json()
             except (requests.RequestException, ValueError) as error:
-                self.looks.append((time.monotonic(), False, f"no answer: {type(error).__name__}"))
+                self.answers.append((time.monotonic(), False, f"no answer: {type(error).__name__}"))
                 continue
             if "prefill" in facts:
                 self.num_at_prefill = facts["prefill"][0]["running"] or 0
             words = str(facts["why"] or facts["engine"]["doing"])
-            self.looks.append((time.monotonic(), facts["ready"], words))
+            self.answers.append((time.monotonic(), facts["ready"], words))
 
 
 class TortureClient:
-    """One streamed answer. `end` says how it ended: finished; error: ...; broken: ...
+    """One streamed answer.
 
-    Only [DONE] ends a stream: without it even one that has sent its error is broken.
+    end        "finished", "error: ..." or "broken: ..."; "" while the stream is open. A stream
+               without [DONE] is broken, even after an error event
+    ended_at   the time of the end
     """
 
     def __init__(self, url: str) -> None:
@@ -91,7 +98,7 @@ class TortureClient:
     def __exit__(self, *exception: object) -> None:
         if self._thread is not None:
             if self._response is not None and not self.end:
-                with contextlib.suppress(Exception):  # whatever became of it, we leave
+                with contextlib.suppress(Exception):  # the stream may be in any state
                     self._response.close()
             self._thread.join(30)
 

@@ -1,12 +1,12 @@
-"""What becomes of a server and its clients when one of its processes is killed, stopped or asked to
-go: every process, at every moment, by every signal. Real processes, `tidegate serve`.
+"""Kills, stops or terminates each process of a real `tidegate serve` at each moment, and checks the
+server and its clients.
 
     python -m tests.torture.signals [--kind split] [--victim worker] [--moment decode] [--signal ..]
 
-A cell of the table is (kind of server, victim, moment, signal). `CELLS` are those that are run.
-What must come of one is `fate_of`; what did is a
-`TortureRow`, and `complaints` says where the two differ. The command prints the rows and ends with
-1 if there is any complaint. `make torture` runs all; tests/e2e/test_torture.py runs a few.
+A cell of the table is (kind of server, victim, moment, signal). `CELLS` are the cells to run.
+`fate_of` is the expected result of a cell, a `TortureRow` is the actual one, and `complaints` lists
+how they differ. The command prints the rows and exits with 1 if there is any complaint.
+`make torture` runs all; tests/e2e/test_torture.py runs a few.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.support.processes import Program, descendants_of, is_alive
 from tests.support.server import Server
 from tests.support.tiny_checkpoint import write_roomy_llama
 from tests.support.waiting import eventually
-from tests.torture.observers import Eye, TortureClient
+from tests.torture.observers import ReadinessProbe, TortureClient
 from tests.torture.table import print_table
 
 RESTARTS, PLAIN, SPLIT, SPLIT_RESTARTS = KINDS = ("restart", "plain", "split", "split restart")
@@ -40,7 +40,8 @@ OPTIONS = {
     SPLIT: ("--split", "--drain-s", "30"),
     SPLIT_RESTARTS: ("--split", "--restart", "--drain-s", "3"),
 }
-"""A server that ends with its first failure has clients whom a drain would let go on for longer."""
+"""Options by kind of server. Without restarts the drain is long: its streams would take longer to
+end by themselves than a failure must take to end them."""
 GATEWAY, MASTER, ENGINE, WORKER, SUPERVISOR, PREFILLER, PREFILL_WORKER = VICTIMS = (
     "gateway process",
     "gunicorn master",
@@ -50,13 +51,13 @@ GATEWAY, MASTER, ENGINE, WORKER, SUPERVISOR, PREFILLER, PREFILL_WORKER = VICTIMS
     "prefill engine",
     "prefill worker",
 )
-"""In a split, "engine" and "worker" are those that decode."""
+"""In a split server, "engine" and "worker" are those of the decode engine."""
 OF_PREFILL = (PREFILLER, PREFILL_WORKER)
 START, IDLE, PREFILL, DECODE = MOMENTS = ("start-up", "idle", "prefill", "decode")
 KILL, STOP, TERM = SIGNALS = (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM)
 
 ERROR_WITHIN_S, UNREADY_WITHIN_S = 5.0, 2.0
-"""What is promised, on a machine that has time for us."""
+"""Time limits on an idle machine."""
 PROMPT_WORDS, ANSWER_TOKENS, BUDGET = 6000, 4000, 16
 START_S, LIFE_S, ORPHANS_S = 120.0, 90.0, 15.0
 KILLED_BY_KILL = KILLED + signal.SIGKILL
@@ -72,37 +73,37 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Fate:
-    """What must come of a cell.
+    """The expected result of a cell.
 
-    codes        the server's exit code is one of these, without our help; empty: it serves on
-    is_told      open requests end with an error that says why, in time
-    is_unready   /readyz says no, in time
-    breaks       open streams may break off: the process that holds their connections is gone.
-                 Elsewhere each ends with [DONE], finished or after an error
+    codes        the server ends by itself with one of these exit codes; empty: it serves on
+    is_error     open requests end with an error, in time
+    is_unready   /readyz is 503, in time
+    breaks       open streams may break off, because the process with their connections is gone.
+                 If False, each stream ends with [DONE]
     """
 
     codes: frozenset[int] = frozenset()
-    is_told: bool = False
+    is_error: bool = False
     is_unready: bool = False
     breaks: bool = False
 
 
 SERVES_ON = Fate()
 BREAKS = Fate(breaks=True)
-COMES_BACK = Fate(is_told=True, is_unready=True)
+COMES_BACK = Fate(is_error=True, is_unready=True)
 
 
-def ends(*codes: int, is_told: bool = False) -> Fate:
-    return Fate(codes=frozenset(codes), is_told=is_told)
+def ends(*codes: int, is_error: bool = False) -> Fate:
+    return Fate(codes=frozenset(codes), is_error=is_error)
 
 
 FATES = {
     (GATEWAY, KILL): BREAKS,
     (GATEWAY, STOP): BREAKS,
     (GATEWAY, TERM): SERVES_ON,
-    (MASTER, KILL): Fate(is_told=True),
+    (MASTER, KILL): Fate(is_error=True),
     (MASTER, STOP): SERVES_ON,
-    (MASTER, TERM): ends(ExitCode.OK),  # it was asked to go, and went
+    (MASTER, TERM): ends(ExitCode.OK),
     (ENGINE, KILL): COMES_BACK,
     (ENGINE, STOP): COMES_BACK,
     (ENGINE, TERM): ends(ExitCode.OK),
@@ -112,7 +113,7 @@ FATES = {
     (SUPERVISOR, KILL): ends(-KILL),
     (SUPERVISOR, STOP): SERVES_ON,
     (SUPERVISOR, TERM): ends(ExitCode.OK),
-    (PREFILLER, KILL): SERVES_ON,  # what it computed is computed again
+    (PREFILLER, KILL): SERVES_ON,  # its prompts are computed again
     (PREFILLER, STOP): SERVES_ON,
     (PREFILLER, TERM): ends(ExitCode.OK),
     (PREFILL_WORKER, KILL): SERVES_ON,
@@ -130,15 +131,15 @@ AT_START = {
     (WORKER, STOP): ends(ExitCode.WORKER_LOST),
     (WORKER, TERM): ends(ExitCode.WORKER_LOST),
 }
-"""Who never was ready is not started again."""
+"""A process that was never ready is not restarted."""
 WITHOUT_RESTART = {
-    **{(each, KILL): ends(KILLED_BY_KILL, is_told=True) for each in (MASTER, ENGINE, PREFILLER)},
+    **{(each, KILL): ends(KILLED_BY_KILL, is_error=True) for each in (MASTER, ENGINE, PREFILLER)},
     **{
-        (each, number): ends(ExitCode.WORKER_LOST, is_told=True)
+        (each, number): ends(ExitCode.WORKER_LOST, is_error=True)
         for each, number in product((WORKER, PREFILL_WORKER), (KILL, TERM))
     },
 }
-"""The first death is the server's end."""
+"""Without restarts, the death of one process ends the server."""
 CELLS = [
     *starmap(Cell, product(VICTIMS[:5], MOMENTS, SIGNALS)),
     *(
@@ -159,19 +160,21 @@ def fate_of(cell: Cell) -> Fate:
     if cell.moment == START:
         return AT_START.get(key, found)
     if found is COMES_BACK and (cell.kind, cell.moment) == (SPLIT_RESTARTS, PREFILL):
-        return Fate(is_unready=True)  # it may be back by the time the prompt has been computed
+        return Fate(is_unready=True)  # the decode engine may be back before the prompt is computed
     return WITHOUT_RESTART.get(key, found) if cell.kind in (PLAIN, SPLIT) else found
 
 
 @dataclass(slots=True)
 class TortureRow:
-    """What came of a cell. Seconds since the signal; None: it did not happen.
+    """The result of a cell. Times are seconds after the signal; None: it did not happen.
 
-    ends       how the open streams ended, in words; "": one did not
-    end_s      until the last of them had ended
-    again_s    until a new request was answered
-    code       of a server that ended by itself
-    orphans    processes that were left when it had ended
+    ends        how each open stream ended; "": it did not
+    end_s       time until the last stream ended
+    unready_s   time until /readyz was 503
+    why         the reason in its answer
+    again_s     time until a new request was answered
+    code        exit code of a server that ended by itself
+    orphans     processes that were left after the server's end
     """
 
     cell: Cell
@@ -184,7 +187,7 @@ class TortureRow:
     orphans: list[int] = field(default_factory=list)
 
     def complaints(self, slack: float = 1.0) -> list[str]:
-        """`slack` stretches what is promised, for a machine that is busy."""
+        """Return how the result differs from the expected one. `slack` stretches time limits."""
         fate = fate_of(self.cell)
         found = [f"left behind: {self.orphans}"] if self.orphans else []
         if fate.codes and self.code not in fate.codes:
@@ -196,11 +199,11 @@ class TortureRow:
         if "" in self.ends:
             found.append("an open stream never ended")
         for end in filter(None, self.ends):
-            if fate.is_told and not end.startswith("error"):
+            if fate.is_error and not end.startswith("error"):
                 found.append(f"no clear error: {end}")
             elif end.startswith("broken") and not fate.breaks:
                 found.append(f"a stream broke off: {end}")
-        if fate.is_told and self.ends and not _in_time(self.end_s, ERROR_WITHIN_S * slack):
+        if fate.is_error and self.ends and not _in_time(self.end_s, ERROR_WITHIN_S * slack):
             found.append(f"an error after {_seconds(self.end_s)}")
         return found
 
@@ -236,7 +239,7 @@ def _seconds(seconds: float | None) -> str:
 
 
 class TortureScene:
-    """A server with a tiny model, not yet ready. `strike` may come again while it serves on."""
+    """A server with a tiny model, not ready yet. `strike` may be called again if it serves on."""
 
     def __init__(self, model: Path, kind: str = RESTARTS) -> None:
         options = (*OPTIONS[kind], "--token-budget", str(BUDGET), "--max-slots", "4")
@@ -270,7 +273,7 @@ class TortureScene:
         else:
             self.await_ready()
         with (
-            Eye(self.url) as eye,
+            ReadinessProbe(self.url) as probe,
             TortureClient(self.url) as first,
             TortureClient(self.url) as second,
         ):
@@ -282,16 +285,18 @@ class TortureScene:
             if cell.moment == PREFILL:
                 clients.append(second)
                 second.ask(PROMPT_WORDS, ANSWER_TOKENS)
-                assert eventually(eye.sees_chunk, within_s=LIFE_S), self.output
+                assert eventually(probe.sees_chunk, within_s=LIFE_S), self.output
             if cell.moment != START:
-                assert eventually(lambda: eye.is_ready, within_s=LIFE_S)
+                assert eventually(lambda: probe.is_ready, within_s=LIFE_S)
             self._family.update(pid for pid, _ in descendants_of(self._server.process.pid))
-            self._hit(cell, eye, clients, row)
+            self._send_signal(cell, probe, clients, row)
         return row
 
     def stop(self, row: TortureRow) -> int:
-        """The server's exit code after a SIGTERM, if it had not ended; what it left goes to the
-        row."""
+        """End the server by SIGTERM, unless it has ended. Return its exit code.
+
+        Processes that are left are noted in the row.
+        """
         if self._server.process.poll() is None:
             self._server.signal(signal.SIGCONT)
             self._server.signal(signal.SIGTERM)
@@ -300,28 +305,39 @@ class TortureScene:
         row.orphans = self._left()
         return code
 
-    def _hit(self, cell: Cell, eye: Eye, clients: Sequence[TortureClient], row: TortureRow) -> None:
+    def _send_signal(
+        self,
+        cell: Cell,
+        probe: ReadinessProbe,
+        clients: Sequence[TortureClient],
+        row: TortureRow,
+    ) -> None:
+        """Send the cell's signal, and fill the row."""
         fate = fate_of(cell)
-        struck = time.monotonic()
+        sent_at = time.monotonic()
         os.kill(self._find(cell.victim), cell.signal)
         if fate.codes:
             eventually(lambda: self._server.process.poll() is not None, within_s=LIFE_S)
             row.code = self._server.process.poll()
         else:
-            row.again_s = self._again(fate, eye, struck)
+            row.again_s = self._await_answer(fate, probe, sent_at)
         eventually(lambda: all(client.end for client in clients), within_s=LIFE_S)
         row.ends = [client.end for client in clients]
         ended = [client.ended_at for client in clients if client.ended_at is not None]
-        row.end_s = max(ended) - struck if ended else None
-        row.unready_s, row.why = eye.unready_since(struck) if cell.moment != START else (None, "")
+        row.end_s = max(ended) - sent_at if ended else None
+        if cell.moment != START:
+            row.unready_s, row.why = probe.unready_since(sent_at)
 
-    def _again(self, fate: Fate, eye: Eye, struck: float) -> float | None:
-        """What serves on need not have been down; what comes back must have been."""
+    def _await_answer(self, fate: Fate, probe: ReadinessProbe, sent_at: float) -> float | None:
+        """Return the time until a new request is answered.
+
+        If the server must become unready, wait for that first.
+        """
         if fate.is_unready:
-            eventually(lambda: eye.unready_since(struck)[0] is not None, within_s=LIFE_S)
+            eventually(lambda: probe.unready_since(sent_at)[0] is not None, within_s=LIFE_S)
         answered = eventually(self._answers, within_s=LIFE_S)
         self._family.update(pid for pid, _ in descendants_of(self._server.process.pid))
-        return time.monotonic() - struck if answered else None
+        return time.monotonic() - sent_at if answered else None
 
     def _answers(self) -> bool:
         body: dict[str, Any] = {"prompt": "w1 w2", "max_tokens": 2}
@@ -334,7 +350,7 @@ class TortureScene:
         return sorted(pid for pid in self._family if is_alive(pid))
 
     def _find(self, victim: str) -> int:
-        """0: it is not there (yet)."""
+        """Return the victim's process id; 0 if it does not exist (yet)."""
         us = self._server.process.pid
         if victim == SUPERVISOR:
             return us
@@ -352,7 +368,7 @@ class TortureScene:
 
 
 def torture(cell: Cell, model: Path) -> TortureRow:
-    """One cell, on a server of its own."""
+    """Run one cell on a server of its own."""
     with TortureScene(model, cell.kind) as scene:
         row = scene.strike(cell)
         scene.stop(row)
@@ -377,18 +393,18 @@ def main() -> int:
         help="signal to send (default: all)",
     )
     parser.add_argument("--slack", type=float, default=1.0, help="factor for all time limits")
-    said = parser.parse_args()
+    options = parser.parse_args()
     cells = [
         cell
         for cell in CELLS
-        if cell.kind in (said.kind or KINDS)
-        and cell.victim in (said.victim or VICTIMS)
-        and cell.moment in (said.moment or MOMENTS)
-        and (not said.signal or cell.signal.name in said.signal)
+        if cell.kind in (options.kind or KINDS)
+        and cell.victim in (options.victim or VICTIMS)
+        and cell.moment in (options.moment or MOMENTS)
+        and (not options.signal or cell.signal.name in options.signal)
     ]
     with tempfile.TemporaryDirectory() as folder:
         model = write_roomy_llama(Path(folder))
-        return print_table(COLUMNS, (torture(cell, model) for cell in cells), said.slack)
+        return print_table(COLUMNS, (torture(cell, model) for cell in cells), options.slack)
 
 
 if __name__ == "__main__":

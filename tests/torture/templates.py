@@ -1,12 +1,12 @@
-"""What chat templates of requests can do to everybody else: each hostile template, several at once,
-against a real `tidegate serve` with a tiny model.
+"""Sends hostile chat templates, each several times at once, to a real `tidegate serve` with a tiny
+model, and checks that other clients are served meanwhile.
 
     python -m tests.torture.templates [--template "sorted"] [--at-once 4]
 
-Meanwhile other clients stream chats, which the model's own template renders, and /livez is asked
-all the time. Each template must be refused in words, no stream may be lost, /livez must answer in
+The other clients stream chats, which the model's own template renders, and /livez is requested all
+the time. Each template must be refused with an error, no stream may be lost, /livez must answer in
 time, and the gateway and its sandbox processes may not grow. The command prints a row for each
-template and ends with 1 if there is any complaint. `make torture` runs all.
+template and exits with 1 if there is any complaint. `make torture` runs all.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ COLUMNS = {
 
 
 class Answers(msgspec.Struct, frozen=True):
-    """What the attacker received: the statuses, and the seconds until the last of them."""
+    """The statuses that the attacker received, and the seconds until the last of them."""
 
     seconds: float
     statuses: list[int]
@@ -63,7 +63,10 @@ class Answers(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class TemplateResult:
-    """What came of a template. `failure`: why the attacker did not receive all answers; or ""."""
+    """The result of one template.
+
+    failure   why the attacker did not receive all answers; "" if it did
+    """
 
     name: str
     answers: Answers
@@ -71,7 +74,7 @@ class TemplateResult:
     witnessed: Witnessed
 
     def complaints(self, slack: float | None = 1.0) -> list[str]:
-        """Return what is wrong. `slack` stretches what is promised; None: times do not count."""
+        """Return what is wrong. `slack` stretches time limits; None: times are not checked."""
         wrong = [status for status in self.answers.statuses if status not in REFUSALS]
         found = [f"answered with {status}" for status in wrong]
         if self.failure:
@@ -153,14 +156,14 @@ def main() -> int:
     parser.add_argument("--at-once", type=int, default=4, help="number of attacks at the same time")
     parser.add_argument("--slack", type=float, default=1.0, help="factor for all time limits")
     parser.add_argument("--port", type=int, help="attack the server at this port")
-    said = parser.parse_args()
-    if said.port:
-        answers = send_all(said.template[0], said.at_once, said.port)
+    options = parser.parse_args()
+    if options.port:
+        answers = send_all(options.template[0], options.at_once, options.port)
         print(msgspec.json.encode(answers).decode())
         return 0
     with tempfile.TemporaryDirectory() as folder, TemplateTarget(Path(folder)) as target:
-        rows = (target.strike(name, said.at_once) for name in said.template or TEMPLATES)
-        return print_table(COLUMNS, rows, said.slack)
+        rows = (target.strike(name, options.at_once) for name in options.template or TEMPLATES)
+        return print_table(COLUMNS, rows, options.slack)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""What other clients of a server notice while it is attacked: whether their streams end well, how
-long /livez takes, and how much the server's processes grow.
+"""Observes a server while it is attacked: whether the streams of other clients end well, how long
+/livez takes, and how much the server's processes grow.
 
 The attacker runs in a process of its own, so that its threads take no time from the clients here.
 """
@@ -33,11 +33,11 @@ FINISHED = "finished"
 
 @dataclass(slots=True)
 class Witnessed:
-    """What other clients noticed of an attack.
+    """The observations during an attack.
 
-    flat_mib        a process that has grown by more MiB is complained of
+    flat_mib        most MiB that a process may gain
     livez_ms        the longest time of /livez, without the wait for a processor
-    ends            how each stream ended, as `Client.end` says it
+    ends            how each stream ended: `TortureClient.end`
     before, after   MiB by name of process
     """
 
@@ -56,7 +56,7 @@ class Witnessed:
         return [end for end in self.ends if end != FINISHED]
 
     def complaints(self, slack: float | None = 1.0) -> list[str]:
-        """Return what is wrong. `slack` stretches LIVEZ_MS; None: times do not count."""
+        """Return what is wrong. `slack` stretches LIVEZ_MS; None: times are not checked."""
         found = [f"a stream of another client was lost: {end}" for end in self.lost]
         if not self.num_streams:
             found.append("no stream of another client finished")
