@@ -4,9 +4,9 @@ one end, and the gateway must count the same ends as its clients.
     python -m tests.torture.kill_storm [--requests 10000] [--kills 5]
 
 Clients request whole answers and streams, hang up in the middle, send invalid bodies, and abort
-their streams, through the API and with `tidegate abort`. The engine is killed each time a share of all
-requests has ended; the server runs with --restart. The growth of the gateway process is printed as
-a slope. The exit code is 1 if any counts differ.
+their streams, through the API and with `tidegate abort`. The engine is killed each time a share of
+all requests has ended; the server runs with --restart. The growth of the gateway process is printed
+as a slope. The exit code is 1 if any counts differ.
 """
 
 from __future__ import annotations
