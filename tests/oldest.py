@@ -41,7 +41,7 @@ def oldest_versions(setup: str) -> dict[str, str]:
 
 
 def environment_with(versions: Mapping[str, str]) -> Path:
-    """Return the Python of the environment with these versions; create the environment if it is
+    """Return the Python of an environment with these versions. Create the environment if it is
     missing or has others."""
     python = FOLDER / "bin" / "python"
     stamp = FOLDER / "versions.json"

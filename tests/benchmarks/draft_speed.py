@@ -45,7 +45,7 @@ COPY = "<|im_start|>user\nRepeat this word for word: {}<|im_end|>\n<|im_start|>a
 TEXT = "The ship left the harbour at dawn, and the gulls went with it as far as the lighthouse. "
 
 Ask = Callable[[list[list[int]], SamplingParams], None]
-"""Have these prompts answered, at once."""
+"""Generates an answer for each of the prompts, all at once."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class DraftLoad:
 
 @dataclass(frozen=True)
 class DraftSide:
-    """One of the two that are compared."""
+    """One of the two servers that are compared."""
 
     ask: Ask
     stats: Callable[[], EngineStats]
@@ -65,7 +65,7 @@ class DraftSide:
 
 
 def loads(tokenizer: Tokenizer) -> list[DraftLoad]:
-    """A text that is to be copied; and noise, of which nothing comes again but by chance."""
+    """Return the prompts: a text to copy, and random tokens, which repeat only by chance."""
     copied = tokenizer.encode(COPY.format(TEXT * 2, TEXT[:30]), add_special_tokens=False).ids
     return [
         DraftLoad(
@@ -86,7 +86,7 @@ def loads(tokenizer: Tokenizer) -> list[DraftLoad]:
 def compare(
     name: str, load_: DraftLoad, streams: int, turns: int, plain: DraftSide, fast: DraftSide
 ) -> None:
-    """In turns, and print the ratios."""
+    """Measure both servers in turns, and print the ratios."""
     chance = random.Random(1)
     took: dict[DraftSide, list[tuple[float, float]]] = {plain: [], fast: []}
     before = plain.stats(), fast.stats()
@@ -142,7 +142,8 @@ def in_process(replica: Replica) -> DraftSide:
 
 
 def without_most_layers(loaded: LoadedModel) -> LoadedModel:
-    """A draft model with the same vocabulary; what it says is noise."""
+    """Return a draft model with the same vocabulary and only a few layers. It is hardly ever
+    right."""
     weights = replace(loaded.model.weights, layers=loaded.model.weights.layers[:DRAFT_LAYERS])
     config = replace(loaded.config, num_layers=DRAFT_LAYERS)
     return LoadedModel(Llama(config, weights), loaded.card, config)
@@ -179,7 +180,8 @@ def num_weights(loaded: LoadedModel) -> int:
 
 
 def measure_bookkeeping(rows: int = 8, tokens: int = 400) -> None:
-    """Of the engine alone, in an answer that never repeats itself: microseconds a row and step."""
+    """Return the engine's time in microseconds per row and step, for an answer that never
+    repeats."""
     for speculation in ("none", "ngram", "model"):
         bench = Bench(
             speculation=speculation,

@@ -1,11 +1,12 @@
-"""A scripted engine that is quick, as a process of its own, to measure what is before it.
+"""A fast scripted engine as a process of its own, to measure the gateway before it.
 
     python -m tests.benchmarks.flowing_engine ADDRESS
 
-It reads orders from stdin, a JSON object a line (`Order`): what the next answers say and how fast.
-When all of an order's streams are open it waits for a line `go`; then each step tells all of them
-their next tokens, in one frame, as a step of the engine does. When all have ended it prints how
-late its last step was, in seconds: above a few milliseconds it was the engine that could no more.
+It reads orders from stdin, one JSON object a line (`Order`), which set the next answers and their
+speed. When all streams of an order are open, it waits for a line `go`. Then each step sends the
+next tokens of all streams in one frame, as a real engine does. After the last step it prints by how
+many seconds that step was late. If that is more than a few milliseconds, the engine was the
+bottleneck.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ READ_EVERY_S = 0.005
 
 
 def flowing_card() -> ModelCard:
-    """SmolLM2's tokenizer, with the markup of a model that thinks and calls tools as tokens."""
+    """Return a card with SmolLM2's tokenizer, and with markers for reasoning and tool calls."""
     import tokenizers
 
     inner = tokenizers.Tokenizer.from_str(smollm2_tokenizer_json().decode())
@@ -42,9 +43,11 @@ def flowing_card() -> ModelCard:
 
 
 class Order(msgspec.Struct):
-    """ids       of every answer
-    streams   so many answers at once
-    step_s    between two steps; 0: as fast as it can
+    """The next answers.
+
+    ids       token ids of every answer
+    streams   number of answers
+    step_s    time between two steps; 0: as fast as possible
     """
 
     ids: list[int]
@@ -53,7 +56,7 @@ class Order(msgspec.Struct):
 
 
 class FlowingEngine(ScriptedEngine):
-    """Steps are due `step_s` apart whether or not one was late, and are made up for."""
+    """An engine whose steps are due every `step_s`. Late steps are made up for."""
 
     order = Order([], 1, 0.0)
     started_at: float | None = None

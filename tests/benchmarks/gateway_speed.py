@@ -1,22 +1,23 @@
-"""What an event costs the gateway: a real process of it, between a quick engine and quick clients.
+"""Measures the gateway's cost per event: a real gateway between a fast engine and fast clients.
 
     python -m tests.benchmarks.gateway_speed [--streams 64] [--rates 10000,40000] [--seconds 4]
                                           [--scenes plain,tools]
 
-The engine (`flowing_engine`) tells each of the streams one token a step, in one frame; the gateway
-is gunicorn's, as `tidegate serve` starts it; the clients are this process, which counts events and
-parses nothing. Per scene and offered rate (tokens/s of all streams together) one line:
+The engine (`flowing_engine`) sends one token of each stream a step, in one frame. The gateway runs
+under gunicorn as in `tidegate serve`. The clients are in this process, which counts events and
+parses nothing. For each scene and rate (tokens/s of all streams) a line is printed:
 
-    events/s   that came; fewer than tokens where text was held back, or the gateway was behind and
-               told several tokens in one event
-    us/event   CPU time of the gateway's process, by `psutil`: all of it, and what of it was the
-               kernel's, which is nearly all `send`
+    events/s   events received; fewer than tokens if text was held back, or if the gateway was late
+               and sent several tokens in one event
+    us/event   CPU time of the gateway process, by `psutil`: in total and in the kernel, where it is
+               mostly `send`
     us/token   the same per token
-    busy       the share of one core which that was
-    gap        between two arrivals at one client: median, 99th percentile and longest, in ms
-    late       how far the engine itself was behind in the end, in ms
+    busy       the share of one core that the gateway used
+    gap        time between two arrivals at one client: median, 99th percentile and longest, in ms
+    late       by how many ms the engine's last step was late
 
-A measurement, not a test. CPU time bears other work on the machine well; gaps do not.
+This is a measurement, not a test. Other work on the machine hardly changes the CPU time, but the
+gaps.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ TOOL = {
 }
 MESSAGES = [{"role": "user", "content": "Tell me about the harbour."}]
 CHARS = 6
-"""More than any token of these texts has, on average."""
+"""More characters than any token of these texts has on average."""
 END = b"0\r\n\r\n"
 
 
@@ -70,12 +71,12 @@ def prose(chars: int) -> str:
 
 
 def thoughtful(chars: int) -> str:
-    """Half of it thinking: a token is about four characters."""
+    """Return a text that is half reasoning. A token is about four characters."""
     return f"<think>\n{prose(chars // 3)}\n</think>\n\n{prose(chars)}"
 
 
 def calling(chars: int) -> str:
-    """Nearly all of it the arguments of a call."""
+    """Return a text that is mostly the arguments of a tool call."""
     arguments = json.dumps({"path": "harbour.md", "text": prose(chars)}, ensure_ascii=False)
     call = f'{{"name": "write_file", "arguments": {arguments}}}'
     return f"<think>\nA file it is.\n</think>\n\n<tool_call>\n{call}\n</tool_call>"
@@ -83,8 +84,10 @@ def calling(chars: int) -> str:
 
 @dataclass(frozen=True)
 class SpeedScene:
-    """says     an answer of at least so many characters
-    formats  of the gateway
+    """One kind of answer.
+
+    says     returns an answer of at least the given number of characters
+    formats  the gateway's format options
     """
 
     name: str
@@ -114,9 +117,11 @@ SCENES = [
 
 @dataclass
 class ReceivedEvents:
-    """events    in all
-    gaps_s    between two arrivals at one client, of all clients
-    took_s    from the first byte of all to the last
+    """What all clients received.
+
+    events    number of events
+    gaps_s    times between two arrivals at one client
+    took_s    time from the first byte to the last
     """
 
     events: int = 0
@@ -125,7 +130,7 @@ class ReceivedEvents:
 
 
 class ClientCrowd:
-    """Clients that send one request each, and count what comes."""
+    """Clients that send one request each, and count the events that they receive."""
 
     def __init__(self, port: int, scene: SpeedScene, streams: int) -> None:
         self._sockets = [connect(port) for _ in range(streams)]
@@ -133,7 +138,7 @@ class ClientCrowd:
             send_post(sock, scene.path, {**scene.body, "model": "flowing", "stream": True})
 
     def listen(self) -> ReceivedEvents:
-        """Until every stream has ended."""
+        """Count events until every stream has ended."""
         heard, clock = ReceivedEvents(), time.perf_counter
         poll = select.epoll()
         open_: dict[int, socket.socket] = {sock.fileno(): sock for sock in self._sockets}
@@ -163,7 +168,7 @@ class ClientCrowd:
 
 
 class GatewayBench:
-    """A gateway before an engine."""
+    """A gateway with its engine."""
 
     def __init__(self, gateway: GatewayProcess, engine: Program, tokenizer: Tokenizer) -> None:
         self._gateway, self._engine, self._tokenizer = gateway, engine, tokenizer
@@ -189,7 +194,7 @@ class GatewayBench:
         return _line(scene, streams * len(ids), heard, spent, late_s)
 
     def _await_streams(self, streams: int) -> None:
-        """All are open, and the work that opened them is done."""
+        """Wait until all streams are open and the gateway is idle."""
         while self._gateway.await_status("/metrics", 200).text.count(f"open_answers {streams}") < 1:
             time.sleep(0.05)
         time.sleep(0.2)
@@ -198,7 +203,7 @@ class GatewayBench:
 def _line(
     scene: SpeedScene, tokens: int, heard: ReceivedEvents, spent: tuple[float, float], late_s: float
 ) -> str:
-    """spent   user and system time, in seconds"""
+    """Return a row of the table. `spent` is (user, system) CPU time in seconds."""
     gaps, busy_s = sorted(heard.gaps_s), sum(spent)
     p50, p99, most = (gaps[int(share * (len(gaps) - 1))] * 1e3 for share in (0.5, 0.99, 1.0))
     return (
@@ -234,6 +239,7 @@ def bench(formats: tuple[str, str]) -> Iterator[GatewayBench]:
 def measure(
     scenes: Sequence[SpeedScene], streams: int, rates: Sequence[float], seconds: float
 ) -> None:
+    """Measure one scene at a rate in tokens/s of all streams. Return its row."""
     for formats in dict.fromkeys(scene.formats for scene in scenes):
         with bench(formats) as here:
             for scene in (scene for scene in scenes if scene.formats == formats):

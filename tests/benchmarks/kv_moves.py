@@ -46,7 +46,7 @@ LEASE = b"to be measured"
 
 
 class MoveStepper:
-    """A worker process that is given one step after the other, from a thread of its own."""
+    """A worker process that executes one step after the other, driven by a thread."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], folder: Path, mover: Any) -> None:
         self.kv_address = f"ipc://{folder}/kv"
@@ -77,11 +77,12 @@ class MoveStepper:
         self._thread = threading.Thread(target=self._work)
 
     def export(self, blocks: range) -> None:
-        """Before the first step."""
+        """Export blocks. Call it before the first step."""
         self._say(KVExport(lease=LEASE, blocks=Int32.of(blocks), readers=1 << 30))
 
     def start(self) -> None:
-        """Returns when a step is done, so what was said before it has been heard."""
+        """Start to execute steps. Return after the first one, so earlier messages have been
+        received."""
         self._thread.start()
         while not self.times_ms:
             time.sleep(0.01)
@@ -94,7 +95,7 @@ class MoveStepper:
         self._socket.close(linger=0)
 
     def _work(self) -> None:
-        """A request of PROMPT's length whose next token is computed again and again."""
+        """Compute the next token of a request of PROMPT's length again and again."""
         init = slot_init(0, PROMPT, blocks=[1, 2, 3])
         plan = step_plan(1, bind=[init], rows=[(0, 0, len(PROMPT), True)], zero=[1, 2, 3])
         while not self._stop.is_set():
@@ -159,7 +160,7 @@ def told(speeds: list[float], calm: list[float], busy: list[float]) -> str:
 
 @contextmanager
 def steps_of(stepper: MoveStepper, times_ms: list[float]) -> Iterator[None]:
-    """Adds the times of the steps that run meanwhile, to the end of the one that ends last."""
+    """Add the times of the steps during the `with` block, up to the end of its last step."""
     first = len(stepper.times_ms)
     yield
     last = len(stepper.times_ms)

@@ -1,7 +1,7 @@
-"""What llama.cpp says of given tokens: runs in an environment that has llama-cpp-python, no other.
+"""Logprobs of given tokens by llama.cpp. Runs in an environment that has only llama-cpp-python.
 
-stdin: {"model": path, "tokens": [N ids]} as JSON; stdout: the natural logarithms of the chances of
-the last N - 1, each after all before it, as a JSON list.
+stdin: {"model": path, "tokens": [N ids]} as JSON. stdout: a JSON list with the natural logarithms
+of the probabilities of the last N - 1 tokens, each given all tokens before it.
 """
 
 from __future__ import annotations

@@ -1,18 +1,17 @@
-"""Whether the memory of a server's processes is flat, however many requests it has answered.
+"""Measures whether the memory of a server's processes grows with the number of requests.
 
     python -m tests.benchmarks.memory_slope [--requests 100000] [--clients 8] [--samples PATH]
 
-A real `tidegate serve` with a tiny model; clients on kept-alive connections send small requests of
-all APIs: streams and whole answers, bodies that are refused, and some hang up in the middle. After
-each hundredth part of the requests the memory of each process is read:
+The server is a real `tidegate serve` with a tiny model. Clients on kept-alive connections send
+small requests of all APIs: streams, whole answers, bodies that are refused, and streams that they
+leave. The memory of each process is read a hundred times:
 
-    rss   what is resident, pages of libraries that others share included
-    own   what it has written itself and shares with nobody. What clean pages of libraries it shares
-          with others depends on the others
+    rss   resident memory, including pages of libraries that other processes share
+    own   resident memory that the process has written and does not share
 
-Printed is, per process, what it had at first and in the end, and the slope over the later half of
-the requests in KiB per 1,000 requests, with its standard error: `trend_of` says how. The first half
-is not looked at: pools fill, caches come to their bounds. Ends with 1 where a process grows, see
+For each process, the first and last value and the slope are printed. The slope is in KiB per 1,000
+requests with its standard error, over the later half of the requests (`trend_of`). The first half
+is ignored, because pools and caches fill up. The exit code is 1 if a process grows by more than
 FLAT.
 """
 
@@ -36,19 +35,19 @@ from tests.support.server import Server
 from tests.support.tiny_checkpoint import write_roomy_llama
 
 FLAT = 16.0
-"""KiB per 1,000 requests: 16 bytes a request. Nothing that a process could keep of each request is
-so small: the least piece that malloc gives takes 32 bytes, an integer 28, an entry of a dict or a
-set more. What is kept of every second request would show, too."""
+"""Largest slope in KiB per 1,000 requests, which is 16 bytes a request. Any object that is kept per
+request is larger: malloc's smallest piece has 32 bytes, an integer 28. One that is kept of every
+second request is noticed, too."""
 SAMPLES = 100
 LOOK_EVERY_S = 0.05
 KV_BLOCKS = 512
-"""So few that the prefix cache is full soon: until then it grows, as it should."""
+"""So few blocks that the prefix cache, which grows until it is full, is full soon."""
 TEMPLATE = "{% for message in messages %}w1 {{ message.content }} {% endfor %}"
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Of one process at one moment, in KiB."""
+    """Memory of one process at one moment, in KiB."""
 
     rss: int
     own: int
@@ -56,7 +55,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Trend:
-    """KiB per 1,000 requests, and the standard error of that."""
+    """A slope in KiB per 1,000 requests, and its standard error."""
 
     slope: float
     error: float
@@ -67,7 +66,7 @@ class Trend:
 
 
 def line_of(points: Sequence[tuple[int, float]]) -> Trend:
-    """The line of least squares through (requests, KiB); three points at least."""
+    """Return the least-squares slope through (requests, KiB). Needs three points at least."""
     count = len(points)
     mean_x = sum(x for x, _ in points) / count
     mean_y = sum(y for _, y in points) / count
@@ -78,8 +77,11 @@ def line_of(points: Sequence[tuple[int, float]]) -> Trend:
 
 
 def trend_of(points: Sequence[tuple[int, float]]) -> Trend:
-    """The middle one of three thirds. A heap that once needs more than ever before makes a step in
-    one of them; what grows with the requests grows in all."""
+    """Return the median of the slopes of three thirds.
+
+    A heap that reaches a new maximum makes a step in one third only. Memory that grows with the
+    requests grows in all of them.
+    """
     third = len(points) // 3
     parts = points[:third], points[third:-third], points[-third:]
     return sorted(line_of(part) for part in parts)[1]
@@ -87,7 +89,7 @@ def trend_of(points: Sequence[tuple[int, float]]) -> Trend:
 
 @dataclass(slots=True)
 class MeasuredProcess:
-    """samples   (requests that had ended, memory)"""
+    """A process and its samples: (requests that had ended, memory)."""
 
     name: str
     pid: int
@@ -109,11 +111,11 @@ NAMES = {
     "-m engine_core": "engine",
     "-m worker": "worker",
 }
-"""What a command line has, and who that is: parents come before children."""
+"""Words of a command line -> name of the process. Parents come before children."""
 
 
 def family_of(pid: int) -> list[MeasuredProcess]:
-    """The supervisor and all that it has started."""
+    """Return the supervisor and all of its descendants."""
     found = [MeasuredProcess("supervisor", pid)]
     for child, line in descendants_of(pid):
         (name,) = [name for words, name in NAMES.items() if words in line]
@@ -125,7 +127,7 @@ def family_of(pid: int) -> list[MeasuredProcess]:
 def measure(
     model: Path, num_requests: int, num_clients: int
 ) -> tuple[list[MeasuredProcess], SmallLoad]:
-    """A server, its load, and what its processes had meanwhile."""
+    """Start a server, send it the load, and return its processes and the load."""
     template = model / "template.jinja"
     template.write_text(TEMPLATE)
     options = f"--poison-slots off --max-slots 16 --kv-blocks {KV_BLOCKS} --served-name {NAME}"

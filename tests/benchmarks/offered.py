@@ -35,7 +35,7 @@ def key_of(name: str) -> str:
 
 @dataclass(frozen=True)
 class OfferedLoad:
-    """What each request is: tokens of its prompt, and of its answer."""
+    """The tokens of each request's prompt and answer."""
 
     prompt: int
     answer: int
@@ -43,8 +43,12 @@ class OfferedLoad:
 
 @dataclass
 class OfferedResult:
-    """One request. `sent_at`: before it connects; `tokens`: of prompt and answer, if that is whole;
-    `error`: of the connection."""
+    """The result of one request.
+
+    sent_at   the time before the connection
+    tokens    tokens of prompt and answer, if the answer is whole
+    error     error of the connection
+    """
 
     sent_at: float
     status: int = 0
@@ -57,7 +61,7 @@ class OfferedResult:
 
 
 def request_of(draw: random.Random, name: str, prompt: int, answer: int) -> bytes:
-    """Of the token endpoint. No two prompts begin alike."""
+    """Return a request to the token endpoint. No two prompts start with the same tokens."""
     ids = [10 + draw.randrange(40_000) for _ in range(prompt)]
     sampling = {"max_tokens": answer, "ignore_eos": True, "temperature": 0}
     body = json.dumps({"token_ids": ids, "sampling_params": sampling})
@@ -70,7 +74,7 @@ def request_of(draw: random.Random, name: str, prompt: int, answer: int) -> byte
 
 
 class OfferedClient:
-    """Each request has a connection of its own."""
+    """A client that opens a new connection for each request."""
 
     def __init__(self, port: int, seed: int = 0) -> None:
         self._port = port
@@ -109,7 +113,7 @@ class OfferedClient:
 async def closed_loop(
     ask: Callable[[], Awaitable[OfferedResult]], streams: int, until: float
 ) -> list[OfferedResult]:
-    """So many at once, each asking anew when it was answered; who is refused comes back soon."""
+    """Keep a fixed number of requests open. After a refusal the next one is sent a little later."""
     told: list[OfferedResult] = []
 
     async def one() -> None:
@@ -123,8 +127,8 @@ async def closed_loop(
 
 
 class OfferedCrowd:
-    """Many connections at once, each for one request, for as little CPU as Python can: who offers
-    shares the machine with the server, and what is measured is the server."""
+    """Many connections with one request each, for as little CPU time as possible: the load
+    generator shares the machine with the server that is measured."""
 
     def __init__(self, port: int) -> None:
         self.told: list[OfferedResult] = []
@@ -181,7 +185,7 @@ class OfferedCrowd:
 
 
 def _read_answer(answer: bytes, told: OfferedResult) -> None:
-    """The whole of it."""
+    """Read the whole answer."""
     head, _, body = answer.partition(b"\r\n\r\n")
     lines = head.decode("latin-1").split("\r\n")
     if not body:
@@ -195,8 +199,10 @@ def _read_answer(answer: bytes, told: OfferedResult) -> None:
 
 @dataclass
 class Offered:
-    """late   by how many seconds each was sent after it was due
-    cpu_s  what it took to offer them
+    """The results of an offered load.
+
+    late    by how many seconds each request was sent late
+    cpu_s   CPU time that the load generator used
     """
 
     told: list[OfferedResult]
@@ -207,7 +213,7 @@ class Offered:
 def offer(
     port: int, per_s: float, begin: float, until: float, load: OfferedLoad, seed: int
 ) -> Offered:
-    """So many per second, whatever becomes of them; until all have ended."""
+    """Send requests at a fixed rate, whatever happens to them. Return when all have ended."""
     draw, names, crowd = random.Random(seed), itertools.cycle(NAMES), OfferedCrowd(port)
     dues = [begin + place / per_s for place in range(int((until - begin) * per_s))]
     requests = [request_of(draw, next(names), load.prompt, load.answer) for _ in dues]
@@ -224,7 +230,7 @@ def offer(
 async def offered_elsewhere(
     port: int, per_s: float, begin: float, until: float, load: OfferedLoad, seed: int
 ) -> Offered:
-    """By another process. Raises RuntimeError if that fails."""
+    """Offer a load from another process. Raises RuntimeError if that fails."""
     words = [str(word) for word in (port, per_s, begin, until, load.prompt, load.answer, seed)]
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "tests.benchmarks.offered", *words, stdout=asyncio.subprocess.PIPE

@@ -1,16 +1,21 @@
-"""Ten times more than a server can do, and one key that asks for all of it.
+"""Offers a server ten times its capacity, and lets one key flood it.
 
 A measurement, not a test: `python -m tests.benchmarks.overload` starts `tidegate serve` with the
-default model and two keys, finds what it can do at most (a closed loop), offers ten times as many
-requests per second for a minute, and then lets one key flood it with long prompts while another
-asks now and then. Told are: how long refusals take, what is done beside what can be done, memory
-while it goes on, and the other key's time to its first token, alone and beside the flood, in turns.
-What does not hold of what is promised is said at the end, and the exit status is 1.
+default model and two keys and measures its capacity in a closed loop. For a minute it offers ten
+times as many requests per second. Then one key sends a flood of long prompts while another sends a
+request now and then. Printed are:
 
-The load comes from a process of its own (offered.py). On a machine that others use, times say
-little; so the flood is also told in tokens that the engine computed between a request and its first
-token, which depends on nobody. `--seconds`, `--times N`: shorter or surer. The laws themselves are
-tests/unit/test_overload.py.
+- the time of refusals;
+- the throughput, compared with the capacity;
+- memory during the overload;
+- the other key's time to first token, alone and during the flood, in turns.
+
+Promises that do not hold are listed at the end, and the exit code is 1.
+
+The load comes from a process of its own (offered.py). Times say little on a machine with other
+work, so the flood is also measured in tokens that the engine computed between a request and its
+first token. `--seconds` shortens the run, and `--times N` repeats it. tests/unit/test_overload.py
+tests the same promises without a clock.
 """
 
 from __future__ import annotations
@@ -47,11 +52,11 @@ from tools.commands.keys import with_key, write
 
 FACTOR = 10
 USUAL, SMALL = OfferedLoad(256, 128), OfferedLoad(64, 16)
-"""As people ask; and so small that it is much of the work to refuse nine of ten."""
+"""A usual request; and one so small that refusing nine of ten is much of the server's work."""
 STREAMS = 48
 CLOSED = f"a closed loop of {STREAMS}"
 START_S = 4.0
-"""For the processes that offer to be there."""
+"""Time for the load generators to start."""
 FLOOD_PROMPT, FLOOD_ANSWER, FLOOD_STREAMS = 1500, 32, 48
 LENGTHS = (8, 16, 32, 64, 256, 1024)
 MIB = 1 << 20
@@ -61,12 +66,12 @@ MOST_REFUSAL_S = 0.05
 LEAST_GOODPUT = 0.9
 MOST_TIMES = 2.0
 FLAT, FLAT_BYTES = 0.03, 8 * MIB
-"""Memory that grows by less, between the second quarter of the overload and the last, is flat."""
+"""Largest growth of memory between the second quarter of the overload and the last."""
 
 
 @dataclass
 class Laws:
-    """What is promised, and which of it does not hold."""
+    """The promises, and those that do not hold."""
 
     broken: list[str] = field(default_factory=list)
 
@@ -104,7 +109,7 @@ def _name(process: psutil.Process) -> str:
 
 
 def done_per_s(told: Sequence[OfferedResult], begun: float, until: float) -> tuple[float, float]:
-    """(tokens, requests) per second, of those that came to their end in that time."""
+    """Return (tokens, requests) per second of the requests that finished in that time."""
     done = [one for one in told if one.tokens and begun <= one.ended_at <= until]
     seconds = until - begun
     return sum(one.tokens for one in done) / seconds, len(done) / seconds
@@ -116,7 +121,7 @@ def spread(seconds: Sequence[float]) -> str:
 
 
 async def overload(server: Server, load: OfferedLoad, seconds: float, laws: Laws) -> None:
-    """What can be done is measured before and after."""
+    """Offer too many requests. The capacity is measured before and after."""
     print(f"\nprompts of {load.prompt} tokens, answers of {load.answer}")
     peaks = [await most(server, load, seconds)]
     before, requests_per_s = peaks[0]
@@ -147,8 +152,7 @@ async def overload(server: Server, load: OfferedLoad, seconds: float, laws: Laws
 
 
 async def most(server: Server, load: OfferedLoad, seconds: float) -> tuple[float, float]:
-    """(tokens, requests) per second, as many as can be done: of requests that end while others go
-    on."""
+    """Return the capacity, (tokens, requests) per second, measured while all clients are busy."""
     client, names = OfferedClient(server.port), itertools.cycle(NAMES)
 
     def ask() -> Awaitable[OfferedResult]:
@@ -164,7 +168,7 @@ async def most(server: Server, load: OfferedLoad, seconds: float) -> tuple[float
 
 @dataclass
 class OverloadWatch:
-    """Resident bytes, a few times a second; and how many cores it kept busy."""
+    """Samples the server's resident memory and CPU time a few times a second."""
 
     sizes: list[int] = field(default_factory=list)
     cores: float = 0.0
@@ -204,7 +208,7 @@ def tell_refusals(offered: Offered, laws: Laws) -> None:
 
 
 async def first_token(client: OfferedClient, view: EngineView, length: int) -> tuple[float, int]:
-    """(seconds, tokens that the engine computed meanwhile), until Bob's first token."""
+    """Return (seconds, tokens that the engine computed) until Bob's first token."""
     before = view.stats().num_computed_tokens
     told = await client.ask("bob", length, 1)
     assert told.status == 200, f"not answered: {told.status} {told.error}"
@@ -212,7 +216,7 @@ async def first_token(client: OfferedClient, view: EngineView, length: int) -> t
 
 
 async def flood(server: Server, times: int, laws: Laws) -> None:
-    """Bob alone and beside the flood, in turns."""
+    """Measure Bob's time to first token alone and during the flood, in turns."""
     client, view = OfferedClient(server.port), EngineView(server.address)
     alone: dict[int, list[tuple[float, int]]] = {length: [] for length in LENGTHS}
     beside: dict[int, list[tuple[float, int]]] = {length: [] for length in LENGTHS}

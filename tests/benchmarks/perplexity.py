@@ -1,12 +1,12 @@
-"""How well the model guesses a text: perplexity, in every form in which we hold its weights.
+"""Measures the perplexity of a text with each form of weights that Tidegate computes with.
 
     python -m tests.benchmarks.perplexity [--model FILE.gguf] [--text FILE] [--llama-cpp PYTHON]
 
-prints one line per dtype, kernels and form of weights, beside float32 on dense weights and torch's
-operations. The text is read in one go, each token after all that come before it: the engine and the
-worker's runner compute it as the prompt of a request that asks for `prompt_logprobs`. With
-`--llama-cpp`, the Python of an environment that has llama-cpp-python, the same token ids are put to
-llama.cpp with the same file (llama_cpp_logprobs.py).
+Prints one line per dtype, kernels and form of weights, compared with float32 on dense weights with
+torch's operations. The engine and the worker's runner compute the text as the prompt of a request
+with `prompt_logprobs`, in one go. `--llama-cpp` names the Python of an environment that has
+llama-cpp-python: llama.cpp then computes the same token ids with the same file
+(llama_cpp_logprobs.py).
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from worker.models.load import LoadedModel
 from worker.startup.machine import cpu_flags
 
 PROSE = Path(__file__).parents[1] / "data" / "prose.txt"
-"""1,300 words, written for this purpose: no model has seen them."""
+"""1,300 words that were written for this purpose, so no model has been trained on them."""
 THEIRS = Path(__file__).with_name("llama_cpp_logprobs.py")
 THEIR_TIMEOUT_S = 600
 
 
 @dataclass(frozen=True)
 class Form:
-    """How the weights are held and computed with."""
+    """A dtype, kernels and a form of weights."""
 
     dtype: torch.dtype
     kernels: KernelSet
@@ -65,7 +65,7 @@ FORMS = [
 
 
 def perplexity(loaded: LoadedModel, tokens: Sequence[int]) -> float:
-    """Of all tokens but the first, each after all before it."""
+    """Return the perplexity of all tokens but the first, each given all tokens before it."""
     replica = Replica(loaded, max_slots=1, num_blocks=len(tokens) // 16 + 3)
     number = replica.add(tokens, SamplingParams(max_tokens=1, prompt_logprobs=0))
     replica.run()
@@ -84,7 +84,7 @@ def tokens_of(loaded: LoadedModel, text: str) -> list[int]:
 
 
 def of_llama_cpp(python: str, model: Path, tokens: Sequence[int]) -> float:
-    """The same by llama.cpp, in a process of its own environment."""
+    """Return the same from llama.cpp, in a process of its own environment."""
     asked = json.dumps({"model": str(model), "tokens": list(tokens)})
     done = subprocess.run(
         [python, str(THEIRS)], input=asked, text=True, capture_output=True, timeout=THEIR_TIMEOUT_S
@@ -95,7 +95,7 @@ def of_llama_cpp(python: str, model: Path, tokens: Sequence[int]) -> float:
 
 
 def measured(model: Path, text: str, llama_cpp: str) -> Iterator[tuple[str, int, float]]:
-    """(what computed it, tokens of the text, its perplexity); what is exact comes first."""
+    """Yield (what computed it, tokens of the text, perplexity). The exact form comes first."""
     tokens: list[int] = []
     for form in FORMS:
         loaded = form.load(model)

@@ -1,7 +1,7 @@
-"""Many small requests of all APIs over connections that are kept alive: streams and whole answers,
-bodies that are refused, and clients that hang up in the middle.
+"""Sends many small requests of all APIs over kept-alive connections: streams, whole answers, bodies
+that are refused, and streams that the client leaves.
 
-Each request's status is looked at, and each answer read to its end.
+The status of each request is checked, and each answer is read to its end.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from tests.support.tiny_checkpoint import VOCAB
 CHAT, COMPLETIONS, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
 RESPONSES, TOKENS, TOKENIZE = "/v1/responses", "/inference/v1/generate", "/tokenize"
 NAME = "tiny"
-"""Of the model: the server is to be told so."""
+"""The model's name; start the server with it."""
 FINISHED, REFUSED, LEFT = "finished", "refused", "left"
-"""How a request ended, as its client sees it."""
+"""How a request ended for its client."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """A request and how its client behaves: `leaves` before the answer is complete."""
+    """A request. If `leaves`, its client hangs up before the answer is complete."""
 
     path: str
     body: Mapping[str, Any]
@@ -38,7 +38,7 @@ class Wish:
 
 
 def wishes(dice: random.Random) -> Iterator[Wish]:
-    """Without end."""
+    """Yield random requests without end."""
     while True:
         path = dice.choice((CHAT, COMPLETIONS, MESSAGES, RESPONSES, TOKENS, TOKENIZE))
         body = _body(path, dice)
@@ -70,13 +70,14 @@ def _body(path: str, dice: random.Random, max_tokens: int = 0) -> dict[str, Any]
 
 
 def _spoiled(path: str, body: dict[str, Any], dice: random.Random) -> dict[str, Any]:
-    """Refused: a field is missing, of another type, or not one of the model's."""
+    """Return a body that is refused: a field is missing, has a wrong type, or is not the
+    model's."""
     first = next(iter(body))
     return dice.choice([{}, {**body, first: 7}, {**body, first: None}, {**body, "model": 3}])
 
 
 class SmallClient:
-    """One connection, kept alive as long as the server and its own manners allow."""
+    """One connection, which is kept open unless the server or a request closes it."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -90,7 +91,8 @@ class SmallClient:
         self._socket = None
 
     def ask(self, wish: Wish) -> str:
-        """How it ended. Raises AssertionError where it is not as it should."""
+        """Send one request, and return how it ended. Raises AssertionError if that was not
+        expected."""
         if self._socket is None:
             self._socket = connect(self._port)
             self._file = self._socket.makefile("rb")
@@ -112,7 +114,8 @@ class SmallClient:
 
 
 class SmallLoad:
-    """So many requests from so many clients. `wrong`: what did not end as it should."""
+    """A number of requests from several clients. `wrong` lists requests that did not end as
+    expected."""
 
     def __init__(self, port: int, num_requests: int, num_clients: int) -> None:
         self.ends: Counter[str] = Counter()

@@ -1,9 +1,9 @@
-"""Where the time of a start goes: `tidegate serve` with the default model, files in the page cache.
+"""Measures the phases of a start: `tidegate serve` with the default model, files in the page cache.
 
     python -m tests.benchmarks.start_speed [--starts N]
 
-Of each start: seconds to ready as the server tells them, the phases of its worker, and the CPU time
-that each process had taken by then, which does not grow while others have the cores.
+For each start it prints the seconds until ready, as the server reports them, the phases of the
+worker, and the CPU time of each process until then, which other programs do not change.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PHASES = re.compile(r"engine ready: .*\((.*)\)$")
 
 
 def name_of(process: psutil.Process) -> str:
-    """The module it runs: its name alone says python."""
+    """Return the module that a process runs, since the process is named python."""
     words = process.cmdline()
     return words[words.index("-m") + 1] if "-m" in words else process.name()
 

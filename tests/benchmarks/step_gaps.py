@@ -1,8 +1,9 @@
-"""How long the worker waits between steps, one and two steps in flight, 1 and 8 streams.
+"""Measures how long the worker waits between steps, with one and two steps in flight, and 1 and 8
+streams.
 
 A measurement, not a test: `python -m tests.benchmarks.step_gaps` starts `tidegate serve` with the
-default model for each case and prints what its worker says when it stops. Streams are asked for
-over ZeroMQ, so that no HTTP process takes part in it.
+default model for each case, and prints the figures that its worker logs when it stops. Streams use
+ZeroMQ, so no HTTP process takes part.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ PROMPT = list(range(100, 116))
 
 
 def measure(streams: int, steps_in_flight: int) -> str:
-    """The worker's own words."""
+    """Return the line that the worker logs."""
     options = ("--steps-in-flight", str(steps_in_flight), "--max-len", "1024", "--max-slots", "16")
     with Server(*options, "--poison-slots", "off") as server:
         with Client(server.address) as engine, ThreadPoolExecutor(streams) as pool:

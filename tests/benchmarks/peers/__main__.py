@@ -1,8 +1,8 @@
-"""Compare: start each server in turn, measure it, stop it; as often as there are rounds.
+"""Starts each server in turn, measures it and stops it, once per round.
 
-Nothing else should run on the machine. With two rounds and all servers it takes about a quarter of
-an hour on two cores; --share 0.1 is a try-out. Prompts are token ids at random, of 128 tokens, and
-answers have 128: no server has to do with another's tokenizer, or ends early.
+Nothing else should run on the machine. Two rounds with all servers take about a quarter of an hour
+on two cores; `--share 0.1` is a short trial. Prompts are 128 random token ids, and answers have 128
+tokens, so no server uses another's tokenizer or ends early.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def main() -> None:
 
 
 def _processor() -> str:
-    """As the system names it."""
+    """Return the processor's name as the system reports it."""
     for line in Path("/proc/cpuinfo").read_text().splitlines() if os.name == "posix" else []:
         if line.startswith("model name"):
             return line.partition(":")[2].strip()

@@ -1,4 +1,4 @@
-"""One server's turn: started, warmed up, put under every load, stopped."""
+"""One server's turn: start, warm-up, every load, stop."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tools.http.web import WebServer
 PATH = "/v1/completions"
 TIMEOUT_S = 600.0
 WARM_UP_RUN = -2
-"""Prompts of its own."""
+"""The run number of the warm-up, which has prompts of its own."""
 
 
 @dataclass
 class Turns:
-    """All that a server has shown, by the names of the loads: a run per round."""
+    """All runs of one server by the name of the load, one run per round."""
 
     ready_s: list[float] = field(default_factory=list)
     runs: dict[str, list[BenchRun]] = field(default_factory=dict)
@@ -32,7 +32,8 @@ class Turns:
 
 
 def take_turn(who: Competitor, pace: Pace, streams: Sequence[int], seed: int, turns: Turns) -> None:
-    """Adds to `turns`. `seed`: of this round, whoever's turn it is."""
+    """Start a server, run all loads, and add the results to `turns`. `seed` is the same for all
+    servers of a round."""
     configs = loads(streams if who.has_curve else [], pace)
     with running(who) as (url, ready_s), asyncio.Runner(loop_factory=StampedLoop) as runner:
         runs = runner.run(_measure(url, configs, seed))

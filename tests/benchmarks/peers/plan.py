@@ -1,7 +1,7 @@
-"""Which loads there are, how many requests each has, and whose turn it is. Pure.
+"""The loads, the number of requests in each, and the order of the servers. Pure.
 
-How long a load takes is a matter of the server: who serves a crowd slowly is asked less of it, or
-the whole would take hours. What is told are rates and percentiles, which do not count requests.
+A slow server gets fewer requests, because the comparison would take hours otherwise. Only rates and
+percentiles are reported, which do not depend on the number of requests.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Pace:
-    """How much is asked of a server: requests per stream in a load."""
+    """The number of requests per stream that a server gets in a load."""
 
     per_stream: float
 
@@ -35,13 +35,13 @@ class Pace:
 
 
 def loads(streams: Sequence[int], pace: Pace) -> dict[str, BenchConfig]:
-    """Name -> load: the points of the curve of latency against throughput, then PREFIX."""
+    """Return the loads by name: the points of the latency-throughput curve, then PREFIX."""
     curve = [_random(number, pace.requests(number), OUTPUT_TOKENS) for number in streams]
     return {**{str(config.loads[0]): config for config in curve}, PREFIX: _prefix(pace)}
 
 
 def warm_up_load() -> BenchConfig:
-    """A crowd that nobody counts: what a server prepares on its first requests is prepared."""
+    """Return the load of the warm-up. It is not counted."""
     return _random(WARM_UP_STREAMS, 2 * WARM_UP_STREAMS, WARM_UP_OUTPUT_TOKENS)
 
 
@@ -57,7 +57,8 @@ def _random(streams: int, requests: int, output_tokens: int) -> BenchConfig:
 
 
 def _prefix(pace: Pace) -> BenchConfig:
-    """Requests that begin alike. The first of all, which computes the beginning, is not counted."""
+    """Return a load whose requests share a prefix. The first one, which computes the prefix, is not
+    counted."""
     return BenchConfig(
         dataset="shared-prefix",
         concurrency=(PREFIX_STREAMS,),
@@ -71,6 +72,6 @@ def _prefix(pace: Pace) -> BenchConfig:
 
 
 def turns(servers: Sequence[T], rounds: int) -> list[list[T]]:
-    """Each round every server has one turn; the order turns about, so that a machine that grows
-    warm or busy favours none."""
+    """Return the order of the turns. Each server has one turn per round, and the order is reversed
+    each round, so that a machine that becomes warm or busy favours none."""
     return [list(servers if number % 2 == 0 else servers[::-1]) for number in range(rounds)]

@@ -1,6 +1,6 @@
-"""What came of a comparison: figures that are a file, and from them tables, ratios and a picture.
+"""Writes the tables, ratios and picture of a comparison from a file with its figures.
 
-python -m tests.benchmarks.peers.report FIGURES.json [--svg FILE]     tells them again
+python -m tests.benchmarks.peers.report FIGURES.json [--svg FILE]     prints them again
 """
 
 from __future__ import annotations
@@ -21,7 +21,11 @@ Value = Callable[[Summary], float | None]
 
 
 class Figures(msgspec.Struct, frozen=True):
-    """Of one server. ready_s: from start to ready, once per round; loads: by their names."""
+    """The figures of one server.
+
+    ready_s   time from start to ready, once per round
+    loads     results by name of the load
+    """
 
     name: str
     ready_s: list[float]
@@ -40,7 +44,11 @@ class Figures(msgspec.Struct, frozen=True):
 
 
 class Comparison(msgspec.Struct, frozen=True):
-    """setting: on what, with what, in one line; servers: ours first."""
+    """The figures of a comparison.
+
+    setting   one line that describes machine and versions
+    servers   ours first
+    """
 
     setting: str
     servers: list[Figures]
@@ -55,7 +63,8 @@ ROWS: list[tuple[str, Value]] = [
 
 
 def table(told: Comparison) -> str:
-    """Markdown: a row per load and measure, then ratios of the first server to each other one."""
+    """Return Markdown: a row per load and measure, then the ratios of the first server to each
+    other one."""
     names = [server.name for server in told.servers]
     rows = [["", *names, *(f": {name}" for name in names[1:])]]
     rows.append(["---"] * len(rows[0]))
@@ -84,7 +93,7 @@ def _told(value: float | None, digits: int) -> str:
 
 
 def picture(told: Comparison) -> str:
-    """SVG: how long a whole answer takes against throughput, a curve per server."""
+    """Return an SVG of the time of a whole answer against throughput, a curve per server."""
     lines = [
         PlotLine(server.name, points, colour)
         for colour, server in enumerate(told.servers)

@@ -1,6 +1,6 @@
-"""The servers that are compared: how each is started, when it is ready, and how it is stopped.
+"""The servers that are compared: how each is started and stopped, and when it is ready.
 
-Each is given what its own documentation recommends for a CPU, and all cores that we may run on.
+Each runs with the options that its documentation recommends for a CPU, on all cores available.
 """
 
 from __future__ import annotations
@@ -30,15 +30,17 @@ FIRST, PLAIN, VLLM, LLAMA_CPP = "Tidegate", "Tidegate without prefix cache", "vL
 
 
 class NoStart(Exception):
-    """A server did not become ready; the message has the last that it printed."""
+    """A server did not become ready. The message has the last lines that it printed."""
 
 
 @dataclass(frozen=True)
 class Competitor:
-    """command     "{port}" in it is replaced
-    ready_path  answers 200 when the server is ready
-    per_stream  requests that it is asked per stream, see plan.Pace
-    has_curve   takes part in all loads, else in that of the shared beginning alone
+    """A server of the comparison.
+
+    command     command line; "{port}" in it is replaced
+    ready_path  path that answers 200 when the server is ready
+    per_stream  requests per stream, see plan.Pace
+    has_curve   whether it takes part in all loads, or only in PREFIX
     """
 
     name: str
@@ -54,7 +56,7 @@ def cores() -> list[int]:
 
 
 def tidegate(gguf: Path, options: Sequence[str]) -> list[Competitor]:
-    """With its prefix cache, and without one."""
+    """Return Tidegate with its prefix cache, and without."""
     command = [sys.executable, "-P", "-m", "tools", "serve", str(gguf), "--port", "{port}"]
     command += ["--max-len", str(MAX_LEN), "--max-slots", str(max(STREAMS)), *options]
     return [
@@ -64,7 +66,8 @@ def tidegate(gguf: Path, options: Sequence[str]) -> list[Competitor]:
 
 
 def vllm(venv: Path, model: Path) -> Competitor:
-    """Its CPU build, bound to our cores; with tcmalloc and its own OpenMP first where they are."""
+    """Return vLLM's CPU build, bound to our cores, with tcmalloc and its own OpenMP if they
+    exist."""
     first = [
         library
         for library in (ctypes.util.find_library("tcmalloc_minimal"), venv / "lib/libiomp5.so")
@@ -82,7 +85,7 @@ def vllm(venv: Path, model: Path) -> Competitor:
 
 
 def llama_cpp(binary: Path, gguf: Path) -> Competitor:
-    """`llama-server`, with as many places as there will be streams, which share one cache."""
+    """Return `llama-server` with as many slots as there will be streams, which share one cache."""
     places, threads = str(max(STREAMS)), str(len(cores()))
     command = [str(binary), "--model", str(gguf), "--port", "{port}", "--parallel", places]
     command += ["--kv-unified", "--ctx-size", str(max(STREAMS) * 512), "--threads", threads]
@@ -91,7 +94,7 @@ def llama_cpp(binary: Path, gguf: Path) -> Competitor:
 
 @contextlib.contextmanager
 def running(who: Competitor) -> Iterator[tuple[str, float]]:
-    """(URL, seconds from start to ready). Raises NoStart."""
+    """Start a server, and yield (URL, seconds until it was ready). Raises NoStart."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     command = [word.format(port=port) for word in who.command]
@@ -120,7 +123,7 @@ def running(who: Competitor) -> Iterator[tuple[str, float]]:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Ask, then end it with all that it has started."""
+    """Terminate the server; after a while, kill it and all of its descendants."""
     process.send_signal(signal.SIGTERM)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(STOP_S)
@@ -130,7 +133,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def write_bf16(gguf: Path, directory: Path) -> None:
-    """The same weights, dequantised, as a Hugging Face directory in bfloat16."""
+    """Write the same weights, dequantised to bfloat16, as a Hugging Face directory."""
     import torch
     from transformers import LlamaForCausalLM
 
