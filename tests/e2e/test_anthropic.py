@@ -1,4 +1,4 @@
-"""The Messages API with the real model and the official client, from `tidegate serve` on."""
+"""The Messages API of `tidegate serve` with the real model and the official client."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WEATHER: Any = {
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    """In float32, where an answer does not depend on who else is in the batch."""
+    """Yield a float32 server, whose answers do not depend on the batch."""
     with Server("--served-name", MODEL, "--drain-s", "2", "--dtype", "float32") as running:
         yield running
 
@@ -52,7 +52,7 @@ def streamed(client: anthropic.Anthropic, **asked: Any) -> anthropic.types.Messa
 
 
 def said(message: anthropic.types.Message) -> list[Any]:
-    """Without ids, which are new each time."""
+    """Return the content without its ids, which are random."""
     return [block.model_dump(exclude={"id", "parsed_output"}) for block in message.content]
 
 

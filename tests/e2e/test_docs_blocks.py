@@ -1,7 +1,7 @@
-"""Every command and every Python block of README and docs works when it is pasted.
+"""Every command and every Python block of README and docs must work when it is pasted.
 
-The blocks of a page run in order, in one folder, against a real server with the default model. A
-block that cannot be run says why above itself: see tests/support/docs_blocks.py.
+The blocks of a page run in order, in one folder, against a real server with the default model. The
+line above a block that cannot be run gives the reason: see tests/support/docs_blocks.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SHIMS = {
     "python": 'exec {python} "$@"',
     "curl": 'exec {curl} --fail-with-body --dump-header headers "$@"',
 }
-"""Commands as the pages have them. curl ends with an error where the answer is one."""
+"""Replacements of the commands on the pages. That of curl fails if the answer is an error."""
 PROGRAM = """\
 import sys
 names = {"__name__": "__main__"}
@@ -34,7 +34,7 @@ for path, line in zip(sys.argv[1::2], map(int, sys.argv[2::2])):
     code = "\\n" * (line - 1) + open(text).read()
     exec(compile(code, page, "exec"), names)
 """
-"""The Python blocks of a page as one program, whose traceback names the page and its line."""
+"""Runs the Python blocks of a page as one program, whose traceback names the page and its line."""
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def shims(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def addressed(text: str, server: Server) -> str:
-    """The text with our server in place of the one on port 8000."""
+    """Return the text with our server instead of the one on port 8000."""
     text = re.sub(r"\b(?:127\.0\.0\.1|localhost):8000\b", f"127.0.0.1:{server.port}", text)
     return text.replace("Client()", f"Client({server.address!r})").replace(".venv/bin/", "")
 

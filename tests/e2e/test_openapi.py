@@ -1,5 +1,5 @@
-"""Requests made from our own OpenAPI document, against a whole server: no failure of ours, and
-every answer is what the document says."""
+"""Sends requests generated from our OpenAPI document to a whole server. No answer may be a 500, and
+every answer must match the document."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from tests.support.server import Server
 from tests.support.tiny_checkpoint import write_tiny_llama
 
 EXAMPLES = 16
-"""Of each operation, in a run of some seconds."""
+"""Number of requests per operation."""
 CLOCKS = {"timeout_s", "queue_timeout_s"}
 PAIRED = ("/v1/chat/completions/derender", "/v1/completions/derender")
-"""Their bodies hold a request and its answer, which nobody makes up so that they fit."""
+"""Routes whose bodies contain a request and its answer, which cannot be generated to match."""
 CHECKS = [
     not_a_server_error,
     content_type_conformance,
@@ -45,7 +45,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def required_by(operation: Any, document: dict[str, Any]) -> set[str]:
-    """The fields that a body must have, whichever of its forms it takes."""
+    """Return the fields that a body must have in each of its forms."""
     content = operation.definition.raw.get("requestBody", {}).get("content", {})
     names: set[str] = set()
     for kind in content.values():
@@ -56,13 +56,14 @@ def required_by(operation: Any, document: dict[str, Any]) -> set[str]:
 
 
 def slimmed(body: dict[str, Any], num_optional: int, required: set[str]) -> dict[str, Any]:
-    """With only so many fields that could be left out: of very many, some are always at odds."""
+    """Return the body with only a few optional fields: with many, some always contradict each
+    other."""
     optional = [name for name in body if name not in required]
     return {name: body[name] for name in body if name not in optional[num_optional:]}
 
 
 def exercise(operation: Any, required: set[str]) -> Counter[int]:
-    """The statuses of EXAMPLES answers, each of which has been held against the document."""
+    """Return the statuses of EXAMPLES answers, after checking each against the document."""
     statuses: Counter[int] = Counter()
 
     @seed(1)

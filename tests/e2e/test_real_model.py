@@ -1,4 +1,4 @@
-"""The whole house with a real model: HTTP in, HTTP out, many at once, seeds, disconnects."""
+"""The whole server with a real model over HTTP: many requests at once, seeds, disconnects."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ MODEL = "tidegate-test"
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    """As a person starts it."""
+    """Yield a server with the default options."""
     with Server("--served-name", MODEL, "--drain-s", "2") as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def exact_server() -> Iterator[Server]:
-    """In float32, where an answer does not depend on who else is in the batch."""
+    """Yield a float32 server, whose answers do not depend on the batch."""
     with Server("--served-name", MODEL, "--drain-s", "2", "--dtype", "float32") as running:
         yield running
 
@@ -101,7 +101,7 @@ def test_whole_and_streamed_answers_are_equal(exact_client: OpenAI) -> None:
 
 
 def test_sixty_four_streams_get_each_their_own_answer(client: OpenAI, view: EngineView) -> None:
-    """Each asks, by a bias that leaves no choice, for its own token 128 times."""
+    """Each stream requests its own token 128 times, by a bias that leaves no other choice."""
 
     def ask(number: int) -> tuple[list[int], str, Any]:
         wanted = 1000 + 7 * number
@@ -135,7 +135,8 @@ def test_sixty_four_streams_get_each_their_own_answer(client: OpenAI, view: Engi
 
 
 def test_greedy_answers_over_http_equal_transformers(exact_client: OpenAI) -> None:
-    """Thirty-two at once; ties of the reference are accepted as in tests/differential."""
+    """Thirty-two requests run at once. Ties of the reference are accepted as in
+    tests/differential."""
     rows = json.loads(GOLDEN.read_text())
 
     def ask(row: dict[str, Any]) -> list[int]:
@@ -188,7 +189,7 @@ def test_four_choices_with_a_seed_differ_and_repeat(exact_client: OpenAI) -> Non
 
 
 def hang_up_somewhere(server: Server, dice: random.Random) -> None:
-    """Ask for a long answer, read for a random while, close."""
+    """Request a long answer, read for a random time, and hang up."""
     body = json.dumps(
         {
             "model": MODEL,

@@ -1,4 +1,5 @@
-"""Fifty answers of the real model: each by way of tokens as it is by a chat."""
+"""Fifty answers of the real model, each rendered, generated and derendered, must equal those of a
+chat."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ ASKS: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    """In float32, where an answer does not depend on who else is in the batch."""
+    """Yield a float32 server, whose answers do not depend on the batch."""
     with Server("--drain-s", "2", "--dtype", "float32") as running:
         yield running
 
@@ -60,26 +61,26 @@ def post(server: Server, path: str, body: Any) -> requests.Response:
 
 
 def without_ids(said: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Ids of calls are drawn anew."""
+    """Return the choices without the ids of calls, which are random."""
     for choice in said.values():
         choice["calls"] = [call[1:] for call in choice["calls"]]
     return said
 
 
 def logprobs_of(choices: dict[int, dict[str, Any]]) -> tuple[list[str], list[float]]:
-    """(tokens, their logprobs), and taken out."""
+    """Remove the logprobs, and return them as (tokens, logprobs)."""
     content = (choices[0].pop("logprobs") or {"content": []})["content"]
     return [token["token"] for token in content], [token["logprob"] for token in content]
 
 
 def check_logprobs(found: tuple[list[str], list[float]], other: tuple[list[str], Any]) -> None:
-    """What of a prompt was cached moves them by less than anyone sees."""
+    """Check that logprobs are nearly equal. Cached parts of a prompt change their last digits."""
     assert found[0] == other[0]
     assert found[1] == pytest.approx(other[1], abs=1e-3)
 
 
 def chunks_of(server: Server, body: Any, stream: bytes) -> list[Any]:
-    """What a streamed answer is derendered to, chunk by chunk."""
+    """Return the derendered chunks of a streamed answer."""
     chunks, state = [], None
     for chunk in events_of(stream):
         derender = {"stream": True, "chat_request": body, "generate_chunk": chunk}

@@ -1,5 +1,5 @@
-"""The Responses API with the real model and the official client: a chain with a tool, a stream
-picked up, and what becomes of a response when the gateway is killed while it makes it."""
+"""The Responses API with the real model and the official client: a chain with a tool, a resumed
+stream, and responses whose gateway is killed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ OVER = ("completed", "incomplete", "failed", "cancelled")
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """In float32, where an answer does not depend on what else is computed."""
+    """Yield a float32 server, whose answers do not depend on the batch."""
     store = tmp_path_factory.mktemp("store") / "responses.db"
     options = ("--served-name", MODEL, "--dtype", "float32", "--drain-s", "2", "--gateways", "2")
     with Server(*options, "--response-store", str(store)) as running:
@@ -52,7 +52,7 @@ def client(server: Server) -> Iterator[OpenAI]:
 
 
 def ended(client: OpenAI, name: str) -> Any:
-    """The response when it is over; a gateway that is just started again is waited for."""
+    """Wait until a response has ended, and return it. The gateway may be restarting."""
 
     def found() -> Any:
         with contextlib.suppress(APIConnectionError, InternalServerError):

@@ -1,7 +1,7 @@
-"""One session with a tool, held with each client library that people use, against the real model.
+"""One session with a tool in each of several client libraries, with the real model.
 
-The session: a question, a call of the tool that is demanded, its result, an answer in words, and an
-answer that is an object. Each turn is asked whole and streamed; both say the same.
+The session has a question, a required tool call, its result, an answer in text, and an answer that
+is an object. Each turn is sent whole and streamed, and both answers must be equal.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PARAMETERS: dict[str, Any] = {
 }
 NAME, ABOUT = "weather", "The weather in a city."
 WORDS = 24
-"""Tokens of an answer in words: enough to compare."""
+"""Tokens of an answer in text."""
 
 
 class Weather(BaseModel):
@@ -39,7 +39,7 @@ class Weather(BaseModel):
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """In float32, where an answer does not depend on what else is computed."""
+    """Yield a float32 server, whose answers do not depend on the batch."""
     store = str(tmp_path_factory.mktemp("store") / "responses.db")
     with Server("--served-name", "m", "--dtype", "float32", "--response-store", store) as running:
         yield running
@@ -69,7 +69,7 @@ DEMAND: dict[str, Any] = {"tool_choice": "required", "parallel_tool_calls": Fals
 
 
 def chat_turn(client: openai.OpenAI, **asked: Any) -> Any:
-    """The message of a whole answer, which is that of the streamed one."""
+    """Return the message of a whole answer, after checking that the streamed one is equal."""
     whole = client.chat.completions.create(**CHAT, **asked).choices[0]
     with client.chat.completions.stream(**CHAT, **asked) as stream:
         stream.until_done()
@@ -122,7 +122,7 @@ RESPONSES_TOOL: Any = {
 
 
 def said(response: Any) -> list[Any]:
-    """What it says, without ids."""
+    """Return the content without ids."""
     return [
         (item.name, item.arguments) if item.type == "function_call" else response.output_text
         for item in response.output

@@ -1,5 +1,4 @@
-"""Prompts computed by one engine, answers by another: `tidegate serve --split`, and the same over
-TCP with `tidegate engine`, with the real model."""
+"""`tidegate serve --split`, and the same over TCP with `tidegate engine`, with the real model."""
 
 from __future__ import annotations
 
@@ -27,14 +26,15 @@ from tests.support.waiting import eventually
 GENERATE = "/inference/v1/generate"
 NUM_REQUESTS, MOST_TOKENS, SHORT_PROMPT = 200, 5, 20
 TIE = 1e-3
-"""Between the two best logits: batches of other shapes sum up in another order."""
+"""Difference of the two best logits below which the order of sums in a batch may decide."""
 EXACT = ("--dtype", "float32", "--max-len", "1024")
 LONG_PROMPT, LONG_ANSWER = 700, 300
 
 
 @pytest.fixture(scope="module")
 def split() -> Iterator[Server]:
-    """Few slots, drafts, and nothing found in a cache, so that each computed token is counted."""
+    """Yield a server with few slots, with drafts, and without cache hits, so all computed tokens
+    count."""
     slots = ("--max-slots", "2", "--speculation", "ngram", "--no-prefix-cache")
     with Server("--split", "--split-min-tokens", "2", *slots, *EXACT) as running:
         yield running
@@ -61,7 +61,7 @@ def body_of(prompt: list[int], max_tokens: int, *, stream: bool = False) -> dict
 
 
 def ask(url: str, prompt: list[int], max_tokens: int, *, stream: bool = False) -> list[int]:
-    """The answer's tokens, whole or joined from a stream."""
+    """Return the tokens of the answer, whole or joined from a stream."""
     body = body_of(prompt, max_tokens, stream=stream)
     response = requests.post(url + GENERATE, json=body, timeout=120)
     assert response.status_code == 200, response.text
@@ -74,8 +74,7 @@ def ask(url: str, prompt: list[int], max_tokens: int, *, stream: bool = False) -
 
 
 def check(row: dict[str, Any], answer: list[int], count: int) -> None:
-    """Greedy, as the reference; where it was undecided, and the answer went another way, only so
-    far."""
+    """Check that a greedy answer equals the reference up to the first tie."""
     assert len(answer) == count
     for at, token in enumerate(answer):
         if token != row["tokens"][at]:
@@ -129,8 +128,8 @@ def test_two_hundred_answers_are_those_of_one_engine_and_nothing_is_computed_twi
 
 
 def check_counts(p: EngineStats, d: EngineStats, asked: list[tuple[int, int]]) -> None:
-    """Over both engines every token of a prompt is computed once, and of an answer each but the
-    last; and every wrong guess."""
+    """Check that both engines together compute each prompt token once, each answer token but the
+    last once, and each wrong draft."""
     assert d.num_fetches_failed == {}
     handed = [length for length, _ in asked if length > 1]
     assert p.num_computed_tokens == sum(length - 1 for length in handed)
@@ -145,8 +144,7 @@ def check_counts(p: EngineStats, d: EngineStats, asked: list[tuple[int, int]]) -
 
 
 def test_a_client_that_leaves_at_any_moment_leaves_nothing_behind(cluster: Cluster) -> None:
-    """While P computes, when D has it, when D streams: an aborted answer, and one that nobody
-    reads."""
+    """Clients leave while P computes, while D waits, and while D streams."""
     prompt = [5 + number % 900 for number in range(LONG_PROMPT)]
     with viewed(cluster.p.view(), cluster.d.view()) as (p, d):
         told = 0
@@ -166,7 +164,7 @@ def test_a_client_that_leaves_at_any_moment_leaves_nothing_behind(cluster: Clust
 
 
 def test_a_killed_engine_is_reported_and_the_split_continues_without_p(cluster: Cluster) -> None:
-    """P is killed while it computes, comes back, and then D is killed."""
+    """P is killed while it computes and comes back; then D is killed."""
     rows = [row for row in json.loads(GOLDEN.read_text()) if len(row["prompt"]) > 30][:4]
     waits = [5 + number % 900 for number in range(LONG_PROMPT)]
     with ThreadPoolExecutor(6) as pool, viewed(cluster.p.view()) as (p,):

@@ -1,4 +1,4 @@
-"""The token endpoint with the real model: what a trainer and a router rely on."""
+"""The token endpoint with the real model, as trainers and routers use it."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from tests.support.waiting import eventually
 GENERATE, ABORT = "/inference/v1/generate", "/inference/v1/abort_requests"
 REPLAYS, REPLAY_TOKENS = 100, 6
 SAMPLING = {"temperature": 1.0, "top_p": 0.95, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-"""All that the model has defaults for."""
+"""Every parameter for which the model has a default."""
 SHORT = [prompt for prompt in PROMPTS if len(prompt) < 50]
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    """In float32, where an answer does not depend on who else is in the batch."""
+    """Yield a float32 server, whose answers do not depend on the batch."""
     with Server("--drain-s", "2", "--dtype", "float32") as running:
         yield running
 
@@ -61,7 +61,7 @@ def ids_of(server: Server, text: str) -> list[int]:
 
 
 def texts_asked(server: Server, nth: int) -> Any:
-    """A chat or a completion, whose answer also tells the ids: (prompt's, answer's)."""
+    """Send a chat or a completion that returns ids. Return (prompt ids, answer ids)."""
     prompt = SHORT[nth % len(SHORT)]
     said: dict[str, Any] = {**SAMPLING, "seed": nth, "max_tokens": REPLAY_TOKENS}
     said["return_token_ids"] = True
@@ -173,7 +173,7 @@ def test_a_grammar_is_enforced(server: Server) -> None:
 
 
 def impossible(server: Server, word: str) -> dict[str, Any]:
-    """A request that finds no token: nothing but " the" is allowed, and `word` is not."""
+    """Return a request without a possible token: only " the" is allowed, and `word` is banned."""
     (the,) = ids_of(server, " the")
     sampling = {"allowed_token_ids": [the], "bad_words": [word], "temperature": 0}
     return {"token_ids": [1], "sampling_params": sampling}

@@ -1,8 +1,7 @@
-"""A server whose processes are killed and stopped: some cells of the table, and a storm.
+"""Kills and stops processes of a server: some cells of the table, and a kill storm.
 
-`make torture` runs all cells and a storm of ten thousand requests.
-
-One server for those cells that it survives, so that it is started once.
+`make torture` runs all cells and a storm of ten thousand requests. The cells that a server survives
+share one server.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from tests.torture.signals import (
 from tests.torture.templates import TemplateTarget
 
 SLACK = 5.0
-"""The machine that tests us may have little time for us; the command asserts what is promised."""
+"""Factor for all time limits, because the test machine may be busy. The command has none."""
 
 
 @pytest.fixture(scope="module")

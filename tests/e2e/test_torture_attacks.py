@@ -1,6 +1,6 @@
-"""What one client can do to others over the network: some of the attacks, a few at a time.
+"""Some of the attacks by one client over the network, a few at a time.
 
-`make torture` runs all of them, sixteen at a time, and asks for the time of /livez as well.
+`make torture` runs all of them, sixteen at a time, and checks the time of /livez as well.
 """
 
 from __future__ import annotations

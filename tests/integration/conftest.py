@@ -1,7 +1,7 @@
-"""An engine that says what a test wants, and a gateway before it: one of each for a module.
+"""A scripted engine and a gateway, one of each per test module.
 
-A module's ENGINE and GATEWAY are options of theirs. Each test finds the engine as it was at first,
-and leaves nothing open in it.
+A module's ENGINE and GATEWAY are their options. Each test gets the engine in its first state, and
+must leave no request open.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The way in, over raw sockets: no client library tidies up what is sent."""
+"""Access control, tested over raw sockets, because client libraries tidy up what they send."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ def gateway(engine: ScriptedEngine, keys: Path) -> Iterator[GatewayProcess]:
 
 
 Told = tuple[int, dict[str, str], Any]
-"""Status, headers, body: of JSON what it says."""
+"""Status, headers, and the parsed body."""
 
 
 def sent(gateway: GatewayProcess, *lines: str, body: bytes = b"") -> Told:
-    """The answer to these lines, as they are."""
+    """Send these lines as they are, and return the answer."""
     with connect(gateway.port) as client, client.makefile("rb") as file:
         client.sendall("\r\n".join([*lines, "", ""]).encode("latin-1") + body)
         status, headers = read_head(file)
@@ -85,7 +85,7 @@ ROUTES = [
 
 
 def odd_spellings(path: str) -> list[str]:
-    """That some proxy or framework takes for `path`."""
+    """Return spellings of `path` that some proxy or framework accepts."""
     first, _, rest = path[1:].partition("/")
     segments = f"/{first}/{rest}" if rest else f"/{first}"
     spellings = [
@@ -114,7 +114,7 @@ REFUSED = {400, 401, 403, 404, 405}
 
 
 def is_refusal(status: int, told: Any) -> bool:
-    """With an error as somebody's API has it, or gunicorn's own words."""
+    """Return whether an answer is an error in the shape of an API, or gunicorn's own."""
     return status in REFUSED and (not isinstance(told, dict) or "error" in told)
 
 
@@ -310,7 +310,7 @@ def test_a_path_cannot_write_lines_into_the_log(gateway: GatewayProcess):
 
 
 def test_nothing_that_a_request_names_is_fetched(gateway: GatewayProcess):
-    """A listener that any fetch would have to reach."""
+    """A listener shows whether anything is fetched."""
     with socket.create_server(("127.0.0.1", 0)) as bait:
         bait.settimeout(0.3)
         port = bait.getsockname()[1]

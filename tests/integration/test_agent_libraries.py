@@ -50,7 +50,8 @@ def gateway(
 
 
 def follows(engine: ScriptedEngine, *turns: tuple[str, str]) -> None:
-    """Answer with the text of the last turn (a part of the prompt, text) that fits the prompt."""
+    """Return a script that replies the text of the last turn (a part of the prompt, text) in the
+    prompt."""
 
     def script(generate: Any) -> Reply:
         prompt = text_of(generate.prompt.tolist())

@@ -1,5 +1,4 @@
-"""The Messages API as its official client sees it: a real gateway, an engine that says what it is
-told."""
+"""The Messages API with its official client, a real gateway and a scripted engine."""
 
 from __future__ import annotations
 
@@ -476,7 +475,7 @@ IMAGE = {
 
 
 def agent_turns() -> list[list[dict[str, Any]]]:
-    """What such a client says, turn by turn: first a task, then results of what the model calls."""
+    """Yield the messages of an agent, turn by turn: a task, then results of the model's calls."""
     reminder = {"type": "text", "text": "<system-reminder>Be brief.</system-reminder>"}
     task = {"type": "text", "text": "Look at it.", "cache_control": {"type": "ephemeral"}}
     return [
@@ -490,7 +489,8 @@ def agent_turns() -> list[list[dict[str, Any]]]:
 def test_64_an_agents_session_is_answered_turn_by_turn(
     engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
-    """Thinking in history, cache_control, counts, results with images and errors, many tools."""
+    """It has thinking in its history, cache_control, counts, results with images and errors, many
+    tools."""
     body: dict[str, Any] = {
         "model": "scripted",
         "max_tokens": 32_000,

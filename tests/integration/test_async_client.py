@@ -1,4 +1,4 @@
-"""The asyncio client of a real engine: the methods and the answers of the blocking one."""
+"""The asyncio client with a real engine has the methods and the answers of the blocking one."""
 
 from __future__ import annotations
 

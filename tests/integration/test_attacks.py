@@ -1,4 +1,4 @@
-"""What is absurd is refused at once, and leaves nothing behind: numbers, sizes, depths, headers."""
+"""Absurd requests are refused at once and leave nothing behind: numbers, sizes, depths, headers."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/infer
 MESSAGES, RESPONSES, TOKENIZE = "/v1/messages", "/v1/responses", "/tokenize"
 HI = [{"role": "user", "content": "hi"}]
 TRIES = 5
-"""Other programs run on this machine, too; the best try counts."""
+"""Number of measurements. The best one counts, because other programs use the machine, too."""
 MOST_TIMES = 10
-"""An absurd body may cost this many times a harmless one of its length."""
+"""Most time that an absurd body may take, relative to a harmless one of the same length."""
 FLAT_KIB = 48 << 10
-"""What a process may have grown by after all attacks: it was new, and pools keep some pages."""
+"""Most memory that a process may gain by all attacks: it is new, and its pools keep some pages."""
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def text(**fields: Any) -> tuple[str, Any]:
 
 
 def nested(levels: int, field: str, around: str = "{}") -> tuple[str, bytes]:
-    """A chat whose `field` is so deep; json.dumps would not write it."""
+    """Return a chat whose `field` is nested deeper than json.dumps could write."""
     deep = '{"properties":{"x":' * levels + "{}" + "}}" * levels
     messages = '{"messages":[{"role":"user","content":"hi"}],'
     return CHAT, f'{messages}"{field}":{around.replace("{}", deep)}}}'.encode()
@@ -173,7 +173,7 @@ def test_absurd_requests_leave_no_memory_behind(gateway: GatewayProcess):
     ids=["line", "header", "headers", "name"],
 )
 def test_heads_without_end_are_cut_off(gateway: GatewayProcess, head: bytes, statuses: set[int]):
-    """However much is sent, little of it is read."""
+    """The gateway reads only a little of them."""
     before = rss_kib(gateway)
     with connect(gateway.port) as client, client.makefile("rb") as file:
         try:

@@ -20,11 +20,11 @@ from tools.__main__ import main
 
 TOKENS = 12
 VOCABULARY = "256"
-"""Of the scripted model: its ids are bytes."""
+"""Vocabulary size of the scripted model, whose ids are bytes."""
 
 
 def script(generate: Generate) -> TokenReply:
-    """Twelve tokens in twelve steps, if nobody asked for fewer; without its own end."""
+    """Reply with twelve tokens in twelve steps, or fewer if the request says so."""
     return text_reply("abcdefghijkl" if generate.params.ignore_eos else "short")
 
 
@@ -33,7 +33,7 @@ GATEWAY = {"log_requests": False}
 
 
 def bench(url: str, file: Path, *options: str) -> tuple[int, dict[str, Any]]:
-    """The exit code and what it wrote as JSON."""
+    """Run `tidegate bench`. Return its exit code and its JSON."""
     fixed = ["--output-tokens", str(TOKENS), "--vocabulary", VOCABULARY, "--json", str(file)]
     code = main(["bench", url, *fixed, *options])
     return code, json.loads(file.read_text())
@@ -119,7 +119,7 @@ def test_an_unreachable_url_is_reported_in_one_line(capsys: pytest.CaptureFixtur
 
 
 class Moody(BaseHTTPRequestHandler):
-    """Says what its server's `moods` say, in turn: a status, or how an answer goes wrong."""
+    """A handler whose answers follow the server's `moods`: a status, or a way to break off."""
 
     protocol_version = "HTTP/1.1"
     server: MoodyServer
@@ -148,7 +148,7 @@ class Moody(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """A test's output is its own."""
+        """Log nothing."""
 
 
 class MoodyServer(ThreadingHTTPServer):
@@ -232,7 +232,7 @@ def test_our_key_is_for_our_server_and_headers_are_for_all(
 
 
 def test_a_connection_that_was_closed_while_idle_is_no_error(tmp_path: Path) -> None:
-    """As servers do that close idle connections just when the next request is sent."""
+    """Servers may close an idle connection just when the next request is sent."""
     with moody() as (url, server):
         server.RequestHandlerClass.timeout = 0.01  # type: ignore[attr-defined]
         try:

@@ -1,4 +1,4 @@
-"""Sockets over TCP: who holds the cluster's key is heard, and nobody else is."""
+"""Sockets over TCP exchange messages only with holders of the cluster key."""
 
 from __future__ import annotations
 

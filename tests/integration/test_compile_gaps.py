@@ -1,9 +1,9 @@
-"""Scenario 61: a schema that takes seconds to compile, beside other streams, over HTTP: fifty of a
-tiny model, and eight of the real one.
+"""Scenario 61: a schema takes seconds to compile while other clients stream, fifty with a tiny
+model and eight with the real one.
 
-A compilation that held the engine up would stall every stream for as long as it takes. So the
-longest gap is compared with the time of the compilation itself, and not with a number of seconds. A
-machine that has other work stalls streams now and then, so one try of a few is enough.
+If a compilation blocked the engine, every stream would stall as long as it takes. So the longest
+gap is compared with the time of the compilation. Other work of the machine stalls streams now and
+then, so one good try of a few is enough.
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ pytestmark = pytest.mark.alone
 BUDGET_S = 2.0
 WATCHED_S = 6.0
 MOST_SHARE = 0.5
-"""The longest gap of any stream, as a share of the time that the compilation took."""
+"""Longest allowed gap of any stream, as a share of the compilation's time."""
 TRIES = 4
 PATH = "/v1/completions"
 
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayProcess]:
-    """A gateway, an engine and a worker whose tiny model speaks sign by sign."""
+    """Yield a gateway with an engine and a worker. Tokens of the tiny model are single
+    characters."""
     folder = tmp_path_factory.mktemp("signs")
     checkpoint = write_tiny_llama(folder, max_position_embeddings=4096, eos_token_id=0)
     (checkpoint / "tokenizer.json").write_bytes(signs_tokenizer(markers=False))
@@ -67,7 +68,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayProcess
 
 
 class Listener:
-    """Reads many streams at once; `arrivals[n]`: when something of stream n came."""
+    """Reads many streams at once. `arrivals[n]` are the times of stream n's events."""
 
     def __init__(self, clients: list[socket.socket]) -> None:
         self.arrivals: list[list[float]] = [[] for _ in clients]
@@ -84,7 +85,7 @@ class Listener:
         self._thread.join()
 
     def gaps(self, start: float, end: float) -> list[float]:
-        """Between news of one stream, of all streams, longest last."""
+        """Return the times between events of one stream, of all streams, longest last."""
         found = []
         for times in self.arrivals:
             inside = [at for at in times if start <= at <= end]
@@ -102,7 +103,7 @@ class Listener:
 
 
 def slow_schema(attempt: int) -> dict[str, object]:
-    """Seconds of compilation; another one each time, since what was compiled is kept."""
+    """Return a schema that takes seconds to compile. Each is new, because results are cached."""
     properties = {f"name_{attempt}_{n}": {"type": "string"} for n in range(11_000)}
     return {"type": "object", "properties": properties}
 

@@ -1,4 +1,4 @@
-"""Defaults of sampling in every API: the request wins, then the server's option, then the model."""
+"""Sampling defaults of every API: the request wins, then the server's option, then the model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.scripted_engine import ScriptedEngine, text_reply
 
 HI = [{"role": "user", "content": "Hi"}]
 SERVERS = '{"temperature": 0.2, "top_p": 0.9, "presence_penalty": 0.5}'
-"""The model's own are temperature 0.7 and top_k 40."""
+"""The server's defaults. Those of the model are temperature 0.7 and top_k 40."""
 CHATS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", {"messages": HI}),
     ("/v1/completions", {"prompt": "Hi"}),
@@ -39,7 +39,7 @@ def gateway(
 def sampled(
     engine: ScriptedEngine, gateway: GatewayProcess, path: str, body: dict[str, Any]
 ) -> SamplingParams:
-    """The parameters that reach the engine."""
+    """Return the parameters that reach the engine."""
     response = gateway.post(path, body)
     assert response.status_code == 200, response.text
     return engine.generates[-1].params

@@ -1,4 +1,4 @@
-"""`tidegate doctor` on this machine: what it says of a model is what a worker makes of it."""
+"""`tidegate doctor` on this machine reports about a model what a worker would find."""
 
 from __future__ import annotations
 

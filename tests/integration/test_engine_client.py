@@ -1,4 +1,4 @@
-"""The gateway's line to its engine, without the gateway: the hub is this test's own."""
+"""The gateway's engine client without a gateway, in the hub of this test."""
 
 from __future__ import annotations
 

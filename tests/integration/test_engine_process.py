@@ -1,4 +1,4 @@
-"""The engine_core process, a real worker and a tiny model: what is said, and how things end."""
+"""The engine_core process with a real worker and a tiny model: its messages and its ends."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def start(checkpoint: Path, directory: Path) -> Program:
 
 @pytest.fixture(scope="module")
 def shared(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
-    """For tests that leave it as they found it."""
+    """Yield an engine for tests that leave it unchanged."""
     directory = tmp_path_factory.mktemp("shared")
     with start(checkpoint, directory) as program:
         yield EngineProcess(program, f"ipc://{directory}/run/engine.sock")
@@ -102,7 +102,7 @@ def shared(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture
 def own(checkpoint: Path, tmp_path: Path) -> Iterator[EngineProcess]:
-    """For tests that end it."""
+    """Yield an engine for a test that ends it."""
     with start(checkpoint, tmp_path) as program:
         yield EngineProcess(program, f"ipc://{tmp_path}/run/engine.sock")
 

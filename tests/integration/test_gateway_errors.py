@@ -1,4 +1,5 @@
-"""What is refused, with which words; and what happens when a client or the engine goes away."""
+"""Errors of the gateway: what is refused and how, and what happens if a client or the engine is
+lost."""
 
 from __future__ import annotations
 
@@ -210,7 +211,7 @@ def test_an_engine_refusal_names_the_element_as_the_client_spelled_it(
 
 
 def checks_vocabulary(generate: Generate) -> ErrorInfo:
-    """Refuse what is beyond the vocabulary, as the engine does."""
+    """Refuse token ids outside the vocabulary, as the engine does."""
     with pytest.raises(InvalidRequest) as caught:
         check_vocabulary(generate.params, 259)
     return caught.value.info()
@@ -439,7 +440,8 @@ def test_a_client_that_never_reads_is_cut_off_and_costs_bounded_memory(
 
 
 def test_a_slow_reader_gets_every_byte(engine: ScriptedEngine, gateway: GatewayProcess) -> None:
-    """More than the kernel buffers take, less than we do: the rest waits for the reader."""
+    """The answer exceeds the kernel's buffers, but not the gateway's, so the rest waits for the
+    reader."""
     piece = ids_of("0123456789abcdef") * 2048
     engine.script = lambda generate: TokenReply([piece] * 20)
     with connect(gateway.port, rcvbuf=4096) as client, client.makefile("rb") as file:

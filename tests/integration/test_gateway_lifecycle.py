@@ -1,4 +1,4 @@
-"""A gateway's life: before its engine is there, with others on one port, until it has drained."""
+"""The life of a gateway: before its engine is ready, with others on one port, during a drain."""
 
 from __future__ import annotations
 
@@ -292,7 +292,7 @@ def test_a_stream_whose_server_fails_ends_with_an_error_and_done_long_before_the
 
 
 def test_a_gateway_starts_without_the_heavy_libraries(address: str) -> None:
-    """What a process has loaded is seen from outside, once it serves."""
+    """The mapped files of the process show what it has loaded."""
     with ScriptedEngine(address) as engine, GatewayProcess(engine=address) as gateway:
         pid = gateway.await_ready().await_status("/readyz", 200).json()["gateway"]["pid"]
         assert gateway.post(CHAT, {"messages": HI}).status_code == 200

@@ -1,4 +1,5 @@
-"""What a client hears: the order of a stream, its bytes, and the whole answer it folds to."""
+"""Streams as a client receives them: their order, their bytes, and the whole answer they add up
+to."""
 
 from __future__ import annotations
 
@@ -138,7 +139,8 @@ def test_the_whole_answer_is_the_stream_folded(
 def test_a_stream_has_the_same_bytes_written_by_us_or_by_the_server(
     case: str, engine: ScriptedEngine, gateway: GatewayProcess, pywsgi: GatewayProcess
 ) -> None:
-    """HTTP/1.0 cannot be taken over under gunicorn; pywsgi does not show its sockets."""
+    """Under gunicorn, HTTP/1.0 sockets cannot be taken over, and pywsgi does not expose its
+    sockets."""
     path, body = CASES[case]
     body = {**body, "stream": True, "stream_options": {"include_usage": True}}
     engine.step_s = 0.01  # all requests of one body arrive between two steps

@@ -1,4 +1,4 @@
-"""The token endpoint over HTTP, and requests of any API that end by their ids, in any gateway."""
+"""The token endpoint over HTTP, and aborts of requests of any API by their ids, in any gateway."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A router between servers: a prompt is computed by one and gone on from at another, over HTTP."""
+"""A router between servers: one computes a prompt, another continues from it, over HTTP."""
 
 from __future__ import annotations
 

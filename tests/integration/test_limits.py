@@ -1,4 +1,4 @@
-"""A key's limits, with an engine that computes and two gateways that do not know of each other."""
+"""Limits of a key, with a real engine and two gateways that do not share state."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def generate(
 
 
 def refusals(responses: list[requests.Response], limit: str) -> int:
-    """How many were refused; each with the limit's name and a time to come back."""
+    """Return how many requests were refused, after checking the limit's name and Retry-After."""
     refused = [response for response in responses if response.status_code != 200]
     for response in refused:
         assert response.status_code == 429, response.text

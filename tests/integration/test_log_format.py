@@ -1,4 +1,4 @@
-"""With `--log-format json` a server prints nothing but JSON lines, gunicorn's included."""
+"""With `--log-format json` a server prints only JSON lines, including those of gunicorn."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class LogLine(msgspec.Struct):
 
 
 def lines_of(printed: list[str]) -> list[LogLine]:
-    """Raise msgspec.MsgspecError if one of them is no JSON."""
+    """Return the parsed lines. Raises msgspec.MsgspecError if one is not JSON."""
     return [msgspec.json.decode(line, type=LogLine) for line in printed]
 
 

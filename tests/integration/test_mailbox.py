@@ -1,4 +1,5 @@
-"""The engine's end of its clients: nonsense is refused and counted, who does not hear is gone."""
+"""The engine's socket for clients: malformed messages are refused, and lost clients are
+detected."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ Socket = zmq.Socket[bytes]
 
 
 class MailboxScene:
-    """A mailbox, one client of it, and who was gone."""
+    """A mailbox, one client of it, and the clients that it has reported lost."""
 
     def __init__(self, address: str) -> None:
         self.context: zmq.Context[Socket] = zmq.Context()
@@ -55,7 +56,7 @@ class MailboxScene:
         return client
 
     def receive(self, num_frames: int) -> list[tuple[bytes, ToEngine]]:
-        """What the mailbox makes of so many messages; one is waited for."""
+        """Return what the mailbox decodes of `num_frames` messages. Wait for each of them."""
         found: list[tuple[bytes, ToEngine]] = []
         before = self.mail.num_wire_errors
         while len(found) + self.mail.num_wire_errors - before < num_frames:

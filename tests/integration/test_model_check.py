@@ -1,4 +1,4 @@
-"""The gateway's room checks a model before `tidegate serve` starts a process."""
+"""The gateway room checks a model before `tidegate serve` starts a process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tools that speak to a running engine: top, abort, drain. There is no HTTP here at all."""
+"""Tools that connect to a running engine without HTTP: top, abort, drain."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TOOL = [sys.executable, "-P", "-m", "tools"]
 HI = [{"role": "user", "content": "hi"}]
 CONTEXT = 65_536
 LONG: dict[str, Any] = {"max_tokens": 60_000, "ignore_eos": True}
-"""Far longer than any test: so many steps take half a minute at the very least."""
+"""A request that outlasts any test: its steps take half a minute at least."""
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def tool(address: str, *words: str, code: int = 0) -> str:
 
 
 def busy(client: Client, count: int) -> list[object]:
-    """Requests that are open for long: more than there are slots."""
+    """Open more long requests than there are slots."""
     return [client.generate([3, 4], labels=[f"job-{i}"], **LONG) for i in range(count)]
 
 
@@ -111,7 +111,7 @@ def test_a_gateway_before_an_engine_that_drains_is_not_ready(tmp_path: Path) -> 
 
 
 class PseudoTerminal:
-    """A program at a terminal of its own; `text` is what it wrote."""
+    """A program with a terminal of its own. `text` is its output."""
 
     def __init__(self, command: list[str], columns: int, lines: int) -> None:
         self.text = ""

@@ -1,4 +1,5 @@
-"""A gateway over scripted prefill and decode engines: who is asked what, whatever goes wrong."""
+"""A gateway with scripted prefill and decode engines: which engine gets which request, with
+faults."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ NEVER = TokenReply([[]] * 20_000)
 
 
 class EnginePair:
-    """Two engines of each kind, and the gateway over them."""
+    """Two engines of each kind, and their gateway."""
 
     def __init__(self, folder: Path, **config: Any) -> None:
         def engines(role: str) -> list[ScriptedEngine]:
@@ -75,7 +76,8 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnginePair]:
 
 @pytest.fixture
 def pair(shared: EnginePair) -> Iterator[EnginePair]:
-    """The shared one, as if it were new; all it was asked is over in the end."""
+    """Yield the shared engines in their first state. All requests must have ended after the
+    test."""
     shared.forget()
     yield shared
     for engine in (*shared.p, *shared.d):
@@ -92,7 +94,7 @@ def own(tmp_path: Path) -> Iterator[EnginePair]:
 
 
 class PairRequest:
-    """A request on its way while the test looks at the engines; `response` after its end."""
+    """A request that runs inside its `with`. `response` is its answer, after the end."""
 
     def __init__(self, pair: EnginePair, **fields: Any) -> None:
         self.response: requests.Response
@@ -199,7 +201,8 @@ def test_the_least_busy_are_asked(pair: EnginePair) -> None:
 
 def test_a_lease_is_kept_until_ds_first_token(pair: EnginePair) -> None:
     def told(words: str) -> list[str]:
-        """The handle, as often as P's heard it; not what an earlier test's request says late."""
+        """Return how often P received the handle. Late messages of an earlier test are not
+        counted."""
         ours = {handle_of(produce) for produce in pair.asked(pair.p)}
         return [handle for p in pair.p for handle in getattr(p, words) if handle in ours]
 
@@ -276,7 +279,7 @@ def test_a_client_that_leaves_during_the_prefill_aborts_p(pair: EnginePair) -> N
 
 
 def test_a_handle_that_comes_when_everybody_has_gone_is_released(pair: EnginePair) -> None:
-    """The scripted engine ends what it has said already; a real one may have, too."""
+    """The scripted engine finishes although it was aborted, as a real one may."""
     p = pair.p[0]
     pair.p[1].stats = EngineStats(waiting_tokens=9000)
     assert eventually(lambda: states(pair)[1]["waiting_tokens"] == 9000)

@@ -1,7 +1,7 @@
-"""`tidegate ps` and `stop`: whose processes are whose, and what happens to what was left behind.
+"""`tidegate ps` and `stop`: which processes belong to which server, and what happens to leftovers.
 
-Servers are small programs here that hold a run directory as servers do, with a child that has
-inherited the lock and a grandchild that has not.
+Servers are small programs here. Each holds a run directory, and has a child that inherited the lock
+and a grandchild that did not.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ time.sleep(600)
 
 
 class ServerMachine:
-    """A user's run directories, with what runs in them."""
+    """The run directories of a user, and the programs in them."""
 
     def __init__(self, runtime: Path, stack: ExitStack) -> None:
         self.base = runtime / f"tidegate-{os.getuid()}"
@@ -109,7 +109,7 @@ def test_a_server_is_listed_with_all_its_processes_and_stopped_alone(
 
 
 def test_a_process_that_does_not_stop_is_named_and_not_killed(machine: ServerMachine) -> None:
-    """A real supervisor sees to its children; this one is none."""
+    """A real supervisor would kill its children; this program does not."""
     server = machine.serve("8001")
     found = machine.place("8001")
     told = machine.tool("stop", "8001", "--wait-s", "0.2", code=1)

@@ -1,6 +1,5 @@
-"""A random mix of requests, each ending in its own way: what clients saw, what the access log says
-of each request and what `/metrics` says of all of them is the same, to the token.
-"""
+"""A random mix of requests that end in all ways. Clients, access log and `/metrics` must agree on
+each, to the token."""
 
 from __future__ import annotations
 
@@ -30,14 +29,14 @@ CHAT, COMPLETIONS, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/me
 RESPONSES, GENERATE = "/v1/responses", "/inference/v1/generate"
 ABORT = "/inference/v1/abort_requests"
 FREED = "tidegate_disconnect_to_free_seconds_count"
-"""Told by the engine, after all else."""
+"""The engine reports this series last."""
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 OPTIONS: dict[str, Any] = {"log_format": "json", "response_store": "none"}
 NUM_CLIENTS, ROUNDS = 4, 3
 
 
 def script(generate: Generate) -> Reply:
-    """What is wanted stands in the prompt."""
+    """Reply as the words of the prompt require."""
     prompt = text_of(generate.prompt.tolist())
     if "refuse" in prompt:
         return ErrorInfo(code="overloaded", message="full", retry_after_s=3)
@@ -52,8 +51,8 @@ def script(generate: Generate) -> Reply:
 
 @dataclass
 class CountingClient:
-    """What one client saw of all its requests: (route, status) -> how often; request id -> (prompt
-    tokens, generated tokens), where it was told."""
+    """Counts of one client: (route, status) -> requests, and request id -> (prompt tokens,
+    generated tokens) if they were reported."""
 
     gateway: GatewayProcess
     seen: Counter[tuple[str, int]] = field(default_factory=Counter)
@@ -169,7 +168,7 @@ KINDS: list[Callable[[CountingClient, random.Random], None]] = [
 
 @dataclass
 class ToldUsage:
-    """After the storm: the clients, the lines of the log, and the samples of `/metrics`."""
+    """The counts of all clients, the log lines, and the samples of `/metrics`."""
 
     clients: list[CountingClient]
     lines: list[dict[str, Any]]
@@ -180,7 +179,7 @@ class ToldUsage:
         return self.samples.get((name, frozenset(labels.items())), 0.0)
 
     def counted(self, name: str, label: str) -> dict[str, float]:
-        """Value of the label -> the series'."""
+        """Return the values of a series by the value of a label."""
         return {
             dict(labels)[label]: value
             for (full, labels), value in self.samples.items()
@@ -222,7 +221,7 @@ def storm(gateway: GatewayProcess) -> list[CountingClient]:
 
 
 def await_lines(gateway: GatewayProcess, clients: list[CountingClient]) -> None:
-    """Until the log has one for each request."""
+    """Wait until the log has a line for each request."""
     total = sum(sum(client.seen.values()) for client in clients)
     assert eventually(lambda: len(request_lines(gateway)) == total), len(request_lines(gateway))
 
@@ -344,7 +343,7 @@ def test_a_log_line_has_no_text_of_a_request(told: ToldUsage) -> None:
 
 
 def test_counts_agree_after_the_engine_restarts(tmp_path: Path) -> None:
-    """Answers that were open fail, those that come meanwhile are refused, those after are given."""
+    """Open answers fail, requests during the restart are refused, and later ones are answered."""
     address = f"ipc://{tmp_path / 'engine.sock'}"
     with GatewayProcess(engine=address, **OPTIONS) as gateway:
         clients = [CountingClient(gateway) for _ in range(NUM_CLIENTS)]
@@ -372,5 +371,5 @@ def test_counts_agree_after_the_engine_restarts(tmp_path: Path) -> None:
 
 
 def endless(client: CountingClient) -> int:
-    """Its status, in the end."""
+    """Send an endless request, and return its status in the end."""
     return client.post(CHAT, {"messages": messages_of("endless")}, "").status_code

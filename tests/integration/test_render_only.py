@@ -1,4 +1,4 @@
-"""A gateway without an engine: what needs none is served, the rest is refused clearly."""
+"""A gateway without an engine serves routes that need none, and refuses the rest clearly."""
 
 from __future__ import annotations
 

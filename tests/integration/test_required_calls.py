@@ -1,6 +1,5 @@
-"""A call that is demanded is made: a hundred of a hundred, by the real default model at temperature
-1, as a client sees it. So small a model hardly ever calls a tool by itself.
-"""
+"""A required call is made in a hundred of a hundred requests, by the real default model at
+temperature 1. Such a small model hardly ever calls a tool by itself."""
 
 from __future__ import annotations
 

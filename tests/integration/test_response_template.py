@@ -1,4 +1,4 @@
-"""A checkpoint that describes its own answers, from its files to the client."""
+"""A checkpoint with a response template, from its files to the client."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ DESCRIBED = {
         "content": {"close": "<end>"},
     },
 }
-"""Markers that no format of ours has."""
+"""A response template with markers of no known format."""
 ANSWER = '[hm]Where?[/hm]I will look.\n[do weather]{"city": "Köln"}[/do]'
 
 
 def card_of(folder: Path, template: Any) -> ModelCard:
-    """As the worker loads it from the checkpoint's files; with the tokenizer of the script."""
+    """Return the card as the worker loads it from the files, with the tokenizer of the script."""
     write_tiny_llama(folder)
     settings = {"chat_template": THINKING_TEMPLATE}
     settings |= {} if template is None else {"response_template": template}

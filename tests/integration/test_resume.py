@@ -1,4 +1,4 @@
-"""Chat and completion streams that are picked up again: byte for byte the stream that was cut."""
+"""Chat and completion streams that are resumed must have the bytes of an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def twin(engine: ScriptedEngine, store: str) -> Iterator[GatewayProcess]:
 
 
 def without_ids(data: bytes) -> bytes:
-    """The frames as they are where no ids are asked for."""
+    """Return the frames of the same stream without event ids."""
     frames = data.split(b"\n\n")
     return b"\n\n".join(f.partition(b"\n")[2] if f.startswith(b"id: ") else f for f in frames)
 
@@ -59,7 +59,7 @@ def picked_up(gateway: GatewayProcess, stream: str, after: int | None = None) ->
 
 
 def cut_after(port: int, frames: int, path: str = CHAT, body: Any = BODY) -> tuple[str, bytes]:
-    """The stream's name, and its first frames; then the client is gone."""
+    """Read the first frames of a stream and hang up. Return its name and the frames."""
     with connect(port) as raw, raw.makefile("rb") as file:
         send_post(raw, path, body, headers=RESUME)
         status, headers = read_head(file)
@@ -120,7 +120,7 @@ def test_a_disconnected_client_receives_the_rest(
 def test_resuming_a_stream_sends_no_second_request(
     engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
-    """What clients do that only know how to repeat a request."""
+    """Some clients resume by repeating the request."""
     engine.step_s = 0.02
     stream, heard = cut_after(gateway.port, 8)
     last = {**RESUME, "Last-Event-ID": f"{stream}:{heard.count(b'id: ') - 1}"}

@@ -1,4 +1,4 @@
-"""One server per port, and who is in the way is named."""
+"""A port has one server, and the holder of a used port is named."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_second_server_is_refused_and_shown_the_holder(directory: Path) -> Non
 
 
 def leave(directory: Path) -> None:
-    """What a server that was killed leaves."""
+    """Create the leftovers of a server that was killed."""
     with socket.socket(socket.AF_UNIX) as bound:
         bound.bind(str(directory / "e.sock"))
     (directory / METRICS).mkdir()

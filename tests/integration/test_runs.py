@@ -1,4 +1,4 @@
-"""Runs and their scribe over a real file, in this process's own hub."""
+"""Runs and their flusher with a real file, in the hub of this process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def interrupt(run: str, number: int, body: bytes | None) -> Interruption:
 
 
 class RunClient:
-    """An outlet that keeps what it is given."""
+    """A client that stores what it receives."""
 
     def __init__(self) -> None:
         self.data = b""
@@ -66,7 +66,7 @@ def runs(store: Store) -> Runs:
 
 
 def begun(runs: Runs, name: str = "run", **options: Any) -> tuple[DetachedRun, list[str]]:
-    """A response's run; and its aborts, each of which ends it at once."""
+    """Start a run. Return it with the list of its aborts, each of which ends it at once."""
     record = StoredRecord(name, "o", time.time(), None, b"[]", b"queued")
     run = runs.start(NewRun(name, "o", "kind", **options), record)
     aborts: list[str] = []

@@ -1,4 +1,4 @@
-"""Templates in a process with limits: others are rendered meanwhile, and nothing is lost."""
+"""Templates in a process with limits: other templates are rendered meanwhile, and none is lost."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A client that does not read holds up nobody, is told fewer and longer deltas, and is not waited
-for beyond the time to send."""
+"""A client that does not read delays no other. It receives fewer and longer deltas, and is
+disconnected after the send timeout."""
 
 from __future__ import annotations
 
@@ -26,18 +26,19 @@ from tests.support.scripted_engine import text_of as words_of
 
 COMPLETIONS = "/v1/completions"
 LONG = [1] * 800_000
-"""A control character, six bytes of JSON each: more than the kernel keeps for one connection."""
+"""A control character, which is six bytes of JSON, so often that the text exceeds the kernel's
+buffers."""
 LONG_IDS = [200] * 1_500_000
-"""The same where ids are told: four bytes each."""
+"""The same as token ids of four bytes each."""
 LONG_CHANCES = [1] * 12_000
-"""The same where the likeliest twenty are told beside each."""
+"""The same with twenty logprobs for each token."""
 LATER = "Told word by word — to whoever reads. " * 15
 WORDS = "Others are told every word of it. " * 20
 
 
 def answer(generate: Generate) -> TokenReply:
-    """To "endless" a long text, and then nothing for as long as anybody listens. To "much" a long
-    text, and then tokens one by one."""
+    """Reply to "endless" with a long text and then nothing, and to "much" with a long text and then
+    tokens one by one."""
     asked = words_of(generate.prompt.tolist())
     if "endless" in asked:
         return TokenReply([LONG, *[[]] * 100_000], "length", None)
@@ -59,8 +60,10 @@ def _long(generate: Generate, asked: str) -> list[int]:
 
 @dataclass(frozen=True)
 class ReceivedStream:
-    """bits   what the deltas told, one after the other: text, or token ids
-    tokens  how many there were by the stream's own usage
+    """One stream.
+
+    bits    text or token ids of the deltas, in order
+    tokens  their number by the stream's own usage
     """
 
     bits: list[Any]
@@ -147,7 +150,7 @@ STREAMS: dict[str, tuple[str, dict[str, Any], Callable[[bytes], ReceivedStream]]
 def test_a_late_reader_gets_all_that_came_meanwhile_in_one_delta(
     name: str, engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
-    """The gateway has taken all of it when one who asks later has his answer."""
+    """Once a later request is answered, the gateway has received everything before."""
     path, body, heard_in = STREAMS[name]
     with connect(gateway.port, rcvbuf=4096) as client, client.makefile("rb") as file:
         before = len(engine.generates)
@@ -179,8 +182,8 @@ def _short(gateway: GatewayProcess) -> str:
 def test_a_client_that_reads_nothing_is_cut_off_and_delays_no_other(
     engine: ScriptedEngine,
 ) -> None:
-    """What waits for the one who does not read is a single piece of news, so it is time that ends
-    it, not the bound of what may wait."""
+    """A single delta waits for this client, so the timeout ends it, not the bound on waiting
+    bytes."""
     with (
         GatewayProcess(engine=engine.address, send_timeout_s=1.0) as gateway,
         connect(gateway.await_ready().port, rcvbuf=4096) as client,

@@ -1,7 +1,5 @@
-"""Peers that are killed leave nobody spinning, and no message is missed: a bounded part of it.
-
-All of it: `python -m tests.torture.spin`.
-"""
+"""A short run of `python -m tests.torture.spin`: no process spins after kills, and no message is
+missed."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Whatever goes wrong with a hand-over, for real: two engines with their workers, as processes, of
-which one is killed, stopped, or deserted, while requests stand in each of the hand-over's states.
+"""Faults during a handoff between two real engines: one of them is killed, stopped or deserted
+while requests are in each state of the handoff.
 
-A row of the table is one fault that hits all of them at once. How each ends is compared, and within
-which time; then the blocks of every engine that lives are free. The table is EXPECTED;
-`python -m tests.integration.test_split_faults` writes it into docs/split.md.
+A row of the table is one fault that affects all requests at once. How and when each ends is
+checked, and that all blocks of the living engines are free then. The table is EXPECTED; `python -m
+tests.integration.test_split_faults` writes it into docs/split.md.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def stop(scene: SplitScene, place: ScenePlace) -> None:
 
 
 def expire(scene: SplitScene) -> None:
-    """What is still computed has no lease yet. Once it is done, P's worker knows which are over."""
+    """Let all leases end. Prompts that are still computed have none yet."""
     scene.router.keeps = False
     scene.wait_until(lambda: scene.split.p.stats().leases == 0)
     scene.router.keeps = True
@@ -112,7 +112,7 @@ def damage(scene: SplitScene) -> None:
 
 
 def damaged(message: Any) -> Any:
-    """A number in its middle has another exponent: an answer that rests on it is another."""
+    """Change the exponent of a number in the message, which would change an answer that uses it."""
     if isinstance(message, KVChunk):
         message.data.data[len(message.data.data) // 2 | 3] ^= 0x40
     return message
@@ -126,7 +126,7 @@ def abort(scene: SplitScene) -> None:
 
 
 def vanish(scene: SplitScene) -> None:
-    """D hears of it when it tells the next token."""
+    """Close the router's connections. D notices when it sends the next token."""
     scene.is_deserted = True
     scene.router.vanish()
     scene.signal_workers(signal.SIGCONT)
@@ -150,8 +150,8 @@ EXPECTED: dict[str, Row] = {
     "D's worker is killed": (kill_worker_of_d, (LOST,) * 5, None),
     "D stops, and goes on later": (stop_d, (LOST,) * 5, None),
 }
-"""what happens -> (how, what becomes of a request in each of STATES, the fetches of D that fail, by
-kind, with that of SECOND; None: of a D that is lost)"""
+"""fault -> (function, the end of a request in each of STATES, D's failed fetches by kind, including
+that of SECOND; None: D is lost)"""
 
 
 def outcome(scene: SplitScene, state: str) -> str:

@@ -1,5 +1,5 @@
-"""What an engine refuses an account for a moment, its gateway repeats without asking: the answer is
-the same in every API, and nobody else hears it."""
+"""A gateway repeats an engine's refusal of an account for a while without the engine. The answer is
+the same in every API, and other accounts are not affected."""
 
 from __future__ import annotations
 

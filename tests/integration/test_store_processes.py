@@ -1,4 +1,4 @@
-"""The store's file under several processes at once, and when one of them is killed."""
+"""The store's file with several processes at once, and after one of them is killed."""
 
 from __future__ import annotations
 

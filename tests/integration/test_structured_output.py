@@ -1,5 +1,4 @@
-"""Constrained answers: a real model whose every answer keeps to its grammar, and a real engine that
-compiles beside its streams."""
+"""Constrained answers of a real model, and a real engine that compiles while it streams."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ from tests.support.waiting import eventually
 
 @pytest.fixture(scope="module")
 def replica() -> Iterator[Replica]:
-    """On one thread: on a machine that has other work, two would wait for one another."""
+    """Return a replica with one thread, because two would wait for each other on a busy machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield Replica(load(smollm2_gguf(), torch.bfloat16), max_slots=16)
@@ -46,7 +45,7 @@ Ask = Callable[..., list[str]]
 @pytest.fixture(scope="module")
 def ask(replica: Replica, tokenizer: tokenizers.Tokenizer) -> Ask:
     def answers(question: str, grammar: Grammar, count: int, max_tokens: int = 150) -> list[str]:
-        """So many answers at temperature 1, all of which must have come to their end."""
+        """Return answers at temperature 1, after checking that all have ended."""
         chat = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
         prompt = tokenizer.encode(chat).ids
         numbers = []
@@ -105,7 +104,7 @@ def test_a_hundred_answers_of_a_hundred_match(ask: Ask, body: Body, pattern: str
 def test_thinking_before_the_body_may_have_any_length(
     replica: Replica, tokenizer: tokenizers.Tokenizer
 ) -> None:
-    """One of the model's markers stands for the end of thinking; a bias makes it come soon."""
+    """One of the model's markers ends the thinking; a bias makes it likely."""
     closes = "<file_sep>"
     thinking = Thinking(closes=closes, inside=True)
     grammar = Grammar(body=ChoiceGrammar(choices=["yes", "no"]), thinking=thinking)
@@ -134,7 +133,7 @@ def test_thinking_before_the_body_may_have_any_length(
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    """An engine whose tiny model speaks sign by sign."""
+    """Yield an engine with a tiny model whose tokens are single characters."""
     folder = tmp_path_factory.mktemp("signs")
     checkpoint = write_tiny_llama(folder, max_position_embeddings=2000, eos_token_id=0)
     (checkpoint / "tokenizer.json").write_bytes(signs_tokenizer(markers=False))

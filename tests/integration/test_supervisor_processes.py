@@ -1,4 +1,4 @@
-"""The supervisor's orders carried out on real processes: small children, signals, pipes."""
+"""The supervisor with real processes: small children, signals, pipes."""
 
 from __future__ import annotations
 

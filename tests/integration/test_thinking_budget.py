@@ -1,4 +1,4 @@
-"""Budgets of thinking with the real default model: its own tokenizer, real masks, real samples."""
+"""Thinking budgets with the real default model: its own tokenizer, real masks, real samples."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tests.support.replica import Replica, load
 ANSWERS = 12
 BUDGET = 20
 TOKEN, SPELT = "<file_sep>", "</think>"
-"""What closes the thinking: a token of the model's, and text."""
+"""Texts that close the thinking: one is a token of the model, one is not."""
 
 
 @pytest.fixture(scope="module")
 def replica() -> Iterator[Replica]:
-    """On one thread: on a machine that has other work, two would wait for one another."""
+    """Return a replica with one thread, because two would wait for each other on a busy machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield Replica(load(smollm2_gguf(), torch.bfloat16))
@@ -31,7 +31,7 @@ def replica() -> Iterator[Replica]:
 
 
 def thoughts(replica: Replica, grammar: Grammar, prompt: str, closes: str) -> list[tuple[int, str]]:
-    """Of each answer, the tokens of its thinking and the text behind it."""
+    """Return the tokens of each answer's thinking, and the text after it."""
     tokenizer = tokenizers.Tokenizer.from_buffer(replica.loaded.card.tokenizer)
     ids = tokenizer.encode(prompt).ids
     numbers = []

@@ -1,4 +1,5 @@
-"""Requests with little time, over HTTP: what the engine is told, and how an end for lateness is."""
+"""Request timeouts over HTTP: what reaches the engine, and how a request ends that takes too
+long."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`timings`: told by every API, whole and in a stream, to whoever asks and to nobody else; they are
-what the engine said, in milliseconds, and what the gateway measured."""
+"""`timings` are sent by every API, whole and streamed, if requested. They are the engine's times in
+milliseconds and those that the gateway measured."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ GATEWAY = {"response_store": "none"}
 
 
 def last_typed(response: requests.Response) -> list[dict[str, Any]]:
-    """The events of a stream whose events have names."""
+    """Return the last event of a stream whose events have types."""
     lines = response.content.decode().splitlines()
     return [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
 
@@ -60,7 +60,7 @@ LAST: dict[str, Callable[[requests.Response], dict[str, Any]]] = {
 
 
 def asked(gateway: GatewayProcess, path: str, **more: Any) -> dict[str, Any]:
-    """Where timings would be told."""
+    """Return where timings would be in the answer."""
     response = gateway.post(path, {**BODIES[path], **more})
     assert response.status_code == 200, response.text
     if more.get("stream"):

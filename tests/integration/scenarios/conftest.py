@@ -1,7 +1,7 @@
-"""The scenarios that a trustworthy server must pass, as a client sees them.
+"""Scenarios that a trustworthy server must pass, as a client sees them.
 
-A real gateway; the engine says what it is told, token by token. Each test is named after its
-scenario and its number.
+The gateway is real, and the engine sends scripted tokens. Each test is named after its scenario and
+its number.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tool calls, as a client sees them."""
+"""Scenarios of tool calls."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_4_three_answers_interleaved_token_by_token_are_each_as_if_alone(
 def test_8_any_text_in_an_argument_arrives(
     value: str, engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
-    """Markers in it are spelt by ordinary tokens: a model that writes the token itself means it."""
+    """Markers in an argument are spelt in ordinary tokens; the marker's own token would end it."""
     head, tail = call("weather", {"city": "@"}).split("@")
     inner = json.dumps(value)[1:-1].encode()
     ids = [*marked_ids(head), *inner, *marked_ids(tail)]

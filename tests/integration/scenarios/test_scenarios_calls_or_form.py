@@ -1,6 +1,6 @@
-"""Tools together with a form for the answer: the answer is calls, or it is of the form.
+"""Scenarios of tools together with a form: the answer is either calls or of the form.
 
-The engine holds the model to the request's grammar, whatever the model would rather say.
+The engine's masks constrain the model, whatever it would prefer.
 """
 
 from __future__ import annotations

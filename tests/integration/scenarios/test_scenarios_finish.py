@@ -1,4 +1,4 @@
-"""Why answers end, and that every stream says so."""
+"""Scenarios of finish reasons, whole and streamed."""
 
 from __future__ import annotations
 
@@ -102,7 +102,8 @@ def test_20_a_failure_in_mid_stream_is_one_error_and_the_end(
 def test_21_every_stream_ends_with_one_finish_a_choice_then_usage_then_done(
     engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
-    """At random, many at once; `events_of` and `spoken` check the rest."""
+    """Many random streams run at once. `events_of` and `fold_chat_stream` check the order of
+    events."""
     rng = random.Random(21)
     parts = ["text ", "<think>", "</think>", "<tool_call>", "</tool_call>", COLOGNE, "{", "\n"]
     lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""What the operator may choose, and is told."""
+"""Scenarios of the operator's options and log lines."""
 
 from __future__ import annotations
 

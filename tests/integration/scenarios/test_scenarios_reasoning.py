@@ -1,4 +1,4 @@
-"""Thinking: whose it is, where it ends, what is told of it."""
+"""Scenarios of thinking: who turns it on, where it ends, how it is reported."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_logprobs_and_ids_cover_every_token_of_reasoning_calls_and_text(
 
 
 def thinks_for_ever(said: list[int]) -> list[int]:
-    """Until it has said fifty tokens in all, whatever they are."""
+    """Return fifty tokens, whatever they are."""
     return [EOS if len(said) > 50 else ord("x"), *b'"}a:1{']
 
 

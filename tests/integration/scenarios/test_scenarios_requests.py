@@ -1,4 +1,4 @@
-"""What a request may ask, beside."""
+"""Scenarios of further request fields."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers of a given form: the engine's own compiler decides what can be enforced."""
+"""Scenarios of constrained answers. The engine's own compiler decides what can be enforced."""
 
 from __future__ import annotations
 

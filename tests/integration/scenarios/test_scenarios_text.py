@@ -1,4 +1,5 @@
-"""Text: the same for every cut, never broken, read in no time."""
+"""Scenarios of text: it must be the same for every cut, have no broken characters, and cost linear
+time."""
 
 from __future__ import annotations
 
