@@ -139,7 +139,7 @@ class ClientCrowd:
 
     def listen(self) -> ReceivedEvents:
         """Count events until every stream has ended."""
-        heard, clock = ReceivedEvents(), time.perf_counter
+        received, clock = ReceivedEvents(), time.perf_counter
         poll = select.epoll()
         open_: dict[int, socket.socket] = {sock.fileno(): sock for sock in self._sockets}
         for number in open_:
@@ -154,17 +154,19 @@ class ClientCrowd:
                 now = clock()
                 before = ends[number]
                 # An event ends with an empty line, which may come in two parts.
-                heard.events += data.count(b"\n\n") + (before[-1:] == b"\n" and data[:1] == b"\n")
+                received.events += data.count(b"\n\n") + (
+                    before[-1:] == b"\n" and data[:1] == b"\n"
+                )
                 ends[number] = (before + data)[-5:] if len(data) < 5 else data[-5:]
                 first_at = first_at or now
                 if number in last_at:
-                    heard.gaps_s.append(now - last_at[number])
+                    received.gaps_s.append(now - last_at[number])
                 last_at[number] = now
                 if ends[number] == END:
                     open_.pop(number).close()
-        heard.took_s = max(last_at.values()) - first_at
+        received.took_s = max(last_at.values()) - first_at
         poll.close()
-        return heard
+        return received
 
 
 class GatewayBench:
@@ -187,11 +189,11 @@ class GatewayBench:
         self._await_streams(streams)
         before = self._worker.cpu_times()
         self._engine.send_line("go")
-        heard = crowd.listen()
+        received = crowd.listen()
         after = self._worker.cpu_times()
         spent = after.user - before.user, after.system - before.system
         late_s = float(self._engine.line_with("."))
-        return _line(scene, streams * len(ids), heard, spent, late_s)
+        return _line(scene, streams * len(ids), received, spent, late_s)
 
     def _await_streams(self, streams: int) -> None:
         """Wait until all streams are open and the gateway is idle."""
@@ -201,16 +203,20 @@ class GatewayBench:
 
 
 def _line(
-    scene: SpeedScene, tokens: int, heard: ReceivedEvents, spent: tuple[float, float], late_s: float
+    scene: SpeedScene,
+    tokens: int,
+    received: ReceivedEvents,
+    spent: tuple[float, float],
+    late_s: float,
 ) -> str:
     """Return a row of the table. `spent` is (user, system) CPU time in seconds."""
-    gaps, busy_s = sorted(heard.gaps_s), sum(spent)
+    gaps, busy_s = sorted(received.gaps_s), sum(spent)
     p50, p99, most = (gaps[int(share * (len(gaps) - 1))] * 1e3 for share in (0.5, 0.99, 1.0))
     return (
-        f"{scene.name:10} {tokens / heard.took_s:8,.0f} tokens/s "
-        f"{heard.events / heard.took_s:8,.0f} events/s "
-        f"{busy_s / heard.events * 1e6:6.1f} ({spent[1] / heard.events * 1e6:4.1f}) us/event "
-        f"{busy_s / tokens * 1e6:6.1f} us/token  busy {busy_s / heard.took_s:4.0%}  "
+        f"{scene.name:10} {tokens / received.took_s:8,.0f} tokens/s "
+        f"{received.events / received.took_s:8,.0f} events/s "
+        f"{busy_s / received.events * 1e6:6.1f} ({spent[1] / received.events * 1e6:4.1f}) us/event "
+        f"{busy_s / tokens * 1e6:6.1f} us/token  busy {busy_s / received.took_s:4.0%}  "
         f"gap {p50:5.1f} {p99:6.1f} {most:6.1f} ms  late {late_s * 1e3:.0f} ms"
     )
 
@@ -259,10 +265,10 @@ def main() -> None:
     parser.add_argument(
         "--scenes", default=",".join(scene.name for scene in SCENES), help="what to measure"
     )
-    told = parser.parse_args()
-    wanted = told.scenes.split(",")
-    rates = [float(rate) for rate in told.rates.split(",")]
-    measure([s for s in SCENES if s.name in wanted], told.streams, rates, told.seconds)
+    result = parser.parse_args()
+    wanted = result.scenes.split(",")
+    rates = [float(rate) for rate in result.rates.split(",")]
+    measure([s for s in SCENES if s.name in wanted], result.streams, rates, result.seconds)
 
 
 if __name__ == "__main__":

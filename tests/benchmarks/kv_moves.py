@@ -146,10 +146,10 @@ def measure(mover: Any) -> None:
                     time.sleep(CALM_S)
                 with steps_of(stepper, busy):
                     speeds.append(move(worker, stepper, count))
-            print(f"{mover:5} {size_mb:4} MB: {told(speeds, calm, busy)}", flush=True)
+            print(f"{mover:5} {size_mb:4} MB: {result(speeds, calm, busy)}", flush=True)
 
 
-def told(speeds: list[float], calm: list[float], busy: list[float]) -> str:
+def result(speeds: list[float], calm: list[float], busy: list[float]) -> str:
     median = statistics.median
     return (
         f"{median(speeds):5.2f} GB/s (best {max(speeds):5.2f}); "

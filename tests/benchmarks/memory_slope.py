@@ -97,8 +97,8 @@ class MeasuredProcess:
 
     def look(self, num_ended: int) -> None:
         text = Path(f"/proc/{self.pid}/smaps_rollup").read_text()
-        told = {name: int(kib) for name, kib in re.findall(r"(\w+): +(\d+) kB", text)}
-        self.samples.append((num_ended, Memory(told["Rss"], told["Private_Dirty"])))
+        result = {name: int(kib) for name, kib in re.findall(r"(\w+): +(\d+) kB", text)}
+        self.samples.append((num_ended, Memory(result["Rss"], result["Private_Dirty"])))
 
     def trend(self, kind: str) -> Trend:
         later = self.samples[len(self.samples) // 2 :]

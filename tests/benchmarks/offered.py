@@ -82,27 +82,27 @@ class OfferedClient:
 
     async def ask(self, name: str, prompt: int, answer: int) -> OfferedResult:
         request = request_of(self._random, name, prompt, answer)
-        told = OfferedResult(time.monotonic())
+        result = OfferedResult(time.monotonic())
         try:
-            await self._exchange(request, told)
+            await self._exchange(request, result)
         except (OSError, asyncio.IncompleteReadError) as error:
-            told.error = repr(error)
-        told.ended_at = time.monotonic()
-        told.tokens = prompt + answer if told.status == 200 and not told.error else 0
-        return told
+            result.error = repr(error)
+        result.ended_at = time.monotonic()
+        result.tokens = prompt + answer if result.status == 200 and not result.error else 0
+        return result
 
-    async def _exchange(self, request: bytes, told: OfferedResult) -> None:
+    async def _exchange(self, request: bytes, result: OfferedResult) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
         try:
             writer.write(request)
-            told.status = int((await reader.readuntil(b"\r\n")).split()[1])
-            told.status_at = time.monotonic()
+            result.status = int((await reader.readuntil(b"\r\n")).split()[1])
+            result.status_at = time.monotonic()
             headers = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
-            told.retry_after = next(
+            result.retry_after = next(
                 (line[13:] for line in headers.splitlines() if line.startswith("retry-after: ")), ""
             )
             if await reader.read(1):
-                told.first_at = time.monotonic()
+                result.first_at = time.monotonic()
             await reader.read()
         finally:
             writer.close()
@@ -114,16 +114,16 @@ async def closed_loop(
     ask: Callable[[], Awaitable[OfferedResult]], streams: int, until: float
 ) -> list[OfferedResult]:
     """Keep a fixed number of requests open. After a refusal the next one is sent a little later."""
-    told: list[OfferedResult] = []
+    result: list[OfferedResult] = []
 
     async def one() -> None:
         while time.monotonic() < until:
-            told.append(await ask())
-            if told[-1].status != 200:
+            result.append(await ask())
+            if result[-1].status != 200:
                 await asyncio.sleep(0.25)
 
     await asyncio.gather(*(one() for _ in range(streams)))
-    return told
+    return result
 
 
 class OfferedCrowd:
@@ -131,7 +131,7 @@ class OfferedCrowd:
     generator shares the machine with the server that is measured."""
 
     def __init__(self, port: int) -> None:
-        self.told: list[OfferedResult] = []
+        self.result: list[OfferedResult] = []
         self._address = ("127.0.0.1", port)
         self._selector = selectors.DefaultSelector()
 
@@ -141,16 +141,16 @@ class OfferedCrowd:
 
     def send(self, request: bytes, tokens: int) -> None:
         """`tokens`: of prompt and answer, if it is answered."""
-        told = OfferedResult(time.monotonic(), tokens=tokens)
-        self.told.append(told)
+        result = OfferedResult(time.monotonic(), tokens=tokens)
+        self.result.append(result)
         try:
             sock = socket.create_connection(self._address, timeout=1.0)
             sock.sendall(request)
         except OSError as error:
-            self._fail(told, error)
+            self._fail(result, error)
             return
         sock.setblocking(False)
-        self._selector.register(sock, selectors.EVENT_READ, (told, bytearray()))
+        self._selector.register(sock, selectors.EVENT_READ, (result, bytearray()))
 
     def hear(self, until: float) -> None:
         """What comes until then (time.monotonic)."""
@@ -161,40 +161,40 @@ class OfferedCrowd:
                 time.sleep(max(0.0, until - time.monotonic()))
 
     def _read(self, key: selectors.SelectorKey) -> None:
-        told, got = key.data
+        result, got = key.data
         sock = key.fileobj
         assert isinstance(sock, socket.socket)
         try:
             data = sock.recv(1 << 16)
         except OSError as error:
-            self._fail(told, error)
+            self._fail(result, error)
             data = b""
         if data:
             if not got:
-                told.status_at = time.monotonic()
+                result.status_at = time.monotonic()
             got += data
             return
         self._selector.unregister(sock)
         sock.close()
-        told.ended_at = time.monotonic()
-        if not told.error:
-            _read_answer(bytes(got), told)
+        result.ended_at = time.monotonic()
+        if not result.error:
+            _read_answer(bytes(got), result)
 
-    def _fail(self, told: OfferedResult, error: OSError) -> None:
-        told.error, told.tokens, told.ended_at = repr(error), 0, time.monotonic()
+    def _fail(self, result: OfferedResult, error: OSError) -> None:
+        result.error, result.tokens, result.ended_at = repr(error), 0, time.monotonic()
 
 
-def _read_answer(answer: bytes, told: OfferedResult) -> None:
+def _read_answer(answer: bytes, result: OfferedResult) -> None:
     """Read the whole answer."""
     head, _, body = answer.partition(b"\r\n\r\n")
     lines = head.decode("latin-1").split("\r\n")
     if not body:
-        told.error, told.tokens = f"no answer: {lines[0]!r}", 0
+        result.error, result.tokens = f"no answer: {lines[0]!r}", 0
         return
-    told.status = int(lines[0].split()[1])
-    told.tokens = told.tokens if told.status == 200 else 0
+    result.status = int(lines[0].split()[1])
+    result.tokens = result.tokens if result.status == 200 else 0
     fields = dict(line.lower().split(": ", 1) for line in lines[1:])
-    told.retry_after = fields.get("retry-after", "")
+    result.retry_after = fields.get("retry-after", "")
 
 
 @dataclass
@@ -205,7 +205,7 @@ class Offered:
     cpu_s   CPU time that the load generator used
     """
 
-    told: list[OfferedResult]
+    result: list[OfferedResult]
     late: list[float]
     cpu_s: float
 
@@ -224,7 +224,7 @@ def offer(
         crowd.send(request, load.prompt + load.answer)
     while crowd.num_open:
         crowd.hear(time.monotonic() + 0.1)
-    return Offered(crowd.told, late, time.process_time() - before)
+    return Offered(crowd.result, late, time.process_time() - before)
 
 
 async def offered_elsewhere(
@@ -235,10 +235,10 @@ async def offered_elsewhere(
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "tests.benchmarks.offered", *words, stdout=asyncio.subprocess.PIPE
     )
-    told, _ = await process.communicate()
+    result, _ = await process.communicate()
     if process.returncode:
         raise RuntimeError(f"the process that offers ended with {process.returncode}")
-    return msgspec.json.decode(told, type=Offered)
+    return msgspec.json.decode(result, type=Offered)
 
 
 def main() -> None:

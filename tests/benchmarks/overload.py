@@ -108,9 +108,9 @@ def _name(process: psutil.Process) -> str:
     return next((Path(w).name for w in words[1:] if "python" not in w), process.name())[:24]
 
 
-def done_per_s(told: Sequence[OfferedResult], begun: float, until: float) -> tuple[float, float]:
+def done_per_s(result: Sequence[OfferedResult], begun: float, until: float) -> tuple[float, float]:
     """Return (tokens, requests) per second of the requests that finished in that time."""
-    done = [one for one in told if one.tokens and begun <= one.ended_at <= until]
+    done = [one for one in result if one.tokens and begun <= one.ended_at <= until]
     seconds = until - begun
     return sum(one.tokens for one in done) / seconds, len(done) / seconds
 
@@ -134,8 +134,8 @@ async def overload(server: Server, load: OfferedLoad, seconds: float, laws: Laws
     )
     peaks.append(await most(server, load, seconds))
     peak = sum(tokens for tokens, _ in peaks) / len(peaks)
-    goodput, _ = done_per_s(offered.told, until - seconds, until)
-    per_s = len(offered.told) / (until - begin)
+    goodput, _ = done_per_s(offered.result, until - seconds, until)
+    per_s = len(offered.result) / (until - begin)
     print(f"offered        {per_s:.1f} requests/s for {until - begin:.0f} s")
     print(f"done           {goodput:.0f} tokens/s, {goodput / peak:.2f} of the most")
     print(f"at most, after {peaks[1][0]:.0f} tokens/s")
@@ -189,12 +189,14 @@ async def watched(server: Server, begin: float, until: float) -> dict[str, Overl
 
 
 def tell_refusals(offered: Offered, laws: Laws) -> None:
-    told = offered.told
-    refused = [one for one in told if one.status == REFUSED]
-    others = {one.error or one.status for one in told if one.error or one.status != 200} - {REFUSED}
+    result = offered.result
+    refused = [one for one in result if one.status == REFUSED]
+    others = {one.error or one.status for one in result if one.error or one.status != 200} - {
+        REFUSED
+    }
     waits = [float(one.retry_after) for one in refused if one.retry_after]
     took = [one.status_at - one.sent_at for one in refused]
-    print(f"refused        {len(refused)} of {len(told)}; any other status: {others or 'none'}")
+    print(f"refused        {len(refused)} of {len(result)}; any other status: {others or 'none'}")
     laws.expect(not others, "nothing but 200 and 429")
     laws.expect(len(waits) == len(refused) > 0, "Retry-After on each refusal")
     if len(took) < 2:
@@ -210,9 +212,9 @@ def tell_refusals(offered: Offered, laws: Laws) -> None:
 async def first_token(client: OfferedClient, view: EngineView, length: int) -> tuple[float, int]:
     """Return (seconds, tokens that the engine computed) until Bob's first token."""
     before = view.stats().num_computed_tokens
-    told = await client.ask("bob", length, 1)
-    assert told.status == 200, f"not answered: {told.status} {told.error}"
-    return told.first_at - told.sent_at, view.stats().num_computed_tokens - before
+    result = await client.ask("bob", length, 1)
+    assert result.status == 200, f"not answered: {result.status} {result.error}"
+    return result.first_at - result.sent_at, view.stats().num_computed_tokens - before
 
 
 async def flood(server: Server, times: int, laws: Laws) -> None:

@@ -69,9 +69,11 @@ def perplexity(loaded: LoadedModel, tokens: Sequence[int]) -> float:
     replica = Replica(loaded, max_slots=1, num_blocks=len(tokens) // 16 + 3)
     number = replica.add(tokens, SamplingParams(max_tokens=1, prompt_logprobs=0))
     replica.run()
-    told = [entry.logprob for output in replica.outputs[number] for entry in output.prompt_logprobs]
-    assert len(told) == len(tokens) - 1
-    return of_logprobs(told)
+    result = [
+        entry.logprob for output in replica.outputs[number] for entry in output.prompt_logprobs
+    ]
+    assert len(result) == len(tokens) - 1
+    return of_logprobs(result)
 
 
 def of_logprobs(logprobs: Sequence[float]) -> float:

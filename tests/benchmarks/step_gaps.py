@@ -41,8 +41,8 @@ def answer(engine: Client, number: int) -> int:
 def main() -> None:
     for streams in STREAMS:
         for steps_in_flight in STEPS_IN_FLIGHT:
-            told = measure(streams, steps_in_flight)
-            print(f"{streams} streams, {steps_in_flight} in flight: {told}", flush=True)
+            result = measure(streams, steps_in_flight)
+            print(f"{streams} streams, {steps_in_flight} in flight: {result}", flush=True)
 
 
 if __name__ == "__main__":

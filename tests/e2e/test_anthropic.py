@@ -47,8 +47,8 @@ def client(server: Server) -> Iterator[anthropic.Anthropic]:
 
 
 def streamed(client: anthropic.Anthropic, **asked: Any) -> anthropic.types.Message:
-    with client.messages.stream(**asked) as told:
-        return told.get_final_message()
+    with client.messages.stream(**asked) as result:
+        return result.get_final_message()
 
 
 def said(message: anthropic.types.Message) -> list[Any]:
@@ -58,14 +58,14 @@ def said(message: anthropic.types.Message) -> list[Any]:
 
 def test_the_capital_of_france_whole_streamed_and_counted(client: anthropic.Anthropic) -> None:
     whole = client.messages.create(**ASKED, messages=PARIS)
-    told = streamed(client, **ASKED, messages=PARIS)
+    result = streamed(client, **ASKED, messages=PARIS)
     assert "Paris" in whole.content[0].text
-    assert said(told) == said(whole)
-    assert told.stop_reason == whole.stop_reason == "end_turn"
+    assert said(result) == said(whole)
+    assert result.stop_reason == whole.stop_reason == "end_turn"
     counted = client.messages.count_tokens(model=MODEL, system=ASKED["system"], messages=PARIS)
-    for usage in (whole.usage, told.usage):
+    for usage in (whole.usage, result.usage):
         assert prompt_tokens(usage.model_dump()) == counted.input_tokens
-    assert told.usage.output_tokens == whole.usage.output_tokens > 0
+    assert result.usage.output_tokens == whole.usage.output_tokens > 0
 
 
 def test_a_session_with_a_tool(client: anthropic.Anthropic) -> None:
@@ -77,15 +77,15 @@ def test_a_session_with_a_tool(client: anthropic.Anthropic) -> None:
     }
     choice: Any = {"type": "any", "disable_parallel_tool_use": True}
     whole = client.messages.create(**asked, messages=history, tool_choice=choice)
-    told = streamed(client, **asked, messages=history, tool_choice=choice)
-    assert said(told) == said(whole)
-    assert told.stop_reason == "tool_use"
-    call = told.content[-1]
+    result = streamed(client, **asked, messages=history, tool_choice=choice)
+    assert said(result) == said(whole)
+    assert result.stop_reason == "tool_use"
+    call = result.content[-1]
     assert call.type == "tool_use"
     assert call.name == "weather"
     assert set(call.input) == {"city"}
     history += [
-        {"role": "assistant", "content": told.content},
+        {"role": "assistant", "content": result.content},
         {
             "role": "user",
             "content": [{"type": "tool_result", "tool_use_id": call.id, "content": "Rain, 4 °C."}],

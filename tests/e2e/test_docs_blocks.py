@@ -83,9 +83,9 @@ def check_shell(block: Block, server: Server, folder: Path, shims: Path) -> None
     (folder / "headers").unlink(missing_ok=True)
     command = ["bash", "-euo", "pipefail", "-c", addressed(block.script, server)]
     done = run(command, folder, shims)
-    told = f"{block} fails when it is pasted:\n{block.text}\n{done.stdout}\n{done.stderr}"
-    assert done.returncode == 0, told
-    assert not re.search(r'^(event: error|data: \{"error")', done.stdout, re.MULTILINE), told
+    result = f"{block} fails when it is pasted:\n{block.text}\n{done.stdout}\n{done.stderr}"
+    assert done.returncode == 0, result
+    assert not re.search(r'^(event: error|data: \{"error")', done.stdout, re.MULTILINE), result
     headers = folder / "headers"
     ignored = "x-ignored-fields" in headers.read_text().lower() if headers.exists() else False
     assert not ignored, f"{block} has a field without effect:\n{headers.read_text()}"

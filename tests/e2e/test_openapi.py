@@ -101,8 +101,8 @@ def test_answers_match_the_openapi_document(server):
                 f"{operation.label} failed; the server's last words:", *server.err[-80:], sep="\n"
             )
             raise
-        told = ", ".join(f"{status}: {count}" for status, count in sorted(statuses.items()))
-        print(f"{operation.label:48} {told}")
+        result = ", ".join(f"{status}: {count}" for status, count in sorted(statuses.items()))
+        print(f"{operation.label:48} {result}")
         assert statuses[200] > 0 or "{" in operation.path or operation.path in PAIRED
     exercised = {operation.path for operation in operations}
     assert exercised == set(document.raw_schema["paths"]) - {"/openapi.json"}

@@ -93,11 +93,11 @@ def test_whole_and_streamed_answers_are_equal(exact_client: OpenAI) -> None:
         "n": 2,
     }
     whole = exact_client.chat.completions.create(**question)
-    told = {0: "", 1: ""}
+    result = {0: "", 1: ""}
     for chunk in exact_client.chat.completions.create(**question, stream=True):
         for choice in chunk.choices:
-            told[choice.index] += choice.delta.content or ""
-    assert {choice.index: choice.message.content for choice in whole.choices} == told
+            result[choice.index] += choice.delta.content or ""
+    assert {choice.index: choice.message.content for choice in whole.choices} == result
 
 
 def test_sixty_four_streams_get_each_their_own_answer(client: OpenAI, view: EngineView) -> None:

@@ -84,9 +84,9 @@ def chunks_of(server: Server, body: Any, stream: bytes) -> list[Any]:
     chunks, state = [], None
     for chunk in events_of(stream):
         derender = {"stream": True, "chat_request": body, "generate_chunk": chunk}
-        told = post(server, f"{CHAT}/derender", {**derender, "stream_state": state}).json()
-        state = told["stream_state"]
-        chunks += [told["chunk"]] if told["chunk"] else []
+        result = post(server, f"{CHAT}/derender", {**derender, "stream_state": state}).json()
+        state = result["stream_state"]
+        chunks += [result["chunk"]] if result["chunk"] else []
     return chunks
 
 

@@ -100,8 +100,8 @@ def test_streamed_is_whole_and_is_the_fold_of_its_events(server: Server, client:
     asked |= {"max_output_tokens": 60}
     whole = client.responses.create(**asked, extra_body={"seed": 7})
     body = {**asked, "seed": 7, "stream": True}
-    told = requests.post(f"{server.url}/v1/responses", json=body, timeout=60)
-    events = typed_events(told.content)
+    result = requests.post(f"{server.url}/v1/responses", json=body, timeout=60)
+    events = typed_events(result.content)
     final = events[-1]["response"]
     assert items_of(events) == final["output"]
     dumped = [item.model_dump() for item in whole.output]
@@ -119,13 +119,13 @@ def test_a_background_response_is_followed_from_the_middle(server: Server, clien
         max_output_tokens=80,
         temperature=0,
     )
-    heard = [next(stream) for _ in range(12)]
+    received = [next(stream) for _ in range(12)]
     stream.close()
-    name = heard[0].response.id  # type: ignore[union-attr]
-    after = heard[-1].sequence_number
+    name = received[0].response.id  # type: ignore[union-attr]
+    after = received[-1].sequence_number
     rest = list(client.responses.retrieve(name, stream=True, starting_after=after))
     assert rest[0].sequence_number == after + 1
-    text = "".join(e.delta for e in [*heard, *rest] if e.type == "response.output_text.delta")
+    text = "".join(e.delta for e in [*received, *rest] if e.type == "response.output_text.delta")
     assert rest[-1].response.output_text == text  # type: ignore[union-attr]
     assert ended(client, name).output_text == text
 

@@ -77,8 +77,8 @@ def chat_turn(client: openai.OpenAI, **asked: Any) -> Any:
     assert streamed.finish_reason == whole.finish_reason
     assert streamed.message.content == whole.message.content or not whole.message.content
     calls = [call.function for call in whole.message.tool_calls or ()]
-    told = [call.function for call in streamed.message.tool_calls or ()]
-    assert [(c.name, c.arguments) for c in told] == [(c.name, c.arguments) for c in calls]
+    reply = [call.function for call in streamed.message.tool_calls or ()]
+    assert [(c.name, c.arguments) for c in reply] == [(c.name, c.arguments) for c in calls]
     return whole
 
 

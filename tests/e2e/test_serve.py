@@ -46,10 +46,10 @@ def conversation(server: Server, **options: object) -> ChatSession:
 
 
 def test_the_start_prints_its_phases_and_a_banner(server: Server) -> None:
-    told = "\n".join(server.out)
-    assert "engine started (pid" in told
-    assert f"Tidegate serves smollm2-135m at {server.url}" in told
-    assert f"curl {server.url}/v1/chat/completions" in told
+    result = "\n".join(server.out)
+    assert "engine started (pid" in result
+    assert f"Tidegate serves smollm2-135m at {server.url}" in result
+    assert f"curl {server.url}/v1/chat/completions" in result
     assert server.ready_s < 60
 
 

@@ -83,9 +83,9 @@ def check(row: dict[str, Any], answer: list[int], count: int) -> None:
 
 
 def metric(url: str, line: str) -> float:
-    for told in requests.get(url + "/metrics", timeout=5).text.splitlines():
-        if told.startswith(line + " "):
-            return float(told.split()[-1])
+    for reply in requests.get(url + "/metrics", timeout=5).text.splitlines():
+        if reply.startswith(line + " "):
+            return float(reply.split()[-1])
     return 0.0
 
 
@@ -147,14 +147,14 @@ def test_a_client_that_leaves_at_any_moment_leaves_nothing_behind(cluster: Clust
     """Clients leave while P computes, while D waits, and while D streams."""
     prompt = [5 + number % 900 for number in range(LONG_PROMPT)]
     with viewed(cluster.p.view(), cluster.d.view()) as (p, d):
-        told = 0
+        reply = 0
         moments = {
             "P computes": lambda: p.stats().running,
             "P keeps, or D has it": lambda: p.stats().leases or d.stats().running,
-            "D answers": lambda: d.stats().num_generated_tokens > told,
+            "D answers": lambda: d.stats().num_generated_tokens > reply,
         }
         for number, (moment, has_come) in enumerate(moments.items()):
-            told = d.stats().num_generated_tokens
+            reply = d.stats().num_generated_tokens
             with connect(cluster.port) as sock:
                 body = body_of([100 + number, *prompt], LONG_ANSWER, stream=True)
                 send_post(sock, GENERATE, body)

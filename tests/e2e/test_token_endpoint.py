@@ -83,7 +83,7 @@ def test_token_ids_of_a_text_endpoint_give_the_same_answer(server: Server) -> No
             return ids
 
         answers = list(pool.map(replay, range(REPLAYS)))
-    assert answers == [told for _, told in asked]
+    assert answers == [result for _, result in asked]
     assert len({tuple(answer) for answer in answers}) > REPLAYS * 0.9
 
 
@@ -148,9 +148,9 @@ def test_the_logprobs_of_a_prompt_are_those_it_had_as_an_answer(server: Server) 
     (choice,) = generate(server, ids, sampling)["choices"]
     again = generate(server, ids + choice["token_ids"], {"max_tokens": 0, "prompt_logprobs": 0})
     assert again["choices"][0]["token_ids"] == []
-    told = again["prompt_logprobs"][len(ids) :]
+    result = again["prompt_logprobs"][len(ids) :]
     for item, token, entry in zip(
-        choice["logprobs"]["content"], choice["token_ids"], told, strict=True
+        choice["logprobs"]["content"], choice["token_ids"], result, strict=True
     ):
         assert entry[str(token)]["logprob"] == pytest.approx(item["logprob"], abs=1e-3)
 
@@ -225,8 +225,8 @@ def test_a_request_that_is_aborted_by_its_id_ends_and_frees_what_it_held(
     )
     asking.start()
     assert eventually(lambda: view.stats().running == 2)
-    told = post(server, ABORT, {"request_ids": ["generate-tokens-long-one", "short-one"]})
-    assert told == {"aborted": ["generate-tokens-long-one"], "unknown": ["short-one"]}
+    result = post(server, ABORT, {"request_ids": ["generate-tokens-long-one", "short-one"]})
+    assert result == {"aborted": ["generate-tokens-long-one"], "unknown": ["short-one"]}
     asking.join(10)
     assert [choice["finish_reason"] for choice in answers[0]["choices"]] == ["abort"] * 2
     view.wait_until_free()

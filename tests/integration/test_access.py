@@ -63,9 +63,9 @@ def sent(gateway: GatewayProcess, *lines: str, body: bytes = b"") -> Told:
     with connect(gateway.port) as client, client.makefile("rb") as file:
         client.sendall("\r\n".join([*lines, "", ""]).encode("latin-1") + body)
         status, headers = read_head(file)
-        told = read_body(file, headers)
+        result = read_body(file, headers)
     is_json = headers.get("content-type", "").startswith("application/json")
-    return status, headers, json.loads(told) if is_json and told else told
+    return status, headers, json.loads(result) if is_json and result else result
 
 
 def ask(gateway: GatewayProcess, method: str, target: str, key: str = "", **headers: str) -> Told:
@@ -74,9 +74,9 @@ def ask(gateway: GatewayProcess, method: str, target: str, key: str = "", **head
         lines["Authorization"] = f"Bearer {key}"
     if method == "POST":
         lines |= {"Content-Type": "application/json", "Content-Length": "2"}
-    told = [f"{name.replace('_', '-')}: {value}" for name, value in lines.items()]
+    result = [f"{name.replace('_', '-')}: {value}" for name, value in lines.items()]
     body = b"{}" if method == "POST" else b""
-    return sent(gateway, f"{method} {target} HTTP/1.1", *told, body=body)
+    return sent(gateway, f"{method} {target} HTTP/1.1", *result, body=body)
 
 
 ROUTES = [
@@ -113,9 +113,9 @@ def odd_spellings(path: str) -> list[str]:
 REFUSED = {400, 401, 403, 404, 405}
 
 
-def is_refusal(status: int, told: Any) -> bool:
+def is_refusal(status: int, result: Any) -> bool:
     """Return whether an answer is an error in the shape of an API, or gunicorn's own."""
-    return status in REFUSED and (not isinstance(told, dict) or "error" in told)
+    return status in REFUSED and (not isinstance(result, dict) or "error" in result)
 
 
 @pytest.mark.parametrize(("method", "path", "scope"), ROUTES, ids=lambda value: str(value))
@@ -126,19 +126,19 @@ def test_no_route_is_served_to_a_caller_without_its_scope(
     wrong = {"inference": WATCH, "metrics": USER, "admin": USER, "public": ""}[scope]
     if scope != "public":
         for key in ("", "tg-wrong", USER[:-1], USER + "x"):
-            status, headers, told = ask(gateway, method, path, key)
-            assert status == 401, told
+            status, headers, result = ask(gateway, method, path, key)
+            assert status == 401, result
             assert headers["www-authenticate"].startswith("Bearer")
-            assert "error" in told
-        status, _, told = ask(gateway, method, path, wrong)
-        assert (status, "error" in told) == (403, True)
+            assert "error" in result
+        status, _, result = ask(gateway, method, path, wrong)
+        assert (status, "error" in result) == (403, True)
     for host in ("evil.example", "localhost.evil.example", "a b", "localhost@evil.example", ""):
-        status, _, told = ask(gateway, method, path, BOSS, Host=host)
-        assert is_refusal(status, told), host
+        status, _, result = ask(gateway, method, path, BOSS, Host=host)
+        assert is_refusal(status, result), host
     for spelling in odd_spellings(path):
         for key in ("", BOSS):
-            status, _, told = ask(gateway, method, spelling, key)
-            assert is_refusal(status, told), (spelling, key, status)
+            status, _, result = ask(gateway, method, spelling, key)
+            assert is_refusal(status, result), (spelling, key, status)
     assert not engine.generates
 
 
@@ -158,8 +158,8 @@ def test_each_scope_opens_its_own_routes(gateway: GatewayProcess):
 
 
 def test_a_models_name_may_have_an_encoded_slash(gateway: GatewayProcess):
-    status, _, told = ask(gateway, "GET", "/v1/models/org%2Fname", USER)
-    assert (status, told["error"]["code"]) == (404, "model_not_found")
+    status, _, result = ask(gateway, "GET", "/v1/models/org%2Fname", USER)
+    assert (status, result["error"]["code"]) == (404, "model_not_found")
 
 
 @pytest.mark.parametrize(
@@ -178,8 +178,8 @@ def test_a_models_name_may_have_an_encoded_slash(gateway: GatewayProcess):
 def test_headers_that_can_be_read_in_two_ways_open_nothing(
     gateway: GatewayProcess, lines: list[str]
 ):
-    status, _, told = sent(gateway, "GET /v1/models HTTP/1.1", *lines, "Connection: close")
-    assert is_refusal(status, told)
+    status, _, result = sent(gateway, "GET /v1/models HTTP/1.1", *lines, "Connection: close")
+    assert is_refusal(status, result)
 
 
 def test_an_errors_shape_is_that_of_the_api_that_was_asked(gateway: GatewayProcess):

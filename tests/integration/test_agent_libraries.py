@@ -50,7 +50,7 @@ def gateway(
 
 
 def follows(engine: ScriptedEngine, *turns: tuple[str, str]) -> None:
-    """Return a script that replies the text of the last turn (a part of the prompt, text) in the
+    """Let the engine reply the text of the last turn, (a part of the prompt, text), that fits the
     prompt."""
 
     def script(generate: Any) -> Reply:

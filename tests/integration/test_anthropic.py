@@ -105,22 +105,22 @@ def test_the_whole_answer_is_the_stream_folded(
 ) -> None:
     text, more = CASES[case]
     answers(engine, text, size=size)
-    told = message_of(stream(gateway, {**ASKED, **more}))
-    assert without_ids(told) == without_ids(whole(gateway, {**ASKED, **more}))
+    reply = message_of(stream(gateway, {**ASKED, **more}))
+    assert without_ids(reply) == without_ids(whole(gateway, {**ASKED, **more}))
 
 
 def test_an_answer_has_thinking_text_and_calls(
     engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
     answers(engine, THINKS_SAYS_CALLS)
-    told = whole(gateway, {**ASKED, "tools": [WEATHER]}, headers={"X-Request-Id": "mine"})
-    thinking, said, call = told["content"]
+    reply = whole(gateway, {**ASKED, "tools": [WEATHER]}, headers={"X-Request-Id": "mine"})
+    thinking, said, call = reply["content"]
     assert (thinking["type"], thinking["thinking"]) == ("thinking", "hm, {}")
     assert thinking["signature"]
     assert said == {"type": "text", "text": "Let me see."}
     assert (call["name"], call["input"]) == ("weather", {"city": "Köln"})
-    assert (told["id"], told["stop_reason"]) == ("msg_mine", "tool_use")
-    usage = told["usage"]
+    assert (reply["id"], reply["stop_reason"]) == ("msg_mine", "tool_use")
+    usage = reply["usage"]
     count = len(engine.generates[0].prompt.tolist())
     assert prompt_tokens(usage) == count
     assert usage["cache_read_input_tokens"] == 2
@@ -200,8 +200,8 @@ def test_a_request_is_aborted_if_its_client_hangs_up(
 
 def test_fields_without_effect_are_named(gateway: GatewayProcess) -> None:
     body = {**ASKED, "speed": "fast", "metadata": {"user_id": "u"}, "context_management": {}}
-    told = whole(gateway, body)
-    assert told["ignored_params"] == ["speed", "context_management"]
+    reply = whole(gateway, body)
+    assert reply["ignored_params"] == ["speed", "context_management"]
     start, *_ = stream(gateway, body)
     assert start["message"]["ignored_params"] == ["speed", "context_management"]
     response = gateway.post(MESSAGES, {**body, "strict_params": True})
@@ -237,11 +237,11 @@ def test_models_have_the_clients_shape(
     assert [model.id for model in page.data] == ["scripted", "alias", "third"]
     assert (page.has_more, page.first_id, page.last_id) == (False, "scripted", "third")
     for model in page.data:
-        told = client.models.retrieve(model.id)
-        assert told == model
-        assert (told.type, told.display_name, told.lifecycle) == ("model", "scripted", "active")
-        assert told.created_at.tzinfo is not None
-        assert told.max_input_tokens == 1 << 16
+        reply = client.models.retrieve(model.id)
+        assert reply == model
+        assert (reply.type, reply.display_name, reply.lifecycle) == ("model", "scripted", "active")
+        assert reply.created_at.tzinfo is not None
+        assert reply.max_input_tokens == 1 << 16
     msgspec.json.decode(models(gateway).content, type=ModelPage)
     assert requests.get(gateway.url + "/v1/models", timeout=10).json()["object"] == "list"
 
@@ -293,9 +293,9 @@ def test_the_sdk_creates_and_counts(client: anthropic.Anthropic) -> None:
 
 def test_the_sdk_streams(engine: ScriptedEngine, client: anthropic.Anthropic) -> None:
     answers(engine, THINKS_SAYS_CALLS)
-    with client.messages.stream(**ASKED, tools=[WEATHER]) as told:  # type: ignore[list-item]
-        kinds = [event.type for event in told]
-        message = told.get_final_message()
+    with client.messages.stream(**ASKED, tools=[WEATHER]) as reply:  # type: ignore[list-item]
+        kinds = [event.type for event in reply]
+        message = reply.get_final_message()
     assert {"thinking", "signature", "text", "input_json", "message_stop"} <= set(kinds)
     thinking, said, call = message.content
     assert thinking.type == "thinking"
@@ -312,8 +312,8 @@ def test_the_sdk_accepts_a_call_with_invalid_json(
     engine: ScriptedEngine, client: anthropic.Anthropic
 ) -> None:
     answers(engine, CALL.replace('"Köln"', "Köln"))
-    with client.messages.stream(**ASKED, tools=[WEATHER]) as told:  # type: ignore[list-item]
-        (call,) = told.get_final_message().content
+    with client.messages.stream(**ASKED, tools=[WEATHER]) as reply:  # type: ignore[list-item]
+        (call,) = reply.get_final_message().content
     assert call.type == "tool_use"
     assert isinstance(call.input, dict)
     assert "INVALID_JSON" in call.input
@@ -332,8 +332,8 @@ def test_the_sdk_runs_a_tool_loop(engine: ScriptedEngine, client: anthropic.Anth
     ]
     answers(engine, "It rains.")
     asked = {**ASKED, "messages": history}
-    with client.messages.stream(**asked, tools=[WEATHER]) as told:  # type: ignore[list-item]
-        assert "".join(told.text_stream) == "It rains."
+    with client.messages.stream(**asked, tools=[WEATHER]) as reply:  # type: ignore[list-item]
+        assert "".join(reply.text_stream) == "It rains."
     prompt = text_of(engine.generates[-1].prompt.tolist())
     assert '<tool_call>{"name": "weather", "arguments": {"city": "Köln"}}</tool_call>' in prompt
     assert "<tool>rain" in prompt
@@ -408,8 +408,8 @@ def test_an_error_in_the_middle_of_a_stream_is_an_error_of_the_client(
     failure = ErrorInfo(code="step_failed", message="a secret")
     engine.script = lambda generate: text_reply("half", finish="error", error=failure)
     engine.step_s = 0.05  # or it has failed before anything was sent, and the answer is a 500
-    with client.messages.stream(**ASKED) as told:
-        texts = iter(told.text_stream)
+    with client.messages.stream(**ASKED) as reply:
+        texts = iter(reply.text_stream)
         assert "".join(itertools.islice(texts, len("half"))) == "half"
         with pytest.raises(anthropic.APIStatusError) as raised:
             next(texts)

@@ -144,8 +144,8 @@ def test_requests_are_aborted_by_name(address: str) -> None:
         async with connected(address) as engine:
             answer = engine.generate(PROMPT, max_tokens=LONG, ignore_eos=True, labels=["a"])
             await anext(answer)
-            told = await engine.abort_by_label(["a", "b"])
-            assert (told.aborted, told.unknown) == (["a"], ["b"])
+            result = await engine.abort_by_label(["a", "b"])
+            assert (result.aborted, result.unknown) == (["a"], ["b"])
             outputs = [output async for output in answer]
             assert outputs[-1].finish == "abort"
 

@@ -137,9 +137,9 @@ def test_an_absurd_request_is_refused_at_once(gateway: GatewayProcess, attack: s
 
 def seconds_to_refuse(gateway: GatewayProcess, path: str, data: bytes) -> float:
     began = time.perf_counter()
-    status, _, told = exchange(gateway.port, path, data)
-    assert 400 <= status < 500, told
-    assert "error" in json.loads(told)
+    status, _, result = exchange(gateway.port, path, data)
+    assert 400 <= status < 500, result
+    assert "error" in json.loads(result)
     return time.perf_counter() - began
 
 

@@ -24,7 +24,7 @@ VOCABULARY = "256"
 
 
 def script(generate: Generate) -> TokenReply:
-    """Reply with twelve tokens in twelve steps, or fewer if the request says so."""
+    """Reply with twelve tokens in twelve steps if EOS is ignored, else with five."""
     return text_reply("abcdefghijkl" if generate.params.ignore_eos else "short")
 
 
@@ -48,9 +48,9 @@ def test_a_curve_of_our_own_server(
     before = len(engine.generates)
     page = tmp_path / "page.html"
     options = ("--concurrency", "1,4", "--requests", "9", "--input-tokens", "30", "--seed", "5")
-    code, told = bench(gateway.url, tmp_path / "told.json", *options, "--html", str(page))
+    code, result = bench(gateway.url, tmp_path / "told.json", *options, "--html", str(page))
     assert code == 0
-    (loads,) = told["servers"]
+    (loads,) = result["servers"]
     assert [load["load"] for load in loads] == [{"concurrency": 1}, {"concurrency": 4}]
     for load in loads:
         assert (load["requests"], load["completed"], load["errors"]) == (9, 9, {})
@@ -73,17 +73,17 @@ def test_a_curve_of_our_own_server(
 def test_a_chat_under_a_rate_with_objectives(gateway: GatewayProcess, tmp_path: Path) -> None:
     options = ("--api", "chat", "--rate", "100", "--requests", "20", "--warm-up", "0")
     goals = ("--slo-ttft-ms", "0.0001", "--slo-tpot-ms", "5000")
-    code, told = bench(gateway.url, tmp_path / "told.json", *options, *goals)
+    code, result = bench(gateway.url, tmp_path / "told.json", *options, *goals)
     assert code == 0
-    ((load,),) = told["servers"]
+    ((load,),) = result["servers"]
     assert (load["completed"], load["good"]) == (20, 0)
     assert load["load"] == {"rate": 100.0}
 
 
 def test_a_bench_ends_after_its_duration(gateway: GatewayProcess, tmp_path: Path) -> None:
     options = ("--concurrency", "2", "--duration-s", "0.3")
-    code, told = bench(gateway.url, tmp_path / "told.json", *options)
-    ((load,),) = told["servers"]
+    code, result = bench(gateway.url, tmp_path / "told.json", *options)
+    ((load,),) = result["servers"]
     assert code == 0
     assert load["duration_s"] >= 0.3
     assert load["completed"] > 2
@@ -93,9 +93,9 @@ def test_two_servers_are_compared_load_by_load(
     gateway: GatewayProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ("--vs", gateway.url, "--concurrency", "1,2", "--requests", "4")
-    code, told = bench(gateway.url, tmp_path / "told.json", *options)
+    code, result = bench(gateway.url, tmp_path / "told.json", *options)
     assert code == 0
-    assert [len(loads) for loads in told["servers"]] == [2, 2]
+    assert [len(loads) for loads in result["servers"]] == [2, 2]
     assert f"{gateway.url} : {gateway.url}" in capsys.readouterr().out
 
 
@@ -103,8 +103,8 @@ def test_answers_that_end_early_are_reported(
     gateway: GatewayProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ("--ignore-eos", "no", "--requests", "4", "--concurrency", "2")
-    _, told = bench(gateway.url, tmp_path / "told.json", *options)
-    ((load,),) = told["servers"]
+    _, result = bench(gateway.url, tmp_path / "told.json", *options)
+    ((load,),) = result["servers"]
     assert load["short_answers"] == 4
     assert "4 answers are shorter than requested" in capsys.readouterr().err
 
@@ -187,9 +187,9 @@ def test_errors_are_counted_by_kind_and_end_with_code_1(
     # The first is the probe's; a connection that ends unanswered is asked again on a new one.
     moods = ("well", "500", "well", "no end", "500", "hang up", "hang up", "well")
     with moody(*moods) as (url, _):
-        code, told = bench(url, tmp_path / "told.json", *ONE_BY_ONE)
+        code, result = bench(url, tmp_path / "told.json", *ONE_BY_ONE)
     assert code == 1
-    ((load,),) = told["servers"]
+    ((load,),) = result["servers"]
     assert load["errors"] == {"status 500": 2, "broken stream": 1, "connection lost": 1}
     assert (load["completed"], load["output_tokens"]) == (2, 6)
     assert load["counted_by"] == {"chunks": 2}
@@ -236,7 +236,7 @@ def test_a_connection_that_was_closed_while_idle_is_no_error(tmp_path: Path) -> 
     with moody() as (url, server):
         server.RequestHandlerClass.timeout = 0.01  # type: ignore[attr-defined]
         try:
-            code, told = bench(
+            code, result = bench(
                 url,
                 tmp_path / "told.json",
                 *ONE_BY_ONE[:-2],
@@ -248,5 +248,5 @@ def test_a_connection_that_was_closed_while_idle_is_no_error(tmp_path: Path) -> 
         finally:
             server.RequestHandlerClass.timeout = None  # type: ignore[attr-defined]
     assert code == 0
-    ((load,),) = told["servers"]
+    ((load,),) = result["servers"]
     assert (load["completed"], load["errors"]) == (6, {})

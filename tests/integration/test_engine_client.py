@@ -37,14 +37,14 @@ def test_a_busy_client_gets_all_outputs_in_fewer_pieces(
         client.session = Session("busy", lease_s=600)
         client.start()
         run_hub_until(lambda: client.is_ready)
-        heard: dict[int, list[Report]] = {1: [], 2: []}
-        for n in heard:
-            assert client.generate([1, 2, 3], SamplingParams(), heard[n].append) == n
-        run_hub_until(lambda: all(heard.values()))  # accepted
+        received: dict[int, list[Report]] = {1: [], 2: []}
+        for n in received:
+            assert client.generate([1, 2, 3], SamplingParams(), received[n].append) == n
+        run_hub_until(lambda: all(received.values()))  # accepted
         engine.is_paused = False
         engine.await_idle(timeout_s=60)  # the hub does not run meanwhile
         run_hub_until(lambda: not client.session.open)
-    for n, (_, *outputs) in heard.items():
+    for n, (_, *outputs) in received.items():
         assert all(isinstance(output, Output) for output in outputs)
         assert [t for o in outputs for t in o.tokens] == [t for step in said[n] for t in step]  # type: ignore[union-attr]
         assert [o.finish for o in outputs if o.finish] == ["length"]  # type: ignore[union-attr]

@@ -33,9 +33,9 @@ def serve(model: str, *options: str, **environment: str) -> tuple[int, str]:
         timeout=120,
     )
     assert ran.stdout == "", "something was started"
-    *progress, told = ran.stderr.splitlines()
+    *progress, result = ran.stderr.splitlines()
     assert all("downloading" in line for line in progress if line), ran.stderr
-    return ran.returncode, told
+    return ran.returncode, result
 
 
 @pytest.mark.parametrize(
@@ -57,20 +57,20 @@ def serve(model: str, *options: str, **environment: str) -> tuple[int, str]:
 def test_a_wrong_option_is_reported_in_one_line_with_code_2(
     model: Path, options: list[str], words: str
 ) -> None:
-    code, told = serve(str(model), *options)
-    assert re.search(words, told), told
+    code, result = serve(str(model), *options)
+    assert re.search(words, result), result
     assert code == ExitCode.USAGE
 
 
 def test_a_host_that_is_not_of_this_machine_is_code_6(model: Path) -> None:
-    code, told = serve(str(model), "--host", "192.0.2.7", "--insecure-no-auth")
-    assert "cannot listen on 192.0.2.7" in told
+    code, result = serve(str(model), "--host", "192.0.2.7", "--insecure-no-auth")
+    assert "cannot listen on 192.0.2.7" in result
     assert code == ExitCode.IN_USE
 
 
 def test_a_missing_model_is_code_5() -> None:
-    code, told = serve("/no/model")
-    assert "/no/model" in told
+    code, result = serve("/no/model")
+    assert "/no/model" in result
     assert code == ExitCode.BAD_MODEL
 
 
@@ -102,8 +102,8 @@ def test_a_tokenizer_that_cannot_be_used_is_code_5_before_anything_is_started(
 ) -> None:
     file = write_tiny_llama(tmp_path) / "tokenizer.json"
     file.write_text(damage(file.read_text()))
-    code, told = serve(str(tmp_path), *option)
-    assert re.search(words, told), told
+    code, result = serve(str(tmp_path), *option)
+    assert re.search(words, result), result
     assert code == ExitCode.BAD_MODEL
 
 
@@ -118,16 +118,16 @@ def test_a_tokenizer_that_cannot_be_used_is_code_5_before_anything_is_started(
 def test_a_format_that_the_model_cannot_write_is_code_2_before_anything_is_started(
     model: Path, option: str, name: str, words: str
 ) -> None:
-    code, told = serve(str(model), option, name)
+    code, result = serve(str(model), option, name)
     remedy = f"; serve with {option} auto, or name the format of this model"
-    assert re.search(f"{option} {name}: {words}.*{remedy}$", told), told
+    assert re.search(f"{option} {name}: {words}.*{remedy}$", result), result
     assert code == ExitCode.USAGE
 
 
 def test_a_download_that_fails_is_code_10(tmp_path: Path) -> None:
     nowhere = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_CONFIG_FILE": os.devnull}
-    code, told = serve("smollm2-135m", TIDEGATE_HOME=str(tmp_path), **nowhere)
-    assert "cannot download smollm2-135m" in told
+    code, result = serve("smollm2-135m", TIDEGATE_HOME=str(tmp_path), **nowhere)
+    assert "cannot download smollm2-135m" in result
     assert code == ExitCode.NO_DOWNLOAD
 
 

@@ -540,9 +540,9 @@ UNPARSED = {
 
 
 def num_counted(gateway: GatewayProcess, status: int) -> float:
-    told = requests.get(gateway.url + "/metrics", timeout=5).text
+    result = requests.get(gateway.url + "/metrics", timeout=5).text
     series = f'tidegate_requests_total{{route="other",status="{status}"}} '
-    found = [line for line in told.splitlines() if line.startswith(series)]
+    found = [line for line in result.splitlines() if line.startswith(series)]
     return float(found[0].removeprefix(series)) if found else 0.0
 
 
@@ -580,9 +580,9 @@ def test_a_malformed_chunked_body_is_the_clients_fault(
             b"Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n" + body
         )
         status, headers = read_head(file)
-        told = json.loads(read_body(file, headers))
+        result = json.loads(read_body(file, headers))
     assert (status, headers["connection"]) == (400, "close")
-    assert "chunked" in told["error"]["message"]
+    assert "chunked" in result["error"]["message"]
     assert "Traceback" not in gateway.log
 
 
@@ -610,10 +610,10 @@ def test_a_transfer_coding_that_is_not_chunked_is_refused_by_its_name(
             b"Transfer-Encoding: %b\r\n\r\n" % coding.encode() + body
         )
         status, headers = read_head(file)
-        told = json.loads(read_body(file, headers))
+        result = json.loads(read_body(file, headers))
         assert file.read() == b""  # the connection is closed
     assert (status, headers["connection"]) == (501, "close")
-    assert told["error"]["message"].startswith(f"Transfer-Encoding: {name} is not supported; ")
+    assert result["error"]["message"].startswith(f"Transfer-Encoding: {name} is not supported; ")
 
 
 @pytest.mark.parametrize("coding", [b"chunked", b" Chunked\t"])
@@ -628,11 +628,11 @@ def test_a_chunked_body_is_read(gateway: GatewayProcess, coding: bytes) -> None:
 
 
 def test_a_compressed_body_is_refused_by_the_name_of_its_encoding(gateway: GatewayProcess) -> None:
-    status, headers, told = exchange(
+    status, headers, result = exchange(
         gateway.port, COMPLETIONS, b"\x1f\x8b", headers={"Content-Encoding": "gzip"}
     )
     assert (status, headers["content-type"]) == (415, "application/json")
-    assert "gzip" in json.loads(told)["error"]["message"]
+    assert "gzip" in json.loads(result)["error"]["message"]
 
 
 def test_a_body_that_ends_before_its_length_is_refused_though_it_is_valid_json(
@@ -646,7 +646,7 @@ def test_a_body_that_ends_before_its_length_is_refused_though_it_is_valid_json(
         )
         client.shutdown(socket.SHUT_WR)
         status, headers = read_head(file)
-        told = json.loads(read_body(file, headers))
+        result = json.loads(read_body(file, headers))
     assert status == 400
-    assert "shorter than its Content-Length" in told["error"]["message"]
+    assert "shorter than its Content-Length" in result["error"]["message"]
     assert not engine.generates

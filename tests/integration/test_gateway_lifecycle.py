@@ -41,8 +41,8 @@ def address(tmp_path: Path) -> str:
 
 
 def why_not_ready(gateway: GatewayProcess) -> str:
-    told: str = requests.get(gateway.url + "/readyz", timeout=5).json()["why"] or ""
-    return told
+    result: str = requests.get(gateway.url + "/readyz", timeout=5).json()["why"] or ""
+    return result
 
 
 def test_all_routes_return_503_with_retry_after_until_the_engine_is_ready(address: str) -> None:

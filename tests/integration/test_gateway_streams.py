@@ -58,8 +58,8 @@ def test_a_chat_stream_is_role_then_content_then_finish_then_usage(
         assert event["object"] == "chat.completion.chunk"
         assert event["service_tier"] == "default"
         assert shared.items() <= event.items()
-    told = [(e["choices"][0]["delta"], e["choices"][0]["finish_reason"]) for e in events[:-1]]
-    assert told == [
+    result = [(e["choices"][0]["delta"], e["choices"][0]["finish_reason"]) for e in events[:-1]]
+    assert result == [
         ({"role": "assistant", "content": "", "refusal": None}, None),
         ({"content": "a"}, None),
         ({"content": "b"}, None),
@@ -190,17 +190,17 @@ def test_an_echoed_prompt_has_its_own_logprobs_and_those_asked_for_beside(
 ) -> None:
     body: dict[str, Any] = {"prompt": "Say:", "echo": True, "max_tokens": 2}
 
-    def told(**fields: Any) -> Any:
+    def result(**fields: Any) -> Any:
         return gateway.post(COMPLETIONS, {**body, **fields}).json()["choices"][0]
 
-    both = told(logprobs=1, prompt_logprobs=3)
+    both = result(logprobs=1, prompt_logprobs=3)
     assert engine.generates[-1].params.prompt_logprobs == 3
     assert both["prompt_logprobs"][0] is None
     assert [len(chances) for chances in both["prompt_logprobs"][1:]] == [3, 3, 3]
     assert both["text"].startswith("Say:")
-    assert both["logprobs"] == told(logprobs=1)["logprobs"]
-    assert told(prompt_logprobs=3) == {**both, "logprobs": None}
-    assert told(logprobs=3, prompt_logprobs=0)["logprobs"] == told(logprobs=3)["logprobs"]
+    assert both["logprobs"] == result(logprobs=1)["logprobs"]
+    assert result(prompt_logprobs=3) == {**both, "logprobs": None}
+    assert result(logprobs=3, prompt_logprobs=0)["logprobs"] == result(logprobs=3)["logprobs"]
 
 
 def test_streams_follow_each_other_on_one_connection(gateway: GatewayProcess) -> None:

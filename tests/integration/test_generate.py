@@ -127,12 +127,12 @@ def test_an_engine_refusal_has_its_status_and_the_requests_field_names(
         "prompt": (400, "invalid_request", "token_ids"),
         "stop_token_ids": (400, "invalid_request", "sampling_params.stop_token_ids"),
     }
-    for param, (status, code, told) in said.items():
-        error = ErrorInfo(code=code, message="no", param=None if told is None else param)
+    for param, (status, code, result) in said.items():
+        error = ErrorInfo(code=code, message="no", param=None if result is None else param)
         engine.script = lambda generate, error=error: error  # type: ignore[misc]
         for streams in (False, True):
             response = gateway.post(GENERATE, body(stream=streams))
-            assert (response.status_code, response.json()["error"]["param"]) == (status, told)
+            assert (response.status_code, response.json()["error"]["param"]) == (status, result)
 
 
 def test_a_bad_body_never_reaches_the_engine(
@@ -186,10 +186,10 @@ def test_a_request_is_aborted_by_its_id_through_any_gateway(
         send_post(client, path, {**said, "stream": True}, headers={"X-Request-Id": "job-7"})
         engine.await_generates(count)
         name = f"{prefix}-job-7" if prefixed else "job-7"
-        told = another.post(ABORT, {"request_ids": [name, "nobody", name]}).json()
+        result = another.post(ABORT, {"request_ids": [name, "nobody", name]}).json()
         _, headers = read_head(file)
         events = events_of(read_body(file, headers))
-    assert told == {"aborted": [name], "unknown": ["nobody"]}
+    assert result == {"aborted": [name], "unknown": ["nobody"]}
     ends = [c["finish_reason"] for e in events for c in e["choices"] if c["finish_reason"]]
     assert ends == ["abort"] * count
     assert another.post(ABORT, {"request_ids": [name]}).json()["unknown"] == [name]
@@ -225,8 +225,8 @@ def test_a_chats_tokens_are_counted_as_a_chat_would_send_them(
     engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
     chat = {"messages": HI, "add_generation_prompt": True, "temperature": 0.5}
-    told = gateway.post("/v1/chat/completions/input_tokens", chat).json()
+    result = gateway.post("/v1/chat/completions/input_tokens", chat).json()
     used = gateway.post("/v1/chat/completions", chat).json()["usage"]["prompt_tokens"]
-    assert told == {"object": "chat.completion.input_tokens", "input_tokens": used}
+    assert result == {"object": "chat.completion.input_tokens", "input_tokens": used}
     refused = gateway.post("/v1/chat/completions/input_tokens", {"messages": "hi"})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages")

@@ -78,30 +78,30 @@ def refusals(responses: list[requests.Response], limit: str) -> int:
 
 def test_requests_per_minute_hold_over_all_gateways(gateways: list[GatewayProcess]):
     each = cycle(gateways)
-    told = [generate(next(each), "slow", n=3) for _ in range(8)]
-    assert refusals(told, "requests_per_minute") == 4, "an answer of many choices is one request"
+    reply = [generate(next(each), "slow", n=3) for _ in range(8)]
+    assert refusals(reply, "requests_per_minute") == 4, "an answer of many choices is one request"
 
 
 def test_tokens_per_minute_hold_over_all_gateways(gateways: list[GatewayProcess]):
     each = cycle(gateways)
-    told = [generate(next(each), "brief", prompt=10, max_tokens=20) for _ in range(6)]
-    assert refusals(told, "tokens_per_minute") == 4, "30 and 30 of 60"
+    reply = [generate(next(each), "brief", prompt=10, max_tokens=20) for _ in range(6)]
+    assert refusals(reply, "tokens_per_minute") == 4, "30 and 30 of 60"
 
 
 def test_concurrency_holds_over_all_gateways(gateways: list[GatewayProcess]):
     each = cycle(gateways)
     with ThreadPoolExecutor(6) as pool:
         asked = [pool.submit(generate, next(each), "narrow", max_tokens=300) for _ in range(6)]
-        told = [future.result() for future in asked]
-    assert 1 <= refusals(told, "concurrency") <= 4
+        reply = [future.result() for future in asked]
+    assert 1 <= refusals(reply, "concurrency") <= 4
     assert refusals([generate(gateways[0], "narrow", n=3)], "concurrency") == 1
     assert refusals([generate(gateways[1], "narrow", n=2)], "concurrency") == 0
 
 
 def test_a_keys_own_length_limit_is_reported_like_the_models(gateways: list[GatewayProcess]):
-    told = generate(gateways[0], "short", prompt=20)
-    assert told.status_code == 400
-    assert "this key takes 16 tokens" in told.json()["error"]["message"]
+    reply = generate(gateways[0], "short", prompt=20)
+    assert reply.status_code == 400
+    assert "this key takes 16 tokens" in reply.json()["error"]["message"]
     assert generate(gateways[0], "short", prompt=10).status_code == 200
 
 

@@ -64,8 +64,8 @@ class MailboxScene:
             found += self.mail.receive(1.0)
         return found
 
-    def told(self) -> ToClient:
-        assert self.client.poll(WAIT_MS), "nothing was told"
+    def next_message(self) -> ToClient:
+        assert self.client.poll(WAIT_MS), "nothing was sent"
         return wire.Decoder[ToClient](ToClient).decode(self.client.recv_multipart())
 
     def greet(self, socket: Socket | None = None) -> bytes:
@@ -102,12 +102,12 @@ def test_malformed_messages_are_refused_and_counted_and_later_ones_received(
         scene.client.send(b"nonsense")
     assert scene.receive(5) == []
     assert scene.mail.num_wire_errors == 5
-    refusals = [scene.told() for _ in range(5)]
-    assert all(isinstance(told, Refused) and told.request == -1 for told in refusals)
+    refusals = [scene.next_message() for _ in range(5)]
+    assert all(isinstance(result, Refused) and result.request == -1 for result in refusals)
     assert len([r for r in caplog.records if "malformed" in r.message]) == 3  # 1st, 2nd, 4th
     client = scene.greet()
     scene.mail.send(client, PONG)
-    assert scene.told() == PONG
+    assert scene.next_message() == PONG
     assert scene.gone == []
 
 
@@ -117,7 +117,7 @@ def test_an_unreachable_client_is_reported_gone_once(scene: MailboxScene) -> Non
     scene.mail.broadcast(PONG)
     scene.mail.send(b"left", PONG)
     assert scene.gone == [b"left"]
-    assert scene.told() == PONG
+    assert scene.next_message() == PONG
     assert scene.mail.clients.all() == [client]
 
 
@@ -143,7 +143,7 @@ def test_a_client_that_is_busy_is_probed_and_stays(scene: MailboxScene) -> None:
     client = scene.greet()
     scene.mail.check_clients(31.0)
     assert scene.mail.clients.all() == [client]
-    assert scene.told() == Probe()
+    assert scene.next_message() == Probe()
     assert scene.gone == []
 
 
@@ -214,7 +214,7 @@ def test_a_client_that_acknowledges_what_it_reads_is_never_dropped(scene: Mailbo
     large = EngineStopped(error=ErrorInfo(code="x", message="x" * (8 << 20)))
     for _ in range(2 * (MAX_UNREAD_BYTES >> 23)):
         scene.mail.send(client, large)
-        scene.told()
+        scene.next_message()
         scene.mail.clients.on_read(client, scene.mail.clients.sent_bytes(client), 1.0)
     assert scene.gone == []
 
@@ -235,7 +235,7 @@ def test_clients_that_never_read_are_bounded_together_and_cost_a_reader_nothing(
             scene.mail.send(other, large)
             assert clients.unread_bytes <= bound + message_bytes
             scene.mail.send(reader, large)
-            assert scene.told() == large
+            assert scene.next_message() == large
             clients.on_read(reader, clients.sent_bytes(reader), time.monotonic())
     assert reader in clients
     assert set(scene.gone) < set(never_read)

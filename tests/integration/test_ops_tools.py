@@ -58,13 +58,13 @@ def test_requests_are_seen_aborted_and_let_finish(engine: tuple[Program, str]) -
     program, address = engine
     with Client(address, name="a program") as client:
         kept = busy(client, 12)
-        told = json.loads(tool(address, "top", "--json", "--every-s", "0.1"))
-        rows = told["view"]["rows"]
+        result = json.loads(tool(address, "top", "--json", "--every-s", "0.1"))
+        rows = result["view"]["rows"]
         assert len(rows) == 12
         assert {row["client"] for row in rows} == {"a program"}
         assert [row["name"] for row in rows] == [f"job-{i}" for i in range(12)]
         assert [row["stage"] for row in rows].count("queued") >= 4
-        assert told["limits"]["max_slots"] == 8
+        assert result["limits"]["max_slots"] == 8
         text = tool(address, "top", "--once", "--every-s", "0.1")
         assert "slots" in text
         assert "\x1b" not in text
@@ -194,8 +194,8 @@ def test_a_journal_of_an_engine_that_was_killed_is_replayed(
     directory = tmp_path / "journals"
     with tiny_engine(journal=str(directory)) as (program, address):
         with Client(address) as client:
-            told = [client.generate([3, 4, i], max_tokens=9, temperature=1.0) for i in range(12)]
-            assert all([answer.tokens() for answer in told])
+            result = [client.generate([3, 4, i], max_tokens=9, temperature=1.0) for i in range(12)]
+            assert all([answer.tokens() for answer in result])
             left = client.generate([3], max_tokens=300, ignore_eos=True)
             next(left)
         program.signal(signal.SIGKILL)

@@ -56,15 +56,15 @@ class EnginePair:
         return [generate for engine in engines for generate in engine.generates]
 
     def metric(self, line: str) -> float:
-        for told in requests.get(self.gateway.url + "/metrics", timeout=5).text.splitlines():
-            if told.startswith(line + " "):
-                return float(told.split()[-1])
+        for result in requests.get(self.gateway.url + "/metrics", timeout=5).text.splitlines():
+            if result.startswith(line + " "):
+                return float(result.split()[-1])
         return 0.0
 
     def forget(self) -> None:
         for engine in (*self.p, *self.d):
-            for heard in (engine.generates, engine.kept, engine.released):
-                heard.clear()
+            for received in (engine.generates, engine.kept, engine.released):
+                received.clear()
             engine.aborts.clear()
 
 
@@ -200,7 +200,7 @@ def test_the_least_busy_are_asked(pair: EnginePair) -> None:
 
 
 def test_a_lease_is_kept_until_ds_first_token(pair: EnginePair) -> None:
-    def told(words: str) -> list[str]:
+    def result(words: str) -> list[str]:
         """Return how often P received the handle. Late messages of an earlier test are not
         counted."""
         ours = {handle_of(produce) for produce in pair.asked(pair.p)}
@@ -209,14 +209,14 @@ def test_a_lease_is_kept_until_ds_first_token(pair: EnginePair) -> None:
     for d in pair.d:
         d.is_paused = True
     with PairRequest(pair, max_tokens=1):
-        kept = eventually(lambda: len(told("kept")) >= 2)  # of a lease of 3 s
-        released_early = told("released")
+        kept = eventually(lambda: len(result("kept")) >= 2)  # of a lease of 3 s
+        released_early = result("released")
         for d in pair.d:
             d.is_paused = False
     assert kept
     assert not released_early
     (produce,) = pair.asked(pair.p)
-    assert eventually(lambda: told("released") == [handle_of(produce)])
+    assert eventually(lambda: result("released") == [handle_of(produce)])
 
 
 # ---- what can go wrong
@@ -318,8 +318,8 @@ def test_an_abort_by_name_works_at_p_and_at_d(pair: EnginePair, role: str) -> No
     with PairRequest(pair) as asked:
         assert eventually(lambda: pair.asked(engines))
         (name, *_) = pair.asked(engines)[0].labels
-        told = pair.gateway.post("/inference/v1/abort_requests", {"request_ids": [name, "no"]})
-        assert told.json() == {"aborted": [name], "unknown": ["no"]}
+        result = pair.gateway.post("/inference/v1/abort_requests", {"request_ids": [name, "no"]})
+        assert result.json() == {"aborted": [name], "unknown": ["no"]}
     assert asked.response.json()["choices"][0]["finish_reason"] == "abort"
 
 

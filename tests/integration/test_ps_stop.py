@@ -99,8 +99,8 @@ def test_a_server_is_listed_with_all_its_processes_and_stopped_alone(
     assert first.process.pid in pids(found["8001"])
     assert not set(pids(found["8001"])) & set(pids(found["8002"]))
     assert f"8001: serves (pid {first.process.pid})" in machine.tool("ps")
-    told = msgspec.json.decode(machine.tool("ps", "--json"), type=Found)
-    assert {place.name: place for place in told.run_directories} == found
+    result = msgspec.json.decode(machine.tool("ps", "--json"), type=Found)
+    assert {place.name: place for place in result.run_directories} == found
     printed = machine.tool("stop", "8001", "--kill")
     assert "stopped  8001 (3 processes)" in printed
     assert not any(map(is_alive, pids(found["8001"])))
@@ -112,8 +112,8 @@ def test_a_process_that_does_not_stop_is_named_and_not_killed(machine: ServerMac
     """A real supervisor would kill its children; this program does not."""
     server = machine.serve("8001")
     found = machine.place("8001")
-    told = machine.tool("stop", "8001", "--wait-s", "0.2", code=1)
-    assert "still running after 0.2 s" in told
+    result = machine.tool("stop", "8001", "--wait-s", "0.2", code=1)
+    assert "still running after 0.2 s" in result
     assert server.process.wait(10) == -signal.SIGTERM, "it was asked"
     children = [pid for pid in pids(found) if pid != server.process.pid]
     assert all(map(is_alive, children))
@@ -127,9 +127,9 @@ def test_children_of_a_killed_supervisor_are_found_and_stopped(machine: ServerMa
     server.process.wait(10)
     assert pids(machine.place("8001")) == left
     assert "lost its supervisor" in machine.tool("ps")
-    told = machine.tool("stop", "--all")
-    assert "stopped  8001 (2 processes)" in told
-    assert "removed  8001/engine.sock" in told
+    result = machine.tool("stop", "--all")
+    assert "stopped  8001 (2 processes)" in result
+    assert "removed  8001/engine.sock" in result
     assert not path.exists()
     assert not any(map(is_alive, left))
     assert machine.places() == {}

@@ -65,7 +65,7 @@ class CountingClient:
         self.ends[end] += 1
         return response
 
-    def told(self, response: requests.Response, usage: dict[str, int], *names: str) -> None:
+    def note_usage(self, response: requests.Response, usage: dict[str, int], *names: str) -> None:
         prompt, generated = (usage[name] for name in names)
         self.usage[response.headers["x-request-id"]] = (prompt, generated)
 
@@ -83,7 +83,7 @@ def whole_chat(client: CountingClient, dice: random.Random) -> None:
     if dice.random() < 0.5:
         body["max_tokens"] = dice.randint(1, 6)
     response = client.post(CHAT, body, "finished")
-    client.told(response, response.json()["usage"], *OPENAI)
+    client.note_usage(response, response.json()["usage"], *OPENAI)
 
 
 def streamed_completion(client: CountingClient, dice: random.Random) -> None:
@@ -92,25 +92,25 @@ def streamed_completion(client: CountingClient, dice: random.Random) -> None:
     if dice.random() < 0.5:
         body["stop"] = ["two"]
     response = client.post(COMPLETIONS, body, "finished")
-    client.told(response, events_of(response.content)[-1]["usage"], *OPENAI)
+    client.note_usage(response, events_of(response.content)[-1]["usage"], *OPENAI)
 
 
 def message(client: CountingClient, dice: random.Random) -> None:
     response = client.post(MESSAGES, {"messages": messages_of("x"), "max_tokens": 5}, "finished")
     usage = response.json()["usage"]
     usage["input_tokens"] = prompt_tokens(usage)
-    client.told(response, usage, *ANTHROPIC)
+    client.note_usage(response, usage, *ANTHROPIC)
 
 
 def response(client: CountingClient, dice: random.Random) -> None:
     answer = client.post(RESPONSES, {"input": "hi", "store": False}, "finished")
-    client.told(answer, answer.json()["usage"], *ANTHROPIC)
+    client.note_usage(answer, answer.json()["usage"], *ANTHROPIC)
 
 
 def tokens(client: CountingClient, dice: random.Random) -> None:
     body = {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": dice.randint(1, 9)}}
     answer = client.post(GENERATE, body, "finished")
-    client.told(answer, answer.json()["usage"], *OPENAI)
+    client.note_usage(answer, answer.json()["usage"], *OPENAI)
 
 
 def refused_by_the_engine(client: CountingClient, dice: random.Random) -> None:
@@ -144,8 +144,8 @@ def aborted_by_name(client: CountingClient, dice: random.Random) -> None:
         body = {"messages": messages_of("endless"), "stream": True}
         send_post(sock, CHAT, body, headers={"X-Request-Id": name})
         assert read_head(file)[0] == 200
-        told = client.post(ABORT, {"request_ids": [f"chatcmpl-{name}"]}, "finished")
-        assert told.json()["aborted"]
+        reply = client.post(ABORT, {"request_ids": [f"chatcmpl-{name}"]}, "finished")
+        assert reply.json()["aborted"]
         while b"[DONE]" not in file.readline():
             pass
     client.seen[CHAT, 200] += 1
@@ -192,7 +192,7 @@ class ToldUsage:
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ToldUsage]:
+def reply(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ToldUsage]:
     address = f"ipc://{tmp_path_factory.mktemp('engine') / 'engine.sock'}"
     with (
         ScriptedEngine(address, script=script) as engine,
@@ -245,100 +245,100 @@ def summed(lines: list[dict[str, Any]], name: str) -> float:
     return float(sum(line.get(name, 0) for line in lines))
 
 
-def check_lines(told: ToldUsage) -> None:
-    seen = sum((client.seen for client in told.clients), Counter())
-    assert Counter((line["route"], line["status"]) for line in told.lines) == seen
-    assert len({line["request_id"] for line in told.lines}) == len(told.lines)
+def check_lines(reply: ToldUsage) -> None:
+    seen = sum((client.seen for client in reply.clients), Counter())
+    assert Counter((line["route"], line["status"]) for line in reply.lines) == seen
+    assert len({line["request_id"] for line in reply.lines}) == len(reply.lines)
     for (route, status), count in seen.items():
-        assert told.metric("tidegate_requests_total", route=route, status=str(status)) == count
+        assert reply.metric("tidegate_requests_total", route=route, status=str(status)) == count
 
 
-def check_tokens(told: ToldUsage, count: int) -> None:
-    lines = {line["request_id"]: line for line in told.lines}
-    told_usage = {name: usage for client in told.clients for name, usage in client.usage.items()}
+def check_tokens(reply: ToldUsage, count: int) -> None:
+    lines = {line["request_id"]: line for line in reply.lines}
+    told_usage = {name: usage for client in reply.clients for name, usage in client.usage.items()}
     assert len(told_usage) == count
     for name, usage in told_usage.items():
         assert (lines[name]["prompt_tokens"], lines[name]["generated_tokens"]) == usage
 
 
-def check_totals(told: ToldUsage) -> None:
+def check_totals(reply: ToldUsage) -> None:
     for name in ("prompt_tokens", "generated_tokens", "cached_tokens"):
-        assert told.metric(f"tidegate_{name}_total") == summed(told.lines, name)
+        assert reply.metric(f"tidegate_{name}_total") == summed(reply.lines, name)
     for name in ("prompt_tokens", "generated_tokens"):
-        assert told.metric(f"tidegate_request_{name}_sum") == summed(told.accepted, name)
-        assert told.metric(f"tidegate_request_{name}_count") == len(told.accepted)
-    refused = [line for line in told.lines if line["end"] == "refused"]
+        assert reply.metric(f"tidegate_request_{name}_sum") == summed(reply.accepted, name)
+        assert reply.metric(f"tidegate_request_{name}_count") == len(reply.accepted)
+    refused = [line for line in reply.lines if line["end"] == "refused"]
     assert summed(refused, "prompt_tokens") == summed(refused, "generated_tokens") == 0
 
 
-def check_open(told: ToldUsage) -> None:
-    assert told.metric("tidegate_open_answers") == 0
+def check_open(reply: ToldUsage) -> None:
+    assert reply.metric("tidegate_open_answers") == 0
 
 
-def test_each_request_has_one_line_and_is_counted_by_route_and_status(told: ToldUsage) -> None:
-    check_lines(told)
+def test_each_request_has_one_line_and_is_counted_by_route_and_status(reply: ToldUsage) -> None:
+    check_lines(reply)
 
 
-def test_ends_are_those_that_clients_brought_about(told: ToldUsage) -> None:
-    ends = sum((client.ends for client in told.clients), Counter())
-    assert Counter(line["end"] for line in told.lines) == ends
+def test_ends_are_those_that_clients_brought_about(reply: ToldUsage) -> None:
+    ends = sum((client.ends for client in reply.clients), Counter())
+    assert Counter(line["end"] for line in reply.lines) == ends
     assert set(ends) == {"finished", "aborted", "disconnected", "refused", "error"}
-    assert told.counted("tidegate_request_ends_total", "end") == ends
+    assert reply.counted("tidegate_request_ends_total", "end") == ends
 
 
-def test_the_log_counts_the_tokens_that_clients_received(told: ToldUsage) -> None:
-    check_tokens(told, 5 * NUM_CLIENTS * ROUNDS)
+def test_the_log_counts_the_tokens_that_clients_received(reply: ToldUsage) -> None:
+    check_tokens(reply, 5 * NUM_CLIENTS * ROUNDS)
 
 
-def test_totals_are_the_sums_over_requests(told: ToldUsage) -> None:
-    check_totals(told)
+def test_totals_are_the_sums_over_requests(reply: ToldUsage) -> None:
+    check_totals(reply)
 
 
-def test_no_answer_is_open_after_all_have_ended(told: ToldUsage) -> None:
-    check_open(told)
+def test_no_answer_is_open_after_all_have_ended(reply: ToldUsage) -> None:
+    check_open(reply)
 
 
-def test_answers_and_choices_are_counted_by_how_they_ended(told: ToldUsage) -> None:
-    answers = Counter(line["finish"] for line in told.lines if "finish" in line)
-    assert told.counted("tidegate_answers_total", "finish") == answers
-    choices = Counter(finish for line in told.accepted for finish in line["finishes"])
-    assert told.counted("tidegate_choices_total", "finish") == choices
+def test_answers_and_choices_are_counted_by_how_they_ended(reply: ToldUsage) -> None:
+    answers = Counter(line["finish"] for line in reply.lines if "finish" in line)
+    assert reply.counted("tidegate_answers_total", "finish") == answers
+    choices = Counter(finish for line in reply.accepted for finish in line["finishes"])
+    assert reply.counted("tidegate_choices_total", "finish") == choices
     assert {"stop", "length", "abort", "error", "disconnected"} <= set(choices)
-    refused = sum("refuse" in text_of(g.prompt.tolist()) for g in told.engine.generates)
-    assert sum(choices.values()) == len(told.engine.generates) - refused
+    refused = sum("refuse" in text_of(g.prompt.tolist()) for g in reply.engine.generates)
+    assert sum(choices.values()) == len(reply.engine.generates) - refused
 
 
-def test_times_are_counted_once_for_each_answer_that_has_them(told: ToldUsage) -> None:
-    spoke = [line for line in told.accepted if "first_token_s" in line]
-    assert told.metric("tidegate_time_to_first_token_seconds_count") == len(spoke)
-    total = told.metric("tidegate_time_to_first_token_seconds_sum")
+def test_times_are_counted_once_for_each_answer_that_has_them(reply: ToldUsage) -> None:
+    spoke = [line for line in reply.accepted if "first_token_s" in line]
+    assert reply.metric("tidegate_time_to_first_token_seconds_count") == len(spoke)
+    total = reply.metric("tidegate_time_to_first_token_seconds_sum")
     assert total == pytest.approx(summed(spoke, "first_token_s"), abs=1e-3)
-    routes = Counter(line["route"] for line in told.accepted)
+    routes = Counter(line["route"] for line in reply.accepted)
     for route, count in routes.items():
-        assert told.metric("tidegate_request_seconds_count", route=route) == count
+        assert reply.metric("tidegate_request_seconds_count", route=route) == count
     for stage, name in (("queue", "queued_s"), ("prefill", "prefill_s"), ("decode", "decode_s")):
-        told_sum = told.metric("tidegate_stage_seconds_sum", stage=stage)
-        assert told_sum == pytest.approx(summed(told.accepted, name), abs=1e-3)
+        told_sum = reply.metric("tidegate_stage_seconds_sum", stage=stage)
+        assert told_sum == pytest.approx(summed(reply.accepted, name), abs=1e-3)
 
 
-def test_resources_of_abandoned_requests_are_free_again(told: ToldUsage) -> None:
-    gone = [line for line in told.lines if line["end"] == "disconnected"]
-    assert told.metric(FREED) == len(gone) > 0
+def test_resources_of_abandoned_requests_are_free_again(reply: ToldUsage) -> None:
+    gone = [line for line in reply.lines if line["end"] == "disconnected"]
+    assert reply.metric(FREED) == len(gone) > 0
 
 
-def test_the_vllm_metric_names_have_the_same_values(told: ToldUsage) -> None:
+def test_the_vllm_metric_names_have_the_same_values(reply: ToldUsage) -> None:
     model = {"model_name": "scripted", "engine": "0"}
-    generated = told.metric("tidegate_generated_tokens_total")
-    assert told.metric("vllm:generation_tokens_total", **model) == generated
-    count = told.metric("vllm:e2e_request_latency_seconds_count", **model)
-    assert count == len(told.accepted)
-    choices = told.counted("tidegate_choices_total", "finish")
-    aborted = told.metric("vllm:request_success_total", finished_reason="abort", **model)
+    generated = reply.metric("tidegate_generated_tokens_total")
+    assert reply.metric("vllm:generation_tokens_total", **model) == generated
+    count = reply.metric("vllm:e2e_request_latency_seconds_count", **model)
+    assert count == len(reply.accepted)
+    choices = reply.counted("tidegate_choices_total", "finish")
+    aborted = reply.metric("vllm:request_success_total", finished_reason="abort", **model)
     assert aborted == choices["abort"] + choices["disconnected"]
 
 
-def test_a_log_line_has_no_text_of_a_request(told: ToldUsage) -> None:
-    text = json.dumps(told.lines)
+def test_a_log_line_has_no_text_of_a_request(reply: ToldUsage) -> None:
+    text = json.dumps(reply.lines)
     assert not re.search("endless|a{12}|refuse\\b(?!d)|some prompts|three", text)
 
 
@@ -360,14 +360,14 @@ def test_counts_agree_after_the_engine_restarts(tmp_path: Path) -> None:
             for client in clients:
                 whole_chat(client, random.Random(7))
         await_lines(gateway, clients)
-        told = ToldUsage(clients, request_lines(gateway), scraped(gateway), engine)
-    check_lines(told)
-    check_tokens(told, NUM_CLIENTS)
-    check_totals(told)
-    check_open(told)
+        reply = ToldUsage(clients, request_lines(gateway), scraped(gateway), engine)
+    check_lines(reply)
+    check_tokens(reply, NUM_CLIENTS)
+    check_totals(reply)
+    check_open(reply)
     ends = {"error": NUM_CLIENTS, "refused": 1, "finished": NUM_CLIENTS}
-    assert Counter(line["end"] for line in told.lines) == ends
-    assert told.counted("tidegate_request_ends_total", "end") == ends
+    assert Counter(line["end"] for line in reply.lines) == ends
+    assert reply.counted("tidegate_request_ends_total", "end") == ends
 
 
 def endless(client: CountingClient) -> int:

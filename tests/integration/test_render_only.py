@@ -31,8 +31,8 @@ def test_routes_that_need_no_engine_are_served(gateway: GatewayProcess) -> None:
     assert counted["max_model_len"] == 300
     spelt = gateway.post("/detokenize", {"tokens": counted["tokens"]}).json()
     assert spelt["prompt"] == "<bos><user>Hi<assistant>"
-    told = gateway.post("/v1/chat/completions/input_tokens", {"messages": HI}).json()
-    assert told["input_tokens"] == counted["count"]
+    result = gateway.post("/v1/chat/completions/input_tokens", {"messages": HI}).json()
+    assert result["input_tokens"] == counted["count"]
     models = requests.get(gateway.url + "/v1/models", timeout=5).json()
     assert [model["id"] for model in models["data"]] == ["scripted"]
     facts = gateway.await_status("/health", 200).json()
@@ -75,8 +75,8 @@ def test_a_directory_of_a_tokenizer_is_served_by_one_command(tmp_path: Path) -> 
     with Program([*command, "--max-len", "128"], cwd=ROOT) as server:
         server.line_with("without an engine", timeout_s=30)
         url = f"http://127.0.0.1:{port}/tokenize"
-        told = requests.post(url, json={"messages": HI}, timeout=10).json()
-        assert (told["max_model_len"], told["tokens"][0]) == (128, 256)
+        result = requests.post(url, json={"messages": HI}, timeout=10).json()
+        assert (result["max_model_len"], result["tokens"][0]) == (128, 256)
         models = requests.get(f"http://127.0.0.1:{port}/v1/models", timeout=10).json()
         assert [model["id"] for model in models["data"]] == [tmp_path.name]
 

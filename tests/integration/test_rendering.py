@@ -107,7 +107,7 @@ def test_a_chat_comes_back_whole_and_streamed_from_another_gateway(house: House)
     stream = house.serving.post("/inference/v1/generate", {**request, "stream": True})
     state, chunks = None, []
     for chunk in events_of(stream.content):
-        told = house.rendered(
+        result = house.rendered(
             f"{CHAT}/derender",
             {
                 "stream": True,
@@ -116,9 +116,9 @@ def test_a_chat_comes_back_whole_and_streamed_from_another_gateway(house: House)
                 "stream_state": state,
             },
         )
-        state = told["stream_state"]
-        if told["chunk"] is not None:
-            chunks.append(told["chunk"])
+        state = result["stream_state"]
+        if result["chunk"] is not None:
+            chunks.append(result["chunk"])
     for said in (fold_chat_response(whole), fold_chat_stream(chunks)):
         (call,) = said[0].pop("calls")
         assert call[1:] == ("look", '{"a": 1}')

@@ -124,9 +124,9 @@ def test_the_operator_may_choose_another_format_or_the_checkpoints_own(
     engine: ScriptedEngine,
 ) -> None:
     with GatewayProcess(engine=engine.address, tool_format="hermes") as gateway:
-        told = formats(gateway.await_ready())
-        assert told["tools"] == "hermes"
-        assert "response_template is not used, as the options say" in told["why"]
+        result = formats(gateway.await_ready())
+        assert result["tools"] == "hermes"
+        assert "response_template is not used, as the options say" in result["why"]
         assert ask(gateway).json()["choices"][0]["message"]["content"] == ANSWER
     with GatewayProcess(engine=engine.address, tool_format="hf") as gateway:
         assert formats(gateway.await_ready())["reasoning"] == "hf"
@@ -157,9 +157,9 @@ def test_an_invalid_response_template_is_logged_and_the_formats_are_detected(fol
         engine_with({"fields": {"poem": {}}}, folder) as engine,
         GatewayProcess(engine=engine.address) as gateway,
     ):
-        told = formats(gateway.await_ready())
-        assert (told["tools"], told["reasoning"]) == ("hermes", "qwen3")
-        assert "own description cannot be used: response_template, field 'poem'" in told["why"]
+        result = formats(gateway.await_ready())
+        assert (result["tools"], result["reasoning"]) == ("hermes", "qwen3")
+        assert "own description cannot be used: response_template, field 'poem'" in result["why"]
 
 
 def test_the_two_format_options_may_not_contradict_each_other(engine: ScriptedEngine) -> None:

@@ -64,12 +64,12 @@ def cut_after(port: int, frames: int, path: str = CHAT, body: Any = BODY) -> tup
         send_post(raw, path, body, headers=RESUME)
         status, headers = read_head(file)
         assert status == 200
-        heard = b""
-        while heard.count(b"\n\n") < frames:
+        received = b""
+        while received.count(b"\n\n") < frames:
             size = int(file.readline(), 16)
-            heard += file.read(size)
+            received += file.read(size)
             file.readline()
-    return headers["x-resume"], heard
+    return headers["x-resume"], received
 
 
 @pytest.mark.parametrize(("path", "n"), [(CHAT, 1), (CHAT, 3), (COMPLETIONS, 1)])
@@ -107,12 +107,12 @@ def test_a_disconnected_client_receives_the_rest(
     engine: ScriptedEngine, gateway: GatewayProcess, twin: GatewayProcess
 ) -> None:
     engine.step_s = 0.02
-    stream, heard = cut_after(gateway.port, 8)
+    stream, received = cut_after(gateway.port, 8)
     assert len(engine.generates) == 1
-    last = heard.count(b"\n\n") - 1
+    last = received.count(b"\n\n") - 1
     rest = picked_up(twin, stream, last)  # from another process, while it is being made
     whole = picked_up(gateway, stream)
-    assert heard + rest == whole
+    assert received + rest == whole
     assert fold_stream(events_of(without_ids(whole)))[0]["text"] == TEXT
     assert not engine.aborts.keys() & {generate.request for generate in engine.generates}
 
@@ -122,11 +122,11 @@ def test_resuming_a_stream_sends_no_second_request(
 ) -> None:
     """Some clients resume by repeating the request."""
     engine.step_s = 0.02
-    stream, heard = cut_after(gateway.port, 8)
-    last = {**RESUME, "Last-Event-ID": f"{stream}:{heard.count(b'id: ') - 1}"}
+    stream, received = cut_after(gateway.port, 8)
+    last = {**RESUME, "Last-Event-ID": f"{stream}:{received.count(b'id: ') - 1}"}
     _, headers, rest = exchange(gateway.port, CHAT, BODY, headers=last)
     assert headers["x-resume"] == stream
-    assert fold_stream(events_of(without_ids(heard + rest)))[0]["text"] == TEXT
+    assert fold_stream(events_of(without_ids(received + rest)))[0]["text"] == TEXT
     assert len(engine.generates) == 1
 
 
@@ -144,11 +144,11 @@ def test_a_stream_without_a_client_is_aborted_after_the_window(
 ) -> None:
     engine.step_s = 0.02
     engine.script = lambda generate: text_reply(TEXT * 50)
-    stream, heard = cut_after(gateway.port, 4)
+    stream, received = cut_after(gateway.port, 4)
     left_at = time.monotonic()
     aborted_at = engine.await_abort(engine.generates[0].request)
     assert aborted_at - left_at > WINDOW_S * 0.9
-    rest = picked_up(gateway, stream, heard.count(b"\n\n") - 1)
+    rest = picked_up(gateway, stream, received.count(b"\n\n") - 1)
     assert events_of(without_ids(rest))[-1]["error"]["message"].startswith("the client did not")
 
 
@@ -182,8 +182,10 @@ def test_a_resumed_stream_ends_with_the_failure(
 ) -> None:
     engine.step_s = 0.02
     engine.script = lambda generate: text_reply("Hello", finish="error")
-    stream, heard = cut_after(gateway.port, 2)
-    events = events_of(without_ids(heard + picked_up(gateway, stream, heard.count(b"id: ") - 1)))
+    stream, received = cut_after(gateway.port, 2)
+    events = events_of(
+        without_ids(received + picked_up(gateway, stream, received.count(b"id: ") - 1))
+    )
     assert events[-1]["error"]["type"] == "server_error"
 
 

@@ -31,7 +31,7 @@ buffers."""
 LONG_IDS = [200] * 1_500_000
 """The same as token ids of four bytes each."""
 LONG_CHANCES = [1] * 12_000
-"""The same with twenty logprobs for each token."""
+"""Fewer tokens, which exceed the buffers with twenty logprobs each."""
 LATER = "Told word by word — to whoever reads. " * 15
 WORDS = "Others are told every word of it. " * 20
 
@@ -86,8 +86,8 @@ def _heard_completion(data: bytes) -> ReceivedStream:
     events = events_of(data)
     choices = _choices_of(events)
     bits = [choice["text"] for choice in choices if choice["text"]]
-    told = [choice["logprobs"]["token_logprobs"] for choice in choices if choice["logprobs"]]
-    assert [chance for chances in told for chance in chances] == [
+    result = [choice["logprobs"]["token_logprobs"] for choice in choices if choice["logprobs"]]
+    assert [chance for chances in result for chance in chances] == [
         scripted_logprob(token, 1).logprob for token in ids_of("".join(bits))
     ]
     return ReceivedStream(bits, events[-1]["usage"]["completion_tokens"])
@@ -160,13 +160,13 @@ def test_a_late_reader_gets_all_that_came_meanwhile_in_one_delta(
         assert _short(gateway) == WORDS
         status, headers = read_head(file)
         assert status == 200
-        heard = heard_in(read_body(file, headers))
+        received = heard_in(read_body(file, headers))
     long = {"ids": LONG_IDS, "completion with logprobs": LONG_CHANCES}.get(name, LONG)
-    assert heard.tokens == len(long) + len(ids_of(LATER))
+    assert received.tokens == len(long) + len(ids_of(LATER))
     if name == "ids":
-        assert heard.bits == [long, ids_of(LATER)]
+        assert received.bits == [long, ids_of(LATER)]
     else:
-        assert heard.bits == ["\x01" * len(long), LATER]
+        assert received.bits == ["\x01" * len(long), LATER]
 
 
 def _short(gateway: GatewayProcess) -> str:

@@ -77,11 +77,11 @@ def test_a_cached_refusal_is_repeated_without_the_engine(
     for answer in (first, second):
         answer.headers.update(dict.fromkeys(differ & {key.lower() for key in answer.headers}, "-"))
     assert first.headers == second.headers
-    told, told_again = (
+    result, told_again = (
         {key: value for key, value in answer.json().items() if key != "request_id"}
         for answer in (first, second)
     )
-    assert told == told_again
+    assert result == told_again
     assert eventually(lambda: engine.num_early == before + 1)  # with a heartbeat
     engine.script = lambda generate: text_reply("Hello!")
     assert ask(gateway, f"{name}-1", ROUTES[name]).status_code == 200  # somebody else

@@ -111,8 +111,8 @@ def test_workers_of_a_dead_gateway_get_time_to_inform_their_clients(
     port = free_port()
     code = (SURVIVOR + dedent(GATEWAY)).replace("SLEEP_S", str(sleep_s)).replace("PORT", str(port))
     commands = [["gateway", code], ["engine", DEAF]]
-    told = {"port": port, "commands": commands, "survivors_s": 30.0 if is_told else 0.1}
-    with Program(["-P", SUPERVISED, json.dumps(told)]) as program:
+    result = {"port": port, "commands": commands, "survivors_s": 30.0 if is_told else 0.1}
+    with Program(["-P", SUPERVISED, json.dumps(result)]) as program:
         program.line_with("ready")
         helper = helper_of(program)
         os.kill(pids(program)[0], SIGKILL)

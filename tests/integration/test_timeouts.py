@@ -39,8 +39,8 @@ def test_every_api_accepts_both_timeouts_and_defaults_to_the_operators(
     said = {"timeout_s": 4.5, "queue_timeout_s": 2}
     assert gateway.post(route, ROUTES[route] | said).status_code == 200
     assert gateway.post(route, ROUTES[route]).status_code == 200
-    told = [(generate.timeout_s, generate.queue_timeout_s) for generate in engine.generates]
-    assert told == [(4.5, 2.0), (50.0, 0.0)]
+    result = [(generate.timeout_s, generate.queue_timeout_s) for generate in engine.generates]
+    assert result == [(4.5, 2.0), (50.0, 0.0)]
 
 
 @pytest.mark.parametrize("route", ROUTES)

@@ -32,19 +32,19 @@ ENGINE = {"script": lambda generate: text_reply(TEXT)}
 GATEWAY = {"response_store": "none"}
 
 
-def last_typed(response: requests.Response) -> list[dict[str, Any]]:
-    """Return the last event of a stream whose events have types."""
+def typed_events(response: requests.Response) -> list[dict[str, Any]]:
+    """Return the events of a stream whose events have types."""
     lines = response.content.decode().splitlines()
     return [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
 
 
 def of_messages(response: requests.Response) -> dict[str, Any]:
-    (delta,) = [event for event in last_typed(response) if event["type"] == "message_delta"]
+    (delta,) = [event for event in typed_events(response) if event["type"] == "message_delta"]
     return delta
 
 
 def of_responses(response: requests.Response) -> dict[str, Any]:
-    whole: dict[str, Any] = last_typed(response)[-1]["response"]
+    whole: dict[str, Any] = typed_events(response)[-1]["response"]
     return whole
 
 
@@ -60,7 +60,7 @@ LAST: dict[str, Callable[[requests.Response], dict[str, Any]]] = {
 
 
 def asked(gateway: GatewayProcess, path: str, **more: Any) -> dict[str, Any]:
-    """Return where timings would be in the answer."""
+    """Send a request. Return the object of its answer that may contain timings."""
     response = gateway.post(path, {**BODIES[path], **more})
     assert response.status_code == 200, response.text
     if more.get("stream"):
@@ -74,16 +74,16 @@ def asked(gateway: GatewayProcess, path: str, **more: Any) -> dict[str, Any]:
 def test_every_api_sends_timings_in_whole_answers_and_streams(
     gateway: GatewayProcess, path: str, stream: bool
 ) -> None:
-    told = msgspec.convert(asked(gateway, path, timings=True, stream=stream)["timings"], Timings)
-    assert (told.queue_ms, told.prompt_ms, told.predicted_ms) == (250, 500, 2000)
-    assert told.predicted_n == NUM_TOKENS
-    assert told.predicted_per_second == (NUM_TOKENS - 1) / 2
-    assert told.cache_n == 2
-    assert told.prompt_n > 0
-    assert told.grammar_ms == told.preempted_ms == told.fetch_ms == 0
-    assert 0 < told.detokenize_ms < told.total_ms
-    assert told.first_token_ms is not None
-    assert 0 <= told.tokenize_ms < told.first_token_ms <= told.total_ms
+    result = msgspec.convert(asked(gateway, path, timings=True, stream=stream)["timings"], Timings)
+    assert (result.queue_ms, result.prompt_ms, result.predicted_ms) == (250, 500, 2000)
+    assert result.predicted_n == NUM_TOKENS
+    assert result.predicted_per_second == (NUM_TOKENS - 1) / 2
+    assert result.cache_n == 2
+    assert result.prompt_n > 0
+    assert result.grammar_ms == result.preempted_ms == result.fetch_ms == 0
+    assert 0 < result.detokenize_ms < result.total_ms
+    assert result.first_token_ms is not None
+    assert 0 <= result.tokenize_ms < result.first_token_ms <= result.total_ms
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -101,9 +101,9 @@ def test_timings_come_with_the_usage_if_both_are_requested(gateway: GatewayProce
 
 
 def test_tokens_of_all_choices_are_counted(gateway: GatewayProcess) -> None:
-    told = asked(gateway, "/v1/chat/completions", timings=True, n=3)["timings"]
-    assert told["predicted_n"] == 3 * NUM_TOKENS
-    assert told["predicted_per_second"] == 3 * (NUM_TOKENS - 1) / 2
+    result = asked(gateway, "/v1/chat/completions", timings=True, n=3)["timings"]
+    assert result["predicted_n"] == 3 * NUM_TOKENS
+    assert result["predicted_per_second"] == 3 * (NUM_TOKENS - 1) / 2
 
 
 def test_a_timings_field_that_is_no_boolean_is_refused(gateway: GatewayProcess) -> None:

@@ -84,7 +84,7 @@ def main() -> None:
     all_of_them = competitors(given, gguf)
     setting = f"{gguf.name}; {len(servers.cores())} cores, {_processor()}; {given.rounds} rounds"
     kept = {who.name: Turns() for who in all_of_them}
-    told = Comparison(setting, [])
+    result = Comparison(setting, [])
     began = time.perf_counter()
     for number, order in enumerate(turns(all_of_them, given.rounds)):
         for who in order:
@@ -92,12 +92,12 @@ def main() -> None:
             pace = Pace(who.per_stream * given.share)
             take_turn(who, pace, given.streams, given.seed + number, kept[who.name])
             shown = [Figures.of(name, seen) for name, seen in kept.items() if seen.ready_s]
-            told = Comparison(setting, shown)
+            result = Comparison(setting, shown)
             if given.json:  # after each turn: what was measured is kept, whatever comes next
-                file = msgspec.json.format(msgspec.json.encode(told), indent=1)
+                file = msgspec.json.format(msgspec.json.encode(result), indent=1)
                 Path(given.json).write_bytes(file)
     print(f"{time.perf_counter() - began:6.0f} s  done\n")
-    tell(told, given.svg)
+    tell(result, given.svg)
 
 
 def _processor() -> str:

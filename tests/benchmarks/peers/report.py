@@ -62,18 +62,20 @@ ROWS: list[tuple[str, Value]] = [
 ]
 
 
-def table(told: Comparison) -> str:
+def table(result: Comparison) -> str:
     """Return Markdown: a row per load and measure, then the ratios of the first server to each
     other one."""
-    names = [server.name for server in told.servers]
+    names = [server.name for server in result.servers]
     rows = [["", *names, *(f": {name}" for name in names[1:])]]
     rows.append(["---"] * len(rows[0]))
-    loads = dict.fromkeys(load for server in told.servers for load in server.loads)
+    loads = dict.fromkeys(load for server in result.servers for load in server.loads)
     for load in loads:
         for what, value in ROWS:
-            of = [_value(server.loads.get(load), value) for server in told.servers]
+            of = [_value(server.loads.get(load), value) for server in result.servers]
             rows.append(_row(f"{load}: {what}", of, digits=1))
-    ready = [min(server.ready_s) for server in told.servers]  # files read, kernels compiled before
+    ready = [
+        min(server.ready_s) for server in result.servers
+    ]  # files read, kernels compiled before
     rows.append(_row("start to ready, best, s", ready, digits=1))
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
@@ -92,11 +94,11 @@ def _told(value: float | None, digits: int) -> str:
     return NOTHING if value is None else f"{value:,.{digits}f}"
 
 
-def picture(told: Comparison) -> str:
+def picture(result: Comparison) -> str:
     """Return an SVG of the time of a whole answer against throughput, a curve per server."""
     lines = [
         PlotLine(server.name, points, colour)
-        for colour, server in enumerate(told.servers)
+        for colour, server in enumerate(result.servers)
         if (points := _curve(server))
     ]
     title = f"Latency against throughput, answers of {OUTPUT_TOKENS} tokens"
@@ -111,14 +113,14 @@ def _curve(server: Figures) -> list[Point]:
     ]
 
 
-def tell(told: Comparison, svg_file: str) -> None:
-    print(f"{told.setting}\n\n{table(told)}")
-    for server in told.servers:
+def tell(result: Comparison, svg_file: str) -> None:
+    print(f"{result.setting}\n\n{table(result)}")
+    for server in result.servers:
         for load, summary in server.loads.items():
             for line in warnings(summary):
                 print(f"{load}: {line}")
     if svg_file:
-        Path(svg_file).write_text(picture(told), encoding="utf-8")
+        Path(svg_file).write_text(picture(result), encoding="utf-8")
 
 
 def main() -> None:

@@ -137,8 +137,8 @@ def test_10_empty_and_nested_values_keep_their_types(
         "g": [{}],
     }
     answers(engine, call("weather", arguments), size=2)
-    ((_, told),) = both(gateway, WITH_TOOLS)["calls"]
-    assert json.loads(told) == arguments
+    ((_, result),) = both(gateway, WITH_TOOLS)["calls"]
+    assert json.loads(result) == arguments
 
 
 def test_11_prose_that_mentions_the_tag_flows(

@@ -100,12 +100,12 @@ def test_logprobs_and_ids_cover_every_token_of_reasoning_calls_and_text(
         assert len(choice["logprobs"]["content"]) == len(ids)
         events = [event["choices"][0] for event in stream(gateway, body)]
         assert [i for event in events for i in event.get("token_ids", [])] == ids
-        told = [event["logprobs"]["content"] for event in events if event["logprobs"]]
-        assert [item for items in told for item in items] == choice["logprobs"]["content"]
+        result = [event["logprobs"]["content"] for event in events if event["logprobs"]]
+        assert [item for items in result for item in items] == choice["logprobs"]["content"]
 
 
 def thinks_for_ever(said: list[int]) -> list[int]:
-    """Return fifty tokens, whatever they are."""
+    """Prefer "x" until the answer has more than fifty tokens, then the end."""
     return [EOS if len(said) > 50 else ord("x"), *b'"}a:1{']
 
 

@@ -164,10 +164,10 @@ def test_an_unknown_keyword_is_listed_and_refused_if_strict(
     path: str, body: dict[str, Any], at: str, engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
     engine.script = Compiling()
-    told = gateway.post(path, body)
-    assert told.status_code == 200, told.text
-    assert told.json()["ignored_params"] == [at]
-    assert told.headers["x-ignored-fields"] == at
+    result = gateway.post(path, body)
+    assert result.status_code == 200, result.text
+    assert result.json()["ignored_params"] == [at]
+    assert result.headers["x-ignored-fields"] == at
     refused = gateway.post(path, body | {"strict_params": True})
     assert refused.status_code == 400
     assert at in refused.text
