@@ -131,7 +131,7 @@ class OfferedCrowd:
     generator shares the machine with the server that is measured."""
 
     def __init__(self, port: int) -> None:
-        self.result: list[OfferedResult] = []
+        self.results: list[OfferedResult] = []
         self._address = ("127.0.0.1", port)
         self._selector = selectors.DefaultSelector()
 
@@ -142,7 +142,7 @@ class OfferedCrowd:
     def send(self, request: bytes, tokens: int) -> None:
         """`tokens`: of prompt and answer, if it is answered."""
         result = OfferedResult(time.monotonic(), tokens=tokens)
-        self.result.append(result)
+        self.results.append(result)
         try:
             sock = socket.create_connection(self._address, timeout=1.0)
             sock.sendall(request)
@@ -205,7 +205,7 @@ class Offered:
     cpu_s   CPU time that the load generator used
     """
 
-    result: list[OfferedResult]
+    results: list[OfferedResult]
     late: list[float]
     cpu_s: float
 
@@ -224,7 +224,7 @@ def offer(
         crowd.send(request, load.prompt + load.answer)
     while crowd.num_open:
         crowd.hear(time.monotonic() + 0.1)
-    return Offered(crowd.result, late, time.process_time() - before)
+    return Offered(crowd.results, late, time.process_time() - before)
 
 
 async def offered_elsewhere(

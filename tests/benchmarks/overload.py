@@ -134,8 +134,8 @@ async def overload(server: Server, load: OfferedLoad, seconds: float, laws: Laws
     )
     peaks.append(await most(server, load, seconds))
     peak = sum(tokens for tokens, _ in peaks) / len(peaks)
-    goodput, _ = done_per_s(offered.result, until - seconds, until)
-    per_s = len(offered.result) / (until - begin)
+    goodput, _ = done_per_s(offered.results, until - seconds, until)
+    per_s = len(offered.results) / (until - begin)
     print(f"offered        {per_s:.1f} requests/s for {until - begin:.0f} s")
     print(f"done           {goodput:.0f} tokens/s, {goodput / peak:.2f} of the most")
     print(f"at most, after {peaks[1][0]:.0f} tokens/s")
@@ -189,7 +189,7 @@ async def watched(server: Server, begin: float, until: float) -> dict[str, Overl
 
 
 def tell_refusals(offered: Offered, laws: Laws) -> None:
-    result = offered.result
+    result = offered.results
     refused = [one for one in result if one.status == REFUSED]
     others = {one.error or one.status for one in result if one.error or one.status != 200} - {
         REFUSED
