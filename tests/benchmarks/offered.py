@@ -152,7 +152,7 @@ class OfferedCrowd:
         sock.setblocking(False)
         self._selector.register(sock, selectors.EVENT_READ, (result, bytearray()))
 
-    def hear(self, until: float) -> None:
+    def run(self, until: float) -> None:
         """What comes until then (time.monotonic)."""
         while (left_s := until - time.monotonic()) > 0:
             for key, _ in self._selector.select(left_s):
@@ -219,11 +219,11 @@ def offer(
     requests = [request_of(draw, next(names), load.prompt, load.answer) for _ in dues]
     before, late = time.process_time(), []
     for due, request in zip(dues, requests, strict=True):
-        crowd.hear(due)
+        crowd.run(due)
         late.append(time.monotonic() - due)
         crowd.send(request, load.prompt + load.answer)
     while crowd.num_open:
-        crowd.hear(time.monotonic() + 0.1)
+        crowd.run(time.monotonic() + 0.1)
     return Offered(crowd.results, late, time.process_time() - before)
 
 

@@ -202,7 +202,7 @@ def tell_refusals(offered: Offered, laws: Laws) -> None:
     if len(took) < 2:
         laws.expect(False, "enough refusals to tell how long they take")
         return
-    print(f"  told after   {spread(took)}")
+    print(f"  after        {spread(took)}")
     print(f"  our lateness {spread(offered.late)} (of the process that timed them)")
     print(f"  Retry-After  on {len(waits)} of them, {min(waits):.0f} to {max(waits):.0f} s")
     in_time = quantiles(took, n=100)[98] <= MOST_REFUSAL_S

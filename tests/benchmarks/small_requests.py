@@ -141,7 +141,7 @@ class SmallLoad:
             while self._takes_one():
                 try:
                     end = client.ask(next(stream))
-                except Exception as error:  # whatever is wrong with one is told; the others go on
+                except Exception as error:  # noted as wrong; the other requests continue
                     self.wrong.append(f"{type(error).__name__}: {error}")
                     client.close()
                     end = "wrong"

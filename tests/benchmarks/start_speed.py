@@ -33,7 +33,7 @@ def one_start() -> None:
         phases = [found[1] for line in server.err if (found := PHASES.search(line))]
         cpu = ", ".join(f"{name} {times.user + times.system:.2f}" for name, times in spent)
         total = sum(times.user + times.system for _, times in spent)
-        print(f"ready in {server.ready_s:.1f} s; {phases[0] if phases else 'no phases told'}")
+        print(f"ready in {server.ready_s:.1f} s; {phases[0] if phases else 'no phases printed'}")
         print(f"    CPU {total:.2f} s: {cpu}", flush=True)
 
 

@@ -48,7 +48,7 @@ def test_a_curve_of_our_own_server(
     before = len(engine.generates)
     page = tmp_path / "page.html"
     options = ("--concurrency", "1,4", "--requests", "9", "--input-tokens", "30", "--seed", "5")
-    code, result = bench(gateway.url, tmp_path / "told.json", *options, "--html", str(page))
+    code, result = bench(gateway.url, tmp_path / "bench.json", *options, "--html", str(page))
     assert code == 0
     (loads,) = result["servers"]
     assert [load["load"] for load in loads] == [{"concurrency": 1}, {"concurrency": 4}]
@@ -73,7 +73,7 @@ def test_a_curve_of_our_own_server(
 def test_a_chat_under_a_rate_with_objectives(gateway: GatewayProcess, tmp_path: Path) -> None:
     options = ("--api", "chat", "--rate", "100", "--requests", "20", "--warm-up", "0")
     goals = ("--slo-ttft-ms", "0.0001", "--slo-tpot-ms", "5000")
-    code, result = bench(gateway.url, tmp_path / "told.json", *options, *goals)
+    code, result = bench(gateway.url, tmp_path / "bench.json", *options, *goals)
     assert code == 0
     ((load,),) = result["servers"]
     assert (load["completed"], load["good"]) == (20, 0)
@@ -82,7 +82,7 @@ def test_a_chat_under_a_rate_with_objectives(gateway: GatewayProcess, tmp_path: 
 
 def test_a_bench_ends_after_its_duration(gateway: GatewayProcess, tmp_path: Path) -> None:
     options = ("--concurrency", "2", "--duration-s", "0.3")
-    code, result = bench(gateway.url, tmp_path / "told.json", *options)
+    code, result = bench(gateway.url, tmp_path / "bench.json", *options)
     ((load,),) = result["servers"]
     assert code == 0
     assert load["duration_s"] >= 0.3
@@ -93,7 +93,7 @@ def test_two_servers_are_compared_load_by_load(
     gateway: GatewayProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ("--vs", gateway.url, "--concurrency", "1,2", "--requests", "4")
-    code, result = bench(gateway.url, tmp_path / "told.json", *options)
+    code, result = bench(gateway.url, tmp_path / "bench.json", *options)
     assert code == 0
     assert [len(loads) for loads in result["servers"]] == [2, 2]
     assert f"{gateway.url} : {gateway.url}" in capsys.readouterr().out
@@ -103,7 +103,7 @@ def test_answers_that_end_early_are_reported(
     gateway: GatewayProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ("--ignore-eos", "no", "--requests", "4", "--concurrency", "2")
-    _, result = bench(gateway.url, tmp_path / "told.json", *options)
+    _, result = bench(gateway.url, tmp_path / "bench.json", *options)
     ((load,),) = result["servers"]
     assert load["short_answers"] == 4
     assert "4 answers are shorter than requested" in capsys.readouterr().err
@@ -187,7 +187,7 @@ def test_errors_are_counted_by_kind_and_end_with_code_1(
     # The first is the probe's; a connection that ends unanswered is asked again on a new one.
     moods = ("well", "500", "well", "no end", "500", "hang up", "hang up", "well")
     with moody(*moods) as (url, _):
-        code, result = bench(url, tmp_path / "told.json", *ONE_BY_ONE)
+        code, result = bench(url, tmp_path / "bench.json", *ONE_BY_ONE)
     assert code == 1
     ((load,),) = result["servers"]
     assert load["errors"] == {"status 500": 2, "broken stream": 1, "connection lost": 1}
@@ -203,7 +203,7 @@ def test_ignore_eos_is_left_out_for_a_server_that_rejects_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with moody(is_strict=True) as (url, server):
-        code, _ = bench(url, tmp_path / "told.json", *ONE_BY_ONE)
+        code, _ = bench(url, tmp_path / "bench.json", *ONE_BY_ONE)
     assert code == 0
     assert ["ignore_eos" in asked for asked in server.asked] == [True] + [False] * 7
     assert all("stream_options" in asked for asked in server.asked)
@@ -224,11 +224,11 @@ def test_our_key_is_for_our_server_and_headers_are_for_all(
 ) -> None:
     monkeypatch.setenv("TIDEGATE_API_KEY", "secret")
     with moody() as (url, server), moody() as (other_url, other):
-        bench(url, tmp_path / "told.json", *ONE_BY_ONE, "--vs", other_url)
+        bench(url, tmp_path / "bench.json", *ONE_BY_ONE, "--vs", other_url)
         assert (server.keys, other.keys) == ({"Bearer secret"}, {None})
-        header = ("--header", "Authorization: Bearer told")
-        bench(other_url, tmp_path / "told.json", *ONE_BY_ONE, *header)
-        assert other.keys == {None, "Bearer told"}
+        header = ("--header", "Authorization: Bearer key")
+        bench(other_url, tmp_path / "bench.json", *ONE_BY_ONE, *header)
+        assert other.keys == {None, "Bearer key"}
 
 
 def test_a_connection_that_was_closed_while_idle_is_no_error(tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_a_connection_that_was_closed_while_idle_is_no_error(tmp_path: Path) -> 
         try:
             code, result = bench(
                 url,
-                tmp_path / "told.json",
+                tmp_path / "bench.json",
                 *ONE_BY_ONE[:-2],
                 "--prompt-as",
                 "words",

@@ -171,7 +171,7 @@ def test_a_client_that_hangs_up_leaves_nothing_behind(
 
 
 @pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("prefixed", [True, False], ids=["as told", "without prefix"])
+@pytest.mark.parametrize("prefixed", [True, False], ids=["as returned", "without prefix"])
 def test_a_request_is_aborted_by_its_id_through_any_gateway(
     route: str,
     prefixed: bool,

@@ -112,7 +112,7 @@ def test_events_of_a_run_are_stored_and_its_client_gets_each_once(store: Store, 
     run.write([b"a", b"b"])
     reach(lambda: len(stored(store)[0]) == 2)
     run.listen(client)  # type: ignore[arg-type]
-    assert client.data == b"ab", "what was said before is heard, too"
+    assert client.data == b"ab", "earlier frames are received, too"
     run.write([b"c"])
     assert client.data == b"abc", "at once"
     run.note(b"in progress")

@@ -55,7 +55,7 @@ def _long(generate: Generate, asked: str) -> list[int]:
     return LONG_IDS if "ids" in asked else LONG
 
 
-# ---- what a slow reader is told
+# ---- slow readers
 
 
 @dataclass(frozen=True)

