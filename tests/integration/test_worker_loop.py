@@ -51,13 +51,13 @@ class Device:
     """A device whose steps end when the test calls `end`, the oldest first."""
 
     launched: list[ControlledEvent] = field(default_factory=list)
-    news: threading.Condition = field(default_factory=threading.Condition)
+    condition: threading.Condition = field(default_factory=threading.Condition)
     num_ended: int = 0
 
     def mark(self, device: torch.device) -> DeviceEvent:
-        with self.news:
+        with self.condition:
             self.launched.append(ControlledEvent())
-            self.news.notify_all()
+            self.condition.notify_all()
             return self.launched[-1]
 
     def await_launches(self, count: int) -> None:

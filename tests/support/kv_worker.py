@@ -171,11 +171,11 @@ class Peer:
 
     def fill(self, value: int) -> None:
         """Fill every byte of the cache with `value`, as if its blocks were reused."""
-        self._say(f"fill {value}")
+        self._send(f"fill {value}")
 
     def num_dropped(self) -> int:
         """Return the number of invalid messages so far plus that of unread answers."""
-        self._say("dropped")
+        self._send("dropped")
         (*_, last) = [line for line in self.program.out if line.startswith("dropped")]
         return int(last.split()[1])
 
@@ -188,10 +188,10 @@ class Peer:
     def source(self, lease: bytes, first: int = 0) -> PeerSource:
         return PeerSource(address=self.address, lease=lease, first=first)
 
-    def _say(self, line: str) -> None:
+    def _send(self, line: str) -> None:
         """Send a line, and wait until the process has executed it."""
         count = sum(text.startswith("done") for text in self.program.out)
-        self.program.say(line)
+        self.program.send_line(line)
         self.program.line_with(f"done {count + 1}")
 
 

@@ -156,8 +156,8 @@ def record(
 ) -> Recording:
     """Serve the requests and record the steps. Requests are aborted while as many steps as possible
     are in flight."""
-    air = Air()
-    elsewhere = Replica(loaded, block_tokens=BLOCK_TOKENS, place=air.place("p"))
+    air = KVNetwork()
+    elsewhere = Replica(loaded, block_tokens=BLOCK_TOKENS, place=air.member("p"))
     replica = Replica(
         loaded,
         token_budget=TOKEN_BUDGET,

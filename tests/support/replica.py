@@ -206,7 +206,7 @@ class Replica:
 
     def move(self, fault: str = "") -> None:
         """Carry out the oldest fetch, if there is one. `fault` is the kind of its failure."""
-        self._send_orders()
+        self._send_kv_commands()
         if self.mover is None or not self.mover.jobs:
             return
         job, order = next(iter(self.mover.jobs.items()))

@@ -60,7 +60,7 @@ class EchoTiers:
             case KVCancel(job=job):
                 self._cancelled.add(job)
 
-    def do(self, job: int, fault: str = "", seconds: float = 0.001) -> KVReport:
+    def carry_out(self, job: int, fault: str = "", seconds: float = 0.001) -> KVReport:
         """Carry out a job. `fault` is the kind of failure that it must have; "" for none."""
         order = self.jobs.pop(job)
         assert isinstance(order.source, TierSource)
@@ -78,10 +78,10 @@ class EchoTiers:
         return KVReport(fetched=[KVFetched(job, 100 * len(found), seconds, "tier")])
 
     def lose(self, tier: str, content: bytes) -> None:
-        """Drop a content. The engine is not informed before the next `news`."""
+        """Drop a content. The engine is not informed before the next `report`."""
         self.kept[tier].pop(content, None)
 
-    def news(self) -> KVReport:
+    def report(self) -> KVReport:
         """Return the changes since the last call."""
         return KVReport(tiers=[self._news_of(tier) for tier in self.kept])
 
