@@ -35,7 +35,7 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "split.md"
 BEGIN, END = "<!-- tests/integration/test_split_faults.py -->\n", "<!-- end -->\n"
 
 THERE, AGAIN, BY_D = "answer: fetched", "answer: computed again", "answer: computed by D"
-LOST, ABORTED, NOBODY = "error `engine_lost`", "aborted", "nobody is told"
+LOST, ABORTED, NOBODY = "error `engine_lost`", "aborted", "client gone"
 
 
 @pytest.fixture(scope="module")

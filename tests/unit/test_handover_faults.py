@@ -226,7 +226,7 @@ def end_of(case: FaultCase) -> str:
     last = news[-1] if news else Output(request=number)
     if case.is_gone:
         assert not case.at_d or last.finish is None, "output was sent to a lost client"
-        return "nobody is told"
+        return "client gone"
     if case.is_aborted:
         assert last.finish == ("abort" if case.at_d or not case.handle else "length")
         return "aborted"
