@@ -145,7 +145,7 @@ def shortest_of_longest_gaps(port: int, num_streams: int, max_tokens: int) -> fl
     return best
 
 
-def test_61_a_slow_compilation_stretches_nobodys_gaps_and_is_refused_at_its_budget(
+def test_61_a_slow_compilation_stalls_no_stream_and_is_refused_at_its_budget(
     gateway: GatewayProcess,
 ) -> None:
     assert shortest_of_longest_gaps(gateway.port, 50, 4000) < MOST_SHARE

@@ -20,7 +20,7 @@ def test_a_gateway_whose_engines_were_killed_serves_with_the_next_and_is_idle() 
     assert engines_killed(4) < IDLE_CPU
 
 
-def test_no_message_to_a_gateway_is_missed_whatever_the_bursts_are() -> None:
+def test_no_message_to_a_gateway_is_missed_in_random_bursts() -> None:
     messages_to_gateway(30_000)
 
 

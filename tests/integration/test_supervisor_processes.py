@@ -157,7 +157,7 @@ signal.pause()
 """
 
 
-def test_the_cause_is_the_last_line_whatever_the_others_print_while_they_stop() -> None:
+def test_the_cause_is_the_last_line_before_the_other_children_stop() -> None:
     with supervised(CHATTY) as program:
         program.line_with("ready")
         os.kill(pids(program)[0], SIGKILL)

@@ -46,7 +46,7 @@ AGED = {"type": "object", "properties": {"age": {"type": "integer", "minimun": 0
     ],
     ids=lambda body: str(body["structured_outputs"])[:30],
 )
-def test_56_a_form_that_cannot_be_enforced_is_a_400_and_harms_nobody(
+def test_56_a_form_that_cannot_be_enforced_is_a_400(
     body: dict[str, Any], engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
     engine.script = Compiling("fine")
