@@ -326,5 +326,5 @@ def test_a_worker_does_not_outlive_the_process_that_started_it(start, tiny_llama
         parent.kill()
         parent.communicate()
         socket.close(linger=0)
-    gone, _ = psutil.wait_procs([worker], timeout=5)
+    gone, _ = psutil.wait_procs([worker], timeout=STEP_S)
     assert gone == [worker] or worker.status() == psutil.STATUS_ZOMBIE
