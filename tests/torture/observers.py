@@ -15,7 +15,7 @@ PATIENCE_S = 1.0
 """A server that does not answer /readyz within this time is not ready."""
 
 
-class ReadinessProbe:
+class ReadinessObserver:
     """Polls /readyz inside its `with`.
 
     answers          (time, ready, why not or what the engine does) of each poll

@@ -30,7 +30,7 @@ from tests.support.processes import Program, descendants_of, is_alive
 from tests.support.server import Server
 from tests.support.tiny_checkpoint import write_roomy_llama
 from tests.support.waiting import eventually
-from tests.torture.observers import ReadinessProbe, TortureClient
+from tests.torture.observers import ReadinessObserver, TortureClient
 from tests.torture.table import print_table
 
 RESTARTS, PLAIN, SPLIT, SPLIT_RESTARTS = KINDS = ("restart", "plain", "split", "split restart")
@@ -273,7 +273,7 @@ class TortureScene:
         else:
             self.await_ready()
         with (
-            ReadinessProbe(self.url) as probe,
+            ReadinessObserver(self.url) as probe,
             TortureClient(self.url) as first,
             TortureClient(self.url) as second,
         ):
@@ -308,7 +308,7 @@ class TortureScene:
     def _send_signal(
         self,
         cell: Cell,
-        probe: ReadinessProbe,
+        probe: ReadinessObserver,
         clients: Sequence[TortureClient],
         row: TortureRow,
     ) -> None:
@@ -328,7 +328,7 @@ class TortureScene:
         if cell.moment != START:
             row.unready_s, row.why = probe.unready_since(sent_at)
 
-    def _await_answer(self, fate: Fate, probe: ReadinessProbe, sent_at: float) -> float | None:
+    def _await_answer(self, fate: Fate, probe: ReadinessObserver, sent_at: float) -> float | None:
         """Return the time until a new request is answered.
 
         If the server must become unready, wait for that first.
