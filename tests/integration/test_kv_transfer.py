@@ -348,10 +348,14 @@ def test_a_worker_that_stops_gives_up_its_transfers(under_way):
 def test_invalid_messages_are_dropped_and_an_idle_reader_costs_one_window(context, address):
     """The reader requests every chunk, again and again, and receives none."""
     big = empty(BIG, num_blocks=1200, seed=3)  # 300 MB
-    with Peer(big, address, "zmq") as peer, reader(context, empty(big), "zmq") as worker:
+    with (
+        Peer(big, address, "zmq") as peer,
+        reader(context, empty(big), "zmq") as worker,
+        sockets.connect_dealer(context, address) as greedy,
+    ):
         peer.export(LEASE, list(range(1, 1200)), readers=2)
         before = peer.resident_bytes()
-        greedy = sockets.connect_dealer(context, address)  # closed with the context
+        greedy.setsockopt(zmq.LINGER, 0)
         for frames in ([b""], [b"\x07x"], [b"\x01\xc1"], [b"\x01\x80"], [b"x"] * 70, []):
             greedy.send_multipart([*frames, b""])
         layout = big.layout

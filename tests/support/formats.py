@@ -66,7 +66,7 @@ class ReasoningPart:
     text: str
 
 
-Part = Say | Think | Sequence[Call]
+Part = ContentPart | ReasoningPart | Sequence[Call]
 """A part of an answer. A list of calls is written as one group."""
 
 
