@@ -106,7 +106,7 @@ def test_a_request_with_a_refused_grammar_frees_its_concurrency():
     bench = Bench()
     one = Account(name="alice", concurrency=1)
     waiting = bench.add([1, 2], account=one, grammar=Lark(text="start: ("))
-    assert error_code(bench.ask([1, 2], account=one)) == "rate_limit_exceeded"
+    assert error_code(bench.try_add([1, 2], account=one)) == "rate_limit_exceeded"
     assert isinstance(bench.compile()[waiting], Refused)
     bench.add([1, 2], account=one)
 
@@ -130,7 +130,7 @@ def test_an_answer_of_many_choices_is_one_request():
     for _ in range(2):
         for place in range(3):
             bench.add([1, 2], account=account, is_first=place == 0)
-    assert error_code(bench.ask([1, 2], account=account)) == "rate_limit_exceeded"
+    assert error_code(bench.try_add([1, 2], account=account)) == "rate_limit_exceeded"
 
 
 def test_a_keys_max_len_bounds_its_requests():

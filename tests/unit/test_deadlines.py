@@ -207,7 +207,7 @@ class Timed:
 
     def times(self, number: int) -> Times:
         """Return the last reported times."""
-        usages = [output.usage for output in self.bench.news[CLIENT, number] if output.usage]
+        usages = [output.usage for output in self.bench.outputs[CLIENT, number] if output.usage]
         assert usages[-1].times is not None
         return usages[-1].times
 
@@ -228,7 +228,9 @@ def test_times_are_sent_with_the_first_token_and_with_the_end() -> None:
     timed = Timed()
     number = timed.bench.add([5] * 6, max_tokens=3, ignore_eos=True)
     timed.run()
-    reported = [output.usage and output.usage.times for output in timed.bench.news[CLIENT, number]]
+    reported = [
+        output.usage and output.usage.times for output in timed.bench.outputs[CLIENT, number]
+    ]
     assert reported == [Times(prefill_s=1), None, Times(prefill_s=1, decode_s=2)]
 
 

@@ -244,7 +244,7 @@ def test_prompt_logprobs_are_sent_once_with_the_first_output(max_tokens: int) ->
         start, count = plan.row_starts.tolist()[0], plan.row_tokens.tolist()[0]
         scored = max(min(start + count, 19) - start, 0)
         bench.commit(msgspec.structs.replace(result, prompt_logprobs=some_logprobs(scored)))
-    counts = [len(output.prompt_logprobs) for output in bench.news[CLIENT, number]]
+    counts = [len(output.prompt_logprobs) for output in bench.outputs[CLIENT, number]]
     assert counts == [19] + [0] * (len(counts) - 1)
 
 
@@ -401,9 +401,9 @@ def test_a_request_without_labels_is_aborted_by_the_name_in_its_status_row() -> 
     labelled = bench.add([5, 6], client=b"\x01\x02", labels=["x"], ignore_eos=True)
     assert bench.engine.names == ["0102.1", "x"]
     strange = ["0102.3", "0102.", ".1", "zz.1", "012.1", "0102.x", "0102.٣", "0102." + "9" * 5000]
-    assert not any(bench.abort_named("0102.2", *strange).values()), (
+    assert not any(bench.abort_by_label("0102.2", *strange).values()), (
         "a request with a label has no other name"
     )
-    assert bench.abort_named("0102.1") == {"0102.1": True}
-    assert bench.end(number, b"\x01\x02").finish == "abort"
-    assert not bench.news[b"\x01\x02", labelled]
+    assert bench.abort_by_label("0102.1") == {"0102.1": True}
+    assert bench.last_output(number, b"\x01\x02").finish == "abort"
+    assert not bench.outputs[b"\x01\x02", labelled]

@@ -49,7 +49,7 @@ def test_tokens_after_the_end_are_dropped_and_their_blocks_stay_until_the_commit
     bench.plan()
     bench.plan()
     bench.finish()
-    assert (bench.end(number).finish, bench.tokens(number)) == ("stop", [EOS])
+    assert (bench.last_output(number).finish, bench.tokens(number)) == ("stop", [EOS])
     assert bench.engine.stats().free_blocks < 10, "a step in flight still writes to them"
     assert not bench.engine.is_idle
     bench.finish()

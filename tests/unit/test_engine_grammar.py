@@ -171,7 +171,7 @@ def test_masks_are_for_the_constrained_rows_that_are_sampled() -> None:
         assert (bench.masks is None) == (plan.masked is None)
         bench.finish()
     assert seen[:4] == [([1, 0], None), ([1, 1], [1]), ([1, 1], [1]), ([1, 1], [1])]
-    assert bench.end(free).finish == "length"
+    assert bench.last_output(free).finish == "length"
     assert re.fullmatch("[ab]{4}", answer_text(bench, bound))
 
 
@@ -189,7 +189,7 @@ def test_many_constrained_answers_in_one_batch_keep_to_their_own_grammars() -> N
     bench.run()
     patterns = ["[ab]{3,9}c", "yes|no", r'\{\s*"x"\s*:\s*"[ab]"\s*\}', r"<*\.>*"]
     for number, pattern in zip(numbers, patterns * 2, strict=True):
-        assert bench.end(number).finish == "stop"
+        assert bench.last_output(number).finish == "stop"
         assert re.fullmatch(pattern, answer_text(bench, number))
 
 
@@ -234,14 +234,14 @@ def test_max_tokens_cuts_an_incomplete_answer() -> None:
     bench = Bench()
     cut, whole = add_compiled(bench, [1], [1], grammar=ChoiceGrammar(choices=["yes"]), max_tokens=2)
     bench.run()
-    assert (bench.end(cut).finish, answer_text(bench, cut), answer_text(bench, whole)) == (
+    assert (bench.last_output(cut).finish, answer_text(bench, cut), answer_text(bench, whole)) == (
         "length",
         "ye",
         "ye",
     )
     (exact,) = add_compiled(bench, grammar=ChoiceGrammar(choices=["yes"]), max_tokens=3)
     bench.run()
-    assert (bench.end(exact).finish, answer_text(bench, exact)) == ("stop", "yes")
+    assert (bench.last_output(exact).finish, answer_text(bench, exact)) == ("stop", "yes")
 
 
 def test_a_users_stop_token_ends_a_constrained_answer_too() -> None:
@@ -250,7 +250,7 @@ def test_a_users_stop_token_ends_a_constrained_answer_too() -> None:
         bench, grammar=ChoiceGrammar(choices=["yes"]), stop_token_ids=ids_of("e")
     )
     bench.run()
-    end = bench.end(number)
+    end = bench.last_output(number)
     assert (end.finish, end.stop_token, answer_text(bench, number)) == (
         "stop",
         ids_of("e")[0],
@@ -359,7 +359,7 @@ def test_thinking_is_part_of_the_grammar() -> None:
         max_tokens=190,
     )
     bench.run()
-    complete = [answer_text(bench, n) for n in numbers if bench.end(n).finish == "stop"]
+    complete = [answer_text(bench, n) for n in numbers if bench.last_output(n).finish == "stop"]
     assert complete
     for answer in complete:
         assert re.fullmatch(r"(\([^)]*\)[ \n]*)+yes", answer)

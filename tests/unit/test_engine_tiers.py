@@ -201,7 +201,7 @@ def test_a_preempted_request_loads_its_blocks_from_the_tiers() -> None:
     numbers = [ask(engine, [n, *PROMPT[:60]], max_tokens=20) for n in range(3)]
     while not engine.engine.stats().num_preemptions:
         engine.step()
-        engine.hear(engine.tiers.news())
+        engine.on_kv_report(engine.tiers.report())
     for name in ("this", "that"):  # they evict its blocks
         ask(engine, OTHER, priority=-1, namespace=name)
     while engine.step() is not None or engine.tiers.jobs:

@@ -39,7 +39,7 @@ def steps_to_first_token(bench: Bench, number: int, most: int = 1000) -> int:
 
 def without_output(bench: Bench, numbers: list[int]) -> list[int]:
     """Return the requests that have no output yet."""
-    return [number for number in numbers if not bench.news[CLIENT, number]]
+    return [number for number in numbers if not bench.outputs[CLIENT, number]]
 
 
 def test_a_newcomer_goes_before_all_prompts_of_an_account_that_was_served_more() -> None:

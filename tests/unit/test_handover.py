@@ -13,7 +13,7 @@ from protocol.grammar import Regex
 from protocol.kv import KVCancel, KVExport, KVFailure, KVFetch, KVFetched, KVReport, KVWithdraw
 from tests.support.engines import CLIENT, Bench, answer, repetitive_token
 from tests.support.grammars import text_of
-from tests.support.handover import ClusterMember, KVNetwork
+from tests.support.handover import ClusterMember
 from tests.support.pair import PROMPT, HandoffPair
 
 
@@ -76,7 +76,7 @@ def test_cached_blocks_are_not_fetched() -> None:
     pair.d.add(PROMPT[:10], kv_handle=pair.prefill(PROMPT[:10]), max_tokens=1)
     pair.run()
     number = pair.decode(pair.prefill(), max_tokens=4)
-    command = pair.movers[1].heard[-1]
+    command = pair.movers[1].commands[-1]
     assert isinstance(command, KVFetch)
     assert (len(command.blocks), command.source.first) == (6, 2)  # type: ignore[union-attr]
     pair.run()
@@ -180,7 +180,7 @@ def test_a_preempted_request_is_computed_again_and_fetches_nothing() -> None:
     pair.move()
     pair.d.add([90] * 8, priority=-1, max_tokens=50, ignore_eos=True)
     pair.run()
-    assert len([each for each in pair.movers[1].heard if isinstance(each, KVFetch)]) == 1
+    assert len([each for each in pair.movers[1].commands if isinstance(each, KVFetch)]) == 1
     usage = pair.d.usage(number)
     assert usage.preemptions == 1
     assert pair.d.tokens(number) == answer(PROMPT, 24)
@@ -267,7 +267,7 @@ def test_a_lease_expires_unless_it_is_renewed() -> None:
     assert pair.p.engine.stats().leases == 1
     pair.p.tick(60)
     assert pair.p.engine.stats().num_leases_ended == {"expired": 1}
-    assert isinstance(pair.movers[0].heard[-1], KVWithdraw)
+    assert isinstance(pair.movers[0].commands[-1], KVWithdraw)
     pair.p.engine.keep_kv([handle])  # too late; ignored
     assert pair.is_free()
 
@@ -399,7 +399,7 @@ def test_an_engine_refuses_requests_of_another_role() -> None:
 @pytest.mark.parametrize("fields", [{"kv_readers": 1}, {"kv_handle": "x"}])
 def test_an_engine_without_a_cluster_names_the_missing_part(fields: dict[str, Any]) -> None:
     assert "no cluster key" in refusal(Bench(), **fields)
-    place = ClusterPlace(Air(), PeerCluster(b"k" * 32, epoch="e", endpoint=None))
+    place = ClusterMember(KVNetwork(), PeerCluster(b"k" * 32, epoch="e", endpoint=None))
     assert "worker transfers none" in refusal(Bench(place=place), **fields)
 
 
@@ -428,7 +428,7 @@ def test_a_handle_is_refused_for_another_prompt_or_namespace() -> None:
 
 def test_an_error_about_different_layouts_names_both() -> None:
     pair = HandoffPair()
-    other = Bench(place=pair.air.place("x", layout=b"another", told="blocks of 8"))
+    other = Bench(place=pair.air.member("x", layout=b"another", told="blocks of 8"))
     message = refusal(other, kv_handle=pair.prefill())
     assert "echo, blocks alike there; blocks of 8 here" in message
 

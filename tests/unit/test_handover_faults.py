@@ -53,11 +53,11 @@ class FaultCase:
         self.pair.run()
 
     def read_handle(self) -> None:
-        if news := self.pair.p.news[CLIENT, self.at_p]:
+        if news := self.pair.p.outputs[CLIENT, self.at_p]:
             self.handle = news[-1].kv_handle
 
     def send_to_d(self) -> None:
-        number = self.pair.d.ask(
+        number = self.pair.d.try_add(
             PROMPT, kv_handle=self.handle, max_tokens=NUM_TOKENS, ignore_eos=True
         )
         if isinstance(number, int):

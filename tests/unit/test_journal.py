@@ -27,7 +27,7 @@ from protocol.errors import WireError
 from protocol.grammar import ChoiceGrammar, Regex
 from tests.support.engines import Bench, a_card
 from tests.support.grammars import text_of
-from tests.support.storm import RequestStorm, SmallCacheStorm
+from tests.support.storm import RequestStorm
 
 
 class Journals:
@@ -60,7 +60,7 @@ def journals(tmp_path: Path) -> Iterator[Journals]:
 def stormy(
     seed: int, journals: Journals, length: int = 150, tiers: Sequence[str] = ()
 ) -> tuple[Bench, Path]:
-    storm = Forgetful(seed, [*tiers]) if tiers else RequestStorm(seed)
+    storm = SmallCacheStorm(seed, [*tiers]) if tiers else RequestStorm(seed)
     path = journals.record(storm.bench)
     for number in range(length):
         storm.bench.engine.tick(number / 8)

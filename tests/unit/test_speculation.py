@@ -182,7 +182,7 @@ def test_a_draft_preempts_no_request() -> None:
 
 def test_blocks_with_wrong_drafts_are_never_found() -> None:
     """A request that continues the answer finds all full blocks, with the right content."""
-    each = bench(say=stubborn, ngram_min=1, block_tokens=2, num_blocks=65)
+    each = bench(sample=stubborn, ngram_min=1, block_tokens=2, num_blocks=65)
     number = each.add([6, 5, 7, 5], max_tokens=30)
     each.run()
     assert sum(drafted(each.plans)) > 0
@@ -260,7 +260,7 @@ def test_no_step_is_planned_ahead_of_a_step_with_drafts() -> None:
 
 def test_a_request_with_rejected_drafts_does_not_stop_planning_ahead() -> None:
     """The next step waits for its tokens only until the guesses have been wrong a few times."""
-    each = bench(steps_in_flight=2, say=stubborn, ngram_min=1)
+    each = bench(steps_in_flight=2, sample=stubborn, ngram_min=1)
     number = each.add([6, 5, 7, 5], max_tokens=80)
     waits = 0
     while not each.engine.is_idle:

@@ -196,9 +196,9 @@ def test_a_grammar_too_large_after_accepted_drafts_still_reports_its_limit() -> 
         number = bench.add(prompt, grammar=body, max_tokens=60)
         bench.compile()
         while bench.plan() is not None:
-            result = bench.worker.execute(bench.out[0], bench.masks)
+            result = bench.worker.execute(bench.in_flight[0], bench.masks)
             bench.commit(mark_failed_row(result))
-        end = bench.end(number)
+        end = bench.last_output(number)
         assert (end.finish, end.error.code, end.error.param) == (
             "error",
             "invalid_request",
