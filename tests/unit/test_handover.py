@@ -13,7 +13,7 @@ from protocol.grammar import Regex
 from protocol.kv import KVCancel, KVExport, KVFailure, KVFetch, KVFetched, KVReport, KVWithdraw
 from tests.support.engines import CLIENT, Bench, answer, repetitive_token
 from tests.support.grammars import text_of
-from tests.support.handover import ClusterMember
+from tests.support.handover import ClusterMember, KVNetwork
 from tests.support.pair import PROMPT, HandoffPair
 
 

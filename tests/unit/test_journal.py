@@ -27,7 +27,7 @@ from protocol.errors import WireError
 from protocol.grammar import ChoiceGrammar, Regex
 from tests.support.engines import Bench, a_card
 from tests.support.grammars import text_of
-from tests.support.storm import RequestStorm
+from tests.support.storm import RequestStorm, SmallCacheStorm
 
 
 class Journals:
