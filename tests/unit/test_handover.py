@@ -428,7 +428,7 @@ def test_a_handle_is_refused_for_another_prompt_or_namespace() -> None:
 
 def test_an_error_about_different_layouts_names_both() -> None:
     pair = HandoffPair()
-    other = Bench(place=pair.air.member("x", layout=b"another", told="blocks of 8"))
+    other = Bench(place=pair.air.member("x", layout=b"another", layout_text="blocks of 8"))
     message = refusal(other, kv_handle=pair.prefill())
     assert "echo, blocks alike there; blocks of 8 here" in message
 
