@@ -1,4 +1,4 @@
-"""create_app(config): the Flask application with its routes, request hooks and error handlers."""
+"""The Flask application: `create_app` adds the routes, the request hooks and the error handlers."""
 
 from __future__ import annotations
 
@@ -23,16 +23,19 @@ from gateway.api.render import routes as rendering
 from gateway.api.responses import routes as responses
 from gateway.api.responses.events import interrupted_response
 from gateway.api.tokens import routes as tokens
-from gateway.auth.gate import Gate, Visit
-from gateway.auth.scopes import Scopes
-from gateway.auth.target import path_in, printable
-from gateway.config import config_from_environment
+from gateway.auth.gate import Gate, RequestHead, Scopes
+from gateway.auth.request_head import path_of, printable
 from gateway.context import REQUEST_ID_HEADER, RequestContext
 from gateway.generation.group import ClientGone
 from gateway.generation.record import CLIENT_CLOSED_REQUEST, RequestRecord
 from gateway.http.client_socket import client_socket, linger
-from gateway.http.errors import HTTPFault, fault_of, internal_fault, plain_fault
-from gateway.http.near_routes import NearRoutes
+from gateway.http.errors import (
+    HTTPFault,
+    RouteSuggestions,
+    fault_of,
+    internal_fault,
+    plain_fault,
+)
 from gateway.http.openapi import document
 from gateway.http.route import Operation, Route, Routes, json_response
 from gateway.observe import access_log
@@ -44,20 +47,23 @@ from protocol.config.gateway import GatewayConfig
 from protocol.errors import ServingError
 
 EXTENSION = "tidegate"
+"""Key of the `Service` in the extensions of the application."""
 CANNOT_START = "the gateway cannot start: "
 IGNORED_HEADER = "x-ignored-fields"
 ANTHROPIC = "/v1/messages"
 MODELS = "/v1/models"
 ANTHROPIC_REQUEST_ID_HEADER = "request-id"
-LEAVE_BODY = (408, 413)
-NOT_READ = (400, 401, 403, 404, 405, 415, 429, 503)
-"""Statuses that may be sent before the body was read."""
+CLOSING_STATUSES = (408, 413)
+"""Statuses of responses after which the connection is always closed: the body is not complete."""
+UNREAD_STATUSES = (400, 401, 403, 404, 405, 415, 429, 503)
+"""Statuses of responses that may be sent before the body was read."""
 UNREAD_BODY_BYTES = 1 << 16
-"""A longer unread body is not read: the connection is closed after the response."""
-CONTEXT, VISIT = "tidegate.context", "tidegate.visit"
-"""Keys of WSGI's environment. Only this module reads them; views get the context."""
+"""If an unread body is longer, the connection is closed instead of reading the body."""
+CONTEXT, HEAD = "tidegate.context", "tidegate.head"
+"""Keys of the `RequestContext` and the `RequestHead` in the WSGI environment. Only this module
+reads them. Views get the context as an argument."""
 INTERRUPT = {RESPONSE: interrupted_response, STREAM: resume_routes.interrupted_stream}
-"""Kind of a detached run -> how it ends if its process dies."""
+"""Kind of a detached run -> the function that ends it if its process has died."""
 own_routes = Routes("Operators", ErrorAnswer)
 
 
@@ -78,10 +84,12 @@ ROUTES: tuple[Route, ...] = (
 )
 """The routes of all APIs."""
 PROBES = frozenset(route.endpoint for route in ROUTES if route.is_probe)
-"""Health checks and scrapes, which come every few seconds: counted, not logged."""
+"""Endpoints of health checks and scrapes. Their requests arrive every few seconds, so they are
+counted but not logged."""
 
 
 def operations() -> list[Operation]:
+    """Return the declarations of all routes."""
     return [route.operation for route in ROUTES]
 
 
@@ -92,16 +100,18 @@ def encoded_document() -> bytes:
 
 
 def create_app(config: GatewayConfig | None = None) -> Flask:
-    """Return the WSGI application, with its `Service` among its extensions.
+    """Return the WSGI application. Its extensions contain its `Service`.
 
-    Creating it has no side effects. It connects to the engine on the first request, or when
-    `gunicorn_conf` starts the service. Raises AppImportError, which gunicorn prints in one line, if
-    an option is invalid.
+    config  None: the config is read from the environment
+
+    This function opens no connection. The service starts when `gunicorn_conf` calls its `start`, or
+    on the first request under other servers. Raises AppImportError if an option is invalid, which
+    gunicorn prints in one line.
     """
     app = Flask(__name__, static_folder=None)
-    app.url_map.merge_slashes = False  # only the canonical path is served: see auth/target.py
+    app.url_map.merge_slashes = False  # only the canonical path is served: auth/request_head.py
     try:
-        service = Service(config if config is not None else config_from_environment(), INTERRUPT)
+        service = Service(config or GatewayConfig.from_environment(), INTERRUPT)
     except ValueError as error:
         raise AppImportError(f"{CANNOT_START}{error}") from None
     app.extensions[EXTENSION] = service
@@ -121,6 +131,8 @@ def create_app(config: GatewayConfig | None = None) -> Flask:
 
 
 def _add_route(app: Flask, service: Service, route: Route) -> None:
+    """Add a route whose view also gets the service and the request's context."""
+
     def view(**variables: str) -> Response:
         return route.view(service, _context(), **variables)
 
@@ -129,36 +141,41 @@ def _add_route(app: Flask, service: Service, route: Route) -> None:
 
 
 def _context() -> RequestContext:
+    """Return the context of the current request."""
     context: RequestContext = request.environ[CONTEXT]
     return context
 
 
 def _frame_requests(app: Flask, service: Service, gate: Gate) -> None:
+    """Add the hooks that run before and after every view."""
+
     @app.before_request
     def begin() -> Response | None:
+        """Create the context and admit the request. Return the response to a preflight."""
         service.start()
-        visit = request.environ[VISIT] = _visit()
+        head = request.environ[HEAD] = _request_head()
         is_probe = request.endpoint in PROBES
         context = request.environ[CONTEXT] = RequestContext(
             service.metrics,
             method=request.method,
-            path=printable(path_in(visit.target)),
-            route=visit.rule or "other",
+            path=printable(path_of(head.target)),
+            route=head.rule or "other",
             headers=request.headers,
             environ=request.environ,
             is_probe=is_probe,
-            on_close=_listeners(service, is_probe=is_probe),
+            on_close=_record_listeners(service, is_probe=is_probe),
         )
-        if gate.answers_preflight(visit):
-            gate.check_target(visit)
+        if gate.is_allowed_preflight(head):
+            gate.check_head(head)
             return flask.Response(status=204)
-        context.caller = gate.admit(visit)
+        context.caller = gate.admit(head)
         return None
 
     @app.after_request
     def end(response: Response) -> Response:
+        """Add the headers that all responses have, and close the context."""
         context = _context()
-        response.headers.update(gate.cors_headers(request.environ[VISIT]))
+        response.headers.update(gate.cors_headers(request.environ[HEAD]))
         response.headers[REQUEST_ID_HEADER] = context.request_id
         if _is_anthropic():
             response.headers[ANTHROPIC_REQUEST_ID_HEADER] = context.request_id
@@ -169,8 +186,8 @@ def _frame_requests(app: Flask, service: Service, gate: Gate) -> None:
         return response
 
 
-def _listeners(service: Service, *, is_probe: bool) -> list[Callable[[RequestRecord], None]]:
-    """Return the functions that get the record of the current request."""
+def _record_listeners(service: Service, *, is_probe: bool) -> list[Callable[[RequestRecord], None]]:
+    """Return the functions that get the record of the current request: access log and tracing."""
     logs = service.config.log_requests and not is_probe
     listeners: list[Callable[[RequestRecord], None]] = [access_log.log_request] if logs else []
     if service.tracing is not None:
@@ -179,8 +196,9 @@ def _listeners(service: Service, *, is_probe: bool) -> list[Callable[[RequestRec
     return listeners
 
 
-def _visit() -> Visit:
-    return Visit(
+def _request_head() -> RequestHead:
+    """Return the head of the current request."""
+    return RequestHead(
         method=request.method,
         target=request.environ.get("RAW_URI", request.path),
         protocol=request.environ.get("SERVER_PROTOCOL", ""),
@@ -191,7 +209,8 @@ def _visit() -> Visit:
 
 
 def _handle_errors(app: Flask) -> None:
-    near_routes = NearRoutes(app.url_map.iter_rules())
+    """Add the handlers that turn exceptions into JSON errors."""
+    suggestions = RouteSuggestions(app.url_map.iter_rules())
 
     @app.errorhandler(ServingError)
     def serving_error(error: ServingError) -> Response:
@@ -205,11 +224,11 @@ def _handle_errors(app: Flask) -> None:
     def protocol_error(error: HTTPException) -> Response:
         message = error.description or error.name
         if error is request.routing_exception:
-            path = path_in(request.environ[VISIT].target)
+            path = path_of(request.environ[HEAD].target)
             if isinstance(error, MethodNotAllowed):
-                message = near_routes.not_allowed(request.method, path, error.valid_methods or ())
+                message = suggestions.not_allowed(request.method, path, error.valid_methods or ())
             else:
-                message = near_routes.not_found(request.method, path)
+                message = suggestions.not_found(request.method, path)
         response = _response(plain_fault(error.code or 500, message))
         for name, value in error.get_headers():
             if name == "Allow":
@@ -222,9 +241,10 @@ def _handle_errors(app: Flask) -> None:
 
 
 def _is_anthropic() -> bool:
-    """Return whether the client uses Anthropic's API.
+    """Return whether the client uses Anthropic's API, so that errors must have its shape.
 
-    The path decides, even if no route matches; on a path that two APIs share, the header does.
+    The path decides, even if no route matches it. OpenAI's and Anthropic's APIs share the path
+    /v1/models; there, the version header decides.
     """
     if _is_below(MODELS):
         return VERSION_HEADER in request.headers
@@ -232,15 +252,18 @@ def _is_anthropic() -> bool:
 
 
 def _is_below(path: str) -> bool:
+    """Return whether the current request's path is `path` or begins with it and a slash."""
     return request.path == path or request.path.startswith(path + "/")
 
 
 def _response(fault: HTTPFault) -> Response:
+    """Return the error response in the shape of the client's API."""
     if _is_anthropic():
         body = anthropic_error_body(fault, _context().request_id)
     else:
         body = error_body(fault)
-    is_last = fault.status in LEAVE_BODY or (fault.status in NOT_READ and _has_long_body())
+    may_be_unread = fault.status in UNREAD_STATUSES
+    is_last = fault.status in CLOSING_STATUSES or (may_be_unread and _has_long_body())
     kind = LastResponse if is_last else flask.Response
     response = kind(body, status=fault.status, content_type="application/json")
     response.headers.update(fault.headers)
@@ -248,15 +271,17 @@ def _response(fault: HTTPFault) -> Response:
 
 
 def _has_long_body() -> bool:
+    """Return whether the request's body is long or has no Content-Length."""
     length = request.content_length
     return "Transfer-Encoding" in request.headers or (length or 0) > UNREAD_BODY_BYTES
 
 
 class LastResponse(flask.Response):
-    """The last response on its connection. An unread body is discarded before closing."""
+    """A response after which the connection is closed. An unread body is discarded first."""
 
     def __call__(self, environ: Any, start_response: Any) -> Iterable[bytes]:
-        server = getattr(start_response, "__self__", None)  # gunicorn ignores a Connection header
+        # gunicorn's Response object. gunicorn ignores a Connection header of the application.
+        server = getattr(start_response, "__self__", None)
         if server is not None and hasattr(server, "force_close"):
             server.force_close()
             if (sock := client_socket(environ)) is not None:

@@ -1,4 +1,4 @@
-"""The context of one HTTP request: its id, timeline and listeners."""
+"""The context of one HTTP request: its id, caller, timeline and record."""
 
 from __future__ import annotations
 
@@ -15,21 +15,24 @@ from gateway.generation.timeline import Timeline, TimelineMoment
 from gateway.observe.metrics import Metrics
 
 REQUEST_ID_HEADER = "x-request-id"
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
+_EMPTY: Mapping[str, Any] = MappingProxyType({})
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
 def request_id_from(header: str) -> str:
-    """Return the client's own id if it is safe in headers and logs; otherwise a new one."""
+    """Return the id that the client sent in `header`, if it is safe in headers and logs.
+
+    Otherwise return a new random id.
+    """
     return header if header and _REQUEST_ID.fullmatch(header) else uuid.uuid4().hex
 
 
 class RequestContext:
-    """One HTTP request, from its headers to its end. Views pass it on to all that they call.
+    """One HTTP request, from its headers to its end. Views pass it to the functions they call.
 
-    route     the rule that matched ("/v1/models/<name>"), so that label values are few
-    is_probe  see RequestRecord
-    on_close  called with the record after the end, as are the metrics
+    route     the matched rule ("/v1/models/<name>"). As a metric label it has few values
+    is_probe  whether the request is a health check or a scrape
+    on_close  functions that get the request's record after its end
     """
 
     def __init__(
@@ -39,25 +42,26 @@ class RequestContext:
         method: str,
         path: str,
         route: str,
-        headers: CallerHeaders = _NOTHING,
-        environ: Mapping[str, Any] = _NOTHING,
+        headers: CallerHeaders = _EMPTY,
+        environ: Mapping[str, Any] = _EMPTY,
         is_probe: bool = False,
         on_close: Sequence[Callable[[RequestRecord], None]] = (),
     ) -> None:
-        #: As logged, and as part of the response's id. The token endpoint may replace it by its own
-        #: field.
+        #: The id in the log and in the response. The token endpoint replaces it by the body's
+        #: `request_id`, if there is one.
         self.request_id = request_id_from(headers.get(REQUEST_ID_HEADER, ""))
-        #: Who sent it; set after the gate has admitted it.
+        #: The sender of the request; ANONYMOUS until the gate has admitted the request.
         self.caller: Caller = ANONYMOUS
         self.headers = headers
-        #: WSGI's environment, by which a disconnected client is noticed.
+        #: The WSGI environment. It holds the client's socket.
         self.environ = environ
         self.timeline = Timeline()
-        #: Fields of the body that had no effect, for a header and the response.
+        #: Fields of the body that had no effect. They are listed in a header and in the response.
         self.ignored: list[str] = []
-        #: The choices of an inference request.
+        #: The choices of an inference request; None for other requests.
         self.group: ChoiceGroup | None = None
-        #: Whether a stream closes this context when it ends.
+        #: Whether the end of a stream or of a detached generation closes this context, not the end
+        #: of the view.
         self.is_streaming = False
         self._metrics = metrics
         self._method, self._path, self._route = method, path, route
@@ -65,18 +69,21 @@ class RequestContext:
         self._on_close = on_close
         self._is_closed = False
 
-    def start(self, group: ChoiceGroup) -> None:
-        """Note that this is an inference request with these choices."""
+    def start_inference(self, group: ChoiceGroup) -> None:
+        """Mark this as an inference request with the choices in `group`."""
         self.group = group
         self._metrics.open_answers.inc()
 
     def extensions(self, effective: Any = None) -> dict[str, Any]:
-        """Return our own members of a response. `effective` is None if it was not requested."""
+        """Return the fields of a response that only our API has.
+
+        effective  the values in effect, if the request asked for them; otherwise None
+        """
         members = {"ignored_params": self.ignored or None, "effective": effective}
         return {name: value for name, value in members.items() if value is not None}
 
     def close(self, status: int) -> None:
-        """Record the end of the request. Later calls have no effect."""
+        """Record the end of the request, with its HTTP status. Later calls have no effect."""
         if self._is_closed:
             return
         self._is_closed = True

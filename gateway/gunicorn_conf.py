@@ -2,7 +2,8 @@
 
     gunicorn -c gateway/gunicorn_conf.py 'gateway.app:create_app()'
 
-Every owner of a socket or a thread is created in the workers, after the fork.
+The master process opens no sockets besides the listening one and starts no threads, because a fork
+would break them. The workers create theirs after the fork.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from gunicorn.errors import AppImportError
 from gunicorn.glogging import Logger as GunicornLogger
 from gunicorn.workers.ggevent import GeventWorker
 
-from gateway.config import config_from_environment
+from protocol.config.gateway import GatewayConfig
 from protocol.exit_codes import ExitCode
 from protocol.lifeline import attach_to_parent, die_with_parent
 
 _parent = attach_to_parent(signal.SIGTERM)
 
-_config = config_from_environment()
+_config = GatewayConfig.from_environment()
 
 bind = (
     f"[{_config.host}]:{_config.port}" if ":" in _config.host else f"{_config.host}:{_config.port}"
@@ -36,25 +37,29 @@ workers = _config.gateways
 
 
 class GatewayWorker(GeventWorker):  # type: ignore[misc]
-    """gunicorn's gevent worker, with a hook for new connections and a clean end of open responses.
+    """gunicorn's gevent worker, changed in how connections and open responses end.
 
-    gunicorn's own worker closes open responses without a word when it must quit or its master is
-    gone. This one sends each client an error first.
+    If gunicorn's own worker must quit or its master has ended, it closes open responses without an
+    error event. This worker sends each client an error first.
     """
 
     def handle(self, listener: Any, client: Any, addr: Any) -> None:
-        _service(self).idle_connections.opened(client)
+        """Serve a new connection. A drain can close it while it is idle."""
+        _service(self).idle_connections.add_new(client)
         super().handle(listener, client, addr)
 
     def handle_request(self, listener_name: Any, req: Any, sock: Any, addr: Any) -> Any:
-        """Refuse transfer codings other than chunked. gunicorn would pass on the coded body."""
+        """Serve a request. Refuse transfer codings other than chunked.
+
+        gunicorn itself would pass the coded body on to the application.
+        """
         from gateway import unparsed
 
         unparsed.check_transfer_coding(req.headers)
         return super().handle_request(listener_name, req, sock, addr)
 
     def load_wsgi(self) -> None:
-        """Create the application. An invalid option is reported as the cause of the exit."""
+        """Create the application. Send an error in the options to the parent as the exit cause."""
         try:
             super().load_wsgi()
         except AppImportError as error:
@@ -62,26 +67,29 @@ class GatewayWorker(GeventWorker):  # type: ignore[misc]
             raise
 
     def handle_error(self, _req: Any, client: Any, _addr: Any, exc: BaseException) -> None:
-        """Answer with JSON. gunicorn itself would log the unparsed request and send HTML."""
+        """Respond to an unparsable request with a JSON error.
+
+        gunicorn itself would log the request and send HTML.
+        """
         from gateway import unparsed
 
         unparsed.answer(_service(self), client, exc)
 
     def handle_quit(self, sig: int, frame: Any) -> None:
-        """End open answers with an error now, then exit as after SIGTERM."""
+        """End open answers with an error now. Then exit in the same way as after SIGTERM."""
         self.alive = False
-        if getattr(self, "wsgi", None) is not None:  # not set while it starts
+        if getattr(self, "wsgi", None) is not None:  # it is not set while the worker starts
             _service(self).ends_at_once = True
 
     def notify(self) -> None:
-        """Report to the master, once a second; quit if the master is gone."""
+        """Send the worker's heartbeat to the master once a second. Quit if the master has ended."""
         super(GeventWorker, self).notify()
         if self.ppid != os.getppid():
             self.handle_quit(signal.SIGQUIT, None)
 
 
 class GatewayLogger(GunicornLogger):  # type: ignore[misc]
-    """gunicorn's log, in the format of all our processes."""
+    """gunicorn's log, in the format of all our processes' logs."""
 
     def setup(self, cfg: Any) -> None:
         super().setup(cfg)
@@ -95,12 +103,13 @@ logger_class = GatewayLogger
 worker_connections = 10_000
 backlog = 2048
 preload_app = False
-# Longer than common clients keep an idle connection (5 s), so that clients close it first.
+# Seconds. Common clients close an idle connection after 5 s, so they close it before we do.
 keepalive = 15
-# No proxy header may change a request's path or scheme, because these are checked.
+# No proxy header may change a request's path or scheme, because the gate has checked these.
 forwarded_allow_ips = ""
 forwarder_headers = ""
-# The service ends a drain earlier than gunicorn does: clients get a last event, not a reset.
+# gunicorn would reset open connections at this time. The service ends a drain earlier, with a last
+# event for each client.
 graceful_timeout = math.ceil(_config.drain_s) + 2
 timeout = 60
 control_socket_disable = True
@@ -111,11 +120,13 @@ proc_name = "tidegate-gateway"
 worker_tmp_dir = "/dev/shm" if os.path.isdir("/dev/shm") else None
 
 _exit_code = mmap.mmap(-1, 1)
-"""The master's exit code unless 0, in memory shared with its workers. gunicorn's own code for a
-worker that gives up means something else in ExitCode."""
+"""The master's exit code, in memory that it shares with its workers; 0: gunicorn chooses the code.
+
+gunicorn's own code for a worker that fails to start has another meaning in ExitCode.
+"""
 
 _metrics_directory = ""
-if workers > 1:  # before prometheus_client is imported: see gateway/observe/metrics.py
+if workers > 1:  # must be set before prometheus_client is imported: see gateway/observe/metrics.py
     _metrics_directory = _config.metrics_directory or tempfile.mkdtemp(prefix="tidegate-metrics-")
     shutil.rmtree(_metrics_directory, ignore_errors=True)  # left over from a killed master
     os.mkdir(_metrics_directory, mode=0o700)
@@ -123,13 +134,16 @@ if workers > 1:  # before prometheus_client is imported: see gateway/observe/met
 
 
 def post_fork(_server: Any, _worker: Any) -> None:
-    """Called first in the worker. `Worker.notify` checks for the master only once a second, and
-    only while the worker serves."""
+    """Have the kernel signal this worker when the master ends. gunicorn calls this after the fork.
+
+    `GatewayWorker.notify` also checks for the master, but only once a second, and only while the
+    worker serves.
+    """
     die_with_parent(signal.SIGQUIT)
 
 
 def post_worker_init(worker: Any) -> None:
-    """Called in the worker after the application was created."""
+    """Start the service. gunicorn calls this in the worker after it has created the application."""
     from gateway.http.client_socket import takeover_obstacle
 
     service = _service(worker)
@@ -140,40 +154,51 @@ def post_worker_init(worker: Any) -> None:
 
 
 def _give_up(why: str, code: ExitCode | None) -> None:
-    """End the master without another worker, as for an option that is invalid for any model."""
+    """End this worker so that the master ends too, instead of starting another worker.
+
+    why   the cause, for the log and for the parent process
+    code  exit code of the master; None: gunicorn's own
+    """
     import gevent
     from gunicorn.arbiter import Arbiter
 
     logging.getLogger("gateway").error("the gateway cannot start: %s", why)
     _parent.send_cause(f"the gateway cannot start: {why}")
     _exit_code[0] = code or 0
-    gevent.spawn(
-        sys.exit, Arbiter.APP_LOAD_ERROR
-    )  # in its own greenlet, so that it ends the worker
+    # In a greenlet of its own, the exit ends the worker, whatever exceptions the caller catches.
+    gevent.spawn(sys.exit, Arbiter.APP_LOAD_ERROR)
 
 
 def pre_request(worker: Any, req: Any) -> None:
+    """Mark the connection as busy. gunicorn calls this before each request."""
     _service(worker).idle_connections.discard(req.unreader.sock)
 
 
 def post_request(worker: Any, req: Any, environ: Any, _resp: Any) -> None:
+    """Mark the connection as idle. gunicorn calls this after each request."""
     _service(worker).idle_connections.add(environ.get("gunicorn.socket"))
 
 
 def worker_exit(_server: Any, worker: Any) -> None:
-    """Called in the worker at its end. Closing makes the engine abort open requests at once."""
-    if getattr(worker, "wsgi", None) is not None:  # it may have failed to start
+    """Close the service, so that the engine aborts open requests at once.
+
+    gunicorn calls this in the worker when it ends.
+    """
+    if getattr(worker, "wsgi", None) is not None:  # None if the worker failed to start
         _service(worker).close()
 
 
 def _service(worker: Any) -> Any:
-    """Return the worker's `Service`. The master imports only the config and logging of the
-    gateway."""
+    """Return the worker's `Service`.
+
+    Its type is not imported here, because this module is also loaded by the master. Of the gateway,
+    the master needs only its config and its log format.
+    """
     return worker.wsgi.extensions["tidegate"]
 
 
 def child_exit(_server: Any, worker: Any) -> None:
-    """Called in the master: remove the gauges of a worker that has ended."""
+    """Remove the gauges of a worker that has ended. gunicorn calls this in the master."""
     if _metrics_directory:
         from prometheus_client import multiprocess
 
@@ -181,6 +206,7 @@ def child_exit(_server: Any, worker: Any) -> None:
 
 
 def on_exit(_server: Any) -> None:
+    """Clean up and set the exit code. gunicorn calls this in the master at its end."""
     if _metrics_directory:
         shutil.rmtree(_metrics_directory, ignore_errors=True)
     if _exit_code[0]:

@@ -1,7 +1,7 @@
 """The state that all routes share: engine client, served model, metrics and readiness.
 
-`app.create_app` creates one `Service` per process and passes it to every blueprint. There is no
-other shared state.
+`app.create_app` creates one `Service` per process and passes it to every view. The routes share no
+other state.
 """
 
 from __future__ import annotations
@@ -17,13 +17,11 @@ import gevent
 from gevent import get_hub
 from gevent.lock import Semaphore
 
-from gateway import malloc
 from gateway.auth.keys import KeyWatch
 from gateway.context import RequestContext
-from gateway.engine.base import EngineClient
+from gateway.engine.base import EngineClient, NullEngineClient
 from gateway.engine.client import ZmqEngineClient
 from gateway.engine.disaggregated import DisaggregatedClient
-from gateway.engine.null import NullEngineClient
 from gateway.engine.refusal_cache import RefusalCache
 from gateway.formats.model_format import WrongOption
 from gateway.generation.group import ChoiceGroup
@@ -36,7 +34,7 @@ from gateway.http.sse import LAST_EVENT_HEADER
 from gateway.observe.metrics import Metrics
 from gateway.observe.tracing import tracing_to
 from gateway.sandbox.clients import TemplateProcesses, trial_process, try_tokenizer
-from gateway.served_model import ModelOptions, ServedModel
+from gateway.served_model import ModelOptions, ServedModel, return_free_memory
 from gateway.store.database import Interrupt
 from gateway.store.runs import Persistence
 from gateway.threads import result_of
@@ -52,7 +50,9 @@ from protocol.sockets import engine_address
 log = logging.getLogger(__name__)
 
 WATCH_S = 0.1
+"""Interval of `Service._keep_watch`."""
 KEYS_POLL_S = 1.0
+"""Interval at which the file of API keys is checked for changes."""
 
 
 def offload(work: Callable[[], list[int]]) -> list[int]:
@@ -60,47 +60,49 @@ def offload(work: Callable[[], list[int]]) -> list[int]:
     return result_of(get_hub().threadpool, work)
 
 
-def _engine_of(config: GatewayConfig, metrics: Metrics) -> EngineClient:
+def _engine_client(config: GatewayConfig, metrics: Metrics) -> EngineClient:
+    """Return the client for the configured engines. Raises ValueError if an option is invalid."""
     if config.card:
         return NullEngineClient(config.card)
     key = read_cluster_key(config.cluster_key)
-    line = partial(ZmqEngineClient, key=key, on_wire_error=metrics.wire_errors.inc)
+    client = partial(ZmqEngineClient, key=key, on_wire_error=metrics.wire_errors.inc)
     if config.decode:
         return DisaggregatedClient(
-            [line(address) for address in config.prefill],
-            [line(address) for address in config.decode],
+            [client(address) for address in config.prefill],
+            [client(address) for address in config.decode],
             min_tokens=config.split_min_tokens,
             recomputes=config.kv_on_failure == "recompute",
             on_handover=metrics.handovers.inc,
             on_fallback=lambda cause: metrics.fallbacks.labels(cause).inc(),
         )
-    return line(config.engine or engine_address(config.port))
+    return client(config.engine or engine_address(config.port))
 
 
 class Service:
-    """State that all routes of one process share. The server that runs it sets these attributes:
+    """The state that all routes of one process share.
 
-    is_draining   returns whether this process is shutting down
-    ends_at_once  whether open answers end now, with an error, instead of continuing for `drain_s`
-    give_up       called with a reason and an exit code if the first model cannot be served; the
-                  code None stands for gunicorn's own
-    obstacle      why streams are not written directly to the clients' sockets; None if they are
+    interrupt  kind of a detached run -> the function that ends it if its process has died
 
-    The constructor raises ValueError if an option of `config` is invalid. For `interrupt` see
-    `store.database.Database`.
+    The constructor raises ValueError if an option of `config` is invalid.
     """
 
     def __init__(self, config: GatewayConfig, interrupt: Mapping[str, Interrupt]) -> None:
         self.config = config
         self.templates = TemplateProcesses()
-        self.options = ModelOptions.of(config, self.templates)
+        self.options = ModelOptions.from_config(config, self.templates)
         self.bodies = BodyReader(config.max_body_mib << 20)
         self.keys = KeyWatch(config)
-        self.metrics = Metrics(lambda: self.engine.lines, self._model_name)
-        self.engine: EngineClient = _engine_of(config, self.metrics)
+        self.metrics = Metrics(lambda: self.engine.connections, self._model_name)
+        self.engine: EngineClient = _engine_client(config, self.metrics)
+        #: Returns whether this process is shutting down. The server that runs it (gunicorn) sets
+        #: this attribute and the next three.
         self.is_draining: Callable[[], bool] = lambda: False
+        #: Whether open answers end now, with an error, instead of continuing for `drain_s`.
         self.ends_at_once = False
+        #: Called with a reason and an exit code if the first model cannot be served. The code None
+        #: means gunicorn's own exit code.
         self.give_up: Callable[[str, ExitCode | None], None] = lambda why, code: None
+        #: Why streams are not written directly to the clients' sockets; None if they are.
         self.obstacle: str | None = NOT_GUNICORN
         self.tracing = tracing_to(config.otlp_traces_endpoint, self._model_name)
         self.idle_connections = IdleConnections()
@@ -116,7 +118,10 @@ class Service:
         self._unservable: tuple[ModelCard, ValueError] | None = None
 
     def start(self) -> None:
-        """Start processes, connections and the watch. Call this after the fork."""
+        """Start the sandbox processes, the engine client and the watch. Call this after the fork.
+
+        Later calls have no effect.
+        """
         if self._watch is None:
             self.templates.start()
             if not self.config.tried_tokenizer:
@@ -125,10 +130,10 @@ class Service:
             self._watch = gevent.spawn(self._keep_watch)
 
     def close(self) -> None:
-        """Wait for detached generations, then close everything.
+        """Wait until detached generations have ended, then close everything.
 
-        The server has waited for all connections before. Outside a drain, detached generations are
-        ended at once.
+        The server has waited for all connections before it calls this. Outside a drain, detached
+        generations are ended at once.
         """
         if self.persistence is not None:
             while self.persistence.is_busy and self._watch is not None:
@@ -146,12 +151,15 @@ class Service:
             self.tracing.close()
 
     def _keep_watch(self) -> None:
-        """Prepare a new model before the first request, reload keys, and end a drain in time."""
+        """Prepare a new model before the first request, reload keys, and end a drain in time.
+
+        This runs in a greenlet of its own.
+        """
         draining_since: float | None = None
         polled_at = time.monotonic()
         while True:
             gevent.sleep(WATCH_S)
-            self.trouble()
+            self.trouble()  # prepares the model if the engine has reported a new one
             if time.monotonic() - polled_at >= KEYS_POLL_S:
                 polled_at = time.monotonic()
                 self.keys.poll()
@@ -163,6 +171,7 @@ class Service:
                 self._end_groups()
 
     def _end_groups(self) -> None:
+        """End all open answers with an error."""
         for group in list(self._groups):
             group.fail(self._shutdown_error())
 
@@ -170,22 +179,22 @@ class Service:
         """Return the error that ends an open answer when this process shuts down."""
         if not self.ends_at_once:
             return Draining("this server was shut down before the answer was complete")
-        for line in self.engine.lines:
-            if isinstance(trouble := line.engine.trouble(), EngineLost):
-                which = f"{line.role} engine" if line.role else "engine"
+        for connection in self.engine.connections:
+            if isinstance(trouble := connection.client.trouble(), EngineLost):
+                which = f"{connection.role} engine" if connection.role else "engine"
                 return EngineLost(f"the server stops: the {which} was lost: {trouble.message}")
         return Draining("the server stops after a failure, before the answer was complete")
 
     def model(self, name: str | None = None) -> ServedModel:
-        """Return the served model; `name` may be any of its names.
+        """Return the served model.
 
-        Raises EngineNotReady, EngineLost or Draining if nothing can be served now, and UnknownModel
-        for another name.
+        Raises EngineNotReady, EngineLost or Draining if nothing can be served now. Raises
+        UnknownModel if `name` is not None and not one of the model's names.
         """
         trouble = self.trouble()
         if trouble is not None:
             raise trouble
-        served = self._current()
+        served = self._current_model()
         if name is not None and name not in served.names:
             raise UnknownModel(
                 f"the model {name!r} does not exist; this server serves {', '.join(served.names)}",
@@ -194,7 +203,10 @@ class Service:
         return served
 
     def trouble(self) -> ServingError | None:
-        """Return why nothing can be served now, as a new exception; None if requests can be."""
+        """Return why no request can be served now, as a new exception; None if requests can be.
+
+        If the engine has reported a new model, this prepares it first.
+        """
         if self.is_draining():
             return Draining("this server is shutting down", retry_after_s=1)
         trouble = self.engine.trouble()
@@ -202,30 +214,33 @@ class Service:
             why = f"the engine is not ready: {trouble.message}"
             return type(trouble)(why, retry_after_s=trouble.retry_after_s or 1)
         try:
-            self._current()
+            self._current_model()
         except ValueError:
             return EngineNotReady("the engine's model cannot be served by this gateway")
         return None
 
-    def _current(self) -> ServedModel:
-        """Return the served model. Prepare it again after each Welcome, because the engine may have
-        restarted with another model.
+    def _current_model(self) -> ServedModel:
+        """Return the served model, prepared from the engine's last Welcome message.
 
-        Raises ValueError if the model cannot be served. Later calls with the same model raise the
-        same error without preparing the model or logging again.
+        A new Welcome may have another model, because the engine may have restarted with one. Raises
+        ValueError if the model cannot be served.
         """
         card, limits = self.engine.model, self.engine.limits
         assert card is not None
         assert limits is not None
         with self._preparing:  # loading a template switches greenlets
-            return self._prepared_once(card, limits)
+            return self._prepare_once(card, limits)
 
-    def _prepared_once(self, card: ModelCard, limits: Limits) -> ServedModel:
+    def _prepare_once(self, card: ModelCard, limits: Limits) -> ServedModel:
+        """Prepare the model unless that was done before. Return it, or raise the same error again.
+
+        A model that cannot be served is not prepared and logged again at each request.
+        """
         if self._unservable is not None and self._unservable[0] is card:
             raise self._unservable[1]
         served = self._served
         if served is None or served.limits is not limits or self._served_card is not card:
-            served = self._served = self._prepared(card, limits)
+            served = self._served = self._prepare(card, limits)
             self._served_card = card
         return served
 
@@ -235,14 +250,15 @@ class Service:
         return self._served is not None
 
     def _model_name(self) -> str:
-        """Return the name of the model that was served last, or ""."""
+        """Return the main name of the model that was prepared last, or "" if there is none."""
         return self._served.names[0] if self._served is not None else ""
 
-    def _prepared(self, card: ModelCard, limits: Limits) -> ServedModel:
+    def _prepare(self, card: ModelCard, limits: Limits) -> ServedModel:
+        """Return a new served model, and log its formats. Raises ValueError."""
         started_at = time.monotonic()
         try:
             self._try_tokenizer(card.tokenizer)
-            served = ServedModel.of(card, limits, self.options, self.templates)
+            served = ServedModel.from_card(card, limits, self.options, self.templates)
         except ValueError as error:
             self._unservable = card, error
             log.error("the engine's model cannot be served: %s", error)
@@ -250,7 +266,7 @@ class Service:
                 code = None if isinstance(error, WrongOption) else ExitCode.BAD_MODEL
                 self.give_up(str(error), code)
             raise
-        malloc.give_back()
+        return_free_memory()
         log.info(
             "serving %s after %.2f s of preparation; formats: %s; %s",
             served.names[0],
@@ -263,8 +279,11 @@ class Service:
         return served
 
     def _try_tokenizer(self, tokenizer: bytes) -> None:
-        """Raise ValueError if the tokenizer cannot be used. One that `tidegate serve` has tried
-        before the start is not tried again."""
+        """Raise ValueError if the tokenizer cannot be used.
+
+        `tidegate serve` tries the tokenizer before it starts this process. That tokenizer is not
+        tried again.
+        """
         trial, self._trial = self._trial, trial_process()
         if hashlib.sha256(tokenizer).hexdigest() == self.config.tried_tokenizer:
             trial.close()
@@ -277,7 +296,7 @@ class Service:
         timeline: Timeline,
         **options: Unpack[GenerateOptions],
     ) -> ChoiceGroup:
-        """Return a new group that is not open yet. Call `forget` when it has ended."""
+        """Return a new group, which is not open yet. The caller must `forget` it after its end."""
         group = ChoiceGroup(
             self.engine,
             prompt_requests,
@@ -289,27 +308,32 @@ class Service:
         return group
 
     def raise_cached_refusal(self, context: RequestContext) -> None:
-        """Raise the engine's last refusal of this caller's account, if it is still valid.
+        """Raise the last refusal that the engine sent to the caller's account, if it still holds.
 
-        Call this before rendering a prompt. It does not apply to a client that resumes a stream.
+        Call this before rendering a prompt, which a refused request does not need. A client that
+        resumes a stream is not refused.
         """
         if context.headers.get(LAST_EVENT_HEADER, ""):
             return
         account = context.caller.account
         refusal = self._refusal_cache.get(account, time.monotonic())
         if refusal is not None:
-            self.engine.lines[0].engine.count_cached_refusal()
+            self.engine.connections[0].client.count_cached_refusal()
             raise refusal
 
     def cache_refusal(self, account: Account | None, refusal: ServingError) -> None:
-        """Cache a refusal if there is one engine only. With several, each has its own queue."""
-        if len(self.engine.lines) == 1:
+        """Store a refusal for `raise_cached_refusal`, if there is only one engine.
+
+        If there are several, each has its own queue, so the next one may accept the request.
+        """
+        if len(self.engine.connections) == 1:
             self._refusal_cache.add(account, refusal, time.monotonic())
 
     def id_bounds(self, num_prompts: int = 1) -> JsonBounds:
-        """Return the bounds of a body with prompts of token ids."""
+        """Return the bounds of a body that contains `num_prompts` prompts as token ids."""
         limits = self.engine.limits
         return JsonBounds.with_ids(num_prompts * (limits.max_len if limits else MAX_TOKEN_IDS))
 
     def forget(self, group: ChoiceGroup) -> None:
+        """Remove a group that has ended, so that a shutdown does not end it again."""
         self._groups.discard(group)

@@ -1,8 +1,8 @@
 """Responses to requests that gunicorn could not parse or rejected itself.
 
-They never reach the application. The response is the usual JSON error and quotes nothing of the
-request: a bad request line may hold a prompt, a bad header a key. Such requests are logged and
-counted like all others, but without method and path.
+Such a request never reaches the application. Its response is the usual JSON error. The response
+quotes nothing of the request, because a bad request line may contain a prompt and a bad header may
+contain a key. These requests are logged and counted like all others, but without method and path.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from gateway.observe import access_log
 from gateway.service import Service
 
 _SEND_S = 5.0
+"""Seconds after which sending the response is given up."""
 _HEADER = "a header is malformed"
 _CHUNKED = "the body's chunked transfer coding is malformed"
 _FAULTS: dict[type[errors.ParseException], tuple[int, str]] = {
@@ -38,27 +39,32 @@ _FAULTS: dict[type[errors.ParseException], tuple[int, str]] = {
     errors.ExpectationFailed: (417, "the value of the Expect header is not supported"),
     errors.LimitRequestHeaders: (431, "there are too many headers, or they are too long"),
 }
+"""gunicorn's exception -> status and message."""
 _CODINGS = ("gzip", "x-gzip", "deflate", "compress", "x-compress", "identity", "br", "zstd")
 """Transfer codings that an error may name. Any other text may be a secret."""
 
 
 def check_transfer_coding(headers: Iterable[tuple[str, str]]) -> None:
-    """Raise UnsupportedTransferCoding for a transfer coding other than chunked. Header names are in
-    upper case, as gunicorn passes them."""
+    """Raise UnsupportedTransferCoding if `headers` name a transfer coding other than chunked.
+
+    gunicorn passes header names in upper case.
+    """
     for name, value in headers:
         if name == "TRANSFER-ENCODING" and (coding := _not_chunked(value)) is not None:
             raise errors.UnsupportedTransferCoding(coding)
 
 
 def _not_chunked(value: str) -> str | None:
+    """Return the first coding in a Transfer-Encoding header that is not chunked, or None."""
     codings = (coding.strip(" \t") for coding in value.lower().split(","))
     return next((coding for coding in codings if coding != "chunked"), None)
 
 
 def _unsupported_coding(error: BaseException) -> str | None:
-    """Return the transfer coding that made parsing fail; None if there was another reason.
+    """Return the transfer coding that made parsing fail; None if parsing failed otherwise.
 
-    gunicorn reports a known coding as a malformed header if chunked does not follow it.
+    If "chunked" does not follow a known coding, gunicorn raises InvalidHeader instead of
+    UnsupportedTransferCoding. So the headers of the failed request are checked again.
     """
     try:
         if isinstance(error, errors.InvalidHeader) and error.req is not None:
@@ -71,7 +77,7 @@ def _unsupported_coding(error: BaseException) -> str | None:
 
 
 def fault_of(error: BaseException) -> HTTPFault:
-    """Return the response to `error`, and log it unless the client caused it."""
+    """Return the response to `error`, and log the error unless the client caused it."""
     if (coding := _unsupported_coding(error)) is not None:
         name = coding if coding in _CODINGS else "this coding"
         return plain_fault(
@@ -88,7 +94,10 @@ def fault_of(error: BaseException) -> HTTPFault:
 
 
 def answer(service: Service, sock: Any, error: BaseException) -> None:
-    """Answer and count the request on `sock`, which the caller closes afterwards."""
+    """Send the response to a failed request, log the request and count it.
+
+    sock  the client's socket; the caller closes it afterwards
+    """
     context = RequestContext(
         service.metrics,
         method="-",

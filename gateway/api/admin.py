@@ -273,7 +273,7 @@ def _model(served: ServedModel, name: str) -> ModelEntry:
     return ModelEntry(
         id=name,
         object="model",
-        created=served.since,
+        created=served.created_at,
         owned_by="tidegate",
         root=served.card.name,
         parent=None,
@@ -299,7 +299,9 @@ def readiness(service: Service) -> ReadinessAnswer:
     if why is None and silence_s is not None and silence_s > FRESH_S:
         why = f"the engine has been silent for {silence_s:.1f} s"
     states = {
-        role: [_engine_state(line.engine) for line in service.engine.lines if line.role == role]
+        role: [
+            _engine_state(each.client) for each in service.engine.connections if each.role == role
+        ]
         for role in ("prefill", "decode")
     }
     return ReadinessAnswer(

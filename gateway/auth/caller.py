@@ -1,8 +1,8 @@
-"""The caller of one request, and its permissions.
+"""The caller of one request, and the permissions of the caller.
 
-If the server has keys, a caller is the name of one of them. Without keys every request is accepted.
-A key that is sent anyway is not checked; it only separates the stored responses of different
-clients.
+If the server has API keys, each key identifies one caller. If it has none, every request is
+accepted. A client may send a key to such a server too. The key is not checked, but clients with
+different keys cannot read each other's stored responses.
 """
 
 from __future__ import annotations
@@ -17,17 +17,20 @@ from protocol.messages import Account
 
 _BEARER = "bearer "
 SEPARATOR = "/"
-"""Never part of a key's name or a namespace."""
+"""Joins parts of labels and namespaces. It never occurs in a key's name or in its namespace."""
 
 
 class CallerHeaders(Protocol):
-    """The headers of a request. Names are case-insensitive."""
+    """The headers of a request. Their names are case-insensitive."""
 
     def get(self, name: str, default: str, /) -> str: ...
 
 
-def secret_in(headers: CallerHeaders) -> str | None:
-    """Return the key of `Authorization: Bearer KEY`, or else of Anthropic's `x-api-key: KEY`."""
+def api_key_in(headers: CallerHeaders) -> str | None:
+    """Return the API key that a client sent, or None.
+
+    It is in `Authorization: Bearer KEY`, or else in Anthropic's `x-api-key: KEY`.
+    """
     scheme = headers.get("Authorization", "")
     if scheme[: len(_BEARER)].lower() == _BEARER and (key := scheme[len(_BEARER) :].strip()):
         return key
@@ -38,22 +41,23 @@ def secret_in(headers: CallerHeaders) -> str | None:
 class Caller:
     """The sender of a request."""
 
-    #: Name of its key; "" if the server has no keys.
+    #: Name of the caller's key; "" if the server has no keys.
     name: str
     scopes: frozenset[Scope]
-    #: Owner of the responses and runs that it stores.
+    #: Owner of the responses and runs that the caller stores.
     owner: str
-    #: Cached prompts are shared only between callers with the same value.
-    sharing: str = ""
+    #: Callers with the same value share cached prompts.
+    cache_group: str = ""
     #: The account that is charged, and its limits; None: usage is not counted.
     account: Account | None = None
     #: Most choices of a request; 0: only the server's limit applies.
     max_n: int = 0
-    #: Lowest priority value that it may request; None: any.
+    #: Lowest priority value that a request may have; None: any value is allowed.
     priority: int | None = None
 
     @classmethod
     def from_key(cls, name: str, entry: KeyEntry) -> Caller:
+        """Return the caller that the key `name` identifies."""
         group = f"group:{entry.namespace}" if entry.namespace else f"key:{name}"
         account = Account(
             name=name,
@@ -66,7 +70,7 @@ class Caller:
             name=name,
             scopes=frozenset(entry.scopes),
             owner=f"key:{name}",
-            sharing=group,
+            cache_group=group,
             account=account,
             max_n=entry.max_n,
             priority=entry.priority,
@@ -74,36 +78,48 @@ class Caller:
 
     @classmethod
     def without_key(cls, headers: CallerHeaders, *, is_local: bool) -> Caller:
-        """Return the caller on a server without keys. Only local callers get the scope `admin`."""
-        key = secret_in(headers)
+        """Return the caller of a request to a server without keys.
+
+        is_local  whether the client runs on the server's machine; only such a caller gets the scope
+                  `admin`
+        """
+        key = api_key_in(headers)
         owner = hashlib.sha256(key.encode()).hexdigest()[:32] if key else ""
         return cls("", ALL_SCOPES if is_local else ALL_SCOPES - {"admin"}, owner)
 
     def namespace(self, salt: str) -> str:
-        """Return the prefix cache's namespace for a request with this salt."""
-        return self.sharing + SEPARATOR + salt if self.sharing else salt
+        """Return the namespace in the prefix cache of a request with this salt."""
+        return self.cache_group + SEPARATOR + salt if self.cache_group else salt
 
     def labels(self, name: str) -> list[str]:
-        """Return the labels of a request with the public id `name`.
+        """Return the labels by which a request with the public id `name` can be aborted.
 
-        An admin aborts by the first label, the caller itself by the last.
+        Callers with the scope `admin` use the first label. The caller itself uses the last one,
+        which contains its owner name, so callers cannot abort each other's requests.
         """
-        return [name, self._own(name)] if self.name else [name]
+        return [name, self._owned(name)] if self.name else [name]
 
     def abort_label(self, name: str) -> str:
         """Return the label by which this caller may abort the request with the public id `name`."""
-        return name if "admin" in self.scopes else self._own(name)
+        return name if "admin" in self.scopes else self._owned(name)
 
-    def _own(self, name: str) -> str:
+    def _owned(self, name: str) -> str:
         return self.owner + SEPARATOR + name
 
     def context_limit(self, max_len: int) -> int:
-        """Return the most tokens of prompt and answer together; the model's limit is `max_len`."""
+        """Return the most tokens that prompt and answer may have together.
+
+        max_len  the model's limit; the key may have a lower one
+        """
         own = self.account.max_len if self.account is not None else 0
         return min(own, max_len) if own else max_len
 
     def check_limits(self, n: int, priority: int) -> None:
-        """Raise InvalidRequest, naming the field, if a value exceeds the limits of this key."""
+        """Raise InvalidRequest, naming the field, if this key does not allow these values.
+
+        n         number of choices
+        priority  priority value; lower values are served first
+        """
         if self.max_n and n > self.max_n:
             raise InvalidRequest(f"n: {n} exceeds this API key's limit of {self.max_n}", param="n")
         if self.priority is not None and priority < self.priority:
@@ -114,4 +130,4 @@ class Caller:
 
 
 ANONYMOUS = Caller("", frozenset(), "")
-"""The caller of a public route."""
+"""The caller of every request to a public route."""

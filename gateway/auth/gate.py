@@ -2,34 +2,48 @@
 
 The checks, in this order:
 
-1. the target is spelled canonically;
+1. the target is spelled canonically (`request_head.py`);
 2. the Host and the Origin are allowed;
-3. the key has the scope that the *matched* route declares. The path is not parsed a second time.
+3. the caller's key has the scope that the route requires. The gate gets the route that Flask has
+   matched, so the path is not matched to a route a second time.
 
-If no route matched, a request without a valid key gets 401, not 404, so that it cannot discover
-which routes exist.
+If no route matched, a request without a valid key gets 401, not 404. So a client without a key
+cannot discover which routes exist.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal, Protocol
 
-from gateway.auth.caller import ANONYMOUS, Caller, CallerHeaders, secret_in
-from gateway.auth.hosts import HostRule, OriginRule, name_in
+from gateway.auth.caller import ANONYMOUS, Caller, CallerHeaders, api_key_in
 from gateway.auth.keys import Keyring
-from gateway.auth.scopes import Demand, Scopes
-from gateway.auth.target import fault_in, path_in, spells
+from gateway.auth.request_head import (
+    HostRule,
+    OriginRule,
+    host_name,
+    matches_rule,
+    path_error,
+    path_of,
+)
+from protocol.api_keys import Scope
 from protocol.config.gateway import GatewayConfig
 from protocol.errors import RequestError
 from protocol.hosts import is_loopback
 
+RequiredScope = Scope | Literal["public"]
+"""The scope that a route requires. "public": no key is required."""
 PREFLIGHT_AGE_S = 600
+"""Seconds for which browsers may cache the answer to a preflight."""
 PREFLIGHT_HEADER = "Access-Control-Request-Method"
 _REQUESTED_HEADERS = "Access-Control-Request-Headers"
 _EXPOSED = "Retry-After, X-Request-Id, Request-Id, X-Ignored-Fields, X-Resume"
 _NO_HOST_NEEDED: Final = "HTTP/1.0"
+_UNDECLARED = {"HEAD", "OPTIONS"}
+"""Flask adds these methods to a route itself. OPTIONS only lists the other methods."""
+_IMPLIED = {"HEAD": "get"}
+"""Method -> the declared method whose scope it requires."""
 
 
 class MalformedTarget(RequestError):
@@ -51,22 +65,22 @@ class Unauthenticated(RequestError):
 
 
 class Forbidden(RequestError):
-    """403: the key, host or origin is not allowed to do this."""
+    """403: the key, host or origin does not permit this request."""
 
     code = "forbidden"
 
 
 @dataclass(frozen=True, slots=True)
-class Visit:
-    """The head of a request."""
+class RequestHead:
+    """The method, target and headers of a request, and the route that matched them."""
 
     method: str
-    #: As it was sent.
+    #: The request target as it was sent, not decoded.
     target: str
     protocol: str
     #: Rule of the matched route; None if no route matched.
     rule: str | None
-    #: Address of the connected client.
+    #: IP address of the connected client.
     peer: str
     headers: CallerHeaders
 
@@ -77,12 +91,59 @@ class Visit:
 
     @property
     def is_preflight(self) -> bool:
+        """Whether a browser asks if a page of another origin may send a request."""
         method = self.headers.get(PREFLIGHT_HEADER, "")
         return self.method == "OPTIONS" and bool(self.origin and method)
 
 
+class DeclaredScope(Protocol):
+    """The scope of one method of one route. `gateway.http.route.Operation` has these fields."""
+
+    @property
+    def rule(self) -> str: ...
+    @property
+    def method(self) -> str: ...
+    @property
+    def scope(self) -> RequiredScope: ...
+
+
+class RoutingRule(Protocol):
+    """The fields of `werkzeug.routing.Rule` that are read here."""
+
+    rule: str
+    methods: set[str] | None
+
+
+class Scopes:
+    """The scopes that all routes require, as declared (`http/route.py`).
+
+    Raises ValueError if a method of a rule in `rules` has no declared scope. The server then does
+    not start, so no route is open by mistake.
+    """
+
+    def __init__(self, rules: Iterable[RoutingRule], declared: Iterable[DeclaredScope]) -> None:
+        self._required: Mapping[tuple[str, str], RequiredScope] = {
+            (each.rule, each.method): each.scope for each in declared
+        }
+        undeclared = sorted(
+            f"{method} {rule.rule}"
+            for rule in rules
+            for method in (rule.methods or set()) - _UNDECLARED
+            if (rule.rule, method.lower()) not in self._required
+        )
+        if undeclared:
+            raise ValueError(f"no scope is declared for {', '.join(undeclared)}")
+
+    def required(self, rule: str, method: str) -> RequiredScope | None:
+        """Return the required scope; None: any valid key is enough."""
+        return self._required.get((rule, _IMPLIED.get(method, method.lower())))
+
+
 class Gate:
-    """Admits or refuses requests. `keyring` returns the current keys; None: there are none."""
+    """Admits or refuses requests.
+
+    keyring  returns the current keys; None if the server has no keys and requires none
+    """
 
     def __init__(
         self, config: GatewayConfig, scopes: Scopes, keyring: Callable[[], Keyring | None]
@@ -92,55 +153,61 @@ class Gate:
         self._scopes = scopes
         self._keyring = keyring
 
-    def admit(self, visit: Visit) -> Caller:
-        """Return the caller. Raise one of the errors above."""
-        self.check_target(visit)
-        demand: Demand | None = None
-        if visit.rule is not None:
-            if not spells(path_in(visit.target), visit.rule):
-                self._caller(visit)
+    def admit(self, head: RequestHead) -> Caller:
+        """Return the caller of an admitted request.
+
+        Raises MalformedTarget, NoSuchRoute, Unauthenticated or Forbidden.
+        """
+        self.check_head(head)
+        required: RequiredScope | None = None
+        if head.rule is not None:
+            if not matches_rule(path_of(head.target), head.rule):
+                self._authenticate(head)
                 raise NoSuchRoute("this path does not exist")
-            demand = self._scopes.demand(visit.rule, visit.method)
-        if demand == "public":
+            required = self._scopes.required(head.rule, head.method)
+        if required == "public":
             return ANONYMOUS
-        caller = self._caller(visit)
-        if demand is not None and demand not in caller.scopes:
-            raise Forbidden(_lacks(caller, demand))
+        caller = self._authenticate(head)
+        if required is not None and required not in caller.scopes:
+            raise Forbidden(_missing_scope(caller, required))
         return caller
 
-    def check_target(self, visit: Visit) -> None:
-        """Check the target, Host and Origin, which do not depend on the route or the caller."""
-        if (fault := fault_in(path_in(visit.target))) is not None:
-            raise MalformedTarget(fault)
-        self._check_host(visit)
-        if visit.origin:
-            self._check_origin(visit)
+    def check_head(self, head: RequestHead) -> None:
+        """Check the target, Host and Origin, which do not depend on the route or the caller.
 
-    def cors_headers(self, visit: Visit) -> dict[str, str]:
+        Raises MalformedTarget or Forbidden.
+        """
+        if (reason := path_error(path_of(head.target))) is not None:
+            raise MalformedTarget(reason)
+        self._check_host(head)
+        if head.origin:
+            self._check_origin(head)
+
+    def cors_headers(self, head: RequestHead) -> dict[str, str]:
         """Return the headers that let a page of an allowed origin read the response."""
         if not self._origins.allowed:
             return {}
         headers = {"Vary": "Origin"}
-        if not visit.origin or not self._origins.admits(visit.origin):
+        if not head.origin or not self._origins.admits(head.origin):
             return headers
-        headers["Access-Control-Allow-Origin"] = visit.origin
-        if not visit.is_preflight:
+        headers["Access-Control-Allow-Origin"] = head.origin
+        if not head.is_preflight:
             return headers | {"Access-Control-Expose-Headers": _EXPOSED}
         return headers | {
             "Access-Control-Allow-Methods": "GET, POST, DELETE",
-            "Access-Control-Allow-Headers": visit.headers.get(_REQUESTED_HEADERS, ""),
+            "Access-Control-Allow-Headers": head.headers.get(_REQUESTED_HEADERS, ""),
             "Access-Control-Max-Age": str(PREFLIGHT_AGE_S),
         }
 
-    def answers_preflight(self, visit: Visit) -> bool:
-        """Return whether this is a preflight of an allowed origin. It carries no key."""
-        return visit.is_preflight and self._origins.admits(visit.origin)
+    def is_allowed_preflight(self, head: RequestHead) -> bool:
+        """Return whether this is the preflight of an allowed origin. Preflights carry no key."""
+        return head.is_preflight and self._origins.admits(head.origin)
 
-    def _check_host(self, visit: Visit) -> None:
-        authority = visit.headers.get("Host", "")
-        if not authority and visit.protocol == _NO_HOST_NEEDED:
+    def _check_host(self, head: RequestHead) -> None:
+        authority = head.headers.get("Host", "")
+        if not authority and head.protocol == _NO_HOST_NEEDED:
             return
-        name = name_in(authority)
+        name = host_name(authority)
         if name is None:
             raise MalformedTarget("the Host header is missing or malformed")
         if not self._hosts.admits(name):
@@ -149,34 +216,37 @@ class Gate:
                 "it with --allowed-host"
             )
 
-    def _check_origin(self, visit: Visit) -> None:
-        """Refuse pages of other sites if the server has no keys.
+    def _check_origin(self, head: RequestHead) -> None:
+        """Refuse requests from pages of other sites if the server has no keys.
 
-        Such a page cannot read responses but can send requests. With keys, it would need one.
+        The browser hides the responses from such a page but sends its requests. On a server with
+        keys, the page would need a key.
         """
-        own = self._origins.is_own(visit.origin, visit.headers.get("Host", ""))
-        if self._keyring() is None and not own and not self._origins.admits(visit.origin):
+        is_own = self._origins.is_own(head.origin, head.headers.get("Host", ""))
+        if self._keyring() is None and not is_own and not self._origins.admits(head.origin):
             raise Forbidden(
                 "requests from web pages of this origin are not allowed; the server's operator can "
                 "allow them with --cors-origin"
             )
 
-    def _caller(self, visit: Visit) -> Caller:
+    def _authenticate(self, head: RequestHead) -> Caller:
+        """Return the caller that the key identifies. Raises Unauthenticated."""
         keyring = self._keyring()
         if keyring is None:
-            return Caller.without_key(visit.headers, is_local=is_loopback(visit.peer))
-        secret = secret_in(visit.headers)
-        if secret is None:
+            return Caller.without_key(head.headers, is_local=is_loopback(head.peer))
+        key = api_key_in(head.headers)
+        if key is None:
             raise Unauthenticated(
                 "an API key is required: Authorization: Bearer KEY, or x-api-key: KEY"
             )
-        caller = keyring.find(secret)
+        caller = keyring.find(key)
         if caller is None:
             raise Unauthenticated("the API key is invalid")
         return caller
 
 
-def _lacks(caller: Caller, demand: Demand) -> str:
+def _missing_scope(caller: Caller, required: RequiredScope) -> str:
+    """Return the error message for a caller without the required scope."""
     if not caller.name:
         return "this server has no API keys, so only clients on its own machine may do this"
-    return f"this API key lacks the scope {demand!r}"
+    return f"this API key lacks the scope {required!r}"

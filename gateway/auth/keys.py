@@ -1,7 +1,8 @@
-"""The valid API keys, and reloading them when their file changes.
+"""The valid API keys, which are reloaded when their file changes.
 
-`Keyring` is a value. `KeyWatch` holds the current one; `poll` reads the file again if it changed.
-An invalid file changes nothing and is logged once.
+`Keyring` is an immutable set of keys. `KeyWatch` holds the current one. `KeyWatch.poll` reads the
+file again if it changed. If the new file is invalid, the previous keys stay valid, and the error is
+logged once.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from protocol.config.gateway import GatewayConfig
 log = logging.getLogger(__name__)
 
 OPTION_NAME, SUPERVISOR_NAME = "api-key", "supervisor"
-"""Names of the key given by --api-key, with a number appended from the second on, and of the key
-that `tidegate serve` uses to query its gateway."""
+"""Name of the key that --api-key gives (the second one is called "api-key-2", and so on), and name
+of the key with which `tidegate serve` checks whether its gateway is ready."""
 
 
 class Keyring:
+    """The valid keys and their callers."""
+
     def __init__(self, keys: Mapping[str, KeyEntry]) -> None:
         self._keys = [
             (bytes.fromhex(entry.digest), Caller.from_key(name, entry))
@@ -34,10 +37,10 @@ class Keyring:
         return len(self._keys)
 
     def find(self, secret: str) -> Caller | None:
-        """Return the caller of this key, or None.
+        """Return the caller that the API key `secret` identifies; None if the key is not valid.
 
-        Every key is compared, each in constant time, so the duration reveals nothing about the
-        keys. It takes 0.1 ms for 1,000 keys.
+        `secret` is compared with every valid key, each time in constant time. So the duration of
+        the search reveals nothing about the keys. It takes 0.1 ms for 1,000 keys.
         """
         digest = bytes.fromhex(api_keys.digest_of(secret))
         found = None
@@ -48,13 +51,13 @@ class Keyring:
 
 
 def option_keys(config: GatewayConfig) -> dict[str, KeyEntry]:
-    """Return the keys that are given by options. Keys of --api-key have all scopes."""
+    """Return the keys that the operator's options contain. Keys of --api-key have all scopes."""
     digests = [*config.api_key_digests, *map(api_keys.digest_of, config.api_key)]
     keys = {
-        f"{OPTION_NAME}-{place}" if place > 1 else OPTION_NAME: KeyEntry(
+        f"{OPTION_NAME}-{number}" if number > 1 else OPTION_NAME: KeyEntry(
             digest=digest, scopes=sorted(ALL_SCOPES)
         )
-        for place, digest in enumerate(dict.fromkeys(digests), start=1)
+        for number, digest in enumerate(dict.fromkeys(digests), start=1)
     }
     if config.supervisor_digest:
         keys[SUPERVISOR_NAME] = KeyEntry(digest=config.supervisor_digest)
@@ -64,8 +67,6 @@ def option_keys(config: GatewayConfig) -> dict[str, KeyEntry]:
 class KeyWatch:
     """Holds the current keys and reloads their file.
 
-    keyring   the valid keys; None: the server has no keys and requires none
-
     The constructor raises ValueError, with a message of one line, if the file is invalid.
     """
 
@@ -73,10 +74,11 @@ class KeyWatch:
         self._path = config.api_keys
         self._options = option_keys(config)
         self._loaded = self._signature()
+        #: The valid keys; None if the server has no keys and requires none.
         self.keyring: Keyring | None = self._read() if config.has_keys else None
 
     def poll(self) -> None:
-        """Read the file again if it has changed or was replaced by another file or link."""
+        """Read the file again if it has changed or if another file or link has replaced it."""
         signature = self._signature()
         if not self._path or signature == self._loaded:
             return
@@ -89,13 +91,14 @@ class KeyWatch:
             log.info("reloaded %s: %d API keys are valid", self._path, len(self.keyring))
 
     def _read(self) -> Keyring:
+        """Return the keys of the options and of the file. Raises ValueError if it is invalid."""
         keys = api_keys.read(self._path) if self._path else {}
         if reserved := keys.keys() & self._options.keys():
             raise ValueError(f"{self._path}: the key name {min(reserved)!r} is reserved")
         return Keyring({**self._options, **keys})
 
     def _signature(self) -> tuple[int, ...] | None:
-        """Return a value that changes with the file; None if the file does not exist."""
+        """Return a value that differs if the file has changed; None if the file does not exist."""
         try:
             stat = os.stat(self._path)
         except OSError:

@@ -1,12 +1,15 @@
-"""The interface of every engine client, and the types of its callbacks."""
+"""The interface of every engine client, the types of its callbacks, and `NullEngineClient`.
+
+Other implementations: `client.py` (one engine), `disaggregated.py` (prefill and decode engines).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol, Unpack
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Unpack
 
 from protocol.arrays import Int32
-from protocol.errors import ServingError
+from protocol.errors import NoEngine, ServingError
 from protocol.messages import (
     Aborted,
     Accepted,
@@ -16,20 +19,22 @@ from protocol.messages import (
     Profiled,
     Refused,
 )
-from protocol.model_card import ModelCard
+from protocol.model_card import ModelCard, read_card
 from protocol.sampling import SamplingParams
 from protocol.session import GenerateOptions
 from protocol.stats import EngineStats
 
 if TYPE_CHECKING:
-    from gateway.engine.client import ClientLine
+    from gateway.engine.client import EngineConnection
 
 Report = Accepted | Refused | Output | Aborted | Profiled | EngineStatus
+"""A message of the engine about one request."""
 Subscriber = Callable[[Report], None]
+"""Receives the reports about one request, in order."""
 
 
 class RequestSender(Protocol):
-    """The part of `EngineClient` that the choices of one request use."""
+    """The methods of an engine client that `ChoiceGroup` uses."""
 
     def generate(
         self,
@@ -38,9 +43,10 @@ class RequestSender(Protocol):
         subscriber: Subscriber,
         **options: Unpack[GenerateOptions],
     ) -> int:
-        """Send a request and return its number. `subscriber` gets every report until its end.
+        """Send a request and return its number.
 
-        Raises EngineNotReady, EngineLost or NoEngine if the request cannot be sent.
+        `subscriber` is called with every report about the request, including the last one. Raises
+        EngineNotReady, EngineLost or NoEngine if the request cannot be sent.
         """
 
     def abort(self, request: int, on_freed: Callable[[], None] | None = None) -> None:
@@ -51,48 +57,103 @@ class RequestSender(Protocol):
 
 
 class EngineClient(RequestSender, Protocol):
-    """A connection to an engine, or to several engines that serve as one.
+    """A connection to one engine, or to several engines that serve as one.
 
-    All methods are for the greenlets of one thread. Subscribers are called in gevent's hub and must
-    not block.
+    All methods must be called from greenlets of one thread. Subscribers are called in gevent's hub
+    and must not block.
     """
 
     @property
-    def lines(self) -> Sequence[ClientLine]:
-        """The connections to all engines; empty if there is none."""
+    def connections(self) -> Sequence[EngineConnection]:
+        """The connections to all engines; empty if there is no engine."""
 
     @property
-    def is_ready(self) -> bool: ...
+    def is_ready(self) -> bool:
+        """Whether requests can be sent now."""
 
     @property
     def model(self) -> ModelCard | None:
-        """The engine's model; None before it is known."""
+        """The engine's model; None before the engine has reported it."""
 
     @property
-    def limits(self) -> Limits | None: ...
+    def limits(self) -> Limits | None:
+        """The engine's limits; None before the engine has reported them."""
 
     @property
-    def epoch(self) -> str | None: ...
+    def epoch(self) -> str | None:
+        """The id of the engine process's current life; None before the first connection."""
 
     @property
     def silence_s(self) -> float | None:
-        """Seconds since the last message of the engine; None before the first one."""
+        """Seconds since the last message of the engine; None before the first message."""
 
     @property
     def stats(self) -> EngineStats | None:
-        """Statistics of the last heartbeat; None before the first one."""
+        """The statistics in the last heartbeat; None before the first heartbeat."""
 
     def start(self) -> None:
-        """Connect. Call this after the fork; later calls have no effect."""
+        """Connect. Call this after the fork. Later calls have no effect."""
 
     def close(self) -> None:
-        """Disconnect; the engine aborts the open requests."""
+        """Disconnect. The engine then aborts the open requests of this client."""
 
     def trouble(self) -> ServingError | None:
-        """Return why no request can be sent now; None if requests can be sent."""
+        """Return why no request can be sent now, as an exception; None if requests can be sent."""
 
-    def abort_named(self, names: Sequence[str]) -> Aborted:
-        """Abort all requests with one of these labels, of any client, and wait for the result.
+    def abort_by_label(self, labels: Sequence[str]) -> Aborted:
+        """Abort the requests of all clients that have one of `labels`, and return the result.
 
         Raises EngineNotReady, EngineLost or NoEngine if the engine cannot be reached.
         """
+
+
+def limits_without_engine(max_len: int) -> Limits:
+    """Return the limits of a server without an engine; `max_len` is the model's context length."""
+    return Limits(
+        max_len=max_len,
+        max_slots=0,
+        block_tokens=0,
+        num_blocks=0,
+        token_budget=0,
+        prefix_cache=False,
+    )
+
+
+class NullEngineClient:
+    """The `EngineClient` of a server without an engine (--render-only).
+
+    Every request that needs an engine raises NoEngine.
+
+    path  file with the model card; the constructor raises ValueError if it cannot be read
+    """
+
+    def __init__(self, path: str) -> None:
+        content = read_card(path)
+        self.model: ModelCard = content.card
+        self.limits = limits_without_engine(content.max_len)
+        self.epoch: str | None = None
+        self.silence_s: float | None = None
+        self.stats: EngineStats | None = None
+        self.is_ready = False
+        self.connections: list[EngineConnection] = []
+
+    def start(self) -> None:
+        """Do nothing, because there is no engine."""
+
+    def close(self) -> None:
+        """Do nothing, because there is no engine."""
+
+    def trouble(self) -> ServingError | None:
+        """Return None: this server can serve the requests that need no engine."""
+        return None
+
+    def generate(self, *_: Any, **__: Any) -> NoReturn:
+        raise NoEngine(
+            "this server has no engine (--render-only); it only renders, derenders and tokenizes"
+        )
+
+    def abort_by_label(self, labels: Sequence[str]) -> NoReturn:
+        self.generate()
+
+    def abort(self, request: int, on_freed: Callable[[], None] | None = None) -> None:
+        """Do nothing, because no request is ever open."""

@@ -1,10 +1,13 @@
-"""The engine client over a socket, for greenlets: `protocol.session` plus I/O.
+"""The engine client over a ZeroMQ socket, for greenlets: `protocol.session` plus I/O.
 
-Each process has one DEALER socket, opened after the fork, on first use. Its file descriptor is
-edge-triggered: it becomes readable once per change. So each event drains the socket until it is
-empty, in bounded portions so that other greenlets run. Every send is followed by a drain, because
-sending consumes the edge. Subscribers are called in gevent's hub and must not block. If messages
-arrive faster than they are processed, they are merged (`coalesce`).
+Each process has one DEALER socket for each engine. It is opened after the fork, on first use. The
+socket's file descriptor is edge-triggered: it becomes readable only once, although several messages
+may have arrived. So every event reads messages until the socket is empty. It reads a bounded number
+in one callback of gevent's hub, so that other greenlets run in between. Every send is followed by a
+read, because sending consumes the edge, too.
+
+Subscribers are called in gevent's hub and must not block. If messages arrive faster than they are
+processed, they are merged (`coalesce`).
 """
 
 from __future__ import annotations
@@ -53,12 +56,14 @@ log = logging.getLogger(__name__)
 
 MAX_MESSAGES_PER_CALLBACK = 512
 MAX_TOKENS_PER_CALLBACK = 1024
-"""Bounds the time that other greenlets wait to some milliseconds. A token with logprobs counts as
-three, because logprobs take longer to encode."""
+"""Together these bounds limit the time that other greenlets wait to some milliseconds. A token with
+logprobs counts as three, because logprobs take longer to encode."""
 TICK_S = 0.25
+"""Interval at which the session checks whether a heartbeat or a greeting is due."""
 
 _NOBLOCK, _EVENTS, _POLLIN = int(zmq.NOBLOCK), int(zmq.EVENTS), int(zmq.POLLIN)
 _READ = 1
+"""libev's flag for a readable file descriptor."""
 
 
 def _nothing() -> None:
@@ -66,17 +71,20 @@ def _nothing() -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class ClientLine:
-    """The connection to one engine. role: "" if it is the only one."""
+class EngineConnection:
+    """The connection to one engine, and the engine's role."""
 
+    #: "prefill" or "decode"; "" if there is only one engine.
     role: str
-    engine: ZmqEngineClient
+    client: ZmqEngineClient
 
 
 class ZmqEngineClient:
-    """A gateway process's connection to one engine. See `EngineClient`.
+    """The `EngineClient` that is connected to one engine.
 
-    on_wire_error   called for each malformed message from the engine
+    address        ZeroMQ address of the engine
+    key            the cluster key, which connections between hosts require
+    on_wire_error  called for each malformed message from the engine
 
     The constructor raises ValueError if the address is invalid.
     """
@@ -95,7 +103,7 @@ class ZmqEngineClient:
         self._key = key
         self._on_wire_error = on_wire_error
         self._subscribers: dict[int, Subscriber] = {}
-        self._on_freed: dict[int, Callable[[], None]] = {}  # of aborted requests
+        self._on_freed: dict[int, Callable[[], None]] = {}  # callbacks of aborted requests
         self._decoder: wire.Decoder[ToClient] = wire.Decoder(ToClient)
         self._socket: zmq.Socket[bytes] | None = None
         self._loop: Any = None
@@ -124,7 +132,7 @@ class ZmqEngineClient:
             watcher.close()
         self._watchers = []
         if self._socket is not None:
-            with contextlib.suppress(zmq.Again):  # the engine is gone
+            with contextlib.suppress(zmq.Again):  # the engine is not reachable
                 self._socket.send_multipart(wire.encode(self.session.goodbye()), _NOBLOCK)
             sockets.close_monitored(self._socket, self._connection)
             self._context.destroy(linger=sockets.LINGER_MS)
@@ -142,10 +150,10 @@ class ZmqEngineClient:
         self._open(message, subscriber)
         return message.request
 
-    def abort_named(self, names: Sequence[str]) -> Aborted:
+    def abort_by_label(self, labels: Sequence[str]) -> Aborted:
         self.start()
         result: AsyncResult[Report] = AsyncResult()
-        self._open(self.session.abort_by_label(names), result.set)
+        self._open(self.session.abort_by_label(labels), result.set)
         report = result.get()
         if isinstance(report, Aborted):
             return report
@@ -161,19 +169,22 @@ class ZmqEngineClient:
         self._try_send(message)
 
     def stop(self, request: int) -> None:
-        """End `request` if it is open. Its subscriber gets the last output."""
+        """Abort `request` if it is open. Its subscriber still gets the last output."""
         self._try_send(self.session.request_abort(request))
 
     def keep_kv(self, handles: Sequence[str]) -> None:
-        """Renew the leases of these handles; see messages.KeepKV."""
+        """Renew the leases of the K/V that these handles name."""
         self._try_send(KeepKV(handles=list(handles)) if self.session.is_ready else None)
 
     def release_kv(self, handles: Sequence[str]) -> None:
-        """Release the K/V of these handles: no engine will fetch it."""
+        """End the leases of the K/V that these handles name, because no engine will fetch it."""
         self._try_send(ReleaseKV(handles=list(handles)) if self.session.is_ready else None)
 
     def count_cached_refusal(self) -> None:
-        """Count a request that was refused from the cache. A later heartbeat reports the count."""
+        """Count a request that was refused from the cache.
+
+        The next heartbeat reports the count to the engine.
+        """
         self.session.num_refused_early += 1
 
     def trouble(self) -> ServingError | None:
@@ -185,8 +196,8 @@ class ZmqEngineClient:
         return EngineNotReady(trouble) if trouble else None
 
     @property
-    def lines(self) -> list[ClientLine]:
-        return [ClientLine("", self)]
+    def connections(self) -> list[EngineConnection]:
+        return [EngineConnection("", self)]
 
     @property
     def is_ready(self) -> bool:
@@ -194,11 +205,12 @@ class ZmqEngineClient:
 
     @property
     def model(self) -> ModelCard | None:
-        """The model of the last Welcome, as are `limits`; None before the first."""
+        """The model in the engine's last Welcome message; None before the first one."""
         return self.session.model
 
     @property
     def limits(self) -> Limits | None:
+        """The limits in the engine's last Welcome message; None before the first one."""
         return self.session.limits
 
     @property
@@ -207,16 +219,17 @@ class ZmqEngineClient:
 
     @property
     def silence_s(self) -> float | None:
-        heard_at = self.session.last_received_at
-        return None if heard_at is None else time.monotonic() - heard_at
+        received_at = self.session.last_received_at
+        return None if received_at is None else time.monotonic() - received_at
 
     @property
     def stats(self) -> EngineStats | None:
-        """Statistics of the last heartbeat; None before the first one of the engine's epoch."""
+        """The statistics in the last heartbeat; None before the first one in this epoch."""
         epoch, stats = self._stats
         return stats if self.session.is_ready and epoch == self.session.epoch else None
 
     def _open(self, message: Generate | AbortByLabel, subscriber: Subscriber) -> None:
+        """Send a message that opens a request. Raises EngineNotReady if it cannot be sent."""
         self._subscribers[message.request] = subscriber
         try:
             self._send(message)
@@ -226,12 +239,13 @@ class ZmqEngineClient:
             raise EngineNotReady("the engine does not accept messages at the moment") from None
 
     def _try_send(self, message: ToEngine | None) -> None:
+        """Send `message` if there is one and the engine is reachable."""
         if message is not None and self._socket is not None:
-            with contextlib.suppress(zmq.Again):  # the engine is gone
+            with contextlib.suppress(zmq.Again):
                 self._send(message)
 
     def _send(self, message: ToEngine) -> None:
-        """Raises zmq.Again if the engine does not read."""
+        """Send `message`. Raises zmq.Again if the engine does not read its messages."""
         assert self._socket is not None
         try:
             self._socket.send_multipart(wire.encode(message), _NOBLOCK)
@@ -239,14 +253,15 @@ class ZmqEngineClient:
             self._drain_soon()
 
     def _drain_soon(self) -> None:
+        """Have the hub call `_drain` after its current callback."""
         if not self._drain_is_due:
             self._drain_is_due = True
             self._loop.run_callback(self._drain)
 
     def _drain(self) -> None:
-        """Receive a bounded number of messages and dispatch them in order.
+        """Receive a bounded number of messages, and call their subscribers in order.
 
-        Consecutive `Outputs` are collected and dispatched together.
+        Consecutive `Outputs` messages are collected, so that they can be merged.
         """
         self._drain_is_due = False
         socket = self._socket
@@ -268,7 +283,7 @@ class ZmqEngineClient:
                 if num_tokens >= MAX_TOKENS_PER_CALLBACK:
                     self._drain_soon()
                     break
-                # This check costs a third of another zmq.Again.
+                # This check takes a third of the time of another `recv` that raises zmq.Again.
                 if not int(socket.getsockopt(_EVENTS)) & _POLLIN:
                     break
             else:
@@ -280,24 +295,28 @@ class ZmqEngineClient:
         self._on_outputs(steps)
 
     def _on_connection_event(self) -> None:
-        """Handle connects and disconnects. Also called on each tick, as an edge may be missed."""
+        """Handle connects and disconnects.
+
+        This is also called on each tick, because an edge of the file descriptor may be missed.
+        """
         if self._socket is None:
             return
-        for is_there in sockets.read_connection_events(self._connection):
-            if is_there:
+        for is_connected in sockets.read_connection_events(self._connection):
+            if is_connected:
                 self.session.on_connected()
                 self._tick()
             else:
-                self._drain_all()  # its last messages may say why
+                self._drain_all()  # the engine's last messages may have the reason
                 self._dispatch(self.session.on_disconnected())
 
     def _drain_all(self) -> None:
+        """Receive all messages that have arrived."""
         assert self._socket is not None
         while self._socket.poll(0):
             self._drain()
 
     def _count_wire_error(self, error: WireError) -> None:
-        """Count a malformed message, and log the 1st, 2nd, 4th, 8th ... one."""
+        """Count a malformed message. Log the first, second, fourth, eighth and so on."""
         self.num_wire_errors += 1
         self._on_wire_error()
         if self.num_wire_errors.bit_count() == 1:
@@ -305,6 +324,7 @@ class ZmqEngineClient:
             log.warning(text, self.num_wire_errors, error)
 
     def _on_outputs(self, steps: list[Outputs]) -> None:
+        """Handle the outputs of consecutive steps."""
         for step in coalesce(steps):
             self._dispatch(self.session.receive(step, time.monotonic()))
 
@@ -317,14 +337,16 @@ class ZmqEngineClient:
             for request in message.requests:
                 self._on_freed.pop(request, _nothing)()
         elif isinstance(message, Welcome):
-            self._on_freed.clear()  # a new epoch or session: these reports will not come
+            # The epoch or the session is new, so earlier resources will not be reported as freed.
+            self._on_freed.clear()
             with contextlib.suppress(zmq.Again):
-                self._send(Ping())  # to get the statistics before the next heartbeat
+                self._send(Ping())  # fetches the statistics before the next heartbeat
         elif isinstance(message, Refused) and message.request < 0:
             log.error("the engine rejected a message: %s", message.error.message)
 
-    def _dispatch(self, news: list[RequestReport]) -> None:
-        for request, report in news:
+    def _dispatch(self, reports: list[RequestReport]) -> None:
+        """Call the subscriber of each report. Remove the subscribers of ended requests."""
+        for request, report in reports:
             subscriber = self._subscribers.get(request)
             if subscriber is None:
                 continue
@@ -333,10 +355,10 @@ class ZmqEngineClient:
             subscriber(report)
 
     def _tick(self) -> None:
-        """Send the heartbeat, or the greeting until the engine has welcomed this client."""
-        messages, news = self.session.tick(time.monotonic())
+        """Send a due heartbeat, or a due greeting if the engine has not sent Welcome yet."""
+        messages, reports = self.session.tick(time.monotonic())
         for message in messages:
             with contextlib.suppress(zmq.Again):
                 self._send(message)
-        self._dispatch(news)
+        self._dispatch(reports)
         self._on_connection_event()

@@ -1,12 +1,12 @@
-"""Merges the outputs of several steps when this process lags behind its engine.
+"""Merges the outputs of several steps if this process lags behind its engine.
 
-Up to MAX_PIECES outputs are dispatched as they arrived: one for each step and request. If more have
-arrived, all outputs of a request are merged into one. The time to process them then depends on the
-number of requests and hardly on the number of tokens, so the process catches up. Output for a
-client that does not read is merged in the same way (`backpressure`).
+The engine sends one output for each step and request. If more than MAX_PIECES outputs have arrived
+and were not processed yet, all outputs of a request are merged into one. The time to process them
+then depends on the number of requests and hardly on the number of tokens, so the process catches
+up. Output for a client that does not read is merged in the same way (`generation.sinks`).
 
-Parsers return the same text however the tokens are cut. So answers do not change; only the number
-of events does.
+Parsers return the same text however the tokens are cut into outputs. So merging changes the number
+of events but not the answers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from protocol.messages import Output, Outputs
 
 MAX_PIECES = 256
-"""Processing this many outputs takes a few milliseconds."""
+"""Most outputs that are processed without merging. They take a few milliseconds."""
 
 
 def coalesce(steps: list[Outputs]) -> list[Outputs]:
@@ -29,7 +29,10 @@ def coalesce(steps: list[Outputs]) -> list[Outputs]:
 
 
 def merge_steps(steps: Sequence[Outputs]) -> Outputs:
-    """Return one output for each request, in the order of their first outputs."""
+    """Merge the outputs of consecutive steps into one message with one output for each request.
+
+    The requests are in the order of their first outputs.
+    """
     pieces: dict[int, list[Output]] = {}
     for step in steps:
         for output in step.outputs:
@@ -38,7 +41,7 @@ def merge_steps(steps: Sequence[Outputs]) -> Outputs:
 
 
 def merge_outputs(outputs: Sequence[Output]) -> Output:
-    """Merge the consecutive outputs of one request; there is at least one."""
+    """Return consecutive outputs of one request as one output. `outputs` is not empty."""
     if len(outputs) == 1:
         return outputs[0]
     last = outputs[-1]

@@ -1,13 +1,15 @@
-"""An engine client over prefill engines (P) and decode engines (D).
+"""The engine client of a disaggregated server: prefill engines (P) and decode engines (D).
 
 Callers see one engine. This module chooses the engines and sends the requests; the states of a
 request are in `handoff.py`. The rules:
 
-- choices of a prompt that are sent in one turn of the event loop are computed once by P;
-- the K/V that P keeps is leased until D has sent its first token, and then released at once;
-- if P refuses, fails or is lost, D computes the whole prompt, unless the policy is to fail;
-- if no P is ready, D computes the whole prompt under any policy; if no D is ready, requests fail;
-- all engines in use have the model of the first D that is ready.
+- P computes a prompt once for all its choices, if they are sent in one turn of the event loop;
+- P's lease of the K/V is renewed until D has sent its first token; then the K/V is released;
+- if P refuses, fails or is lost, D computes the whole prompt, or the request fails: the operator
+  chooses which (`recomputes`);
+- if no P is ready, D computes the whole prompt in any case;
+- if no D is ready, requests fail;
+- only engines with the same model as the first ready D are used.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import msgspec
 from gevent import get_hub
 
 from gateway.engine.base import Report, Subscriber
-from gateway.engine.client import ClientLine, ZmqEngineClient
+from gateway.engine.client import EngineConnection, ZmqEngineClient
 from gateway.engine.handoff import (
     Handoff,
     HandoffAction,
@@ -55,43 +57,46 @@ from protocol.stats import EngineStats
 
 log = logging.getLogger(__name__)
 
-KEEP_EVERY_S = 0.25
-"""Interval at which leases are renewed if necessary. A lease lasts at least a second."""
-LIMITS = (LimitReached.code, QueueTimeout.code, TimedOut.code)
-MIN_LEFT_S = 0.001
-"""Least remaining time limit that is sent; 0 would mean no limit."""
+RENEW_EVERY_S = 0.25
+"""Interval at which leases are checked and renewed. A lease lasts at least a second."""
+LIMIT_CODES = (LimitReached.code, QueueTimeout.code, TimedOut.code)
+"""Codes of errors that enforce a limit. D must not compute a prompt that P refused with these."""
+MIN_TIMEOUT_S = 0.001
+"""Least timeout that is sent to D when no time remains; 0 would mean no limit."""
 MIN_PROMPT = 2
-"""D always computes the last token of a prompt, so P needs at least one more."""
+"""Fewest tokens of a prompt that P computes. D always computes the last token itself."""
 
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """An open request."""
+    """An open request of a caller, and its requests at P and D."""
 
+    #: The number that the caller got.
     number: int
     prompt: Int32
     params: SamplingParams
     subscriber: Subscriber
     options: GenerateOptions
     handoff: Handoff
-    #: The computation of its prompt at P; None: D computes the prompt.
+    #: The computation of the prompt at P; None: D computes the prompt.
     prefill: RemotePrefill | None = None
-    #: The decode engine, and the request's number there; None before it was sent.
+    #: The decode engine; None before the request was sent to D.
     d: ZmqEngineClient | None = None
+    #: The request's number at D.
     d_request: int = 0
-    #: Called after D has released its resources.
+    #: Called after D has released the request's resources.
     on_freed: Callable[[], None] | None = None
     arrived_at: float = field(default_factory=time.monotonic)
 
 
 class DisaggregatedClient:
-    """See `EngineClient`.
+    """The `EngineClient` that sends prompts to prefill engines and decodes on decode engines.
 
-    prefill, decode   connections to the engines
-    min_tokens    shorter prompts are computed by D
-    recomputes    D computes the prompt if P fails; otherwise the request fails
-    on_handover   called for each request that D continued from P's K/V
-    on_fallback   called with the cause for each prompt that D computed in place of P
+    prefill, decode  clients of the engines
+    min_tokens       shortest prompt that P computes
+    recomputes       D computes the prompt if P fails; otherwise the request fails
+    on_handover      called for each request that D continued from P's K/V
+    on_fallback      called with the cause for each prompt that D computed instead of P
     """
 
     def __init__(
@@ -104,9 +109,9 @@ class DisaggregatedClient:
         on_handover: Callable[[], None],
         on_fallback: Callable[[str], None],
     ) -> None:
-        self.lines = [
-            *(ClientLine("prefill", engine) for engine in prefill),
-            *(ClientLine("decode", engine) for engine in decode),
+        self.connections = [
+            *(EngineConnection("prefill", engine) for engine in prefill),
+            *(EngineConnection("decode", engine) for engine in decode),
         ]
         self._p, self._d = EnginePool("prefill", prefill), EnginePool("decode", decode)
         self._min_tokens = max(min_tokens, MIN_PROMPT)
@@ -123,10 +128,10 @@ class DisaggregatedClient:
 
     def start(self) -> None:
         if self._clock is None:
-            for line in self.lines:
-                line.engine.start()
-            self._clock = get_hub().loop.timer(KEEP_EVERY_S, repeat=KEEP_EVERY_S)
-            self._clock.start(self._keep)
+            for connection in self.connections:
+                connection.client.start()
+            self._clock = get_hub().loop.timer(RENEW_EVERY_S, repeat=RENEW_EVERY_S)
+            self._clock.start(self._renew_leases)
 
     def close(self) -> None:
         if self._clock is not None:
@@ -135,10 +140,10 @@ class DisaggregatedClient:
             self._clock = None
         for number in list(self._requests):
             self.abort(number)
-        for line in self.lines:
-            line.engine.close()
+        for connection in self.connections:
+            connection.client.close()
 
-    # ---- state, as of one engine
+    # ---- the state of the set of engines, which is that of the first ready decode engine
 
     @property
     def is_ready(self) -> bool:
@@ -176,7 +181,10 @@ class DisaggregatedClient:
         subscriber: Subscriber,
         **options: Unpack[GenerateOptions],
     ) -> int:
-        """See `EngineClient.generate`. Raises InvalidRequest for K/V options of the caller."""
+        """Send a request to P or D and return its number; see `EngineClient.generate`.
+
+        Raises InvalidRequest if `options` contain K/V options, because this class sets them.
+        """
         if options.pop("kv_readers", 0) or options.pop("kv_handle", ""):
             message = f"{KV_FIELD}: not supported, this server manages K/V transfer itself"
             raise InvalidRequest(message, param=KV_FIELD)
@@ -198,30 +206,36 @@ class DisaggregatedClient:
         found = self._requests.get(request)
         if found is not None:
             found.on_freed = on_freed
-            self._on(found, HandoffEvent.ABORT)
+            self._on_event(found, HandoffEvent.ABORT)
 
-    def abort_named(self, names: Sequence[str]) -> Aborted:
-        """See `EngineClient.abort_named`. P's engines come first: what they have handed over by
-        then is open at D's engines and is aborted there."""
+    def abort_by_label(self, labels: Sequence[str]) -> Aborted:
+        """Abort requests by label; see `EngineClient.abort_by_label`.
+
+        The prefill engines are called first. A request that P has handed over in the meantime is
+        open at D, so it is aborted there.
+        """
         self.start()
         aborted: set[str] = set()
         for engine in self._p.engines:
             with contextlib.suppress(EngineError):  # a lost engine has no open requests
-                aborted.update(engine.abort_named(names).aborted)
+                aborted.update(engine.abort_by_label(labels).aborted)
         self._choose_d()
         for engine in self._d.engines:
             if engine.is_ready:
-                aborted.update(engine.abort_named(names).aborted)
+                aborted.update(engine.abort_by_label(labels).aborted)
         return Aborted(
             request=0,
-            aborted=[name for name in names if name in aborted],
-            unknown=[name for name in names if name not in aborted],
+            aborted=[label for label in labels if label in aborted],
+            unknown=[label for label in labels if label not in aborted],
         )
 
-    # ---- choosing
+    # ---- choosing engines
 
     def _can_prefill(self, prompt: Int32, params: SamplingParams) -> bool:
-        """Return whether P should compute this prompt."""
+        """Return whether P may compute this prompt.
+
+        D computes short prompts, prompts whose logprobs are requested, and requests without output.
+        """
         return (
             len(prompt) >= self._min_tokens
             and params.prompt_logprobs is None
@@ -229,7 +243,7 @@ class DisaggregatedClient:
         )
 
     def _prefill(self, prompt: Int32, options: GenerateOptions) -> RemotePrefill | None:
-        """Return the prefill that this turn's requests for `prompt` share, or None."""
+        """Return the prefill for `prompt`, which its choices share; None if no P is ready."""
         for unsent in self._unsent:
             if unsent.is_for(prompt, options):
                 return unsent
@@ -245,82 +259,94 @@ class DisaggregatedClient:
             return None
         self._has_warned = False
         if not self._unsent:
-            get_hub().loop.run_callback(self._send_prefills)
+            get_hub().loop.run_callback(self._send_prefills)  # at the end of this turn
         prefill = RemotePrefill(engine, prompt, options, self._on_prefill_end)
         self._unsent.append(prefill)
         self._prefills.add(prefill)
         return prefill
 
     def _choose_d(self) -> ZmqEngineClient:
+        """Return the least busy D. Raises EngineNotReady or EngineLost if none is ready."""
         return self._d.choose(self.model, self._load)
 
     def _waiting_tokens(self, p: ZmqEngineClient) -> int:
-        """Return the load of P: waiting tokens of its last heartbeat plus those of our prefills,
-        which the heartbeat may not include yet."""
+        """Return the load of P in tokens.
+
+        It is the sum of the waiting tokens in P's last heartbeat and of the prompts that we sent to
+        P, because the heartbeat may not include them yet.
+        """
         ours = (len(prefill.prompt) for prefill in self._prefills if prefill.p is p)
         return sum(ours) + (p.stats.waiting_tokens if p.stats else 0)
 
     def _load(self, d: ZmqEngineClient) -> int:
+        """Return the load of D in requests, computed as in `_waiting_tokens`."""
         ours = sum(request.d is d for request in self._requests.values())
         return ours + (d.stats.running + d.stats.waiting if d.stats else 0)
 
     # ---- events
 
     def _send_prefills(self) -> None:
-        """Send this turn's prefills. Called at the end of the turn, when they have all readers."""
+        """Send the prefills of this turn of the event loop.
+
+        This is called at the end of the turn, when all choices have been added as readers.
+        """
         unsent, self._unsent = self._unsent, []
         for prefill in unsent:
             prefill.send()
             if not prefill.readers:
                 self._prefills.discard(prefill)
 
-    def _keep(self) -> None:
+    def _renew_leases(self) -> None:
         now = time.monotonic()
         for prefill in self._prefills:
-            prefill.keep(now)
+            prefill.renew_lease(now)
 
     def _on_prefill_end(self, prefill: RemotePrefill, report: Report) -> None:
-        """Handle P's last report."""
+        """Handle P's last report, for each choice that needs the K/V."""
         event, cause = HandoffEvent.COMPUTED, ""
         if not prefill.handle:
             event, cause = self._failure_event(report)
         for number in sorted(prefill.readers):
             if cause:
                 self._on_fallback(cause)
-            self._on(self._requests[number], event, report)
+            self._on_event(self._requests[number], event, report)
 
     def _failure_event(self, report: Report) -> tuple[HandoffEvent, str]:
-        """Return the event of an end without a handle, and the cause if D computes the prompt."""
+        """Return the event for a report of P that has no handle, and the cause of a fallback.
+
+        The cause is "" if D does not compute the prompt instead.
+        """
         error = _error_of(report)
-        if error is None or not self._recomputes:  # aborted by name, or the policy is to fail
+        if error is None or not self._recomputes:  # aborted by label, or the policy is to fail
             return HandoffEvent.STOPPED, ""
-        if error.code in LIMITS:  # D must not circumvent P's limits
+        if error.code in LIMIT_CODES:
             return HandoffEvent.STOPPED, ""
-        causes = {True: "refused", False: "failed"}
-        is_lost = error.code == EngineLost.code
-        return HandoffEvent.MISSED, "lost" if is_lost else causes[isinstance(report, Refused)]
+        if error.code == EngineLost.code:
+            return HandoffEvent.MISSED, "lost"
+        return HandoffEvent.MISSED, "refused" if isinstance(report, Refused) else "failed"
 
     def _on_report(self, request: _Request, report: Report) -> None:
         """Handle a report of D."""
         match report:
             case Accepted():
-                self._on(request, HandoffEvent.ACCEPTED, report)
-            case Refused(error=error) if self._recomputes and self._was_handle(request, error):
+                self._on_event(request, HandoffEvent.ACCEPTED, report)
+            case Refused(error=error) if self._recomputes and _is_about_handle(request, error):
                 log.warning("a decode engine refused a handle: %s", error.message)
                 self._on_fallback("handle")
-                self._on(request, HandoffEvent.UNUSABLE, report)
+                self._on_event(request, HandoffEvent.UNUSABLE, report)
             case Output():
                 merged = self._with_merged_usage(request, report)
                 event = HandoffEvent.TOKENS if report.finish is None else HandoffEvent.FINISHED
-                self._on(request, event, merged)
+                self._on_event(request, event, merged)
             case _:
-                self._on(request, HandoffEvent.FINISHED, report)
-
-    def _was_handle(self, request: _Request, error: ErrorInfo) -> bool:
-        return request.handoff.state is HandoffState.REQUESTED and error.param == KV_FIELD
+                self._on_event(request, HandoffEvent.FINISHED, report)
 
     def _with_merged_usage(self, request: _Request, output: Output) -> Output:
-        """Return `output` with the usage of P and D together; count handovers and fallbacks."""
+        """Return `output` with the usage of P and D together.
+
+        D's first usage also shows whether D used P's K/V. So handovers and fallbacks are counted
+        here.
+        """
         prefill, usage = request.prefill, output.usage
         if prefill is None or usage is None:
             return output
@@ -334,7 +360,10 @@ class DisaggregatedClient:
 
     # ---- actions
 
-    def _on(self, request: _Request, event: HandoffEvent, report: Report | None = None) -> None:
+    def _on_event(
+        self, request: _Request, event: HandoffEvent, report: Report | None = None
+    ) -> None:
+        """Change the request's state and perform the actions that follow."""
         actions = request.handoff.on(event)
         if request.handoff.state is HandoffState.ENDED:
             self._requests.pop(request.number, None)
@@ -352,20 +381,22 @@ class DisaggregatedClient:
             case HandoffAction.EMIT if report is not None:
                 request.subscriber(report)
             case HandoffAction.RELEASE if prefill is not None:
-                prefill.leave(request.number)
+                prefill.remove_reader(request.number)
                 if not prefill.readers:
                     self._prefills.discard(prefill)
             case HandoffAction.ABORT if request.d is not None:
                 request.d.abort(request.d_request, request.on_freed)
 
     def _send_or_fail(self, request: _Request, handle: str) -> None:
+        """Send the request to D. If that is not possible, end it with the error."""
         try:
             self._send_to_d(request, handle)
         except EngineError as error:
             end = Output(request=request.number, finish="error", error=error.info())
-            self._on(request, HandoffEvent.FINISHED, end)
+            self._on_event(request, HandoffEvent.FINISHED, end)
 
     def _send_to_d(self, request: _Request, handle: str = "") -> None:
+        """Send the request to the least busy D. `handle` is "" if D must compute the prompt."""
         d = self._choose_d()
         options: GenerateOptions = {
             **request.options,
@@ -377,22 +408,29 @@ class DisaggregatedClient:
         request.d = d
 
     def _time_left(self, request: _Request, *, has_started: bool) -> GenerateOptions:
-        """Return the remaining time limits, counted from the request's arrival.
+        """Return the timeouts for D: those of the request less the time since its arrival.
 
-        A request whose prompt P has computed has started, so it has no queue timeout any more.
+        If P has computed the prompt, the request has started. It then has no queue timeout.
         """
         elapsed_s = time.monotonic() - request.arrived_at
-        limit_s = request.options.get("timeout_s", 0.0)
-        queue_limit_s = 0.0 if has_started else request.options.get("queue_timeout_s", 0.0)
+        timeout_s = request.options.get("timeout_s", 0.0)
+        queue_timeout_s = 0.0 if has_started else request.options.get("queue_timeout_s", 0.0)
         return {
-            "timeout_s": _left(limit_s, elapsed_s),
-            "queue_timeout_s": _left(queue_limit_s, elapsed_s),
+            "timeout_s": _remaining_s(timeout_s, elapsed_s),
+            "queue_timeout_s": _remaining_s(queue_timeout_s, elapsed_s),
         }
 
 
-def _left(limit_s: float, elapsed_s: float) -> float:
-    return max(limit_s - elapsed_s, MIN_LEFT_S) if limit_s else 0.0
+def _remaining_s(timeout_s: float, elapsed_s: float) -> float:
+    """Return the rest of a timeout; 0 if there is no timeout."""
+    return max(timeout_s - elapsed_s, MIN_TIMEOUT_S) if timeout_s else 0.0
+
+
+def _is_about_handle(request: _Request, error: ErrorInfo) -> bool:
+    """Return whether D refused the request because it cannot use the handle."""
+    return request.handoff.state is HandoffState.REQUESTED and error.param == KV_FIELD
 
 
 def _error_of(report: Report) -> ErrorInfo | None:
+    """Return the error in a report; None if it has none."""
     return report.error if isinstance(report, Refused | Output) else None

@@ -1,12 +1,12 @@
 """State machine of one request that is served by a prefill engine P and a decode engine D.
 
-P computes the prompt and D continues from it; the client sees one request. This module has no side
-effects: `Handoff.on(event)` changes the state as `NEXT` says and returns the actions, which
-`disaggregated.py` performs in order. Invariants, which the table shows:
+P computes the prompt and D continues from P's K/V; the client sees one request. This module has no
+side effects: `Handoff.on(event)` changes the state as the table `NEXT` says, and returns actions,
+which `disaggregated.py` performs in order. The table ensures these invariants:
 
-- D gets at most two requests: one with the handle and, if the handle is unusable, one without;
-- a request that had P compute its prompt releases that exactly once, however it continues or ends;
-- after the end there are no actions: late events change nothing.
+- D gets at most two requests: one with P's handle and, if D cannot use the handle, one without;
+- if P was asked to compute the prompt, RELEASE is performed exactly once, however the request ends;
+- after the end there are no actions, so late events change nothing.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from protocol.messages import Times, Usage
 
 
 class HandoffState(Enum):
-    COMPUTING = auto()  # P computes the prompt, or will; D has no request
+    COMPUTING = auto()  # P computes the prompt, or soon will; D has no request
     REQUESTED = auto()  # P keeps the prompt's K/V; D has a request with the handle
-    ACCEPTED = auto()  # D accepted it and waits or fetches; P still keeps the K/V
+    ACCEPTED = auto()  # D has accepted that request; P still keeps the K/V
     DECODING = auto()  # D has a request and does not need P
     ENDED = auto()  # final; owns nothing
 
 
 class HandoffEvent(Enum):
     COMPUTED = auto()  # P sent the handle
-    MISSED = auto()  # P cannot compute the prompt, and D may compute it
-    STOPPED = auto()  # P's end is the request's end: aborted by name, or the policy says so
+    MISSED = auto()  # P cannot compute the prompt, and D may compute it instead
+    STOPPED = auto()  # P's last report ends the request: aborted by label, or D may not compute
     ACCEPTED = auto()  # D accepted the request
-    UNUSABLE = auto()  # D refused the handle, and may compute the prompt
-    TOKENS = auto()  # D sent tokens; not the end
-    FINISHED = auto()  # D sent the end, or refused
-    ABORT = auto()  # the client aborted
+    UNUSABLE = auto()  # D refused the handle, and may compute the prompt instead
+    TOKENS = auto()  # D sent tokens, but not the end
+    FINISHED = auto()  # D sent the end, or refused the request
+    ABORT = auto()  # the client aborted the request
 
 
 class HandoffAction(Enum):
     CONTINUE = auto()  # send D a request with the handle
     COMPUTE_ALL = auto()  # send D a request for the whole prompt
     EMIT = auto()  # forward the report to the subscriber
-    RELEASE = auto()  # stop or release what P computes for this request
+    RELEASE = auto()  # give up P's computation, or its K/V, for this request
     ABORT = auto()  # abort the request at D
 
 
@@ -89,11 +89,11 @@ NEXT: dict[tuple[HandoffState, HandoffEvent], tuple[HandoffState, tuple[HandoffA
     (HandoffState.DECODING, HandoffEvent.FINISHED): (HandoffState.ENDED, (HandoffAction.EMIT,)),
     (HandoffState.DECODING, HandoffEvent.ABORT): (HandoffState.ENDED, (HandoffAction.ABORT,)),
 }
-"""(state, event) -> (next state, actions). Any other pair is an error."""
+"""(state, event) -> (next state, actions). Other pairs are errors, unless the state is ENDED."""
 
 
 class Handoff:
-    """The state of one request: COMPUTING at first, or DECODING if P is not used."""
+    """The state of one request. It starts as COMPUTING, or as DECODING if P is not used."""
 
     __slots__ = ("state",)
 
@@ -103,7 +103,7 @@ class Handoff:
     def on(self, event: HandoffEvent) -> tuple[HandoffAction, ...]:
         """Change the state and return the actions, in order.
 
-        Raises ValueError, without a change, if `event` is not possible in this state.
+        Raises ValueError and changes nothing if `event` is not possible in this state.
         """
         if self.state is HandoffState.ENDED:
             return ()
@@ -115,18 +115,22 @@ class Handoff:
 
 
 def merge_usage(decoded: Usage, computed: Usage | None) -> Usage:
-    """Return the usage of the whole request; `decoded` is D's part and `computed` P's.
+    """Return the usage of the whole request, given D's and P's own usages.
 
-    Tokens that P found in its cache stay cached. The other tokens that D did not compute were
-    fetched: P computed them for this request. The times of both parts add up.
+    decoded   D's usage; its `cached_tokens` are all tokens that D did not compute
+    computed  P's usage; None if P computed nothing
+
+    The result's `fetched_tokens` are those that P computed for this request: all that D did not
+    compute, except the tokens that P found in its own cache. The times of both engines add up.
     """
     found = min(decoded.cached_tokens, computed.cached_tokens if computed else 0)
-    times = _added(computed.times if computed else None, decoded.times)
+    times = _sum_of_times(computed.times if computed else None, decoded.times)
     fetched = decoded.cached_tokens - found
     return msgspec.structs.replace(decoded, fetched_tokens=fetched, times=times)
 
 
-def _added(first: Times | None, second: Times | None) -> Times | None:
+def _sum_of_times(first: Times | None, second: Times | None) -> Times | None:
+    """Return the sum of each stage's time."""
     if first is None or second is None:
         return first or second
     names = Times.__struct_fields__
@@ -134,9 +138,10 @@ def _added(first: Times | None, second: Times | None) -> Times | None:
 
 
 def was_recomputed(decoded: Usage, block_tokens: int) -> bool:
-    """Return whether D computed the prompt although it had a handle.
+    """Return whether D computed a prompt although it had a handle for it.
 
-    D always computes the block of the prompt's last token; here it computed more.
+    D always computes the block that holds the prompt's last token. If it computed more blocks, it
+    could not fetch their K/V.
     """
     whole_blocks = (decoded.prompt_tokens - 1) // block_tokens * block_tokens
     return decoded.cached_tokens < whole_blocks

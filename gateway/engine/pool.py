@@ -1,4 +1,4 @@
-"""Several engines with the same role, and the choice of one for a request."""
+"""Engines with the same role, and choosing one of them for a request."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from protocol.model_card import ModelCard
 
 
 class EnginePool:
-    """One or more engines, in the order of the options.
+    """One or more engines with the same role, in the order of the operator's options.
 
-    role  names the engines in errors that clients see; addresses are not public
+    role  "prefill" or "decode". Errors for clients name the role, because addresses are not public
     """
 
     def __init__(self, role: str, engines: Sequence[ZmqEngineClient]) -> None:
@@ -25,17 +25,20 @@ class EnginePool:
 
     @property
     def first(self) -> ZmqEngineClient:
-        """Return the first engine that is ready, or else the first one. It represents the pool."""
+        """The first engine that is ready, or the first one if none is.
+
+        The pool reports this engine's model, limits and state as its own.
+        """
         return next((engine for engine in self.engines if engine.is_ready), self.engines[0])
 
     def choose(
         self, model: ModelCard | None, load: Callable[[ZmqEngineClient], int]
     ) -> ZmqEngineClient:
-        """Return the least busy engine that is ready and has this model.
+        """Return the ready engine that has this model and the smallest `load`.
 
         Raises EngineNotReady or EngineLost if there is none.
         """
-        usable = [engine for engine in self.engines if _has(engine, model)]
+        usable = [engine for engine in self.engines if _serves(engine, model)]
         if len(usable) > 1:
             return min(usable, key=load)
         if usable:
@@ -43,13 +46,15 @@ class EnginePool:
         raise self._unavailable()
 
     def _unavailable(self) -> ServingError:
+        """Return the error for a pool without a usable engine."""
         for engine in self.engines:
             if (trouble := engine.trouble()) is not None:
                 return type(trouble)(f"the {self.role} engine: {trouble.message}")
         return EngineNotReady(f"the {self.role} engine has another model")
 
 
-def _has(engine: ZmqEngineClient, model: ModelCard | None) -> bool:
+def _serves(engine: ZmqEngineClient, model: ModelCard | None) -> bool:
+    """Return whether the engine is ready and has this model."""
     own = engine.model
     if not engine.is_ready or own is None or model is None:
         return False

@@ -1,9 +1,9 @@
 """Cache of the engine's recent refusals, by account.
 
-A server with ten times the load it can serve would spend its time refusing requests. So a refusal
-that states how long it is valid (`ErrorInfo.stands_s`, at most a quarter of a second) is repeated
-to later requests of the same account, before their prompts are rendered and without a message to
-the engine. Pure; time is an argument.
+A server with ten times the load that it can serve would spend its time refusing requests. So a
+refusal may state for how long it is valid (`ErrorInfo.stands_s`, at most a quarter of a second).
+During that time, further requests of the same account get the same refusal, before their prompts
+are rendered and without a message to the engine. The module is pure: time is an argument.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ class RefusalCache:
         return len(self._until)
 
     def add(self, account: Account | None, refusal: ServingError, now: float) -> None:
-        """Store the refusal of a request with one choice.
+        """Store the refusal of a request with one choice, if it states how long it is valid.
 
-        Only its data is kept: the exception's traceback would keep the request alive.
+        Only the data of the exception is stored, because its traceback would keep the refused
+        request in memory.
         """
         if refusal.stands_s > 0:
             if len(self._until) >= MAX_ENTRIES:
@@ -34,7 +35,7 @@ class RefusalCache:
             self._until[_key(account)] = now + refusal.stands_s, refusal.info()
 
     def get(self, account: Account | None, now: float) -> ServingError | None:
-        """Return the refusal that is valid for this account, as a new exception."""
+        """Return the valid refusal of this account, as a new exception; None if there is none."""
         until, refusal = self._until.get(_key(account), (now, None))
         return error_from(refusal) if refusal is not None and now < until else None
 

@@ -1,9 +1,9 @@
-"""One prompt that a prefill engine P computes for all its choices, and the lease of its K/V.
+"""One prompt that a prefill engine P computes for several choices, and the lease of its K/V.
 
-The prompt is open at P from `send` until P's last report. Then P keeps the K/V under a lease, which
-`keep` renews. A choice that no longer needs the K/V calls `leave`. When the last one has left, a
-running computation is stopped, kept K/V is released, and a handle that arrives later is released at
-once.
+The choices are the readers of the K/V. The prompt's request is open at P from `send` until P's last
+report. After that P keeps the K/V under a lease, which `renew_lease` renews. A choice that no
+longer needs the K/V is removed from the readers. When no reader is left, a running computation is
+stopped, and kept K/V is released. If P's handle arrives later still, it is released at once.
 """
 
 from __future__ import annotations
@@ -18,18 +18,17 @@ from protocol.messages import Accepted, Output, Usage
 from protocol.sampling import SamplingParams
 from protocol.session import GenerateOptions
 
-KEEPS_PER_LEASE = 3
+RENEWALS_PER_LEASE = 3
+"""A lease is renewed after this fraction (1/3) of its duration, so that two renewals may fail."""
 NO_HANDLE = "the prefill engine returned no K/V handle: check its role and its cluster key"
 
 
 class RemotePrefill:
     """A prompt that P computes.
 
-    p          the prefill engine
-    options    of the request; the grammar is used by D only
-    on_end     called once with P's last report, if there are readers; `handle` is set on success
-    handle     identifies the K/V for D; "" before the end
-    usage      P's usage; None before the end
+    p        the prefill engine
+    options  the options of a choice's request. The grammar is not sent to P: only D uses it
+    on_end   called once with P's last report, if there are readers by then
     """
 
     def __init__(
@@ -43,24 +42,28 @@ class RemotePrefill:
         self.prompt = prompt
         self._shared = _shared(options)
         self._is_first = options.get("is_first", True)
+        #: Numbers of the choices' requests that need the K/V.
         self.readers: set[int] = set()
+        #: Identifies the K/V for D. "" before P's last report, and if P failed.
         self.handle = ""
+        #: P's usage; None before P's last report.
         self.usage: Usage | None = None
+        #: Whether P has the request and has not sent its last report.
         self.is_open = False
         self._on_end = on_end
         self._request = 0
-        self._kept_at = 0.0
+        self._renewed_at = 0.0
 
     def is_for(self, prompt: Int32, options: GenerateOptions) -> bool:
-        """Return whether a request can share this prefill, as another choice of the same prompt.
+        """Return whether this prefill can serve a request with `prompt` and `options`.
 
-        The choices of a prompt have the same `prompt` object and equal options, except the grammar
-        and `is_first`.
+        It can if the request is another choice of the same prompt. Such choices have the identical
+        `prompt` object and equal options, except for the grammar and `is_first`.
         """
         return self.prompt is prompt and self._shared == _shared(options)
 
     def send(self) -> None:
-        """Send the request, once all readers have been added. Do nothing if all have left."""
+        """Send the request to P, unless there are no readers. All readers must have been added."""
         if not self.readers:
             return
         self.is_open = True
@@ -75,7 +78,8 @@ class RemotePrefill:
         except EngineError as error:
             self._on_report(Output(request=0, finish="error", error=error.info()))
 
-    def leave(self, reader: int) -> None:
+    def remove_reader(self, reader: int) -> None:
+        """Remove a reader. If none is left, stop the computation or release the K/V."""
         self.readers.discard(reader)
         if self.readers:
             return
@@ -84,16 +88,17 @@ class RemotePrefill:
         elif self.is_open:
             self.p.stop(self._request)
 
-    def keep(self, now: float) -> None:
-        """Renew the lease if necessary. Must be called several times a second."""
+    def renew_lease(self, now: float) -> None:
+        """Renew the lease if it is time. Must be called several times a second."""
         limits = self.p.limits
         if not self.handle or limits is None:
             return
-        if now - self._kept_at >= limits.kv_lease_s / KEEPS_PER_LEASE:
-            self._kept_at = now
+        if now - self._renewed_at >= limits.kv_lease_s / RENEWALS_PER_LEASE:
+            self._renewed_at = now
             self.p.keep_kv([self.handle])
 
     def _on_report(self, report: Report) -> None:
+        """Handle a report of P. Only the last one matters: P sends no tokens."""
         if isinstance(report, Accepted) or (isinstance(report, Output) and not report.finish):
             return
         self.is_open = False
@@ -110,7 +115,7 @@ class RemotePrefill:
 
 
 def _shared(options: GenerateOptions) -> GenerateOptions:
-    """Return the options that all choices of a prompt share and that are sent to P."""
+    """Return the options that are equal for all choices of a prompt. They are sent to P."""
     shared = options.copy()
     shared.pop("grammar", None)
     shared.pop("is_first", None)

@@ -20,8 +20,8 @@ from gateway.formats.grammar_builder import AnswerFrame
 from gateway.formats.lexicon import suffixed_markers
 from gateway.formats.parser import AnswerSyntax, CallSyntax
 from gateway.formats.reasoning import NO_REASONING, ReasoningFormat, ends_inside, reasoning_start
+from gateway.formats.reasoning_tokens import ThinkingMarks, thinking_marks
 from gateway.formats.registry import BoundFormat, Format, bind, format_of, format_of_template
-from gateway.generation.reasoning_tokens import ThinkingMarks, thinking_marks
 from gateway.text.tokenizer import Tokenizer
 from protocol.errors import InvalidRequest
 from protocol.grammar import Body, Grammar, Rules, Thinking, ThinkingBudget

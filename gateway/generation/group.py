@@ -25,10 +25,8 @@ from gevent.event import Event
 
 from gateway.engine.base import Report, RequestSender
 from gateway.formats.events import Failed, Finished
-from gateway.generation.backpressure import PendingOutput
-from gateway.generation.choice import Choice
-from gateway.generation.request import PromptRequest
-from gateway.generation.sinks import BufferSink, NullSink, Sink
+from gateway.generation.request import Choice, PromptRequest
+from gateway.generation.sinks import BufferSink, NullSink, PendingOutput, Sink
 from gateway.generation.timeline import Timeline, TimelineMoment
 from protocol.arrays import Int32
 from protocol.errors import EngineError, ServingError, error_from

@@ -14,8 +14,8 @@ from typing import Literal
 
 import msgspec
 
-from gateway.generation.choice import Choice
 from gateway.generation.group import ChoiceGroup
+from gateway.generation.request import Choice
 from gateway.generation.timeline import Timeline, TimelineMoment
 from protocol.messages import Times
 

@@ -1,48 +1,53 @@
-"""A prompt with its parameters and its output parser, before anything is sent.
+"""The prompts of one HTTP request, and the state of each choice.
 
-Every route creates `PromptRequest`s; `ChoiceGroup` sends them.
+Every route that generates tokens creates `PromptRequest`s. `ChoiceGroup` sends them to the engine
+and keeps one `Choice` for each answer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
 
-from gateway.formats.events import OutputDelta, OutputWarning
-from gateway.generation.reasoning_tokens import ReasoningCounter
+from gateway.formats.events import Finished, OutputDelta, OutputWarning, ToolCall, ToolCallEnd
+from gateway.formats.reasoning_tokens import ReasoningCounter
 from protocol.grammar import Grammar
-from protocol.messages import Output
+from protocol.messages import Output, TokenLogprobs, Usage
 from protocol.sampling import SamplingParams
 
 NOT_CALLED = "tool_choice_not_followed"
+"""Code of the warning that an answer does not follow the request's `tool_choice`."""
 
 
 class OutputParser(Protocol):
-    """Parses the output of one choice. Output after the end is ignored."""
+    """Parses the output of one choice."""
 
     @property
     def may_stop(self) -> bool:
-        """Whether the text may end the choice at any token, because of a stop string."""
+        """Whether any token may end the choice, because the request has stop strings."""
 
-    def push(self, output: Output) -> OutputDelta: ...
+    def push(self, output: Output) -> OutputDelta:
+        """Return the events of `output`. Output after the choice's end has no events."""
 
 
 class OutputParserFactory(Protocol):
-    """Creates the parser of each choice of a prompt."""
+    """Creates the output parsers of a prompt's choices."""
 
-    def new(self) -> OutputParser: ...
+    def new(self) -> OutputParser:
+        """Return the parser of one choice."""
 
 
 class ToolChoiceCheck(msgspec.Struct, frozen=True):
-    """Checks that the answer calls a tool: the one with this name, or any."""
+    """Checks that an answer calls a tool, as the request's `tool_choice` requires."""
 
+    #: The tool that the answer must call; None: any tool.
     name: str | None = None
 
     def unmet(self, called: Sequence[str]) -> OutputWarning | None:
-        """Return a warning if an answer that called these tools does not follow `tool_choice`."""
+        """Return a warning if an answer with calls of these tools does not follow `tool_choice`."""
         if self.name is None and not called:
             return OutputWarning(NOT_CALLED, "a tool call was required, and the model made none")
         if self.name is not None and set(called) != {self.name}:
@@ -55,14 +60,94 @@ class PromptRequest:
     """One prompt, and the parameters of each of its choices."""
 
     prompt_ids: list[int]
+    #: The sampling parameters of each choice.
     choices: list[SamplingParams]
     parser_factory: OutputParserFactory
-    #: Creates the counter of reasoning tokens; None if they cannot be counted.
+    #: Creates a choice's counter of reasoning tokens; None if they cannot be counted.
     new_reasoning_counter: Callable[[], ReasoningCounter] | None = None
-    #: The tool calls that the answer must contain; a mismatch adds a warning.
+    #: Checks the answer's tool calls. If they do not follow `tool_choice`, a warning is added.
     tool_choice_check: ToolChoiceCheck | None = None
-    #: The grammar that the engine enforces.
+    #: The grammar that the engine enforces; None: the answer is free.
     grammar: Grammar | None = None
-    #: See messages.Generate. With readers, the answer has a handle and no tokens.
+    #: If not 0, the engine only computes the prompt and keeps its K/V for this many requests. The
+    #: answer has a handle and no tokens.
     kv_readers: int = 0
+    #: The handle of kept K/V from which the engine continues; "": the engine computes the prompt.
     kv_handle: str = ""
+
+
+@dataclass(slots=True)
+class Choice:
+    """The state and the counters of one choice."""
+
+    #: Number of the choice in the HTTP request, from 0 over all prompts.
+    index: int
+    #: Index of the choice's `PromptRequest`.
+    prompt_index: int
+    prompt_request: PromptRequest
+    params: SamplingParams
+    parser: OutputParser
+    reasoning_counter: ReasoningCounter | None = None
+    #: Name of the tool call that started last. Only set if there is a ToolChoiceCheck.
+    last_call: str = ""
+    #: Names of the tools in complete calls. Only filled if there is a ToolChoiceCheck.
+    called: list[str] = field(default_factory=list)
+    #: Number of the choice's request in the engine; 0 before it was sent.
+    request: int = 0
+    is_accepted: bool = False
+    is_ended: bool = False
+    #: The finish reason; "" until the choice ends, and if it was aborted.
+    finish: str = ""
+    #: The usage that the engine reported last: with the first tokens, and again at the end.
+    usage: Usage | None = None
+    #: Seconds from the start of the HTTP request to the report of `usage`; None if that came with
+    #: the last output.
+    usage_s: float | None = None
+    #: Seconds from the start of the HTTP request until the choice finished; None if it has not, or
+    #: if it failed.
+    ended_s: float | None = None
+    num_generated: int = 0
+    #: Prompt tokens found in the prefix cache.
+    num_cached: int = 0
+    num_drafts: int = 0
+    #: Draft tokens that the engine accepted.
+    num_accepted: int = 0
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    #: The handle of the prompt's K/V, if the engine keeps it; otherwise "".
+    kv_handle: str = ""
+
+    def count(self, output: Output, num_after_end: int) -> None:
+        """Add `output` to the counters, except its last `num_after_end` tokens.
+
+        The engine generated those tokens after the end of the answer, before it was aborted.
+        """
+        if output.tokens:
+            tokens = output.tokens[: len(output.tokens) - num_after_end]
+            self.num_generated += len(tokens)
+            if self.reasoning_counter is not None:
+                self.reasoning_counter.push(tokens)
+        if output.usage is not None:
+            self.usage = output.usage
+            # Tokens that a prefill engine computed for this request were not cached.
+            self.num_cached = output.usage.cached_tokens - output.usage.fetched_tokens
+            self.num_drafts = output.usage.draft_tokens
+            self.num_accepted = output.usage.accepted_tokens
+        self.kv_handle = output.kv_handle
+        if output.prompt_logprobs:
+            self.prompt_logprobs = output.prompt_logprobs
+
+    def warn_if_unmet(self, check: ToolChoiceCheck, delta: OutputDelta) -> None:
+        """Note the tool calls in `delta`. If it ends the answer, add a warning if `check` fails.
+
+        The warning is inserted before the last event, which is the end.
+        """
+        for event in delta.events:
+            if isinstance(event, ToolCall):
+                self.last_call = event.name
+            elif isinstance(event, ToolCallEnd):
+                self.called.append(self.last_call)
+        last = delta.events[-1]
+        if isinstance(last, Finished) and last.reason in ("stop", "tool_calls"):
+            warning = check.unmet(self.called)
+            if warning is not None:
+                delta.events.insert(-1, warning)

@@ -1,19 +1,34 @@
-"""Sinks receive the events of an answer: buffered, discarded or collected."""
+"""Sinks receive the events of an answer and buffer, discard or collect them.
+
+`PendingOutput` buffers output for a client that is not reading. Most of it waits as tokens, which
+are parsed when they are emitted: all at once, so into few events. Output is parsed on arrival only
+if it may end the answer: because it is the last output, or because the request has stop strings
+(`ChoiceGroup.on_report`). Parsed output waits as deltas. Both kinds are merged for each choice:
+outputs by `coalesce`, deltas here. A sink writes the same text for merged deltas, in fewer events.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from gateway.formats.events import OutputDelta
-from gateway.generation.choice import Choice
+from gateway.engine.coalesce import merge_outputs
+from gateway.formats.events import OutputDelta, merged
+from gateway.generation.request import Choice
 from protocol.errors import ServingError
+from protocol.messages import Output, TokenLogprobs
+
+MAX_PENDING = 1 << 14
+"""Most tokens and alternative tokens (with logprobs) that wait for one client: about 2 MB."""
+MAX_UNPARSED = 256
+"""Most outputs of a choice that wait unparsed."""
 
 
 class Sink(Protocol):
-    """Receives an answer. Called from the hub, so it must not block.
+    """Receives an answer. The methods are called from gevent's hub, so they must not block.
 
-    It gets each choice's deltas in order, and then one of `end` and `fail` once, or nothing more.
+    The sink gets the deltas of each choice in order. Then exactly one of `end` and `fail` is called
+    once, or none if the client has disconnected.
     """
 
     def delta(self, choice: Choice, delta: OutputDelta) -> None: ...
@@ -22,7 +37,7 @@ class Sink(Protocol):
 
 
 class BufferSink:
-    """Buffers events, in order, until the answer's sink is attached."""
+    """Buffers events, in order, until the answer's own sink is attached."""
 
     def __init__(self) -> None:
         self._events: list[Callable[[Sink], None]] = []
@@ -44,7 +59,7 @@ class BufferSink:
 
 
 class NullSink:
-    """Discards events, as those of an answer whose client has disconnected."""
+    """Discards all events, because the client has disconnected."""
 
     def delta(self, choice: Choice, delta: OutputDelta) -> None:
         pass
@@ -57,7 +72,7 @@ class NullSink:
 
 
 class CollectSink(NullSink):
-    """Collects a whole answer: the deltas of each choice, joined into one."""
+    """Collects a whole answer: one delta for each choice, which joins all its deltas."""
 
     def __init__(self, num_choices: int) -> None:
         self.whole = [OutputDelta([], [], []) for _ in range(num_choices)]
@@ -67,7 +82,81 @@ class CollectSink(NullSink):
 
 
 def extend(whole: OutputDelta, delta: OutputDelta) -> None:
-    """Append `delta` to `whole`, which must own its lists."""
+    """Append `delta` to `whole`. No other delta may share the lists of `whole`."""
     whole.events.extend(delta.events)
     whole.token_ids.extend(delta.token_ids)
     whole.logprobs.extend(delta.logprobs)
+
+
+class PendingOutput:
+    """The sink while the client does not read, and a buffer for unparsed outputs."""
+
+    def __init__(self) -> None:
+        self._unparsed: dict[int, tuple[Choice, list[Output]]] = {}
+        self._deltas: dict[int, tuple[Choice, OutputDelta]] = {}
+        self._size = 0
+        self._last_event: Callable[[Sink], None] | None = None
+
+    @property
+    def is_full(self) -> bool:
+        return self._size >= MAX_PENDING
+
+    def hold(self, choice: Choice, output: Output) -> None:
+        """Keep an output that cannot end the choice, without parsing it."""
+        _, outputs = self._unparsed.setdefault(choice.index, (choice, []))
+        outputs.append(output)
+        self._size += _size(output.tokens, output.logprobs)
+        if len(outputs) >= MAX_UNPARSED:
+            self.parse(choice)
+
+    def parse(self, choice: Choice) -> None:
+        """Parse the outputs of `choice` that wait unparsed, and keep the delta."""
+        _, outputs = self._unparsed.pop(choice.index, (choice, []))
+        if not outputs:
+            return
+        output = merge_outputs(outputs)
+        self._size -= _size(output.tokens, output.logprobs)
+        delta = choice.parser.push(output)
+        if not delta:
+            return
+        if choice.prompt_request.tool_choice_check is not None:
+            choice.warn_if_unmet(choice.prompt_request.tool_choice_check, delta)
+        self.delta(choice, delta)
+
+    def delta(self, choice: Choice, delta: OutputDelta) -> None:
+        _, whole = self._deltas.setdefault(choice.index, (choice, OutputDelta([], [], [])))
+        extend(whole, delta)
+        self._size += _size(delta.token_ids, delta.logprobs)
+
+    def end(self) -> None:
+        self._last_event = lambda sink: sink.end()
+
+    def fail(self, error: ServingError) -> None:
+        self._last_event = lambda sink: sink.fail(error)
+
+    def emit_next(self, sink: Sink) -> bool:
+        """Emit the delta of one choice to `sink`, or the end after the last delta.
+
+        Return whether anything was emitted.
+        """
+        for choice, _ in list(self._unparsed.values()):
+            self.parse(choice)
+        if self._deltas:
+            choice, whole = self._deltas.pop(next(iter(self._deltas)))
+            self._size -= _size(whole.token_ids, whole.logprobs)
+            sink.delta(choice, OutputDelta(merged(whole.events), whole.token_ids, whole.logprobs))
+            return True
+        if self._last_event is not None:
+            emit, self._last_event = self._last_event, None
+            emit(sink)
+            return True
+        return False
+
+
+def _size(tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> int:
+    """Return the number of tokens and alternative tokens."""
+    return len(tokens) + sum(map(_num_alternatives, logprobs))
+
+
+def _num_alternatives(entry: TokenLogprobs) -> int:
+    return len(entry.top_ids) + len(entry.asked_logprobs)

@@ -1,17 +1,28 @@
-"""Errors -> HTTP status and the public message. Each API encodes them in its own JSON.
+"""The HTTP status and the public message of each error. Each API encodes them in its own JSON.
 
-An error that the client caused is shown as it is. Of an internal error the client gets a code and
-an id; the log has the details under that id. A response never has a traceback, path or address.
+If the client caused the error, the response has its message. If the error is internal, the response
+has only a code and an error id; the log has the details under that id. A response never contains a
+traceback, a file path or an address.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import re
 import uuid
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 
-from gateway.auth.gate import Forbidden, MalformedTarget, NoSuchRoute, Unauthenticated
+from gateway.auth.gate import (
+    Forbidden,
+    MalformedTarget,
+    NoSuchRoute,
+    RoutingRule,
+    Unauthenticated,
+)
+from gateway.auth.request_head import MAX_SHOWN_CHARS, printable
 from protocol.errors import (
     ContextTooLong,
     Draining,
@@ -47,7 +58,7 @@ _STATUS: dict[type[ServingError], int] = {
     EngineLost: 503,
     Draining: 503,
 }
-"""Other errors are internal: 500."""
+"""Status of each error class. All other errors are internal and get 500."""
 _PLAIN_CODES = {
     404: "not_found",
     405: "method_not_allowed",
@@ -58,31 +69,43 @@ _PLAIN_CODES = {
     417: "expectation_failed",
     431: "headers_too_large",
 }
+"""Status of an error of HTTP itself -> its code in the response."""
 DEFAULT_RETRY_S = 1
+"""Least value of the Retry-After header, in seconds."""
 CHALLENGE = 'Bearer realm="tidegate"'
+_VARIABLE = re.compile(r"<(?:\w+:)?(\w+)>")
+_NOT_LISTED = {"HEAD", "OPTIONS"}
+MAX_SIMILAR = 3
+"""Most similar paths that a 404 lists."""
+MIN_SIMILARITY = 0.6
+"""Least similarity of a listed path to the requested one, as `difflib` measures it; 1: equal."""
+_ALL_ROUTES = "GET /openapi.json lists all routes"
 
 
 @dataclass(frozen=True, slots=True)
 class HTTPFault:
-    """An error as the client sees it. `retry_after_s` is set for 429 and 503."""
+    """An error response, before an API encodes it."""
 
     status: int
     message: str
+    #: Path of the invalid field in the request.
     param: str | None = None
     code: str | None = None
+    #: Set for the statuses 429 and 503.
     retry_after_s: int | None = None
 
     @property
     def headers(self) -> dict[str, str]:
+        """The response headers that belong to this error."""
         if self.status == 401:
             return {"WWW-Authenticate": CHALLENGE}
-        if self.code == TimedOut.code:  # SDKs obey this; a retry would take as long again
+        if self.code == TimedOut.code:  # SDKs obey this header; a retry would take as long again
             return {"X-Should-Retry": "false"}
         return {"Retry-After": str(self.retry_after_s)} if self.retry_after_s is not None else {}
 
 
 def fault_of(error: ServingError) -> HTTPFault:
-    """Return the response to `error`, and log it unless the client caused it."""
+    """Return the response to `error`, and log the error unless the client caused it."""
     status = _STATUS.get(type(error), 500)
     if status == 500:
         return internal_fault(error)
@@ -96,7 +119,7 @@ def fault_of(error: ServingError) -> HTTPFault:
 
 
 def internal_fault(error: BaseException) -> HTTPFault:
-    """Log an internal error under a new id, and return a response with that id."""
+    """Log an internal error under a new error id, and return a response with that id."""
     error_id = uuid.uuid4().hex[:12]
     if isinstance(error, ServingError):
         log.error("error %s: %s", error_id, error)
@@ -108,5 +131,38 @@ def internal_fault(error: BaseException) -> HTTPFault:
 
 
 def plain_fault(status: int, message: str) -> HTTPFault:
-    """Return an error of HTTP itself, such as an unknown path or a body that is too large."""
+    """Return the response to an error of HTTP itself, such as a body that is too large."""
     return HTTPFault(status, message, code=_PLAIN_CODES.get(status))
+
+
+class RouteSuggestions:
+    """Writes the messages of 404 and 405 errors.
+
+    A 404 lists routes that resemble the requested one, as `METHOD /path/{variable}`.
+
+    rules  the application's routes
+    """
+
+    def __init__(self, rules: Iterable[RoutingRule]) -> None:
+        methods: dict[str, set[str]] = {}
+        for rule in rules:
+            path = _VARIABLE.sub(r"{\1}", rule.rule)
+            methods.setdefault(path, set()).update((rule.methods or set()) - _NOT_LISTED)
+        self._methods: Mapping[str, list[str]] = {
+            path: sorted(found) for path, found in methods.items()
+        }
+
+    def not_found(self, method: str, path: str) -> str:
+        """Return the message of a 404."""
+        requested = path[:MAX_SHOWN_CHARS].rstrip("/").lower()
+        similar = get_close_matches(requested, self._methods, MAX_SIMILAR, MIN_SIMILARITY)
+        message = f"there is no route {method} {printable(path)}"
+        if not similar:
+            return f"{message}; {_ALL_ROUTES}"
+        routes = (f"{method} {path}" for path in similar for method in self._methods[path])
+        return f"{message}; similar routes: {', '.join(routes)}; {_ALL_ROUTES}"
+
+    def not_allowed(self, method: str, path: str, allowed: Iterable[str]) -> str:
+        """Return the message of a 405."""
+        methods = ", ".join(sorted(set(allowed) - _NOT_LISTED))
+        return f"{method} is not allowed on {printable(path)}; allowed: {methods}"

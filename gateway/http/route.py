@@ -13,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 from flask import Response as Response
 
-from gateway.auth.scopes import Demand
+from gateway.auth.gate import RequiredScope
 
 View = Callable[..., Response]
 """Called with the `Service`, the `RequestContext` and the variables of the rule by name."""
@@ -41,7 +41,7 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
     #: Flask's rule.
     rule: str
     #: The scope that a key needs; "public": no key is required.
-    scope: Demand
+    scope: RequiredScope
     tag: str
     #: The summary in one line, then an optional description.
     about: str
@@ -100,7 +100,7 @@ class Routes:
     tag: str
     #: Structs of every error.
     error: type | tuple[type, ...]
-    scope: Demand = "inference"
+    scope: RequiredScope = "inference"
     _routes: list[Route] = field(default_factory=list)
 
     def get(self, rule: str, **declared: Any) -> Callable[[View], View]:

@@ -1,6 +1,7 @@
-"""The access log: one line per request, however it ended, without any content.
+"""The access log: one line for each request, however it ended.
 
-The text format is short, for people. The JSON format (--log-format json) has every field.
+A line contains no part of a prompt or an answer. The text format is short, for people. The JSON
+format (--log-format json) has every field.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from protocol.log_lines import FIELDS
 
 log = logging.getLogger("gateway.access")
 _DIGITS = 6
+"""Digits after the decimal point of times in seconds."""
 
 
 def log_request(record: RequestRecord) -> None:
@@ -22,7 +24,7 @@ def log_request(record: RequestRecord) -> None:
 
 
 class _AccessLine:
-    """A line that is formatted only if it is printed. The JSON format does not use it."""
+    """A log message that is formatted only if it is printed, which the JSON format does not do."""
 
     def __init__(self, record: RequestRecord) -> None:
         self._record = record
@@ -44,7 +46,10 @@ def text_line(record: RequestRecord) -> str:
 
 
 def log_fields(record: RequestRecord) -> dict[str, Any]:
-    """Return the fields of a JSON line: flat, times in seconds. docs/metrics.md lists them."""
+    """Return the fields of a JSON line. docs/metrics.md lists them.
+
+    The fields of the answer are on the same level as those of the request. Times are in seconds.
+    """
     fields: dict[str, Any] = {
         "request_id": record.request_id,
         "method": record.method,

@@ -1,7 +1,7 @@
-"""The statistics of the engines, as of their last heartbeats, as Prometheus series.
+"""The statistics of the engines, from their last heartbeats, as Prometheus metrics.
 
-Every gateway process exports the same values. If there are several engines, their series have the
-labels `role` and `address`.
+Every gateway process exports the same values. If there are several engines, each one's values have
+the labels `role` and `address`.
 """
 
 from __future__ import annotations
@@ -12,36 +12,45 @@ from dataclasses import dataclass
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from gateway.engine.client import ClientLine
+from gateway.engine.client import EngineConnection
 from gateway.observe.metric_specs import MetricSpec
 from protocol.stats import EngineStats
 
 
 class EngineCollector(Collector):
-    """Exports the statistics of all engines. `lines` returns an empty list without an engine."""
+    """Exports the statistics of all engines.
 
-    def __init__(self, lines: Callable[[], Sequence[ClientLine]]) -> None:
-        self._lines = lines
+    connections  returns the connections to the engines; empty on a server without an engine
+    """
+
+    def __init__(self, connections: Callable[[], Sequence[EngineConnection]]) -> None:
+        self._connections = connections
 
     def collect(self) -> Iterator[Metric]:
-        lines = self._lines()
-        if not lines:  # a server without an engine
+        connections = self._connections()
+        if not connections:
             yield GaugeMetricFamily("tidegate_engine_up", _UP, value=0.0)
             return
-        names = ["role", "address"] if lines[0].role else []
-        labels = [[line.role, line.engine.address] if names else [] for line in lines]
+        names = ["role", "address"] if connections[0].role else []
+        engines = [
+            ([each.role, each.client.address] if names else [], each.client) for each in connections
+        ]
         up = GaugeMetricFamily("tidegate_engine_up", _UP, labels=names)
-        for line, label in zip(lines, labels, strict=True):
-            up.add_metric(label, float(line.engine.is_ready))
+        for values, client in engines:
+            up.add_metric(values, float(client.is_ready))
         yield up
-        found = [(label, line.engine.stats) for line, label in zip(lines, labels, strict=True)]
-        yield from engine_metrics([(label, stats) for label, stats in found if stats], names)
+        found = [(values, client.stats) for values, client in engines]
+        yield from engine_metrics([(values, stats) for values, stats in found if stats], names)
 
 
 def engine_metrics(
     engines: Sequence[tuple[list[str], EngineStats]], names: list[str]
 ) -> Iterator[Metric]:
-    """Yield the series of `engines`: (label values, statistics) of each that sent any."""
+    """Yield all metrics of the engines.
+
+    engines  (label values, statistics) of each engine that has sent statistics
+    names    names of the labels that all metrics have
+    """
     if not engines:
         return
     for metric in ENGINE_METRICS:
@@ -53,9 +62,9 @@ def engine_metrics(
                 family.add_metric(values if key is None else [*values, key], count)
         yield family
     usage = GaugeMetricFamily("tidegate_engine_kv_usage_ratio", _USAGE, labels=names)
-    for label, stats in engines:
+    for values, stats in engines:
         held = stats.total_blocks - stats.free_blocks
-        usage.add_metric(label, held / stats.total_blocks if stats.total_blocks else 0.0)
+        usage.add_metric(values, held / stats.total_blocks if stats.total_blocks else 0.0)
     yield usage
 
 
@@ -65,14 +74,15 @@ _USAGE = "Share of the KV blocks held by requests or leases"
 
 @dataclass(frozen=True, kw_only=True)
 class EngineMetric(MetricSpec):
-    """One field of `EngineStats` as a metric."""
+    """A metric whose value is a field of `EngineStats`."""
 
-    #: Field of `EngineStats`. If it is a mapping, its keys are the values of the metric's label.
+    #: Name of the field. If the field is a mapping, the metric has one label, and the keys of the
+    #: mapping are the label's values.
     field: str
     kind: type[GaugeMetricFamily | CounterMetricFamily]
 
     def family(self, labels: Sequence[str]) -> GaugeMetricFamily | CounterMetricFamily:
-        """Return the metric without samples. `labels` are common to all metrics of an engine."""
+        """Return the metric without samples. `labels` are the labels that all metrics have."""
         return self.kind(self.name, self.help, labels=[*labels, *self.labels])
 
 

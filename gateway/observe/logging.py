@@ -1,7 +1,8 @@
-"""Log format of a gateway, gunicorn's lines included, with exception messages redacted.
+"""The log format of a gateway process, which omits the messages of exceptions.
 
-The message of an exception may quote part of a prompt. Its traceback does not. So the log has the
-frames and types of exceptions, and their messages only with --log-content.
+An exception's message may quote part of a prompt; its traceback does not. So the log contains the
+frames and types of exceptions. It contains their messages only with --log-content. gunicorn's own
+lines have the same format.
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ _ExceptionInfo: TypeAlias = (
 )
 
 
-class Redacted(logging.Formatter):
+class RedactingFormatter(logging.Formatter):
+    """Formats exceptions without their messages."""
+
     def formatException(self, ei: _ExceptionInfo) -> str:
         return "" if ei[1] is None else "".join(redacted_lines(ei[1])).rstrip()
 
 
 def redacted_lines(error: BaseException) -> list[str]:
-    """Return the traceback of `error` without messages, its causes first."""
+    """Return the lines of the traceback of `error` without messages, beginning with its causes."""
     lines = []
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     if cause is not None:
@@ -36,11 +39,14 @@ def redacted_lines(error: BaseException) -> list[str]:
 
 def formatter(style: LogStyle, *, shows_content: bool) -> LineFormatter:
     """Return a formatter that omits the messages of exceptions, unless `shows_content`."""
-    return LineFormatter("gateway", style, None if shows_content else Redacted())
+    return LineFormatter("gateway", style, None if shows_content else RedactingFormatter())
 
 
 def set_up(style: LogStyle, *, shows_content: bool) -> None:
-    """Send the lines of gunicorn and of the gateway to stderr in one format."""
+    """Send the log lines of gunicorn and of the gateway to stderr in one format.
+
+    shows_content  include the messages of exceptions (--log-content)
+    """
     handler = logging.StreamHandler()
     handler.setFormatter(formatter(style, shows_content=shows_content))
     for name in ("gunicorn.error", "gateway"):

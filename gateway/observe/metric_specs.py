@@ -1,6 +1,6 @@
-"""The metrics that a gateway process counts, each declared once: name, help, labels, buckets.
+"""The metrics of a gateway process, each declared once with its name, help, labels and buckets.
 
-A test checks docs/metrics.md against this file. The metrics of engines are in engine_metrics.py.
+A test compares docs/metrics.md with this file. The metrics of engines are in engine_metrics.py.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ SHARE_BUCKETS = (0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1)
 class MetricSpec:
     """Declaration of one metric."""
 
-    #: A counter is exported with the suffix `_total`.
+    #: Name of the metric. A counter is exported with the suffix `_total`.
     name: str
     help: str
+    #: Names of the labels.
     labels: Sequence[str] = ()
-    #: Upper bounds of a histogram's buckets.
+    #: Upper bounds of a histogram's buckets. Other metrics have none.
     buckets: Sequence[float] = ()
-    #: How prometheus_client combines a gauge's values of several processes.
+    #: prometheus_client's mode of combining a gauge's values from several processes.
     multiprocess_mode: str = ""
 
     def make(self, kind: type[M], registry: CollectorRegistry) -> M:
@@ -43,10 +44,11 @@ class MetricSpec:
 
 
 class GatewaySeries:
-    """The gateway's metrics, registered in this order. `specs` are their declarations."""
+    """The metrics of a gateway process. `Metrics` adds to them."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
+        #: The declarations of all metrics, in the order of their registration.
         self.specs: list[MetricSpec] = []
         self._add_counts()
         self._add_times()
@@ -160,5 +162,6 @@ class GatewaySeries:
         return self._add(Histogram, MetricSpec(name, help, labels, buckets))
 
     def _add(self, kind: type[M], spec: MetricSpec) -> M:
+        """Register and return a metric."""
         self.specs.append(spec)
         return spec.make(kind, self.registry)

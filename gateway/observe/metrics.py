@@ -1,12 +1,12 @@
 """The metrics of a gateway, as Prometheus text. docs/metrics.md lists their names and meanings.
 
-All but `tidegate_open_answers` and those that callers increment directly are sums over
-`RequestRecord`s, added in one place, `count`, when a request ends. So they agree with the access
-log, including aborted, refused and failed requests.
+Most metrics are sums over `RequestRecord`s. `Metrics.count` alone adds to them, when a request
+ends. So they agree with the access log, and they include aborted, refused and failed requests. The
+exceptions are `tidegate_open_answers` and a few counters of faults, which callers change directly.
 
-A scrape returns the sums over all processes on the port. If there is more than one process,
+A scrape returns the sums over all processes on the port. If there are several processes,
 `gunicorn_conf` sets PROMETHEUS_MULTIPROC_DIR before this module is imported. prometheus_client then
-keeps the values in files in that directory, and the scraped process reads all of them.
+keeps the values in files in that directory, and the scraped process reads the files of all.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from prometheus_client.core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
-from gateway.engine.client import ClientLine
+from gateway.engine.client import EngineConnection
 from gateway.generation.record import AnswerRecord, ChoiceRecord, RequestRecord
 from gateway.observe.engine_metrics import EngineCollector
 from gateway.observe.metric_specs import GatewaySeries
@@ -36,27 +36,30 @@ STAGES = {
     "decode": "decode_s",
     "preempted": "preempted_s",
 }
-"""Label of `tidegate_stage_seconds` -> field of Times. The label "tokenize" has no field there."""
+"""Stage, a label of `tidegate_stage_seconds` -> field of Times. The time of the stage "tokenize" is
+not in Times, because the engine does not measure it."""
 
 
 class Metrics(GatewaySeries):
-    """Counts requests and renders `/metrics`.
+    """Counts requests and writes the body of `/metrics`.
 
-    lines       returns the connections to the engines, whose last statistics are exported
-    model_name  returns the first served name of the model; "" before it is known
+    connections  returns the connections to the engines, whose last statistics are exported
+    model_name   returns the main name of the served model; "" before a model was reported
     """
 
     def __init__(
-        self, lines: Callable[[], Sequence[ClientLine]], model_name: Callable[[], str] = lambda: ""
+        self,
+        connections: Callable[[], Sequence[EngineConnection]],
+        model_name: Callable[[], str] = lambda: "",
     ) -> None:
         super().__init__(CollectorRegistry())
         self._model_name = model_name
-        self._engines = EngineCollector(lines)
+        self._engines = EngineCollector(connections)
 
     # ---- counting
 
     def count(self, record: RequestRecord) -> None:
-        """Count a request, once, after its end."""
+        """Add a request that has ended. Call this once for each request."""
         self.requests.labels(record.route, str(record.status)).inc()
         if not record.is_probe:
             self.ends.labels(record.end).inc()
@@ -93,7 +96,7 @@ class Metrics(GatewaySeries):
     def _count_times(self, answer: AnswerRecord) -> None:
         self.stage_s.labels("tokenize").observe(answer.tokenize_s)
         if all(choice.times is None for choice in answer.choices):
-            return  # it ended before the engine reported any times
+            return  # the request ended before the engine reported any times
         times: Times = answer.times
         for stage, field in STAGES.items():
             self.stage_s.labels(stage).observe(getattr(times, field))
@@ -115,7 +118,11 @@ class Metrics(GatewaySeries):
 
 
 class _Collected(Collector):
-    """Metrics that were collected already. Reading the files of all processes twice is slow."""
+    """A collector of metrics that were collected before.
+
+    They are needed twice, for their own names and for aliases, and reading the files of all
+    processes is slow.
+    """
 
     def __init__(self, metrics: Iterable[Metric]) -> None:
         self._metrics = metrics

@@ -1,11 +1,13 @@
-"""Generations of this process that continue without their client, and their flusher.
+"""Runs: generations of this process that continue without their client.
 
-    hub      `DetachedRun.write` and `DetachedRun.close` collect frames
-    flusher  a greenlet; every FLUSH_S it stores the new frames of all runs in one transaction, and
-             every BEAT_S it renews their leases and reads cancellations by other processes
+The frames of a run are collected by `DetachedRun.write` and `DetachedRun.close`, which are called
+in gevent's hub. The flusher is a greenlet that stores them: every FLUSH_S seconds it writes the new
+frames of all runs in one transaction. Every BEAT_S seconds it renews the leases of the runs, and
+checks whether another process has cancelled one of them.
 
-While a run's own client is connected, frames are written to it at once, but its last event only
-after the run is stored. A run that cannot be stored is aborted, because it could not be resumed.
+While the client that started a run is connected, it gets frames at once. It gets the last event
+only after the whole run is stored. A run that cannot be stored is aborted, because its client could
+not resume it.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ log = logging.getLogger(__name__)
 FLUSH_S = 0.05
 BEAT_S = 0.5
 DAY_S = 86400.0
+"""Seconds in a day."""
 RESPONSE = "response"
 """Kind of a run that is a response generated in the background."""
 STREAM = "stream"
@@ -36,87 +39,99 @@ STREAM = "stream"
 
 
 class DetachedRun:
-    """One run.
+    """One run of this process.
 
-    abort   called at most once, from a greenlet, if the run is no longer wanted; it must call
-            `close` immediately
+    wake  called when there is something new to store
     """
 
     def __init__(self, run_id: str, wake: Callable[[], None]) -> None:
         self.id = run_id
+        #: Called at most once, from a greenlet, if the run is no longer wanted or cannot be stored.
+        #: The function must call `close` before it returns.
         self.abort: Callable[[], None] = lambda: None
+        #: Whether the last frames have been stored, or could not be stored.
         self.is_over = False
         self._wake = wake
         self._next_number = 0
-        self._waiting: list[bytes] = []
+        #: Frames that were not stored yet.
+        self._unstored: list[bytes] = []
+        #: The last frames; None until `close`.
         self._last: Sequence[bytes] | None = None
+        #: The response, if it has changed since it was stored.
         self._body: bytes | None = None
-        self._listener: Outlet | None = None
+        #: Writes to the client that started the run; None if it is not connected.
+        self._outlet: Outlet | None = None
+        #: Frames for that client, until `attach` is called; None after `attach` or `detach`.
         self._early: list[bytes] | None = []
 
     @property
-    def has_listener(self) -> bool:
-        return self._listener is not None or self._early is not None
+    def has_client(self) -> bool:
+        """Whether the client that started the run is connected, or will be attached soon."""
+        return self._outlet is not None or self._early is not None
 
     # ---- for the hub
 
     def write(self, frames: Sequence[bytes]) -> None:
-        self._waiting += frames
-        if self._listener is not None:
-            self._listener.write(b"".join(frames))
+        """Add frames to the run."""
+        self._unstored += frames
+        if self._outlet is not None:
+            self._outlet.write(b"".join(frames))
         elif self._early is not None:
             self._early += frames
         self._wake()
 
     def close(self, frames: Sequence[bytes], body: bytes | None = None) -> None:
-        """End the run with its last frames; `body`: the final response, if there is one."""
+        """End the run with its last frames. `body` is the final response, if there is one."""
         self._last, self._body = frames, body
         self._wake()
 
-    def note(self, body: bytes) -> None:
-        """Store `body` as the current response."""
+    def set_body(self, body: bytes) -> None:
+        """Set the current response, which the flusher stores."""
         self._body = body
         self._wake()
 
-    def listen(self, outlet: Outlet) -> None:
-        """Write all frames from the first one on to `outlet`."""
+    def attach(self, outlet: Outlet) -> None:
+        """Write all frames, from the first one on, to the client that started the run."""
         early, self._early = self._early, None
-        self._listener = outlet
+        self._outlet = outlet
         if early:
             outlet.write(b"".join(early))
         if self.is_over:
             self._write_last()
 
-    def leave(self) -> None:
-        """Detach the client: it disconnected or does not stream."""
-        self._listener = self._early = None
+    def detach(self) -> None:
+        """Write no more frames to the client: it has disconnected, or it does not stream."""
+        self._outlet = self._early = None
 
     # ---- for the flusher
 
     def batch(self) -> RunBatch | None:
-        """Return what must be stored; None if there is nothing new."""
-        if not self._waiting and self._body is None and self._last is None:
+        """Return the frames and the response that must be stored; None if nothing is new."""
+        if not self._unstored and self._body is None and self._last is None:
             return None
-        frames = [*self._waiting, *(self._last or ())]
+        frames = [*self._unstored, *(self._last or ())]
         batch = RunBatch(self.id, self._next_number, frames, self._last is not None, self._body)
         self._next_number += len(frames)
-        self._waiting, self._body = [], None
+        self._unstored, self._body = [], None
         return batch
 
-    def written(self, batch: RunBatch) -> None:
-        """Note that `batch` has been stored or has failed."""
+    def on_stored(self, batch: RunBatch) -> None:
+        """Note that `batch` was stored or has failed. Write the last event to the client if due."""
         if batch.is_last:
             self.is_over = True
             self._write_last()
 
     def _write_last(self) -> None:
-        if self._listener is not None:
-            self._listener.write(b"".join(self._last or ()))
-            self._listener.finish()
+        if self._outlet is not None:
+            self._outlet.write(b"".join(self._last or ()))
+            self._outlet.finish()
 
 
 class Runs:
-    """The runs of this process. `window_s`: how long a resumable run continues without a client."""
+    """The runs of this process.
+
+    window_s  seconds that a resumable run continues without a client
+    """
 
     def __init__(self, store: Store, window_s: float) -> None:
         self._store = store
@@ -147,7 +162,7 @@ class Runs:
     # ---- the flusher
 
     def _flush_loop(self) -> None:
-        """Flush and renew leases while there are runs."""
+        """Store frames and renew leases while there are runs."""
         while self._runs:
             self._wake.wait(BEAT_S)
             gevent.sleep(FLUSH_S)
@@ -156,12 +171,13 @@ class Runs:
                 self._flush()
                 if time.monotonic() - self._beat_at >= BEAT_S:
                     self._beat_at = time.monotonic()
-                    self._beat()
+                    self._renew_leases()
             except Exception:  # no run may stay open without a flusher
                 log.exception("cannot store detached runs; they are aborted")
-                self._drop(list(self._runs))
+                self._abort(list(self._runs))
 
     def _flush(self) -> None:
+        """Store the new frames of all runs. Raises sqlite3.Error."""
         batches = [batch for run in self._runs.values() if (batch := run.batch()) is not None]
         if not batches:
             return
@@ -169,59 +185,62 @@ class Runs:
         try:
             lost = self._store.call(lambda database: database.append(batches, now, self._window_s))
         finally:
-            self._written(batches)
-        self._drop(lost)
+            self._on_stored(batches)
+        self._abort(lost)
 
-    def _written(self, batches: Sequence[RunBatch]) -> None:
+    def _on_stored(self, batches: Sequence[RunBatch]) -> None:
         for batch in batches:
             run = self._runs[batch.run]
-            run.written(batch)
+            run.on_stored(batch)
             if run.is_over:
                 del self._runs[batch.run]
 
-    def _beat(self) -> None:
-        now, known = time.time(), list(self._runs.values())
-        attended = [run.id for run in known if run.has_listener]
+    def _renew_leases(self) -> None:
+        """Renew the leases of all runs, and abort runs that were deleted or are not wanted."""
+        now, open_runs = time.time(), list(self._runs.values())
+        attended = [run.id for run in open_runs if run.has_client]
         controls = self._store.call(
             lambda database: database.renew_leases(attended, now + self._window_s, now)
         )
-        for run in known:
+        for run in open_runs:
             control = controls.get(run.id)
             if control is None:
-                self._drop([run.id])
+                self._abort([run.id])
             elif _is_unwanted(control, now):
                 run.abort()
 
-    def _drop(self, names: Sequence[str]) -> None:
-        """Abort runs that another process has ended, or that cannot be stored."""
+    def _abort(self, names: Sequence[str]) -> None:
+        """Abort and remove runs that another process has ended, or that cannot be stored."""
         for name in names:
             if (run := self._runs.pop(name, None)) is not None:
                 run.abort()
                 if (batch := run.batch()) is not None:
-                    run.written(batch)
+                    run.on_stored(batch)
 
 
 def _is_unwanted(control: RunControl, now: float) -> bool:
+    """Return whether another process cancelled the run, or no client resumed it in time."""
     is_expired = control.wanted_until is not None and control.wanted_until < now
     return control.is_cancelled or is_expired
 
 
 @dataclass(frozen=True, slots=True)
 class Persistence:
-    """The store and its runs, by the operator's options.
-
-    window_s  how long a resumable stream waits for its client
-    """
+    """The store and the runs of this process, made from the operator's options."""
 
     store: Store
     runs: Runs
+    #: Seconds that a resumable stream continues, and is kept, without a client.
     window_s: float
 
     @classmethod
     def from_config(
         cls, config: GatewayConfig, interrupt: Mapping[str, Interrupt]
     ) -> Persistence | None:
-        """Return None if nothing is stored. For `interrupt` see Database."""
+        """Return the store; None if the operator turned storing off.
+
+        interrupt  kind of a run -> the function that ends it if its process has died
+        """
         if config.response_store in ("", NO_STORE):
             return None
         store = Store(
@@ -237,7 +256,7 @@ class Persistence:
 
     @property
     def is_busy(self) -> bool:
-        """Return whether a generation without a client is running."""
+        """Whether this process has open runs."""
         return bool(len(self.runs))
 
     def close(self) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
+
+import msgspec
 
 from protocol.config.base import Config, LogFormat, OnFailure, SharedKey, about
 from protocol.hosts import is_loopback
@@ -10,6 +13,8 @@ from protocol.model_card import sampling_defaults
 
 NO_STORE = "none"
 """The value of `response_store` that turns storing off."""
+ENVIRONMENT_VARIABLE = "TIDEGATE_GATEWAY"
+"""The environment variable in which a gateway process receives its config, as JSON."""
 
 
 class GatewayConfig(Config, frozen=True, kw_only=True):
@@ -182,6 +187,16 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
             "seconds that a resumable stream continues and is kept without a client", ge=0, le=86400
         ),
     ] = 60.0
+
+    @staticmethod
+    def from_environment() -> GatewayConfig:
+        """Return the config of this process; the defaults if the variable is not set."""
+        text = os.environ.get(ENVIRONMENT_VARIABLE, "{}")
+        return msgspec.json.decode(text, type=GatewayConfig)
+
+    def to_environment(self) -> dict[str, str]:
+        """Return the environment variable that passes this config to a gateway process."""
+        return {ENVIRONMENT_VARIABLE: msgspec.json.encode(self).decode()}
 
     @property
     def has_keys(self) -> bool:

@@ -25,8 +25,9 @@ from gevent import monkey; monkey.patch_all()
 import logging; logging.basicConfig(level="INFO")
 from gevent.pywsgi import WSGIServer
 from gateway.app import create_app
-from gateway.config import config_from_environment
-WSGIServer(("127.0.0.1", config_from_environment().port), create_app(), log=None).serve_forever()
+from protocol.config.gateway import GatewayConfig
+port = GatewayConfig.from_environment().port
+WSGIServer(("127.0.0.1", port), create_app(), log=None).serve_forever()
 """
 
 

@@ -111,11 +111,11 @@ def test_events_of_a_run_are_stored_and_its_client_gets_each_once(store: Store, 
     client = RunClient()
     run.write([b"a", b"b"])
     reach(lambda: len(stored(store)[0]) == 2)
-    run.listen(client)  # type: ignore[arg-type]
+    run.attach(client)  # type: ignore[arg-type]
     assert client.data == b"ab", "earlier frames are received, too"
     run.write([b"c"])
     assert client.data == b"abc", "at once"
-    run.note(b"in progress")
+    run.set_body(b"in progress")
     reach(lambda: stored(store)[1] == b"in progress")
     run.close([b"d"], b"done")
     assert client.data == b"abc", "the last word waits for the store"
@@ -132,15 +132,15 @@ def test_a_client_that_connects_after_the_end_receives_all(store: Store, runs: R
     run.close([b"b"], b"done")
     reach(lambda: run.is_over)
     client = RunClient()
-    run.listen(client)  # type: ignore[arg-type]
+    run.attach(client)  # type: ignore[arg-type]
     assert (client.data, client.is_finished) == (b"ab", True)
 
 
 def test_a_run_continues_after_its_client_left(path: str, store: Store, runs: Runs) -> None:
     run, aborts = begun(runs)
     client = RunClient()
-    run.listen(client)  # type: ignore[arg-type]
-    run.leave()
+    run.attach(client)  # type: ignore[arg-type]
+    run.detach()
     await_beats(path, 2)
     run.write([b"a"])
     run.close([], b"done")
@@ -155,10 +155,10 @@ def test_one_that_needs_a_client_is_aborted_without_one(
 ) -> None:
     run, aborts = begun(runs, wanted_until=time.time() + 0.2)
     client = RunClient()
-    run.listen(client)  # type: ignore[arg-type]
+    run.attach(client)  # type: ignore[arg-type]
     await_beats(path, 3)
     assert aborts == [], "its client is there"
-    run.leave()
+    run.detach()
     reach(lambda: run.is_over)
     assert aborts == ["run"]
     assert stored(store) == ([b"aborted"], b"aborted")
@@ -177,7 +177,7 @@ def test_a_deleted_or_expired_run_is_aborted_and_writes_nothing_more(
     deleted, _ = begun(runs, "deleted")
     dead, _ = begun(runs, "dead")
     client = RunClient()
-    dead.listen(client)  # type: ignore[arg-type]
+    dead.attach(client)  # type: ignore[arg-type]
     store.call(lambda database: database.delete("deleted", "o"))
     store.call(lambda database: database.get("dead", "o", time.time() + 3600))
     dead.write([b"too late"])
@@ -192,7 +192,7 @@ def test_runs_that_cannot_be_written_down_are_aborted_and_later_ones_are_not(
 ) -> None:
     run, aborts = begun(runs)
     client = RunClient()
-    run.listen(client)  # type: ignore[arg-type]
+    run.attach(client)  # type: ignore[arg-type]
     store.call(lambda database: database.limit_pages(1))  # type: ignore[attr-defined]
     run.write([b"a" * (1 << 20)])
     reach(lambda: run.is_over)

@@ -72,8 +72,8 @@ def model_with(
         response_template=response_template,
     )
     templates = UnlimitedTemplates()
-    chosen = ModelOptions.of(GatewayConfig(**options), templates)
-    return ServedModel.of(card, LIMITS, chosen, templates)
+    chosen = ModelOptions.from_config(GatewayConfig(**options), templates)
+    return ServedModel.from_card(card, LIMITS, chosen, templates)
 
 
 def lexicon_of(

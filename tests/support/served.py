@@ -17,5 +17,5 @@ LIMITS = Limits(
 
 def served(card: ModelCard, **config: Any) -> ServedModel:
     templates = UnlimitedTemplates()
-    options = ModelOptions.of(GatewayConfig(**config), templates)
-    return ServedModel.of(card, LIMITS, options, templates)
+    options = ModelOptions.from_config(GatewayConfig(**config), templates)
+    return ServedModel.from_card(card, LIMITS, options, templates)

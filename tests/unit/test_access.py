@@ -12,11 +12,17 @@ import pytest
 from werkzeug.datastructures import Headers
 
 from gateway.auth.caller import Caller
-from gateway.auth.gate import Forbidden, Gate, MalformedTarget, NoSuchRoute, Unauthenticated, Visit
-from gateway.auth.hosts import HostRule, name_in
+from gateway.auth.gate import (
+    Forbidden,
+    Gate,
+    MalformedTarget,
+    NoSuchRoute,
+    RequestHead,
+    Scopes,
+    Unauthenticated,
+)
 from gateway.auth.keys import Keyring, KeyWatch
-from gateway.auth.scopes import Scopes
-from gateway.auth.target import fault_in, printable, spells
+from gateway.auth.request_head import HostRule, host_name, matches_rule, path_error, printable
 from protocol.api_keys import KeyEntry, digest_of
 from protocol.config.gateway import GatewayConfig
 from protocol.errors import InvalidRequest, RequestError
@@ -44,14 +50,14 @@ def gate(keys: dict[str, KeyEntry] | None = KEYS, **config: Any) -> Gate:
 
 def visit(
     rule: str | None, method: str = "GET", *, target: str | None = None, **changes: Any
-) -> Visit:
+) -> RequestHead:
     """`headers` by name, with - written as _; a good Host unless they say otherwise."""
     own = {"peer": "127.0.0.1", "protocol": "HTTP/1.1"}
     fields = {name: changes.pop(name, value) for name, value in own.items()}
     headers = Headers({"Host": "localhost:8000"})
     for name, value in changes.items():
         headers[name.replace("_", "-")] = value
-    return Visit(
+    return RequestHead(
         method=method, target=target or rule or "/nowhere", rule=rule, headers=headers, **fields
     )
 
@@ -261,7 +267,7 @@ def test_a_server_elsewhere_answers_to_the_names_that_were_given_if_any_were():
     named = HostRule.from_options("0.0.0.0", ["llm.example"])
     assert named.admits("llm.example")
     assert not named.admits("any.example")
-    assert name_in("LLM.example.:443") == "llm.example"
+    assert host_name("LLM.example.:443") == "llm.example"
 
 
 EVIL = "https://evil.example"
@@ -288,14 +294,16 @@ def test_no_page_reads_an_answer_unless_its_origin_was_allowed():
 
 
 def test_a_preflight_needs_no_key_but_an_allowed_origin():
-    def ask(origin: str) -> Visit:
+    def ask(origin: str) -> RequestHead:
         return visit("/chat", "OPTIONS", Origin=origin, Access_Control_Request_Method="POST")
 
     allowing = gate(cors_origin=["https://app.example"])
-    assert allowing.answers_preflight(ask("https://app.example"))
-    assert not allowing.answers_preflight(ask(EVIL))
-    assert not gate().answers_preflight(ask(EVIL))
-    assert not allowing.answers_preflight(visit("/chat", "OPTIONS", Origin="https://app.example"))
+    assert allowing.is_allowed_preflight(ask("https://app.example"))
+    assert not allowing.is_allowed_preflight(ask(EVIL))
+    assert not gate().is_allowed_preflight(ask(EVIL))
+    assert not allowing.is_allowed_preflight(
+        visit("/chat", "OPTIONS", Origin="https://app.example")
+    )
 
 
 # ---- spellings
@@ -320,12 +328,12 @@ def test_a_preflight_needs_no_key_but_an_allowed_origin():
     ],
 )
 def test_paths_that_servers_disagree_about_are_malformed(path: str):
-    assert fault_in(path) is not None
+    assert path_error(path) is not None
 
 
 def test_other_paths_are_not():
     for path in ("/", "/v1/models/org%2Fname", "/v1/models/a..b", "/v1/models/%C3%A9"):
-        assert fault_in(path) is None
+        assert path_error(path) is None
 
 
 @pytest.mark.parametrize(
@@ -342,7 +350,7 @@ def test_other_paths_are_not():
     ],
 )
 def test_what_is_fixed_in_a_rule_is_sent_letter_by_letter(path: str, rule: str, fits: bool):
-    assert spells(path, rule) is fits
+    assert matches_rule(path, rule) is fits
 
 
 def test_another_spelling_of_a_route_is_no_route():

@@ -38,9 +38,9 @@ from gateway.formats.events import (
     ToolCall,
     ToolCallEnd,
 )
+from gateway.formats.reasoning_tokens import ReasoningCounter, thinking_marks
 from gateway.formats.registry import bind, format_of
 from gateway.generation.group import ChoiceGroup
-from gateway.generation.reasoning_tokens import ReasoningCounter, thinking_marks
 from gateway.generation.sinks import CollectSink
 from gateway.observe.timings import measure
 from gateway.text.tokenizer import Tokenizer

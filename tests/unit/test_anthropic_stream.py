@@ -16,7 +16,7 @@ from gateway.api.anthropic.responses import (
     error_body,
 )
 from gateway.api.anthropic.stream import EventWriter, whole_message
-from gateway.auth.caller import secret_in
+from gateway.auth.caller import api_key_in
 from gateway.formats.event_builder import INVALID_ARGUMENTS
 from gateway.formats.events import (
     Content,
@@ -511,4 +511,4 @@ def test_an_error_of_http_has_a_type_too(status: int, kind: str) -> None:
     ],
 )
 def test_a_caller_has_a_key_in_either_header(headers: dict[str, str], key: str | None) -> None:
-    assert secret_in(headers) == key
+    assert api_key_in(headers) == key

@@ -9,8 +9,8 @@ import pytest
 
 from gateway.api.tokens import prepare as asking
 from gateway.api.tokens.requests import GenerateBody, GenerateSampling
-from gateway.engine.kv_params import parse_kv_params
 from gateway.formats.choice_parser import ParserFactory, TokenPassthroughFactory
+from gateway.generation.kv_params import parse_kv_params
 from gateway.http.body import convert, decode
 from protocol.errors import InvalidRequest
 from protocol.grammar import ChoiceGrammar, Grammar, Regex, Thinking

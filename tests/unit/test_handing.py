@@ -7,13 +7,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.engine.kv_params import (
+from gateway.formats.choice_parser import TokenPassthroughFactory
+from gateway.generation.kv_params import (
     MAX_HANDLE_CHARS,
     KVTransferParams,
     apply_kv_params,
     parse_kv_params,
 )
-from gateway.formats.choice_parser import TokenPassthroughFactory
 from gateway.generation.request import PromptRequest
 from protocol.errors import InvalidRequest
 from protocol.sampling import SamplingParams

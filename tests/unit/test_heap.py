@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway import malloc
+from gateway.served_model import return_free_memory
 
 PIECES, PIECE_BYTES = 512, 100_000
 """Small enough for the heap proper: larger ones are mapped, and go back by themselves."""
@@ -31,6 +31,6 @@ def test_free_pages_below_one_that_is_not_free_go_back_to_the_system() -> None:
     for piece in pieces:
         libc.free(piece)
     before = resident_bytes()
-    malloc.give_back()
+    return_free_memory()
     assert resident_bytes() < before - PIECES * PIECE_BYTES // 2
     libc.free(stays)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from gateway.generation.reasoning_tokens import ReasoningCounter, ThinkingMarks
+from gateway.formats.reasoning_tokens import ReasoningCounter, ThinkingMarks
 
 OPEN, CLOSE, CALL = 1, 2, 3
 

@@ -70,7 +70,7 @@ def test_each_request_for_which_something_was_guessed_is_told_with_its_share() -
         answer.on_report(answer.choices[0], Output(request=0, tokens=[72], usage=usage))
         context = RequestContext(metrics, method="POST", path="/v1/x", route="/v1/x")
         context.timeline = answer.timeline
-        context.start(answer)
+        context.start_inference(answer)
         context.close(200)
     text = metrics.text().decode()
     assert "tidegate_draft_acceptance_count 2.0" in text

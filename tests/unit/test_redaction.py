@@ -8,7 +8,7 @@ import logging
 import pytest
 
 from gateway.http.errors import internal_fault
-from gateway.observe.logging import Redacted
+from gateway.observe.logging import RedactingFormatter
 
 CANARY = "what somebody wrote"
 
@@ -37,7 +37,7 @@ def logged(kind: type[logging.Formatter]) -> str:
 
 
 def test_a_discreet_log_has_frames_and_kinds_and_no_words():
-    text = logged(Redacted)
+    text = logged(RedactingFormatter)
     assert CANARY not in text
     assert "in fails" in text
     assert text.index("builtins.ValueError") < text.index("builtins.KeyError")
@@ -52,4 +52,4 @@ def test_with_log_content_it_has_the_words():
 def test_any_exception_can_be_told(kind: type[BaseException]):
     made = kind("utf-8", b"x", 0, 1, CANARY) if kind is UnicodeDecodeError else kind(CANARY)
     record = logging.LogRecord("x", logging.ERROR, "x", 1, "oh", (), (kind, made, None))
-    assert CANARY not in Redacted("%(message)s").format(record)
+    assert CANARY not in RedactingFormatter("%(message)s").format(record)

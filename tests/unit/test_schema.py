@@ -8,10 +8,10 @@ import msgspec
 import pytest
 
 from gateway.api.openai import requests
+from gateway.api.openai.parameters import choices_of, read_options
 from gateway.api.openai.prepare import check_batch, check_chat, ignored_fields
-from gateway.generation.parameters import choices_of, read_options
 from gateway.http.body import decode
-from gateway.served_model import usable_defaults
+from gateway.served_model import valid_defaults
 from protocol.errors import InvalidRequest
 from protocol.model_card import SamplingDefaults
 from protocol.sampling import SamplingParams
@@ -67,7 +67,7 @@ def test_the_model_comes_before_the_api_and_the_request_before_the_model() -> No
 
 def test_a_default_that_no_request_could_ask_for_is_left_out() -> None:
     odd = SamplingDefaults(temperature=9.0, top_p=0.0, top_k=5, repetition_penalty=float("nan"))
-    assert usable_defaults(odd) == SamplingDefaults(top_k=5)
+    assert valid_defaults(odd) == SamplingDefaults(top_k=5)
 
 
 def test_each_answer_has_the_next_seed() -> None:

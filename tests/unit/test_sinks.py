@@ -11,8 +11,7 @@ from gateway.formats.events import (
     ToolCall,
     ToolCallEnd,
 )
-from gateway.generation.choice import Choice
-from gateway.generation.request import NOT_CALLED, PromptRequest, ToolChoiceCheck
+from gateway.generation.request import NOT_CALLED, Choice, PromptRequest, ToolChoiceCheck
 from gateway.generation.sinks import CollectSink
 from protocol.messages import Output, Usage
 from protocol.sampling import SamplingParams

@@ -13,11 +13,9 @@ import pytest
 from gateway.engine.client import ZmqEngineClient
 from gateway.formats.choice_parser import ParserFactory, ReadOptions
 from gateway.formats.events import Content, Event, Finished, OutputDelta, Reasoning, merged
-from gateway.generation.backpressure import PendingOutput
-from gateway.generation.choice import Choice
 from gateway.generation.group import ChoiceGroup
-from gateway.generation.request import PromptRequest
-from gateway.generation.sinks import CollectSink
+from gateway.generation.request import Choice, PromptRequest
+from gateway.generation.sinks import CollectSink, PendingOutput
 from gateway.text.tokenizer import Tokenizer
 from protocol.errors import EngineLost, ErrorInfo, ServingError
 from protocol.messages import Output, TokenLogprobs, Usage
@@ -105,7 +103,7 @@ def test_waiting_changes_nothing_of_what_was_told_before() -> None:
 def test_tokens_and_the_alternatives_told_with_them_are_much_together(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("gateway.generation.backpressure.MAX_PENDING", 12)
+    monkeypatch.setattr("gateway.generation.sinks.MAX_PENDING", 12)
     (choice,) = an_answer().choices
     untold = PendingOutput()
     untold.delta(choice, OutputDelta([], [1] * 5))
@@ -121,8 +119,8 @@ def test_tokens_and_the_alternatives_told_with_them_are_much_together(
 def test_tokens_are_measured_and_told_read_or_not(
     many: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.generation.backpressure.MAX_UNPARSED", many)
-    monkeypatch.setattr("gateway.generation.backpressure.MAX_PENDING", 4)
+    monkeypatch.setattr("gateway.generation.sinks.MAX_UNPARSED", many)
+    monkeypatch.setattr("gateway.generation.sinks.MAX_PENDING", 4)
     (choice,) = an_answer().choices
     untold, told = PendingOutput(), SentFrames(1)
     for letters, is_much in (("a", False), ("bc", False), ("d", True), ("e", True)):
@@ -223,8 +221,8 @@ def test_a_slow_client_that_hung_up_gets_nothing_more() -> None:
 
 def test_output_beyond_the_buffer_is_sent_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then it waits as bytes, which are bounded."""
-    monkeypatch.setattr("gateway.generation.backpressure.MAX_PENDING", 10)
-    monkeypatch.setattr("gateway.generation.backpressure.MAX_UNPARSED", 5)
+    monkeypatch.setattr("gateway.generation.sinks.MAX_PENDING", 10)
+    monkeypatch.setattr("gateway.generation.sinks.MAX_UNPARSED", 5)
     answer = an_answer()
     told = SentFrames(1)
     answer.attach(told)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import tokenizers as hf
 
-from gateway.generation.parameters import bad_sequences
+from gateway.api.openai.parameters import bad_sequences
 from gateway.text.tokenizer import INLINE_BYTES, Tokenizer
 from protocol.errors import ContextTooLong, InvalidRequest
 from tests.support.scripted_engine import byte_tokenizer

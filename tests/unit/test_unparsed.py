@@ -7,7 +7,7 @@ import logging
 import pytest
 from gunicorn.http import errors
 
-from gateway.observe.logging import Redacted
+from gateway.observe.logging import RedactingFormatter
 from gateway.unparsed import fault_of
 
 SECRET = "sk-secret"
@@ -42,5 +42,5 @@ def test_an_unparsed_body_is_neither_echoed_nor_logged(
     assert bool(caplog.records) == (status == 500)
     for record in caplog.records:
         record.exc_text = None  # as pytest's own handler has formatted it
-        assert SECRET not in Redacted("%(message)s").format(record)
+        assert SECRET not in RedactingFormatter("%(message)s").format(record)
     assert all(record.levelno == logging.ERROR for record in caplog.records)

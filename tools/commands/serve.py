@@ -180,7 +180,7 @@ def commands(plan: Plan, *, lock: int) -> list[Command]:
     gateway = Command(
         "gateway",
         module_command("gunicorn", conf, "gateway.app:create_app()"),
-        environment={"TIDEGATE_GATEWAY": msgspec.json.encode(plan.gateway).decode()},
+        environment=plan.gateway.to_environment(),
         directory=plan.directory,
         keeps_open=[lock],
         exit_code=ExitCode.GATEWAY_LOST,
@@ -268,7 +268,7 @@ def _check_gateway(config: GatewayConfig) -> None:
         "checking the gateway's options",
         module_command("gateway.check"),
         timeout_s=CHECK_TIMEOUT_S,
-        TIDEGATE_GATEWAY=msgspec.json.encode(config).decode(),
+        **config.to_environment(),
     )
     if done.code == ExitCode.USAGE:
         raise Failure(done.error, exit_code=ExitCode.USAGE)

@@ -61,13 +61,12 @@ class ModelCheck:
         self._config = config
 
     def __enter__(self) -> Self:
-        config = msgspec.json.encode(self._config).decode()
         self._process = subprocess.Popen(
-            module_command("gateway.model_check"),
+            module_command("gateway.check", "--model"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env={**os.environ, "TIDEGATE_GATEWAY": config},
+            env={**os.environ, **self._config.to_environment()},
         )
         return self
 

@@ -428,7 +428,7 @@ class ModelPage(msgspec.Struct, frozen=True, kw_only=True):
 
 def model_info(served: ServedModel, name: str) -> ModelInfo:
     """Return the description of a model under `name`, which is one of its served names."""
-    since = datetime.fromtimestamp(served.since, UTC)
+    since = datetime.fromtimestamp(served.created_at, UTC)
     return ModelInfo(
         id=name,
         display_name=served.card.name,

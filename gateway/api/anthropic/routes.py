@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from flask import Response, request
 
+from gateway.api import run
 from gateway.api.anthropic import requests, responses
 from gateway.api.anthropic.responses import AnthropicEnvelope
 from gateway.api.anthropic.stream import PING, EventWriter, whole_message
@@ -14,7 +15,6 @@ from gateway.api.anthropic.translate import MessagesTranslation, clamp_to_model,
 from gateway.api.openai.prepare import Preparation, Prompt, ignored_fields
 from gateway.context import RequestContext
 from gateway.formats.events import OutputWarning
-from gateway.generation import run
 from gateway.generation.group import ChoiceGroup
 from gateway.http.client_socket import Outlet
 from gateway.http.route import Routes, Stream, json_response

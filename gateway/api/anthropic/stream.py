@@ -19,8 +19,8 @@ from gateway.api.anthropic import responses
 from gateway.api.anthropic.blocks import BlockKind, ContentBlocks
 from gateway.api.anthropic.responses import AnthropicEnvelope, content_block, encode
 from gateway.formats.events import Event, OutputDelta, ToolCall
-from gateway.generation.choice import Choice
 from gateway.generation.group import ChoiceGroup
+from gateway.generation.request import Choice
 from gateway.http.errors import fault_of
 from gateway.observe.timings import timings_of_group
 from protocol.errors import ServingError

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from gateway.api.openai.parameters import choices_of, first, read_options
 from gateway.api.openai.requests import (
     BatchBody,
     ChatBody,
@@ -29,8 +30,7 @@ from gateway.api.openai.structured import FORM_FIELDS, answer_form
 from gateway.api.openai.tools import ToolPlan, calls_instead_of_form, tool_grammar, tool_plan
 from gateway.formats.choice_parser import AnswerOptions, ParserFactory
 from gateway.formats.model_format import AnswerStart
-from gateway.generation.parameters import choices_of, first, read_options
-from gateway.generation.reasoning_tokens import ReasoningCounter
+from gateway.formats.reasoning_tokens import ReasoningCounter
 from gateway.generation.request import PromptRequest, ToolChoiceCheck
 from gateway.http.body import MAX_LISTED_FIELDS, check_depth
 from gateway.prompt import tool_prompt

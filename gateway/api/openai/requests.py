@@ -3,7 +3,7 @@
 `prepare` checks combinations of fields.
 
 - The types come from `protocol.sampling`, so the engine accepts every number these routes accept.
-- A null field equals an absent field: both are None. `generation.parameters` applies the defaults.
+- A null field equals an absent field: both are None. `parameters` applies the defaults.
 - Unknown fields have no effect, because proxies add their own. The response lists them in
   `ignored_params`; with `strict_params` they are refused.
 - Unsupported fields that would change the answer are declared, so that `prepare` can refuse them.

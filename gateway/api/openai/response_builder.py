@@ -46,7 +46,7 @@ from gateway.formats.events import (
     ToolArguments,
     ToolCall,
 )
-from gateway.generation.choice import Choice
+from gateway.generation.request import Choice
 from gateway.served_model import ServedModel
 from gateway.text.detokenizer import DetokenizerState
 from gateway.text.logprobs import (

@@ -12,8 +12,8 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from gateway.formats.events import OutputWarning
-from gateway.generation.choice import Choice
 from gateway.generation.group import ChoiceGroup
+from gateway.generation.request import Choice
 from gateway.http.errors import HTTPFault
 from gateway.observe.timings import Timings
 from gateway.text.logprobs import ChatLogprob, CompletionLogprobs

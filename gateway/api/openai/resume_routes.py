@@ -14,9 +14,9 @@ from typing import Any, Protocol
 from flask import Response
 from werkzeug.exceptions import NotFound
 
+from gateway.api import run
 from gateway.api.openai.responses import ErrorAnswer, error_body
 from gateway.context import RequestContext
-from gateway.generation import run
 from gateway.generation.group import ChoiceGroup
 from gateway.generation.request import PromptRequest
 from gateway.generation.sinks import Sink
@@ -26,8 +26,14 @@ from gateway.http.route import Parameter, Routes, Stream
 from gateway.http.sse import LAST_EVENT_HEADER
 from gateway.service import Service
 from gateway.store.queries import Interruption, NewRun
-from gateway.store.resume import PREFIX, Numbered, new_stream_id, read_event_id, with_id
-from gateway.store.run_tail import RunTail
+from gateway.store.resume import (
+    PREFIX,
+    NumberedFrames,
+    RunTail,
+    new_stream_id,
+    read_event_id,
+    with_id,
+)
 from gateway.store.runs import STREAM, DetachedRun, Persistence
 from protocol.errors import InvalidRequest
 
@@ -80,7 +86,7 @@ def resume_stream(
     ):
         raise NotFound(f"no stream {stream_id!r} is stored; it never existed or has expired")
     tail = RunTail(persistence.store, stream_id, owner, after, persistence.window_s)
-    response = run.follow(service, context, tail)
+    response = run.stream_from(service, context, tail)
     response.headers[RESUME_HEADER] = stream_id
     return response
 
@@ -119,10 +125,12 @@ def start_resumable(
     def start(group: ChoiceGroup) -> Sink:
         runs.append(_start_run(persistence, context, group))
         detached = runs[0]
-        return make_sink(group, Numbered(detached.id, detached.write, lambda: detached.close(())))
+        return make_sink(
+            group, NumberedFrames(detached.id, detached.write, lambda: detached.close(()))
+        )
 
     run.detached(service, context, prompt_requests, options, start)
-    response = run.follow(service, context, runs[0], owns_context=False)
+    response = run.stream_from(service, context, runs[0], owns_context=False)
     response.headers[RESUME_HEADER] = runs[0].id
     return response
 

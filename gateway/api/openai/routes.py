@@ -11,8 +11,10 @@ from typing import Any
 
 from flask import Response, request
 
+from gateway.api import run
 from gateway.api.openai import prepare, requests, responses
 from gateway.api.openai import resume_routes as resume
+from gateway.api.openai.parameters import check_counts
 from gateway.api.openai.response_builder import (
     ChatResponseBuilder,
     OpenAIEnvelope,
@@ -21,15 +23,13 @@ from gateway.api.openai.response_builder import (
 )
 from gateway.api.openai.stream import ChunkStream, chunk_options, whole_response
 from gateway.context import RequestContext
-from gateway.engine.kv_params import (
+from gateway.generation.group import ChoiceGroup
+from gateway.generation.kv_params import (
     KVTransferParams,
     apply_kv_params,
     parse_kv_params,
     response_kv_params,
 )
-from gateway.generation import run
-from gateway.generation.group import ChoiceGroup
-from gateway.generation.parameters import check_counts
 from gateway.generation.request import PromptRequest
 from gateway.http.route import Routes, Stream, json_response
 from gateway.served_model import ServedModel

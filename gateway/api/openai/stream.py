@@ -38,8 +38,8 @@ from gateway.formats.events import (
     merged,
     with_text,
 )
-from gateway.generation.choice import Choice
 from gateway.generation.group import ChoiceGroup
+from gateway.generation.request import Choice
 from gateway.generation.sinks import CollectSink
 from gateway.http import sse
 from gateway.http.errors import fault_of

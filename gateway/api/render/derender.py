@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from gateway.api.openai.parameters import check_counts
 from gateway.api.openai.prepare import (
     Completion,
     Preparation,
@@ -24,7 +25,6 @@ from gateway.api.render.requests import DerenderBody, DerenderChat, DerenderComp
 from gateway.api.render.stream_state import key_of, opened, sealed
 from gateway.api.tokens.prepare import TAIL_TOKENS
 from gateway.api.tokens.responses import GenerateChunk, GeneratedChoice, GenerateResponse
-from gateway.generation.parameters import check_counts
 from gateway.generation.request import PromptRequest
 from gateway.served_model import ServedModel
 from protocol.config.gateway import GatewayConfig

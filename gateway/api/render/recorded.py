@@ -9,9 +9,8 @@ from typing import Any, NoReturn
 
 from gateway.api.openai.responses import TokenChance
 from gateway.api.tokens.responses import ChosenToken, GeneratedChoice, GenerateUsage
-from gateway.generation.choice import Choice
 from gateway.generation.group import ChoiceGroup
-from gateway.generation.request import PromptRequest
+from gateway.generation.request import Choice, PromptRequest
 from gateway.served_model import ServedModel
 from protocol.errors import InvalidRequest
 from protocol.messages import Output, TokenLogprobs, Usage

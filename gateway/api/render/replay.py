@@ -31,8 +31,7 @@ from gateway.api.render.stream_state import StreamState, restore, state_of, wron
 from gateway.api.tokens.responses import GenerateChunk, GeneratedChoice, GenerateResponse
 from gateway.formats.choice_parser import ChoiceParser
 from gateway.formats.events import OutputDelta
-from gateway.generation.choice import Choice
-from gateway.generation.request import PromptRequest
+from gateway.generation.request import Choice, PromptRequest
 from gateway.generation.sinks import CollectSink
 from gateway.served_model import ServedModel
 from gateway.text.detokenizer import DetokenizerState

@@ -14,6 +14,7 @@ from gateway.api.anthropic.requests import MessagesBody
 from gateway.api.anthropic.responses import MessagesErrorAnswer
 from gateway.api.anthropic.translate import clamp_to_model, translate
 from gateway.api.openai import prepare, requests
+from gateway.api.openai.parameters import check_counts
 from gateway.api.openai.responses import ChatCompletion, CompletionResponse, ErrorAnswer
 from gateway.api.render import responses
 from gateway.api.render.derender import ChatDerendering, CompletionDerendering
@@ -23,7 +24,6 @@ from gateway.api.responses.requests import ResponsesBody, check, fields_without_
 from gateway.api.responses.routes import history_of
 from gateway.api.responses.translate import rendered
 from gateway.context import RequestContext
-from gateway.generation.parameters import check_counts
 from gateway.http.body import convert, unknown_fields
 from gateway.http.json_size import USUAL_BOUNDS, JsonBounds
 from gateway.http.route import Routes, json_response

@@ -28,7 +28,7 @@ import msgspec
 from gateway.api.openai.stream import ChunkStreamState
 from gateway.api.render.requests import MAX_STATE_CHARS
 from gateway.formats.choice_parser import ChoiceParser, ParserState
-from gateway.generation.choice import Choice
+from gateway.generation.request import Choice
 from gateway.served_model import ServedModel
 from gateway.text.detokenizer import DetokenizerState
 from protocol.errors import InvalidRequest

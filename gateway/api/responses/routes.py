@@ -18,6 +18,7 @@ import msgspec
 from flask import Response, request
 from werkzeug.exceptions import NotFound
 
+from gateway.api import run
 from gateway.api.openai.prepare import ignored_fields
 from gateway.api.openai.responses import ErrorAnswer
 from gateway.api.responses.events import ResponseEvents
@@ -42,7 +43,6 @@ from gateway.api.responses.stream import (
 )
 from gateway.api.responses.translate import Rendered, rendered
 from gateway.context import RequestContext
-from gateway.generation import run
 from gateway.generation.group import ChoiceGroup
 from gateway.generation.request import PromptRequest
 from gateway.http.route import Parameter, Routes, Stream, json_response
@@ -50,7 +50,7 @@ from gateway.served_model import ServedModel
 from gateway.service import Service
 from gateway.store.database import LEASE_S
 from gateway.store.queries import NewRun, StoredRecord
-from gateway.store.run_tail import RunTail
+from gateway.store.resume import RunTail
 from gateway.store.runs import RESPONSE, DetachedRun, Persistence
 from protocol.errors import InvalidRequest
 
@@ -200,8 +200,8 @@ class _Creation:
         run.detached(*self._run, make_sink)
         (detached,) = runs
         if self.body.stream:
-            return run.follow(self.service, self.context, detached, owns_context=False)
-        detached.leave()
+            return run.stream_from(self.service, self.context, detached, owns_context=False)
+        detached.detach()
         return json_response(record.body)
 
     @property
@@ -276,7 +276,7 @@ def read(service: Service, context: RequestContext, response_id: str) -> Respons
         raise InvalidRequest.at("stream", "events are stored for background responses only")
     after = _number("starting_after", default=-1, minimum=0, maximum=1 << 62)
     tail = RunTail(persistence.store, record.id, record.owner, after, persistence.window_s)
-    return run.follow(service, context, tail)
+    return run.stream_from(service, context, tail)
 
 
 @routes.delete(

@@ -24,8 +24,8 @@ from gateway.api.responses.responses import (
     usage_of,
 )
 from gateway.formats.events import Content, Failed, Finished, OutputDelta
-from gateway.generation.choice import Choice
 from gateway.generation.group import ChoiceGroup
+from gateway.generation.request import Choice
 from gateway.http.client_socket import Outlet
 from gateway.observe.timings import timings_of_group
 from gateway.store.runs import DetachedRun
@@ -113,7 +113,7 @@ class RunFrameWriter:
         self._run = run
 
     def start(self, response: ResponseObject) -> None:
-        self._run.note(encode(response))
+        self._run.set_body(encode(response))
 
     def write(self, frames: list[Frame]) -> None:
         self._run.write(frames)

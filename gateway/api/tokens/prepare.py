@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from gateway.api.openai.parameters import bad_sequences, first, nth_seed
 from gateway.api.openai.prepare import ignored_fields, translate_error
 from gateway.api.openai.requests import unsupported
 from gateway.api.openai.structured import structured_form
@@ -23,7 +24,6 @@ from gateway.api.tokens.requests import (
     GenerateBody,
     GenerateSampling,
 )
-from gateway.engine.kv_params import KVTransferParams, apply_kv_params
 from gateway.formats.choice_parser import (
     AnswerOptions,
     ParserFactory,
@@ -31,7 +31,7 @@ from gateway.formats.choice_parser import (
     TokenPassthroughFactory,
 )
 from gateway.formats.model_format import AnswerStart
-from gateway.generation.parameters import bad_sequences, first, nth_seed
+from gateway.generation.kv_params import KVTransferParams, apply_kv_params
 from gateway.generation.request import OutputParserFactory, PromptRequest
 from gateway.http.body import unknown_fields
 from gateway.served_model import ServedModel

@@ -10,6 +10,7 @@ from functools import partial
 from flask import Response, request
 from msgspec import UNSET, UnsetType
 
+from gateway.api import run
 from gateway.api.openai.prepare import Preparation, Prompt, check_chat
 from gateway.api.openai.requests import ChatBody
 from gateway.api.openai.responses import Effective, ErrorAnswer
@@ -24,9 +25,8 @@ from gateway.api.tokens.responses import (
 )
 from gateway.api.tokens.stream import GenerateEnvelope, GenerateStream, whole_response
 from gateway.context import REQUEST_ID_HEADER, RequestContext
-from gateway.engine.kv_params import parse_kv_params
-from gateway.generation import run
 from gateway.generation.group import ChoiceGroup
+from gateway.generation.kv_params import parse_kv_params
 from gateway.http.body import convert
 from gateway.http.client_socket import Outlet
 from gateway.http.route import Parameter, Routes, Stream, json_response
@@ -133,7 +133,7 @@ def abort_requests(service: Service, context: RequestContext) -> Response:
     service.model()
     caller = context.caller
     named = {caller.abort_label(name): name for name in body.request_ids}
-    report = service.engine.abort_named(list(named))
+    report = service.engine.abort_by_label(list(named))
     aborted, unknown = (
         [named[label] for label in labels] for labels in (report.aborted, report.unknown)
     )

@@ -32,10 +32,10 @@ from gateway.api.tokens.responses import (
     TokensLogprobs,
     TopToken,
 )
-from gateway.engine import kv_params
 from gateway.formats.events import Content, Event, Finished, OutputDelta
-from gateway.generation.choice import Choice
+from gateway.generation import kv_params
 from gateway.generation.group import ChoiceGroup
+from gateway.generation.request import Choice
 from gateway.generation.sinks import CollectSink
 from gateway.http import sse
 from gateway.http.errors import fault_of

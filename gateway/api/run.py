@@ -1,8 +1,8 @@
-"""Runs the choices of one request, for any API: whole, streamed or detached from the client.
+"""Runs the choices of one request for every API: as a whole answer, as a stream, or detached.
 
-An API passes prompts and a sink for a stream, or builds one JSON object from a `CollectSink`. This
-module does what all APIs share: it aborts the choices if the client disconnects, and it counts and
-closes the request however it ends.
+For a stream, an API passes its prompts and a sink. For a whole answer, it builds one JSON object
+from the events in a `CollectSink`. This module does the work that all APIs share: it aborts the
+choices if the client disconnects, and it records and closes the request however it ends.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ S = TypeVar("S", bound=Sink)
 
 
 class OptionFields(Protocol):
-    """The fields of a body that all APIs share."""
+    """The fields of a request body that `RequestOptions` is made from, in every API."""
 
     @property
     def cache_salt(self) -> str | None: ...
@@ -48,21 +48,22 @@ class OptionFields(Protocol):
 class RequestOptions:
     """The options of a request that do not depend on its prompts."""
 
-    #: Cached prompts are shared only between requests of one caller with the same salt.
+    #: Of the same caller's requests, only those with the same salt share cached prompts.
     salt: str = ""
-    #: Lower values are served first.
+    #: Requests with lower values are served first.
     priority: int = 0
-    #: The id of the answer that the client gets.
+    #: The id in the response. The request can be aborted by it. "": there is none.
     label: str = ""
-    #: Whether to measure the `timings` of the response.
+    #: Whether the response has `timings`, for which parsing must be measured.
     timings: bool = False
-    #: See RequestTimeouts; None: not set by the request.
+    #: Seconds until the answer must have ended; None: the request does not say.
     timeout_s: float | None = None
+    #: Seconds until the answer must have started; None: the request does not say.
     queue_timeout_s: float | None = None
 
     @classmethod
     def from_body(cls, body: OptionFields, label: str, salt: str | None = None) -> RequestOptions:
-        """Return the options of `body`. `salt` replaces the body's."""
+        """Return the options in `body`. If `salt` is not None, it replaces the body's salt."""
         return cls(
             salt=body.cache_salt or "" if salt is None else salt,
             priority=body.priority or 0,
@@ -74,7 +75,10 @@ class RequestOptions:
 
 
 class GenerationRunner:
-    """Runs the choices of a request and watches its client. It must be closed in all cases."""
+    """Runs the choices of a request and detects a disconnect of its client.
+
+    The owner must call `close` in all cases.
+    """
 
     def __init__(
         self,
@@ -86,13 +90,14 @@ class GenerationRunner:
         needs_client: bool = True,
         is_whole: bool = False,
     ) -> None:
-        """Send the choices. Raises the engine's refusal, before any header is sent.
+        """Send the choices and wait until the engine has accepted them.
 
-        With a queue timeout this waits for the first token, because the engine may refuse until
-        then.
+        Raises the engine's refusal. No header of the response has been sent by then, so the refusal
+        gets its own status. If there is a queue timeout, this waits for the first token, because
+        the engine may refuse the request until then.
 
-        needs_client   the request is aborted if its client disconnects
-        is_whole       the client waits for the whole answer, so its own timeout applies
+        needs_client  abort the request if its client disconnects
+        is_whole      the client waits for the whole answer, so the timeout in its headers applies
         """
         self.service = service
         caller = context.caller
@@ -114,7 +119,7 @@ class GenerationRunner:
         )
         if options.timings:
             measure(self.group)
-        context.start(self.group)
+        context.start_inference(self.group)
         self.hang_up = HangUp(context.environ if needs_client else {}, self.group.abandon)
         with contextlib.ExitStack() as on_failure:
             on_failure.callback(self.close)
@@ -140,7 +145,10 @@ def whole(
     prompt_requests: Sequence[PromptRequest],
     options: RequestOptions,
 ) -> tuple[ChoiceGroup, CollectSink]:
-    """Return the ended answer and its collected events. Raises the error that made it fail."""
+    """Return an answer and its collected events after its end.
+
+    Raises the error that made it fail, or ClientGone.
+    """
     return run_to_end(
         service, context, prompt_requests, options, lambda group: CollectSink(len(group.choices))
     )
@@ -153,8 +161,10 @@ def run_to_end(
     options: RequestOptions,
     make_sink: Callable[[ChoiceGroup], S],
 ) -> tuple[ChoiceGroup, S]:
-    """Return the ended answer and the sink that got all events. Raises the error that made it
-    fail."""
+    """Return an answer, after its end, and the sink from `make_sink`, which got all its events.
+
+    Raises the error that made it fail, or ClientGone.
+    """
     runner = GenerationRunner(service, context, prompt_requests, options, is_whole=True)
     try:
         sink = make_sink(runner.group)
@@ -172,7 +182,10 @@ def stream(
     options: RequestOptions,
     make_sink: Callable[[ChoiceGroup, Outlet], Sink],
 ) -> EventStream:
-    """Return a streamed response. `make_sink` creates the sink that writes to the outlet."""
+    """Return a streamed response. `make_sink` creates the sink that writes to the outlet.
+
+    Raises the engine's refusal, or ClientGone.
+    """
     runner = GenerationRunner(service, context, prompt_requests, options)
     group = runner.group
     context.is_streaming = True
@@ -198,9 +211,9 @@ def detached(
     options: RequestOptions,
     make_sink: Callable[[ChoiceGroup], Sink],
 ) -> None:
-    """Start a generation that continues without its client until it ends or is aborted.
+    """Start a generation that continues after its client has disconnected.
 
-    `make_sink` is called after the engine has accepted all choices.
+    `make_sink` is called after the engine has accepted all choices. Raises the engine's refusal.
     """
     runner = GenerationRunner(service, context, prompt_requests, options, needs_client=False)
     with contextlib.ExitStack() as on_failure:
@@ -219,29 +232,34 @@ def _close_after_end(runner: GenerationRunner, context: RequestContext) -> None:
 
 
 class FrameSource(Protocol):
-    """A source of frames for an outlet. Both methods may be called from the hub."""
+    """A source of SSE frames, such as a detached run. Both methods may be called from the hub."""
 
-    def listen(self, outlet: Outlet) -> None: ...
-    def leave(self) -> None: ...
+    def attach(self, outlet: Outlet) -> None:
+        """Write the frames to `outlet` from now on."""
+
+    def detach(self) -> None:
+        """Write no more frames."""
 
 
-def follow(
+def stream_from(
     service: Service, context: RequestContext, source: FrameSource, *, owns_context: bool = True
 ) -> EventStream:
-    """Return a stream of the frames of `source`, which goes on if the stream is closed.
+    """Return a streamed response with the frames of `source`.
 
-    `owns_context`: the end of the stream is the end of the request.
+    A disconnect of the client does not end the source.
+
+    owns_context  close `context` at the end of the stream; otherwise the generation closes it
     """
     context.is_streaming = True
-    hang_up = HangUp(context.environ, source.leave)
+    hang_up = HangUp(context.environ, source.detach)
 
     def end() -> None:
         hang_up.close()
-        source.leave()
+        source.detach()
         if owns_context:
             context.close(200)
 
-    return _event_stream(service, hang_up, source.listen, source.leave, end)
+    return _event_stream(service, hang_up, source.attach, source.detach, end)
 
 
 def _event_stream(
@@ -251,6 +269,7 @@ def _event_stream(
     abandon: Callable[[], None],
     close: Callable[[], None],
 ) -> EventStream:
+    """Return a streamed response. For the callbacks see EventStream."""
     response = EventStream(
         attach,
         abandon=abandon,

@@ -1,13 +1,15 @@
-"""`kv_transfer_params`: lets a router compute a prompt on one server and continue on another.
+"""The request field `kv_transfer_params`, for disaggregation by an external router.
 
-The names are vLLM's, so its routers work unchanged:
+The router has one server compute a prompt and another one generate the answer. The names are
+vLLM's, so its routers work unchanged. The router sends the first field to the first server, which
+responds without tokens; then it sends the response's field to the second server:
 
-    -> {"do_remote_decode": true}                     compute the prompt and keep its K/V
-    <- {"do_remote_prefill": true, "handle": "..."}   in the response, which has no tokens
-    -> {"do_remote_prefill": true, "handle": "..."}   continue from that K/V
+    request 1   {"do_remote_decode": true}                    compute the prompt, keep its K/V
+    response 1  {"do_remote_prefill": true, "handle": "..."}
+    request 2   {"do_remote_prefill": true, "handle": "..."}  continue from that K/V
 
-The handle is sealed (protocol/kv.py) and complete. Clients must not choose hosts, ports or block
-ids, so any other field that is not null is refused.
+The handle is sealed (protocol/kv.py) and holds all that is needed to fetch the K/V. Clients must
+not choose hosts, ports or block ids, so any other field that is not null is refused.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ from protocol.messages import Limits
 MAX_HANDLE_CHARS = 4096
 
 
-class _Params(msgspec.Struct, frozen=True):
-    """The supported fields."""
+class _Fields(msgspec.Struct, frozen=True):
+    """The supported fields of `kv_transfer_params`."""
 
     do_remote_decode: bool | None = None
     do_remote_prefill: bool | None = None
@@ -36,30 +38,30 @@ class _Params(msgspec.Struct, frozen=True):
 
 
 class KVTransferParams(msgspec.Struct, frozen=True):
-    """The checked parameters.
+    """The checked parameters of a request. Exactly one of the two is set."""
 
-    keeps   compute the prompt and keep its K/V
-    handle  continue from this K/V; "": compute the prompt
-    """
-
+    #: Whether to compute the prompt only and keep its K/V.
     keeps: bool = False
+    #: Continue from the K/V with this handle.
     handle: str = ""
 
 
 def parse_kv_params(given: Mapping[str, Any] | None, limits: Limits) -> KVTransferParams | None:
-    """Return the request's `kv_transfer_params`; None if they are absent or do nothing here.
+    """Return the checked parameters; None if the field is absent or has no effect.
 
-    An engine may be unable to keep the K/V. The response then has null, and the router lets the
-    other server compute the prompt. Raises InvalidRequest, naming the field.
+    It has no effect if K/V must be kept and the engine cannot keep it (`limits.kv_lease_s` is 0).
+    The response then has null, and the router lets the other server compute the prompt.
+
+    Raises InvalidRequest, naming the invalid field.
     """
-    named = {name: value for name, value in (given or {}).items() if value is not None}
-    for name in named:
-        if name not in _Params.__struct_fields__:
+    present = {name: value for name, value in (given or {}).items() if value is not None}
+    for name in present:
+        if name not in _Fields.__struct_fields__:
             raise _invalid(name, "not accepted from clients; the handle identifies the K/V")
-    for name, value in named.items():
+    for name, value in present.items():
         if not isinstance(value, str if name == "handle" else bool):
             raise _invalid(name, "expected text" if name == "handle" else "expected true or false")
-    params = _Params(**named)
+    params = _Fields(**present)
     if params.handle and not params.do_remote_prefill:
         raise _invalid("handle", "requires do_remote_prefill")
     if params.do_remote_prefill and params.do_remote_decode:
@@ -76,10 +78,12 @@ def parse_kv_params(given: Mapping[str, Any] | None, limits: Limits) -> KVTransf
 def apply_kv_params(
     requests: Sequence[PromptRequest], params: KVTransferParams | None, *, streams: bool
 ) -> list[PromptRequest]:
-    """Return `requests` with the K/V parameters set.
+    """Return `requests` with the K/V parameters set; unchanged if `params` is None.
 
-    If the K/V is kept, one choice computes the prompt, and the number of choices becomes the number
-    of readers. Raises InvalidRequest for more than one prompt, or a stream without tokens.
+    If K/V is to be kept, the result has one choice, which computes the prompt. The original number
+    of choices becomes the number of requests that may continue from the handle.
+
+    Raises InvalidRequest if there are several prompts, or if K/V is to be kept for a stream.
     """
     if params is None:
         return list(requests)
@@ -94,7 +98,7 @@ def apply_kv_params(
 
 
 def response_kv_params(group: ChoiceGroup) -> dict[str, Any] | None:
-    """Return the parameters that continue this answer elsewhere; None if no K/V is kept."""
+    """Return the response's `kv_transfer_params`; None if the engine keeps no K/V for it."""
     handle = group.choices[0].kv_handle
     return {"do_remote_prefill": True, "handle": handle} if handle else None
 
