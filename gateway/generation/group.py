@@ -2,15 +2,17 @@
 
 Invariants of a `ChoiceGroup`:
 
-- nothing is emitted before every choice is accepted; if one is refused, the others are aborted;
-- a sink gets each choice's deltas in order and then exactly one of `end` and `fail`, or nothing
-  more after the client has disconnected;
-- before a sink is attached, events are buffered. While the client does not read (`detach`), output
-  waits unparsed (`PendingOutput`), but it is counted and ends the choice when it arrives;
-- after `close` none of its requests is open in the engine.
+- A sink gets nothing until the engine has accepted every choice. If one is refused, the others are
+  aborted.
+- A sink gets each choice's deltas in order. Then exactly one of its methods `end` and `fail` is
+  called. After the client has disconnected, the sink gets nothing more.
+- Until a sink is attached, events are buffered.
+- While the client does not read (`detach`), output waits unparsed (`PendingOutput`). It is counted
+  on arrival, and output that may end a choice is parsed on arrival.
+- After `close`, none of the choices is open in the engine.
 
-A stream and a whole answer differ only in the sink: `CollectSink` collects the events. Reports are
-processed in the hub, so sinks must not block.
+A stream and a whole answer differ only in the sink: `CollectSink` collects the events of a whole
+answer. The engine's reports are processed in gevent's hub, so sinks must not block.
 """
 
 from __future__ import annotations
@@ -41,12 +43,12 @@ class ClientGone(Exception):
 
 
 class ChoiceGroup:
-    """All choices of one HTTP request. It must be closed in all cases.
+    """All choices of one HTTP request. The owner must call `close` in all cases.
 
-    timeline  of the request
-    on_free   called with the seconds from a client's disconnect until the engine has released the
-              resources of a choice
-    options   of all choices
+    timeline  the timeline of the HTTP request
+    on_free   called after a disconnect, for each choice, with the seconds until the engine has
+              released the choice's resources
+    options   the options with which all choices are sent to the engine
     """
 
     def __init__(
@@ -61,21 +63,24 @@ class ChoiceGroup:
         self.prompt_requests = prompt_requests
         self.timeline = timeline or Timeline()
         self.choices: list[Choice] = []
-        for place, prompt_request in enumerate(prompt_requests):
+        for prompt_index, prompt_request in enumerate(prompt_requests):
             for params in prompt_request.choices:
                 new_counter = prompt_request.new_reasoning_counter
                 choice = Choice(
                     index=len(self.choices),
-                    prompt_index=place,
+                    prompt_index=prompt_index,
                     prompt_request=prompt_request,
                     params=params,
                     parser=prompt_request.parser_factory.new(),
                     reasoning_counter=new_counter() if new_counter else None,
                 )
                 self.choices.append(choice)
-        self._has_tokens = False
-        self.finish: str | None = None  # for the log: the last choice's reason, "error" or similar
+        #: The finish in the log: the reason of the choice that ended last, "error" or
+        #: "disconnected"; None before the first choice has ended.
+        self.finish: str | None = None
+        #: Whether the client has disconnected.
         self.is_gone = False
+        self._has_tokens = False
         self._engine = engine
         self._options = options
         self._on_free = on_free
@@ -85,17 +90,17 @@ class ChoiceGroup:
         self._buffer = BufferSink()
         self._pending = PendingOutput()
         self._sink: Sink = self._buffer
-        self._attached: Sink | None = None  # the sink that was attached last
+        self._attached: Sink | None = None  # the sink that was attached last, if there was one
         self._accepted = Event()
         self._started = Event()
         self._ended = Event()
 
-    # ---- for the request's greenlet
+    # ---- called in the request's greenlet
 
     def open(self) -> None:
         """Send all choices and wait until the engine has accepted them.
 
-        Raises the engine's refusal, or ClientGone.
+        Raises the engine's refusal, or ClientGone if the client has disconnected.
         """
         self.timeline.note(TimelineMoment.ASKED)
         prompts = [Int32.of(prompt_request.prompt_ids) for prompt_request in self.prompt_requests]
@@ -114,17 +119,18 @@ class ChoiceGroup:
         self._raise_refusal()
 
     def wait_started(self) -> None:
-        """Wait for the first token of any choice, or for the end.
+        """Wait for the first token of any choice, or for the end of all.
 
-        Raises the engine's error if it came instead of a token, or ClientGone.
+        Raises the engine's error if there was an error before the first token. Raises ClientGone if
+        the client has disconnected.
         """
         self._started.wait()
         self._raise_refusal()
 
     def attach(self, sink: Sink) -> None:
-        """Emit the buffered events to `sink`, and later events at once, until `detach`.
+        """Emit the buffered events to `sink`. Until `detach`, emit later events on arrival.
 
-        Nothing is emitted if the client has disconnected in the meantime.
+        Nothing is emitted if the client has disconnected.
         """
         if self.is_gone:
             return
@@ -134,7 +140,7 @@ class ChoiceGroup:
             pass
 
     def detach(self) -> None:
-        """Hold output back until the sink is attached again, because its client does not read.
+        """Hold output back until a sink is attached again: the client does not read.
 
         A sink's outlet may call this while an event is emitted to the sink.
         """
@@ -142,12 +148,12 @@ class ChoiceGroup:
             self._sink = self._pending
 
     def wait(self) -> None:
-        """Wait for the end. Raises the error that made it fail, or ClientGone."""
+        """Wait until all choices have ended. Raises the error if one failed, or ClientGone."""
         self._ended.wait()
         self._raise_error()
 
     def _raise_refusal(self) -> None:
-        """Raise an error that came before the first token. The sink emits later ones."""
+        """Raise an error that occurred before the first token. The sink gets later errors."""
         if self.is_gone or self._num_unaccepted or not self._has_tokens:
             self._raise_error()
 
@@ -158,7 +164,7 @@ class ChoiceGroup:
             raise self._error
 
     def close(self) -> None:
-        """Abort the open choices. The owner calls this, however the request ended."""
+        """Abort the choices that are still open. The owner must call this in all cases."""
         self.timeline.note(TimelineMoment.ANSWERED)
         freed = partial(self._note_free, time.monotonic()) if self.is_gone else None
         for choice in self.choices:
@@ -172,10 +178,10 @@ class ChoiceGroup:
     def _note_free(self, gone_at: float) -> None:
         self._on_free(time.monotonic() - gone_at)
 
-    # ---- for any caller, including the hub
+    # ---- called anywhere, also in the hub
 
     def abandon(self) -> None:
-        """Abort the open choices and emit nothing more: the client has disconnected."""
+        """Abort the open choices and emit nothing more, because the client has disconnected."""
         if not self._ended.is_set():
             self.is_gone = True
             self.finish = "disconnected"
@@ -183,7 +189,7 @@ class ChoiceGroup:
             self.close()
 
     def fail(self, error: ServingError) -> None:
-        """End the request now with `error`."""
+        """Abort the open choices and end the answer with `error`."""
         if not self._ended.is_set():
             self._error = error
             self.finish = "error"
@@ -196,12 +202,14 @@ class ChoiceGroup:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Cached tokens of all prompts. A prompt counts once, with the most that a choice found."""
-        best = [0] * len(self.prompt_requests)
+        """Cached tokens of all prompts.
+
+        Each prompt is counted once: the largest number that one of its choices found is added.
+        """
+        most = [0] * len(self.prompt_requests)
         for choice in self.choices:
-            place = choice.prompt_index
-            best[place] = max(best[place], choice.num_cached)
-        return sum(best)
+            most[choice.prompt_index] = max(most[choice.prompt_index], choice.num_cached)
+        return sum(most)
 
     @property
     def num_generated_tokens(self) -> int:
@@ -209,20 +217,20 @@ class ChoiceGroup:
 
     @property
     def num_predictions(self) -> tuple[int, int]:
-        """Numbers of accepted and of rejected draft tokens."""
+        """The number of accepted and the number of rejected draft tokens."""
         accepted = sum(choice.num_accepted for choice in self.choices)
         return accepted, sum(choice.num_drafts for choice in self.choices) - accepted
 
     @property
     def num_reasoning_tokens(self) -> int | None:
-        """None if they cannot be counted."""
+        """The reasoning tokens of all choices; None if they cannot be counted."""
         counters = [choice.reasoning_counter for choice in self.choices]
         return sum(c.count for c in counters if c) if all(counters) else None
 
-    # ---- for the engine client, in the hub
+    # ---- called by the engine client, in the hub
 
     def on_report(self, choice: Choice, report: Report) -> None:
-        """Handle a report of the engine. An exception fails this request only."""
+        """Handle a report of the engine. If that raises an exception, only this request fails."""
         try:
             if type(report) is Output:
                 if self._sink is self._pending:
@@ -249,8 +257,8 @@ class ChoiceGroup:
     def _hold(self, choice: Choice, output: Output) -> None:
         """Keep `output` for a client that does not read.
 
-        If too much is pending, it is emitted all the same: the outlet bounds its own buffer and
-        then disconnects the client.
+        If too much output is pending, it is emitted in spite of that. The outlet's own buffer is
+        bounded, and the outlet disconnects the client when it is full.
         """
         if self._pending.is_full and self._attached is not None:
             while self._pending.emit_next(self._attached):
@@ -265,6 +273,7 @@ class ChoiceGroup:
             self._on_output(choice, output)
 
     def _on_output(self, choice: Choice, output: Output) -> None:
+        """Parse `output`, count it and emit its events."""
         delta = choice.parser.push(output)
         choice.count(output, delta.num_after_end)
         if output.usage is not None or not self._has_tokens:
@@ -277,7 +286,7 @@ class ChoiceGroup:
             choice.warn_if_unmet(choice.prompt_request.tool_choice_check, delta)
         self._sink.delta(choice, delta)
         if type(last) is Finished:
-            if not self._ended.is_set():  # the sink may have disconnected a client
+            if not self._ended.is_set():  # the sink may have disconnected the client
                 self._finish(choice, output, last.reason)
         elif type(last) is Failed and not self._ended.is_set():
             choice.is_ended = True
@@ -285,6 +294,7 @@ class ChoiceGroup:
             self.fail(error_from(last.error))
 
     def _note_progress(self, choice: Choice, output: Output) -> None:
+        """Record the times of the group's first token and of a reported usage."""
         if output.tokens and not self._has_tokens:
             self._has_tokens = True
             self.timeline.note(TimelineMoment.FIRST_TOKEN)
@@ -293,10 +303,11 @@ class ChoiceGroup:
             choice.usage_s = None if output.finish else self.timeline.now_s
 
     def _finish(self, choice: Choice, output: Output, reason: str) -> None:
+        """End a choice. After the last choice, end the answer."""
         choice.is_ended = True
         choice.finish = self.finish = reason
         choice.ended_s = self.timeline.now_s
-        if output.finish is None:  # a stop string ended the text, so the engine still generates
+        if output.finish is None:  # a stop string ended the text, but the engine still generates
             self._engine.abort(choice.request, None)
         self._num_open -= 1
         if not self._num_open:

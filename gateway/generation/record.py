@@ -1,10 +1,10 @@
 """The record of one finished request: the only source of metrics, logs and traces.
 
-It is built once, from the timeline and the choices. It has no content: no prompt, no output and no
-header but the request id.
+It is built once, from the timeline and the choices. It contains no part of a prompt or an answer,
+and of the headers only the request id.
 
-Prompt tokens count only if the engine accepted the request. Each stage's time is that of the
-slowest choice.
+Prompt tokens are counted only if the engine accepted the request. The time of a stage is that of
+the slowest choice.
 """
 
 from __future__ import annotations
@@ -20,77 +20,86 @@ from gateway.generation.timeline import Timeline, TimelineMoment
 from protocol.messages import Times
 
 End = Literal["finished", "aborted", "disconnected", "refused", "error"]
+"""How a request ended, as a metric label and in the log."""
 REFUSED = "refused"
+"""The finish of an answer that the engine did not accept."""
 _ENDS: dict[str, End] = {
     "abort": "aborted",
     "cancelled": "aborted",
     "disconnected": "disconnected",
     "error": "error",
 }
-"""Finish reason -> end, for answers that did not end by themselves."""
+"""Finish reason of an answer that was cut short -> how its request ended."""
 CLIENT_CLOSED_REQUEST = 499
 """nginx's status for a client that disconnected. It appears only in logs and metrics."""
-NO_TIMES = Times()
 
 
 class ChoiceRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Record of one choice.
+    """The record of one choice."""
 
-    finish  stop, length, tool_calls, or the finish of its answer
-    times   None if the engine reported none
-    """
-
+    #: stop, length or tool_calls if the choice ended by itself; otherwise the answer's finish.
     finish: str
     generated_tokens: int
     max_tokens: int | None
     temperature: float
     top_p: float
+    #: None if the engine reported no times for this choice.
     times: Times | None
 
 
 class AnswerRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Record of an inference request. A prompt counts once, however many choices it has."""
+    """The record of an inference request. A prompt is counted once for all its choices."""
 
-    #: Of the last choice: stop, length, tool_calls or abort; or error, disconnected, cancelled; or
-    #: refused by the engine.
+    #: "refused" if the engine did not accept the request. Otherwise the finish of the choice that
+    #: ended last (stop, length, tool_calls, abort, cancelled), or error or disconnected.
     finish: str
+    #: Whether the engine accepted all choices.
     is_accepted: bool
-    #: If refused, the choices that were requested.
+    #: All choices of the request, also if it was refused.
     choices: list[ChoiceRecord]
     prompt_tokens: int
+    #: Prompt tokens found in a prefix cache.
     cached_tokens: int
+    #: Prompt tokens whose K/V was fetched from another engine.
     fetched_tokens: int
     generated_tokens: int
     draft_tokens: int
+    #: Draft tokens that were accepted.
     accepted_tokens: int
     preemptions: int
     #: Time spent in templates and the tokenizer.
     tokenize_s: float
-    #: From the start of the request until it was sent to the engine, until the first token, and
-    #: until the end of all choices.
+    #: Time from the start of the request until it was sent to the engine; None if it was not sent.
     asked_s: float | None
+    #: Time from the start of the request until the first token; None if there was none.
     first_token_s: float | None
+    #: Time from the start of the request until all choices had ended.
     answered_s: float
+    #: The time of each stage: that of the slowest choice.
     times: Times
 
 
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Record of an HTTP request."""
+    """The record of an HTTP request."""
 
     request_id: str
     method: str
     path: str
-    #: The matched rule ("/v1/models/<name>"), so that label values are few.
+    #: The matched rule ("/v1/models/<name>"). As a metric label it has few values.
     route: str
+    #: HTTP status of the response.
     status: int
-    #: Name of its API key; "" if it has none.
+    #: Name of the caller's API key; "" if the caller has none.
     key: str
-    #: Whether it is a health check or a scrape, which come every few seconds.
+    #: Whether this is a health check or a scrape. These arrive every few seconds.
     is_probe: bool = False
-    #: A request without inference is "finished" if it was answered.
+    #: "finished" also if the request needed no inference and was answered.
     end: End
+    #: Wall-clock time of the start, in nanoseconds since 1970.
     began_ns: int
+    #: Time from the start to the end of the response.
     took_s: float
+    #: None if this is not an inference request.
     answer: AnswerRecord | None
 
 
@@ -106,6 +115,7 @@ def record_of(
     key: str,
     is_probe: bool,
 ) -> RequestRecord:
+    """Return the record of a request that ends now."""
     inference = answer_record(timeline, group) if group is not None else None
     return RequestRecord(
         request_id=request_id,
@@ -123,6 +133,7 @@ def record_of(
 
 
 def _end(status: int, answer: AnswerRecord | None) -> End:
+    """Return how a request ended: by the answer's finish, or else by the HTTP status."""
     if answer is not None and answer.finish != REFUSED:
         return _ENDS.get(answer.finish, "finished")
     if status == CLIENT_CLOSED_REQUEST:
@@ -133,7 +144,7 @@ def _end(status: int, answer: AnswerRecord | None) -> End:
 
 
 def answer_record(timeline: Timeline, group: ChoiceGroup) -> AnswerRecord:
-    """Return the record of an answer. Open choices are recorded as if they ended now."""
+    """Return the record of an answer. Choices that are open are recorded as if they ended now."""
     now_s = timeline.at_s(TimelineMoment.ANSWERED)
     now_s = timeline.now_s if now_s is None else now_s
     is_accepted = timeline.has(TimelineMoment.ACCEPTED)
@@ -161,10 +172,15 @@ def answer_record(timeline: Timeline, group: ChoiceGroup) -> AnswerRecord:
 
 
 def _choice_record(choice: Choice, finish: str, now_s: float) -> ChoiceRecord:
+    """Return the record of a choice.
+
+    finish  the answer's finish, for a choice that has none
+    now_s   seconds since the start of the request, for a choice that has not ended
+    """
     times = choice.usage.times if choice.usage is not None else None
     if times is not None and choice.usage_s is not None:
-        # The gateway ended the choice, so the engine's last times are those of its first token.
-        # The time since then counts as decoding.
+        # The gateway ended the choice. So the engine's last report of times came with the first
+        # token, and the time since then is added as decoding.
         ended_s = now_s if choice.ended_s is None else choice.ended_s
         decoded_s = times.decode_s + max(0.0, ended_s - choice.usage_s)
         times = msgspec.structs.replace(times, decode_s=decoded_s)
@@ -180,7 +196,7 @@ def _choice_record(choice: Choice, finish: str, now_s: float) -> ChoiceRecord:
 
 def slowest(choices: Iterable[Times]) -> Times:
     """Return the longest time of each stage."""
-    longest = NO_TIMES
+    longest = Times()
     for times in choices:
         names = Times.__struct_fields__
         longest = Times(

@@ -1,8 +1,8 @@
 """The times at which a request reached each stage.
 
 `record.py` builds one record from the timeline and the choices. Metrics, the access log, traces and
-the `timings` of a response are all made from that record, so they agree. Each moment is recorded
-once (the first counts), and none is recorded per token.
+the `timings` of a response are all made from that record, so they agree. No time is recorded for a
+single token.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ from enum import Enum
 
 class TimelineMoment(Enum):
     BEGAN = "began"  # the request's headers were read
-    ASKED = "asked"  # the choices are sent to the engine
+    ASKED = "asked"  # the choices were sent to the engine
     ACCEPTED = "accepted"  # the engine has accepted all choices
-    FIRST_TOKEN = "first_token"  # of any choice
+    FIRST_TOKEN = "first_token"  # the engine has sent a token of any choice
     ANSWERED = "answered"  # all choices have ended, for any reason
     ENDED = "ended"  # the response was sent, or the client disconnected
 
 
 class Timeline:
-    """The moments of one request.
-
-    tokenize_s  time spent rendering templates and tokenizing
-    began_ns    wall-clock time of the start, in nanoseconds since 1970
-    """
+    """The moments of one request. It starts when it is created."""
 
     __slots__ = ("_at", "began_ns", "tokenize_s")
 
     def __init__(self) -> None:
         self._at = {TimelineMoment.BEGAN: time.monotonic()}
+        #: Wall-clock time of the start, in nanoseconds since 1970.
         self.began_ns = time.time_ns()
+        #: Time spent rendering templates and tokenizing.
         self.tokenize_s = 0.0
 
     def note(self, moment: TimelineMoment) -> None:
+        """Record that the request has reached `moment` now. Later calls have no effect."""
         self._at.setdefault(moment, time.monotonic())
 
     def has(self, moment: TimelineMoment) -> bool:
+        """Return whether the request has reached `moment`."""
         return moment in self._at
 
     def at_s(self, moment: TimelineMoment) -> float | None:
@@ -49,12 +49,13 @@ class Timeline:
 
     @property
     def now_s(self) -> float:
-        """Seconds since the start, or from the start to the end."""
+        """Seconds since the start; after the end, the seconds from the start to the end."""
         ended_s = self.at_s(TimelineMoment.ENDED)
         return time.monotonic() - self._at[TimelineMoment.BEGAN] if ended_s is None else ended_s
 
     @contextmanager
     def tokenizing(self) -> Iterator[None]:
+        """Add the time spent inside the `with` block to `tokenize_s`."""
         began = time.monotonic()
         try:
             yield

@@ -1,7 +1,8 @@
-"""Request bytes -> a checked struct. Errors name the field at fault.
+"""Reads the JSON body of a request and converts it to a checked struct. Errors name the field.
 
-The JSON is decoded once. Sizes and counts are checked while it is read, types and bounds while it
-is converted (msgspec), and nesting after that. No field has a meaning here.
+The JSON is decoded once. Its size, and the numbers of its strings and values, are checked while it
+is read. msgspec checks types and bounds while the decoded body is converted to a struct. This
+module does not depend on what a field means.
 """
 
 from __future__ import annotations
@@ -33,31 +34,36 @@ from protocol.errors import InvalidRequest, Overloaded
 MAX_DEPTH = 64
 """Most nested objects and arrays in a field without a schema (tools, template arguments)."""
 MAX_VALUES = 200_000
-"""Most values in such a field, on all levels."""
+"""Most values in a field without a schema, on all its levels."""
 MAX_LISTED_FIELDS = 16
+"""Most unknown fields that a response lists."""
 MAX_SHOWN_CHARS = 64
-"""The most characters of a request's key that an error shows."""
+"""Most characters of a key in the request that an error shows."""
 MAX_SHORT_VALUES = 256
+"""Most members of an object in which the values that determine a type are searched."""
 MAX_NAMED_LEVELS = 8
-"""Levels of an invalid number's path that an error names."""
+"""Most levels in the path of an invalid number in an error."""
 BODY_S = 60
+"""Longest time for a body to arrive."""
 SMALL_BYTES = 1 << 18
 """Bodies up to this size do not count in `BodyMemory`."""
 NUM_LARGE = 4
-"""Bodies of the largest size that are in memory at once."""
+"""Number of bodies of the largest allowed size that may be in memory at the same time."""
 WAIT_S = 20
-"""The longest time that a large body waits for others to be decoded."""
-TURN_S = 0.001
-"""The pause for other greenlets between two uninterruptible parts of the work on a large body."""
+"""Longest time for which a large body waits until others have been decoded."""
+PAUSE_S = 0.001
+"""Pause for other greenlets between two uninterruptible parts of the work on a large body."""
 _PIECE_BYTES = 1 << 16
 
 T = TypeVar("T")
 K = TypeVar("K", int, str)
 _WHERE = re.compile(r" - at (`key` in )?`\$\.?([^`]*)`$")
-_PLACE = re.compile(r"\[\d+\]")
+"""The path at the end of msgspec's messages."""
+_INDEX = re.compile(r"\[\d+\]")
 _STEP = re.compile(r"\[(\d+)\]|([^.\[\]]+)")
+"""One step of a path: an index or a name."""
 _ANY_KEY = "[...]"
-"""How msgspec's paths write any key of a mapping."""
+"""In msgspec's paths, this stands for a key of a mapping. msgspec does not name the key."""
 _items = msgspec.json.Decoder(list[msgspec.Raw]).decode
 _members = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _MISSING = re.compile(r"missing required field `([^`]+)`")
@@ -65,9 +71,12 @@ _FIELD_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 class BodyMemory:
-    """Bounds the memory of the large bodies that are being read and decoded, in order of arrival.
+    """Bounds the memory of the large bodies that are being read and decoded at the same time.
 
-    Bodies that wait stay unread in the sockets of their clients.
+    Further bodies wait, in order of their arrival. While they wait, they are not read from their
+    clients' sockets.
+
+    num_bytes  the total size of the bodies in memory
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -75,7 +84,10 @@ class BodyMemory:
         self._waiting: deque[tuple[int, Event]] = deque()
 
     def acquire(self, num_bytes: int, timeout_s: float) -> None:
-        """Wait for this much memory. Raises Overloaded after `timeout_s`."""
+        """Wait until `num_bytes` are free, and reserve them. Raises Overloaded after `timeout_s`.
+
+        The caller must `release` them.
+        """
         turn = Event()
         entry = (num_bytes, turn)
         self._waiting.append(entry)
@@ -89,6 +101,7 @@ class BodyMemory:
             on_failure.pop_all()
 
     def _cancel(self, entry: tuple[int, Event]) -> None:
+        """Withdraw an entry of the queue, whether it still waits or has its memory already."""
         num_bytes, turn = entry
         if turn.is_set():
             self.release(num_bytes)
@@ -97,10 +110,12 @@ class BodyMemory:
             self._admit()
 
     def release(self, num_bytes: int) -> None:
+        """Free reserved memory."""
         self._num_free += num_bytes
         self._admit()
 
     def _admit(self) -> None:
+        """Give free memory to the bodies that have waited longest."""
         while self._waiting and self._waiting[0][0] <= self._num_free:
             num_bytes, turn = self._waiting.popleft()
             self._num_free -= num_bytes
@@ -108,33 +123,42 @@ class BodyMemory:
 
 
 class BodyReader:
-    """Reads and decodes the JSON bodies of one process. Each has at most `max_bytes`."""
+    """Reads and decodes the JSON bodies of the requests to this process.
+
+    max_bytes  size limit of one body
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._memory = BodyMemory(NUM_LARGE * max_bytes)
-        self._decoding = BoundedSemaphore()  # large bodies, one at a time
+        self._decoding = BoundedSemaphore()  # large bodies are decoded one at a time
 
     def parse(self, request: Request, kind: type[T], bounds: JsonBounds = USUAL_BOUNDS) -> T:
-        """Return the struct of a body; raises as `read` and `convert`."""
+        """Return the body of a request as a struct. Raises the errors of `read` and `convert`."""
         with self.read(request, bounds) as fields:
             return convert(fields, kind)
 
     def parse_known(
         self, request: Request, kind: type[T], bounds: JsonBounds = USUAL_BOUNDS
     ) -> tuple[T, list[str]]:
-        """Return the struct of a body, and the names of its `unknown_fields`."""
+        """Return the body of a request as a struct, and its unknown fields (`unknown_fields`).
+
+        Raises the errors of `read` and `convert`.
+        """
         with self.read(request, bounds) as fields:
             return convert(fields, kind), unknown_fields(fields, kind)
 
     @contextlib.contextmanager
     def read(self, request: Request, bounds: JsonBounds = USUAL_BOUNDS) -> Iterator[Any]:
-        """Yield the decoded body of a JSON request. It must be converted inside the `with`.
+        """Yield the decoded JSON body of a request. It must be converted inside the `with` block.
 
-        A request without a content type is treated as JSON. Raises 413 if the body is longer than
-        `max_bytes`, 415 for another content type, 408 if it takes longer than BODY_S to arrive,
-        InvalidRequest if it is truncated, malformed or exceeds `bounds`, and Overloaded if too many
-        large bodies are being read.
+        A request without a content type is treated as JSON. Raises these errors:
+
+        InvalidRequest         the body is truncated, malformed or exceeds `bounds`
+        RequestEntityTooLarge  the body is longer than `max_bytes` (413)
+        UnsupportedMediaType   the content type is not JSON, or the body is compressed (415)
+        RequestTimeout         the body takes longer than BODY_S to arrive (408)
+        Overloaded             too many large bodies are being read
         """
         _check_type(request)
         with contextlib.ExitStack() as held:
@@ -149,13 +173,14 @@ class BodyReader:
                 raise InvalidRequest("the body's chunked transfer coding is malformed") from None
             if len(data) > SMALL_BYTES:
                 held.enter_context(self._decoding)
-                gevent.sleep(TURN_S)
+                gevent.sleep(PAUSE_S)
             fields = decode_json(data)
             if len(data) > SMALL_BYTES:
-                gevent.sleep(TURN_S)
+                gevent.sleep(PAUSE_S)
             yield fields
 
     def _receive(self, request: Request, bounds: JsonBounds, held: contextlib.ExitStack) -> bytes:
+        """Return the bytes of the body. `held` releases the memory that is reserved for them."""
         length = request.content_length
         too_large = RequestEntityTooLarge(f"the body is larger than {self._max_bytes:,} bytes")
         if length is not None and length > self._max_bytes:
@@ -175,13 +200,14 @@ class BodyReader:
                     num_held = self._max_bytes if length is None else length
                     self._memory.acquire(num_held, WAIT_S)
                     held.callback(self._memory.release, num_held)
-                gevent.sleep(0)  # reading a socket that has data never switches greenlets
-        if length is not None and num_bytes < length:  # gunicorn returns a truncated body as it is
+                gevent.sleep(0)  # reading from a socket that has data does not switch greenlets
+        if length is not None and num_bytes < length:  # gunicorn does not report this
             raise ClientDisconnected
         return b"".join(pieces)
 
 
 def _check_type(request: Request) -> None:
+    """Raise UnsupportedMediaType if the headers say that the body is not plain JSON."""
     encoding = request.headers.get("Content-Encoding", "").strip()
     if encoding.lower() not in ("", "identity"):
         name = encoding if _FIELD_NAME.fullmatch(encoding) else "this encoding"
@@ -191,8 +217,11 @@ def _check_type(request: Request) -> None:
 
 
 def decode_json(data: bytes) -> Any:
-    """Return the JSON value. Raises InvalidRequest; `param` is the path of a number that is too
-    large."""
+    """Return the value of a JSON text.
+
+    Raises InvalidRequest if the text is malformed, nested too deeply or contains a number that is
+    too large. In the last case the error's `param` is the path of the number.
+    """
     try:
         return msgspec.json.decode(data)
     except RecursionError:
@@ -206,15 +235,17 @@ def decode_json(data: bytes) -> Any:
 
 
 def _invalid_number(data: bytes) -> str | None:
-    """Return the path of the first value that msgspec cannot represent, at most MAX_NAMED_LEVELS
-    deep; None if a key on the way is not safe to show."""
+    """Return the path of the first value that msgspec cannot represent.
+
+    The path has at most MAX_NAMED_LEVELS levels. None: a key in the path is not safe to show.
+    """
     path = ""
     value = msgspec.Raw(data)
     for _ in range(MAX_NAMED_LEVELS):
         first = bytes(value).lstrip()[:1]
         if first == b"[":
-            place, value = _first_invalid(enumerate(_items(value)))
-            path += f"[{place}]"
+            index, value = _first_invalid(enumerate(_items(value)))
+            path += f"[{index}]"
         elif first == b"{":
             key, value = _first_invalid(_members(value).items())
             if not _FIELD_NAME.fullmatch(key):
@@ -226,6 +257,7 @@ def _invalid_number(data: bytes) -> str | None:
 
 
 def _first_invalid(values: Iterable[tuple[K, msgspec.Raw]]) -> tuple[K, msgspec.Raw]:
+    """Return the first (index or key, value) whose value msgspec cannot represent."""
     return next((key, value) for key, value in values if not _is_valid(value))
 
 
@@ -238,8 +270,10 @@ def _is_valid(data: msgspec.Raw) -> bool:
 
 
 def convert(fields: Any, kind: type[T]) -> T:
-    """Return the struct of a decoded body. Raises InvalidRequest; `param` is the path of the
-    invalid field."""
+    """Return a decoded body as a struct.
+
+    Raises InvalidRequest, whose `param` is the path of the invalid field.
+    """
     try:
         return msgspec.convert(fields, kind, str_keys=True)
     except msgspec.ValidationError as error:
@@ -247,12 +281,17 @@ def convert(fields: Any, kind: type[T]) -> T:
 
 
 def decode(data: bytes, kind: type[T]) -> T:
-    """Return the struct of a body. Raises what `decode_json` and `convert` raise."""
+    """Return a JSON body as a struct. Raises the errors of `decode_json` and `convert`."""
     return convert(decode_json(data), kind)
 
 
 def _invalid_field(text: str, fields: Any, kind: type) -> InvalidRequest:
-    """Return the error for msgspec's message, such as "Expected `int` >= 1 - at `$.n`"."""
+    """Return the error for a message of msgspec, such as "Expected `int` >= 1 - at `$.n`".
+
+    text    the message
+    fields  the decoded body
+    kind    the struct to which the body could not be converted
+    """
     where = _WHERE.search(text)
     path = where[2] if where else ""
     message = text[: where.start()] if where else text
@@ -273,18 +312,19 @@ def _invalid_field(text: str, fields: Any, kind: type) -> InvalidRequest:
 def _key_at_fault(text: str, fields: Any, kind: type, path: str) -> str | None:
     """Return the key of the mapping at `path` that `kind` rejects; None if it is not found.
 
-    msgspec does not name the key. So the mapping is converted again with fewer of its members,
-    until the first is found with which the error is the same. Of the values around the mapping,
-    only short ones are converted again: they may determine its type.
+    msgspec's message `text` does not name the key. So the mapping is converted again with only its
+    first members: a binary search finds the fewest members with which the error is the same, and
+    the last of these has the key. Of the values around the mapping, only short ones are converted
+    again, because they may determine its type.
     """
-    steps = [int(place) if place else name for place, name in _STEP.findall(path)]
+    steps = [int(index) if index else name for index, name in _STEP.findall(path)]
     around: list[dict[str, Any]] = []
     inner = fields
     for step in steps:
         around.append({} if isinstance(step, int) else _short_values(inner))
         inner = inner[step]
     members = list(inner.items())
-    same = _PLACE.sub("[0]", text)
+    same = _INDEX.sub("[0]", text)
 
     def fails(count: int) -> bool:
         value: Any = dict(members[:count])
@@ -296,12 +336,12 @@ def _key_at_fault(text: str, fields: Any, kind: type, path: str) -> str | None:
             return str(error) == same
         return False
 
-    place = bisect_left(range(1, len(members) + 1), True, key=fails)
-    return members[place][0] if place < len(members) else None
+    index = bisect_left(range(1, len(members) + 1), True, key=fails)
+    return members[index][0] if index < len(members) else None
 
 
 def _short_values(mapping: dict[str, Any]) -> dict[str, Any]:
-    """Return the values that may determine the type of others, such as tags."""
+    """Return the members of `mapping` that may determine the type of others, such as tags."""
     if len(mapping) > MAX_SHORT_VALUES:
         return {}
     return {
@@ -336,15 +376,17 @@ def check_depth(value: Any, param: str) -> None:
 
 
 def _inside(value: Any) -> Iterable[Any]:
+    """Return the values directly inside an object or array."""
     if isinstance(value, dict):
         return value.values()
     return value if isinstance(value, list) else ()
 
 
 def unknown_fields(fields: dict[str, Any], kind: type) -> list[str]:
-    """Return the top-level fields that `kind` does not have. They are accepted and have no effect.
+    """Return the names of the top-level fields that the struct `kind` does not have.
 
-    Only names that are safe in a header are returned, at most MAX_LISTED_FIELDS.
+    Such fields are accepted and have no effect. At most MAX_LISTED_FIELDS names are returned, and
+    only names that are safe in a header.
     """
     known = _field_names(kind)
     names = [name for name in fields if name not in known]
@@ -353,5 +395,8 @@ def unknown_fields(fields: dict[str, Any], kind: type) -> list[str]:
 
 @cache
 def _field_names(kind: type) -> frozenset[str]:
-    """Return the field names in JSON. Cached: this is slower than decoding a request."""
+    """Return the names of a struct's fields in JSON.
+
+    The result is cached, because computing it takes longer than decoding a request.
+    """
     return frozenset(field.encode_name for field in msgspec.structs.fields(kind))

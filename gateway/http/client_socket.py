@@ -1,15 +1,17 @@
 """The client's TCP socket during a request: detects disconnects and writes streams.
 
-Both happen in gevent's hub, so only `SocketOutlet.run` blocks, in the request's own greenlet. A
-client that closes or resets the connection, or closes its sending half, counts as disconnected. A
-client that does not read is disconnected if more than MAX_BUFFERED_BYTES wait for it, or if it has
-read nothing for `send_timeout_s`. Each client has a buffer of its own, so a slow client does not
-delay others. The writer is notified when the buffer fills and when it is empty again
-(`Outlet.watch_buffer`), so that it can hold output back.
+Both happen in gevent's hub and do not block. Only `SocketOutlet.run` blocks, in the request's own
+greenlet. A client counts as disconnected if it closes or resets the connection, or closes its
+sending half.
 
-Direct writes rest on private details of gunicorn and gevent: ALREADY_HANDLED, "gunicorn.socket" in
-the environ, and a socket's `_sock`. So setup.py allows only versions whose oldest and newest are
-tested (`tests/oldest.py`).
+Each client has a buffer of its own, so a slow client does not delay others. The writer of a stream
+is notified when the socket accepts no more bytes, and when the buffer is empty again
+(`Outlet.watch_buffer`). So it can hold output back in the meantime. A client is disconnected if it
+has read nothing for `send_timeout_s`, or if its buffer would exceed MAX_BUFFERED_BYTES.
+
+Direct writes depend on private details of gunicorn and gevent: ALREADY_HANDLED, "gunicorn.socket"
+in the WSGI environment, and a socket's `_sock`. So setup.py allows only a range of versions, whose
+oldest and newest are tested (`tests/oldest.py`).
 """
 
 from __future__ import annotations
@@ -30,15 +32,20 @@ from gunicorn.workers.base_async import ALREADY_HANDLED
 
 NOT_GUNICORN = "the server was not started with gateway/gunicorn_conf.py"
 MAX_BUFFERED_BYTES = 1 << 20
-"""A single write to an empty buffer may be longer, for example an echoed prompt."""
-ROOM_POLL_S = 0.01
+"""Most bytes that wait for a client. A single write to an empty buffer may be longer, for example
+an echoed prompt."""
+DRAINED_POLL_S = 0.01
 LINGER_S = 3.0
+"""Longest time for which the rest of a body is read and discarded before a connection is closed."""
 FIRST_REQUEST_S = 1.0
+"""Time that a new connection has for its first request during a drain."""
 
 _PEEK = socket.MSG_PEEK | socket.MSG_DONTWAIT
 _READ = 1
+"""libev's flag for a readable file descriptor."""
 _LINGER_BYTES = 1 << 16
 _LAST_CHUNK = b"0\r\n\r\n"
+"""The end of a body in HTTP's chunked transfer coding."""
 
 
 def _nothing() -> None:
@@ -46,20 +53,29 @@ def _nothing() -> None:
 
 
 def client_socket(environ: Mapping[str, Any]) -> Any | None:
-    """Return the gevent socket of a WSGI request, if the server exposes it and it is plain TCP."""
+    """Return the socket of a WSGI request's client.
+
+    The result is None if the server does not expose the socket, or if the connection uses TLS.
+    """
     sock = environ.get("gunicorn.socket")
     is_plain = type(sock) is gevent.socket.socket and environ.get("wsgi.url_scheme") == "http"
     return sock if is_plain else None
 
 
 def can_take_over(environ: Mapping[str, Any]) -> bool:
-    """Return whether the response may be written directly to the socket: HTTP/1.1 on plain TCP."""
+    """Return whether a response can be written directly to the client's socket.
+
+    It can if the connection is plain TCP, the request is HTTP/1.1, and gunicorn is the server.
+    """
     return client_socket(environ) is not None and environ.get("SERVER_PROTOCOL") == "HTTP/1.1"
 
 
 def takeover_obstacle(worker: Any) -> str | None:
-    """Return why streams on this gunicorn worker go through WSGI; None if nothing prevents direct
-    writes. This checks, at the start, the private details of gunicorn and gevent used here."""
+    """Return why this gunicorn worker cannot write streams directly; None if it can.
+
+    This is called once, at the start. It checks the private details of gunicorn and gevent that
+    this module uses.
+    """
     if worker.cfg.is_ssl:
         return "the connections use TLS"
     if not worker.is_already_handled(ALREADY_HANDLED):
@@ -71,16 +87,21 @@ def takeover_obstacle(worker: Any) -> str | None:
 
 
 def describe_writing(obstacle: str | None) -> str:
-    """Return the log line about how streams are written. HTTP/1.0 always goes through WSGI."""
+    """Return a phrase for the log that says how streams are written.
+
+    obstacle  why they are not written directly; None if they are. Streams for HTTP/1.0 clients
+              always go through WSGI
+    """
     if obstacle is None:
         return "streams: written directly to the client's socket"
     return f"streams: written through WSGI, because {obstacle}"
 
 
 def linger(sock: Any) -> None:
-    """Read and discard what the client still sends, until it closes or LINGER_S have passed.
+    """Discard the data that the client still sends, until it closes or LINGER_S have passed.
 
-    Closing a socket with unread data resets the connection, and the client would lose the response.
+    Closing a socket that has unread data resets the connection. The client could then lose the
+    response.
     """
     until = time.monotonic() + LINGER_S
     with contextlib.suppress(OSError):  # includes TimeoutError
@@ -93,10 +114,10 @@ def linger(sock: Any) -> None:
 
 
 class HangUp:
-    """Calls `then`, once and from the hub, if the client disconnects. It must be closed.
+    """Calls `then`, once and in the hub, if the client disconnects. The owner must call `close`.
 
-    Received bytes belong to the next request. Watching stops there, because the level-triggered
-    watcher would fire continuously.
+    If bytes arrive instead, they belong to the next request. The socket is then no longer watched:
+    the watcher is level-triggered, so it would fire continuously until the bytes are read.
     """
 
     def __init__(self, environ: Mapping[str, Any], then: Callable[[], None]) -> None:
@@ -127,45 +148,50 @@ class HangUp:
 
 
 class IdleConnections:
-    """Connections without a request in progress. A drain closes them instead of waiting."""
+    """Connections without a request in progress. A drain closes them at once."""
 
     def __init__(self) -> None:
-        # The earliest time at which each may be closed (time.monotonic).
+        # Connection -> the earliest time at which it may be closed (time.monotonic).
         self._sockets: weakref.WeakKeyDictionary[Any, float] = weakref.WeakKeyDictionary()
 
-    def opened(self, sock: Any) -> None:
-        """Add a new connection, which gets FIRST_REQUEST_S for its first request.
+    def add_new(self, sock: Any) -> None:
+        """Add a connection that has just been opened. A drain leaves it open for FIRST_REQUEST_S.
 
-        Clients retry after an idle connection is closed, but not after a new one is. So the first
-        request is read and gets an error response.
+        Clients send a request again if an old connection is closed before the response, but not if
+        a new one is. So the first request of a new connection is read and gets an error response.
         """
         self._sockets[sock] = time.monotonic() + FIRST_REQUEST_S
 
     def add(self, sock: Any) -> None:
+        """Add a connection whose request has ended."""
         if sock is not None:
             self._sockets[sock] = 0.0
 
     def discard(self, sock: Any) -> None:
+        """Remove a connection on which a request has started."""
         self._sockets.pop(sock, None)
 
     def close(self) -> None:
-        """Shut the sockets down, so that the server's pending read gets EOF.
+        """Shut down all idle connections, so that the server's pending reads get EOF.
 
-        gevent's own `shutdown` would raise an error in that read, which the server would log.
+        gevent's own `shutdown` would raise an error in those reads, which the server would log.
         """
         now = time.monotonic()
-        for sock in [each for each, due in self._sockets.items() if due <= now]:
+        for sock in [each for each, closable_at in self._sockets.items() if closable_at <= now]:
             self.discard(sock)
             with contextlib.suppress(OSError):
                 sock._sock.shutdown(socket.SHUT_RDWR)
 
 
 class Outlet:
-    """The output of a stream. `write` and `finish` may be called from the hub; `run` drives it.
+    """The output of a stream, and a buffer for what the client has not read.
+
+    `write` and `finish` may be called in the hub. `run`, which subclasses define, is called in the
+    request's greenlet; it sends the buffer and returns at the end of the stream.
 
     on_overflow     called when the client is disconnected because it does not read
-    keep_alive      written after `keep_alive_s` of silence; see `set_keep_alive`
-    send_timeout_s  longest time that the client may read nothing while output waits for it
+    keep_alive      written after `keep_alive_s` seconds without another write
+    send_timeout_s  longest time for which the client may read nothing while output waits for it
     """
 
     def __init__(
@@ -176,6 +202,7 @@ class Outlet:
         keep_alive_s: float,
         send_timeout_s: float,
     ) -> None:
+        #: Whether the client is disconnected, or will be. Nothing more is written then.
         self.is_cut = False
         self._on_overflow = on_overflow
         self._keep_alive = keep_alive
@@ -190,18 +217,19 @@ class Outlet:
     def watch_buffer(self, on_full: Callable[[], None], on_room: Callable[[], None]) -> bool:
         """Set the callbacks for backpressure. Return whether the buffer is empty now.
 
-        `on_full` is called within `write` if the client has not read everything. After it has,
-        `on_room` is called from the request's greenlet and may write. Neither is called after
-        `cut`.
+        `on_full` is called during a `write` that the socket does not accept completely. When the
+        client has read the rest, `on_room` is called in the request's greenlet; it may write.
+        Neither is called after `cut`.
         """
         self._on_full, self._on_room = on_full, on_room
         return not self._buffer
 
     def set_keep_alive(self, data: bytes) -> None:
-        """Write `data` as the keep-alive from now on."""
+        """Set the bytes that are written as a keep-alive from now on."""
         self._keep_alive = data
 
     def write(self, data: bytes) -> None:
+        """Send `data`, or buffer it. Nothing happens after `cut`."""
         if self.is_cut:
             return
         self._wrote_at = time.monotonic()
@@ -213,17 +241,21 @@ class Outlet:
         self._wake.set()
 
     def cut(self) -> None:
-        """Discard the buffer and write nothing more: the client is or will be disconnected."""
+        """Discard the buffer and write nothing more, because the client is disconnected."""
         self.is_cut = True
         self._buffer.clear()
         self.finish()
 
     def wait_drained(self) -> None:
-        """Wait until the buffer is empty. For a greenlet that writes more than the buffer holds."""
+        """Wait until the buffer is empty.
+
+        A greenlet that writes more bytes than the buffer may hold calls this between its writes.
+        """
         while self._buffer and not self.is_cut:
-            gevent.sleep(ROOM_POLL_S)
+            gevent.sleep(DRAINED_POLL_S)
 
     def _put(self, data: bytes) -> None:
+        """Add `data` to the buffer. Disconnect the client if the buffer would be too long."""
         if self._buffer and len(self._buffer) + len(data) > MAX_BUFFERED_BYTES:
             self.cut()
             self._on_overflow()
@@ -232,7 +264,10 @@ class Outlet:
         self._wake.set()
 
     def _wait_for_output(self) -> None:
-        """Wait for bytes to send or the end; write keep-alives in the meantime."""
+        """Wait until there are bytes to send or the stream has ended.
+
+        In the meantime, write keep-alives.
+        """
         while not self._wake.is_set():
             silent_s = time.monotonic() - self._wrote_at
             if silent_s >= self._keep_alive_s:
@@ -243,7 +278,12 @@ class Outlet:
 
 
 class SocketOutlet(Outlet):
-    """Writes HTTP chunks directly to the socket and buffers what the socket does not accept."""
+    """Writes a stream to the client's socket, in HTTP chunks.
+
+    Bytes that the socket does not accept at once are buffered.
+
+    head  status line and headers of the response
+    """
 
     def __init__(self, sock: Any, head: bytes, **options: Any) -> None:
         super().__init__(**options)
@@ -259,13 +299,14 @@ class SocketOutlet(Outlet):
 
     def finish(self) -> None:
         if not self.is_cut and not self._is_finished:
-            if self._buffer:  # whatever its size
+            if self._buffer:  # the last chunk is added even to a full buffer
                 self._buffer += _LAST_CHUNK
             else:
                 self._write_raw(_LAST_CHUNK)
         super().finish()
 
     def _write_raw(self, data: bytes) -> None:
+        """Send as much of `data` as the socket accepts, and buffer the rest."""
         if self._buffer:
             self._put(data)
             return
@@ -281,8 +322,10 @@ class SocketOutlet(Outlet):
             self._on_full()
 
     def run(self) -> None:
-        """Block until everything is sent or the client is cut off. Call this in the request's
-        greenlet."""
+        """Send buffered bytes until the stream has ended and everything is sent, or until `cut`.
+
+        This blocks. Call it in the request's greenlet.
+        """
         while True:
             self._wait_for_output()
             self._flush()
@@ -290,13 +333,14 @@ class SocketOutlet(Outlet):
                 return
 
     def _flush(self) -> None:
+        """Send the buffer. Wait whenever the socket accepts no bytes."""
         while self._buffer:
             try:
                 wait_write(self._socket.fileno(), timeout=self._send_timeout_s)
                 del self._buffer[: self._send(self._buffer)]
             except BlockingIOError:
                 continue
-            except OSError:  # disconnected, or not reading (TimeoutError)
+            except OSError:  # the client has disconnected, or does not read (TimeoutError)
                 was_finished = self._is_finished
                 self.cut()
                 if not was_finished:
@@ -306,8 +350,10 @@ class SocketOutlet(Outlet):
 
 
 class IteratorOutlet(Outlet):
-    """Yields the same bytes to any WSGI server, which frames them itself. While the server does not
-    ask for more, it is waiting for its client to read."""
+    """Yields a stream's bytes to any WSGI server, which adds the chunk framing itself.
+
+    Until the server requests the next bytes, the client has not read the previous ones.
+    """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -319,6 +365,7 @@ class IteratorOutlet(Outlet):
             self._on_full()
 
     def run(self) -> Iterator[bytes]:
+        """Yield the bytes of the stream until its end."""
         while True:
             self._wait_for_output()
             while self._buffer:

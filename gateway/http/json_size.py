@@ -1,8 +1,9 @@
-"""Bounds on the contents of a JSON text, checked while it arrives and before it is decoded.
+"""Bounds on the contents of a JSON text. They are checked while it arrives, before it is decoded.
 
 A megabyte of `1,1,1,` or `[],[],` becomes half a million objects, and decoding it delays every
-other request of the process. So strings, containers and values are counted first, with a few C
-calls per piece, and a body that exceeds a bound is refused as soon as it does.
+other request of the process. So strings, containers (objects and arrays) and values are counted
+first, with a few calls of C functions for each piece of the text. A body is refused as soon as it
+exceeds a bound.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from protocol.errors import InvalidRequest
 
 MAX_STRINGS = 1 << 16
-"""Most keys and strings, and most objects and arrays: 65,536 of each take 20 ms to decode."""
+"""Most strings (keys included), and most containers. Decoding 65,536 of each takes 20 ms."""
 MAX_VALUES = 200_000
 """Most values besides a prompt's token ids. Decoding 200,000 takes about 10 ms."""
 MAX_TOKEN_IDS = 1 << 20
@@ -22,18 +23,23 @@ MAX_TOKEN_IDS = 1 << 20
 _MAX_WALK = 4096
 """Most strings that are examined to find the field that exceeds a bound."""
 _RUN = 256
+"""Number of consecutive strings that are skipped together if no container starts or ends there."""
 _BRACKETS = re.compile(rb"[\[\]{}]")
 _KEY_NAME = re.compile(rb"[A-Za-z0-9_.-]{1,64}")
 
 
 @dataclass(frozen=True, slots=True)
 class JsonBounds:
+    """The bounds for one body."""
+
+    #: Most strings, keys included. The number of containers has the same bound.
     max_strings: int = MAX_STRINGS
+    #: Most values.
     max_values: int = MAX_VALUES
 
     @classmethod
     def with_ids(cls, num_ids: int) -> JsonBounds:
-        """Return the bounds of a body that also holds `num_ids` token ids."""
+        """Return the bounds of a body that may also contain `num_ids` token ids."""
         return cls(max_values=MAX_VALUES + min(num_ids, MAX_TOKEN_IDS))
 
 
@@ -41,18 +47,18 @@ USUAL_BOUNDS = JsonBounds()
 
 
 class JsonCounter:
-    """Counts the contents of a JSON text, in pieces of any size. The text may be malformed."""
+    """Counts the contents of a JSON text that arrives in pieces. The text may be malformed."""
 
     def __init__(self, bounds: JsonBounds) -> None:
         self._bounds = bounds
-        self._escape = b""  # a backslash at the end of the last piece
-        self._is_inside = False  # of a string
+        self._escape = b""  # a backslash that ended the last piece
+        self._is_inside = False  # whether the last piece ended inside a string
         self._num_quotes = 0
         self._num_containers = 0
         self._num_values = 1
 
     def push(self, piece: bytes) -> str:
-        """Count `piece`. Return a description of the exceeded bound, or an empty string."""
+        """Count the contents of `piece`. Return the bound that is exceeded in words, or ""."""
         parts, self._escape = _parts(self._escape + piece)
         outside = b"".join(parts[self._is_inside :: 2])
         self._is_inside ^= len(parts) % 2 == 0
@@ -70,9 +76,12 @@ class JsonCounter:
 
 
 def too_much(text: bytes, excess: str) -> InvalidRequest:
-    """Return the error for a body that starts with `text` and exceeds a bound.
+    """Return the error for a body that exceeds a bound.
 
-    It names the field unless `text` has too many strings to search it quickly.
+    text    the body up to the place where it exceeds the bound
+    excess  the bound in words
+
+    The error names the field, unless `text` has so many strings that finding the field is slow.
     """
     field = open_field(text) if text.count(b'"') <= 3 * MAX_STRINGS else None
     if field is None:
@@ -81,10 +90,11 @@ def too_much(text: bytes, excess: str) -> InvalidRequest:
 
 
 def open_field(text: bytes) -> str | None:
-    """Return the path of the field in which unfinished JSON ends, down to its first array.
+    """Return the path of the field in which the unfinished JSON `text` ends.
 
-    Return None if it ends outside a field, or if the field's name cannot be shown. The search goes
-    back from the end, over the keys of the objects that are still open.
+    The path leads from the outermost object down to the first array or value. The result is None if
+    the text ends outside a field, or if a key in the path is not safe to show. The search goes
+    backwards from the end, along the keys of the objects that are still open.
     """
     parts, _ = _parts(text)
     is_inside = len(parts) % 2 == 0
@@ -105,8 +115,11 @@ def open_field(text: bytes) -> str | None:
 
 
 def _places_before(parts: list[bytes], last: int) -> Iterator[int]:
-    """Yield the places outside strings from `last` back to the first string, but for long runs in
-    which nothing is opened or closed: these have no key of an object around them."""
+    """Yield the indexes, from `last` backwards, of the parts that are outside strings.
+
+    Long runs of parts in which no container starts or ends are skipped: no part of such a run
+    follows the key of an object that is still open. At most _MAX_WALK indexes are yielded.
+    """
     num_left = _MAX_WALK
     for end in range(last, 0, -2 * _RUN):
         run = range(end, max(end - 2 * _RUN, 0), -2)
@@ -119,13 +132,17 @@ def _places_before(parts: list[bytes], last: int) -> Iterator[int]:
 
 
 def _parts(text: bytes) -> tuple[list[bytes], bytes]:
-    """Split at the quotes that start and end strings, without the escapes; and the backslash that
-    `text` breaks off after."""
+    """Return `text` without escapes, split at the quotes that start and end strings.
+
+    Even indexes are outside strings, odd ones inside. The second result is a backslash if `text`
+    ends with one, because its escape is not complete; otherwise it is empty.
+    """
     text = text.replace(b"\\\\", b"")
     end = b"\\" if text.endswith(b"\\") else b""
     return text.removesuffix(end).replace(b'\\"', b"").split(b'"'), end
 
 
 def _net_depth(outside: bytes) -> int:
+    """Return how many more containers start than end in text that is outside strings."""
     opened = outside.count(b"[") + outside.count(b"{")
     return opened - outside.count(b"]") - outside.count(b"}")

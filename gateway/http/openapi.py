@@ -19,7 +19,7 @@ _SECURITY = {
     "bearer": {"type": "http", "scheme": "bearer"},
     "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
 }
-"""Either one is enough. A server without keys requires none."""
+"""The two ways of sending an API key. Either one is enough. A server without keys requires none."""
 _MEANINGS = {
     400: "The request is invalid. `param` names the field, if one is at fault.",
     401: "The API key is missing or invalid.",
@@ -34,11 +34,13 @@ _MEANINGS = {
     501: "This server does not support the operation.",
     503: "The server cannot serve requests now. Retry after `Retry-After` seconds.",
 }
+"""Status -> its description in the document."""
 
 Json = dict[str, Any]
 
 
 def document(operations: Iterable[Operation], version: str) -> Json:
+    """Return the OpenAPI document of a server with this version."""
     operations = sorted(operations, key=lambda operation: (operation.rule, operation.method))
     schemas, components = _schemas(operations)
     paths: dict[str, Json] = {}
@@ -55,12 +57,12 @@ def document(operations: Iterable[Operation], version: str) -> Json:
 
 
 def path_of(rule: str) -> str:
-    """Return OpenAPI's `/models/{name}` for Flask's `/models/<path:name>`."""
+    """Return a Flask rule as OpenAPI writes it: `/models/{name}` for `/models/<path:name>`."""
     return _VARIABLE.sub(r"{\1}", rule)
 
 
 def _schemas(operations: Sequence[Operation]) -> tuple[dict[Any, Json], Json]:
-    """Return the schema of every type, and the components that the schemas refer to."""
+    """Return the schema of every type in `operations`, and the components they refer to."""
     types: dict[Any, None] = {}
     for operation in operations:
         used = [
@@ -77,6 +79,7 @@ def _schemas(operations: Sequence[Operation]) -> tuple[dict[Any, Json], Json]:
 
 
 def _operation(operation: Operation, schemas: Mapping[Any, Json]) -> Json:
+    """Return the document's entry of one operation."""
     summary, _, description = operation.about.partition("\n")
     entry: Json = {
         "operationId": _identifier(operation),
@@ -112,11 +115,13 @@ def _any_of(schemas: Sequence[Json]) -> Json:
 
 
 def _identifier(operation: Operation) -> str:
+    """Return the operation's unique id, such as `get_v1_models_name`."""
     words = re.findall(r"\w+", operation.rule.replace("path:", ""))
     return "_".join([operation.method, *words])
 
 
 def _responses(operation: Operation, schemas: Mapping[Any, Json]) -> Json:
+    """Return the descriptions of all responses, by status."""
     content: Json = {TEXT: {"schema": {"type": "string"}}}
     if operation.given:
         content = {JSON: {"schema": _any_of([schemas[kind] for kind in operation.given])}}
@@ -142,7 +147,10 @@ def _responses(operation: Operation, schemas: Mapping[Any, Json]) -> Json:
 
 
 def _event(operation: Operation, schemas: Mapping[Any, Json]) -> Json:
-    """Return the schema of a stream's event in OpenAPI 3.2: its `data` is a string with JSON."""
+    """Return the schema of a stream's event, as OpenAPI 3.2 writes it.
+
+    The event's `data` is a string that contains JSON.
+    """
     assert operation.streams is not None
     kinds = (operation.streams.chunk, *operation.errors)
     chunk = _any_of([schemas[kind] for kind in kinds])

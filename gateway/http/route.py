@@ -1,7 +1,7 @@
-"""Declares the routes of an API: `@routes.post("/v1/...", takes=..., gives=...)` above a view.
+"""Declarations of routes: a decorator such as `@routes.post("/v1/...", takes=..., gives=...)`.
 
-One declaration says all about a route: the rule and method that Flask serves, the scope that the
-gate requires, and the structs and statuses of the OpenAPI document.
+A route is declared once, above its view. The declaration has the rule and method for Flask, the
+scope that the gate requires, and the structs and statuses for the OpenAPI document.
 """
 
 from __future__ import annotations
@@ -16,18 +16,22 @@ from flask import Response as Response
 from gateway.auth.gate import RequiredScope
 
 View = Callable[..., Response]
-"""Called with the `Service`, the `RequestContext` and the variables of the rule by name."""
+"""A function that handles requests. It is called with the `Service`, the `RequestContext` and, by
+name, the variables of the rule."""
 
 
 class Stream(msgspec.Struct, frozen=True):
-    """A stream of server-sent events, each with a `chunk` as its data. `ends_with` is the data of
-    the last event, if that is not a chunk."""
+    """A stream of server-sent events, as the OpenAPI document describes it."""
 
+    #: Struct of each event's data.
     chunk: Any
+    #: The data of the last event, if it is not a chunk; otherwise "".
     ends_with: str = ""
 
 
 class Parameter(msgspec.Struct, frozen=True):
+    """A parameter of a route, as the OpenAPI document describes it."""
+
     name: str
     about: str
     place: Literal["path", "query", "header"] = "query"
@@ -35,38 +39,41 @@ class Parameter(msgspec.Struct, frozen=True):
 
 
 class Operation(msgspec.Struct, frozen=True, kw_only=True):
-    """One method of one route, as the OpenAPI document describes it."""
+    """The declaration of one method of one route."""
 
     method: Literal["get", "post", "delete"]
-    #: Flask's rule.
+    #: The rule of the path, as Flask writes it: "/v1/models/<path:name>".
     rule: str
     #: The scope that a key needs; "public": no key is required.
     scope: RequiredScope
+    #: The group of the route in the OpenAPI document.
     tag: str
-    #: The summary in one line, then an optional description.
+    #: A summary in one line. Further lines are the description.
     about: str
-    #: Structs of the body, several if its fields decide; empty: no body.
+    #: Structs of the request body. If there are several, the body's fields decide which one it is.
+    #: Empty: the request has no body.
     takes: tuple[type, ...] = ()
-    #: Struct of a 200, a tuple if the body's fields decide; None: text.
+    #: Struct of a response with status 200, or a tuple of structs if the request decides. None: the
+    #: response is text.
     gives: Any = None
-    #: The streamed response, if there is one.
+    #: The response if it is streamed; None if the route cannot stream.
     streams: Stream | None = None
-    #: Struct of every error, a tuple if a header decides.
+    #: Struct of every error response, or a tuple of structs if a header decides.
     error: type | tuple[type, ...]
-    #: Statuses besides 200.
+    #: Statuses that the response may have besides 200.
     statuses: tuple[int, ...] = ()
-    #: Statuses whose body is not an error.
+    #: Status besides 200 whose response is not an error -> struct of that response.
     otherwise: dict[int, type] = {}
     parameters: tuple[Parameter, ...] = ()
 
     @property
     def errors(self) -> tuple[type, ...]:
-        """The structs of an error response."""
+        """The structs that an error response may have."""
         return self.error if isinstance(self.error, tuple) else (self.error,)
 
     @property
     def given(self) -> tuple[Any, ...]:
-        """The structs of a 200 response."""
+        """The structs that a response with status 200 may have."""
         if self.gives is None:
             return ()
         return self.gives if isinstance(self.gives, tuple) else (self.gives,)
@@ -84,32 +91,36 @@ class Route:
 
     operation: Operation
     view: View
-    #: Called every few seconds by health checks and scrapers: counted, but not logged.
+    #: Whether the route is called by health checks or scrapers every few seconds. Its requests are
+    #: counted, but not logged.
     is_probe: bool = False
 
     @property
     def endpoint(self) -> str:
-        """The name by which Flask knows the route. HEAD and OPTIONS have that of GET."""
+        """The route's name in Flask. Flask uses the name of GET for HEAD and OPTIONS too."""
         return f"{self.operation.method} {self.operation.rule}"
 
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """The routes of one API, and what they have in common."""
+    """The routes of one API, and the fields that their declarations have in common."""
 
     tag: str
-    #: Structs of every error.
+    #: Struct of every error response, or a tuple of structs if a header decides.
     error: type | tuple[type, ...]
     scope: RequiredScope = "inference"
     _routes: list[Route] = field(default_factory=list)
 
     def get(self, rule: str, **declared: Any) -> Callable[[View], View]:
+        """Return a decorator that adds a view for GET. `declared` are fields of `Operation`."""
         return self._route("get", rule, {"statuses": READING, **declared})
 
     def post(self, rule: str, **declared: Any) -> Callable[[View], View]:
+        """Return a decorator that adds a view for POST. `declared` are fields of `Operation`."""
         return self._route("post", rule, {"statuses": INFERENCE, **declared})
 
     def delete(self, rule: str, **declared: Any) -> Callable[[View], View]:
+        """Return a decorator that adds a view for DELETE. `declared` are fields of `Operation`."""
         return self._route("delete", rule, {"statuses": READING, **declared})
 
     def __iter__(self) -> Iterator[Route]:
@@ -118,8 +129,11 @@ class Routes:
     def _route(
         self, method: Literal["get", "post", "delete"], rule: str, declared: dict[str, Any]
     ) -> Callable[[View], View]:
-        """Return a decorator that adds a view. `declared` has more fields of `Operation`, and
-        `is_probe`. They replace what the API's routes have in common."""
+        """Return a decorator that adds a view.
+
+        declared  fields of `Operation`, and perhaps `is_probe`; they override the fields that the
+                  routes of this API have in common
+        """
         is_probe = declared.pop("is_probe", False)
         common = {"tag": self.tag, "error": self.error, "scope": self.scope}
         operation = Operation(method=method, rule=rule, **(common | declared))
@@ -132,6 +146,6 @@ class Routes:
 
 
 def json_response(body: Any, status: int = 200) -> Response:
-    """Return a JSON response. `body` is encoded already if it is bytes."""
+    """Return a JSON response. If `body` is bytes, it is JSON already."""
     data = body if isinstance(body, bytes) else msgspec.json.encode(body)
     return Response(data, status=status, content_type="application/json")

@@ -1,9 +1,9 @@
-"""Server-sent events: the frame, and the response that streams frames.
+"""Server-sent events: frames, and the response that streams them.
 
-If the client's socket is accessible (gunicorn, HTTP/1.1), the response takes it over: frames are
-written directly from the engine client's dispatcher, and gunicorn gets ALREADY_HANDLED. With other
-servers a generator yields the same bytes. Nothing is sent before the view has returned the
-response, so every refusal can still have its own status.
+If the client's socket is accessible (gunicorn, HTTP/1.1), the response takes the socket over.
+Frames are then written to it directly, in gevent's hub, when the engine's output arrives, and
+gunicorn gets ALREADY_HANDLED. Under other servers a generator yields the same bytes. In both cases
+nothing is sent before the view has returned the response, so a refusal can have its own status.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from gateway.http.client_socket import (
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
 LAST_EVENT_HEADER = "Last-Event-ID"
-"""Sent by a client that resumes a stream."""
+"""Header of a client that resumes a stream: the id of the last event that it received."""
 
 
 def frame(data: bytes) -> bytes:
@@ -40,12 +40,12 @@ def frame(data: bytes) -> bytes:
 class EventStream(flask.Response):
     """A response that streams events.
 
-    attach           called with the outlet when the stream starts; frames are written from then on
-    abandon          called when the client disconnects or stops reading; also after the end
-    close            called when the stream is over, however it ended
-    closing          returns whether to close the connection after the stream
-    keep_alive_s     after this much silence a comment is sent, or the outlet's own keep-alive
-    send_timeout_s   a client that reads nothing for this long is disconnected
+    attach          called with the outlet when the stream starts; it starts writing frames
+    abandon         called when the client disconnects or stops reading; may be called after the end
+    close           called once when the stream is over, however it ended
+    closing         returns whether to close the connection after the stream
+    keep_alive_s    a keep-alive is sent after this many seconds without a frame
+    send_timeout_s  a client that reads nothing for this many seconds is disconnected
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class EventStream(flask.Response):
     ) -> None:
         super().__init__(content_type="text/event-stream; charset=utf-8")
         self.headers["Cache-Control"] = "no-cache"
-        self.headers["X-Accel-Buffering"] = "no"  # nginx would collect the stream otherwise
+        self.headers["X-Accel-Buffering"] = "no"  # otherwise nginx would buffer the stream
         self._attach = attach
         self._abandon = abandon
         self._close = close
@@ -74,7 +74,7 @@ class EventStream(flask.Response):
         }
 
     def hang_up(self) -> None:
-        """Abandon the stream: the client disconnected. May be called from the hub."""
+        """Abandon the stream, because the client has disconnected. May be called in the hub."""
         self._abandon()
         if self._outlet is not None:
             self._outlet.cut()
@@ -90,6 +90,7 @@ class EventStream(flask.Response):
         return body
 
     def _take_over(self, sock: Any) -> None:
+        """Write the whole response to the client's socket. Blocks this greenlet until the end."""
         outlet = self._outlet = SocketOutlet(sock, self._head(), **self._options)
         is_whole = False
         try:
@@ -97,7 +98,7 @@ class EventStream(flask.Response):
             outlet.run()
             is_whole = not outlet.is_cut
         finally:
-            if outlet.is_cut:  # the disconnect may have been noticed while writing
+            if outlet.is_cut:  # a write may have failed because the client disconnected
                 self._abandon()
             self._close()
             if not is_whole or self._closing():
@@ -105,7 +106,7 @@ class EventStream(flask.Response):
                     sock.shutdown(socket.SHUT_RDWR)  # gunicorn then reads EOF and closes
 
     def _head(self) -> bytes:
-        """Return the response's head as gunicorn would send it."""
+        """Return the status line and headers of the response, as gunicorn would send them."""
         headers = Headers(self.headers)
         headers.remove("Content-Length")
         headers["Transfer-Encoding"] = "chunked"
@@ -115,6 +116,7 @@ class EventStream(flask.Response):
         return f"HTTP/1.1 {self.status}\r\n{lines}\r\n".encode("latin-1")
 
     def _generate(self) -> Iterator[bytes]:
+        """Yield the body of the response, for any WSGI server."""
         outlet = self._outlet = IteratorOutlet(**self._options)
         self._attach(outlet)
         yield from outlet.run()

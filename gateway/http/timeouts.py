@@ -1,8 +1,8 @@
-"""Time limits of a request: its own fields, its client's timeout, or the operator's default. Pure.
+"""Time limits of a request, from its fields, its headers and the operator's defaults. Pure.
 
-OpenAI's and Anthropic's generated SDKs send, in a header, after how many seconds without a byte
-they disconnect. For a response that is sent as a whole this is the total time available. It does
-not apply to streams, which send keep-alives.
+OpenAI's and Anthropic's SDKs disconnect after a number of seconds without a byte, and they send
+that number in a header. If the response is sent as a whole, that is the total time for computing
+it. For a stream the number does not matter, because streams send keep-alives.
 """
 
 from __future__ import annotations
@@ -14,20 +14,22 @@ from protocol.config.gateway import GatewayConfig
 from protocol.messages import MAX_TIMEOUT_S
 
 CLIENT_HEADERS = ("X-Stainless-Read-Timeout", "X-Stainless-Timeout")
-"""The first header with a valid number of seconds is used."""
+"""Headers with the client's own timeout. The first one with a valid number of seconds is used."""
 
 
 class TimeoutHeaders(Protocol):
-    """The headers of a request. Names are case-insensitive."""
+    """The headers of a request. Their names are case-insensitive."""
 
     def get(self, name: str, default: str, /) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
 class RequestTimeouts:
-    """Seconds until an answer must have finished, and must have started; 0: no limit."""
+    """The time limits of one answer."""
 
+    #: Seconds until the answer must have ended; 0: no limit.
     timeout_s: float = 0.0
+    #: Seconds until the answer must have started; 0: no limit.
     queue_timeout_s: float = 0.0
 
     @classmethod
@@ -38,7 +40,11 @@ class RequestTimeouts:
         config: GatewayConfig,
         headers: TimeoutHeaders | None,
     ) -> RequestTimeouts:
-        """Return the limits of a request. `headers` is None for a stream."""
+        """Return the limits of a request.
+
+        timeout_s, queue_timeout_s  the request's fields; None: the operator's defaults apply
+        headers                     the request's headers; None: the client's timeout does not apply
+        """
         own_s = config.timeout_s if timeout_s is None else timeout_s
         client_s = 0.0 if headers is None else client_timeout_s(headers)
         return cls(
@@ -50,7 +56,7 @@ class RequestTimeouts:
 
 
 def client_timeout_s(headers: TimeoutHeaders) -> float:
-    """Return the client's own timeout; 0 if it sends none, or an invalid one."""
+    """Return the client's own timeout in seconds; 0 if the headers have no valid one."""
     for name in CLIENT_HEADERS:
         try:
             seconds = float(headers.get(name, ""))

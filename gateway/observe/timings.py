@@ -1,8 +1,8 @@
 """The `timings` of a response, for requests with `"timings": true`.
 
-They are made from the same record as metrics and the access log. Names and units (milliseconds) are
-llama.cpp's if it has them, so that its clients show speeds. With several choices, each time is that
-of the slowest choice, and tokens are those of all.
+They are made from the same record as metrics and the access log. Fields that llama.cpp has too have
+its names and units (milliseconds), so that its clients show our speeds. If there are several
+choices, each time is that of the slowest choice, and the numbers of tokens are sums.
 """
 
 from __future__ import annotations
@@ -24,47 +24,54 @@ _DIGITS = 3
 class Timings(msgspec.Struct, frozen=True, kw_only=True):
     """Times in milliseconds. Speeds are null if nothing was computed or no time was measured."""
 
-    #: Prompt tokens found in a cache, and computed.
+    #: Prompt tokens found in a cache.
     cache_n: int
+    #: Prompt tokens computed.
     prompt_n: int
-    #: Prefill, until the first token.
+    #: Time of the prefill, until the first token.
     prompt_ms: float
     prompt_per_token_ms: float | None
     prompt_per_second: float | None
     #: Generated tokens.
     predicted_n: int
-    #: From the first token to the last.
+    #: Time from the first token to the last one.
     predicted_ms: float
-    #: Speeds of the tokens after the first one of each choice.
+    #: Speed of the tokens after the first one of each choice.
     predicted_per_token_ms: float | None
     predicted_per_second: float | None
-    #: Draft tokens, and accepted draft tokens.
+    #: Draft tokens.
     draft_n: int
+    #: Draft tokens that were accepted.
     draft_n_accepted: int
-    #: Template and tokenizer.
+    #: Time in the chat template and the tokenizer.
     tokenize_ms: float
-    #: Waiting for the grammar to be compiled.
+    #: Time waiting for the grammar to be compiled.
     grammar_ms: float
-    #: Waiting for a slot.
+    #: Time waiting for a slot.
     queue_ms: float
-    #: Waiting for K/V that was fetched instead of computed.
+    #: Time waiting for K/V that was fetched instead of computed.
     fetch_ms: float
-    #: Time after a preemption until the request ran again.
+    #: Time from preemptions until the request ran again.
     preempted_ms: float
-    #: Detokenizing and parsing in the gateway.
+    #: Time of detokenizing and parsing in the gateway.
     detokenize_ms: float
-    #: Since the start of the request.
+    #: Time from the start of the request to the first token.
     first_token_ms: float | None
+    #: Time from the start of the request to its end.
     total_ms: float
 
 
 class MeasuredParser:
-    """Measures the time of a parser. Only used on request: it reads the clock twice per output."""
+    """Measures the time that a parser takes.
+
+    It reads the clock twice for each output, so it is only used for requests with `timings`.
+    """
 
     __slots__ = ("_inner", "spent_s")
 
     def __init__(self, inner: OutputParser) -> None:
         self._inner = inner
+        #: Time spent in the parser so far.
         self.spent_s = 0.0
 
     @property
@@ -80,7 +87,7 @@ class MeasuredParser:
 
 
 def measure(group: ChoiceGroup) -> None:
-    """Measure parsing for `timings_of_group`. Call this before the group is opened."""
+    """Measure the parsing of all choices, for `timings_of_group`. Call this before `group.open`."""
     for choice in group.choices:
         choice.parser = MeasuredParser(choice.parser)
 
@@ -93,6 +100,7 @@ def timings_of_group(group: ChoiceGroup) -> Timings | UnsetType:
 
 
 def timings_of(record: AnswerRecord, detokenize_s: float) -> Timings:
+    """Return the timings in `record`. `detokenize_s` is the time spent in the parsers."""
     times, later = record.times, record.generated_tokens - len(record.choices)
     computed = record.prompt_tokens - record.cached_tokens
     return Timings(

@@ -1,12 +1,12 @@
 """Traces of inference requests, exported by OpenTelemetry (extra `otel`).
 
 OpenTelemetry is imported only if --otlp-traces-endpoint is set. A finished request becomes one span
-with a child span per stage, all made from its record. Names follow the GenAI semantic conventions;
-the latency attributes are vLLM's. If the request has a `traceparent`, its span is a child of that
-span and is sampled if that span is.
+with a child span for each stage. All of them are made from the request's record. Names follow the
+GenAI semantic conventions; the latency attributes are vLLM's. If the request has the header
+`traceparent`, its span is a child of the span in that header, and is sampled if that span is.
 
-The engine reports how long stages took, not when they started. So the child spans follow one
-another, and preempted time extends the last one.
+The engine reports how long each stage took, but not when it started. So each child span starts at
+the end of the one before, and the time after preemptions is added to the last one.
 """
 
 from __future__ import annotations
@@ -32,18 +32,20 @@ OPERATIONS = {
     "/v1/responses": "chat",
     "/inference/v1/generate": "text_completion",
 }
-"""Traced routes -> operation name of the semantic conventions."""
+"""Route whose requests are traced -> operation name of the semantic conventions."""
 NS = 1_000_000_000
+"""Nanoseconds in a second."""
 CLOSE_S = 2.0
+"""Longest time for sending pending spans at the end of the process."""
 
 Attributes = dict[str, Any]
 
 
 class Tracing:
-    """Exports spans.
+    """Exports the spans of finished requests.
 
-    processor   receives ended spans
-    model_name  returns the first served name of the model
+    processor   OpenTelemetry's receiver of ended spans
+    model_name  returns the main name of the served model
     """
 
     def __init__(self, processor: SpanProcessor, model_name: Callable[[], str]) -> None:
@@ -59,7 +61,7 @@ class Tracing:
         self._model_name = model_name
 
     def export(self, carrier: Mapping[str, str], record: RequestRecord) -> None:
-        """Export the spans of a request. `carrier` holds its headers that are in HEADERS."""
+        """Export the spans of a request. `carrier` contains the request's headers in HEADERS."""
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 
         if record.route not in OPERATIONS:
@@ -81,16 +83,20 @@ class Tracing:
         span.end(record.began_ns + _ns(record.took_s))
 
     def close(self) -> None:
-        """Send pending spans, for at most CLOSE_S: a missing collector must not block shutdown."""
+        """Send pending spans, but give up after CLOSE_S.
+
+        So a collector that does not answer cannot block the shutdown.
+        """
         last = threading.Thread(target=self._provider.shutdown, daemon=True)
         last.start()
         last.join(CLOSE_S)
 
 
 def tracing_to(endpoint: str, model_name: Callable[[], str]) -> Tracing | None:
-    """Return None if tracing is off. Raises ValueError if OpenTelemetry or the URL is unusable.
+    """Return the exporter of spans to the URL `endpoint`; None if it is "", so tracing is off.
 
-    Spans are sent in batches by a thread of the SDK, which under gevent is a greenlet.
+    A thread of the SDK, which is a greenlet under gevent, sends the spans in batches. Raises
+    ValueError if OpenTelemetry is not installed or the URL is invalid.
     """
     if not endpoint:
         return None
@@ -113,6 +119,7 @@ def tracing_to(endpoint: str, model_name: Callable[[], str]) -> Tracing | None:
 
 
 def attributes_of(record: RequestRecord, model: str) -> Attributes:
+    """Return the attributes of a request's span."""
     attributes: Attributes = {
         "gen_ai.operation.name": OPERATIONS[record.route],
         "gen_ai.provider.name": PROVIDER,
@@ -159,7 +166,7 @@ def _answer_attributes(answer: AnswerRecord) -> Attributes:
 
 
 def stages_of(record: RequestRecord) -> Iterator[tuple[str, int, int]]:
-    """Yield each stage that took any time: (name, start, end), in nanoseconds since 1970."""
+    """Yield (name, start, end) of each stage that took any time, in nanoseconds since 1970."""
     answer = record.answer
     if answer is None or answer.asked_s is None:
         return

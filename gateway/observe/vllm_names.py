@@ -1,12 +1,12 @@
-"""vLLM's metric names, as aliases of our series, for dashboards, routers and autoscalers.
+"""vLLM's metric names, as aliases of our metrics, for dashboards, routers and autoscalers.
 
-Every alias is computed from the samples of one of our series when `/metrics` is read. So it costs
-nothing per request and always agrees with its source. The aliases are always exported: they need
-no switch and cost some bytes per scrape.
+An alias is computed from the samples of one of our metrics when `/metrics` is read. So it costs
+nothing per request and always agrees with its source. The aliases are always exported, because they
+only cost some bytes per scrape.
 
-Each alias has the labels `model_name`, the first served name, and `engine`, the index of its
-engine. Sums over a gateway's requests have engine "0". Labels that vLLM's metric lacks are summed
-over.
+Each alias has the labels `model_name` (the model's main name) and `engine` (the index of the
+engine). Sums over a gateway's requests have the engine "0". If vLLM's metric lacks one of our
+labels, the alias is the sum over the values of that label.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ Labels = dict[str, str]
 
 
 class Alias(msgspec.Struct, frozen=True):
-    """vLLM's names of one of our series."""
+    """vLLM's names for one of our metrics."""
 
-    #: Without the prefix `vllm:` and the suffix of the metric type.
+    #: vLLM's names without the prefix `vllm:` and without the suffix of the metric's type.
     names: Sequence[str]
-    #: Name of our series.
+    #: Name of our metric.
     source: str
-    #: Labels that a sample must have to be included.
+    #: Label values that a sample must have to be included.
     only: Mapping[str, str] = {}
-    #: Our label -> vLLM's label, and vLLM's values for those of ours that differ.
+    #: Our label -> (vLLM's label, our value -> vLLM's value if it differs).
     keeps: Mapping[str, tuple[str, Mapping[str, str]]] = {}
 
 
-_REASONS = {
+_FINISH_REASONS = {
     "tool_calls": "stop",
     "disconnected": "abort",
     "cancelled": "abort",
@@ -43,6 +43,7 @@ _REASONS = {
 
 
 def _stage(name: str, stage: str) -> Alias:
+    """Return the alias for the time of one stage."""
     return Alias([name], "tidegate_stage_seconds", only={"stage": stage})
 
 
@@ -58,7 +59,11 @@ ALIASES = (
     Alias(["prompt_tokens"], "tidegate_prompt_tokens"),
     Alias(["prompt_tokens_cached"], "tidegate_cached_tokens"),
     Alias(["generation_tokens"], "tidegate_generated_tokens"),
-    Alias(["request_success"], "tidegate_choices", keeps={"finish": ("finished_reason", _REASONS)}),
+    Alias(
+        ["request_success"],
+        "tidegate_choices",
+        keeps={"finish": ("finished_reason", _FINISH_REASONS)},
+    ),
     Alias(["time_to_first_token_seconds"], "tidegate_time_to_first_token_seconds"),
     Alias(
         [
@@ -84,18 +89,25 @@ ALIASES = (
 
 
 def aliased(ours: Iterable[Metric], model_name: str) -> Iterator[Metric]:
-    """Yield all aliases of `ours`; none if `model_name` is "", which means not known yet."""
+    """Yield all aliases of our metrics.
+
+    model_name  value of the label `model_name`; "" before a model was reported: there are no
+                aliases then
+    """
     if not model_name:
         return
-    known = {metric.name: metric for metric in ours}
+    by_name = {metric.name: metric for metric in ours}
     for alias in ALIASES:
-        if (metric := known.get(alias.source)) is not None:
+        if (metric := by_name.get(alias.source)) is not None:
             for name in alias.names:
                 yield renamed(metric, PREFIX + name, alias, {"model_name": model_name})
 
 
 def renamed(metric: Metric, name: str, alias: Alias, extra: Labels) -> Metric:
-    """Return `metric` under another name, summed over the labels that the alias lacks."""
+    """Return `metric` under the name `name`, summed over the labels that `alias` lacks.
+
+    extra  labels that every sample gets
+    """
     engine = _engine_numbering()
     sums: defaultdict[tuple[str, tuple[tuple[str, str], ...]], float] = defaultdict(float)
     for sample in metric.samples:
@@ -112,6 +124,7 @@ def renamed(metric: Metric, name: str, alias: Alias, extra: Labels) -> Metric:
 
 
 def _labels(alias: Alias, sample: Sample) -> Labels:
+    """Return the labels that the sample keeps, with vLLM's names and values."""
     labels = {"le": sample.labels["le"]} if "le" in sample.labels else {}
     for label, (name, values) in alias.keeps.items():
         labels[name] = values.get(sample.labels[label], sample.labels[label])
@@ -119,13 +132,14 @@ def _labels(alias: Alias, sample: Sample) -> Labels:
 
 
 def _engine_numbering() -> Callable[[Labels], str]:
-    """Return a function from labels to an engine index, in order of first use.
+    """Return a function that maps the labels of a sample to the index of its engine.
 
-    Samples without the label `address` belong to the only engine.
+    Engines are numbered in the order in which their samples appear. If a sample has no label
+    `address`, there is only one engine.
     """
-    known: dict[str, int] = {}
+    indexes: dict[str, int] = {}
 
     def number(labels: Labels) -> str:
-        return str(known.setdefault(labels.get("address", ""), len(known)))
+        return str(indexes.setdefault(labels.get("address", ""), len(indexes)))
 
     return number
