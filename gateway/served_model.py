@@ -136,7 +136,7 @@ class ServedModel:
                 tokenizer,
                 options.tool_format,
                 options.reasoning_format,
-                teachable=renderer.writes_no_tools,
+                teachable=renderer.omits_tools,
             ),
             defaults=options.default_sampling.with_fallback(valid_defaults(card.defaults)),
             default_kwargs=options.template_kwargs,

@@ -22,7 +22,7 @@ PART_SEPARATOR = "\n"
 
 
 def template_messages(
-    messages: Sequence[Any], habits: TemplateTraits, param: str = "messages"
+    messages: Sequence[Any], traits: TemplateTraits, param: str = "messages"
 ) -> list[dict[str, Any]]:
     """Check `messages` and convert them to the form that a template with these traits reads.
 
@@ -31,7 +31,7 @@ def template_messages(
     """
     if not messages:
         raise InvalidRequest(f"{param} must contain at least one message", param=param)
-    converted = [_message(m, habits, f"{param}[{i}]") for i, m in enumerate(messages)]
+    converted = [_message(m, traits, f"{param}[{i}]") for i, m in enumerate(messages)]
     _check_call_ids(converted, param)
     return converted
 
@@ -50,35 +50,35 @@ def _check_call_ids(messages: Sequence[Mapping[str, Any]], param: str) -> None:
             raise InvalidRequest(f"{at}: no earlier tool call has the id {answered!r}", param=at)
 
 
-def _message(message: Any, habits: TemplateTraits, at: str) -> dict[str, Any]:
+def _message(message: Any, traits: TemplateTraits, at: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise InvalidRequest(f"{at} must be an object", param=at)
-    role = _role(message, habits, at)
+    role = _role(message, traits, at)
     result = {**message, "role": role}
     _optional_text(result, "name", at)
     _optional_text(result, "tool_call_id", at)
     calls, old_call = message.get("tool_calls"), result.pop("function_call", None)
     if calls is None and old_call is not None:  # OpenAI's deprecated form
         calls = result["tool_calls"] = [
-            {"type": "function", "function": _function(old_call, habits, f"{at}.function_call")}
+            {"type": "function", "function": _function(old_call, traits, f"{at}.function_call")}
         ]
     elif calls is None:
         result.pop("tool_calls", None)
     else:
-        result["tool_calls"] = _tool_calls(calls, habits, f"{at}.tool_calls")
-    result["content"] = _content(message.get("content"), habits, f"{at}.content")
-    if not result["content"] and calls and habits.null_content:
+        result["tool_calls"] = _tool_calls(calls, traits, f"{at}.tool_calls")
+    result["content"] = _content(message.get("content"), traits, f"{at}.content")
+    if not result["content"] and calls and traits.null_content:
         result["content"] = None
     return result | _reasoning(result, at)
 
 
-def _role(message: Mapping[str, Any], habits: TemplateTraits, at: str) -> str:
+def _role(message: Mapping[str, Any], traits: TemplateTraits, at: str) -> str:
     role = message.get("role")
     if role not in ROLES:
         raise InvalidRequest(
             f"{at}.role must be one of {', '.join(ROLES)}, not {role!r}", param=f"{at}.role"
         )
-    if role == "developer" and not habits.developer:
+    if role == "developer" and not traits.developer:
         return "system"
     return "tool" if role == "function" else str(role)
 
@@ -100,15 +100,15 @@ def _reasoning(message: dict[str, Any], at: str) -> dict[str, str]:
     return {} if value is None else {"reasoning": value, "reasoning_content": value}
 
 
-def _content(content: Any, habits: TemplateTraits, at: str) -> Any:
+def _content(content: Any, traits: TemplateTraits, at: str) -> Any:
     if content is None:
         content = ""
     if isinstance(content, str):
-        return content if habits.strings else [{"type": "text", "text": content}]
+        return content if traits.strings else [{"type": "text", "text": content}]
     if not isinstance(content, Sequence):
         raise InvalidRequest(f"{at} must be a string or a list of parts", param=at)
     texts = [_part_text(part, f"{at}[{i}]") for i, part in enumerate(content)]
-    if habits.parts:
+    if traits.parts:
         return [{"type": "text", "text": text} for text in texts]
     return PART_SEPARATOR.join(texts)
 
@@ -128,27 +128,27 @@ def _part_text(part: Any, at: str) -> str:
     return text
 
 
-def _tool_calls(calls: Any, habits: TemplateTraits, at: str) -> list[dict[str, Any]]:
+def _tool_calls(calls: Any, traits: TemplateTraits, at: str) -> list[dict[str, Any]]:
     if not isinstance(calls, Sequence) or isinstance(calls, str):
         raise InvalidRequest(f"{at} must be a list", param=at)
-    return [_tool_call(call, habits, f"{at}[{i}]") for i, call in enumerate(calls)]
+    return [_tool_call(call, traits, f"{at}[{i}]") for i, call in enumerate(calls)]
 
 
-def _tool_call(call: Any, habits: TemplateTraits, at: str) -> dict[str, Any]:
+def _tool_call(call: Any, traits: TemplateTraits, at: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
-    written = _function(function, habits, f"{at}.function")
+    written = _function(function, traits, f"{at}.function")
     call = {**call}
     _optional_text(call, "id", at)
     return {"type": "function", **call, "function": written}
 
 
-def _function(function: Any, habits: TemplateTraits, at: str) -> dict[str, Any]:
+def _function(function: Any, traits: TemplateTraits, at: str) -> dict[str, Any]:
     if not isinstance(function, Mapping):
         raise InvalidRequest(f"{at} must be an object", param=at)
     if not isinstance(function.get("name"), str):
         raise InvalidRequest(f"{at}.name must be a string", param=f"{at}.name")
     arguments = _arguments(function.get("arguments"), f"{at}.arguments")
-    if habits.string_arguments:
+    if traits.string_arguments:
         given = function.get("arguments")
         text = given if isinstance(given, str) and given.strip() else _json(arguments)
         return {**function, "arguments": text}

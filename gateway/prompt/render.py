@@ -31,7 +31,7 @@ class PromptConversation:
     #: Replaces the model's own template.
     template: ParsedTemplate | None = None
     #: If the template does not render tools, describe them in the system message.
-    teaches: bool = False
+    adds_tool_prompt: bool = False
     tools: Sequence[Any] | None = None
     documents: Sequence[Any] | None = None
     #: The result of `kwargs.effective_kwargs`.
@@ -84,15 +84,15 @@ class ChatRenderer:
         return None
 
     @property
-    def writes_no_tools(self) -> bool:
+    def omits_tools(self) -> bool:
         """Whether there is a template that does not render tools."""
-        return not isinstance(self._tool_use, str) and not self._tool_use.habits.tools
+        return not isinstance(self._tool_use, str) and not self._tool_use.traits.tools
 
     def text(self, conversation: PromptConversation) -> str:
         """Return the prompt as text. Raises InvalidRequest."""
         template = conversation.template or self.template_for(conversation.tools)
-        messages = template_messages(conversation.messages, template.habits, conversation.param)
-        if conversation.teaches and conversation.tools and not template.habits.tools:
+        messages = template_messages(conversation.messages, template.traits, conversation.param)
+        if conversation.adds_tool_prompt and conversation.tools and not template.traits.tools:
             messages = _with_tool_prompt(messages, conversation.tools, template)
         continues = conversation.continue_final_message
         if continues:
@@ -137,7 +137,7 @@ def _with_tool_prompt(
     """Describe `tools` in the messages, as plain text, and return them in the template's form."""
     plain = TemplateTraits(strings=True, parts=False)
     texts = template_messages(messages, plain)
-    return template_messages(taught(texts, tools), template.habits)
+    return template_messages(taught(texts, tools), template.traits)
 
 
 def _check_continues(conversation: PromptConversation) -> None:

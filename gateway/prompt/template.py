@@ -1,11 +1,13 @@
 """A chat template: compiled once, probed once, rendered for each request.
 
-Only its output shows reliably how a template treats a message. So `TemplateTraits` come from
-rendering a few tiny conversations when the template is loaded, not from its source.
+Only the output of a template shows reliably in which form it needs messages. So `TemplateTraits`
+are not read from the template's source. They are found by rendering a few tiny conversations when
+the template is loaded.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
@@ -29,36 +31,38 @@ RAISED_BY_TEMPLATES = (
     TypeError,
     ValueError,
 )
-"""Exceptions that a template raises for a message that it does not support."""
+"""Exceptions that a template may raise for messages that it does not support."""
 
 
 class TemplateTraits(msgspec.Struct, frozen=True):
-    """The form of messages that a template needs.
+    """The form of messages that a template needs."""
 
-    parts             content may be a list of parts; otherwise it must be one string
-    strings           content may be a string; otherwise it must be a list
-    null_content      an assistant message with calls only has the content None; otherwise ""
-    string_arguments  a call's arguments are JSON text; otherwise an object
-    developer         the role is supported; otherwise it is replaced by `system`
-    tools             tools are rendered
-    """
-
+    #: Content may be a list of parts; otherwise it must be one string.
     parts: bool = False
+    #: Content may be a string; otherwise it must be a list of parts.
     strings: bool = True
+    #: An assistant message that only has tool calls has the content None; otherwise "".
     null_content: bool = False
+    #: The arguments of a tool call are JSON text; otherwise they are an object.
     string_arguments: bool = False
+    #: The role `developer` is supported; otherwise it is replaced by `system`.
     developer: bool = False
+    #: The template renders tools.
     tools: bool = False
 
 
-class ParsedTemplate(Protocol):
+class ParsedTemplate(ABC):
     """A chat template that is ready to use, in this process or in another one."""
 
     @property
-    def habits(self) -> TemplateTraits: ...
+    @abstractmethod
+    def traits(self) -> TemplateTraits:
+        """The form of messages that the template needs."""
 
     @property
-    def profile(self) -> ThinkingProfile: ...
+    @abstractmethod
+    def profile(self) -> ThinkingProfile:
+        """The thinking options that the template supports."""
 
     def render(
         self,
@@ -70,25 +74,47 @@ class ParsedTemplate(Protocol):
         kwargs: Mapping[str, Any] | None = None,
         param: str = "messages",
     ) -> str:
-        """Return the prompt. `messages` have the form of `habits`. Raises InvalidRequest, naming
-        `param`."""
+        """Return the prompt.
+
+        messages  in the form that `traits` requires
+        kwargs    further variables of the template
+        param     path of the messages in the request, for errors
+
+        Raises InvalidRequest if the template cannot render the messages.
+        """
+        variables = {
+            **(kwargs or {}),
+            "messages": messages,
+            "tools": tools or None,
+            "documents": documents or None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        return self._render(variables, param)
+
+    @abstractmethod
+    def _render(self, variables: Mapping[str, Any], param: str) -> str:
+        """Return the template's output. `variables` are all except the special tokens.
+
+        Raises InvalidRequest, naming `param`.
+        """
 
 
 class TemplateLoader(Protocol):
     """Loads templates from source. Both methods raise ValueError if the source is unusable."""
 
     def load(self, source: str, special_tokens: Mapping[str, str]) -> ParsedTemplate:
-        """Load a template of the model or the operator."""
+        """Load a template that the model or the operator provides."""
 
     def load_foreign(self, source: str, special_tokens: Mapping[str, str]) -> ParsedTemplate:
-        """Load a template of a request. Raises Overloaded if too many wait."""
+        """Load a template that a request contains. Raises Overloaded if too many are waiting."""
 
 
-class ChatTemplate:
-    """A template in this process, without limits of time and memory. Raises ValueError if `source`
-    does not compile.
+class ChatTemplate(ParsedTemplate):
+    """A template in this process, without limits of time and memory.
 
-    special_tokens  the names templates use -> text: bos_token, eos_token, ...
+    special_tokens  name of a variable (bos_token, eos_token, ...) -> text of the special token
+
+    The constructor raises ValueError if `source` does not compile.
     """
 
     def __init__(
@@ -106,113 +132,94 @@ class ChatTemplate:
             raise ValueError(f"the chat template does not compile: {error}") from error
 
     @cached_property
-    def habits(self) -> TemplateTraits:
-        """The form of messages that the template needs."""
-        return _habits(self, self._source)
+    def traits(self) -> TemplateTraits:
+        return _find_traits(self, self._source)
 
     @cached_property
     def profile(self) -> ThinkingProfile:
-        """The thinking options that the template supports."""
         return thinking_profile(self._source)
 
-    def render(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Any] | None = None,
-        documents: Sequence[Any] | None = None,
-        add_generation_prompt: bool = True,
-        kwargs: Mapping[str, Any] | None = None,
-        param: str = "messages",
-    ) -> str:
-        variables = template_variables(
-            messages, tools, documents, add_generation_prompt, kwargs or {}
-        )
+    def _render(self, variables: Mapping[str, Any], param: str) -> str:
         try:
             return self.render_variables(variables)
         except RAISED_BY_TEMPLATES as error:
             raise InvalidRequest(cannot_render(str(error)), param=param) from error
 
     def render_variables(self, variables: Mapping[str, Any]) -> str:
-        """Return what the template writes. Raises one of RAISED_BY_TEMPLATES, as a rule."""
+        """Return the template's output. Usually an error is one of RAISED_BY_TEMPLATES."""
         context = self._template.new_context({**self._special_tokens, **variables})
         return "".join(self._template.root_render_func(context))
 
 
-def template_variables(
-    messages: Sequence[Message],
-    tools: Sequence[Any] | None,
-    documents: Sequence[Any] | None,
-    add_generation_prompt: bool,
-    kwargs: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Return the variables of one rendering, except for the special tokens."""
-    return {
-        **kwargs,
-        "messages": messages,
-        "tools": tools or None,
-        "documents": documents or None,
-        "add_generation_prompt": add_generation_prompt,
-    }
-
-
 def cannot_render(why: str) -> str:
+    """Return the message of the error for messages that a template cannot render."""
     return f"the model's chat template cannot render these messages: {why}"
 
 
 _NEEDLE = "n33dle"
+"""A text that occurs in no template. If it is in the output, the template has rendered it."""
 
 
-def _habits(template: ChatTemplate, source: str) -> TemplateTraits:
-    parts = _takes_parts(template)
-    null_content, string_arguments = _call_style(template)
+def _find_traits(template: ChatTemplate, source: str) -> TemplateTraits:
+    """Return the traits of a template, found by rendering tiny conversations."""
+    parts = _accepts_parts(template)
+    null_content, string_arguments = _call_form(template)
+    plain = [{"role": "user", "content": _NEEDLE}]
     return TemplateTraits(
         parts=parts,
-        strings=not parts or _NEEDLE in _tried(template, [{"role": "user", "content": _NEEDLE}]),
+        strings=not parts or _NEEDLE in _output(template, plain),
         null_content=null_content,
         string_arguments=string_arguments,
         developer="'developer'" in source or '"developer"' in source,
-        tools=_writes_tools(template),
+        tools=_renders_tools(template),
     )
 
 
-def _writes_tools(template: ChatTemplate) -> bool:
+def _renders_tools(template: ChatTemplate) -> bool:
+    """Return whether the template renders tools, with or without a system message."""
     tool = {"type": "function", "function": {"name": _NEEDLE, "parameters": {"type": "object"}}}
     user = [{"role": "user", "content": "?"}]
     return any(
-        _NEEDLE in _tried(template, [*system, *user], [tool])
+        _NEEDLE in _output(template, [*system, *user], [tool])
         for system in ([], [{"role": "system", "content": "!"}])
     )
 
 
-def _tried(
+def _output(
     template: ChatTemplate, messages: Sequence[Message], tools: Sequence[Any] | None = None
 ) -> str:
-    """Return the template's output, or an empty string if it raises."""
+    """Return the template's output, or "" if the template cannot render the messages."""
     try:
         return template.render(messages, tools=tools)
     except InvalidRequest:
         return ""
 
 
-def _takes_parts(template: ChatTemplate) -> bool:
-    """Return whether the template writes a part's text, not the whole list as Python or JSON."""
+def _accepts_parts(template: ChatTemplate) -> bool:
+    """Return whether the template writes the text of a part.
+
+    A template that does not support parts writes the whole list as Python or JSON, if anything.
+    """
     part = {"type": "text", "text": _NEEDLE}
-    text = _tried(template, [{"role": "user", "content": [part]}])
+    text = _output(template, [{"role": "user", "content": [part]}])
     return _NEEDLE in text and "'type'" not in text and '"type"' not in text
 
 
-def _call_style(template: ChatTemplate) -> tuple[bool, bool]:
-    """Return the first (null_content, string_arguments) with which arguments are rendered."""
+def _call_form(template: ChatTemplate) -> tuple[bool, bool]:
+    """Return the first (null_content, string_arguments) with which a call's arguments are rendered.
+
+    If none works, the result is (False, False).
+    """
     for string_arguments in (False, True):
         for null_content in (False, True):
-            text = _tried(template, _conversation_with_call(null_content, string_arguments))
+            text = _output(template, _conversation_with_call(null_content, string_arguments))
             if _NEEDLE in text and f"'{_NEEDLE}'" not in text:
                 return null_content, string_arguments
     return False, False
 
 
 def _conversation_with_call(null_content: bool, string_arguments: bool) -> list[Message]:
+    """Return a conversation with a tool call of this form. An argument's name is the needle."""
     arguments: Any = f'{{"{_NEEDLE}": 1}}' if string_arguments else {_NEEDLE: 1}
     function = {"name": "find", "arguments": arguments}
     return [

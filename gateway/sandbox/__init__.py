@@ -1,7 +1,7 @@
-"""Processes with hard limits of time and memory, which run code of models and requests.
+"""Processes with hard limits of time and memory. They run code that models and requests contain.
 
-clients.py   chat templates and tokenizers, as the gateway uses them
-process.py   one sandbox process, as the gateway sees it: started, called, killed, replaced
-messages.py  its calls and replies
-__main__.py  the process itself
+clients.py   runs chat templates and tokenizers in such processes
+process.py   starts, calls, kills and replaces one process
+messages.py  the calls to a process, and its replies
+__main__.py  the program of the process
 """

@@ -1,14 +1,17 @@
-"""`python -P -m gateway.sandbox`: runs foreign code for the gateway that started it.
+"""`python -P -m gateway.sandbox`: runs templates and tokenizers for the gateway that started it.
 
-Its stdin is a socket to that gateway, from which it reads calls and to which it writes replies. It
-opens nothing else. The kernel enforces the limits, so no template has to be inspected:
+The stdin of this process is a socket to the gateway, from which it reads calls and to which it
+writes replies. It opens no other file or socket. The kernel enforces these limits, so no template
+has to be inspected:
 
-    memory    RLIMIT_AS: the memory at its start plus --memory-bytes. Beyond that Python raises
-              MemoryError, which is reported. The process then ends, so the next has a clean heap
-    CPU time  a timer for each call, whose signal ends the process
-    files     none can be written, and no core is dumped
-    life      it ends with its gateway: the socket closes, and the kernel sends SIGKILL if a call is
-              open. Signals for a whole process group (Ctrl-C) are blocked from its start
+    memory    RLIMIT_AS limits the address space to its size at the start plus --memory-bytes.
+              Beyond that Python raises MemoryError, which is reported. The process then ends, so
+              that the next call gets a process with a clean heap.
+    CPU time  Each call has a timer, whose signal ends the process.
+    files     No file can be written, and no core is dumped.
+    life      The process ends when its gateway ends, because its socket is closed. If a call is
+              open, the kernel sends SIGKILL. Signals for a whole process group (Ctrl-C) are blocked
+              from the start.
 """
 
 from __future__ import annotations
@@ -43,23 +46,27 @@ from protocol.lifeline import die_with_parent
 MAX_OUTPUT_CHARS = 16_000_000
 MAX_MESSAGE_CHARS = 1_000
 RETIRE_BYTES = 64 << 20
-"""A process that has grown by this much since its start is replaced after its call."""
+"""If the process has grown by this much since its start, it ends after its call."""
 MAX_TEMPLATES = 16
+"""Most compiled templates that are kept."""
 
 
 class Footprint:
-    """The memory of this process; 0 if the system does not report it."""
+    """Reads how much memory this process uses. The values are 0 on other systems than Linux."""
 
     def __init__(self) -> None:
         self._file = open("/proc/self/statm", "rb") if sys.platform == "linux" else None  # noqa: SIM115
 
     def address_space(self) -> int:
+        """Return the size of the address space in bytes."""
         return self._pages()[0] * resource.getpagesize()
 
     def resident(self) -> int:
+        """Return the size of the resident memory in bytes."""
         return self._pages()[1] * resource.getpagesize()
 
     def _pages(self) -> tuple[int, int]:
+        """Return the numbers of pages in the address space and in resident memory."""
         if self._file is None:
             return 0, 0
         total, resident, *_ = os.pread(self._file.fileno(), 256, 0).split()
@@ -67,6 +74,7 @@ class Footprint:
 
 
 def set_limits(footprint: Footprint, memory_bytes: int) -> None:
+    """Set the limits for files and memory. `memory_bytes` are added to the current address space."""
     for limit in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE):
         resource.setrlimit(limit, (0, 0))
     if sys.platform == "linux":
@@ -75,7 +83,11 @@ def set_limits(footprint: Footprint, memory_bytes: int) -> None:
 
 
 def serve(connection: socket.socket, footprint: Footprint, cpu_s: float) -> None:
-    """Answer calls until the gateway closes the connection, or this process should be replaced."""
+    """Answer calls until the gateway closes the connection.
+
+    Return earlier if the process has run out of memory or has grown too much. The reply is then
+    marked as the last one.
+    """
     most = footprint.resident() + RETIRE_BYTES
     is_last = False
     while not is_last and (frame := _receive_frame(connection)):
@@ -91,12 +103,13 @@ def serve(connection: socket.socket, footprint: Footprint, cpu_s: float) -> None
 
 
 def _receive_frame(connection: socket.socket) -> bytearray | None:
+    """Return the JSON of the next call; None if the gateway has closed the connection."""
     head = _read_exactly(connection, LENGTH_BYTES)
     return head and _read_exactly(connection, int.from_bytes(head, "big"))
 
 
 def _read_exactly(connection: socket.socket, size: int) -> bytearray | None:
-    """Read `size` bytes; None if the connection ends first."""
+    """Return the next `size` bytes; None if the connection is closed before they have arrived."""
     data = bytearray(size)
     rest = memoryview(data)
     while rest:
@@ -108,6 +121,7 @@ def _read_exactly(connection: socket.socket, size: int) -> bytearray | None:
 
 
 def _try_call(frame: bytearray) -> Reply:
+    """Run a call and return its reply, also if it raises an exception."""
     try:
         return _run_call(decode_call(frame))
     except MemoryError:
@@ -119,14 +133,16 @@ def _try_call(frame: bytearray) -> Reply:
 
 
 def _shortened(text: str) -> str:
+    """Return an error message without excess length and without halves of surrogate pairs."""
     return text[:MAX_MESSAGE_CHARS].encode("utf-8", "replace").decode()
 
 
 def _run_call(call: Call) -> Reply:
+    """Run a call and return its reply. Raises what the template or tokenizer raises."""
     match call:
         case LoadTemplate():
             template = _template(call.source, tuple(call.special_tokens.items()))
-            return TemplateLoaded(template.habits, template.profile)
+            return TemplateLoaded(template.traits, template.profile)
         case RenderTemplate():
             template = _template(call.source, tuple(call.special_tokens.items()))
             text = template.render_variables(call.variables)
@@ -135,7 +151,7 @@ def _run_call(call: Call) -> Reply:
             text.encode()  # raises UnicodeEncodeError for half of a surrogate pair
             return TemplateRendered(text)
         case TryTokenizer():
-            from gateway.text.trial import run_trial  # templates do not need its libraries
+            from gateway.text.trial import run_trial  # imported here: templates do not need it
 
             run_trial(call.tokenizer)
             return TokenizerWorks()
@@ -149,10 +165,12 @@ def _template(source: str, special_tokens: tuple[tuple[str, str], ...]) -> ChatT
 def main() -> None:
     parser = argparse.ArgumentParser(prog="gateway.sandbox")
     parser.add_argument("--cpu-s", type=float, required=True, help="CPU time of one call")
-    parser.add_argument("--memory-bytes", type=int, required=True, help="beyond those at start")
+    parser.add_argument(
+        "--memory-bytes", type=int, required=True, help="memory in addition to that at the start"
+    )
     parser.add_argument("--nice", type=int, default=0, help="added to the niceness")
     options = parser.parse_args()
-    os.closerange(3, 1 << 20)  # inheritable sockets of the gateway's parent
+    os.closerange(3, 1 << 20)  # close sockets that the gateway's parent lets children inherit
     die_with_parent(signal.SIGKILL)
     os.nice(options.nice)
     footprint = Footprint()

@@ -1,16 +1,16 @@
 """Chat templates and tokenizers, run in sandbox processes.
 
-Templates of requests have a process of their own, with a short queue, so they cannot delay the
-model's own template. A model's tokenizer is tried before it is used: one that is damaged, slow or
-large ends the start instead of requests later.
+Templates that requests contain have a process of their own, with a short queue, so they cannot
+delay the model's own template. A model's tokenizer is tried before it is used. So a damaged, slow
+or huge tokenizer makes the start fail, instead of requests later.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from gateway.prompt.template import Message, TemplateTraits, cannot_render, template_variables
+from gateway.prompt.template import ParsedTemplate, TemplateTraits, cannot_render
 from gateway.prompt.thinking import ThinkingProfile
 from gateway.sandbox.messages import (
     CallFailed,
@@ -24,26 +24,27 @@ from gateway.sandbox.process import LimitExceeded, SandboxProcess
 from protocol.errors import InvalidRequest
 
 FOREIGN_CPU_S = 1.0
-"""CPU time of one call for a template of a request. Other such calls wait meanwhile."""
+"""CPU time limit of one call for a request's own template. Other such calls wait for its end."""
 MAX_WAITING = 16
-"""Most calls for templates of requests, open or waiting."""
+"""Most calls for requests' own templates, open or waiting. Further requests are refused."""
 NICE = 5
-"""Templates of requests run at a lower priority than the server."""
+"""Added to the niceness of the process for requests' own templates, so that the server goes first.
+"""
 TRIAL_CPU_S = 60.0
-"""A vocabulary of 256,000 tokens is read in a second."""
+"""CPU time limit of a tokenizer's trial. Reading a vocabulary of 256,000 tokens takes a second."""
 TRIAL_MEMORY_BYTES = 4 << 30
 REMEDY = "fetch the model's files again, or use another model"
 
 
 class TemplateProcesses:
-    """The two sandbox processes of a gateway process. It is a `TemplateLoader`."""
+    """The `TemplateLoader` of a gateway process, with two sandbox processes."""
 
     def __init__(self) -> None:
         self._own = SandboxProcess()
         self._foreign = SandboxProcess(cpu_s=FOREIGN_CPU_S, max_waiting=MAX_WAITING, nice=NICE)
 
     def start(self) -> None:
-        """Start the process of the model's template. The other one starts on its first call."""
+        """Start the process for the model's template. The other one starts on its first call."""
         self._own.start()
 
     def close(self) -> None:
@@ -57,10 +58,12 @@ class TemplateProcesses:
         return SandboxedTemplate(self._foreign, source, special_tokens, param="chat_template")
 
 
-class SandboxedTemplate:
-    """A template in a sandbox process. Raises ValueError if it cannot be loaded.
+class SandboxedTemplate(ParsedTemplate):
+    """A template in a sandbox process.
 
-    param  the field at fault if a rendering exceeds its limits; None: the messages
+    param  the field that an error names if a rendering exceeds its limits; None: the messages
+
+    The constructor raises ValueError if the template cannot be loaded.
     """
 
     def __init__(
@@ -82,23 +85,18 @@ class SandboxedTemplate:
         if isinstance(reply, CallFailed):
             raise ValueError(reply.message)
         assert isinstance(reply, TemplateLoaded)
-        self.habits: TemplateTraits = reply.habits
-        self.profile: ThinkingProfile = reply.profile
+        self._loaded = reply
 
-    def render(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Any] | None = None,
-        documents: Sequence[Any] | None = None,
-        add_generation_prompt: bool = True,
-        kwargs: Mapping[str, Any] | None = None,
-        param: str = "messages",
-    ) -> str:
-        variables = template_variables(
-            messages, tools, documents, add_generation_prompt, kwargs or {}
-        )
-        call = RenderTemplate(self._source, self._special_tokens, variables)
+    @property
+    def traits(self) -> TemplateTraits:
+        return self._loaded.traits
+
+    @property
+    def profile(self) -> ThinkingProfile:
+        return self._loaded.profile
+
+    def _render(self, variables: Mapping[str, Any], param: str) -> str:
+        call = RenderTemplate(self._source, self._special_tokens, dict(variables))
         try:
             reply = self._process.call(call)
         except LimitExceeded as error:
@@ -110,15 +108,19 @@ class SandboxedTemplate:
 
 
 def trial_process() -> SandboxProcess:
-    """Return a process for one trial. It may be started before the tokenizer is known."""
+    """Return a process for the trial of one tokenizer. It may be started in advance."""
     return SandboxProcess(
         cpu_s=TRIAL_CPU_S, memory_bytes=TRIAL_MEMORY_BYTES, wall_s=4 * TRIAL_CPU_S
     )
 
 
 def try_tokenizer(tokenizer: bytes, process: SandboxProcess) -> None:
-    """Try the bytes of a tokenizer.json, then close the process. Raise ValueError, with a remedy,
-    if the tokenizer cannot be used."""
+    """Try a tokenizer in `process`, then close the process.
+
+    tokenizer  the bytes of a tokenizer.json
+
+    Raises ValueError, with a remedy, if the tokenizer cannot be used.
+    """
     try:
         reply = process.call(TryTokenizer(tokenizer.decode()))
     except (UnicodeDecodeError, LimitExceeded) as error:

@@ -1,10 +1,11 @@
 """Calls to a sandbox process and its replies: frames on a socket between it and the gateway.
 
-A call does not depend on earlier calls, except for speed. So if a process was killed, the call is
-sent again to a new one. One call is open at a time.
+One call is open at a time. The reply to a call does not depend on earlier calls; these only make it
+faster. So if a process was killed, its call can be sent again to a new process.
 
-A frame is its length in four bytes, then JSON. MessagePack cannot express the integers of any size
-that a request may contain. The highest bit of the length marks the last reply of a process.
+A frame is the length of a JSON text, in four bytes, followed by the text. It is not MessagePack,
+because a request may contain integers that are too large for MessagePack. If the highest bit of the
+length is set, the frame is the last reply of its process.
 """
 
 from __future__ import annotations
@@ -18,26 +19,31 @@ from gateway.prompt.thinking import ThinkingProfile
 
 LENGTH_BYTES = 4
 LAST = 1 << 31
+"""The bit of a frame's length that marks the last reply of a process."""
 MAX_FRAME_BYTES = 256 << 20
 """Enough for the largest body that a server accepts, escaped, and for the largest prompt."""
 
 
 class LoadTemplate(msgspec.Struct, frozen=True, tag="load", array_like=True):
+    """Gateway -> process. Compile a chat template and find its traits."""
+
     source: str
     special_tokens: dict[str, str]
 
 
 class RenderTemplate(msgspec.Struct, frozen=True, tag="render", array_like=True):
-    """variables  the variables of this rendering; see `template_variables`"""
+    """Gateway -> process. Render a chat template."""
 
     source: str
     special_tokens: dict[str, str]
+    #: All variables of the template except the special tokens.
     variables: dict[str, Any]
 
 
 class TryTokenizer(msgspec.Struct, frozen=True, tag="try_tokenizer", array_like=True):
-    """tokenizer  the text of a tokenizer.json"""
+    """Gateway -> process. Load a tokenizer, and encode and decode texts with it."""
 
+    #: The text of a tokenizer.json.
     tokenizer: str
 
 
@@ -45,26 +51,33 @@ Call = LoadTemplate | RenderTemplate | TryTokenizer
 
 
 class TemplateLoaded(msgspec.Struct, frozen=True, tag="loaded", array_like=True):
-    habits: TemplateTraits
+    """Process -> gateway. The template compiles."""
+
+    traits: TemplateTraits
     profile: ThinkingProfile
 
 
 class TemplateRendered(msgspec.Struct, frozen=True, tag="rendered", array_like=True):
+    """Process -> gateway. The output of the template."""
+
     text: str
 
 
 class TokenizerWorks(msgspec.Struct, frozen=True, tag="works", array_like=True):
-    """The tokenizer passed its trial."""
+    """Process -> gateway. The tokenizer has passed its trial."""
 
 
 class CallFailed(msgspec.Struct, frozen=True, tag="failed", array_like=True):
-    """The foreign code raised an error."""
+    """Process -> gateway. The template or the tokenizer raised an error."""
 
     message: str
 
 
 class OutOfMemory(msgspec.Struct, frozen=True, tag="memory", array_like=True):
-    """The call needs more memory than the process may use. It is the last reply of the process."""
+    """Process -> gateway. The call needs more memory than the process may use.
+
+    This is the last reply of the process, because its heap may be fragmented now.
+    """
 
 
 Reply = TemplateLoaded | TemplateRendered | TokenizerWorks | CallFailed | OutOfMemory
@@ -75,7 +88,10 @@ decode_reply = msgspec.json.Decoder(Reply).decode
 
 
 def to_frame(message: Call | Reply) -> bytes:
-    """Return the frame of a message. Raise ValueError if it is too long or has lone surrogates."""
+    """Return the frame of a message.
+
+    Raises ValueError if the frame is too long, or if a string contains half of a surrogate pair.
+    """
     body = encode(message)
     if len(body) > MAX_FRAME_BYTES:
         raise ValueError(f"a message of {len(body):,} bytes is too long")
@@ -83,5 +99,5 @@ def to_frame(message: Call | Reply) -> bytes:
 
 
 def marked_last(frame: bytes) -> bytes:
-    """Return a reply's frame, marked as the last one of its process."""
+    """Return the frame of a reply, marked as the last reply of its process."""
     return bytes([frame[0] | LAST >> 24]) + frame[1:]

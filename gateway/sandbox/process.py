@@ -1,10 +1,11 @@
-"""One sandbox process, as the gateway sees it.
+"""Starts a sandbox process, sends it calls, and replaces it when it ends.
 
-Calls take turns. If a call exceeds its limits, the kernel or this module kills the process, and the
-call fails. Waiting calls are sent to the next process. A process may also end for a reason outside
-its call, so a call fails only if a second process ends as well.
+One call is open at a time; others wait. If a call exceeds its limits, the kernel or this module
+kills the process, and the call fails. Waiting calls are sent to the next process. A process may
+also end for a reason that the call did not cause. So a call is sent to a second process before it
+fails.
 
-The gateway's other greenlets continue meanwhile.
+While a greenlet waits for a reply, the other greenlets of the gateway run.
 """
 
 from __future__ import annotations
@@ -35,17 +36,20 @@ from protocol.errors import Overloaded
 MODULE = "gateway.sandbox"
 CPU_S = 2.0
 MEMORY_BYTES = 512 << 20
-"""A prompt of 16 million characters needs a quarter of this, in any script."""
+"""Default memory limit. A prompt of 16 million characters needs a quarter of it, in any script."""
 WALL_S = 30.0
 TRIES = 2
+"""Processes to which a call is sent before it fails."""
 _PIECE_BYTES = 1 << 20
 _ADDED = {"TOKENIZERS_PARALLELISM": "false"}
-"""Added to the environment: a thread for each core would reserve memory."""
+"""Environment variables added for the process. This one prevents a thread for each core, because
+each thread would reserve memory."""
 _INHERITED = ("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "PYTHONPATH", "TZ")
-"""The environment variables that the process gets. Others may contain keys."""
+"""Environment variables that the process inherits. It gets no others, because they may contain
+keys."""
 _BLOCKED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-"""Signals that are sent to whole process groups. The process blocks them: it ends with its gateway,
-which may have requests to finish."""
+"""Signals that may be sent to a whole process group. The process blocks them, because its gateway
+may have requests to finish. It ends when its gateway ends."""
 
 
 class LimitExceeded(Exception):
@@ -53,7 +57,10 @@ class LimitExceeded(Exception):
 
 
 class _Ended(Exception):
-    """The process has ended. `is_final`: the same call would end another process too."""
+    """The process has ended.
+
+    is_final  the same call would end another process, too
+    """
 
     def __init__(self, why: str, *, is_final: bool = False) -> None:
         super().__init__(why)
@@ -61,10 +68,10 @@ class _Ended(Exception):
 
 
 class SandboxProcess:
-    """A process that is started by the first call, or by `start`, and again whenever it has ended.
+    """A process that runs calls. `start` or the first call starts it. It is replaced when it ends.
 
     cpu_s         CPU time limit of one call
-    memory_bytes  memory limit, beyond the memory at the start of the process
+    memory_bytes  limit of the memory that the process may use in addition to that at its start
     wall_s        time limit of one call, including the start of the process
     max_waiting   most calls, open or waiting; None: no limit
     nice          added to the gateway's own niceness
@@ -93,11 +100,11 @@ class SandboxProcess:
 
     @property
     def pid(self) -> int | None:
-        """The process of the next call; None if it has not been started."""
+        """Id of the process that runs the next call; None if it was not started yet."""
         return None if self._child is None else self._child.pid
 
     def start(self) -> None:
-        """Start the process ahead of the first call. Return at once."""
+        """Start the process before the first call. This does not wait until the process is ready."""
         if self._child is None:
             self._child = _Child(self._arguments)
 
@@ -110,7 +117,10 @@ class SandboxProcess:
             child.reap()
 
     def call(self, call: Call) -> Reply:
-        """Return the reply. Raise LimitExceeded, or Overloaded if too many calls wait."""
+        """Send a call and return its reply.
+
+        Raises LimitExceeded, or Overloaded if too many calls are waiting.
+        """
         try:
             frame = to_frame(call)
         except ValueError as error:
@@ -127,22 +137,25 @@ class SandboxProcess:
             self._num_waiting -= 1
 
     def _reply_to(self, frame: bytes) -> Reply:
+        """Send the frame of a call to up to TRIES processes. Raises LimitExceeded."""
         for tries_left in reversed(range(TRIES)):
             self.start()
             child = self._child
             assert child is not None
             is_new = child.num_calls == 0
             try:
-                reply = child.ask(frame, self.wall_s)
+                reply = child.call(frame, self.wall_s)
             except _Ended as end:
                 self._replace(child)
                 if end.is_final or self._is_closed or not tries_left:
                     raise LimitExceeded(str(end)) from None
                 continue
-            except BaseException:  # this greenlet was killed; the next call would read the reply
+            except (
+                BaseException
+            ):  # this greenlet was killed, and the next call must not read the reply
                 self._replace(child)
                 raise
-            if child.is_done:
+            if child.has_sent_last:
                 self._replace(child)
             if not isinstance(reply, OutOfMemory):
                 return reply
@@ -151,7 +164,7 @@ class SandboxProcess:
         raise AssertionError("the last try returns or raises")
 
     def _replace(self, child: _Child) -> None:
-        """Kill the process and start the next one at once, so that it is ready when needed."""
+        """Kill the process and start the next one, so that it is ready for the next call."""
         child.kill()
         gevent.spawn(child.reap)
         if not self._is_closed:
@@ -160,7 +173,7 @@ class SandboxProcess:
 
 
 class _Child:
-    """A process and the gateway's end of its socket, a plain file descriptor."""
+    """One process, and the gateway's end of the socket to it (a file descriptor)."""
 
     def __init__(self, arguments: Sequence[str]) -> None:
         ours, theirs = socket.socketpair()
@@ -168,8 +181,8 @@ class _Child:
         os.set_blocking(self._fd, False)
         os.set_blocking(theirs.fileno(), True)  # gevent makes its sockets non-blocking
         self.num_calls = 0
-        self.is_done = False  # it has sent its last reply
-        self._status: int | None = None
+        self.has_sent_last = False  # whether the process has sent its last reply
+        self._status: int | None = None  # exit status, as waitpid returns it
         try:
             self.pid = os.posix_spawn(
                 sys.executable,
@@ -188,14 +201,14 @@ class _Child:
         finally:
             theirs.close()
 
-    def ask(self, frame: bytes, wall_s: float) -> Reply:
-        """Return the reply. Raise _Ended if the process ends first or exceeds `wall_s`."""
+    def call(self, frame: bytes, wall_s: float) -> Reply:
+        """Return the reply to a call. Raises _Ended if the process ends or exceeds `wall_s`."""
         deadline = time.monotonic() + wall_s
         self.num_calls += 1
         try:
             self._write(frame, deadline)
             head = int.from_bytes(self._read(LENGTH_BYTES, deadline), "big")
-            self.is_done = bool(head & LAST)
+            self.has_sent_last = bool(head & LAST)
             reply: Reply = decode_reply(self._read(head & ~LAST, deadline))
             return reply
         except TimeoutError:
@@ -226,6 +239,7 @@ class _Child:
         return data
 
     def _end(self) -> _Ended:
+        """Return the exception that says how the process ended."""
         status = self._status
         if status is None or not os.WIFSIGNALED(status):
             return _Ended("its process ended by itself")
@@ -235,17 +249,17 @@ class _Child:
         return _Ended(f"its process was ended by {signal.Signals(number).name}")
 
     def kill(self) -> None:
-        """Kill the process. A call in which another greenlet waits ends too."""
+        """Kill the process. If a greenlet waits for a reply, its call ends with an error."""
         if self._status is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
 
     def reap(self) -> None:
-        """Wait until the process, which was killed or has closed its socket, has ended."""
+        """Wait until the process has ended. It was killed before, or has closed its socket."""
         while self._status is None:
             try:
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
-            except ChildProcessError:  # reaped by another handler of SIGCHLD
+            except ChildProcessError:  # another handler of SIGCHLD has reaped the process
                 pid, status = self.pid, 0
             if pid:
                 self._status = status
@@ -257,4 +271,5 @@ class _Child:
 
 
 def _left(deadline: float) -> float:
+    """Return the seconds until `deadline`, at least 0."""
     return max(deadline - time.monotonic(), 0.0)

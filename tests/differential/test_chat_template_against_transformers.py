@@ -64,7 +64,7 @@ def test_prompts_are_the_same_to_the_letter(
     chat_template_utils = pytest.importorskip("transformers.utils.chat_template_utils")
     source = chat_template(name)
     ours = ChatTemplate(source, {"bos_token": "<bos>", "eos_token": "<eos>"})
-    messages = template_messages(CONVERSATIONS[conversation], ours.habits)
+    messages = template_messages(CONVERSATIONS[conversation], ours.traits)
     (theirs,), _ = chat_template_utils.render_jinja_template(
         conversations=[messages],
         chat_template=source,

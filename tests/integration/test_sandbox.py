@@ -200,7 +200,7 @@ def test_a_sandboxed_template_renders_like_a_local_one(limited: SandboxProcess) 
         kwargs = {"x": messages, "bos_token": "<t>"}
         texts = [each.render(messages, kwargs=kwargs) for each in (here, there)]  # type: ignore[arg-type]
         assert texts[0] == texts[1]
-    assert there.habits == here.habits
+    assert there.traits == here.traits
     assert there.profile == here.profile
 
 

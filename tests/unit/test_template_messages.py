@@ -31,8 +31,8 @@ def assistant(**fields: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": "x", **fields}
 
 
-def one(message: Any, habits: TemplateTraits = PLAIN) -> dict[str, Any]:
-    (result,) = template_messages([message], habits)
+def one(message: Any, traits: TemplateTraits = PLAIN) -> dict[str, Any]:
+    (result,) = template_messages([message], traits)
     return result
 
 
@@ -49,8 +49,8 @@ def one(message: Any, habits: TemplateTraits = PLAIN) -> dict[str, Any]:
 def test_the_form_of_content_is_found_out_by_trying(
     source: str, parts: bool, strings: bool
 ) -> None:
-    habits = ChatTemplate(source).habits
-    assert (habits.parts, habits.strings) == (parts, strings)
+    traits = ChatTemplate(source).traits
+    assert (traits.parts, traits.strings) == (parts, strings)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_content_reaches_the_template_in_the_form_it_takes(
     source: str, content: Any, text: str
 ) -> None:
     template = ChatTemplate(source)
-    messages = template_messages([{"role": "user", "content": content}], template.habits)
+    messages = template_messages([{"role": "user", "content": content}], template.traits)
     assert template.render(messages) == text
 
 
@@ -127,9 +127,9 @@ def test_arguments_are_objects_for_the_template(given: Any, expected: dict[str, 
 
 
 def test_arguments_are_text_for_a_template_that_wants_text() -> None:
-    habits = TemplateTraits(string_arguments=True)
+    traits = TemplateTraits(string_arguments=True)
     for given, expected in [('{"a":  1}', '{"a":  1}'), ({"a": "é"}, '{"a":"é"}'), ("", "{}")]:
-        message = one(assistant(tool_calls=[call(given)]), habits)
+        message = one(assistant(tool_calls=[call(given)]), traits)
         assert message["tool_calls"][0]["function"]["arguments"] == expected
 
 
@@ -143,7 +143,7 @@ def test_reasoning_goes_by_both_names() -> None:
 def test_a_developer_is_the_system_where_the_template_knows_no_developer() -> None:
     message = {"role": "developer", "content": "x"}
     assert one(message)["role"] == "system"
-    knows = ChatTemplate("{% if messages[0].role == 'developer' %}!{% endif %}").habits
+    knows = ChatTemplate("{% if messages[0].role == 'developer' %}!{% endif %}").traits
     assert one(message, knows)["role"] == "developer"
     assert one({"role": "function", "name": "f", "content": "x"})["role"] == "tool"
 
@@ -169,7 +169,7 @@ def test_a_call_without_content_gets_through_real_templates(name: str, written: 
         {"role": "assistant", "content": None, "tool_calls": [call('{"a": "é"}')]},
         {"role": "tool", "tool_call_id": "c", "content": "42"},
     ]
-    text = template.render(template_messages(messages, template.habits))
+    text = template.render(template_messages(messages, template.traits))
     assert written in text
     assert "42" in text
     assert "None" not in text

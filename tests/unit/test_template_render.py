@@ -51,7 +51,7 @@ def test_a_conversation_with_tools_has_the_template_for_them() -> None:
     assert both.text(PromptConversation(messages=HELLO)) == "plain"
     assert both.text(PromptConversation(messages=HELLO, tools=[])) == "plain"
     assert both.text(PromptConversation(messages=HELLO, tools=tools)) == "now"
-    assert not both.writes_no_tools
+    assert not both.omits_tools
     assert both.template_for(None).profile.has_switch
     assert not both.template_for(tools).profile.has_switch
 

@@ -32,41 +32,41 @@ def rendered(messages: Any, card: ModelCard = PLAIN, **options: Any) -> str:
 
 
 def test_tools_are_described_in_the_system_message() -> None:
-    text = rendered(HISTORY, tools=TOOLS, teaches=True)
+    text = rendered(HISTORY, tools=TOOLS, adds_tool_prompt=True)
     system = text[text.index("<system>") : text.index("<user>")]
     assert system.startswith("<system>Be brief.\n\n# Tools")
     described = system[system.index("<tools>\n") + 8 : system.index("\n</tools>")]
     assert json.loads(described) == TOOLS[0]
-    text = rendered(HISTORY[1:2], tools=TOOLS, teaches=True)
+    text = rendered(HISTORY[1:2], tools=TOOLS, adds_tool_prompt=True)
     assert "<system># Tools" in text
 
 
 def test_calls_and_results_in_the_history_become_text() -> None:
-    text = rendered(HISTORY, tools=TOOLS, teaches=True)
+    text = rendered(HISTORY, tools=TOOLS, adds_tool_prompt=True)
     call = '<tool_call>\n{"name": "now", "arguments": {"zone":"é"}}\n</tool_call>'
     assert f"<assistant>{call}\n" in text
     assert "<user><tool_response>\n12:00\n</tool_response>" in text
 
 
 def test_nothing_is_taught_where_there_is_nothing_to_teach_or_the_template_knows() -> None:
-    assert "# Tools" not in rendered(HISTORY[:2], tools=None, teaches=True)
-    assert "# Tools" not in rendered(HISTORY[:2], tools=TOOLS, teaches=False)
+    assert "# Tools" not in rendered(HISTORY[:2], tools=None, adds_tool_prompt=True)
+    assert "# Tools" not in rendered(HISTORY[:2], tools=TOOLS, adds_tool_prompt=False)
     card = thinking_card()
-    assert "# Tools" not in rendered(HISTORY[:2], card, tools=TOOLS, teaches=True)
-    assert "<tool>" in rendered(HISTORY[:2], card, tools=TOOLS, teaches=True)
+    assert "# Tools" not in rendered(HISTORY[:2], card, tools=TOOLS, adds_tool_prompt=True)
+    assert "<tool>" in rendered(HISTORY[:2], card, tools=TOOLS, adds_tool_prompt=True)
 
 
 def test_what_is_wrong_with_a_message_is_said_as_ever() -> None:
     broken = [*HISTORY[:3], {"role": "tool", "tool_call_id": "2", "content": "x"}]
     with pytest.raises(InvalidRequest) as caught:
-        rendered(broken, tools=TOOLS, teaches=True)
+        rendered(broken, tools=TOOLS, adds_tool_prompt=True)
     assert caught.value.param == "messages[3].tool_call_id"
 
 
 def test_a_model_without_a_format_of_its_own_is_read_as_it_was_taught() -> None:
     for card, tools in ((PLAIN, "hermes"), (scripted_card(chat_template=None), None)):
         tokenizer = Tokenizer(card)
-        teachable = ChatRenderer(card, tokenizer, UnlimitedTemplates()).writes_no_tools
+        teachable = ChatRenderer(card, tokenizer, UnlimitedTemplates()).omits_tools
         reading = ModelOutputFormat(card, tokenizer, teachable=teachable)
         assert reading.tools == tools
         assert ("in words" in reading.why) is teachable

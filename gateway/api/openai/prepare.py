@@ -141,7 +141,7 @@ class Preparation:
                 messages=messages,
                 param=param,
                 template=self._template,
-                teaches=self.model.output_format.tools in tool_prompt.FORMATS,
+                adds_tool_prompt=self.model.output_format.tools in tool_prompt.FORMATS,
                 tools=self.plan.shown or None,
                 documents=body.documents,
                 kwargs=kwargs,

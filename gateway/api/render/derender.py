@@ -98,7 +98,7 @@ class ChatDerendering:
         """Return a request that stands for the unknown one that was rendered. All text is
         content."""
         output_format = self._model.output_format
-        writes_calls = output_format.tools is not None and not self._model.renderer.writes_no_tools
+        writes_calls = output_format.tools is not None and not self._model.renderer.omits_tools
         if output_format.reasoning is not None or writes_calls:
             raise InvalidRequest.at(
                 CHAT,
