@@ -1,7 +1,8 @@
-"""Runs work in threads while other greenlets continue.
+"""Runs a function in a thread while other greenlets continue.
 
-gevent's thread pools print an exception in addition to raising it where the result is awaited. Its
-message may quote a request. So exceptions are caught in the thread and raised by the waiter only.
+If a function raises an exception in one of gevent's thread pools, the pool prints the exception and
+also raises it in the greenlet that waits for the result. The printed message might quote a request.
+So exceptions are caught in the thread here, and are only raised in the waiting greenlet.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ def result_of(pool: ThreadPool, work: Callable[[], T]) -> T:
 
 
 def _attempt(work: Callable[[], T]) -> tuple[T, None] | tuple[None, BaseException]:
+    """Return the result of `work` and None, or None and the exception that it raised."""
     try:
         return work(), None
-    except BaseException as error:  # raised again by the waiter
+    except BaseException as error:  # raised again in the waiting greenlet
         return None, error

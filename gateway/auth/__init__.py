@@ -1,1 +1,1 @@
-"""Access control: API keys, scopes, hosts and request targets."""
+"""Access control: API keys, scopes, and checks of request heads."""

@@ -1,1 +1,1 @@
-"""Connections to engines, and what a gateway remembers of them."""
+"""Connections to engines."""

@@ -1,1 +1,1 @@
-"""The choices of one HTTP request, whatever its API: from prompt to events."""
+"""Generates the choices of one HTTP request, for every API: from prompts to events."""

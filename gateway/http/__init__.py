@@ -1,1 +1,1 @@
-"""Everything that uses Flask, gunicorn or sockets."""
+"""HTTP: bodies, routes, errors, streams and the client's socket."""

@@ -1,1 +1,1 @@
-"""Messages -> prompt text or token ids. Pure; the input is decoded JSON."""
+"""Converts messages, given as decoded JSON, to a prompt as text or token ids. Pure."""

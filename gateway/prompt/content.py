@@ -1,8 +1,8 @@
-"""OpenAI's messages -> messages in the form that a chat template needs.
+"""Converts OpenAI's messages to the form that a chat template needs.
 
-The input is decoded JSON, checked here field by field so that errors name the field. The output is
-new dicts in the form of the template's `TemplateTraits`. Unknown fields are passed on, because some
-templates use them.
+The input is decoded JSON. Each field is checked here, so that errors name the field. The output
+consists of new dicts in the form that the template's `TemplateTraits` describe. Unknown fields are
+kept, because some templates read them.
 """
 
 from __future__ import annotations
@@ -17,17 +17,20 @@ from protocol.errors import InvalidRequest
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 TEXT_PARTS = ("text", "input_text", "output_text")
+"""Types of content parts that are text."""
 PART_SEPARATOR = "\n"
-"""Joins text parts for templates that accept only strings."""
+"""Joins the text parts of a message for templates that accept only strings."""
 
 
 def template_messages(
     messages: Sequence[Any], traits: TemplateTraits, param: str = "messages"
 ) -> list[dict[str, Any]]:
-    """Check `messages` and convert them to the form that a template with these traits reads.
+    """Return `messages` in the form that a template with these traits needs, after checking them.
 
-    `param` is the path of the messages in the request. Raises InvalidRequest if a message is
-    invalid; the error names the field, such as `messages[2].role`.
+    param  path of the messages in the request
+
+    Raises InvalidRequest if a message is invalid. The error names the field, such as
+    `messages[2].role`.
     """
     if not messages:
         raise InvalidRequest(f"{param} must contain at least one message", param=param)
@@ -37,20 +40,21 @@ def template_messages(
 
 
 def _check_call_ids(messages: Sequence[Mapping[str, Any]], param: str) -> None:
-    """Check that each `tool_call_id` is the id of an earlier tool call.
+    """Raise InvalidRequest if a `tool_call_id` is not the id of an earlier tool call.
 
-    The id is optional, and it is not checked if no earlier call has an id.
+    Ids are optional: a `tool_call_id` is not checked if no earlier tool call has an id.
     """
-    known: set[str] = set()
-    for place, message in enumerate(messages):
-        known |= {call["id"] for call in message.get("tool_calls", ()) if call.get("id")}
+    call_ids: set[str] = set()
+    for index, message in enumerate(messages):
+        call_ids |= {call["id"] for call in message.get("tool_calls", ()) if call.get("id")}
         answered = message.get("tool_call_id") if message["role"] == "tool" else None
-        if answered is not None and known and answered not in known:
-            at = f"{param}[{place}].tool_call_id"
+        if answered is not None and call_ids and answered not in call_ids:
+            at = f"{param}[{index}].tool_call_id"
             raise InvalidRequest(f"{at}: no earlier tool call has the id {answered!r}", param=at)
 
 
 def _message(message: Any, traits: TemplateTraits, at: str) -> dict[str, Any]:
+    """Return one message in the template's form. `at` is the path of the message in the request."""
     if not isinstance(message, Mapping):
         raise InvalidRequest(f"{at} must be an object", param=at)
     role = _role(message, traits, at)
@@ -84,7 +88,10 @@ def _role(message: Mapping[str, Any], traits: TemplateTraits, at: str) -> str:
 
 
 def _optional_text(message: dict[str, Any], field: str, at: str) -> None:
-    """Check a string field and remove it if it is null: templates test for presence."""
+    """Check that a field is a string. Remove it if it is null.
+
+    Templates only check whether the field exists.
+    """
     value = message.get(field)
     if value is None:
         message.pop(field, None)
@@ -93,7 +100,7 @@ def _optional_text(message: dict[str, Any], field: str, at: str) -> None:
 
 
 def _reasoning(message: dict[str, Any], at: str) -> dict[str, str]:
-    """Return the reasoning under both of its common names."""
+    """Return the message's reasoning under both of its common names, or {} if it has none."""
     for field in ("reasoning_content", "reasoning"):
         _optional_text(message, field, at)
     value = message.get("reasoning", message.get("reasoning_content"))
@@ -101,6 +108,7 @@ def _reasoning(message: dict[str, Any], at: str) -> dict[str, str]:
 
 
 def _content(content: Any, traits: TemplateTraits, at: str) -> Any:
+    """Return a message's content as a string or a list of parts, as the template needs it."""
     if content is None:
         content = ""
     if isinstance(content, str):
@@ -156,9 +164,10 @@ def _function(function: Any, traits: TemplateTraits, at: str) -> dict[str, Any]:
 
 
 def _arguments(arguments: Any, at: str) -> dict[str, Any]:
-    """Return a call's arguments as an object.
+    """Return the arguments of a tool call as an object.
 
-    OpenAI sends JSON text. An object is accepted too, and an empty value means no arguments.
+    OpenAI's clients send JSON text. An object is accepted too. null, "" and other empty values mean
+    that there are no arguments.
     """
     if isinstance(arguments, str) and arguments.strip():
         try:

@@ -1,8 +1,8 @@
 """Hugging Face's dialect of Jinja, in Jinja's immutable sandbox.
 
-The sandbox prevents access to Python's internal attributes and changes to variables. It bounds
-neither time nor memory. So templates of models and requests are compiled and rendered in a process
-with hard limits (`gateway.sandbox`).
+Jinja's sandbox prevents a template from accessing Python's internal attributes and from changing
+variables. It bounds neither time nor memory. So templates that models and requests contain are
+compiled and rendered in a process with hard limits (`gateway.sandbox`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ Now = Callable[[], datetime]
 
 
 class ChatEnvironment(ImmutableSandboxedEnvironment):
-    """Compiles and runs templates as Hugging Face does."""
+    """Compiles and renders templates as Hugging Face's transformers does.
+
+    now  returns the current local time, for the template function `strftime_now`
+    """
 
     def __init__(self, now: Now = datetime.now) -> None:
         super().__init__(
@@ -37,7 +40,10 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
 
 
 class GenerationTag(Extension):
-    """`{% generation %}` marks the model's text for training. Here it is only a scope."""
+    """Parses `{% generation %}` blocks, which mark the model's text for training.
+
+    Here such a block has no effect besides its own scope of variables.
+    """
 
     tags = {"generation"}
 
@@ -58,7 +64,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Hugging Face's `tojson`. Jinja's own escapes for HTML."""
+    """Return `value` as JSON, like Hugging Face's filter. Jinja's own filter escapes HTML."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -1,12 +1,13 @@
-"""The effective chat-template kwargs, from one pure function.
+"""The effective chat-template kwargs, from one pure function: `effective_kwargs`.
 
-Rendering, parsers, grammars and every API use its result, so they agree on whether the model
-thinks.
+Rendering, parsers, grammars and all APIs use its result, so they agree on whether the model thinks
+before it answers.
 
-Clients request thinking in many spellings, and templates read it in others. The request becomes one
-`ThinkingOptions` (whether to think, and how hard). These become the names and words that the
-model's template reads (`ThinkingProfile`). Spellings that the template does not read are dropped.
-Kwargs that are not about thinking pass through unchanged.
+Clients have many fields for requesting thinking, and templates have many variables for it. So the
+fields of a request become one `ThinkingOptions` (whether to think, and with which effort). These
+options become the variables and words that the model's template reads, as its `ThinkingProfile`
+says. Kwargs about thinking that the template does not read are dropped. Other kwargs are passed on
+unchanged.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from protocol.errors import InvalidRequest
 from protocol.sampling import MAX_TOKENS
 
 REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-"""From least to most."""
+"""The efforts of OpenAI's API and of clients, from least to most."""
 
 RESERVED = frozenset(
     {
@@ -41,55 +42,51 @@ RESERVED = frozenset(
         "truncation",
     }
 )
-"""Names that a request sets in other fields, or that would change how rendering works."""
+"""Names that are not allowed in `chat_template_kwargs`: a request sets them in other fields, or
+they would change how rendering works."""
 
 KWARGS = "chat_template_kwargs"
 _ABOUT_THINKING = frozenset({*SWITCHES, MODE, EFFORT})
 _TYPES = {"enabled": True, "adaptive": True, "disabled": False}
-"""Anthropic's and others' `thinking: {"type": ...}`."""
+"""The value of "type" in Anthropic's field `thinking` -> whether it turns thinking on."""
 _DEFAULT_EFFORT = "medium"
 UNLIMITED = -1
-"""A thinking budget without a limit."""
+"""The value of a thinking budget that means no limit."""
 
 
 class ThinkingFields(msgspec.Struct, frozen=True, kw_only=True):
-    """A request's own fields about thinking, as JSON gave them.
+    """The fields of a request about thinking, besides its kwargs. They are unchecked JSON."""
 
-    reasoning_effort  OpenAI's
-    reasoning         {"effort": ..., "enabled": ..., "max_tokens": ...}
-    thinking          {"type": "enabled" | "adaptive" | "disabled", "budget_tokens": ...}, or a bool
-    enable_thinking   a bool
-    thinking_token_budget
-    """
-
+    #: OpenAI's field: one of REASONING_EFFORTS.
     reasoning_effort: Any = None
+    #: {"effort": ..., "enabled": ..., "max_tokens": ...}
     reasoning: Any = None
+    #: A bool, or {"type": "enabled" | "adaptive" | "disabled", "budget_tokens": ...} (Anthropic's).
     thinking: Any = None
+    #: A bool.
     enable_thinking: Any = None
+    #: The most reasoning tokens, or UNLIMITED.
     thinking_token_budget: Any = None
 
 
 class ThinkingOptions(msgspec.Struct, frozen=True):
-    """Options that control thinking. A field is None if it is not specified.
+    """Options that control thinking. A field is None if it is not specified."""
 
-    thinks  whether the model thinks before it answers
-    mode    the template's own word for the kind of thinking, if the request used one
-    effort  the reasoning effort
-    """
-
+    #: Whether the model thinks before it answers.
     thinks: bool | None = None
+    #: The word in the request's `thinking_mode`, if the template distinguishes that word.
     mode: str | None = None
+    #: The reasoning effort.
     effort: str | None = None
 
-    def over(self, weaker: ThinkingOptions) -> ThinkingOptions:
-        """Return these options, with those of `weaker` for what is not specified."""
-        switch = weaker if self.thinks is None else self
-        effort = weaker.effort if self.effort is None else self.effort
+    def with_fallback(self, other: ThinkingOptions) -> ThinkingOptions:
+        """Return these options. Options that are not specified here are taken from `other`."""
+        switch = other if self.thinks is None else self
+        effort = other.effort if self.effort is None else self.effort
         return ThinkingOptions(switch.thinks, switch.mode, effort)
 
-    @property
-    def settled(self) -> ThinkingOptions:
-        """The options with `thinks` derived from the effort, if it is not specified."""
+    def with_derived_switch(self) -> ThinkingOptions:
+        """Return these options. If `thinks` is not specified, the effort decides it."""
         if self.thinks is None and self.effort is not None:
             return ThinkingOptions(self.effort != "none", None, self.effort)
         return self
@@ -103,38 +100,48 @@ def effective_kwargs(
 ) -> dict[str, Any]:
     """Return the template's variables besides messages, tools and documents.
 
-    In order of increasing priority:
+    fields           the request's fields about thinking
+    request_kwargs   the request's `chat_template_kwargs`
+    server_defaults  the operator's default kwargs
+    profile          the thinking options that the template reads
 
-    1. the server's defaults;
-    2. the request's effort, which also turns thinking on, or off if it is "none";
-    3. the request's switches, in `chat_template_kwargs` or as fields of their own.
+    Whether the model thinks is decided by the first of these that is specified:
 
-    An effort in the request's own field overrides one in its kwargs. The values are shared with the
-    arguments and must not be modified. Raises InvalidRequest, naming the field, for a reserved
-    name, an invalid value, or two spellings that contradict each other.
+    1. the request's switches, in its kwargs or in fields of their own;
+    2. the request's effort: "none" turns thinking off, any other effort turns it on;
+    3. the operator's defaults.
+
+    An effort in a field of the request overrides one in its kwargs. The values in the result are
+    shared with the arguments and must not be modified.
+
+    Raises InvalidRequest, naming the field, for a reserved name, an invalid value, or two fields
+    that contradict each other.
     """
-    asked, defaults = dict(request_kwargs or {}), dict(server_defaults or {})
+    requested, defaults = dict(request_kwargs or {}), dict(server_defaults or {})
     profile = profile or ThinkingProfile()
-    options = _options(fields or ThinkingFields(), asked, profile)
-    options = options.over(_options(ThinkingFields(), defaults, profile))
+    options = _options(fields or ThinkingFields(), requested, profile)
+    options = options.with_fallback(_options(ThinkingFields(), defaults, profile))
     rest = {
-        name: value for name, value in (defaults | asked).items() if name not in _ABOUT_THINKING
+        name: value for name, value in (defaults | requested).items() if name not in _ABOUT_THINKING
     }
     return rest | _template_kwargs(options, profile)
 
 
 def thinking_budget(fields: ThinkingFields) -> tuple[str, int] | None:
-    """Return the limit of reasoning tokens, as (field, number), or None if there is none.
+    """Return (name of the request's field, most reasoning tokens); None if there is no limit.
 
-    Raises InvalidRequest, naming the field.
+    Raises InvalidRequest, naming the field, if a value is invalid or two fields differ.
     """
-    said = list(_budgets(fields))
-    budget = _agreed(said)
-    return None if budget in (None, UNLIMITED) else (said[0][0], budget)
+    budgets = list(_budgets(fields))
+    budget = _common_value(budgets)
+    return None if budget in (None, UNLIMITED) else (budgets[0][0], budget)
 
 
 def thinks(kwargs: Mapping[str, Any], profile: ThinkingProfile) -> bool | None:
-    """Return whether effective kwargs turn thinking on or off; None: the template's default."""
+    """Return whether the effective kwargs turn thinking on or off; None if they do neither.
+
+    The template's default applies then.
+    """
     for name in profile.switches:
         if name in kwargs:
             return bool(kwargs[name])
@@ -151,14 +158,15 @@ def thinks(kwargs: Mapping[str, Any], profile: ThinkingProfile) -> bool | None:
 def _options(
     fields: ThinkingFields, kwargs: Mapping[str, Any], profile: ThinkingProfile
 ) -> ThinkingOptions:
+    """Return the thinking options in the fields and kwargs of a request. Raises InvalidRequest."""
     _check_names(kwargs)
-    thinks = _agreed(_switches(fields, kwargs, profile))
+    thinks = _common_value(_switches(fields, kwargs, profile))
     mode = kwargs.get(MODE)
-    effort = _agreed(_efforts(fields))
+    effort = _common_value(_efforts(fields))
     if effort is None and kwargs.get(EFFORT) is not None:
         effort = _effort(kwargs[EFFORT], f"{KWARGS}.{EFFORT}", profile)
-    own_word = mode if mode in profile.mode_words else None
-    return ThinkingOptions(thinks, own_word, effort).settled
+    mode_word = mode if mode in profile.mode_words else None
+    return ThinkingOptions(thinks, mode_word, effort).with_derived_switch()
 
 
 def _check_names(kwargs: Iterable[str]) -> None:
@@ -167,10 +175,13 @@ def _check_names(kwargs: Iterable[str]) -> None:
             raise InvalidRequest(f"{name} cannot be set in {KWARGS}", param=f"{KWARGS}.{name}")
 
 
-def _agreed(said: Iterable[tuple[str, Any]]) -> Any:
-    """Return the common value of all (field, value); None if there is none."""
+def _common_value(pairs: Iterable[tuple[str, Any]]) -> Any:
+    """Return the value of all (field, value) pairs; None if there are no pairs.
+
+    Raises InvalidRequest if two fields have different values.
+    """
     first: tuple[str, Any] | None = None
-    for field, value in said:
+    for field, value in pairs:
         if first is None:
             first = (field, value)
         elif value != first[1]:
@@ -181,7 +192,7 @@ def _agreed(said: Iterable[tuple[str, Any]]) -> Any:
 def _switches(
     fields: ThinkingFields, kwargs: Mapping[str, Any], profile: ThinkingProfile
 ) -> Iterator[tuple[str, bool]]:
-    """Yield every spelling of on or off that the request has, as (field, value)."""
+    """Yield (field, whether it turns thinking on) for every field and kwarg that says so."""
     if fields.enable_thinking is not None:
         yield "enable_thinking", _flag(fields.enable_thinking, "enable_thinking")
     if fields.thinking is not None:
@@ -201,6 +212,7 @@ def _switches(
 
 
 def _efforts(fields: ThinkingFields) -> Iterator[tuple[str, str]]:
+    """Yield (field, effort) for every field that sets an effort."""
     for field, effort in (
         ("reasoning_effort", fields.reasoning_effort),
         ("reasoning.effort", _member(fields.reasoning, "effort")),
@@ -210,6 +222,7 @@ def _efforts(fields: ThinkingFields) -> Iterator[tuple[str, str]]:
 
 
 def _budgets(fields: ThinkingFields) -> Iterator[tuple[str, int]]:
+    """Yield (field, most reasoning tokens) for every field that sets a limit."""
     typed = fields.thinking if isinstance(fields.thinking, Mapping) else {}
     for field, budget in (
         ("thinking_token_budget", fields.thinking_token_budget),
@@ -269,7 +282,10 @@ def _mode(value: Any, profile: ThinkingProfile) -> bool:
 
 
 def _effort(value: Any, field: str, profile: ThinkingProfile | None = None) -> str:
-    """Check an effort. With a `profile`, the template's own words are allowed too."""
+    """Return an effort after checking it; "none" for every word that means no thinking.
+
+    profile  None: only REASONING_EFFORTS are allowed; otherwise also the template's own words
+    """
     own = profile.efforts if profile else ()
     if not isinstance(value, str) or value not in (*REASONING_EFFORTS, *own):
         words = ", ".join(dict.fromkeys((*REASONING_EFFORTS, *own)))
@@ -281,7 +297,7 @@ def _effort(value: Any, field: str, profile: ThinkingProfile | None = None) -> s
 
 
 def _template_kwargs(options: ThinkingOptions, profile: ThinkingProfile) -> dict[str, Any]:
-    """Return the options in the template's own names and words."""
+    """Return the options as the variables and words that the template reads."""
     kwargs: dict[str, Any] = {}
     if options.thinks is not None:
         kwargs |= dict.fromkeys(profile.switches, options.thinks)
@@ -292,7 +308,10 @@ def _template_kwargs(options: ThinkingOptions, profile: ThinkingProfile) -> dict
 
 
 def _template_effort(options: ThinkingOptions, profile: ThinkingProfile) -> str | None:
-    """Return the template's effort; None: its default. It also serves as a missing switch."""
+    """Return the template's word for the effort; None: the template's default applies.
+
+    If the template has no switch for thinking, its effort turns thinking on and off.
+    """
     off = next((word for word in profile.efforts if word in OFF_WORDS), None)
     if options.thinks is False:
         if off is None and not profile.efforts and not profile.has_switch:
@@ -305,9 +324,10 @@ def _template_effort(options: ThinkingOptions, profile: ThinkingProfile) -> str 
 
 
 def _nearest(effort: str, words: tuple[str, ...]) -> str:
-    """Return the template's word nearest to an effort; of two equally near words, the greater.
+    """Return the word nearest to an effort. If two words are equally near, the greater one wins.
 
-    A template that compares with a single word treats all others alike, so any word will do.
+    The effort is returned unchanged if it is one of the words. It is also returned unchanged if the
+    template distinguishes fewer than two words, because it then accepts any word.
     """
     if len(words) < 2 or effort in words:
         return effort

@@ -1,4 +1,4 @@
-"""Conversation -> prompt, for every route: chat, render and tokenize."""
+"""Renders a conversation to a prompt, for all routes: chat, render and tokenize."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Any
 
 from gateway.prompt.content import template_messages
 from gateway.prompt.template import ParsedTemplate, TemplateLoader, TemplateTraits
-from gateway.prompt.tool_prompt import taught
+from gateway.prompt.tool_prompt import with_tool_prompt
 from gateway.text.tokenizer import Offload, Tokenizer
 from protocol.errors import InvalidRequest
 from protocol.model_card import ModelCard
 
 _END = "\ue000end of the final message\ue000"
-"""Marks the end of the final message. Templates do not change private-use characters."""
+"""A text that marks the end of the final message in the template's output. It contains private-use
+characters, which templates do not change."""
 
 
 NO_TEMPLATE = "this model has no chat template"
@@ -22,29 +23,31 @@ NO_TEMPLATE = "this model has no chat template"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptConversation:
-    """The input of a rendering."""
+    """A conversation, and the options by which it is rendered to a prompt."""
 
-    #: Decoded JSON, unchecked.
+    #: The messages as decoded JSON, unchecked.
     messages: Sequence[Any]
     #: Path of the messages in the request, for errors.
     param: str = "messages"
-    #: Replaces the model's own template.
+    #: The request's own template; None: the model's template is used.
     template: ParsedTemplate | None = None
-    #: If the template does not render tools, describe them in the system message.
+    #: Whether to describe tools in the system message if the template does not render them.
     adds_tool_prompt: bool = False
     tools: Sequence[Any] | None = None
     documents: Sequence[Any] | None = None
-    #: The result of `kwargs.effective_kwargs`.
+    #: The template's other variables: the result of `kwargs.effective_kwargs`.
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+    #: Whether the prompt ends with the start of the assistant's next message.
     add_generation_prompt: bool = True
+    #: Whether the prompt ends with the final message, so that the model continues it.
     continue_final_message: bool = False
 
 
 class ChatRenderer:
-    """The model's template and tokenizer. Immutable.
+    """Renders conversations with the model's templates and tokenizes the prompts. Immutable.
 
-    A model without a usable template can still complete text prompts. `text` and `tokens` then
-    raise InvalidRequest with the reason.
+    A model without a usable template can still complete text prompts. For such a model, `text` and
+    `tokens` raise InvalidRequest with the reason.
     """
 
     def __init__(self, card: ModelCard, tokenizer: Tokenizer, templates: TemplateLoader) -> None:
@@ -57,7 +60,7 @@ class ChatRenderer:
             self._tool_use = self._loaded(card.tool_use_template)
 
     def _loaded(self, source: str | None) -> ParsedTemplate | str:
-        """Return the template, or the reason why there is none."""
+        """Return the template, or the reason why it cannot be used."""
         if source is None:
             return NO_TEMPLATE
         try:
@@ -66,8 +69,10 @@ class ChatRenderer:
             return str(error)
 
     def template_for(self, tools: Sequence[Any] | None) -> ParsedTemplate:
-        """Return the template of conversations with these tools. Raises InvalidRequest if there is
-        none."""
+        """Return the model's template for conversations with or without tools.
+
+        Raises InvalidRequest if the model has no usable template.
+        """
         found = self._tool_use if tools else self._default
         if isinstance(found, str):
             raise InvalidRequest(
@@ -77,7 +82,7 @@ class ChatRenderer:
 
     @property
     def why_unusable(self) -> str | None:
-        """Return the error in the model's template; None if there is none."""
+        """The error in the model's template; None if it has no template or a usable one."""
         for found in (self._default, self._tool_use):
             if isinstance(found, str) and found != NO_TEMPLATE:
                 return found
@@ -85,19 +90,19 @@ class ChatRenderer:
 
     @property
     def omits_tools(self) -> bool:
-        """Whether there is a template that does not render tools."""
+        """Whether the model has a usable template and this template does not render tools."""
         return not isinstance(self._tool_use, str) and not self._tool_use.traits.tools
 
     def text(self, conversation: PromptConversation) -> str:
-        """Return the prompt as text. Raises InvalidRequest."""
+        """Return the prompt as text. Raises InvalidRequest if it cannot be rendered."""
         template = conversation.template or self.template_for(conversation.tools)
         messages = template_messages(conversation.messages, template.traits, conversation.param)
         if conversation.adds_tool_prompt and conversation.tools and not template.traits.tools:
-            messages = _with_tool_prompt(messages, conversation.tools, template)
+            messages = _describe_tools(messages, conversation.tools, template)
         continues = conversation.continue_final_message
         if continues:
             _check_continues(conversation)
-            messages[-1] = _marked(messages[-1])
+            messages[-1] = _with_end_mark(messages[-1])
         text = template.render(
             messages,
             tools=conversation.tools,
@@ -106,24 +111,31 @@ class ChatRenderer:
             kwargs=conversation.kwargs,
             param=conversation.param,
         )
-        return _up_to_mark(text) if continues else text
+        return _up_to_end_mark(text) if continues else text
 
     def tokens(
         self, conversation: PromptConversation, *, offload: Offload | None = None
     ) -> list[int]:
-        """Return the prompt as token ids."""
+        """Return the prompt as token ids. Raises InvalidRequest or ContextTooLong.
+
+        offload  runs the tokenizer in a thread
+        """
         return self.encode(self.text(conversation), offload=offload, param=conversation.param)
 
     def encode(
         self, text: str, *, offload: Offload | None = None, param: str = "messages"
     ) -> list[int]:
-        """Tokenize a prompt. The template writes the special tokens, so none are added."""
+        """Return the token ids of a rendered prompt.
+
+        The template has written the special tokens, so the tokenizer adds none.
+        """
         return self._tokenizer.encode(text, False, offload=offload, param=param)
 
     def compiled(self, source: str) -> ParsedTemplate:
-        """Return a request's own template, with this model's special tokens.
+        """Return the template that a request contains, with this model's special tokens.
 
-        Raises InvalidRequest, and Overloaded if too many others wait.
+        Raises InvalidRequest if it does not compile. Raises Overloaded if too many other templates
+        are waiting to be compiled or rendered.
         """
         try:
             return self._templates.load_foreign(source, self._special_tokens)
@@ -131,16 +143,17 @@ class ChatRenderer:
             raise InvalidRequest(str(error), param="chat_template") from None
 
 
-def _with_tool_prompt(
+def _describe_tools(
     messages: Sequence[Any], tools: Sequence[Any], template: ParsedTemplate
 ) -> list[dict[str, Any]]:
-    """Describe `tools` in the messages, as plain text, and return them in the template's form."""
+    """Return the messages with a description of `tools`, in the form that the template needs."""
     plain = TemplateTraits(strings=True, parts=False)
     texts = template_messages(messages, plain)
-    return template_messages(taught(texts, tools), template.traits)
+    return template_messages(with_tool_prompt(texts, tools), template.traits)
 
 
 def _check_continues(conversation: PromptConversation) -> None:
+    """Raise InvalidRequest if the options contradict each other."""
     if conversation.add_generation_prompt:
         raise InvalidRequest(
             "continue_final_message and add_generation_prompt cannot both be true",
@@ -148,7 +161,8 @@ def _check_continues(conversation: PromptConversation) -> None:
         )
 
 
-def _marked(message: dict[str, Any]) -> dict[str, Any]:
+def _with_end_mark(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message with the end mark after its content."""
     content = message["content"]
     if isinstance(content, list):
         if not content:
@@ -158,7 +172,8 @@ def _marked(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "content": (content or "") + _END}
 
 
-def _up_to_mark(text: str) -> str:
+def _up_to_end_mark(text: str) -> str:
+    """Return the prompt up to the end mark. Raises InvalidRequest if the mark is missing."""
     before, mark, _ = text.rpartition(_END)
     if not mark:
         raise InvalidRequest(

@@ -1,8 +1,9 @@
-"""The thinking options of a chat template, read from its source once.
+"""The thinking options of a chat template, found in its source once.
 
-A template may have a switch (`enable_thinking`, `thinking`), a mode with words of its own
-(`thinking_mode`), and an effort (`reasoning_effort`). Its undeclared variables show which of them
-it reads; its comparisons show which words.
+A template may read three kinds of variables: an on/off switch (`enable_thinking`, `thinking`), a
+mode whose values are words (`thinking_mode`), and an effort (`reasoning_effort`). The template's
+undeclared variables show which of these it reads. The comparisons in its source show which words it
+distinguishes.
 """
 
 from __future__ import annotations
@@ -19,37 +20,39 @@ SWITCHES = ("enable_thinking", "thinking")
 MODE, EFFORT = "thinking_mode", "reasoning_effort"
 ON_WORDS = ("enabled", "on", "thinking", "think", "true", "enable")
 OFF_WORDS = ("disabled", "off", "chat", "none", "no_think", "non-thinking", "false", "disable")
-"""How templates spell the two modes. A template that compares with only one of the two treats any
-other word as the other mode, so the first word works."""
+"""Words by which templates name the two modes. If a template compares with a word of one mode only,
+any other word selects the other mode. In that case the first word of the other mode is used."""
 
 
 class ThinkingProfile(msgspec.Struct, frozen=True, kw_only=True):
-    """The thinking options that a template reads.
+    """The thinking options that a template reads."""
 
-    switches     names of on/off switches
-    mode         (word for on, word for off) of `thinking_mode`; None: it is not read
-    mode_words   all words that the mode is compared with
-    reads_effort whether `reasoning_effort` is read
-    efforts      words that the effort is compared with; empty: any word works
-    """
-
+    #: Names of the on/off switches.
     switches: tuple[str, ...] = ()
+    #: The words for on and for off in `thinking_mode`; None: the template does not read it.
     mode: tuple[str, str] | None = None
+    #: All words that `thinking_mode` is compared with.
     mode_words: tuple[str, ...] = ()
+    #: Whether the template reads `reasoning_effort`.
     reads_effort: bool = False
+    #: The words that `reasoning_effort` is compared with; empty: any word works.
     efforts: tuple[str, ...] = ()
 
     @property
     def has_switch(self) -> bool:
+        """Whether thinking can be turned on and off by a switch or by the mode."""
         return bool(self.switches) or self.mode is not None
 
 
 def thinking_profile(source: str | None) -> ThinkingProfile:
-    """Return a template's profile; an empty one if there is no template or it does not compile."""
+    """Return the thinking options of a template.
+
+    The profile is empty if there is no template (`source` is None) or it does not compile.
+    """
     try:
         tree = ChatEnvironment().parse(source or "")
         mode_words, efforts = _words(tree, MODE), _words(tree, EFFORT)
-        names = meta.find_undeclared_variables(tree)  # last: it rewrites the tree
+        names = meta.find_undeclared_variables(tree)  # called last, because it changes the tree
     except (jinja2.TemplateError, RecursionError):
         return ThinkingProfile()
     both = (_one_of(ON_WORDS, mode_words), _one_of(OFF_WORDS, mode_words))
@@ -63,11 +66,15 @@ def thinking_profile(source: str | None) -> ThinkingProfile:
 
 
 def _one_of(preferred: tuple[str, ...], words: tuple[str, ...]) -> str:
+    """Return the first preferred word that is one of `words`, or else the first preferred word."""
     return next((word for word in preferred if word in words), preferred[0])
 
 
 def _words(tree: nodes.Template, name: str) -> tuple[str, ...]:
-    """Return the strings that a variable, or an alias of it, is compared with, in order."""
+    """Return the strings that the variable `name`, or an alias of it, is compared with.
+
+    They are in the order of their first occurrence.
+    """
     names = _aliases(tree, name)
     found: list[str] = []
     for compare in tree.find_all(nodes.Compare):
@@ -78,6 +85,7 @@ def _words(tree: nodes.Template, name: str) -> tuple[str, ...]:
 
 
 def _aliases(tree: nodes.Template, name: str) -> frozenset[str]:
+    """Return `name` and the names of all variables that the template assigns from it."""
     names = {name}
     for assign in tree.find_all(nodes.Assign):
         if isinstance(assign.target, nodes.Name) and _is_about(assign.node, frozenset(names)):
@@ -86,7 +94,10 @@ def _aliases(tree: nodes.Template, name: str) -> frozenset[str]:
 
 
 def _is_about(node: nodes.Node | None, names: frozenset[str]) -> bool:
-    """Return whether `node` is one of these variables, possibly filtered or with a default."""
+    """Return whether the expression `node` has the value of one of these variables.
+
+    The value may have gone through filters, method calls or a default.
+    """
     match node:
         case nodes.Name(name=name):
             return name in names
@@ -100,6 +111,7 @@ def _is_about(node: nodes.Node | None, names: frozenset[str]) -> bool:
 
 
 def _texts(node: nodes.Node) -> Iterator[str]:
+    """Yield the string constants in an operand: the constant itself, or the items of a list."""
     match node:
         case nodes.Const(value=str(text)):
             yield text

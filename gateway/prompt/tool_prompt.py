@@ -1,7 +1,7 @@
-"""Describes tools in the system message, for models whose chat template does not render them.
+"""Describes tools in the system message, for models whose chat template does not render tools.
 
-The system message lists the tools and explains how to call one. Calls and results in the history
-become text in the same form. The form is that of the tool format `hermes`, with which the model's
+The system message lists the tools and explains how to call one. Earlier calls and their results
+become text in the same syntax. It is the syntax of the tool format `hermes`, by which the model's
 output is parsed.
 """
 
@@ -13,14 +13,14 @@ from typing import Any
 import msgspec
 
 FORMATS = ("hermes", "qwen3_json")
-"""Tool formats that parse the calls described here."""
+"""Tool formats that parse calls in this syntax."""
 
 _BEFORE = """# Tools
 
 You may call one or more functions to help with the user's request. These are their signatures:
 <tools>
 """
-_BEHIND = """
+_AFTER = """
 </tools>
 
 To call one, answer with its name and arguments as JSON between tags:
@@ -29,12 +29,15 @@ To call one, answer with its name and arguments as JSON between tags:
 </tool_call>"""
 
 
-def taught(
+def with_tool_prompt(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Return OpenAI's messages with tools, calls and results as text. The caller checks them."""
+    """Return `messages` with the tools, their calls and their results as text.
+
+    The messages are OpenAI's. The caller has checked them, and their contents are strings.
+    """
     plain = [_plain(message) for message in messages]
-    prompt = _BEFORE + "\n".join(_json(tool) for tool in tools) + _BEHIND
+    prompt = _BEFORE + "\n".join(_json(tool) for tool in tools) + _AFTER
     first = plain[0] if plain else {}
     if first.get("role") in ("system", "developer") and isinstance(first.get("content"), str):
         return [{**first, "content": f"{first['content']}\n\n{prompt}"}, *plain[1:]]
@@ -42,6 +45,7 @@ def taught(
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message whose tool calls or tool result are part of its text."""
     if message.get("role") in ("tool", "function"):
         result = f"<tool_response>\n{message['content']}\n</tool_response>"
         return {"role": "user", "content": result}
@@ -56,6 +60,7 @@ def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _call(call: Mapping[str, Any]) -> str:
+    """Return a tool call as text."""
     function = call["function"]
     arguments = function["arguments"]
     written = arguments if isinstance(arguments, str) else _json(arguments)

@@ -74,7 +74,7 @@ class Footprint:
 
 
 def set_limits(footprint: Footprint, memory_bytes: int) -> None:
-    """Set the limits for files and memory. `memory_bytes` are added to the current address space."""
+    """Set the limits of files and memory: `memory_bytes` more than the current address space."""
     for limit in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE):
         resource.setrlimit(limit, (0, 0))
     if sys.platform == "linux":

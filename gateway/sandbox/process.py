@@ -104,7 +104,7 @@ class SandboxProcess:
         return None if self._child is None else self._child.pid
 
     def start(self) -> None:
-        """Start the process before the first call. This does not wait until the process is ready."""
+        """Start the process before the first call, without waiting until it is ready."""
         if self._child is None:
             self._child = _Child(self._arguments)
 
@@ -150,9 +150,8 @@ class SandboxProcess:
                 if end.is_final or self._is_closed or not tries_left:
                     raise LimitExceeded(str(end)) from None
                 continue
-            except (
-                BaseException
-            ):  # this greenlet was killed, and the next call must not read the reply
+            except BaseException:
+                # This greenlet was killed. The next call must not read the reply to this one.
                 self._replace(child)
                 raise
             if child.has_sent_last:

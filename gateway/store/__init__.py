@@ -1,1 +1,1 @@
-"""Storage that outlives a request: stored responses and resumable streams."""
+"""Data that outlives its request: stored responses and resumable streams."""

@@ -1,15 +1,19 @@
-"""The store's SQLite file. `Store` calls a `Database` in a thread, in order.
+"""The store's SQLite file: stored responses, and the events of runs.
 
-Invariants:
+A run is a generation that continues without its client. `Database` has the blocking operations;
+`Store` runs them in a thread, in order. Invariants:
 
-- A run's events, end and response change in one transaction, so they are complete and in order.
-- A run ends once. If its lease expired and it was ended as dead, later batches of its process are
-  dropped, and that process is informed.
-- A reader never sees a dead run as open: the run is ended first, with a last event.
-- Records that were not used for `max_age_s` are deleted, and the least recently used ones while the
-  file is larger than `max_bytes`. Open runs stay.
+- The events, the end and the response of a run change in one transaction, so readers always see
+  events that are complete and in order.
+- A run ends once. A run whose lease has expired is dead: its process no longer generates it. The
+  process that finds a dead run ends it. If the run's own process stores events after that, they are
+  dropped, and `Database.append` returns the run as lost.
+- A reader never sees a dead run as open, because the run is ended first, with a last event.
+- Records that were not used for `max_age_s` are deleted. If the file is larger than `max_bytes`,
+  the least recently used records are deleted. Open runs are never deleted.
 
-The processes of one host may share the file (SQLite's WAL). It is private to its user.
+The processes of one host may share the file (SQLite's WAL mode). Only the user who runs the server
+can read it.
 """
 
 from __future__ import annotations
@@ -29,16 +33,22 @@ from gateway.store.queries import Interruption, NewRun, RunBatch, RunControl, Ru
 from gateway.threads import result_of
 
 LEASE_S = 10.0
+"""Time after which a run is dead if its process has not renewed its lease."""
 BUSY_MS = 10_000
+"""Longest time that SQLite waits for a lock of another process."""
 JOURNAL_BYTES = 16 << 20
+"""Size to which SQLite truncates its write-ahead log."""
 SWEEP_EVERY_S = 60.0
+"""Interval at which old records are deleted."""
 EVICTED_AT_ONCE = 16
-SPARED = 0.9
-"""Share of `max_bytes` that is in use after an eviction."""
+"""Records that one transaction deletes to make room."""
+SHARE_KEPT = 0.9
+"""Share of `max_bytes` that may still be in use after making room."""
 
 T = TypeVar("T")
 Interrupt = Callable[[str, int, bytes | None], Interruption]
-"""(run, number of its last event, the stored response) -> the end of a dead run."""
+"""Makes the end of a dead run. The arguments are the run's id, the number for its last event, and
+its stored response, if it has one."""
 
 
 class BrokenChain(Exception):
@@ -50,9 +60,9 @@ class BrokenChain(Exception):
 
 
 class Store:
-    """The database for greenlets. Its work runs in order, in one thread, and blocks no greenlet.
+    """Runs the operations of a `Database` in one thread, in order. Other greenlets are not blocked.
 
-    The file is opened on first use, in the process that uses it.
+    The file is opened on first use, after the fork.
     """
 
     def __init__(self, open_database: Callable[[], Database]) -> None:
@@ -63,7 +73,7 @@ class Store:
     def call(self, work: Callable[[Database], T]) -> T:
         """Run `work` in the store's thread and return its result.
 
-        Raise what `work` raises, and sqlite3.Error if the file cannot be used.
+        Raises the exceptions of `work`, and sqlite3.Error if the file cannot be used.
         """
         if self._pool is None:
             self._pool = ThreadPool(1)
@@ -77,16 +87,19 @@ class Store:
             self._pool = None
 
     def _opened(self) -> Database:
+        """Return the database. Open it on the first call."""
         if self._database is None:
             self._database = self._open_database()
         return self._database
 
 
 class Database:
-    """The open file. Methods block, and one thread may call them at a time.
+    """The open file. The methods block, and only one thread at a time may call them.
 
-    interrupt  the kind of a run -> the function that ends it if its process died
-    runner     the unique name of this process
+    interrupt  kind of a run -> the function that makes its end if its process has died
+    runner     unique name of this process; "": a new name
+
+    The arguments `now` are seconds since 1970.
     """
 
     def __init__(
@@ -111,19 +124,21 @@ class Database:
     # ---- responses
 
     def put(self, record: StoredRecord, now: float) -> None:
+        """Store a response, or replace the stored one with the same id."""
         with self._writing():
             self._put(record, now)
         self._sweep(now)
 
     def get(self, response: str, owner: str, now: float) -> StoredRecord | None:
+        """Return a response by its id; None if `owner` has no such response."""
         self._end_dead_runs(now)
         row = self._one(queries.GET_RESPONSE, response, owner)
         return StoredRecord(*row) if row else None
 
     def chain(self, response: str, owner: str, now: float) -> list[StoredRecord]:
-        """Return a response and all its predecessors, oldest first, and mark them as used now.
+        """Return a response and all responses before it in its conversation, oldest first.
 
-        Raises BrokenChain if one of them was deleted.
+        All of them are marked as used now. Raises BrokenChain if one of them was deleted.
         """
         found: list[StoredRecord] = []
         name: str | None = response
@@ -138,7 +153,10 @@ class Database:
         return found[::-1]
 
     def delete(self, response: str, owner: str) -> bool:
-        """Delete a response and its run. The process that owns the run notices and aborts it."""
+        """Delete a response and its run. Return False if `owner` has no such response.
+
+        If another process is generating the run, it notices that the run is gone and aborts it.
+        """
         with self._writing():
             if self._one(queries.GET_RESPONSE, response, owner) is None:
                 return False
@@ -148,6 +166,7 @@ class Database:
     # ---- runs, for the process that generates them
 
     def start_run(self, run: NewRun, record: StoredRecord | None, now: float) -> None:
+        """Store a new run, and its response if it has one."""
         with self._writing():
             if record is not None:
                 self._put(record, now)
@@ -156,9 +175,11 @@ class Database:
         self._sweep(now)
 
     def append(self, batches: Sequence[RunBatch], now: float, window_s: float) -> list[str]:
-        """Store new events. Return the runs that this process no longer owns; theirs are dropped.
+        """Store the new events of several runs, and their ends, in one transaction.
 
-        A run without a response is kept for `window_s` after its end.
+        Return the ids of the runs that this process no longer owns. Their events are dropped.
+
+        window_s  time for which an ended run without a response is kept
         """
         lost = []
         with self._writing():
@@ -177,9 +198,12 @@ class Database:
     def renew_leases(
         self, attended: Iterable[str], wanted_until: float, now: float
     ) -> dict[str, RunControl]:
-        """Renew the leases of this process's open runs, and return their controls.
+        """Renew the leases of this process's open runs.
 
-        Runs in `attended` have a connected client and are marked as wanted.
+        Return the control of each open run. A run that was deleted has none.
+
+        attended      runs with a connected client, which are marked as wanted
+        wanted_until  time until which they are wanted
         """
         with self._writing():
             self._execute(queries.RENEW, self._runner, now + LEASE_S)
@@ -190,17 +214,19 @@ class Database:
     # ---- runs, for their clients
 
     def cancel(self, run: str, owner: str) -> None:
+        """Request that the process that generates the run aborts it."""
         with self._writing():
             self._execute(queries.CANCEL_RUN, run, owner)
 
     def want(self, run: str, until: float) -> None:
+        """Mark a run as wanted until this time, so that it is not aborted before."""
         with self._writing():
             self._execute(queries.WANT_RUN, run, until)
 
     def page(
         self, run: str, owner: str, after: int, now: float, limit: int = 256
     ) -> RunPage | None:
-        """Return the events after event `after`; None if this owner has no such run."""
+        """Return up to `limit` events after number `after`; None if `owner` has no such run."""
         self._end_dead_runs(now)
         row = self._one(queries.GET_RUN, run, owner, now)
         if row is None:
@@ -215,9 +241,10 @@ class Database:
     # ---- internals
 
     def _end_of_dead_run(self, run: str, after: int) -> list[bytes]:
-        """Return the end of a dead run for a client that is ahead of the store.
+        """Return the last event of a dead run, if its number is lower than `after`.
 
-        The client got events that were never stored, so the end has a lower number than `after`.
+        That is possible if the client got events that were never stored before the process died.
+        Without this, such a client would not get the end of the run.
         """
         last = self._one(queries.LAST_EVENT, run)
         return [last[1]] if last is not None and last[0] < after else []
@@ -227,16 +254,20 @@ class Database:
         self._execute(queries.PUT_RESPONSE, *values, record.input, record.body)
 
     def _end(self, run: str, body: bytes | None, now: float, window_s: float) -> None:
-        """End a run. It is deleted with its response, or after `window_s` if it has none."""
+        """End a run.
+
+        A run with a response is kept as long as the response; one without is kept for `window_s`.
+        """
         delete_at = None if body is not None else now + window_s
         self._execute(queries.END_RUN, run, now, delete_at)
         if body is not None:
             self._execute(queries.SET_BODY, run, body)
 
     def _end_dead_runs(self, now: float) -> None:
+        """End all runs whose lease has expired, each with a last event."""
         if self._one(queries.DEAD, now) is None:
             return
-        with self._writing():  # read again: another process may have ended them
+        with self._writing():  # reads again, because another process may have ended them meanwhile
             dead = self._connection.execute(queries.DEAD, (now,)).fetchall()
             for run, kind, wanted_until in dead:
                 (number,) = self._one(queries.NEXT_NUMBER, run) or (0,)
@@ -247,6 +278,7 @@ class Database:
                 self._end(run, end.body, now, window_s)
 
     def _sweep(self, now: float) -> None:
+        """End dead runs, delete old records if it is time, and make room if the file is large."""
         self._end_dead_runs(now)
         if now - self._swept_at >= SWEEP_EVERY_S:
             self._swept_at = now
@@ -257,7 +289,8 @@ class Database:
             self._make_room()
 
     def _make_room(self) -> None:
-        while self._used_bytes() > SPARED * self._max_bytes:
+        """Delete the least recently used records until SHARE_KEPT of `max_bytes` is in use."""
+        while self._used_bytes() > SHARE_KEPT * self._max_bytes:
             with self._writing():
                 rows = self._connection.execute(queries.LEAST_USED, (EVICTED_AT_ONCE,)).fetchall()
                 if not rows:
@@ -265,7 +298,7 @@ class Database:
                 self._remove([name for (name,) in rows])
 
     def _used_bytes(self) -> int:
-        """Return the file's size without free pages."""
+        """Return the size of the file without its free pages."""
         pages, free, size = (
             self._connection.execute(f"PRAGMA {name}").fetchone()[0]
             for name in ("page_count", "freelist_count", "page_size")
@@ -273,12 +306,14 @@ class Database:
         return int((pages - free) * size)
 
     def _remove(self, names: Sequence[str]) -> None:
+        """Delete the responses, runs and events with these ids."""
         rows = [(name,) for name in names]
         for statement in (queries.DELETE_RESPONSE, queries.DELETE_RUN, queries.DELETE_EVENTS):
             self._many(statement, rows)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
+        """Run the `with` block as one transaction that may write."""
         with self._connection:  # commits, or rolls back after an exception
             self._connection.execute("BEGIN IMMEDIATE")
             yield
@@ -290,12 +325,16 @@ class Database:
         self._connection.executemany(statement, rows)
 
     def _one(self, statement: str, *values: Any) -> tuple[Any, ...] | None:
+        """Return the first row of a query, or None."""
         row: tuple[Any, ...] | None = self._connection.execute(statement, values).fetchone()
         return row
 
 
 def _open(path: str) -> sqlite3.Connection:
-    """Return a connection to the file, created if needed. Raise sqlite3.Error."""
+    """Return a connection to the file, which is created if it does not exist.
+
+    Raises sqlite3.Error.
+    """
     try:
         Path(path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
@@ -310,6 +349,7 @@ def _open(path: str) -> sqlite3.Connection:
 
 
 def _prepare(connection: sqlite3.Connection, path: str) -> None:
+    """Set SQLite's options and create the tables. Raises sqlite3.Error."""
     for pragma in (
         f"busy_timeout = {BUSY_MS}",
         "journal_mode = WAL",

@@ -1,12 +1,14 @@
-"""The store's tables, its statements and its rows. No I/O.
+"""The store's tables, statements and rows. This module does no I/O.
 
-    responses   stored responses with their inputs
-    runs        generations that continue without their client, with their owner and process
-    events      the frames of a run so far
+    responses   stored responses and their inputs
+    runs        generations that continue without their client
+    events      the frames of each run so far
 
-A run is open until it has `ended_at`. The process that generates it renews its lease. A run with an
-expired lease is dead, and the process that finds it ends it. Times are seconds since 1970, because
-several processes, and the same server after a restart, read them.
+A run is open until its `ended_at` is set. The process that generates it (`runner`) renews its
+lease. A run whose lease has expired is dead, and the process that finds it ends it. `wanted_until`
+is the time at which an open run is aborted. Clients that read the run extend it.
+
+Times are seconds since 1970, because other processes read them too, and the server after a restart.
 """
 
 from __future__ import annotations
@@ -100,70 +102,66 @@ SELECT id FROM (
 
 
 class StoredRecord(msgspec.Struct, frozen=True):
-    """A stored response.
-
-    owner     a digest of its caller's key
-    previous  id of the previous response of its conversation
-    input     JSON: the items of its own request
-    body      JSON: the response as of its last update
-    """
+    """A stored response."""
 
     id: str
+    #: The caller that stored the response (`Caller.owner`).
     owner: str
     created_at: float
+    #: Id of the response before this one in the conversation; None if this is the first.
     previous: str | None
+    #: JSON: the input items of the request.
     input: bytes
+    #: JSON: the response. While it is generated, this is its last stored state.
     body: bytes
 
 
 class NewRun(msgspec.Struct, frozen=True):
-    """A run that starts.
-
-    kind          selects the function that ends it if it dies
-    wanted_until  it is aborted after this time unless a client extends it; None: never
-    """
+    """A run that starts."""
 
     id: str
     owner: str
+    #: Selects the function that makes the run's end if its process dies.
     kind: str
+    #: The time at which the run is aborted, unless a client extends it; None: never.
     wanted_until: float | None = None
 
 
 class RunBatch(msgspec.Struct, frozen=True):
-    """New frames of a run.
+    """New frames of a run, to be stored."""
 
-    first    number of the first frame
-    is_last  the run has ended
-    body     the current response, if there is one and it has changed
-    """
-
+    #: Id of the run.
     run: str
+    #: Number of the first frame.
     first: int
     frames: list[bytes]
+    #: Whether the run ends with these frames.
     is_last: bool = False
+    #: The current response; None if the run has none or it has not changed.
     body: bytes | None = None
 
 
 class RunControl(msgspec.Struct, frozen=True):
-    """Requests of other processes for an open run: to cancel it, or to keep it going."""
+    """Columns of an open run that other processes may have changed."""
 
+    #: Whether a client has cancelled the run.
     is_cancelled: bool
+    #: The time at which the run is aborted, unless a client extends it; None: never.
     wanted_until: float | None
 
 
 class RunPage(msgspec.Struct, frozen=True):
-    """The next frames of a run. `is_last`: there will be no more."""
+    """The next frames of a run."""
 
     frames: list[bytes]
+    #: Whether the run has ended with these frames.
     is_last: bool
 
 
 class Interruption(msgspec.Struct, frozen=True):
-    """The end of a run whose process died.
+    """The end of a run whose process has died."""
 
-    frame  its last event
-    body   the final response, if there is one
-    """
-
+    #: The last event.
     frame: bytes
+    #: The final response; None if the run has none.
     body: bytes | None = None

@@ -1,3 +1,1 @@
-"""Token ids and text. Pure: no sockets, no HTTP; threads only through a function that is passed
-in.
-"""
+"""Converts text to token ids and back. Pure: no sockets, no HTTP, no threads of its own."""

@@ -1,13 +1,15 @@
-"""The bytes of each token id, from a tokenizer's decoder.
+"""The bytes of each token, computed by a tokenizer's decoder.
 
-A tokenizer's decoder is a small program over a list of token strings. Decoders in use map each
-token to bytes on its own, and at most strip blanks from the start of the whole text. `ByteCodec` is
-such a program, compiled once from its JSON description; it allows incremental decoding by joining
-bytes. For any other decoder the result is None, and the caller must use `tokenizers`.
+The decoder of a tokenizer is a list of steps that convert token strings to text. The decoders in
+use convert each token to bytes independently of the others; in addition, some strip blanks from the
+start of the whole text. `ByteCodec` is such a decoder, made once from its JSON description. It
+allows incremental decoding, because the bytes of successive tokens only have to be joined. For any
+other decoder `codec_of` returns None, and the caller must use the library `tokenizers`.
 
-If a tokenizer spells characters as single bytes (`<0xE2>`), `tokenizers` replaces every byte of a
-run by U+FFFD if the run as a whole is not UTF-8, including its valid characters. A stream cannot
-wait for the end of a run, so here valid characters stay and only invalid bytes become U+FFFD.
+One result differs from that of `tokenizers`. Some vocabularies have tokens for single bytes
+(`<0xE2>`). If a run of such tokens is not UTF-8 as a whole, `tokenizers` replaces every byte of the
+run by U+FFFD, also those of valid characters. A stream cannot wait for the end of a run. So here
+valid characters stay, and only invalid bytes become U+FFFD.
 """
 
 from __future__ import annotations
@@ -18,34 +20,37 @@ from dataclasses import dataclass
 from typing import Any
 
 Piece = str | bytes
-"""A token being decoded: text until a step turns it into bytes."""
+"""A token during decoding: text, until a step converts it to bytes."""
 Step = Callable[[Piece], Piece]
+"""One step of a decoder, applied to one token."""
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 @dataclass(frozen=True, slots=True)
 class ByteCodec:
-    """Decodes each token to bytes on its own.
+    """Decodes each token to bytes, independently of the other tokens."""
 
-    steps        functions applied in turn to every token except the first one of a text
-    first_steps  functions applied in turn to the first token of a text
-    strip        the character to strip from the start of a text, at most `strip_max` times
-    """
-
+    #: Functions applied in turn to every token except the first one of a text.
     steps: tuple[Step, ...]
+    #: Functions applied in turn to the first token of a text.
     first_steps: tuple[Step, ...]
+    #: The character that is stripped from the start of a text; "": none.
     strip: str = ""
+    #: Most characters that are stripped.
     strip_max: int = 0
 
     def token(self, text: str) -> bytes:
+        """Return the bytes of a token that is not the first one of a text."""
         return _run(self.steps, text)
 
     def first_token(self, text: str) -> bytes:
+        """Return the bytes of the first token of a text."""
         return _run(self.first_steps, text)
 
 
 def _run(steps: tuple[Step, ...], text: str) -> bytes:
+    """Return the bytes of a token after all steps."""
     piece: Piece = text
     for step in steps:
         piece = step(piece)
@@ -53,8 +58,9 @@ def _run(steps: tuple[Step, ...], text: str) -> bytes:
 
 
 def codec_of(decoder: Mapping[str, Any] | None) -> ByteCodec | None:
-    """Return the codec for a decoder's JSON, or None if the decoder does not map each token to
-    bytes.
+    """Return the codec for a decoder's JSON description.
+
+    The result is None if the decoder does not convert each token independently of the others.
     """
     steps: list[Step] = []
     first_steps: list[Step] = []
@@ -77,6 +83,7 @@ def codec_of(decoder: Mapping[str, Any] | None) -> ByteCodec | None:
 
 
 def _flattened(decoder: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the steps of a decoder, without nested sequences."""
     if decoder["type"] != "Sequence":
         return [decoder]
     return [inner for outer in decoder["decoders"] for inner in _flattened(outer)]
@@ -85,7 +92,10 @@ def _flattened(decoder: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 def _with_strip(
     steps: Sequence[Step], first_steps: Sequence[Step], rest: Sequence[Mapping[str, Any]]
 ) -> ByteCodec | None:
-    """Add a strip after the tokens are fused. Only one at the start is possible without the end."""
+    """Return the codec, given the steps `rest` that are applied to the whole text.
+
+    Only a strip at the start of the text can be done incrementally. For others the result is None.
+    """
     strip, strip_max = "", 0
     for description in rest:
         if description["type"] == "Fuse":
@@ -97,7 +107,10 @@ def _with_strip(
 
 
 def _step_of(description: Mapping[str, Any]) -> tuple[Step, Step] | None:
-    """Return one per-token decoder as (step for any token, step for the first token)."""
+    """Return (step for every token but the first, step for the first token) of a description.
+
+    The result is None if this kind of step is not supported.
+    """
     match description:
         case {"type": "ByteFallback"}:
             return _byte_fallback, _byte_fallback
@@ -110,8 +123,9 @@ def _step_of(description: Mapping[str, Any]) -> tuple[Step, Step] | None:
 
 
 def _prepends(metaspace: Mapping[str, Any]) -> bool:
-    """Return whether a blank is put before the first word; `add_prefix_space` is the older
-    spelling.
+    """Return whether the tokenizer puts a blank before the first word of a text.
+
+    `add_prefix_space` is an older name of the setting.
     """
     scheme = metaspace.get("prepend_scheme")
     if scheme is None:
@@ -120,6 +134,8 @@ def _prepends(metaspace: Mapping[str, Any]) -> bool:
 
 
 def _replacing(old: str, new: str) -> Step:
+    """Return a step that replaces a string in text tokens."""
+
     def replace(piece: Piece) -> Piece:
         return piece.replace(old, new) if isinstance(piece, str) else piece
 
@@ -127,15 +143,17 @@ def _replacing(old: str, new: str) -> Step:
 
 
 def _byte_fallback(piece: Piece) -> Piece:
+    """Decode a token such as `<0xE2>` to its byte. Leave other tokens unchanged."""
     found = _BYTE_TOKEN.fullmatch(piece) if isinstance(piece, str) else None
     return bytes.fromhex(found[1]) if found else piece
 
 
 def _byte_level_alphabet() -> dict[int, int]:
-    """Return code point -> byte, for `str.translate`.
+    """Return the table code point -> byte of GPT-2's spelling of bytes, for `str.translate`.
 
-    Printable bytes stand for themselves, the other 68 for U+0100 and on. A character outside the
-    alphabet maps beyond latin-1, so encoding fails.
+    A printable byte is spelled as the character with the same code. The other 68 bytes are spelled
+    as U+0100, U+0101 and so on. All other characters below U+0100 are mapped to a code point that
+    latin-1 cannot encode, so encoding them fails.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
@@ -147,7 +165,10 @@ _ALPHABET = _byte_level_alphabet()
 
 
 def _byte_level(piece: Piece) -> Piece:
-    """Decode GPT-2's spelling of bytes as letters. A token with any other letter is plain text."""
+    """Decode GPT-2's spelling of bytes as characters.
+
+    A token with any other character is plain text, which is encoded as UTF-8.
+    """
     if isinstance(piece, bytes):
         return piece
     try:

@@ -1,12 +1,12 @@
-"""Token ids to text, one delta at a time, in linear time.
+"""Converts token ids to text, one delta at a time, in linear time.
 
-However the ids are cut, the joined deltas equal the text of all ids decoded at once, and no delta
-ends inside a character. Bytes that can still become a character wait. Bytes that no longer can, or
-that are left at the end, become U+FFFD. Each choice has one detokenizer; its state is plain data.
+However the ids are cut into deltas, the joined texts equal the text of all ids decoded at once. No
+delta's text ends inside a character: the bytes of an unfinished character wait. Bytes that cannot
+become a character become U+FFFD, as do unfinished ones at the end.
 
-`ByteDetokenizer` joins bytes from a table. `WindowDetokenizer` serves tokenizers without a
-`ByteCodec`: it decodes a short window of ids through `tokenizers` and emits the text that the
-newest ids added.
+Each choice has one detokenizer, whose state is plain data. `ByteDetokenizer` joins bytes from a
+table. `WindowDetokenizer` is for tokenizers without a `ByteCodec`: it decodes the last few ids with
+the library `tokenizers` and returns the text that the newest id has added.
 """
 
 from __future__ import annotations
@@ -22,30 +22,27 @@ from gateway.text.codec import ByteCodec
 Decode = Callable[[Sequence[int]], str]
 
 MAX_WINDOW_TOKENS = 16
-"""A character takes at most four bytes, so fewer tokens. A character unfinished after these
-stays broken.
-"""
+"""A character that is not finished after this many tokens becomes U+FFFD. A character has at most
+four bytes, so finishing one needs fewer tokens."""
 
 
 class ByteState(msgspec.Struct, frozen=True, tag="bytes"):
-    """State of a `ByteDetokenizer`.
+    """The state of a `ByteDetokenizer`."""
 
-    pending     bytes of an unfinished character
-    started     a first token has been read
-    strip_left  blanks that may still be stripped from the start of the text
-    """
-
+    #: Bytes of an unfinished character.
     pending: bytes
+    #: Whether the text has a first token already.
     started: bool
+    #: Most blanks that may still be stripped from the start of the text.
     strip_left: int
 
 
 class WindowState(msgspec.Struct, frozen=True, tag="window"):
-    """State of a `WindowDetokenizer`: `context` tokens whose text is out, then tokens whose text
-    may change.
-    """
+    """The state of a `WindowDetokenizer`."""
 
+    #: The last token ids: first those whose text was returned, then those whose text may change.
     ids: list[int]
+    #: Number of ids whose text was returned.
     context: int
 
 
@@ -53,19 +50,23 @@ DetokenizerState = ByteState | WindowState
 
 
 class Detokenizer(Protocol):
+    """Converts the token ids of one choice to text."""
+
     def push(self, ids: Sequence[int]) -> str:
-        """Return the text that `ids` complete."""
+        """Return the text of the characters that `ids` complete."""
 
     def finish(self) -> str:
-        """Return the remaining bytes as U+FFFD: no more tokens follow."""
+        """Return U+FFFD for the bytes of an unfinished character, because no more tokens follow."""
 
-    def state(self) -> DetokenizerState: ...
+    def state(self) -> DetokenizerState:
+        """Return the state, from which another detokenizer can continue."""
 
 
 class TokenTable(dict[int, bytes]):
-    """Token id -> bytes, computed on first use. Shared by all choices, because it only caches.
+    """A cache: token id -> bytes, computed on first use. All choices share it.
 
-    spelling  returns the token's string in the vocabulary, or None if the id has no text
+    spelling  returns a token's string in the vocabulary; None if the id has no token
+    dropped   ids of tokens that have no text
     """
 
     def __init__(
@@ -77,21 +78,22 @@ class TokenTable(dict[int, bytes]):
         self._dropped = dropped
 
     def spelling(self, token_id: int) -> str | None:
+        """Return the token's string in the vocabulary; None if the token has no text."""
         return None if token_id in self._dropped else self._spelling(token_id)
 
     def __missing__(self, token_id: int) -> bytes:
         text = self.spelling(token_id)
         if text is None:
-            return b""  # not kept: a caller may name any number of ids that do not exist
+            return b""  # not cached, because a caller may ask for any number of unknown ids
         self[token_id] = data = self.codec.token(text)
         return data
 
 
 class ByteDetokenizer:
-    """Joins bytes from a table.
+    """Joins the bytes of tokens, which it reads from a table.
 
-    If `continues`, the ids follow other text, so the rules for the start of a text (a leading blank
-    is stripped) do not apply.
+    continues  the ids follow other text, so the rules for the start of a text do not apply: no
+               leading blanks are stripped
     """
 
     __slots__ = ("_bytes_of", "_pending", "_started", "_strip_left", "_table")
@@ -126,7 +128,10 @@ class ByteDetokenizer:
         return self._stripped(text) if self._strip_left else text
 
     def _start(self, ids: Sequence[int]) -> bytes:
-        """Decode like the fast path, with the rules for the first token that has text."""
+        """Return the bytes of the first `ids` of a text.
+
+        The first token that has text is decoded by its own rules.
+        """
         for i, token_id in enumerate(ids):
             text = self._table.spelling(token_id)
             if text is not None:
@@ -136,6 +141,7 @@ class ByteDetokenizer:
         return b""
 
     def _stripped(self, text: str) -> str:
+        """Return `text`, the next text from the start, without the blanks that must be stripped."""
         start, blank = 0, self._table.codec.strip
         while start < len(text) and self._strip_left and text[start] == blank:
             start += 1
@@ -146,9 +152,10 @@ class ByteDetokenizer:
 
 
 class WindowDetokenizer:
-    """Decodes `context + new` ids and the context alone; the difference is the new text.
+    """Decodes the last ids with and without the new ones. The difference is the new text.
 
-    decode  all ids -> text through `tokenizers`, with special tokens kept or skipped as configured
+    decode  returns the text of all its ids, by the library `tokenizers`, with or without special
+            tokens as configured
     """
 
     __slots__ = ("_context", "_decode", "_ids")
@@ -171,12 +178,13 @@ class WindowDetokenizer:
         return "".join([self._push(token_id) for token_id in ids])
 
     def _push(self, token_id: int) -> str:
+        """Return the text that one more id adds; "" if its last character may be unfinished."""
         self._ids.append(token_id)
         text = self._new_text()
         if not text or (
             text[-1] == "\ufffd" and len(self._ids) - self._context < MAX_WINDOW_TOKENS
         ):
-            if not text:  # a dropped token: it must not become the context
+            if not text:  # a token without text must not become the context
                 self._ids.pop()
             return ""
         self._forget()
@@ -188,13 +196,14 @@ class WindowDetokenizer:
         return text
 
     def _new_text(self) -> str:
-        """Return the text of the new ids. One token of context suffices for all blank rules in
-        use.
+        """Return the text of the new ids, as it is after the context.
+
+        A context of one token is enough for the rules about blanks that tokenizers in use have.
         """
         before = self._decode(self._ids[: self._context])
         return self._decode(self._ids)[len(before) :]
 
     def _forget(self) -> None:
-        """Keep only the context: all text so far is out."""
+        """Replace the context by the new ids, whose text has been returned."""
         self._ids = self._ids[self._context :]
         self._context = len(self._ids)

@@ -1,6 +1,7 @@
-"""Token log-probabilities from the engine, in the shapes of OpenAI's APIs.
+"""Converts the engine's log-probabilities of tokens to the shapes of OpenAI's and vLLM's APIs.
 
-JSON has no infinity: an impossible token (-inf) or an unknown value (NaN) is shown as -9999.
+JSON has no infinity. So the logprob of an impossible token (-inf) and an unknown logprob (NaN)
+become -9999.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ IMPOSSIBLE = -9999.0
 
 
 class TopLogprob(msgspec.Struct, frozen=True):
-    """One likely token. `bytes` are exact even if `token` cannot be."""
+    """One likely token. If a token is part of a character, only `bytes` are exact."""
 
     token: str
     logprob: float
@@ -27,15 +28,13 @@ class TopLogprob(msgspec.Struct, frozen=True):
 
 
 class ChatLogprob(TopLogprob, frozen=True):
-    """The chosen token, and the most likely ones, best first."""
+    """The chosen token, and the most likely tokens, best first."""
 
     top_logprobs: list[TopLogprob] = []
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):
-    """Parallel lists, one item per token; null for a prompt's first token, which nothing
-    predicts.
-    """
+    """Parallel lists with one item per token. A prompt's first token has no logprobs (null)."""
 
     text_offset: list[int]
     token_logprobs: list[float | None]
@@ -50,16 +49,19 @@ def chat_logprobs(
     num_top: int,
     asked_ids: Sequence[int] = (),
 ) -> list[ChatLogprob]:
-    """Return one item per token. `num_top` may be less than the engine sent.
+    """Return the logprobs of generated tokens, one item per token.
 
-    The tokens `asked_ids` of the request follow the most likely ones.
+    entries    the engine's logprobs of each token
+    num_top    number of most likely tokens; the engine may have sent more
+    asked_ids  the request's `logprob_token_ids`; these tokens follow the most likely ones
     """
     return [_chat_logprob(tokenizer, entry, num_top, asked_ids) for entry in entries]
 
 
 def likely(entry: TokenLogprobs, num_top: int, asked_ids: Sequence[int]) -> list[tuple[int, float]]:
-    """Return (id, logprob) of the most likely tokens, best first, then of the requested ones not
-    among them.
+    """Return (id, logprob) of the `num_top` most likely tokens, best first.
+
+    The tokens `asked_ids` follow, except those that are among the most likely ones.
     """
     top = dict(zip(entry.top_ids[:num_top], entry.top_logprobs, strict=False))
     if not asked_ids:
@@ -79,14 +81,16 @@ def _chat_logprob(
 
 def _top(tokenizer: Tokenizer, token_id: int, logprob: float) -> TopLogprob:
     data = tokenizer.token_bytes(token_id)
-    return TopLogprob(data.decode("utf-8", "replace"), shown(logprob), list(data))
+    return TopLogprob(data.decode("utf-8", "replace"), json_logprob(logprob), list(data))
 
 
 class TextOffsets:
-    """The offset of each token in the answer's text, in characters, however the tokens are cut.
+    """Computes the offset of each token in the answer's text, in characters.
 
-    A token that only completes a character has that character's offset. `detokenizer` must be a
-    fresh one with the answer's own options.
+    A token that only completes a character has the offset of that character.
+
+    detokenizer  a new detokenizer with the options of the answer's own one
+    start        offset of the first token
     """
 
     def __init__(self, detokenizer: Detokenizer, start: int = 0) -> None:
@@ -98,7 +102,7 @@ class TextOffsets:
         return self._detokenizer.state(), self._offset
 
     def next(self, token_id: int) -> int:
-        """Return the offset of `token_id`, the next token."""
+        """Return the offset of the next token, whose id is `token_id`."""
         offset = self._offset
         self._offset += len(self._detokenizer.push([token_id]))
         return offset
@@ -113,13 +117,17 @@ def completion_logprobs(
     num_top: int,
     asked_ids: Sequence[int] = (),
 ) -> CompletionLogprobs:
-    """Return OpenAI's lists. `entries[i]` belongs to `token_ids[i]`; None if nothing predicts
-    it.
+    """Return the logprobs of `token_ids` in the shape of the completions API.
+
+    entries    the engine's logprobs of each token; None for a prompt's first token
+    offsets    computes the offsets of the tokens
+    num_top    number of most likely tokens; the engine may have sent more
+    asked_ids  the request's `logprob_token_ids`
     """
     return CompletionLogprobs(
         text_offset=[offsets.next(token_id) for token_id in token_ids],
-        token_logprobs=[shown(entry.logprob) if entry else None for entry in entries],
-        tokens=[_spelled(tokenizer, token_id) for token_id in token_ids],
+        token_logprobs=[json_logprob(entry.logprob) if entry else None for entry in entries],
+        tokens=[_token_key(tokenizer, token_id) for token_id in token_ids],
         top_logprobs=[
             _tops(tokenizer, entry, num_top, asked_ids) if entry else None for entry in entries
         ],
@@ -129,16 +137,16 @@ def completion_logprobs(
 def _tops(
     tokenizer: Tokenizer, entry: TokenLogprobs, num_top: int, asked_ids: Sequence[int]
 ) -> dict[str, float]:
-    """Return the most likely tokens, the requested ones and the chosen one."""
+    """Return the logprobs of the most likely tokens, the requested ones and the chosen one."""
     pairs = likely(entry, num_top, asked_ids)
     pairs.append((entry.token_id, entry.logprob))
-    return {_spelled(tokenizer, token_id): shown(logprob) for token_id, logprob in pairs}
+    return {_token_key(tokenizer, token_id): json_logprob(logprob) for token_id, logprob in pairs}
 
 
-def _spelled(tokenizer: Tokenizer, token_id: int) -> str:
-    """Return a token as a key: its text, or its bytes if it holds only part of a character.
+def _token_key(tokenizer: Tokenizer, token_id: int) -> str:
+    """Return a token's key in a JSON object: its text, or its bytes if these are not valid UTF-8.
 
-    Different parts must have different keys.
+    So two tokens with different parts of a character have different keys.
     """
     data = tokenizer.token_bytes(token_id)
     try:
@@ -147,30 +155,36 @@ def _spelled(tokenizer: Tokenizer, token_id: int) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def prompt_chances(
+def prompt_token_logprobs(
     tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], num_top: int
 ) -> list[Any]:
-    """Return the likely tokens by id for each prompt token; null for the first, which nothing
-    predicts.
+    """Return the logprobs of a prompt in vLLM's shape: an object by token id for each token.
 
-    `num_top` may be less than the engine sent.
+    The first item is null, because the first token has no logprobs.
+
+    entries  the engine's logprobs of each token but the first
+    num_top  number of most likely tokens; the engine may have sent more
     """
-    return [None, *(_chances(tokenizer, entry, num_top) for entry in entries)]
+    return [None, *(_by_token_id(tokenizer, entry, num_top) for entry in entries)]
 
 
-def _chances(tokenizer: Tokenizer, entry: TokenLogprobs, num_top: int) -> dict[int, dict[str, Any]]:
+def _by_token_id(
+    tokenizer: Tokenizer, entry: TokenLogprobs, num_top: int
+) -> dict[int, dict[str, Any]]:
+    """Return the logprob, rank and text of the most likely tokens and of the prompt's own one."""
     tops = zip(entry.top_ids[:num_top], entry.top_logprobs, strict=False)
-    told = {i: (logprob, rank) for rank, (i, logprob) in enumerate(tops, start=1)}
-    told[entry.token_id] = (entry.logprob, entry.rank)
+    ranked = {i: (logprob, rank) for rank, (i, logprob) in enumerate(tops, start=1)}
+    ranked[entry.token_id] = (entry.logprob, entry.rank)
     return {
         token_id: {
-            "logprob": shown(logprob),
+            "logprob": json_logprob(logprob),
             "rank": rank,
             "decoded_token": tokenizer.token_text(token_id),
         }
-        for token_id, (logprob, rank) in told.items()
+        for token_id, (logprob, rank) in ranked.items()
     }
 
 
-def shown(logprob: float) -> float:
+def json_logprob(logprob: float) -> float:
+    """Return a logprob as JSON can express it: -9999 for infinity and NaN."""
     return logprob if math.isfinite(logprob) else IMPOSSIBLE

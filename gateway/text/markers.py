@@ -1,15 +1,18 @@
-"""Finds markers in a stream of deltas of any length. All held-back text is held here.
+"""Finds markers in a text that arrives in deltas of any length.
 
-The markers found depend on the whole text only, however it is cut: they are those of the regular
-expression `marker|marker|...` read from the left. So the earliest start wins, and of several
-markers at one start the first in the list. Text is released as soon as it can no longer be part of
-a marker, and never more than the longest marker is held.
+The result does not depend on how the text is cut. The markers found are those that the regular
+expression `marker|marker|...` matches from left to right: the marker that starts first wins, and of
+several markers that start at the same place, the first one in the list. Text that may be part of a
+marker is held back. It is released as soon as that is impossible. At most as many characters as the
+longest marker has are held.
 
-The search is the automaton of Aho and Corasick over characters, so its time is linear in the text.
-A marker that is found while an earlier, longer one could still complete has to wait for it. The few
-characters read in the meantime are then read again, at most the longest marker's length each time.
+The search uses the automaton of Aho and Corasick over characters, so its time is linear in the
+length of the text. If a marker is found while another one that started earlier may still complete,
+the found one has to wait. The characters after it are then read a second time. These are at most as
+many as the longest marker has.
 
-Text may be read as `part`: characters that count inside a marker only, and are dropped elsewhere.
+Text may be pushed as `part`: its characters can complete a marker, but outside a marker they are
+dropped.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 NONE = -1
+"""Stands for no marker and for no position."""
 
 
 class MarkerText(msgspec.Struct, frozen=True, gc=False):
@@ -30,31 +34,30 @@ class MarkerText(msgspec.Struct, frozen=True, gc=False):
 
 
 class Marker(msgspec.Struct, frozen=True, gc=False):
-    """A complete marker."""
+    """A complete marker that was found."""
 
     text: str
 
 
 class ScannerState(msgspec.Struct, frozen=True, omit_defaults=True):
-    """State of a `Scanner`.
+    """The state of a `Scanner`."""
 
-    held   text that has been read but not released
-    parts  (start, end) in `held` of text that counts inside a marker only
-    """
-
+    #: Text that has been read but not released.
     held: str
+    #: (start, end) of each piece of `held` that is dropped unless it is inside a marker.
     parts: list[tuple[int, int]] = []
 
 
 class MarkerSet:
-    """The automaton: compiled once, never changed, shared by any number of scanners.
+    """The automaton of a set of markers. It is immutable and shared by any number of scanners.
 
-    Nodes are numbered; node 0 is the empty prefix.
+    Each node stands for a prefix of a marker. Nodes are numbered; node 0 is the empty prefix. Each
+    of these lists has one item per node n:
 
-    children[n]  character -> node of the prefix that is one character longer
-    fail[n]      node of the longest proper suffix of n that is also a prefix
-    depth[n]     length of the prefix
-    found[n]     index in `markers` of the longest marker that ends here, or NONE
+    children  character -> node of the prefix that is one character longer
+    fail      node of the longest proper suffix of n's prefix that is itself a prefix of a marker
+    depth     length of n's prefix
+    found     index in `markers` of the longest marker that is a suffix of n's prefix, or NONE
     """
 
     def __init__(self, markers: Sequence[str]) -> None:
@@ -71,10 +74,9 @@ class MarkerSet:
         self.opening = re.compile("[" + "".join(re.escape(c) for c in self.children[0]) + "]")
 
     def _insert(self, marker: str, index: int) -> None:
-        """Add a marker. One that starts with an earlier marker of the list can never win and is
-        left out.
+        """Add a marker, unless it begins with an earlier marker of the list.
 
-        So on every path a deeper marker beats a shallower one.
+        Such a marker can never win. Without them, the longer of two markers on a path always wins.
         """
         node = 0
         for char in marker:
@@ -90,7 +92,7 @@ class MarkerSet:
             self.found[node] = index
 
     def _link(self) -> None:
-        """Compute `fail` breadth first, so that shorter prefixes are linked before longer ones."""
+        """Compute `fail` breadth first, because it needs the values of all shorter prefixes."""
         queue = deque(self.children[0].values())
         while queue:
             node = queue.popleft()
@@ -105,40 +107,42 @@ class MarkerSet:
 
 
 class Scanner:
-    """One stream's position in a MarkerSet. `held` text has been read but not released."""
+    """Finds the markers of a MarkerSet in one text that arrives in deltas."""
 
     __slots__ = ("_best", "_held", "_node", "_parts", "_set", "_start")
 
     def __init__(self, markers: MarkerSet, state: ScannerState | None = None) -> None:
         self._set = markers
-        self._parts: list[tuple[int, int]] = []  # in `held`: text in a marker alone
+        self._parts: list[tuple[int, int]] = []  # as in ScannerState
         self._reset("")
-        if state is not None:  # the automaton's position is a function of the held text
+        if state is not None:  # reading the held text again restores the automaton's position
             self.next(state.held)
             self._parts = list(state.parts)
 
     def _reset(self, held: str) -> None:
+        """Forget everything but `held`, which is not read yet."""
         self._held = held
         self._parts = []
         self._node = 0
-        self._best = NONE  # a complete marker that waits for an earlier or better one
-        self._start = 0  # where it starts, in `held`
+        self._best = NONE  # a complete marker, unless an earlier or longer one completes
+        self._start = 0  # where `_best` starts in `_held`
 
     def state(self) -> ScannerState:
         return ScannerState(self._held, list(self._parts))
 
     def lets_through(self, delta: str) -> bool:
-        """Return whether nothing is held and no marker starts in `delta`, so it can be released
-        unread.
+        """Return whether `delta` can be released without reading it.
+
+        It can if nothing is held and no character in it starts a marker.
         """
         return not self._held and self._set.opening.search(delta) is None
 
     def push(self, delta: str) -> list[MarkerText | Marker]:
-        """Return all text and markers that `delta` makes certain."""
+        """Return the text and the markers that are certain after `delta`."""
         return list(self._pieces(delta, final=False))
 
     def finish(self) -> list[MarkerText | Marker]:
-        """Return the held text: no more text follows."""
+        """Return the held text and the markers in it, because no more text follows."""
         return list(self._pieces("", final=True))
 
     def _pieces(self, delta: str, *, final: bool) -> Iterator[MarkerText | Marker]:
@@ -154,16 +158,20 @@ class Scanner:
     def next(
         self, delta: str, *, final: bool = False, part: bool = False
     ) -> tuple[str, str | None, str]:
-        """Read up to the first marker. Return (released text, marker or None, unread text).
+        """Read `delta` up to the first marker. Return (released text, marker or None, unread text).
 
-        After a marker nothing is held, and the caller decides about the unread text.
+        After a marker nothing is held. The caller may pass the unread text to this method again.
+
+        final  no more text follows, so nothing is held back
+        part   the characters of `delta` are dropped unless they are inside a marker
         """
         text = self._held + delta
         if part:
             self._parts.append((len(self._held), len(text)))
         end = self._read(text, len(self._held))
         if end == NONE and not final:
-            # An uncertain best marker begins no earlier than what is alive, so it is kept too.
+            # The longest prefix of a marker at the end of `text` is held. A marker that waits in
+            # `_best` does not start before that prefix, so it is held too.
             at = len(text) - self._set.depth[self._node]
             self._held = text[at:]
             self._start -= at
@@ -178,8 +186,9 @@ class Scanner:
         return released, marker, text[start + len(marker) :]
 
     def _release(self, text: str, end: int) -> str:
-        """Return `text` up to `end` without the parts that count in a marker only. The rest
-        stays held.
+        """Return `text` up to `end` without its parts, because that text is outside all markers.
+
+        The parts after `end` are kept for the held text.
         """
         if not self._parts:
             return text[:end]
@@ -192,8 +201,9 @@ class Scanner:
         return "".join(kept)
 
     def _read(self, text: str, position: int) -> int:
-        """Walk the automaton from `position`. Return where the best marker became certain, or
-        NONE.
+        """Read `text` from `position`. Return the position at which the best marker is certain.
+
+        Return NONE if no marker is certain at the end of the text.
         """
         automaton = self._set
         children, fail, depth, found = (
@@ -226,8 +236,13 @@ class Scanner:
         return NONE
 
     def _is_certain(self, node: int, live_start: int) -> bool:
-        """Return whether no better marker can still complete: all others in progress start
-        later, or the one at the same start is complete and cannot grow into a better one.
+        """Return whether no better marker than the best one can still complete.
+
+        live_start  where the longest prefix of a marker that ends here starts; a marker that is not
+                    complete yet cannot start before it
+
+        The best marker is certain if that start is later than its own. It is also certain if both
+        start at the same place and the prefix cannot become a longer marker.
         """
         if live_start > self._start:
             return True
@@ -237,6 +252,6 @@ class Scanner:
 def match_end(pattern: re.Pattern[str], text: str, position: int = 0) -> int:
     """Return the end of the match of `pattern` at `position`.
 
-    The pattern must match everywhere, if only the empty string.
+    The pattern must match at every position, perhaps an empty string.
     """
-    return pattern.match(text, position).end()  # type: ignore[union-attr]  # see above
+    return pattern.match(text, position).end()  # type: ignore[union-attr]  # it always matches

@@ -1,8 +1,8 @@
 """Stop strings: the text ends where one of them starts.
 
-If there are several, the one that starts first ends the text; of several that start at one place,
-the first in the list that completes. This depends on the text only, however it was cut into deltas.
-Text that could still become a stop string is held back by `text.markers`.
+If the text contains several stop strings, the one that starts first ends it. If several start at
+the same place, the first one in the list wins. The result does not depend on how the text is cut
+into deltas. Text that may still become a stop string is held back by `text.markers`.
 """
 
 from __future__ import annotations
@@ -17,15 +17,18 @@ MAX_STOP_STRINGS = 16
 
 
 class StopState(msgspec.Struct, frozen=True):
+    """The state of a `StopMatcher`."""
+
     scanner: ScannerState
+    #: The stop string that ended the text; None if the text has not ended.
     matched: str | None = None
 
 
 class StopMatcher:
-    """The stop string search of one choice. After `matched` is set, no text is released.
+    """Searches for stop strings in the text of one choice.
 
-    stops        compiled once per request, shared by its choices
-    include      the stop string itself is part of the text
+    stops    the stop strings, compiled once for all choices of a request
+    include  the released text contains the stop string itself
     """
 
     __slots__ = ("_include", "_scanner", "matched")
@@ -35,17 +38,18 @@ class StopMatcher:
     ) -> None:
         self._include = include
         self._scanner = Scanner(stops, state.scanner if state else None)
+        #: The stop string that ended the text; None if the text has not ended.
         self.matched: str | None = state.matched if state else None
 
     def state(self) -> StopState:
         return StopState(self._scanner.state(), self.matched)
 
     def push(self, delta: str) -> str:
-        """Return the text that certainly comes before any stop string."""
+        """Return the text that is certainly before any stop string; "" after a match."""
         return self._read(delta, final=False)
 
     def finish(self) -> str:
-        """Return the held text. It may match: `matched` is set then."""
+        """Return the held text, because no more text follows. This may set `matched`."""
         return self._read("", final=True)
 
     def _read(self, delta: str, *, final: bool) -> str:
@@ -56,7 +60,8 @@ class StopMatcher:
 
 
 def compile_stops(stops: Sequence[str]) -> MarkerSet | None:
-    """Return the compiled stop strings, or None if there are none. The caller has checked count
-    and lengths.
+    """Return the compiled stop strings; None if there are none.
+
+    The caller has checked the number and the lengths of the strings.
     """
     return MarkerSet(stops) if stops else None

@@ -1,8 +1,9 @@
-"""The model's tokenizer: made once from the model card, then constant and shared by all greenlets.
+"""The model's tokenizer. It is made once from the model card and shared by all greenlets.
 
-Truncation and padding are never set: a shared tokenizer that is changed in use silently returns
-wrong ids. Encoding a long text is slow, so it goes through `offload` to run in a thread:
-`encode_batch_fast` releases the GIL and `encode` does not.
+The tokenizer is immutable. In particular truncation and padding are never set, because changing a
+shared tokenizer while it is used silently yields wrong ids. Encoding a long text is slow, so the
+caller may have it run in a thread (`offload`). There `encode_batch_fast` is used, which releases
+the GIL, unlike `encode`.
 """
 
 from __future__ import annotations
@@ -30,23 +31,21 @@ Offload = Callable[[Callable[[], list[int]]], list[int]]
 """Runs a function elsewhere, such as in a thread pool, and returns its result."""
 
 INLINE_BYTES = 8_000
-"""Below this, encoding takes under 2 ms and a thread costs more than it saves."""
+"""Texts with fewer bytes are not encoded in a thread. Encoding them takes less than 2 ms."""
 BYTES_PER_TOKEN = 32
-"""A text with more bytes than this per token of the context is refused unread. Ordinary text has
-four, and encoding a megabyte of the worst input takes over half a second.
-"""
+"""Most bytes of a text for each token of the model's context. Ordinary text has about four bytes
+per token. Longer texts are refused before they are encoded, because encoding a megabyte of the
+worst input takes more than half a second."""
 
 
 class Tokenizer:
-    """The model's tokenizer, and all facts about its ids that need no text.
+    """The model's tokenizer, and facts about its tokens.
 
-    card            its field `tokenizer` holds tokenizer.json
-    max_text_bytes  longest text that is encoded; None: BYTES_PER_TOKEN per token of the context
-    added_tokens    id -> text of the tokens outside the vocabulary proper, which are matched in a
-                    text before anything else
-    special_ids     the added tokens that `skip_special_tokens` leaves out of the text
+    card            the model card, which contains tokenizer.json
+    max_text_bytes  longest text that is encoded; None: BYTES_PER_TOKEN for each token of the
+                    context
 
-    Raises ValueError if the card's bytes are not a tokenizer.
+    The constructor raises ValueError if the card has no valid tokenizer.json.
     """
 
     def __init__(self, card: ModelCard, *, max_text_bytes: int | None = None) -> None:
@@ -55,14 +54,18 @@ class Tokenizer:
         self.eos_token_ids = frozenset(card.eos_token_ids)
         self.max_text_bytes = max_text_bytes or BYTES_PER_TOKEN * card.context_tokens
         added = self._inner.get_added_tokens_decoder()
+        #: Id -> text of each added token. Added tokens are not part of the vocabulary proper. They
+        #: are found in a text before the rest of it is tokenized.
         self.added_tokens = {i: token.content for i, token in added.items()}
+        #: Ids of the added tokens that have no text if `skip_special_tokens` is set.
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        #: The decoder, if it converts each token to bytes independently; otherwise None.
         self.codec = _codec_of(self._inner)
         self._tables = self._make_tables(self.codec) if self.codec else None
         self._vocab_size = card.vocab_size
 
     def _make_tables(self, codec: ByteCodec) -> dict[bool, TokenTable]:
-        """Return skip_special_tokens -> table."""
+        """Return the table for each value of `skip_special_tokens`."""
         spelling = self._inner.id_to_token
         return {
             False: TokenTable(codec, spelling, frozenset()),
@@ -77,8 +80,13 @@ class Tokenizer:
         offload: Offload | None = None,
         param: str = "prompt",
     ) -> list[int]:
-        """Return the token ids of a text. Raise ContextTooLong or InvalidRequest, naming
-        `param`.
+        """Return the token ids of a text.
+
+        offload  runs the encoding of a long text in a thread; None: encode in this thread
+        param    the request's field, for errors
+
+        Raises ContextTooLong if the text is too long. Raises InvalidRequest if the tokenizer cannot
+        encode it, or if the model does not have one of the tokens.
         """
         num_bytes = _num_bytes(text, param)
         if num_bytes > self.max_text_bytes:
@@ -103,7 +111,7 @@ class Tokenizer:
         return ids
 
     def _check_ids(self, ids: list[int], param: str) -> None:
-        """Raise InvalidRequest for a token that the tokenizer has and the model does not."""
+        """Raise InvalidRequest if the tokenizer returned an id that the model does not have."""
         worst = max(ids, default=0)
         if worst >= self._vocab_size:
             raise InvalidRequest(
@@ -117,10 +125,9 @@ class Tokenizer:
         return encoded[0].ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of all ids at once, through `tokenizers`: the slow reference of
-        `detokenizer`.
+        """Return the text of all ids at once, decoded by the library `tokenizers`.
 
-        Unknown ids have no text.
+        This is the slow reference for `detokenizer`. Unknown ids have no text.
         """
         return self._inner.decode(ids, skip_special_tokens=skip_special_tokens)
 
@@ -131,9 +138,10 @@ class Tokenizer:
         continues: bool = False,
         state: DetokenizerState | None = None,
     ) -> Detokenizer:
-        """Return a detokenizer for one choice: a fresh one, or one that continues from `state`.
+        """Return a detokenizer for one choice.
 
-        If `continues`, the ids follow other text, so the blank before a first word is kept.
+        continues  the ids follow other text, so the blank before a first word is kept
+        state      the state of another detokenizer, from which this one continues; None: a new one
         """
         if self._tables is not None:
             table = self._tables[skip_special_tokens]
@@ -149,11 +157,14 @@ class Tokenizer:
         return WindowDetokenizer(decode)
 
     def token_piece(self, token_id: int) -> str:
-        """Return the vocabulary's own spelling of a token ("Ġworld"); "" for an unknown id."""
+        """Return a token's string in the vocabulary, such as "Ġworld"; "" for an unknown id."""
         return self._inner.id_to_token(token_id) or ""
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that this token adds inside a text; an unknown id adds none."""
+        """Return the bytes that a token adds to a text; an unknown id adds none.
+
+        At the start of a text, the first token may have other bytes.
+        """
         if self._tables is not None:
             return self._tables[False][token_id]
         return self._inner.decode([token_id], skip_special_tokens=False).encode()
@@ -163,30 +174,34 @@ class Tokenizer:
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
     def token_id(self, token: str) -> int | None:
-        """Return the id of a token by its spelling in the vocabulary. Parsers call it once, when
-        made.
-        """
+        """Return the id of the token with this string in the vocabulary; None if there is none."""
         return self._inner.token_to_id(token)
 
 
 def _load(data: bytes) -> tokenizers.Tokenizer:
+    """Return the tokenizer in a tokenizer.json, without truncation and padding.
+
+    Many files have settings for both from the training of the model. Raises ValueError.
+    """
     try:
         inner = tokenizers.Tokenizer.from_buffer(data)
     except Exception as error:  # `tokenizers` raises bare Exceptions
         raise ValueError(f"the model's tokenizer cannot be read: {error}") from error
-    # Many a tokenizer.json says how its model was trained; this is before anyone shares it.
     inner.no_truncation()
     inner.no_padding()
     return inner
 
 
 def _is_failure(error: BaseException) -> bool:
-    """Return whether `tokenizers` has failed: it raises bare Exceptions, and panics, which are not
-    Exceptions."""
+    """Return whether an exception is a failure of the library `tokenizers`.
+
+    The library raises bare Exceptions. It also raises panics, which are not derived from Exception.
+    """
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def _codec_of(inner: tokenizers.Tokenizer) -> ByteCodec | None:
+    """Return the tokenizer's decoder as a codec; None if that is not possible."""
     if inner.decoder is None:
         return None
     state = cast(Any, inner.decoder).__getstate__()
@@ -194,6 +209,7 @@ def _codec_of(inner: tokenizers.Tokenizer) -> ByteCodec | None:
 
 
 def _num_bytes(text: str, param: str) -> int:
+    """Return the length of a text in UTF-8. Raises InvalidRequest for half a surrogate pair."""
     if text.isascii():
         return len(text)
     try:

@@ -1,11 +1,14 @@
-"""A trial of a tokenizer, with ordinary texts and with texts on which a bad one fails or is slow.
+"""A trial of a model's tokenizer before it is used.
 
-It runs in a process with limits of time and memory, because a tokenizer.json is not trusted yet.
+The trial encodes and decodes an ordinary text, and texts on which a badly written tokenizer fails
+or is slow. It runs in a process with limits of time and memory, because the tokenizer.json is not
+trusted yet.
 
-`tokenizers` runs what a tokenizer.json describes. A normalizer that replaces "a" with a megabyte,
-or thirty that each double it, would fill the memory when a short text is encoded. A decoder of that
-kind would do so when an answer is decoded. So before the trial the description alone gives a bound
-on how far a text can expand. No tokenizer in use comes near MAX_GROWTH.
+The library `tokenizers` does whatever a tokenizer.json describes. A normalizer that replaces "a"
+with a megabyte, or thirty normalizers that each double the text, would fill the memory when a short
+text is encoded. A decoder of that kind would fill it when an answer is decoded. So before the trial
+a bound on the growth of a text is computed from the description alone. The growth of tokenizers in
+use is far below MAX_GROWTH.
 """
 
 from __future__ import annotations
@@ -21,19 +24,21 @@ from typing import Any
 import tokenizers
 
 SIZES = (500, 1_000, 4_000)
-"""In characters. Cubic growth is found at a small size, before a text takes minutes."""
+"""Lengths of the trial texts in characters, in increasing order. If the time grows with the cube of
+the length, a short text shows it before a long one takes minutes."""
 MAX_CPU_S = 0.5
 """CPU time limit to encode and decode a text. The slowest tokenizer in use takes a few ms."""
 _CHARS = "".join(map(chr, range(32, 127)))
 USUAL = "Hello, world! It's 12:30.\n\n\tdef f(x): return x  # \u00e9\u8a9e\U0001f44d"
 RUNS = ("a", "A", " ", "\n", "0", ".", "\u8a9e", _CHARS, "ab", "a ", " \n", "1.", "'s")
-"""Long runs and alternations make a badly written pattern slow, above all if another character
-follows them."""
+"""Strings that are repeated to make trial texts. Long repetitions make a badly written pattern
+slow, above all if another character follows them."""
 ENDS = ("", "!", "x")
+"""Characters after the repetitions."""
 
 
 def run_trial(text: str) -> None:
-    """Try the tokenizer.json in `text`. Raise ValueError with the reason if it is unusable."""
+    """Try the tokenizer.json in `text`. Raises ValueError with the reason if it cannot be used."""
     described = json.loads(text)
     if not isinstance(described, dict):
         raise ValueError("tokenizer.json must be a JSON object")
@@ -47,11 +52,12 @@ def run_trial(text: str) -> None:
             inner.decode(inner.encode(probe).ids)
             if time.process_time() - started_at > MAX_CPU_S:
                 raise ValueError(f"it takes too long for texts like {probe[:8]!r}")
-    except BaseException as error:  # a panic of Rust's is no Exception
+    except BaseException as error:  # a panic in Rust is not derived from Exception
         raise ValueError(str(error)) from None
 
 
 def _probes() -> Iterator[str]:
+    """Yield the trial texts, short ones first."""
     yield USUAL
     for size in SIZES:
         for run, end in product(RUNS, ENDS):
@@ -61,21 +67,21 @@ def _probes() -> Iterator[str]:
 # ---- growth
 
 MAX_GROWTH = 64
-"""Characters that one character may become. Unicode's own normal forms, at most 18, are not
-counted: another pass changes nothing."""
+"""Most characters that one character may become. Unicode's normal forms are not counted: one of
+them makes at most 18 characters, and applying it again changes nothing."""
 MAX_MAPPED_BYTES = 1_024
-"""The longest replacement in SentencePiece's compiled map."""
+"""Longest replacement that is allowed in SentencePiece's compiled map."""
 
 
 def check_growth(tokenizer: Mapping[str, Any]) -> None:
-    """Raise ValueError if a part of the tokenizer can expand a text too much."""
+    """Raise ValueError if the tokenizer's normalizer or decoder can make a text too long."""
     for part in ("normalizer", "decoder"):
         if growth_of(tokenizer.get(part)) > MAX_GROWTH:
             raise ValueError(f"its {part} can expand one character to more than {MAX_GROWTH}")
 
 
 def growth_of(part: Any) -> float:
-    """Return how many characters one character can become at most."""
+    """Return the most characters that a normalizer or decoder can make of one character."""
     match part:
         case {"type": "Sequence", "normalizers": list(inner)}:
             return _growth_of_all(inner)
@@ -83,8 +89,8 @@ def growth_of(part: Any) -> float:
             return _growth_of_all(inner)
         case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)} if old:
             return max(1.0, len(new) / len(old))
-        case {"type": "Replace", "content": str(new)}:  # a pattern may match nothing, everywhere
-            return 1.0 + len(new)
+        case {"type": "Replace", "content": str(new)}:
+            return 1.0 + len(new)  # the pattern may match the empty string between all characters
         case {"type": "Prepend", "prepend": str(new)}:
             return 1.0 + len(new)
         case {"type": "Precompiled", "precompiled_charsmap": str(text)}:
@@ -93,7 +99,10 @@ def growth_of(part: Any) -> float:
 
 
 def _growth_of_all(parts: list[Any]) -> float:
-    """Return the growth of parts applied one after another. It stops early once it is infinite."""
+    """Return the growth by several parts that are applied one after another.
+
+    It is bounded by a number above MAX_GROWTH, so that the product never overflows.
+    """
     growth = 1.0
     for part in parts:
         growth = min(growth * growth_of(part), 2.0 * MAX_GROWTH)
@@ -101,12 +110,14 @@ def _growth_of_all(parts: list[Any]) -> float:
 
 
 def _longest_mapped(text: str) -> int:
-    """Return the longest replacement of a map: trie size in four bytes, the trie, then
-    replacements, each ended by NUL.
+    """Return the length in bytes of the longest replacement in SentencePiece's compiled map.
+
+    The map is base64. It has the size of a trie in four bytes, the trie, and the replacements, each
+    of which ends with NUL.
     """
     try:
         data = base64.b64decode(text)
     except (binascii.Error, ValueError):
-        return 0  # it will not load
+        return 0  # `tokenizers` will refuse to load the map
     rest = data[4 + int.from_bytes(data[:4], "little") :]
     return max(map(len, rest.split(b"\x00")), default=0)

@@ -20,7 +20,7 @@ from gateway.api.render.stream_state import StreamState, key_of, opened, sealed
 from gateway.api.tokens.requests import GenerateBody
 from gateway.api.tokens.stream import chosen_token
 from gateway.served_model import ServedModel
-from gateway.text.logprobs import prompt_chances
+from gateway.text.logprobs import prompt_token_logprobs
 from protocol.errors import ContextTooLong, InvalidRequest
 from protocol.messages import Output, TokenLogprobs
 from tests.support.cpu_time import best_cpu_s
@@ -229,7 +229,7 @@ def test_a_prompts_logprobs_come_back() -> None:
         TokenLogprobs(66, -0.5, 2, [65, 66], [-0.1, -0.5]),
         TokenLogprobs(67, -7.0, 90, [65, 66], [-0.1, -0.5]),
     ]
-    told = json.loads(msgspec.json.encode(prompt_chances(MODEL.tokenizer, entries, 2)))
+    told = json.loads(msgspec.json.encode(prompt_token_logprobs(MODEL.tokenizer, entries, 2)))
     typed = msgspec.convert(told, list[dict[str, TokenChance] | None])
     assert prompt_entries([64, 66, 67], typed, "x") == entries
     with pytest.raises(InvalidRequest, match="one item per prompt token"):

@@ -10,7 +10,7 @@ from gateway.text.logprobs import (
     TextOffsets,
     chat_logprobs,
     completion_logprobs,
-    prompt_chances,
+    prompt_token_logprobs,
     shown,
 )
 from gateway.text.tokenizer import Tokenizer
@@ -78,7 +78,7 @@ def test_the_chosen_token_is_among_the_top_ones_of_a_completion() -> None:
 
 def test_a_prompt_has_no_more_alternatives_than_were_asked_for() -> None:
     entry = TokenLogprobs(19556, -7.0, 900, [905, 906], [-0.1, -0.2])
-    first, second = prompt_chances(tokenizer(), [entry], 1)
+    first, second = prompt_token_logprobs(tokenizer(), [entry], 1)
     assert first is None
     assert {token: chance["rank"] for token, chance in second.items()} == {905: 1, 19556: 900}
 

@@ -54,7 +54,7 @@ from gateway.text.logprobs import (
     TextOffsets,
     chat_logprobs,
     completion_logprobs,
-    prompt_chances,
+    prompt_token_logprobs,
 )
 from gateway.text.tokenizer import Tokenizer
 from protocol.messages import TokenLogprobs
@@ -320,4 +320,4 @@ def prompt_logprobs_builder(
     num_top = body.prompt_logprobs
     if num_top is None:
         return None
-    return lambda choice: prompt_chances(model.tokenizer, choice.prompt_logprobs, num_top)
+    return lambda choice: prompt_token_logprobs(model.tokenizer, choice.prompt_logprobs, num_top)

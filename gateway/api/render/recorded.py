@@ -159,8 +159,10 @@ def to_token_logprobs(token: ChosenToken, num_top: int, asked_ids: Sequence[int]
 def prompt_entries(
     ids: Sequence[int], logprobs: Sequence[dict[str, TokenChance] | None], at: str
 ) -> list[TokenLogprobs]:
-    """Return the engine's logprobs of a prompt: the inverse of `text.logprobs.prompt_chances`.
-    Raise InvalidRequest if `logprobs`, which has the path `at`, does not match the prompt."""
+    """Return the engine's logprobs of a prompt, given their JSON (`prompt_token_logprobs`).
+
+    Raises InvalidRequest if `logprobs`, which has the path `at`, does not match the prompt.
+    """
     if len(logprobs) != len(ids):
         raise InvalidRequest.at(
             at, f"must have one item per prompt token ({len(ids):,}); got {len(logprobs):,}"

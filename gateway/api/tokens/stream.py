@@ -41,7 +41,7 @@ from gateway.http import sse
 from gateway.http.errors import fault_of
 from gateway.observe.timings import timings_of_group
 from gateway.served_model import ServedModel
-from gateway.text.logprobs import chat_logprobs, prompt_chances, shown
+from gateway.text.logprobs import chat_logprobs, json_logprob, prompt_token_logprobs
 from gateway.text.tokenizer import Tokenizer
 from protocol.errors import ServingError
 from protocol.messages import TokenLogprobs
@@ -147,8 +147,10 @@ def _top(
 ) -> TopToken:
     """Return one top token. `drawn` yields the logprobs in the distribution sampled from, in the
     order of the calls of this function; None: they were not requested."""
-    other = shown(next(drawn)) if drawn is not None else UNSET
-    return TopToken(token_id=token_id, logprob=shown(logprob), rank=rank, sampling_logprob=other)
+    other = json_logprob(next(drawn)) if drawn is not None else UNSET
+    return TopToken(
+        token_id=token_id, logprob=json_logprob(logprob), rank=rank, sampling_logprob=other
+    )
 
 
 def whole_response(group: ChoiceGroup, collected: CollectSink, envelope: GenerateEnvelope) -> bytes:
@@ -158,7 +160,7 @@ def whole_response(group: ChoiceGroup, collected: CollectSink, envelope: Generat
     parts = [envelope.part(choice, collected.whole[choice.index]) for choice in group.choices]
     chances = None
     if sampling.prompt_logprobs is not None:
-        chances = prompt_chances(
+        chances = prompt_token_logprobs(
             envelope.tokenizer, first.prompt_logprobs, sampling.prompt_logprobs
         )
     fields: dict[str, Any] = {
