@@ -10,8 +10,8 @@ from gateway.text.logprobs import (
     TextOffsets,
     chat_logprobs,
     completion_logprobs,
+    json_logprob,
     prompt_token_logprobs,
-    shown,
 )
 from gateway.text.tokenizer import Tokenizer
 from protocol.messages import TokenLogprobs
@@ -84,4 +84,4 @@ def test_a_prompt_has_no_more_alternatives_than_were_asked_for() -> None:
 
 
 def test_json_never_sees_infinity() -> None:
-    assert [shown(x) for x in (-math.inf, math.nan, -1.5)] == [-9999.0, -9999.0, -1.5]
+    assert [json_logprob(x) for x in (-math.inf, math.nan, -1.5)] == [-9999.0, -9999.0, -1.5]
