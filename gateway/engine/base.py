@@ -25,7 +25,7 @@ from protocol.session import GenerateOptions
 from protocol.stats import EngineStats
 
 if TYPE_CHECKING:
-    from gateway.engine.client import EngineConnection
+    from gateway.engine.client import ConnectedEngine
 
 Report = Accepted | Refused | Output | Aborted | Profiled | EngineStatus
 """A message of the engine about one request."""
@@ -64,7 +64,7 @@ class EngineClient(RequestSender, Protocol):
     """
 
     @property
-    def connections(self) -> Sequence[EngineConnection]:
+    def connections(self) -> Sequence[ConnectedEngine]:
         """The connections to all engines; empty if there is no engine."""
 
     @property
@@ -135,7 +135,7 @@ class NullEngineClient:
         self.silence_s: float | None = None
         self.stats: EngineStats | None = None
         self.is_ready = False
-        self.connections: list[EngineConnection] = []
+        self.connections: list[ConnectedEngine] = []
 
     def start(self) -> None:
         """Do nothing, because there is no engine."""

@@ -71,8 +71,8 @@ def _nothing() -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineConnection:
-    """The connection to one engine, and the engine's role."""
+class ConnectedEngine:
+    """One engine: its role and the client that is connected to it."""
 
     #: "prefill" or "decode"; "" if there is only one engine.
     role: str
@@ -196,8 +196,8 @@ class ZmqEngineClient:
         return EngineNotReady(trouble) if trouble else None
 
     @property
-    def connections(self) -> list[EngineConnection]:
-        return [EngineConnection("", self)]
+    def connections(self) -> list[ConnectedEngine]:
+        return [ConnectedEngine("", self)]
 
     @property
     def is_ready(self) -> bool:

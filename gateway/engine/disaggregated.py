@@ -26,7 +26,7 @@ import msgspec
 from gevent import get_hub
 
 from gateway.engine.base import Report, Subscriber
-from gateway.engine.client import EngineConnection, ZmqEngineClient
+from gateway.engine.client import ConnectedEngine, ZmqEngineClient
 from gateway.engine.handoff import (
     Handoff,
     HandoffAction,
@@ -110,8 +110,8 @@ class DisaggregatedClient:
         on_fallback: Callable[[str], None],
     ) -> None:
         self.connections = [
-            *(EngineConnection("prefill", engine) for engine in prefill),
-            *(EngineConnection("decode", engine) for engine in decode),
+            *(ConnectedEngine("prefill", engine) for engine in prefill),
+            *(ConnectedEngine("decode", engine) for engine in decode),
         ]
         self._p, self._d = EnginePool("prefill", prefill), EnginePool("decode", decode)
         self._min_tokens = max(min_tokens, MIN_PROMPT)

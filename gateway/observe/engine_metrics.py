@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from gateway.engine.client import EngineConnection
+from gateway.engine.client import ConnectedEngine
 from gateway.observe.metric_specs import MetricSpec
 from protocol.stats import EngineStats
 
@@ -23,7 +23,7 @@ class EngineCollector(Collector):
     connections  returns the connections to the engines; empty on a server without an engine
     """
 
-    def __init__(self, connections: Callable[[], Sequence[EngineConnection]]) -> None:
+    def __init__(self, connections: Callable[[], Sequence[ConnectedEngine]]) -> None:
         self._connections = connections
 
     def collect(self) -> Iterator[Metric]:

@@ -19,7 +19,7 @@ from prometheus_client.core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
-from gateway.engine.client import EngineConnection
+from gateway.engine.client import ConnectedEngine
 from gateway.generation.record import AnswerRecord, ChoiceRecord, RequestRecord
 from gateway.observe.engine_metrics import EngineCollector
 from gateway.observe.metric_specs import GatewaySeries
@@ -49,7 +49,7 @@ class Metrics(GatewaySeries):
 
     def __init__(
         self,
-        connections: Callable[[], Sequence[EngineConnection]],
+        connections: Callable[[], Sequence[ConnectedEngine]],
         model_name: Callable[[], str] = lambda: "",
     ) -> None:
         super().__init__(CollectorRegistry())
