@@ -195,9 +195,9 @@ _NEXT: Mapping[tuple[str, str], str] = {
 class ToolInput:
     """Turns the streamed arguments of one call into the JSON text of an object.
 
-    Clients expect `input` to be an object. SDKs parse it incrementally and fail on invalid JSON.
-    So closing brackets can complete the emitted text at any time: text after the last point at
-    which they can is held back until the next such point.
+    Clients expect `input` to be an object. SDKs parse it incrementally and fail on invalid JSON. So
+    closing brackets can always complete the emitted text. Text after the last point at which this
+    is possible is held back until the next such point.
 
     - Raw control characters in strings are escaped.
     - If a call is cut off, the object is closed.
@@ -251,7 +251,8 @@ class ToolInput:
     # ---- tokens
 
     def _token(self, text: str, position: int, emitted: list[str]) -> int:
-        """Read one token at `position`. Return its end, or `position` if it is incomplete."""
+        """Read the token at `position`. Return its end, or `position` if the token is
+        incomplete."""
         if self._at in (STRING, KEY_STRING):
             return self._in_string(text, position, emitted)
         if blanks := _BLANKS.match(text, position):

@@ -39,7 +39,7 @@ _FLAG: JsonSchemaDict = {"type": "boolean"}
 def _block(
     kind: str, optional: Mapping[str, JsonSchemaDict] | None = None, **members: JsonSchemaDict
 ) -> JsonSchemaDict:
-    """Return the schema of a content block with these required members."""
+    """Return the schema of a content block. `members` are required, `optional` ones are not."""
     return object_schema(["type", *members], type={"const": kind}, **members, **(optional or {}))
 
 

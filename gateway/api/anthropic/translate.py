@@ -45,7 +45,7 @@ _PLACE = re.compile(r"^messages\[(\d+)\]")
 
 
 class MessagesTranslation(msgspec.Struct, frozen=True):
-    """A Messages request as a chat."""
+    """A Messages request, translated into a chat request."""
 
     chat: ChatBody
     #: The path in the client's request of each chat message.

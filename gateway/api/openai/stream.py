@@ -180,7 +180,8 @@ class AnswerChunks:
     def _finish_chunk(
         self, choice: Choice, end: Finished, part: Members, delta: OutputDelta
     ) -> Any:
-        """Return the finish chunk. If no earlier chunk has the tokens of `delta`, this one has."""
+        """Return the finish chunk. If no earlier chunk has the tokens of `delta`, this one has
+        them."""
         logprobs = None if delta is _SENT else self._builder.logprobs(choice, delta)
         part = part | {"finish_reason": end.reason, "stop_reason": end.stop_reason}
         warnings = self.state.warnings.pop(choice.index, ())

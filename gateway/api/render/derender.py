@@ -1,4 +1,5 @@
-"""Derenders the bodies of the derender routes. Errors name the fields of these bodies."""
+"""Handles the bodies of the derender routes: checks them and converts generated tokens into the
+API's response. Errors name the fields of these bodies."""
 
 from __future__ import annotations
 

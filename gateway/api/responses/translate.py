@@ -62,7 +62,7 @@ _BETWEEN_PARTS = "\n"
 
 
 class ResponsesTranslation(msgspec.Struct, frozen=True):
-    """A Responses request as a chat."""
+    """A Responses request, translated into a chat request."""
 
     chat: ChatBody
     #: Path prefix in the chat -> path prefix in the client's request.

@@ -1,8 +1,8 @@
 """Turns a GenerateBody into a prompt request. Raises InvalidRequest naming the field.
 
 The tokenizer is needed only for stop strings, `bad_words`, output mode "text", and structured
-outputs. For these, the text at the end of the prompt shows whether the answer starts with
-reasoning.
+outputs. For structured outputs, the text at the end of the prompt shows whether the answer starts
+with reasoning.
 """
 
 from __future__ import annotations

@@ -104,8 +104,8 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
     token_offsets    without effect; renderers send it
     reasoning_ended  whether a structured answer starts with its format (true) or with reasoning
                      (false); null: the end of the prompt decides
-    reads_calls      with reasoning_parser_kwargs, whether to parse tool calls, inside which stop
-                     strings do not apply; null: true
+    reads_calls      if reasoning_parser_kwargs is set, whether to parse tool calls; stop strings do
+                     not apply inside calls; null: true
     return_token_ids   include the prompt's token ids
     output_mode      "text": include the text of the answer
     cache_salt       requests share cached prompts only if their salts are equal
