@@ -72,7 +72,7 @@ def logprobs_of(*tokens: int) -> list[Any]:
 
 
 def deltas(*, calls: bool) -> list[OutputDelta]:
-    """An answer of a choice, some of its deltas with one event, some with several."""
+    """Return the deltas of one choice. Some have one event, some have several."""
     text = OutputDelta([Content('H"é\n')], [72, 195], logprobs_of(72, 195))
     end: list[Event] = [Content("!"), WARNING, Finished("stop", "st\u2028op")]
     if not calls:
@@ -289,7 +289,7 @@ def derendered_cases() -> Iterator[tuple[str, Case]]:
 
 
 def _derendered(more: dict[str, Any], *, completion: bool) -> bytes:
-    """The response of a chat or completion of the text Hi!, whole and in chunks."""
+    """Return the derendered response of a chat or completion "Hi!", complete and in chunks."""
     model = served(scripted_card())
     messages = [{"role": "user", "content": "ab"}]
     asked = {"prompt": "ab"} if completion else {"messages": messages}

@@ -1,4 +1,4 @@
-"""A call's arguments as told: at any time the beginning of an object, in the end an object."""
+"""The emitted arguments of a call: at any time the start of an object, in the end an object."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from gateway.api.anthropic.blocks import INVALID_JSON, MAX_SCALAR_CHARS, ToolInput
 
 
-def told(*bits: str, complete: bool = True) -> str:
+def emitted(*bits: str, complete: bool = True) -> str:
     arguments = ToolInput()
     return "".join(map(arguments.push, bits)) + arguments.finish(complete=complete)
 
@@ -28,12 +28,12 @@ OBJECTS = [
 
 
 @pytest.mark.parametrize("text", OBJECTS)
-def test_an_object_is_told_as_it_is_however_it_is_cut(text: str) -> None:
-    assert told(text).strip() == text.strip()
-    assert told(*text) == told(text)
+def test_an_object_is_emitted_unchanged_however_it_is_split(text: str) -> None:
+    assert emitted(text).strip() == text.strip()
+    assert emitted(*text) == emitted(text)
 
 
-def test_text_of_a_string_is_told_as_it_comes() -> None:
+def test_the_text_of_a_string_is_emitted_at_once() -> None:
     arguments = ToolInput()
     assert arguments.push('{"content": "one ') == '{"content": "one '
     assert arguments.push("two") == "two"
@@ -68,28 +68,28 @@ BROKEN: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_what_is_no_object_is_told_as_far_as_it_was_one_and_then_as_text(case: str) -> None:
+def test_invalid_json_is_closed_and_added_as_text(case: str) -> None:
     text, before = BROKEN[case]
-    assert json.loads(told(text)) == {**before, INVALID_JSON: text}
-    assert told(*text) == told(text)
+    assert json.loads(emitted(text)) == {**before, INVALID_JSON: text}
+    assert emitted(*text) == emitted(text)
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_what_is_cut_off_is_closed(case: str) -> None:
+def test_an_object_that_was_cut_off_is_closed(case: str) -> None:
     text, before = BROKEN[case]
-    whole = json.loads(told(text, complete=False))
+    whole = json.loads(emitted(text, complete=False))
     assert {name: whole[name] for name in before} == before
-    assert told(*text, complete=False) == told(text, complete=False)
+    assert emitted(*text, complete=False) == emitted(text, complete=False)
 
 
 @pytest.mark.parametrize("text", OBJECTS)
-def test_an_object_cut_off_anywhere_is_an_object_without_complaint(text: str) -> None:
+def test_an_object_cut_off_anywhere_is_not_reported_as_invalid(text: str) -> None:
     for end in range(len(text)):
-        assert INVALID_JSON not in json.loads(told(text[:end], complete=False))
+        assert INVALID_JSON not in json.loads(emitted(text[:end], complete=False))
 
 
 @pytest.mark.parametrize("text", [*OBJECTS, *(text for text, _ in BROKEN.values())])
-def test_a_client_that_reads_bit_by_bit_never_fails(text: str) -> None:
+def test_an_incremental_json_parser_never_fails(text: str) -> None:
     arguments = ToolInput()
     so_far = ""
     for char in text:
@@ -101,4 +101,4 @@ def test_a_client_that_reads_bit_by_bit_never_fails(text: str) -> None:
 
 
 def test_raw_newlines_in_a_string_are_escaped() -> None:
-    assert json.loads(told('{"code": "one\n\ttwo\x00"}')) == {"code": "one\n\ttwo\x00"}
+    assert json.loads(emitted('{"code": "one\n\ttwo\x00"}')) == {"code": "one\n\ttwo\x00"}

@@ -1,4 +1,4 @@
-"""docs/api-messages.md says what the code says."""
+"""docs/api-messages.md agrees with the code."""
 
 from __future__ import annotations
 
@@ -13,8 +13,13 @@ from gateway.api.openai.requests import FormFields, SamplingFields
 from gateway.formats.event_builder import INVALID_ARGUMENTS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "api-messages.md").read_text()
-UNTOLD = {"chat_template", "include_stop_str_in_output", "output_format", "skip_special_tokens"}
-"""Rarely of use here; the OpenAPI document has them."""
+NOT_ON_THE_PAGE = {
+    "chat_template",
+    "include_stop_str_in_output",
+    "output_format",
+    "skip_special_tokens",
+}
+"""Fields that are rarely useful in this API. The OpenAPI document has them."""
 
 
 def first_words(title: str) -> set[str]:
@@ -23,22 +28,22 @@ def first_words(title: str) -> set[str]:
     return {word for row in rows for word in re.findall(r"`([\w-]+)`", row)}
 
 
-def test_every_field_is_told() -> None:
-    fields = set(CountBody.__struct_fields__) - UNTOLD
-    of_others = set(FormFields.__struct_fields__) - set(SamplingFields.__struct_fields__)
-    of_others -= {"structured_outputs"}  # docs/formats.md has them, and the page refers to it
-    assert fields - of_others <= set(re.findall(r"`(\w+)`", PAGE))
+def test_the_page_names_every_field() -> None:
+    fields = set(CountBody.__struct_fields__) - NOT_ON_THE_PAGE
+    shared_fields = set(FormFields.__struct_fields__) - set(SamplingFields.__struct_fields__)
+    shared_fields -= {"structured_outputs"}  # docs/formats.md has them, and the page refers to it
+    assert fields - shared_fields <= set(re.findall(r"`(\w+)`", PAGE))
     assert first_words("The request") <= fields
 
 
-def test_every_reason_to_stop_is_told() -> None:
+def test_the_page_names_every_stop_reason() -> None:
     assert first_words("The answer") - {"stop_reason"} == set(get_args(StopReason))
 
 
-def test_every_type_of_error_is_told_with_its_status() -> None:
+def test_the_page_lists_every_error_type_with_its_status() -> None:
     for status, kind in ERROR_TYPES.items():
         assert re.search(rf"^\| {status} \| `{kind}`", PAGE, re.MULTILINE)
 
 
-def test_the_codes_of_warnings_are_told() -> None:
+def test_the_page_names_the_codes_of_warnings() -> None:
     assert {LEFT_OUT, INVALID_ARGUMENTS} <= set(re.findall(r"`(\w+)`", PAGE))

@@ -1,4 +1,4 @@
-"""Events in, Anthropic's events or a whole message out: no engine, no socket."""
+"""Parser events become Anthropic's stream events or one message, without engine or socket."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ def streamed(
     events: list[Event],
     *,
     size: int = 1,
-    origin: AnthropicEnvelope = ORIGIN,
+    envelope: AnthropicEnvelope = ORIGIN,
     answer: ChoiceGroup | None = None,
 ) -> bytes:
-    """`size` events a delta."""
+    """Return the stream of an answer that arrives in deltas of `size` events."""
     answer = answer or an_answer()
     data: list[bytes] = []
     ends: list[bool] = []
-    writer = EventWriter(answer, origin, write=data.append, finish=lambda: ends.append(True))
+    writer = EventWriter(answer, envelope, write=data.append, finish=lambda: ends.append(True))
     for at in range(0, len(events), size):
         writer.delta(answer.choices[0], OutputDelta(events[at : at + size]))
     assert not ends
@@ -77,11 +77,11 @@ def streamed(
 
 
 def whole(
-    events: list[Event], *, origin: AnthropicEnvelope = ORIGIN, answer: ChoiceGroup | None = None
+    events: list[Event], *, envelope: AnthropicEnvelope = ORIGIN, answer: ChoiceGroup | None = None
 ) -> Any:
-    told = whole_message(answer or an_answer(), events, origin)
-    msgspec.json.decode(told, type=AnsweredMessage)
-    return json.loads(told)
+    message = whole_message(answer or an_answer(), events, envelope)
+    msgspec.json.decode(message, type=AnsweredMessage)
+    return json.loads(message)
 
 
 THINKS_SAYS_CALLS: list[Event] = [
@@ -207,7 +207,7 @@ TEXT_AND_CALL: list[Event] = [
 WARNINGS = '"warnings":[{"code":"w","message":"x"},{"code":"odd","message":"it is"}]}'
 
 
-def test_a_whole_answer_with_all_members_has_these_bytes() -> None:
+def test_a_complete_message_with_all_members_has_these_bytes() -> None:
     assert whole_message(an_answer(), TEXT_AND_CALL, ALL_MEMBERS).decode() == (
         '{"id":"msg_1","type":"message","role":"assistant","model":"m","content":['
         '{"type":"text","text":"I look."},'
@@ -221,7 +221,7 @@ def test_a_whole_answer_with_all_members_has_these_bytes() -> None:
 
 
 def test_the_end_of_a_stream_with_all_members_has_these_bytes() -> None:
-    *_, end, stop, after = streamed(TEXT_AND_CALL, origin=ALL_MEMBERS).decode().split("\n\n")
+    *_, end, stop, after = streamed(TEXT_AND_CALL, envelope=ALL_MEMBERS).decode().split("\n\n")
     assert end == (
         'event: message_delta\ndata: {"type":"message_delta","delta":{"stop_reason":"tool_use",'
         '"stop_sequence":null},"usage":{"input_tokens":1,"cache_creation_input_tokens":0,'
@@ -252,7 +252,7 @@ def test_an_error_has_these_bytes(error: ServingError, members: str) -> None:
     assert b"".join(data).decode() == f"event: error\ndata: {body}\n\n"
 
 
-def test_a_whole_answer_has_its_blocks_in_order() -> None:
+def test_a_complete_message_has_its_blocks_in_order() -> None:
     assert whole(THINKS_SAYS_CALLS) == {
         "id": "msg_1",
         "type": "message",
@@ -314,13 +314,13 @@ ANSWERS: dict[str, list[Event]] = {
 
 @pytest.mark.parametrize("size", [1, 2, 100])
 @pytest.mark.parametrize("case", ANSWERS)
-def test_the_whole_answer_is_the_stream_folded(case: str, size: int) -> None:
-    told = message_of(anthropic_events(streamed(ANSWERS[case], size=size)))
-    assert told == whole(ANSWERS[case])
+def test_a_complete_message_equals_the_folded_stream(case: str, size: int) -> None:
+    message = message_of(anthropic_events(streamed(ANSWERS[case], size=size)))
+    assert message == whole(ANSWERS[case])
 
 
 @pytest.mark.parametrize("case", ANSWERS)
-def test_how_an_answer_was_cut_into_events_changes_nothing(case: str) -> None:
+def test_the_message_does_not_depend_on_how_the_events_are_split(case: str) -> None:
     events = ANSWERS[case]
     letters = [small for event in events for small in _letters(event)]
     assert whole(letters) == whole(merged(events)) == whole(events)
@@ -349,20 +349,20 @@ def _letters(event: Event) -> list[Event]:
         (Finished("length"), 11, "model_context_window_exceeded", None),
     ],
 )
-def test_why_an_answer_ended(
+def test_a_finish_reason_becomes_a_stop_reason(
     finished: Finished, max_tokens: int, reason: str, sequence: str | None
 ) -> None:
-    told = whole([finished], answer=an_answer(max_tokens))
-    assert (told["stop_reason"], told["stop_sequence"]) == (reason, sequence)
+    message = whole([finished], answer=an_answer(max_tokens))
+    assert (message["stop_reason"], message["stop_sequence"]) == (reason, sequence)
 
 
-def test_arguments_that_are_no_object_are_told_as_one_with_one_warning() -> None:
-    told = whole(ANSWERS["no JSON"])
-    assert told["content"][0]["input"] == {INVALID_JSON: '{"zone": Europe}'}
-    assert [warning["code"] for warning in told["warnings"]] == [INVALID_ARGUMENTS]
+def test_invalid_arguments_become_an_object_with_one_warning() -> None:
+    message = whole(ANSWERS["no JSON"])
+    assert message["content"][0]["input"] == {INVALID_JSON: '{"zone": Europe}'}
+    assert [warning["code"] for warning in message["warnings"]] == [INVALID_ARGUMENTS]
 
 
-def test_arguments_that_only_we_find_wrong_are_warned_of_by_us() -> None:
+def test_arguments_with_a_lone_surrogate_have_one_warning() -> None:
     text = '{"zone": "\\ud83d"}'
     events: list[Event] = [
         ToolCall(0, "c", "now"),
@@ -370,30 +370,30 @@ def test_arguments_that_only_we_find_wrong_are_warned_of_by_us() -> None:
         ToolCallEnd(0),
         Finished("stop"),
     ]
-    told = whole(events)
-    assert told["content"][0]["input"][INVALID_JSON] == text
-    assert [warning["code"] for warning in told["warnings"]] == [INVALID_ARGUMENTS]
+    message = whole(events)
+    assert message["content"][0]["input"][INVALID_JSON] == text
+    assert [warning["code"] for warning in message["warnings"]] == [INVALID_ARGUMENTS]
 
 
-def test_thinking_that_is_not_to_be_shown_is_a_block_without_text() -> None:
+def test_hidden_thinking_is_a_block_without_text() -> None:
     hidden = AnthropicEnvelope("1", "m", shows_thinking=False)
     events: list[Event] = [Reasoning("secret"), Content("said"), Finished("stop")]
-    told = whole(events, origin=hidden)
-    assert told["content"][0] == {**whole(events)["content"][0], "thinking": ""}
-    data = streamed(events, origin=hidden)
+    message = whole(events, envelope=hidden)
+    assert message["content"][0] == {**whole(events)["content"][0], "thinking": ""}
+    data = streamed(events, envelope=hidden)
     assert b"secret" not in data
-    assert message_of(anthropic_events(data)) == told
+    assert message_of(anthropic_events(data)) == message
 
 
-def test_warnings_about_the_request_and_the_answer_come_together() -> None:
-    origin = AnthropicEnvelope("1", "m", warnings=[OutputWarning("a", "b")])
+def test_warnings_about_the_request_precede_those_about_the_answer() -> None:
+    envelope = AnthropicEnvelope("1", "m", warnings=[OutputWarning("a", "b")])
     events: list[Event] = [Content("x"), OutputWarning("c", "d"), Finished("stop")]
-    told = whole(events, origin=origin)
-    assert [warning["code"] for warning in told["warnings"]] == ["a", "c"]
-    assert message_of(anthropic_events(streamed(events, origin=origin))) == told
+    message = whole(events, envelope=envelope)
+    assert [warning["code"] for warning in message["warnings"]] == ["a", "c"]
+    assert message_of(anthropic_events(streamed(events, envelope=envelope))) == message
 
 
-def test_a_message_starts_with_the_first_news_and_says_what_the_end_says_of_the_prompt() -> None:
+def test_message_start_is_sent_with_the_first_event_and_has_the_final_prompt_counts() -> None:
     answer, data, starts = an_answer(), list[bytes](), list[str]()
     (choice,) = answer.choices
     choice.num_cached = 0
@@ -406,7 +406,7 @@ def test_a_message_starts_with_the_first_news_and_says_what_the_end_says_of_the_
     )
     writer.delta(choice, OutputDelta([], [72]))
     assert not data
-    choice.num_cached = 1  # as the engine says with the first token
+    choice.num_cached = 1  # the engine reports this with the first token
     writer.delta(choice, OutputDelta([Content("H")]))
     assert (len(data), starts) == (1, ["start"])
     writer.delta(choice, OutputDelta([Content("i"), Finished("stop")]))
@@ -423,28 +423,28 @@ def test_a_message_starts_with_the_first_news_and_says_what_the_end_says_of_the_
     ("block_tokens", "cached", "written"),
     [(0, 0, 0), (1, 0, 2), (1, 2, 0), (2, 0, 2), (2, 2, 0), (3, 0, 0), (16, 0, 0), (1, 3, 0)],
 )
-def test_what_was_written_is_what_the_same_prompt_finds_next_time(
+def test_cache_writes_are_the_tokens_that_the_same_prompt_can_reuse(
     block_tokens: int, cached: int, written: int
 ) -> None:
-    """A prompt of three tokens, of which the last is always computed."""
+    """The prompt has three tokens. The last one is always computed."""
     answer = an_answer()
     answer.choices[0].num_cached = cached
-    origin = AnthropicEnvelope("1", "m", block_tokens=block_tokens)
-    usage = whole([Content("x"), Finished("stop")], origin=origin, answer=answer)["usage"]
+    envelope = AnthropicEnvelope("1", "m", block_tokens=block_tokens)
+    usage = whole([Content("x"), Finished("stop")], envelope=envelope, answer=answer)["usage"]
     assert usage["cache_creation_input_tokens"] == written
     assert usage["cache_creation"]["ephemeral_5m_input_tokens"] == written
     assert usage["cache_read_input_tokens"] == cached
     assert usage["input_tokens"] == 3 - cached - written
 
 
-def test_a_failure_before_the_first_news_is_all_that_is_sent() -> None:
+def test_a_failure_before_the_first_event_is_the_only_event() -> None:
     data: list[bytes] = []
     writer = EventWriter(an_answer(), ORIGIN, write=data.append, finish=lambda: None)
     writer.fail(Overloaded("too much"))
     assert [event["type"] for event in anthropic_events(b"".join(data))] == ["error"]
 
 
-def test_a_failure_is_one_event_and_the_end() -> None:
+def test_a_failure_ends_the_stream_with_one_event() -> None:
     data: list[bytes] = []
     ends: list[bool] = []
     answer = an_answer()
@@ -476,11 +476,11 @@ def test_a_failure_is_one_event_and_the_end() -> None:
     ],
 )
 def test_an_error_has_the_type_of_its_status(error: ServingError, kind: str) -> None:
-    told = json.loads(error_body(fault_of(error), "id"))
-    msgspec.convert(told, MessagesErrorAnswer)
-    assert told["error"]["type"] == kind
-    assert told["error"].get("param") == error.param
-    assert "secret" not in told["error"]["message"]
+    message = json.loads(error_body(fault_of(error), "id"))
+    msgspec.convert(message, MessagesErrorAnswer)
+    assert message["error"]["type"] == kind
+    assert message["error"].get("param") == error.param
+    assert "secret" not in message["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -492,7 +492,7 @@ def test_an_error_has_the_type_of_its_status(error: ServingError, kind: str) -> 
         (415, "invalid_request_error"),
     ],
 )
-def test_an_error_of_http_has_a_type_too(status: int, kind: str) -> None:
+def test_an_http_error_has_a_type(status: int, kind: str) -> None:
     assert json.loads(error_body(plain_fault(status, "m"), "id"))["error"]["type"] == kind
 
 
@@ -510,5 +510,5 @@ def test_an_error_of_http_has_a_type_too(status: int, kind: str) -> None:
         ({"Authorization": "Basic x", "X-Api-Key": "def"}, "def"),
     ],
 )
-def test_a_caller_has_a_key_in_either_header(headers: dict[str, str], key: str | None) -> None:
+def test_the_api_key_may_be_in_either_header(headers: dict[str, str], key: str | None) -> None:
     assert api_key_in(headers) == key

@@ -1,4 +1,4 @@
-"""A Messages request becomes the chat it stands for; what is wrong is named in its own words."""
+"""A Messages request becomes a chat request. Errors name fields of the Messages request."""
 
 from __future__ import annotations
 
@@ -70,11 +70,11 @@ def refused(**fields: Any) -> InvalidRequest:
 
 # ---- conversations
 def test_system_and_turns_become_messages() -> None:
-    told = chat(
+    translated = chat(
         system=[text("Be kind."), {**text("Be brief."), **EPHEMERAL}],
         messages=[*HI, {"role": "assistant", "content": "Hello."}, user(text("one"), text("two"))],
     )
-    assert contents(told.messages) == [
+    assert contents(translated.messages) == [
         ("system", ["Be kind.", "Be brief."]),
         ("user", ["hi"]),
         ("assistant", ["Hello."]),
@@ -82,13 +82,13 @@ def test_system_and_turns_become_messages() -> None:
     ]
 
 
-def test_bookkeeping_of_a_client_is_no_part_of_the_prompt() -> None:
-    told = chat(system=[text("x-anthropic-billing-header: cch=abc;"), text("Be kind.")])
-    assert contents(told.messages)[0] == ("system", ["Be kind."])
+def test_a_billing_header_is_not_part_of_the_prompt() -> None:
+    translated = chat(system=[text("x-anthropic-billing-header: cch=abc;"), text("Be kind.")])
+    assert contents(translated.messages)[0] == ("system", ["Be kind."])
     assert contents(chat(system="").messages) == [("user", ["hi"])]
 
 
-def test_turns_of_one_role_are_one_turn() -> None:
+def test_consecutive_turns_of_one_role_are_one_turn() -> None:
     messages = [*HI, user(text("there")), assistant(text("a")), assistant(text("b")), *HI]
     assert contents(chat(messages=messages).messages) == [
         ("user", ["hi", "there"]),
@@ -97,7 +97,7 @@ def test_turns_of_one_role_are_one_turn() -> None:
     ]
 
 
-def test_thinking_is_the_reasoning_of_its_turn_whatever_its_signature() -> None:
+def test_thinking_becomes_the_reasoning_of_its_turn_whatever_its_signature() -> None:
     messages = [
         *HI,
         assistant(
@@ -119,8 +119,8 @@ def test_calls_and_their_results_keep_their_order() -> None:
         assistant(text("I look."), use("c1", city="Köln"), use("c2", "now")),
         user(result("c2", [text("12:00"), text("UTC")]), result("c1"), text("Well?")),
     ]
-    told = chat(messages=messages).messages
-    assert told[1]["tool_calls"] == [
+    translated = chat(messages=messages).messages
+    assert translated[1]["tool_calls"] == [
         {
             "id": "c1",
             "type": "function",
@@ -128,19 +128,19 @@ def test_calls_and_their_results_keep_their_order() -> None:
         },
         {"id": "c2", "type": "function", "function": {"name": "now", "arguments": {}}},
     ]
-    assert [(m["role"], m.get("tool_call_id"), m.get("name")) for m in told[2:]] == [
+    assert [(m["role"], m.get("tool_call_id"), m.get("name")) for m in translated[2:]] == [
         ("tool", "c2", "now"),
         ("tool", "c1", "weather"),
         ("user", None, None),
     ]
-    assert contents(told[2:]) == [
+    assert contents(translated[2:]) == [
         ("tool", ["12:00", "UTC"]),
         ("tool", ["fine"]),
         ("user", ["Well?"]),
     ]
 
 
-def test_results_may_come_in_several_turns_of_the_user() -> None:
+def test_results_may_be_in_several_turns_of_the_user() -> None:
     messages = [*HI, assistant(use("a"), use("b")), user(result("a")), user(result("b"))]
     assert [m["role"] for m in chat(messages=messages).messages] == [
         *("user", "assistant", "tool", "tool")
@@ -157,7 +157,7 @@ def test_results_may_come_in_several_turns_of_the_user() -> None:
         ("fine", False, ["fine"]),
     ],
 )
-def test_a_result_that_is_an_error_says_so(
+def test_a_result_that_is_an_error_starts_with_error(
     content: str | None, is_error: bool | None, said: list[str]
 ) -> None:
     messages = [*HI, assistant(use("a")), user(result("a", content, is_error=is_error))]
@@ -169,18 +169,18 @@ PDF = {"type": "document", "source": {"type": "base64", "media_type": "applicati
 
 
 @pytest.mark.parametrize("block", [IMAGE, PDF, {"type": "tool_reference", "tool_name": "x"}])
-def test_what_a_tool_brought_and_nobody_can_read_is_named_in_its_place(block: Any) -> None:
+def test_an_unreadable_block_of_a_tool_result_is_replaced_by_a_line(block: Any) -> None:
     messages = [*HI, assistant(use("a")), user(result("a", [text("seen:"), block]))]
-    told = translate(body(messages=messages))
-    (_, (first, second)) = contents(told.chat.messages)[-1]
+    translated = translate(body(messages=messages))
+    (_, (first, second)) = contents(translated.chat.messages)[-1]
     assert first == "seen:"
     assert block["type"] in second
-    (warning,) = told.warnings
+    (warning,) = translated.warnings
     assert warning.code == LEFT_OUT
     assert "messages[2].content[0].content[1]" in warning.message
 
 
-def test_documents_of_text_are_text() -> None:
+def test_text_documents_become_text() -> None:
     by_text = {
         "type": "document",
         "title": "Weather",
@@ -190,8 +190,8 @@ def test_documents_of_text_are_text() -> None:
     }
     by_blocks = {"type": "document", "source": {"type": "content", "content": [text("a")]}}
     found = {"type": "search_result", "title": "T", "source": "S", "content": [text("b")]}
-    told = chat(messages=[user(by_text, by_blocks, found)])
-    assert contents(told.messages) == [
+    translated = chat(messages=[user(by_text, by_blocks, found)])
+    assert contents(translated.messages) == [
         (
             "user",
             ["title: Weather\ncontext: of 1816\n\nNo summer.", "a", "title: T\nsource: S\n\nb"],
@@ -199,7 +199,7 @@ def test_documents_of_text_are_text() -> None:
     ]
 
 
-def test_an_answer_that_has_begun_is_continued() -> None:
+def test_a_last_turn_of_the_assistant_is_continued() -> None:
     assert chat(messages=[*HI, assistant(text("Well,"))]).continue_final_message is True
     assert chat().continue_final_message is None
 
@@ -244,19 +244,19 @@ def test_an_answer_that_has_begun_is_continued() -> None:
         ),
     ],
 )
-def test_what_is_wrong_is_named_by_its_place(messages: list[Any], param: str) -> None:
+def test_an_error_names_the_path_of_the_invalid_value(messages: list[Any], param: str) -> None:
     assert refused(messages=messages).param == param
 
 
-def test_a_message_of_the_chat_has_its_place_in_the_request() -> None:
+def test_each_chat_message_has_a_path_in_the_request() -> None:
     messages = [
         user(text("a"), text("b")),
         assistant(use("c")),
         user(result("c"), text("d")),
         assistant(text("e")),
     ]
-    told = translate(body(system="s", messages=messages))
-    assert told.paths == [
+    translated = translate(body(system="s", messages=messages))
+    assert translated.paths == [
         "system",
         "messages[0].content[0]",
         "messages[1]",
@@ -264,7 +264,7 @@ def test_a_message_of_the_chat_has_its_place_in_the_request() -> None:
         "messages[2].content[1]",
         "messages[3]",
     ]
-    with pytest.raises(InvalidRequest) as raised, told.translate_errors():
+    with pytest.raises(InvalidRequest) as raised, translated.translate_errors():
         raise InvalidRequest("messages[3].content: bad", param="messages[3].content")
     assert raised.value.param == "messages[2].content[0]"
     assert raised.value.message == "messages[2].content[0]: bad"
@@ -275,18 +275,18 @@ SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 TOOL = {"name": "weather", "description": "Tells.", "input_schema": SCHEMA}
 
 
-def test_tools_are_functions() -> None:
+def test_tools_become_functions() -> None:
     custom = {**TOOL, "name": "b", "type": "custom", "strict": True, **EPHEMERAL}
-    told = chat(tools=[TOOL, custom])
+    translated = chat(tools=[TOOL, custom])
     function = {"name": "weather", "description": "Tells.", "parameters": SCHEMA}
-    assert told.tools == [
+    assert translated.tools == [
         {"type": "function", "function": function},
         {"type": "function", "function": {**function, "name": "b", "strict": True}},
     ]
 
 
 @pytest.mark.parametrize(
-    ("choice", "told", "parallel"),
+    ("choice", "translated", "parallel"),
     [
         (None, None, None),
         ({"type": "auto"}, "auto", None),
@@ -300,9 +300,11 @@ def test_tools_are_functions() -> None:
         ),
     ],
 )
-def test_a_tool_choice_is_one_of_a_chat(choice: Any, told: Any, parallel: bool | None) -> None:
+def test_a_tool_choice_becomes_that_of_a_chat(
+    choice: Any, translated: Any, parallel: bool | None
+) -> None:
     asked = chat(tools=[TOOL], tool_choice=choice)
-    assert (asked.tool_choice, asked.parallel_tool_calls) == (told, parallel)
+    assert (asked.tool_choice, asked.parallel_tool_calls) == (translated, parallel)
 
 
 @pytest.mark.parametrize(
@@ -329,7 +331,7 @@ def test_a_tool_choice_is_one_of_a_chat(choice: Any, told: Any, parallel: bool |
         ({"system": [IMAGE]}, "system[0].type"),
     ],
 )
-def test_a_field_that_cannot_be_honoured_is_refused_by_name(fields: Any, param: str) -> None:
+def test_an_unsupported_field_is_refused_by_name(fields: Any, param: str) -> None:
     assert refused(**fields).param == param
 
 
@@ -347,17 +349,17 @@ def test_a_field_that_cannot_be_honoured_is_refused_by_name(fields: Any, param: 
         ("temperature", "temperature"),
     ],
 )
-def test_errors_about_the_chat_speak_of_the_request(chat_name: str, own: str) -> None:
-    told: MessagesTranslation = translate(body())
-    with pytest.raises(InvalidRequest) as raised, told.translate_errors():
+def test_errors_about_the_chat_name_fields_of_the_request(chat_name: str, own: str) -> None:
+    translated: MessagesTranslation = translate(body())
+    with pytest.raises(InvalidRequest) as raised, translated.translate_errors():
         raise InvalidRequest(f"{chat_name} is odd", param=chat_name)
     assert (raised.value.param, raised.value.message) == (own, f"{own} is odd")
 
 
 # ---- the rest
-def test_every_field_has_its_counterpart() -> None:
+def test_fields_become_their_counterparts_in_the_chat() -> None:
     schema = {"type": "object"}
-    told = chat(
+    translated = chat(
         stop_sequences=["a", "b"],
         temperature=0.5,
         top_p=0.5,
@@ -371,26 +373,35 @@ def test_every_field_has_its_counterpart() -> None:
         metadata={"user_id": "u"},
         service_tier="auto",
     )
-    assert (told.model, told.max_tokens, told.stop) == ("m", 9, ["a", "b"])
-    assert (told.temperature, told.top_p, told.top_k, told.seed) == (0.5, 0.5, 3, 7)
-    assert (told.cache_salt, told.priority, told.chat_template_kwargs) == ("s", 2, {"x": 1})
-    assert told.thinking == {"type": "enabled", "budget_tokens": 2048}
-    assert told.reasoning_effort == "high"
-    assert told.response_format == {"type": "json_schema", "json_schema": {"schema": schema}}
+    assert (translated.model, translated.max_tokens, translated.stop) == ("m", 9, ["a", "b"])
+    assert (translated.temperature, translated.top_p, translated.top_k, translated.seed) == (
+        0.5,
+        0.5,
+        3,
+        7,
+    )
+    assert (translated.cache_salt, translated.priority, translated.chat_template_kwargs) == (
+        "s",
+        2,
+        {"x": 1},
+    )
+    assert translated.thinking == {"type": "enabled", "budget_tokens": 2048}
+    assert translated.reasoning_effort == "high"
+    assert translated.response_format == {"type": "json_schema", "json_schema": {"schema": schema}}
 
 
-def test_the_older_place_of_a_format_is_as_good() -> None:
+def test_output_format_is_accepted_as_an_older_spelling() -> None:
     form = {"type": "json_schema", "schema": {"type": "object"}}
-    told = translate(body(output_format=form))
-    assert told.chat.response_format == {
+    translated = translate(body(output_format=form))
+    assert translated.chat.response_format == {
         "type": "json_schema",
         "json_schema": {"schema": form["schema"]},
     }
-    assert told.format_field == "output_format"
+    assert translated.format_field == "output_format"
     refused(output_format=form, output_config={"format": form})
 
 
-def test_max_tokens_is_required_of_an_answer_and_not_of_a_count() -> None:
+def test_max_tokens_is_required_for_messages_but_not_for_counting() -> None:
     data = msgspec.json.encode({"messages": HI})
     assert decode(data, CountBody).max_tokens is None
     with pytest.raises(InvalidRequest) as raised:
@@ -398,14 +409,14 @@ def test_max_tokens_is_required_of_an_answer_and_not_of_a_count() -> None:
     assert raised.value.param == "max_tokens"
 
 
-def test_a_request_is_fitted_to_a_model_its_client_does_not_know() -> None:
+def test_a_request_is_clamped_to_the_limits_of_the_model() -> None:
     thinking = {"type": "enabled", "budget_tokens": 2048}
     asked = chat(max_tokens=32_000, thinking=thinking)
     plain, thinker = (
         ModelOutputFormat(card, Tokenizer(card)) for card in (scripted_card(), thinking_card())
     )
-    told, warnings = clamp_to_model(asked, 512, plain)
-    assert (told.max_tokens, told.thinking) == (512, {"type": "enabled"})
+    translated, warnings = clamp_to_model(asked, 512, plain)
+    assert (translated.max_tokens, translated.thinking) == (512, {"type": "enabled"})
     assert warnings == [
         OutputWarning(
             NO_BUDGET,
@@ -413,5 +424,5 @@ def test_a_request_is_fitted_to_a_model_its_client_does_not_know() -> None:
             "leave the field out, or restart the server with --reasoning-format",
         )
     ]
-    told, warnings = clamp_to_model(asked, 1 << 20, thinker)
-    assert (told.max_tokens, told.thinking, warnings) == (32_000, thinking, [])
+    translated, warnings = clamp_to_model(asked, 1 << 20, thinker)
+    assert (translated.max_tokens, translated.thinking, warnings) == (32_000, thinking, [])

@@ -1,4 +1,4 @@
-"""Events in, a stream's frames or a whole answer out: no engine, no socket."""
+"""Parser events become stream frames or a complete response, without engine or socket."""
 
 from __future__ import annotations
 
@@ -58,24 +58,24 @@ from tests.support.answers import TOKENIZER, new_choice_group
 from tests.support.http import events_of
 from tests.support.scripted_engine import scripted_logprob
 
-ORIGIN = OpenAIEnvelope("chatcmpl-1", 'model "m"', "print", created=12)
+ENVELOPE = OpenAIEnvelope("chatcmpl-1", 'model "m"', "print", created=12)
 
 
 class ReceivedChunks:
-    """A stream and what it wrote."""
+    """A stream, and the bytes that it wrote."""
 
     def __init__(
         self,
         answer: ChoiceGroup,
-        dialect: ResponseBuilder,
-        model: str = ORIGIN.model,
+        builder: ResponseBuilder,
+        model: str = ENVELOPE.model,
         **options: Any,
     ) -> None:
         self.data = b""
         self.is_finished = False
-        envelope = replace(ORIGIN, model=model)
+        envelope = replace(ENVELOPE, model=model)
         self.stream = ChunkStream(
-            answer, dialect, envelope, write=self._write, finish=self._finish, **options
+            answer, builder, envelope, write=self._write, finish=self._finish, **options
         )
 
     def _write(self, data: bytes) -> None:
@@ -91,22 +91,22 @@ class ReceivedChunks:
         return events_of(self.data)
 
 
-def chat_dialect(num_logprobs: int | None = None) -> ChatResponseBuilder:
+def chat_builder(num_logprobs: int | None = None) -> ChatResponseBuilder:
     return ChatResponseBuilder(TOKENIZER, num_logprobs)
 
 
 def test_nothing_is_written_before_the_first_token() -> None:
-    told = ReceivedChunks(new_choice_group(), chat_dialect())
-    assert told.data == b""
+    received = ReceivedChunks(new_choice_group(), chat_builder())
+    assert received.data == b""
 
 
-def test_roles_of_all_choices_come_before_any_token_of_any() -> None:
+def test_the_roles_of_all_choices_precede_all_tokens() -> None:
     answer = new_choice_group(n=2)
-    told = ReceivedChunks(answer, chat_dialect())
+    received = ReceivedChunks(answer, chat_builder())
     for choice in reversed(answer.choices):
-        told.stream.delta(choice, OutputDelta([Content("x"), Finished("stop")]))
-    told.stream.end()
-    choices = [event["choices"][0] for event in told.events()]
+        received.stream.delta(choice, OutputDelta([Content("x"), Finished("stop")]))
+    received.stream.end()
+    choices = [event["choices"][0] for event in received.events()]
     assert [(c["index"], c["delta"]) for c in choices] == [
         (0, {"role": "assistant", "content": "", "refusal": None}),
         (1, {"role": "assistant", "content": "", "refusal": None}),
@@ -119,53 +119,55 @@ def test_roles_of_all_choices_come_before_any_token_of_any() -> None:
 
 def test_every_chunk_is_json_whatever_the_text_and_the_names() -> None:
     answer = new_choice_group()
-    told = ReceivedChunks(answer, chat_dialect())
+    received = ReceivedChunks(answer, chat_builder())
     text = 'a"b\\c\n\u2028\x01</script>é'
-    told.stream.delta(answer.choices[0], OutputDelta([Content(text)]))
-    told.stream.delta(answer.choices[0], OutputDelta([Finished("stop", 'st"op')]))
-    told.stream.end()
-    _, content, finish = told.events()
+    received.stream.delta(answer.choices[0], OutputDelta([Content(text)]))
+    received.stream.delta(answer.choices[0], OutputDelta([Finished("stop", 'st"op')]))
+    received.stream.end()
+    _, content, finish = received.events()
     assert content["choices"][0]["delta"]["content"] == text
     assert content["model"] == 'model "m"'
     assert finish["choices"][0]["stop_reason"] == 'st"op'
-    assert b"\n" not in told.data.replace(b"\n\n", b"")
+    assert b"\n" not in received.data.replace(b"\n\n", b"")
 
 
-def test_tokens_are_told_once_with_the_text_or_with_the_end() -> None:
+def test_tokens_are_sent_once_with_their_text_or_with_the_end() -> None:
     answer = new_choice_group()
-    told = ReceivedChunks(answer, chat_dialect(1), includes_ids=True)
+    received = ReceivedChunks(answer, chat_builder(1), includes_ids=True)
     (choice,) = answer.choices
     logprobs = [scripted_logprob(token, 1) for token in (72, 105, 257)]
-    told.stream.delta(choice, OutputDelta([Content("H")], [72], logprobs[:1]))
-    told.stream.delta(choice, OutputDelta([Content("i"), Finished("stop")], [105], logprobs[1:2]))
-    told.stream.end()
-    role, first, second, finish = told.events()
+    received.stream.delta(choice, OutputDelta([Content("H")], [72], logprobs[:1]))
+    received.stream.delta(
+        choice, OutputDelta([Content("i"), Finished("stop")], [105], logprobs[1:2])
+    )
+    received.stream.end()
+    role, first, second, finish = received.events()
     assert role["prompt_token_ids"] == [1, 2, 3]
     bits = [event["choices"][0] for event in (first, second, finish)]
     assert [bit["token_ids"] for bit in bits] == [[72], [105], []]
     assert [bit["logprobs"] and len(bit["logprobs"]["content"]) for bit in bits] == [1, 1, None]
 
     answer = new_choice_group()
-    told = ReceivedChunks(answer, chat_dialect(1), includes_ids=True)
-    told.stream.delta(answer.choices[0], OutputDelta([Finished("stop")], [257], logprobs[2:]))
-    told.stream.end()
-    _, finish = told.events()
+    received = ReceivedChunks(answer, chat_builder(1), includes_ids=True)
+    received.stream.delta(answer.choices[0], OutputDelta([Finished("stop")], [257], logprobs[2:]))
+    received.stream.end()
+    _, finish = received.events()
     assert finish["choices"][0]["token_ids"] == [257]
     assert len(finish["choices"][0]["logprobs"]["content"]) == 1
 
 
-def test_a_completion_ends_with_its_last_text_and_the_logprobs_of_it() -> None:
+def test_the_last_chunk_of_a_completion_has_its_last_text_and_logprobs() -> None:
     answer = new_choice_group()
-    told = ReceivedChunks(answer, _text_dialect(1, None), includes_ids=True)
+    received = ReceivedChunks(answer, _text_builder(1, None), includes_ids=True)
     (choice,) = answer.choices
     logprobs = [scripted_logprob(token, 1) for token in (72, 105)]
-    told.stream.delta(choice, OutputDelta([Content("H")], [72], logprobs[:1]))
+    received.stream.delta(choice, OutputDelta([Content("H")], [72], logprobs[:1]))
     odd = OutputWarning("odd", "an odd thing")
-    told.stream.delta(
+    received.stream.delta(
         choice, OutputDelta([Content("i"), odd, Finished("stop")], [105], logprobs[1:])
     )
-    told.stream.end()
-    _, first, last = told.events()
+    received.stream.end()
+    _, first, last = received.events()
     assert first["choices"][0]["finish_reason"] is None
     assert (last["choices"][0]["text"], last["choices"][0]["finish_reason"]) == ("i", "stop")
     assert last["choices"][0]["token_ids"] == [105]
@@ -173,23 +175,25 @@ def test_a_completion_ends_with_its_last_text_and_the_logprobs_of_it() -> None:
     assert [warning["code"] for warning in last["warnings"]] == ["odd"]
 
 
-def test_a_failure_is_one_event_and_the_end() -> None:
+def test_a_failure_ends_the_stream_with_one_event() -> None:
     answer = new_choice_group()
-    told = ReceivedChunks(answer, chat_dialect())
-    told.stream.delta(answer.choices[0], OutputDelta([Failed(ErrorInfo(code="x", message="y"))]))
-    told.stream.fail(Overloaded("too much"))
-    (event,) = told.events()
+    received = ReceivedChunks(answer, chat_builder())
+    received.stream.delta(
+        answer.choices[0], OutputDelta([Failed(ErrorInfo(code="x", message="y"))])
+    )
+    received.stream.fail(Overloaded("too much"))
+    (event,) = received.events()
     assert event["error"]["code"] == "overloaded"
 
 
-def test_usage_counts_each_prompt_once_and_every_choice() -> None:
+def test_usage_counts_each_prompt_once_and_all_choices() -> None:
     answer = new_choice_group(n=2, prompts=2)
     for choice in answer.choices:
         choice.num_generated = 10
         choice.num_cached = 1 + choice.index % 2
-    told = ReceivedChunks(answer, chat_dialect(), includes_usage=True)
-    told.stream.end()
-    assert told.events()[0]["usage"] == {
+    received = ReceivedChunks(answer, chat_builder(), includes_usage=True)
+    received.stream.end()
+    assert received.events()[0]["usage"] == {
         "prompt_tokens": 6,
         "completion_tokens": 40,
         "total_tokens": 46,
@@ -197,17 +201,17 @@ def test_usage_counts_each_prompt_once_and_every_choice() -> None:
     }
 
 
-def test_continuous_usage_is_of_the_choice_and_of_what_was_sent_of_it() -> None:
-    """All was generated before the first chunk is sent, as with a client that comes late."""
+def test_continuous_usage_counts_the_tokens_sent_of_its_choice() -> None:
+    """All tokens are generated before the first chunk is sent, as for a slow client."""
     answer = new_choice_group(n=2)
     first, second = answer.choices
     first.num_generated, second.num_generated = 3, 9
-    told = ReceivedChunks(answer, chat_dialect(), includes_usage=True, repeats_usage=True)
-    told.stream.delta(first, OutputDelta([Content("a")], [72]))
-    told.stream.delta(second, OutputDelta([Content("bc")], [73, 74]))
-    told.stream.delta(first, OutputDelta([Content("d"), Finished("stop")], [75, 257]))
-    told.stream.end()
-    *chunks, last = told.events()
+    received = ReceivedChunks(answer, chat_builder(), includes_usage=True, repeats_usage=True)
+    received.stream.delta(first, OutputDelta([Content("a")], [72]))
+    received.stream.delta(second, OutputDelta([Content("bc")], [73, 74]))
+    received.stream.delta(first, OutputDelta([Content("d"), Finished("stop")], [75, 257]))
+    received.stream.end()
+    *chunks, last = received.events()
     counts = [
         (chunk["choices"][0]["index"], chunk["usage"]["completion_tokens"]) for chunk in chunks
     ]
@@ -216,37 +220,38 @@ def test_continuous_usage_is_of_the_choice_and_of_what_was_sent_of_it() -> None:
     assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 12)
 
 
-def test_continuous_usage_of_several_prompts_counts_its_own() -> None:
+def test_continuous_usage_counts_only_the_prompt_of_its_choice() -> None:
     answer = new_choice_group(prompts=2)
-    told = ReceivedChunks(
-        answer, _text_dialect(None, None), includes_usage=True, repeats_usage=True
+    received = ReceivedChunks(
+        answer, _text_builder(None, None), includes_usage=True, repeats_usage=True
     )
     for choice in answer.choices:
-        told.stream.delta(choice, OutputDelta([Content("a"), Finished("stop")], [72]))
-    told.stream.end()
-    *chunks, _ = told.events()
+        received.stream.delta(choice, OutputDelta([Content("a"), Finished("stop")], [72]))
+    received.stream.end()
+    *chunks, _ = received.events()
     assert [chunk["usage"]["total_tokens"] for chunk in chunks] == [4, 4]
 
 
-def test_usage_tells_what_was_guessed_ahead_as_far_as_the_engine_has_told() -> None:
+def test_usage_has_the_draft_counts_that_the_engine_reported() -> None:
     answer = new_choice_group(n=2)
     for choice, (drafts, accepted) in zip(answer.choices, [(5, 3), (2, 0)], strict=True):
         usage = Usage(
             prompt_tokens=3, generated_tokens=1, draft_tokens=drafts, accepted_tokens=accepted
         )
         answer.on_report(choice, Output(request=0, tokens=[72], usage=usage))
-    told = ReceivedChunks(answer, chat_dialect(), includes_usage=True)
-    told.stream.end()
-    details = told.events()[0]["usage"]["completion_tokens_details"]
+    received = ReceivedChunks(answer, chat_builder(), includes_usage=True)
+    received.stream.end()
+    details = received.events()[0]["usage"]["completion_tokens_details"]
     assert details == {"accepted_prediction_tokens": 3, "rejected_prediction_tokens": 4}
 
 
 @pytest.mark.parametrize("num_logprobs", [None, 0, 2])
 @pytest.mark.parametrize("prompts", [None, ["abc"]], ids=["", "echo"])
-def test_an_answer_told_bit_by_bit_is_the_answer_told_at_once(
+def test_a_folded_stream_equals_the_complete_response(
     num_logprobs: int | None, prompts: list[str] | None
 ) -> None:
-    """The same deltas into both sinks; dialects are made anew, since they remember offsets."""
+    """Both sinks receive the same deltas. Each has its own builder, because builders store
+    offsets."""
     deltas = [
         OutputDelta([Content("H")], [72], [scripted_logprob(72, 2)]),
         OutputDelta(
@@ -254,30 +259,30 @@ def test_an_answer_told_bit_by_bit_is_the_answer_told_at_once(
         ),
         OutputDelta([Finished("length")], [], []),
     ]
-    told, answer, whole = None, new_choice_group(), b""
+    received, answer, whole = None, new_choice_group(), b""
     (choice,) = answer.choices
     choice.prompt_logprobs = [scripted_logprob(2, 2), scripted_logprob(3, 2)]
-    told = ReceivedChunks(answer, _text_dialect(num_logprobs, prompts))
+    received = ReceivedChunks(answer, _text_builder(num_logprobs, prompts))
     fold = CollectSink(1)
-    for sink in (told.stream, fold):
+    for sink in (received.stream, fold):
         for delta in deltas:
             sink.delta(choice, delta)
         sink.end()
-    whole = whole_response(answer, fold, _text_dialect(num_logprobs, prompts), ORIGIN)
-    (choice_told,) = json.loads(whole)["choices"]
-    bits = [event["choices"][0] for event in told.events()]
-    assert "".join(bit["text"] for bit in bits) == choice_told["text"]
-    assert choice_told["text"] == ("abc" if prompts else "") + "Hé"
+    whole = whole_response(answer, fold, _text_builder(num_logprobs, prompts), ENVELOPE)
+    (whole_choice,) = json.loads(whole)["choices"]
+    bits = [event["choices"][0] for event in received.events()]
+    assert "".join(bit["text"] for bit in bits) == whole_choice["text"]
+    assert whole_choice["text"] == ("abc" if prompts else "") + "Hé"
     parts = [bit["logprobs"] for bit in bits if bit["logprobs"] is not None]
     if num_logprobs is None:
         assert parts == []
-        assert choice_told["logprobs"] is None
+        assert whole_choice["logprobs"] is None
     else:
-        for name, items in choice_told["logprobs"].items():
+        for name, items in whole_choice["logprobs"].items():
             assert [item for part in parts for item in part[name]] == items
 
 
-def _text_dialect(num_logprobs: int | None, prompts: list[str] | None) -> CompletionResponseBuilder:
+def _text_builder(num_logprobs: int | None, prompts: list[str] | None) -> CompletionResponseBuilder:
     return CompletionResponseBuilder(TOKENIZER, num_logprobs, ReadOptions(), prompts)
 
 
@@ -294,13 +299,13 @@ def _text_dialect(num_logprobs: int | None, prompts: list[str] | None) -> Comple
         (ServingError("a secret"), 500, "server_error", "internal", None),
     ],
 )
-def test_an_error_says_whose_fault_it_is(
+def test_an_error_has_the_status_and_type_of_its_cause(
     error: ServingError, status: int, kind: str, code: str | None, retry: int | None
 ) -> None:
-    told = fault_of(error)
-    body = json.loads(error_body(told))["error"]
-    assert (told.status, body["type"], body["code"]) == (status, kind, code)
-    assert told.retry_after_s == retry
+    received = fault_of(error)
+    body = json.loads(error_body(received))["error"]
+    assert (received.status, body["type"], body["code"]) == (status, kind, code)
+    assert received.retry_after_s == retry
     assert body["param"] == error.param
     if status == 500:
         assert "secret" not in body["message"]
@@ -319,8 +324,8 @@ def test_the_template_of_a_chats_text_has_the_bytes_of_the_struct(
 ) -> None:
     group = new_choice_group(n=2)
     options: Any = {"includes_usage": True} if usage is None else {}
-    told = ReceivedChunks(group, chat_dialect(), name, **options)
-    told.stream.delta(group.choices[index], OutputDelta())
+    received = ReceivedChunks(group, chat_builder(), name, **options)
+    received.stream.delta(group.choices[index], OutputDelta())
     for text in TEXTS:
         function = FunctionPart(arguments=text)
         parts: list[tuple[Event, MessagePart]] = [
@@ -331,8 +336,8 @@ def test_the_template_of_a_chats_text_has_the_bytes_of_the_struct(
             part = MessagePart(tool_calls=[ToolCallPart(index=call, function=function)])
             parts.append((ToolArguments(call, text), part))
         for event, part in parts:
-            told.data = b""
-            told.stream.delta(group.choices[index], OutputDelta([event]))
+            received.data = b""
+            received.stream.delta(group.choices[index], OutputDelta([event]))
             choice = ChatChunkChoice(index=index, delta=part, logprobs=None, finish_reason=None)
             chunk = ChatChunk(
                 id="chatcmpl-1",
@@ -344,7 +349,7 @@ def test_the_template_of_a_chats_text_has_the_bytes_of_the_struct(
                 choices=[choice],
                 usage=usage,
             )
-            assert told.data == b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+            assert received.data == b"data: " + msgspec.json.encode(chunk) + b"\n\n"
 
 
 @pytest.mark.parametrize("usage", [UNSET, None], ids=["", "include_usage"])
@@ -355,11 +360,11 @@ def test_the_template_of_a_completions_text_has_the_bytes_of_the_struct(
 ) -> None:
     group = new_choice_group(n=2)
     options: Any = {"includes_usage": True} if usage is None else {}
-    told = ReceivedChunks(group, _text_dialect(None, prompts), **options)
-    told.stream.delta(group.choices[index], OutputDelta())
+    received = ReceivedChunks(group, _text_builder(None, prompts), **options)
+    received.stream.delta(group.choices[index], OutputDelta())
     for text in TEXTS:
-        told.data = b""
-        told.stream.delta(group.choices[index], OutputDelta([Content(text)]))
+        received.data = b""
+        received.stream.delta(group.choices[index], OutputDelta([Content(text)]))
         choice = CompletionChunkChoice(index=index, text=text, logprobs=None, finish_reason=None)
         chunk = CompletionChunk(
             id="chatcmpl-1",
@@ -370,12 +375,12 @@ def test_the_template_of_a_completions_text_has_the_bytes_of_the_struct(
             choices=[choice],
             usage=usage,
         )
-        assert told.data == b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+        assert received.data == b"data: " + msgspec.json.encode(chunk) + b"\n\n"
 
 
 @pytest.mark.parametrize("includes_usage", [False, True])
-def test_a_bit_that_comes_alone_is_the_chunk_that_it_is_among_others(includes_usage: bool) -> None:
-    """Alone it takes a shorter way."""
+def test_an_event_has_the_same_chunk_alone_and_among_others(includes_usage: bool) -> None:
+    """The chunk of a single event is written with a template."""
     bits: list[Event] = [
         Reasoning('"hm"\n'),
         Content("well — so"),
@@ -390,11 +395,11 @@ def test_a_bit_that_comes_alone_is_the_chunk_that_it_is_among_others(includes_us
     both = []
     for deltas in ([OutputDelta([bit]) for bit in bits], [OutputDelta(bits)]):
         answer = new_choice_group()
-        told = ReceivedChunks(answer, chat_dialect(), includes_usage=includes_usage)
-        told.stream.delta(answer.choices[0], OutputDelta())
+        received = ReceivedChunks(answer, chat_builder(), includes_usage=includes_usage)
+        received.stream.delta(answer.choices[0], OutputDelta())
         for delta in deltas:
-            told.stream.delta(answer.choices[0], delta)
-        told.stream.end()
-        both.append(told.data)
+            received.stream.delta(answer.choices[0], delta)
+        received.stream.end()
+        both.append(received.data)
     assert both[0] == both[1]
     assert both[0].count(b"\n\n") == len(bits) - 1 - 1 + 2 + includes_usage

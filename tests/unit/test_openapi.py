@@ -1,4 +1,4 @@
-"""The OpenAPI document: made from the structs that check requests, with every route in it."""
+"""The OpenAPI document has every route, and is made from the structs that check requests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ UNDOCUMENTED_METHODS = {"HEAD", "OPTIONS"}
 
 
 @pytest.fixture(scope="module")
-def told() -> dict[str, Any]:
+def spec() -> dict[str, Any]:
     return json.loads(encoded_document())
 
 
@@ -25,44 +25,44 @@ def references(value: Any) -> set[str]:
     return set().union(*map(references, value)) if isinstance(value, list) else set()
 
 
-def test_the_document_has_every_route(told):
+def test_the_document_has_every_route(spec):
     routes = {
         (path_of(rule.rule), method.lower())
         for rule in create_app().url_map.iter_rules()
         for method in (rule.methods or set()) - UNDOCUMENTED_METHODS
     }
-    documented = {(path, method) for path, item in told["paths"].items() for method in item}
+    documented = {(path, method) for path, item in spec["paths"].items() for method in item}
     assert documented == routes
 
 
-def test_every_reference_leads_somewhere(told):
-    names = {f"#/components/schemas/{name}" for name in told["components"]["schemas"]}
-    assert references(told) <= names
+def test_every_reference_has_a_component(spec):
+    names = {f"#/components/schemas/{name}" for name in spec["components"]["schemas"]}
+    assert references(spec) <= names
 
 
-def test_identifiers_and_components_are_unique_and_plain(told):
-    rows = [item for path in told["paths"].values() for item in path.values()]
+def test_operation_ids_are_unique_and_component_names_are_identifiers(spec):
+    rows = [item for path in spec["paths"].values() for item in path.values()]
     ids = [row["operationId"] for row in rows]
     assert len(set(ids)) == len(ids)
-    assert all(name.isidentifier() for name in told["components"]["schemas"])
+    assert all(name.isidentifier() for name in spec["components"]["schemas"])
 
 
-def test_an_error_about_models_has_the_shape_of_either_api(told):
+def test_an_error_about_models_has_the_shape_of_either_api(spec):
     for path in ("/v1/models", "/v1/models/{name}"):
-        answer = told["paths"][path]["get"]["responses"]["404"]
+        answer = spec["paths"][path]["get"]["responses"]["404"]
         kinds = answer["content"]["application/json"]["schema"]["anyOf"]
         names = {kind["$ref"].rpartition("/")[2] for kind in kinds}
         assert names == {"ErrorAnswer", "MessagesErrorAnswer"}
 
 
-def test_bounds_of_a_request_are_those_that_check_it(told):
-    fields = told["components"]["schemas"]["ChatBody"]["properties"]
+def test_the_document_has_the_bounds_of_the_request_fields(spec):
+    fields = spec["components"]["schemas"]["ChatBody"]["properties"]
     assert fields["temperature"]["anyOf"][0] == {"type": "number", "minimum": 0, "maximum": 2}
     assert fields["messages"]["minItems"] == 1
 
 
-def test_parameters_of_a_path_are_described(told):
-    for path, item in told["paths"].items():
+def test_the_parameters_of_a_path_are_described(spec):
+    for path, item in spec["paths"].items():
         for operation in item.values():
             places = [p["name"] for p in operation.get("parameters", ()) if p["in"] == "path"]
             assert sorted(places) == sorted(part[1:-1] for part in path.split("/") if "{" in part)

@@ -1,4 +1,4 @@
-"""Render and derender, field by field: what is told, what is refused, what a state weighs."""
+"""Render and derender: the fields, the refusals, and the size of a stream's state."""
 
 from __future__ import annotations
 
@@ -45,14 +45,15 @@ CALL = '<tool_call>{"name": "look", "arguments": {"at": "é"}}</tool_call>'
 def outputs(
     text: str, size: int = 3, *, logprobs: int | None = None, asked: int = 0
 ) -> list[Output]:
-    """asked: of so many named tokens logprobs are told, too."""
+    """Return the engine's outputs of a text, `size` tokens each. `asked` is the number of requested
+    token ids, whose logprobs are added."""
     ids = [*marked_ids(text), EOS]
     pieces = [ids[at : at + size] for at in range(0, len(ids), size)]
 
     def entries(piece: list[int]) -> list[TokenLogprobs]:
         found = [scripted_logprob(token, logprobs or 0) for token in piece]
-        heard = [-5.0 - place for place in range(asked)]
-        return [msgspec.structs.replace(entry, asked_logprobs=heard) for entry in found]
+        asked_logprobs = [-5.0 - place for place in range(asked)]
+        return [msgspec.structs.replace(entry, asked_logprobs=asked_logprobs) for entry in found]
 
     news = [
         Output(request=0, tokens=piece, logprobs=[] if logprobs is None else entries(piece))
@@ -69,7 +70,7 @@ def trip(text: str = "Hello", size: int = 3, **body: Any) -> Trip:
 
 
 # ---- render
-def test_a_rendered_chat_is_a_body_of_the_token_endpoint_with_everything_resolved() -> None:
+def test_a_rendered_chat_is_a_complete_body_of_the_token_endpoint() -> None:
     body: dict[str, Any] = {
         "max_tokens": 7,
         "seed": 3,
@@ -78,30 +79,30 @@ def test_a_rendered_chat_is_a_body_of_the_token_endpoint_with_everything_resolve
         "cache_salt": "s",
         "priority": -1,
     }
-    told = trip(**body).render_chat(Carried({"do_remote_prefill": True}))
-    decoded = msgspec.convert(told, GenerateBody)
+    result = trip(**body).render_chat(Carried({"do_remote_prefill": True}))
+    decoded = msgspec.convert(result, GenerateBody)
     sampling = decoded.sampling_params
     assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.7, 40, 1.0)
     assert (sampling.max_tokens, sampling.seed, sampling.n) == (7, 3, 2)
     assert sampling.stop_strings == ["x"]
     assert (decoded.cache_salt, decoded.priority, decoded.model) == ("s", -1, "scripted")
-    assert told["kv_transfer_params"] == {"do_remote_prefill": True}
-    assert told["request_id"] == "chatcmpl-7"
+    assert result["kv_transfer_params"] == {"do_remote_prefill": True}
+    assert result["request_id"] == "chatcmpl-7"
     assert decoded.token_ids[0] == 256
 
 
-def test_without_max_tokens_none_is_told_as_whoever_generates_knows_the_context() -> None:
+def test_max_tokens_is_absent_if_the_chat_does_not_set_it() -> None:
     assert "max_tokens" not in trip().render_chat()["sampling_params"]
     assert trip(prompt="a").render_completion()[0]["sampling_params"]["max_tokens"] == 16
 
 
 @pytest.mark.parametrize(("kwargs", "ended"), [({}, False), ({"enable_thinking": False}, True)])
-def test_whether_the_reasoning_has_ended_and_with_what_the_prompt_was_rendered(
+def test_a_rendered_chat_has_the_state_of_reasoning_and_the_template_arguments(
     kwargs: dict[str, Any], ended: bool
 ) -> None:
-    told = trip(chat_template_kwargs=kwargs).render_chat()
-    assert told["reasoning_ended"] is ended
-    assert told["reasoning_parser_kwargs"] == {"chat_template_kwargs": kwargs}
+    result = trip(chat_template_kwargs=kwargs).render_chat()
+    assert result["reasoning_ended"] is ended
+    assert result["reasoning_parser_kwargs"] == {"chat_template_kwargs": kwargs}
 
 
 @pytest.mark.parametrize(
@@ -112,24 +113,24 @@ def test_whether_the_reasoning_has_ended_and_with_what_the_prompt_was_rendered(
         {"thinking_token_budget": 5},
     ],
 )
-def test_what_must_be_enforced_is_a_grammar_that_the_token_endpoint_takes(
+def test_a_constraint_becomes_a_grammar_of_the_token_endpoint(
     demand: dict[str, Any],
 ) -> None:
-    told = trip(**demand).render_chat()
-    assert msgspec.convert(told, GenerateBody).grammar is not None
+    result = trip(**demand).render_chat()
+    assert msgspec.convert(result, GenerateBody).grammar is not None
     assert "grammar" not in trip(tools=LOOK).render_chat()
 
 
-def test_a_prompt_that_no_engine_takes_is_not_rendered() -> None:
+def test_a_prompt_that_exceeds_the_context_is_not_rendered() -> None:
     with pytest.raises(ContextTooLong) as raised:
         trip(messages=[{"role": "user", "content": "x" * 600}]).render_chat()
     assert raised.value.param == "prompt"
 
 
 def test_a_completion_is_rendered_once_for_each_prompt() -> None:
-    told = trip(prompt=["a", "bc"]).render_completion()
-    assert [one["token_ids"] for one in told] == [ids_of("a"), ids_of("bc")]
-    assert [one["request_id"] for one in told] == ["cmpl-7-0", "cmpl-7-1"]
+    result = trip(prompt=["a", "bc"]).render_completion()
+    assert [one["token_ids"] for one in result] == [ids_of("a"), ids_of("bc")]
+    assert [one["request_id"] for one in result] == ["cmpl-7-0", "cmpl-7-1"]
 
 
 # ---- completions, logprobs, n
@@ -143,7 +144,7 @@ def test_a_completion_is_rendered_once_for_each_prompt() -> None:
         {"stop": "ll", "include_stop_str_in_output": True, "logprobs": 1},
     ],
 )
-def test_a_completion_that_took_the_way_over_tokens_is_the_same(more: dict[str, Any]) -> None:
+def test_a_derendered_completion_equals_a_direct_one(more: dict[str, Any]) -> None:
     one = trip("Hello, 語!", prompt=["a", "bc"], **more)
     whole, _ = one.completion()
     generated = [one.generate(rendered) for rendered in one.render_completion()]
@@ -156,7 +157,7 @@ def test_a_completion_that_took_the_way_over_tokens_is_the_same(more: dict[str, 
 
 
 @pytest.mark.parametrize("stop", ["hm", "at", "ook", "absent"])
-def test_a_stop_string_ends_what_it_ends_in_a_chat(stop: str) -> None:
+def test_a_stop_string_ends_a_derendered_chat_like_a_direct_one(stop: str) -> None:
     one = trip(f"<think>\nhm\n</think>\n\nI look.{CALL}", 1, tools=LOOK, stop=stop)
     whole, _ = one.chat()
     assert (whole["choices"][0]["stop_reason"] == stop) == (stop == "ook")
@@ -166,12 +167,15 @@ def test_a_stop_string_ends_what_it_ends_in_a_chat(stop: str) -> None:
     )
     streamed = one.derender_stream(chunks, one.derender_chat_chunk)
     assert without_ids(fold_chat_stream(streamed)) == without_ids(fold_chat_response(whole))
-    told = response["choices"][0]
-    assert (told["finish_reason"], told["stop_reason"]) == ("stop", stop if stop == "ook" else None)
+    result = response["choices"][0]
+    assert (result["finish_reason"], result["stop_reason"]) == (
+        "stop",
+        stop if stop == "ook" else None,
+    )
 
 
 def without_ids(said: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Ids of calls are drawn anew."""
+    """Return the choices without the ids of calls, which are random."""
     for choice in said.values():
         choice["calls"] = [call[1:] for call in choice["calls"]]
     return said
@@ -179,7 +183,7 @@ def without_ids(said: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
 
 @pytest.mark.parametrize("size", [1, 3, 99])
 @pytest.mark.parametrize("more", [{}, {"include_reasoning": False}, {"n": 2}])
-def test_logprobs_and_ids_of_a_chat_survive(size: int, more: dict[str, Any]) -> None:
+def test_logprobs_and_token_ids_of_a_chat_survive(size: int, more: dict[str, Any]) -> None:
     text = "<think>\n" + "hm " * 40 + f"\n</think>\n\nI look.{CALL}"
     asked = {"logprobs": True, "top_logprobs": 2, "return_token_ids": True}
     one = trip(text, size, tools=LOOK, **asked, **more)
@@ -209,28 +213,28 @@ def test_logprobs_and_ids_of_a_chat_survive(size: int, more: dict[str, Any]) -> 
         (7, [], []),
     ],
 )
-def test_a_tokens_logprobs_come_back_as_the_engine_told_them(
+def test_the_engines_logprobs_of_a_token_are_restored(
     rank: int, tops: list[tuple[int, float]], asked: list[int]
 ) -> None:
     ids, logprobs = [i for i, _ in tops], [value for _, value in tops]
     own = dict(tops).get(5, -9.0)
-    heard = [dict(tops).get(i, -4.0) for i in asked]
-    entry = TokenLogprobs(5, own, rank, ids, logprobs, heard)
+    asked_logprobs = [dict(tops).get(i, -4.0) for i in asked]
+    entry = TokenLogprobs(5, own, rank, ids, logprobs, asked_logprobs)
     assert to_token_logprobs(chosen_token(entry, asked), len(tops), asked) == entry
 
 
-def test_a_named_token_of_which_nothing_was_told_is_unknown() -> None:
+def test_a_missing_logprob_of_a_requested_token_is_nan() -> None:
     entry = to_token_logprobs(chosen_token(TokenLogprobs(5, -1.0, 3), []), 0, [8])
     assert list(map(math.isnan, entry.asked_logprobs)) == [True]
 
 
-def test_a_prompts_logprobs_come_back() -> None:
+def test_the_engines_logprobs_of_a_prompt_are_restored() -> None:
     entries = [
         TokenLogprobs(66, -0.5, 2, [65, 66], [-0.1, -0.5]),
         TokenLogprobs(67, -7.0, 90, [65, 66], [-0.1, -0.5]),
     ]
-    told = json.loads(msgspec.json.encode(prompt_token_logprobs(MODEL.tokenizer, entries, 2)))
-    typed = msgspec.convert(told, list[dict[str, TokenChance] | None])
+    result = json.loads(msgspec.json.encode(prompt_token_logprobs(MODEL.tokenizer, entries, 2)))
+    typed = msgspec.convert(result, list[dict[str, TokenChance] | None])
     assert prompt_entries([64, 66, 67], typed, "x") == entries
     with pytest.raises(InvalidRequest, match="one item per prompt token"):
         prompt_entries([64, 66], typed, "x")
@@ -239,11 +243,11 @@ def test_a_prompts_logprobs_come_back() -> None:
 @pytest.mark.parametrize(
     "more", [{}, {"logprobs": True, "return_token_ids": True, "return_effective_kwargs": True}]
 )
-def test_what_is_derendered_is_what_the_documentation_says(more: dict[str, Any]) -> None:
+def test_derendered_responses_match_the_documented_structs(more: dict[str, Any]) -> None:
     one = trip(f"<think>\nhm\n</think>\n\nI look.{CALL}", tools=LOOK, **more)
     response, chunks = one.generate(one.render_chat())
-    told = one.derender_chat(response | {"kv_transfer_params": {"a": 1}})
-    assert msgspec.to_builtins(msgspec.convert(told, ChatCompletion)) == told
+    result = one.derender_chat(response | {"kv_transfer_params": {"a": 1}})
+    assert msgspec.to_builtins(msgspec.convert(result, ChatCompletion)) == result
     for part in one.derender_stream(chunks, one.derender_chat_chunk):
         assert msgspec.to_builtins(msgspec.convert(part, DerenderedChatPart)) == part
     asked: dict[str, Any] = {"logprobs": 2} if more else {}
@@ -265,11 +269,13 @@ def test_kv_transfer_params_survive_whole_and_in_chunks() -> None:
         for chunk in chunks
         if chunk["choices"]
     ]
-    told = one.derender_stream(chunks, one.derender_chat_chunk)
-    assert [part.get("kv_transfer_params") for part in told] == [None] * (len(told) - 1) + [params]
+    result = one.derender_stream(chunks, one.derender_chat_chunk)
+    assert [part.get("kv_transfer_params") for part in result] == [None] * (len(result) - 1) + [
+        params
+    ]
 
 
-def test_the_usage_chunk_is_told_where_the_chat_asks_for_it() -> None:
+def test_the_usage_chunk_is_sent_only_if_the_chat_requests_usage() -> None:
     one = trip()
     _, chunks = one.generate(one.render_chat())
     assert one.derender_stream(chunks, one.derender_chat_chunk)[-1]["choices"] == []
@@ -279,8 +285,8 @@ def test_the_usage_chunk_is_told_where_the_chat_asks_for_it() -> None:
     assert all(part["choices"] for part in plain)
 
 
-def test_the_prompts_own_tokens_say_where_the_answer_starts() -> None:
-    """Rendered again, the request says something else than the prompt that was sent."""
+def test_the_prompts_token_ids_decide_how_the_answer_starts() -> None:
+    """The prompt that was sent differs from the one that the request is rendered to."""
     one = trip("hm\n</think>\n\nSo.", chat_template_kwargs={"enable_thinking": False})
     response, chunks = one.generate(one.render_chat())
     inside = marked_ids("<user>Hi<assistant><think>\n")
@@ -293,73 +299,73 @@ def test_the_prompts_own_tokens_say_where_the_answer_starts() -> None:
 
 # ---- without the request
 PLAIN = served(scripted_card())
-"""A model whose answers have no parts."""
+"""A model whose answers have no reasoning and no tool calls."""
 
 
-def spoken_by_a_peer(text: str, **more: Any) -> dict[str, Any]:
-    """A whole answer with no more in it than a peer has to say."""
+def minimal_response(text: str, **more: Any) -> dict[str, Any]:
+    """Return a complete response with only the members that vLLM always sends."""
     choice = {"index": 0, "token_ids": ids_of(text), "finish_reason": "stop", "logprobs": None}
     return {"request_id": "chatcmpl-7", "choices": [choice], "prompt_logprobs": None, **more}
 
 
 def derendered(model: ServedModel = PLAIN, /, **body: Any) -> dict[str, Any]:
     decoded = msgspec.json.decode(msgspec.json.encode(body), type=DerenderChat)
-    told: dict[str, Any] = json.loads(ChatDerendering(decoded, model, CONFIG).whole())
-    return told
+    result: dict[str, Any] = json.loads(ChatDerendering(decoded, model, CONFIG).whole())
+    return result
 
 
 def derendered_texts(**body: Any) -> dict[str, Any]:
     decoded = msgspec.json.decode(msgspec.json.encode(body), type=DerenderCompletion)
-    told: dict[str, Any] = json.loads(CompletionDerendering(decoded, PLAIN, CONFIG).whole())
-    return told
+    result: dict[str, Any] = json.loads(CompletionDerendering(decoded, PLAIN, CONFIG).whole())
+    return result
 
 
-def test_without_a_request_an_answer_is_its_text() -> None:
-    told = derendered(generate_response=spoken_by_a_peer("Hello"))
-    msgspec.convert(told, ChatCompletion)
-    assert (told["id"], told["model"]) == ("chatcmpl-7", PLAIN.names[0])
-    assert told["created"] > 0
-    assert fold_chat_response(told)[0]["content"] == "Hello"
-    usage = told["usage"]
+def test_without_a_request_all_text_is_content() -> None:
+    result = derendered(generate_response=minimal_response("Hello"))
+    msgspec.convert(result, ChatCompletion)
+    assert (result["id"], result["model"]) == ("chatcmpl-7", PLAIN.names[0])
+    assert result["created"] > 0
+    assert fold_chat_response(result)[0]["content"] == "Hello"
+    usage = result["usage"]
     assert (usage["prompt_tokens"], usage["completion_tokens"]) == (0, 5)
-    assert (told["prompt_logprobs"], told["prompt_token_ids"]) == (None, None)
-    told = derendered(generate_response=spoken_by_a_peer("Hello"), prompt_tokens=10)
-    assert told["usage"]["total_tokens"] == 15
+    assert (result["prompt_logprobs"], result["prompt_token_ids"]) == (None, None)
+    result = derendered(generate_response=minimal_response("Hello"), prompt_tokens=10)
+    assert result["usage"]["total_tokens"] == 15
     usage = {"prompt_tokens": 4, "completion_tokens": 5, "total_tokens": 9}
-    told = derendered(generate_response=spoken_by_a_peer("Hello", usage=usage))
-    assert told["usage"]["prompt_tokens"] == 4
-    told = derendered(
-        generate_response=spoken_by_a_peer("Hello"), prompt_token_ids=[1, 2, 3], model="mine"
+    result = derendered(generate_response=minimal_response("Hello", usage=usage))
+    assert result["usage"]["prompt_tokens"] == 4
+    result = derendered(
+        generate_response=minimal_response("Hello"), prompt_token_ids=[1, 2, 3], model="mine"
     )
-    assert (told["usage"]["prompt_tokens"], told["model"]) == (3, "mine")
+    assert (result["usage"]["prompt_tokens"], result["model"]) == (3, "mine")
 
 
-def test_without_a_request_what_came_is_told() -> None:
+def test_without_a_request_all_members_of_the_response_are_kept() -> None:
     entry = {"token_id": 72, "logprob": -1.0, "rank": 1}
-    response = spoken_by_a_peer("H", prompt_logprobs=[None, None])
+    response = minimal_response("H", prompt_logprobs=[None, None])
     top = {"token_id": 73, "logprob": -2.0, "rank": 2}
     response["choices"][0]["logprobs"] = {"content": [{**entry, "top_logprobs": [entry, top]}]}
     response["kv_transfer_params"] = {"key": "value"}
-    told = derendered(generate_response=response)
-    (item,) = told["choices"][0]["logprobs"]["content"]
+    result = derendered(generate_response=response)
+    (item,) = result["choices"][0]["logprobs"]["content"]
     assert (item["token"], item["bytes"]) == ("H", [72])
     assert [top["token"] for top in item["top_logprobs"]] == ["H", "I"]
-    assert told["prompt_logprobs"] == [None, None]
-    assert told["kv_transfer_params"] == {"key": "value"}
+    assert result["prompt_logprobs"] == [None, None]
+    assert result["kv_transfer_params"] == {"key": "value"}
 
 
-def test_without_a_request_there_are_as_many_prompts_as_answers() -> None:
-    responses = [spoken_by_a_peer("Hello", request_id="cmpl-7"), spoken_by_a_peer("World!")]
-    told = derendered_texts(generate_responses=responses, prompt_tokens=[5, 10])
-    msgspec.convert(told, CompletionResponse)
-    assert [choice["text"] for choice in told["choices"]] == ["Hello", "World!"]
-    assert [choice["prompt_logprobs"] for choice in told["choices"]] == [None, None]
-    assert (told["usage"]["prompt_tokens"], told["usage"]["completion_tokens"]) == (15, 11)
-    told = derendered_texts(generate_responses=responses, prompt_token_ids=[None, [1, 2]])
-    assert told["usage"]["prompt_tokens"] == 2
+def test_without_a_request_there_is_one_prompt_per_response() -> None:
+    responses = [minimal_response("Hello", request_id="cmpl-7"), minimal_response("World!")]
+    result = derendered_texts(generate_responses=responses, prompt_tokens=[5, 10])
+    msgspec.convert(result, CompletionResponse)
+    assert [choice["text"] for choice in result["choices"]] == ["Hello", "World!"]
+    assert [choice["prompt_logprobs"] for choice in result["choices"]] == [None, None]
+    assert (result["usage"]["prompt_tokens"], result["usage"]["completion_tokens"]) == (15, 11)
+    result = derendered_texts(generate_responses=responses, prompt_token_ids=[None, [1, 2]])
+    assert result["usage"]["prompt_tokens"] == 2
 
 
-def test_without_a_request_a_stream_is_its_text() -> None:
+def test_without_a_request_all_text_of_a_stream_is_content() -> None:
     text, state, said = "né 語!", None, ""
     ids = ids_of(text)
     for place, token in enumerate(ids):
@@ -369,23 +375,23 @@ def test_without_a_request_a_stream_is_its_text() -> None:
         chunk = {"request_id": "x", "prompt_token_ids": None, "usage": None, "choices": [choice]}
         body = {"stream": True, "generate_chunk": chunk, "stream_state": state}
         decoded = msgspec.json.decode(msgspec.json.encode(body), type=DerenderChat)
-        told, state = ChatDerendering(decoded, PLAIN, CONFIG).chunk()
-        for part in told["choices"] if told else ():
+        result, state = ChatDerendering(decoded, PLAIN, CONFIG).chunk()
+        for part in result["choices"] if result else ():
             said += part["delta"].get("content", "")
     assert said == text
-    assert told is not None
-    assert told["choices"][0]["finish_reason"] == "length"
+    assert result is not None
+    assert result["choices"][0]["finish_reason"] == "length"
 
 
-def test_without_a_request_choices_of_a_stream_are_known_when_they_come() -> None:
+def test_without_a_request_a_stream_may_add_choices() -> None:
     said, state = {0: "", 2: ""}, None
     for index, token in [(2, 72), (0, 65), (2, 105)]:
         chunk = {"request_id": "x", "choices": [{"index": index, "token_ids": [token]}]}
         body = {"stream": True, "generate_chunk": chunk, "stream_state": state}
         decoded = msgspec.json.decode(msgspec.json.encode(body), type=DerenderCompletion)
-        told, state = CompletionDerendering(decoded, PLAIN, CONFIG).chunk()
-        assert told is not None
-        (part,) = told["choices"]
+        result, state = CompletionDerendering(decoded, PLAIN, CONFIG).chunk()
+        assert result is not None
+        (part,) = result["choices"]
         said[part["index"]] += part["text"]
     assert said == {0: "A", 2: "Hi"}
 
@@ -398,28 +404,28 @@ def test_without_a_request_choices_of_a_stream_are_known_when_they_come() -> Non
         (PLAIN, {"stream": True}, "generate_chunk"),
         (
             PLAIN,
-            {"generate_response": spoken_by_a_peer("H") | {"choices": []}},
+            {"generate_response": minimal_response("H") | {"choices": []}},
             "generate_response.choices",
         ),
         (
             PLAIN,
             {
-                "generate_response": spoken_by_a_peer("H")
+                "generate_response": minimal_response("H")
                 | {"choices": [{"index": 1 << 20, "token_ids": [1], "finish_reason": "stop"}]}
             },
             "generate_response",
         ),
     ],
 )
-def test_what_is_wrong_without_a_request_is_named(
+def test_without_a_request_an_error_names_the_field(
     model: ServedModel, change: dict[str, Any], field: str
 ) -> None:
     with pytest.raises(InvalidRequest) as raised:
-        derendered(model, **{"generate_response": spoken_by_a_peer("H"), **change})
+        derendered(model, **{"generate_response": minimal_response("H"), **change})
     assert raised.value.param == field
 
 
-def test_no_responses_are_no_completion() -> None:
+def test_a_completion_without_responses_is_refused() -> None:
     with pytest.raises(InvalidRequest) as raised:
         derendered_texts(generate_responses=[])
     assert raised.value.param == "generate_responses"
@@ -442,7 +448,9 @@ def test_no_responses_are_no_completion() -> None:
         ),
     ],
 )
-def test_what_is_wrong_with_a_whole_answer_is_named(change: dict[str, Any], field: str) -> None:
+def test_an_error_in_a_complete_response_names_the_field(
+    change: dict[str, Any], field: str
+) -> None:
     one = trip()
     response, _ = one.generate(one.render_chat())
     body = {"chat_request": one.body, "generate_response": response} | change
@@ -460,7 +468,7 @@ def test_what_is_wrong_with_a_whole_answer_is_named(change: dict[str, Any], fiel
         ({"finish_reason": None}, "finish_reason"),
     ],
 )
-def test_what_is_wrong_with_a_choice_is_named(change: dict[str, Any], field: str) -> None:
+def test_an_error_in_a_choice_names_the_field(change: dict[str, Any], field: str) -> None:
     one = trip()
     response, _ = one.generate(one.render_chat())
     response["choices"][0] |= change
@@ -469,7 +477,7 @@ def test_what_is_wrong_with_a_choice_is_named(change: dict[str, Any], field: str
     assert raised.value.param == f"generate_response.choices[0].{field}"
 
 
-def test_a_chunk_of_an_answer_that_nobody_asked_for_is_refused() -> None:
+def test_a_chunk_of_an_unknown_choice_is_refused() -> None:
     one = trip()
     _, chunks = one.generate(one.render_chat())
     chunks[0]["choices"][0]["index"] = 1
@@ -480,7 +488,7 @@ def test_a_chunk_of_an_answer_that_nobody_asked_for_is_refused() -> None:
 
 # ---- the state
 def after(one: Trip, count: int) -> tuple[str, list[Any]]:
-    """The state behind so many chunks, and the chunks that follow."""
+    """Return the state after `count` chunks, and the chunks that follow."""
     _, chunks = one.generate(one.render_chat())
     state = None
     for chunk in chunks[:count]:
@@ -490,7 +498,7 @@ def after(one: Trip, count: int) -> tuple[str, list[Any]]:
 
 
 def refuses(one: Trip, chunk: Any, state: str) -> bool:
-    """Any other failure is one of the test."""
+    """Return whether the state is refused. Any other error is a failure of the test."""
     try:
         one.derender_chat_chunk(chunk, state)
     except InvalidRequest as error:
@@ -498,7 +506,7 @@ def refuses(one: Trip, chunk: Any, state: str) -> bool:
     return False
 
 
-def test_a_state_that_is_damaged_or_of_another_answer_is_refused() -> None:
+def test_a_damaged_state_or_that_of_another_request_is_refused() -> None:
     one = trip(f"I look.{CALL}", tools=LOOK)
     state, (chunk, *_) = after(one, 4)
     data = bytearray(base64.urlsafe_b64decode(state))
@@ -517,7 +525,7 @@ def test_a_state_that_is_damaged_or_of_another_answer_is_refused() -> None:
     assert refuses(other, chunk, state)
 
 
-def test_a_state_that_someone_forged_is_refused_and_never_our_fault() -> None:
+def test_a_forged_state_is_refused_and_never_an_internal_error() -> None:
     one = trip(f"<think>\nhm\n</think>\n\nI look.{CALL}", tools=LOOK)
     state, (chunk, *_) = after(one, 8)
     request = msgspec.json.decode(
@@ -533,25 +541,25 @@ def test_a_state_that_someone_forged_is_refused_and_never_our_fault() -> None:
         text = sealed(msgspec.convert(plain, StreamState), key)
         noticed += refuses(one, chunk, text)
         machine[name] = kept
-    assert noticed >= 3  # the others are read as if they were true
+    assert noticed >= 3  # the other forged states are accepted
     plain[4][7] = plain[4][0]  # of a choice that the request does not have
     assert refuses(one, chunk, sealed(msgspec.convert(plain, StreamState), key))
 
 
 def size_and_seconds(one: Trip, text: str, num_chunks: int) -> tuple[int, float]:
-    """Of the state behind `text`, and of one chunk more: the best of a few."""
+    """Return the size of the state after `text`, and the CPU seconds of one more chunk, at best."""
     state = None
     ids = marked_ids(text)
     step = max(1, len(ids) // num_chunks)
     for at in range(0, len(ids), step):
-        chunk = news(ids[at : at + step])
+        chunk = chunk_of(ids[at : at + step])
         _, state = one.derender_chat_chunk(chunk, state)
     assert state is not None
-    one_more = partial(one.derender_chat_chunk, news(ids_of("x")), state)
+    one_more = partial(one.derender_chat_chunk, chunk_of(ids_of("x")), state)
     return len(state), best_cpu_s(one_more, tries=25)
 
 
-def news(ids: list[int]) -> dict[str, Any]:
+def chunk_of(ids: list[int]) -> dict[str, Any]:
     choice = {"index": 0, "token_ids": ids, "finish_reason": None, "stop_reason": None}
     return {"request_id": "generate-tokens-7", "output_mode": "tokens", "choices": [choice]}
 
@@ -567,8 +575,10 @@ LONG = {
 
 @pytest.mark.parametrize("more", [{}, {"include_reasoning": False, "return_token_ids": True}])
 @pytest.mark.parametrize("kind", LONG)
-def test_a_chunk_costs_the_same_wherever_it_stands(kind: str, more: dict[str, Any]) -> None:
-    """At 100 tokens and at 10,000, in what is sent and in time."""
+def test_the_cost_of_a_chunk_does_not_depend_on_its_position(
+    kind: str, more: dict[str, Any]
+) -> None:
+    """Compare the size of the state and the time after 100 tokens and after 10,000."""
     head, part = LONG[kind]
     one = trip(tools=LOOK, **more)
     size = len(marked_ids(part))
@@ -579,10 +589,10 @@ def test_a_chunk_costs_the_same_wherever_it_stands(kind: str, more: dict[str, An
     assert long[1] <= short[1] * 2
 
 
-def test_what_is_held_back_without_end_is_refused_and_can_be_derendered_whole() -> None:
+def test_a_stream_that_holds_back_too_much_is_refused_but_not_the_complete_response() -> None:
     held = '<tool_call>{"arguments": {"at": "' + "x" * MAX_STATE_CHARS
     with pytest.raises(InvalidRequest) as raised:
-        trip(tools=LOOK).derender_chat_chunk(news(marked_ids(held)), None)
+        trip(tools=LOOK).derender_chat_chunk(chunk_of(marked_ids(held)), None)
     assert raised.value.param == "generate_chunk"
     one = trip(held, 4096, tools=LOOK)
     response, _ = one.generate(one.render_chat())

@@ -1,4 +1,4 @@
-"""Events in, a response's typed stream out: golden bytes, and the order of events."""
+"""Parser events become the typed events of a response: golden bytes, and their order."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ FIELDS = (
 GOLDEN = Path(__file__).parents[1] / "data" / "responses_stream.txt"
 
 
-class TakenFrames:
-    """A taker that keeps what it takes."""
+class CollectedFrames:
+    """A frame writer that collects the frames."""
 
     def __init__(self) -> None:
         self.frames: list[Frame] = []
@@ -77,8 +77,8 @@ class TakenFrames:
         return b"".join(self.frames)
 
 
-class Telling:
-    """A sink, and what it told."""
+class RecordedResponse:
+    """A sink, and the frames that it wrote."""
 
     def __init__(
         self,
@@ -89,12 +89,12 @@ class Telling:
         **options: Any,
     ) -> None:
         self.answer = new_choice_group()
-        self.told = TakenFrames()
+        self.written = CollectedFrames()
         logprobs = None if num_top is None else TextLogprobs(TOKENIZER, num_top)
         events = ResponseEvents(response, seals=seals)
-        self.sink = ResponseSink(self.answer, events, self.told, logprobs, **options)
+        self.sink = ResponseSink(self.answer, events, self.written, logprobs, **options)
 
-    def say(self, *events: Event, ids: list[int] | None = None) -> Telling:
+    def say(self, *events: Event, ids: list[int] | None = None) -> RecordedResponse:
         logprobs = [scripted_logprob(token, 1) for token in ids or []]
         self.sink.delta(self.answer.choices[0], OutputDelta(list(events), ids or [], logprobs))
         return self
@@ -104,7 +104,7 @@ class Telling:
         return self.events()
 
     def events(self) -> list[dict[str, Any]]:
-        return typed_events(self.told.data)
+        return typed_events(self.written.data)
 
 
 CALLS: tuple[Event, ...] = (
@@ -118,11 +118,11 @@ CALLS: tuple[Event, ...] = (
 )
 
 
-def test_the_bytes_of_a_short_stream() -> None:
-    telling = Telling()
-    telling.say(Content('H"é')).say(Content("i"), Finished("stop"))
-    telling.end()
-    frames = telling.told.frames
+def test_a_short_stream_has_these_bytes() -> None:
+    recorded = RecordedResponse()
+    recorded.say(Content('H"é')).say(Content("i"), Finished("stop"))
+    recorded.end()
+    frames = recorded.written.frames
     msg = f"msg_{NUMBER}_0"
     at = f'"item_id":"{msg}","output_index":0,"content_index":0'
     usage = (
@@ -170,7 +170,7 @@ def test_the_bytes_of_a_short_stream() -> None:
 
 
 def test_a_stream_of_all_kinds_has_these_bytes() -> None:
-    """A queued response with all members; then how a failed one and an interrupted one end."""
+    """A queued response with all members, then the ends of a failed and an interrupted one."""
     response = a_queued_response(
         "resp_" + NUMBER,
         b"""{"input": "hi", "instructions": "be brief", "tool_choice": "auto",
@@ -182,37 +182,37 @@ def test_a_stream_of_all_kinds_has_these_bytes() -> None:
         effective={"chat_template_kwargs": {"a": 1}},
     )
 
-    def say_all(telling: Telling) -> Telling:
-        telling.say(Reasoning("h\u00e9"), Reasoning("m"))
-        telling.say(Content('H"i'), ids=list(b'H"i')).say(*CALLS[:4])
-        telling.say(OutputWarning("odd", "it is"), ToolCall(1, "call_2", "g"))
-        return telling.say(ToolArguments(1, "{"), Finished("length"))
+    def say_all(recorded: RecordedResponse) -> RecordedResponse:
+        recorded.say(Reasoning("h\u00e9"), Reasoning("m"))
+        recorded.say(Content('H"i'), ids=list(b'H"i')).say(*CALLS[:4])
+        recorded.say(OutputWarning("odd", "it is"), ToolCall(1, "call_2", "g"))
+        return recorded.say(ToolArguments(1, "{"), Finished("length"))
 
-    queued = say_all(Telling(response, num_top=1, seals=True, queued=True))
+    queued = say_all(RecordedResponse(response, num_top=1, seals=True, queued=True))
     queued.end()
-    failed = say_all(Telling(response, num_top=1, seals=True))
+    failed = say_all(RecordedResponse(response, num_top=1, seals=True))
     failed.sink.fail(Overloaded("too much"))
     body = msgspec.json.encode(response.in_status("in_progress"))
     interrupted = interrupted_response(response.id, 7, body)
-    frames = [*queued.told.frames, failed.told.frames[-1], interrupted.frame]
+    frames = [*queued.written.frames, failed.written.frames[-1], interrupted.frame]
     assert b"".join(frames) == GOLDEN.read_bytes()
 
 
 @pytest.mark.parametrize("num_top", [None, 1])
 def test_every_frame_is_the_encoding_of_its_struct(num_top: int | None) -> None:
     """The frames of text deltas are made from templates."""
-    telling = Telling(num_top=num_top).say(Reasoning("h\u00e9"), Reasoning('"%d'), *CALLS)
-    telling.say(Content('"delta":""'), Content("%b"), ids=[*b'"delta":""%b']).end()
-    for data in telling.told.frames:
+    recorded = RecordedResponse(num_top=num_top).say(Reasoning("h\u00e9"), Reasoning('"%d'), *CALLS)
+    recorded.say(Content('"delta":""'), Content("%b"), ids=[*b'"delta":""%b']).end()
+    for data in recorded.written.frames:
         name, body = data.removesuffix(b"\n\n").split(b"\n")
         event = msgspec.json.decode(body.removeprefix(b"data: "), type=ResponseEvent)
         assert frame(event) == data, name
 
 
-def test_each_item_is_opened_told_and_closed_before_the_next() -> None:
-    telling = Telling()
-    telling.say(Reasoning("a")).say(Reasoning("b"), Content("c")).say(*CALLS).say(Content("d"))
-    events = telling.say(Finished("tool_calls")).end()
+def test_each_item_is_opened_and_closed_before_the_next() -> None:
+    recorded = RecordedResponse()
+    recorded.say(Reasoning("a")).say(Reasoning("b"), Content("c")).say(*CALLS).say(Content("d"))
+    events = recorded.say(Finished("tool_calls")).end()
     assert kinds(events) == [
         *("created", "in_progress"),
         *("output_item.added", "content_part.added", "reasoning_text.delta"),
@@ -242,10 +242,10 @@ def test_each_item_is_opened_told_and_closed_before_the_next() -> None:
         ("abort", "response.incomplete", "cancelled", None),
     ],
 )
-def test_why_an_answer_ended_is_its_status(
+def test_a_finish_reason_becomes_a_status(
     reason: str, kind: str, status: str, details: dict[str, str] | None
 ) -> None:
-    last = Telling().say(Content("a"), Finished(reason)).end()[-1]
+    last = RecordedResponse().say(Content("a"), Finished(reason)).end()[-1]
     response = last["response"]
     assert (last["type"], response["status"]) == (kind, status)
     assert response["incomplete_details"] == details
@@ -253,100 +253,104 @@ def test_why_an_answer_ended_is_its_status(
     assert (response["output"][0]["status"] == "completed") == (status == "completed")
 
 
-def test_a_call_that_was_cut_off_is_told_as_far_as_it_came() -> None:
-    telling = Telling().say(*CALLS[:2]).say(ToolCall(1, "call_2", "g"))
-    output = telling.say(Finished("length")).end()[-1]["response"]["output"]
+def test_a_call_that_was_cut_off_is_incomplete() -> None:
+    recorded = RecordedResponse().say(*CALLS[:2]).say(ToolCall(1, "call_2", "g"))
+    output = recorded.say(Finished("length")).end()[-1]["response"]["output"]
     assert [(c["arguments"], c["status"]) for c in output] == [
         ('{"a"', "incomplete"),
         ("", "incomplete"),
     ]
 
 
-def test_a_failure_is_the_last_event_and_keeps_what_was_said() -> None:
-    telling = Telling().say(Content("Hel"))
-    telling.say(Failed(ErrorInfo(code="engine_lost", message="gone")))
-    telling.sink.fail(EngineLost("the engine is gone"))
-    telling.sink.fail(EngineLost("again"))
-    last = telling.events()[-1]
+def test_a_failure_is_the_last_event_and_keeps_the_output() -> None:
+    recorded = RecordedResponse().say(Content("Hel"))
+    recorded.say(Failed(ErrorInfo(code="engine_lost", message="gone")))
+    recorded.sink.fail(EngineLost("the engine is gone"))
+    recorded.sink.fail(EngineLost("again"))
+    last = recorded.events()[-1]
     assert last["type"] == "response.failed"
     assert last["response"]["error"]["code"] == "server_error"
     assert last["response"]["output"][0]["content"][0]["text"] == "Hel"
-    busy = Telling()
+    busy = RecordedResponse()
     busy.sink.fail(Overloaded("too much"))
     assert busy.events()[-1]["response"]["error"]["code"] == "rate_limit_exceeded"
 
 
-def test_a_queued_response_says_when_it_is_queued_no_more() -> None:
-    telling = Telling(queued=True)
-    assert telling.told.snapshots == []
-    telling.say(Content("a"))
-    assert [snapshot.status for snapshot in telling.told.snapshots] == ["in_progress"]
-    events = telling.say(Finished("stop")).end()
+def test_a_queued_response_becomes_in_progress_with_the_first_delta() -> None:
+    recorded = RecordedResponse(queued=True)
+    assert recorded.written.snapshots == []
+    recorded.say(Content("a"))
+    assert [snapshot.status for snapshot in recorded.written.snapshots] == ["in_progress"]
+    events = recorded.say(Finished("stop")).end()
     assert [e["type"] for e in events[:3]] == [
         *("response.created", "response.queued", "response.in_progress")
     ]
     assert [e["response"]["status"] for e in events[:3]] == ["queued", "queued", "in_progress"]
 
 
-def test_after_a_cancel_nothing_more_is_told() -> None:
-    telling = Telling().say(Content("a"))
-    telling.sink.cancel()
-    telling.sink.end()
-    assert telling.events()[-1]["response"]["status"] == "cancelled"
+def test_nothing_is_written_after_a_cancel() -> None:
+    recorded = RecordedResponse().say(Content("a"))
+    recorded.sink.cancel()
+    recorded.sink.end()
+    assert recorded.events()[-1]["response"]["status"] == "cancelled"
 
 
-def test_nothing_said_is_no_item() -> None:
-    events = Telling().say(Finished("stop")).end()
+def test_an_empty_answer_has_no_item() -> None:
+    events = RecordedResponse().say(Finished("stop")).end()
     assert kinds(events) == ["created", "in_progress", "completed"]
     assert events[-1]["response"]["output"] == []
 
 
-def test_warnings_are_told_with_the_response() -> None:
-    response = Telling().say(OutputWarning("odd", "it is"), Finished("stop")).end()[-1]["response"]
+def test_the_final_response_has_the_warnings() -> None:
+    response = (
+        RecordedResponse()
+        .say(OutputWarning("odd", "it is"), Finished("stop"))
+        .end()[-1]["response"]
+    )
     assert response["warnings"] == [{"code": "odd", "message": "it is", "choice": None}]
 
 
 def test_logprobs_are_those_of_the_tokens_that_spell_the_text() -> None:
-    telling = Telling(num_top=1)
-    telling.say(Reasoning("x"), Content("Hi"), ids=[*b"x\n", *b"Hi", EOS])
-    telling.say(Content("!"), Finished("stop"), ids=[*b"!", EOS])
-    events = telling.end()
+    recorded = RecordedResponse(num_top=1)
+    recorded.say(Reasoning("x"), Content("Hi"), ids=[*b"x\n", *b"Hi", EOS])
+    recorded.say(Content("!"), Finished("stop"), ids=[*b"!", EOS])
+    events = recorded.end()
     deltas = [e["logprobs"] for e in events if e["type"] == "response.output_text.delta"]
     assert [[entry["token"] for entry in entries] for entries in deltas] == [["H", "i"], ["!"]]
     (message,) = events[-1]["response"]["output"][1:]
-    told = message["content"][0]["logprobs"]
-    assert told == [entry for entries in deltas for entry in entries]
-    assert told[0]["top_logprobs"]
+    reported = message["content"][0]["logprobs"]
+    assert reported == [entry for entries in deltas for entry in entries]
+    assert reported[0]["top_logprobs"]
 
 
-def test_half_a_character_keeps_its_logprobs() -> None:
-    telling = Telling(num_top=0)
-    telling.say(Content("é"), ids=list("é".encode()))
-    telling.say(Content("??"), Finished("stop"), ids=[1, 2, 3])
-    part = telling.end()[-1]["response"]["output"][0]["content"][0]
+def test_a_split_character_keeps_its_logprobs() -> None:
+    recorded = RecordedResponse(num_top=0)
+    recorded.say(Content("é"), ids=list("é".encode()))
+    recorded.say(Content("??"), Finished("stop"), ids=[1, 2, 3])
+    part = recorded.end()[-1]["response"]["output"][0]["content"][0]
     assert len(part["logprobs"]) == 2 + 3
 
 
-def test_sealed_reasoning_is_told_with_the_whole_item() -> None:
-    events = Telling(seals=True).say(Reasoning("Déep"), Finished("stop")).end()
+def test_a_complete_item_has_the_encrypted_reasoning() -> None:
+    events = RecordedResponse(seals=True).say(Reasoning("Déep"), Finished("stop")).end()
     (item,) = events[-1]["response"]["output"]
     assert item["encrypted_content"] == seal("Déep")
     added = next(e for e in events if e["type"] == "response.output_item.added")
     assert added["item"]["encrypted_content"] is None
 
 
-def test_ids_name_their_response() -> None:
+def test_item_ids_contain_the_id_of_their_response() -> None:
     assert response_of(item_id("reasoning", QUEUED.id, 3)) == QUEUED.id
     assert response_of(item_id("message", QUEUED.id, 0, in_input=True)) == QUEUED.id
     for other in ("msg_1", "resp_" + NUMBER, f"rs_{NUMBER}_x", f"rs_{NUMBER[1:]}_1"):
         assert response_of(other) is None
 
 
-def test_the_dead_have_failed() -> None:
+def test_a_response_whose_process_died_has_failed() -> None:
     body = msgspec.json.encode(QUEUED.in_status("in_progress"))
-    told = interrupted_response(QUEUED.id, 7, body)
-    (event,) = typed_events(told.frame)
+    interruption = interrupted_response(QUEUED.id, 7, body)
+    (event,) = typed_events(interruption.frame)
     assert (event["type"], event["sequence_number"]) == ("response.failed", 7)
-    assert told.body is not None
-    assert json.loads(told.body) == event["response"]
+    assert interruption.body is not None
+    assert json.loads(interruption.body) == event["response"]
     assert event["response"]["status"] == "failed"

@@ -1,4 +1,4 @@
-"""A Responses request -> the chat it stands for: item by item, field by field, name by name."""
+"""A Responses request becomes a chat request: items, fields, and field paths in errors."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ def messages(*items: dict[str, Any], **fields: Any) -> list[dict[str, Any]]:
     return translated(*items, **fields).chat.messages
 
 
-def test_a_text_is_what_a_user_says() -> None:
+def test_a_text_input_is_a_user_message() -> None:
     part = {"type": "text", "text": "hi"}
     assert messages() == [{"role": "user", "content": [part]}]
 
 
-def test_what_an_assistant_said_in_one_go_is_one_message() -> None:
+def test_consecutive_items_of_the_assistant_are_one_message() -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     assert messages(said("user", "a"), THOUGHT, said("assistant", "b"), CALL, OUTPUT) == [
         {"role": "user", "content": "a"},
@@ -73,35 +73,37 @@ def test_what_an_assistant_said_in_one_go_is_one_message() -> None:
     ]
 
 
-def test_calls_and_their_outputs_side_by_side() -> None:
+def test_calls_of_one_turn_are_in_one_message() -> None:
     other = CALL | {"call_id": "c2"}
-    told = messages(said("user", "a"), CALL, other, OUTPUT, OUTPUT | {"call_id": "c2"})
-    assert [m["role"] for m in told] == ["user", "assistant", "tool", "tool"]
-    assert [call["id"] for call in told[1]["tool_calls"]] == ["c1", "c2"]
+    chat_messages = messages(said("user", "a"), CALL, other, OUTPUT, OUTPUT | {"call_id": "c2"})
+    assert [m["role"] for m in chat_messages] == ["user", "assistant", "tool", "tool"]
+    assert [call["id"] for call in chat_messages[1]["tool_calls"]] == ["c1", "c2"]
 
 
-def test_thoughts_and_text_in_turns_are_joined_as_a_chat_joins_them() -> None:
-    told = messages(said("user", "a"), THOUGHT, said("assistant", "b"), THOUGHT, CALL, OUTPUT)
-    assert told[1]["reasoning"] == "hmhm"
-    assert told[1]["content"] == "b"
+def test_alternating_reasoning_and_text_are_joined_in_one_message() -> None:
+    chat_messages = messages(
+        said("user", "a"), THOUGHT, said("assistant", "b"), THOUGHT, CALL, OUTPUT
+    )
+    assert chat_messages[1]["reasoning"] == "hmhm"
+    assert chat_messages[1]["content"] == "b"
 
 
-def test_two_messages_of_an_assistant_stay_two() -> None:
-    told = messages(said("assistant", "a"), said("assistant", "b"))
-    assert [m["content"] for m in told] == ["a", "b"]
+def test_two_assistant_messages_stay_separate() -> None:
+    chat_messages = messages(said("assistant", "a"), said("assistant", "b"))
+    assert [m["content"] for m in chat_messages] == ["a", "b"]
 
 
-def test_instructions_and_what_developers_say_behind_them_are_one() -> None:
-    told = messages(
+def test_instructions_and_the_system_messages_after_them_are_one_message() -> None:
+    chat_messages = messages(
         said("developer", "d"), said("system", "s"), said("user", "u"), instructions="i"
     )
-    assert told[0] == {"role": "system", "content": "i\n\nd\n\ns"}
-    assert told[1]["role"] == "user"
+    assert chat_messages[0] == {"role": "system", "content": "i\n\nd\n\ns"}
+    assert chat_messages[1]["role"] == "user"
     alone = messages(said("developer", "d"), said("user", "u"))
     assert alone[0] == {"role": "developer", "content": "d"}
 
 
-def test_summaries_stand_in_where_there_is_no_text() -> None:
+def test_a_summary_is_used_if_reasoning_has_no_text() -> None:
     summary = [{"type": "summary_text", "text": "s1"}, {"type": "summary_text", "text": "s2"}]
     assert reasoning_text({"summary": summary}, "") == "s1\n\ns2"
     assert reasoning_text({"encrypted_content": seal("déep")}, "") == "déep"
@@ -110,7 +112,7 @@ def test_summaries_stand_in_where_there_is_no_text() -> None:
             reasoning_text({"encrypted_content": broken}, "input[0]")
 
 
-def test_fields_go_over() -> None:
+def test_fields_become_their_counterparts_in_the_chat() -> None:
     chat = translated(
         max_output_tokens=5,
         reasoning={"effort": "low", "summary": "auto"},
@@ -134,7 +136,7 @@ def test_fields_go_over() -> None:
     assert chat.chat_template_kwargs == {"a": 1}
 
 
-def test_every_field_that_both_have_goes_over_or_is_translated() -> None:
+def test_every_shared_field_is_copied_or_translated() -> None:
     assert {"temperature", "stop", "user", "priority", "structured_outputs"} <= COPIED_FIELDS
     assert not COPIED_FIELDS & {"tools", "stream", "n", "max_tokens", "reasoning", "messages"}
 
@@ -162,16 +164,16 @@ def test_every_field_that_both_have_goes_over_or_is_translated() -> None:
         ("temperature", "temperature"),
     ],
 )
-def test_names_of_the_chat_have_names_in_the_request(name: str, own: str) -> None:
+def test_a_chat_path_becomes_a_path_in_the_request(name: str, own: str) -> None:
     translation = translated(
         said("user", "a"), THOUGHT, CALL, OUTPUT, before=[said("user", "earlier")], instructions="i"
     )
-    told = translation.translate_error(InvalidRequest(f"{name}: wrong", param=name))
-    assert told.param == own
-    assert told.message == f"{own}: wrong"
+    error = translation.translate_error(InvalidRequest(f"{name}: wrong", param=name))
+    assert error.param == own
+    assert error.message == f"{own}: wrong"
 
 
-def test_ids_are_given_and_kept() -> None:
+def test_only_items_without_an_id_get_one() -> None:
     number = "ab" * 16
     items = with_ids([said("user", "a"), {**CALL, "id": "fc_own"}], "resp_" + number)
     assert [item["id"] for item in items] == [f"msg_{number}_i0", "fc_own"]
@@ -209,11 +211,11 @@ LONG = placed(
         (1, ["s", "c2", "c2"]),
     ],
 )
-def test_the_oldest_items_go_with_what_belongs_to_them(most: int, left: list[str]) -> None:
-    assert render_fitting(LONG, length, lambda told: len(told) <= most) == left
+def test_the_oldest_items_are_dropped_with_their_outputs(most: int, left: list[str]) -> None:
+    assert render_fitting(LONG, length, lambda rendered: len(rendered) <= most) == left
 
 
-def test_each_cut_leaves_less_and_no_output_without_its_call() -> None:
+def test_each_cut_leaves_fewer_items_and_no_output_without_its_call() -> None:
     cuts = possible_cuts(LONG)
     assert cuts == sorted(cuts)
     for cut in cuts:
@@ -223,18 +225,18 @@ def test_each_cut_leaves_less_and_no_output_without_its_call() -> None:
         assert set(outputs) <= set(calls)
 
 
-def test_what_cannot_even_be_read_is_too_long_as_well() -> None:
+def test_items_that_cannot_be_rendered_count_as_too_long() -> None:
     def render(items: Sequence[PlacedItem]) -> int:
         if len(items) > 3:
             raise ContextTooLong("too long", param="input")
         return len(items)
 
-    assert render_fitting(LONG, render, lambda told: True) == 3
+    assert render_fitting(LONG, render, lambda rendered: True) == 3
     with pytest.raises(ContextTooLong):
-        render_fitting(placed(*[said("system", "s")] * 4), render, lambda told: True)
+        render_fitting(placed(*[said("system", "s")] * 4), render, lambda rendered: True)
 
 
-def test_the_place_is_found_by_halving() -> None:
+def test_the_cut_is_found_by_bisection() -> None:
     many = placed(*[said("user", str(n)) for n in range(1000)])
     tries = []
 
@@ -242,18 +244,18 @@ def test_the_place_is_found_by_halving() -> None:
         tries.append(len(items))
         return len(items)
 
-    assert render_fitting(many, render, lambda told: told <= 17) == 17
+    assert render_fitting(many, render, lambda rendered: rendered <= 17) == 17
     assert len(tries) < 16
 
 
-def test_room_is_left_for_the_answer() -> None:
+def test_tokens_are_reserved_for_the_answer() -> None:
     assert reserved_tokens(100, 4096) == 100
     assert reserved_tokens(None, 4096) == 256
     assert reserved_tokens(10_000, 4096) == 2048
 
 
 # ---- lists
-def test_pages_cover_a_list() -> None:
+def test_pages_cover_all_items() -> None:
     items = [{"id": str(n)} for n in range(7)]
     seen: list[str] = []
     after = None
@@ -291,7 +293,7 @@ def output_of(call_id: str) -> dict[str, Any]:
         ([call_of("a"), call_of("b"), output_of("b"), said("user", "go on")], "a"),
     ],
 )
-def test_calls_that_were_made_together_are_answered_together(
+def test_all_calls_of_a_turn_need_an_output_if_one_has_it(
     items: list[dict[str, Any]], missing: str | None
 ) -> None:
     placed = input_items([said("user", "hi"), *items])

@@ -1,4 +1,4 @@
-"""From a body's fields to what the engine is asked for."""
+"""Request fields become the sampling parameters that the engine receives."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ def test_sampling_fields_are_bounded_as_the_engine_bounds_them() -> None:
         assert without_none(ours[name]) == without_none(theirs[name]), name
 
 
-def test_a_request_that_says_nothing_gets_the_defaults_of_the_api() -> None:
+def test_absent_fields_get_the_defaults_of_the_api() -> None:
     assert choices_of(chat_body(), SILENT_MODEL) == [SamplingParams()]
     assert choices_of(text_body(), SILENT_MODEL) == [SamplingParams(max_tokens=16)]
 
 
-def test_the_model_comes_before_the_api_and_the_request_before_the_model() -> None:
+def test_the_request_takes_precedence_over_the_model_and_the_model_over_the_api() -> None:
     model = SamplingDefaults(
         temperature=0.5, top_p=0.9, top_k=20, min_p=0.1, repetition_penalty=1.1
     )
@@ -65,12 +65,12 @@ def test_the_model_comes_before_the_api_and_the_request_before_the_model() -> No
     assert (params.top_p, params.min_p, params.repetition_penalty) == (0.9, 0.1, 1.1)
 
 
-def test_a_default_that_no_request_could_ask_for_is_left_out() -> None:
+def test_an_invalid_default_of_the_model_is_ignored() -> None:
     odd = SamplingDefaults(temperature=9.0, top_p=0.0, top_k=5, repetition_penalty=float("nan"))
     assert valid_defaults(odd) == SamplingDefaults(top_k=5)
 
 
-def test_each_answer_has_the_next_seed() -> None:
+def test_each_choice_has_the_next_seed() -> None:
     seeds = [params.seed for params in choices_of(chat_body(n=3, seed=7), SILENT_MODEL)]
     assert seeds == [7, 8, 9]
     last = (1 << 63) - 1
@@ -82,12 +82,12 @@ def test_each_answer_has_the_next_seed() -> None:
         assert [params.seed for params in choices_of(body, SILENT_MODEL)] == [None, None]
 
 
-def test_the_newer_name_of_the_limit_wins() -> None:
+def test_max_completion_tokens_takes_precedence_over_max_tokens() -> None:
     body = chat_body(max_tokens=5, max_completion_tokens=6)
     assert choices_of(body, SILENT_MODEL)[0].max_tokens == 6
 
 
-def test_logprobs_are_asked_for_in_each_routes_own_words() -> None:
+def test_each_route_has_its_own_logprobs_fields() -> None:
     def asked(body: requests.ChatBody | requests.CompletionBody) -> tuple[int | None, int | None]:
         params = choices_of(body, SILENT_MODEL)[0]
         return params.logprobs, params.prompt_logprobs
@@ -122,13 +122,13 @@ def test_other_prompts_are_refused(prompt: Any) -> None:
     assert caught.value.param == "prompt"
 
 
-def test_crossed_limits_name_the_field() -> None:
+def test_contradicting_limits_name_the_field() -> None:
     with pytest.raises(InvalidRequest) as caught:
         choices_of(chat_body(min_tokens=9, max_tokens=8), SILENT_MODEL)
     assert caught.value.param == "max_tokens"
 
 
-def test_what_changes_nothing_is_taken_and_what_would_change_meaning_is_not() -> None:
+def test_an_unsupported_field_is_refused_unless_its_value_is_neutral() -> None:
     check_chat(chat_body(response_format={"type": "text"}, tool_choice="auto", tools=[]))
     check_chat(chat_body(modalities=["text"], functions=[], best_of=2, n=2))
     check_chat(chat_body(thinking_token_budget=100, thinking={"type": "enabled"}))
@@ -146,7 +146,7 @@ def test_what_changes_nothing_is_taken_and_what_would_change_meaning_is_not() ->
         assert caught.value.param == f"{field}.{member}"
 
 
-def test_a_batch_is_bounded_and_answered_as_a_whole() -> None:
+def test_a_batch_is_bounded_and_not_streamed() -> None:
     def body(**fields: Any) -> requests.BatchBody:
         data = msgspec.json.encode({"messages": [HI, HI], **fields})
         return decode(data, requests.BatchBody)
@@ -158,7 +158,7 @@ def test_a_batch_is_bounded_and_answered_as_a_whole() -> None:
         assert caught.value.param == param
 
 
-def test_unknown_fields_are_an_error_only_where_the_request_wants_that() -> None:
+def test_unknown_fields_are_refused_only_with_strict_params() -> None:
     assert ignored_fields(["max_tokenz", "user", "max_tokenz"], None) == [
         "max_tokenz",
         "user",
@@ -169,7 +169,7 @@ def test_unknown_fields_are_an_error_only_where_the_request_wants_that() -> None
     assert caught.value.param == "max_tokenz"
 
 
-def test_reading_follows_the_request() -> None:
+def test_the_read_options_are_those_of_the_request() -> None:
     body = chat_body(
         stop=["a", "b"], include_stop_str_in_output=True, min_tokens=3, skip_special_tokens=False
     )

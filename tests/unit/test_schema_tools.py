@@ -1,4 +1,4 @@
-"""What a request may say of tools, and what it comes to."""
+"""The tools and tool_choice of a request become a ToolPlan, or a refusal."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_tools_that_are_not_allowed_are_shown_and_not_called() -> None:
     assert not plan(**both, tool_choice=allowed("auto", "g", "f")).is_enforced
 
 
-def test_tools_are_shown_and_read_for_unless_the_request_says_otherwise() -> None:
+def test_tools_are_shown_and_their_calls_parsed_by_default() -> None:
     made = plan(tools=[tool("f", parameters=PARAMETERS), tool("g", strict=True)])
     assert [tool["function"]["name"] for tool in made.shown] == ["f", "g"]
     assert [(tool.name, tool.parameters) for tool in made.declared] == [
@@ -63,7 +63,7 @@ def test_tools_are_shown_and_read_for_unless_the_request_says_otherwise() -> Non
     )
 
 
-def test_no_tools_or_none_to_be_chosen_is_nothing_to_show() -> None:
+def test_nothing_is_shown_without_tools_or_with_tool_choice_none() -> None:
     unspoken: tuple[dict[str, Any], ...] = (
         {},
         {"tools": []},
@@ -75,7 +75,7 @@ def test_no_tools_or_none_to_be_chosen_is_nothing_to_show() -> None:
         assert plan(**fields) == ToolPlan()
 
 
-def test_a_choice_may_be_any_call_or_that_of_one_tool_and_one_may_be_all() -> None:
+def test_a_call_may_be_required_or_named_and_limited_to_one() -> None:
     both: dict[str, Any] = {"tools": [tool("f"), tool("g")]}
     assert plan(**both, tool_choice="required").mode == "required"
     one = plan(**both, tool_choice=named("g"), parallel_tool_calls=False)
@@ -114,11 +114,11 @@ def test_a_choice_may_be_any_call_or_that_of_one_tool_and_one_may_be_all() -> No
         ({"tool_choice": named("g"), "tools": []}, "tool_choice"),
     ],
 )
-def test_what_makes_no_sense_is_refused_at_its_place(fields: dict[str, Any], param: str) -> None:
+def test_an_invalid_tool_is_refused_with_its_path(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         plan(**fields)
     assert caught.value.param == param
 
 
-def test_a_thousand_tools_are_checked_in_no_time() -> None:
+def test_a_thousand_tools_are_checked_quickly() -> None:
     assert len(plan(tools=[tool(f"f{place}") for place in range(1024)]).declared) == 1024

@@ -1,4 +1,4 @@
-"""Every form a request may ask of its answer; grammars of tools that the parser understands."""
+"""The structured output fields, and grammars of tool calls that the parser understands."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def asked_for(wanted: dict[str, Any]) -> dict[str, Any]:
         ),
     ],
 )
-def test_every_way_to_ask_for_a_form(fields: dict[str, Any], body: Body | None) -> None:
+def test_each_field_sets_its_form(fields: dict[str, Any], body: Body | None) -> None:
     assert form(**fields) == body
 
 
@@ -186,7 +186,7 @@ def test_every_way_to_ask_for_a_form(fields: dict[str, Any], body: Body | None) 
         ({"structured_outputs": {"json": {"not": {}}}}, "structured_outputs.json.not"),
     ],
 )
-def test_a_form_that_is_none_is_refused_at_its_place(fields: dict[str, Any], param: str) -> None:
+def test_an_invalid_form_is_refused_with_its_path(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         form(**fields)
     assert caught.value.param == param
@@ -213,7 +213,7 @@ def test_a_schema_keyword_without_effect_is_listed_by_its_path(
     assert found.ignored == ignored
 
 
-def test_the_path_of_a_keyword_is_short_and_few_are_told_whatever_a_schema_holds() -> None:
+def test_few_keywords_are_listed_and_their_paths_are_short() -> None:
     """A long name above many keywords must not be copied for each of them."""
     many = {f"k{n}": n for n in range(50_000)}
     found = answer_form(chat_body(guided_json={"properties": {"a" * 1_000_000: many}}))
@@ -256,7 +256,7 @@ EXAMPLES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("keyword", sorted(ENFORCED | UNENFORCEABLE | SILENT))
-def test_the_table_of_keywords_is_the_engines(keyword: str, compiler: Compiler) -> None:
+def test_the_table_of_keywords_agrees_with_the_engine(keyword: str, compiler: Compiler) -> None:
     numeric = keyword.startswith(("min", "max", "exclusive", "multiple"))
     value = EXAMPLES.get(keyword, 1 if numeric else {})
     requests = {"$defs": {"a": {}}, keyword: value}
@@ -277,7 +277,7 @@ def test_the_table_of_keywords_is_the_engines(keyword: str, compiler: Compiler) 
         ("<assistant><think>\n\n</think>\n\n", None),
     ],
 )
-def test_a_form_begins_where_the_prompt_lets_thinking_end(
+def test_a_form_starts_after_the_reasoning_that_the_prompt_allows(
     tail: str, thinking: Thinking | None
 ) -> None:
     assert READING.answer_start("<user>hi" + tail, {}, calls=False).thinking == thinking
@@ -340,7 +340,7 @@ def test_a_required_call_is_one_that_the_parser_understands(seed: int, compiler:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_a_named_call_is_of_that_tool_and_fits_its_schema(seed: int, compiler: Compiler) -> None:
+def test_a_named_call_calls_this_tool_and_matches_its_schema(seed: int, compiler: Compiler) -> None:
     begun, body = tools(tool_choice=named("weather"))
     assert body is not None
     events = understood(walked(compiler, Grammar(body=body), random.Random(seed)), begun)
@@ -378,7 +378,7 @@ def test_a_strict_tool_constrains_calls_and_nothing_else(
     assert EOS in possible(matcher, compiler.vocab_size)
 
 
-def test_what_is_not_demanded_is_not_constrained() -> None:
+def test_an_answer_without_demands_is_not_constrained() -> None:
     assert tools(tool_choice="none")[1] is None
     plain = {"type": "function", "function": {"name": "f", "parameters": WEATHER}}
     begun = READING.answer_start("<assistant>", {}, calls=True)

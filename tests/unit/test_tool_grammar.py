@@ -123,13 +123,13 @@ V3 = "{}{}function{}now\n```json\n@\n```{}{}".format(
         ),
     ],
 )
-def test_a_call_is_spelt_as_the_models_were_taught(
+def test_a_call_is_written_in_the_models_format(
     name: str, tokens: tuple[str, ...], text: str
 ) -> None:
     assert written(name, *tokens) == text
 
 
-def test_arguments_are_an_object_even_where_the_schema_does_not_say_so() -> None:
+def test_arguments_are_an_object_even_if_the_schema_does_not_say_so() -> None:
     tool = DeclaredTool("f", {"properties": {"a": {}}})
     rules = bound("hermes").required_calls([tool, DeclaredTool("g")], many=True)
     assert rules.schemas == {
@@ -148,7 +148,9 @@ def test_the_opener_in_the_vocabulary_is_preferred() -> None:
 
 @pytest.mark.parametrize("text", ["", " \n", "a", "b{", "ac", " a}", "語\n{"])
 @pytest.mark.parametrize("unlikes", [["{"], ["{", "abc"], ["```json", "["]])
-def test_a_text_unlike_others_goes_another_way_somewhere(text: str, unlikes: list[str]) -> None:
+def test_the_pattern_admits_only_texts_that_do_not_start_with_a_given_text(
+    text: str, unlikes: list[str]
+) -> None:
     pattern = re.compile(re.sub(r"\\x\{(\w\w)\}", r"\\x\1", pattern_not_starting_with(unlikes)))
     assert pattern.fullmatch(text)
     for other in unlikes:
@@ -157,7 +159,7 @@ def test_a_text_unlike_others_goes_another_way_somewhere(text: str, unlikes: lis
         assert not pattern.fullmatch(f"\n {other}{text}")
 
 
-def test_texts_that_meet_are_one() -> None:
+def test_adjacent_literals_of_a_sequence_are_joined() -> None:
     assert sequence("a", sequence("b", Json("s")), "", sequence("c", "d")) == Sequence(
         [LiteralForm("ab"), Json("s"), LiteralForm("cd")]
     )
@@ -172,7 +174,7 @@ def test_calls_that_no_format_can_write_cannot_be_required(mode: Any) -> None:
         assert caught.value.param == "tool_choice"
 
 
-def test_a_required_call_without_a_tool_format_is_refused_with_what_to_change() -> None:
+def test_a_required_call_without_a_tool_format_is_refused_with_advice() -> None:
     tools = [{"type": "function", "function": {"name": "now"}}]
     messages = [{"role": "user", "content": "Hi"}]
     said = {"messages": messages, "tools": tools, "tool_choice": "required"}
@@ -186,7 +188,7 @@ def test_a_required_call_without_a_tool_format_is_refused_with_what_to_change() 
     )
 
 
-def test_a_tool_that_a_format_cannot_write_is_refused_at_its_place() -> None:
+def test_a_tool_that_a_format_cannot_write_is_refused_with_its_path() -> None:
     odd = DeclaredTool("a:b/c", {"type": "object"})
     plan = ToolPlan(declared=[NOW, odd], mode="required")
     with pytest.raises(InvalidRequest) as caught:
@@ -194,7 +196,7 @@ def test_a_tool_that_a_format_cannot_write_is_refused_at_its_place() -> None:
     assert caught.value.param == "tools[1].function.name"
 
 
-def test_a_tool_that_is_not_strict_takes_any_arguments() -> None:
+def test_a_tool_that_is_not_strict_accepts_any_arguments() -> None:
     tools = [NOW, DeclaredTool("f", {"type": "object", "maxProperties": 2})]
     plan = ToolPlan(declared=tools, mode="auto", strict=frozenset({"now"}))
     body = tool_grammar(bound("hermes"), plan)

@@ -1,4 +1,4 @@
-"""A real gateway with a store of its own; the engine says what it is told, token by token."""
+"""A real gateway with its own store, and an engine that follows a script."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from openai import OpenAI
 from tests.support.gateway_process import GatewayProcess
 from tests.support.scripted_engine import THINKING_TEMPLATE, ScriptedEngine, thinking_card
 
-REMEMBERING = THINKING_TEMPLATE.replace(
+REASONING_TEMPLATE = THINKING_TEMPLATE.replace(
     "{{ m.content }}",
     "{% if m.reasoning %}<think>\n{{ m.reasoning }}\n</think>\n\n{% endif %}{{ m.content }}",
 )
-"""A model that is shown what it thought before."""
+"""A chat template that includes the earlier reasoning."""
 
 
 @pytest.fixture(scope="package")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedEngine]:
     address = f"ipc://{tmp_path_factory.mktemp('engine') / 'engine.sock'}"
-    card = thinking_card(chat_template=REMEMBERING)
+    card = thinking_card(chat_template=REASONING_TEMPLATE)
     with ScriptedEngine(address, card=card, max_len=1 << 20) as engine:
         yield engine
 
@@ -38,7 +38,7 @@ def gateway(engine: ScriptedEngine, store: str) -> Iterator[GatewayProcess]:
 
 @pytest.fixture(scope="package")
 def twin(engine: ScriptedEngine, store: str) -> Iterator[GatewayProcess]:
-    """Another process with the same store."""
+    """Another gateway process with the same store."""
     with GatewayProcess(engine=engine.address, response_store=store) as gateway:
         yield gateway.await_ready()
 
@@ -51,13 +51,13 @@ def client(gateway: GatewayProcess) -> Iterator[OpenAI]:
 
 @pytest.fixture
 def elsewhere(twin: GatewayProcess) -> Iterator[OpenAI]:
-    """The same person at the other process."""
+    """A client of the other process, with the same API key."""
     with OpenAI(base_url=f"{twin.url}/v1", api_key="k1", max_retries=0, timeout=20) as client:
         yield client
 
 
 @pytest.fixture
 def stranger(gateway: GatewayProcess) -> Iterator[OpenAI]:
-    """Somebody else."""
+    """A client with another API key."""
     with OpenAI(base_url=f"{gateway.url}/v1", api_key="k2", max_retries=0, timeout=20) as client:
         yield client

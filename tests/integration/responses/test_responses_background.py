@@ -1,5 +1,5 @@
-"""Responses made in the background: they go on without their client, are followed and cancelled
-from any process, and never stay open when the process that makes them is gone."""
+"""Background responses: they continue without their client, can be followed and cancelled from any
+process, and end even if the process that runs them dies."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ TEXT = "one two three four five six seven eight nine ten"
 KEY = {"Authorization": "Bearer k1"}
 
 
-def begin(client: OpenAI, **options: Any) -> Any:
+def start(client: OpenAI, **options: Any) -> Any:
     return client.responses.create(model=MODEL, input="hi", background=True, **options)
 
 
 def awaited(client: OpenAI, name: str, wanted: Callable[[str], bool]) -> Any:
-    """The response, when its status is one that is wanted."""
+    """Wait until the status of a response is `wanted`, and return the response."""
 
     def found() -> Any:
         response = client.responses.retrieve(name)
@@ -46,19 +46,21 @@ def is_over(status: str) -> bool:
 
 
 def frames_of(gateway: GatewayProcess, name: str, after: int | None = None) -> bytes:
-    """The stream of a response that is there already, to its end."""
-    asked = {"stream": "true"} | ({} if after is None else {"starting_after": str(after)})
-    answer = requests.get(f"{gateway.url}{RESPONSES}/{name}", params=asked, headers=KEY, timeout=30)
+    """Return the stream of a stored response, up to its end."""
+    params = {"stream": "true"} | ({} if after is None else {"starting_after": str(after)})
+    answer = requests.get(
+        f"{gateway.url}{RESPONSES}/{name}", params=params, headers=KEY, timeout=30
+    )
     assert answer.status_code == 200, answer.text
     return answer.content
 
 
-def test_it_goes_from_queued_to_completed_without_its_client(
+def test_a_background_response_completes_without_its_client(
     engine: ScriptedEngine, client: OpenAI, elsewhere: OpenAI
 ) -> None:
     engine.script = lambda generate: text_reply(TEXT)
     engine.step_s, engine.is_paused = 0.01, True
-    made = begin(client)
+    made = start(client)
     assert (made.status, made.background) == ("queued", True)
     assert elsewhere.responses.retrieve(made.id).status == "queued"
     engine.is_paused = False
@@ -69,12 +71,12 @@ def test_it_goes_from_queued_to_completed_without_its_client(
     assert client.responses.retrieve(made.id) == done
 
 
-def test_its_events_are_followed_from_any_process_from_any_of_them_on(
+def test_events_can_be_followed_from_any_process_and_any_position(
     engine: ScriptedEngine, client: OpenAI, gateway: GatewayProcess, twin: GatewayProcess
 ) -> None:
     engine.script = lambda generate: text_reply(f"<think>\nhm\n</think>\n\n{TEXT}", marked=True)
     engine.step_s = 0.005
-    made = begin(client)
+    made = start(client)
     while_made = frames_of(twin, made.id)
     afterwards = frames_of(gateway, made.id)
     assert while_made == afterwards
@@ -88,18 +90,18 @@ def test_its_events_are_followed_from_any_process_from_any_of_them_on(
     assert frames_of(twin, made.id, len(events) - 1) == b""
 
 
-def test_its_own_client_hears_it_at_once_and_may_leave(
+def test_the_first_client_can_stream_a_response_and_leave(
     engine: ScriptedEngine, client: OpenAI, elsewhere: OpenAI, twin: GatewayProcess
 ) -> None:
     engine.script = lambda generate: text_reply(TEXT)
     engine.step_s = 0.005
-    heard = list(begin(client, stream=True))
-    assert [event.sequence_number for event in heard] == list(range(len(heard)))
-    name = heard[0].response.id
-    assert [e["type"] for e in typed_events(frames_of(twin, name))] == [e.type for e in heard]
+    received = list(start(client, stream=True))
+    assert [event.sequence_number for event in received] == list(range(len(received)))
+    name = received[0].response.id
+    assert [e["type"] for e in typed_events(frames_of(twin, name))] == [e.type for e in received]
 
     engine.step_s = 0.02
-    stream = begin(client, stream=True)
+    stream = start(client, stream=True)
     first = [next(stream) for _ in range(6)]
     stream.close()
     name, after = first[0].response.id, first[-1].sequence_number
@@ -110,12 +112,12 @@ def test_its_own_client_hears_it_at_once_and_may_leave(
 
 
 @pytest.mark.parametrize("where", ["here", "elsewhere"])
-def test_it_is_cancelled_from_any_process(
+def test_a_background_response_can_be_cancelled_from_any_process(
     engine: ScriptedEngine, client: OpenAI, elsewhere: OpenAI, twin: GatewayProcess, where: str
 ) -> None:
     engine.script = lambda generate: text_reply(TEXT * 100)
     engine.step_s = 0.01
-    made = begin(client)
+    made = start(client)
     awaited(client, made.id, lambda status: status == "in_progress")
     cancelled = (client if where == "here" else elsewhere).responses.cancel(made.id)
     assert cancelled.status == "cancelled"
@@ -123,15 +125,15 @@ def test_it_is_cancelled_from_any_process(
     assert item.status == "incomplete"
     engine.await_abort(engine.generates[0].request)
     assert typed_events(frames_of(twin, made.id))[-1]["response"]["status"] == "cancelled"
-    assert client.responses.cancel(made.id) == cancelled  # again: as it is
+    assert client.responses.cancel(made.id) == cancelled  # unchanged
 
 
-def test_a_deleted_one_is_aborted(
+def test_a_deleted_response_is_aborted(
     engine: ScriptedEngine, client: OpenAI, elsewhere: OpenAI
 ) -> None:
     engine.script = lambda generate: text_reply(TEXT * 100)
     engine.step_s = 0.01
-    made = begin(client)
+    made = start(client)
     elsewhere.responses.delete(made.id)
     engine.await_abort(engine.generates[0].request)
 
@@ -144,18 +146,18 @@ def test_an_invalid_background_request_is_refused_at_once(
     answer = gateway.post(RESPONSES, {"input": "hi", "background": True, "store": False})
     assert answer.json()["error"]["param"] == "background"
     plain = client.responses.create(model=MODEL, input="hi")
-    asked = requests.get(
+    answer = requests.get(
         f"{gateway.url}{RESPONSES}/{plain.id}", params={"stream": "true"}, headers=KEY, timeout=9
     )
-    assert (asked.status_code, asked.json()["error"]["param"]) == (400, "stream")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "stream")
     for wrong in ("-1", "x", "9" * 40):
-        asked = requests.get(
+        answer = requests.get(
             f"{gateway.url}{RESPONSES}/{plain.id}",
             params={"stream": "true", "starting_after": wrong},
             headers=KEY,
             timeout=9,
         )
-        assert asked.status_code == 400
+        assert answer.status_code == 400
 
 
 @pytest.fixture
@@ -171,11 +173,11 @@ def workers_of(gateway: GatewayProcess) -> list[int]:
 def test_a_killed_process_leaves_no_response_open(
     engine: ScriptedEngine, doomed: GatewayProcess, client: OpenAI, twin: GatewayProcess
 ) -> None:
-    """Nothing is lost: it failed, says so to everybody, and its stream has an end."""
+    """The response has failed for every reader, and its stream has an end."""
     engine.script = lambda generate: text_reply(TEXT * 100)
     engine.step_s = 0.01
     with OpenAI(base_url=f"{doomed.url}/v1", api_key="k1", max_retries=0) as sdk:
-        made = begin(sdk)
+        made = start(sdk)
         awaited(sdk, made.id, lambda status: status == "in_progress")
     for pid in [doomed.process.pid, *workers_of(doomed)]:
         os.kill(pid, signal.SIGKILL)
@@ -185,12 +187,13 @@ def test_a_killed_process_leaves_no_response_open(
     events = typed_events(stream)
     assert events[-1]["type"] == "response.failed"
     assert events[-2]["type"] == "response.output_text.delta"
-    late = typed_events(frames_of(twin, made.id, 1 << 40))  # it had heard more than was stored
+    # A client may have received more events than were stored.
+    late = typed_events(frames_of(twin, made.id, 1 << 40))
     assert [event["type"] for event in late] == ["response.failed"]
     engine.lose_clients()
 
 
-def test_a_drain_waits_for_what_has_no_connection(
+def test_a_drain_waits_for_background_responses(
     engine: ScriptedEngine, client: OpenAI, store: str
 ) -> None:
     engine.script = lambda generate: text_reply(TEXT)
@@ -198,20 +201,22 @@ def test_a_drain_waits_for_what_has_no_connection(
     with GatewayProcess(engine=engine.address, response_store=store, drain_s=10) as leaving:
         leaving.await_ready()
         with OpenAI(base_url=f"{leaving.url}/v1", api_key="k1", max_retries=0) as sdk:
-            made = begin(sdk)
+            made = start(sdk)
             awaited(sdk, made.id, lambda status: status == "in_progress")
         leaving.process.send_signal(signal.SIGTERM)
         assert leaving.wait() == 0
     assert client.responses.retrieve(made.id).output_text == TEXT
 
 
-def test_a_drain_has_an_end(engine: ScriptedEngine, client: OpenAI, store: str) -> None:
+def test_a_drain_ends_although_a_response_is_not_complete(
+    engine: ScriptedEngine, client: OpenAI, store: str
+) -> None:
     engine.script = lambda generate: text_reply(TEXT * 100)
     engine.step_s = 0.02
     with GatewayProcess(engine=engine.address, response_store=store, drain_s=0.5) as leaving:
         leaving.await_ready()
         with OpenAI(base_url=f"{leaving.url}/v1", api_key="k1", max_retries=0) as sdk:
-            made = begin(sdk)
+            made = start(sdk)
             awaited(sdk, made.id, lambda status: status == "in_progress")
         leaving.process.send_signal(signal.SIGTERM)
         assert leaving.wait() == 0
@@ -220,11 +225,11 @@ def test_a_drain_has_an_end(engine: ScriptedEngine, client: OpenAI, store: str) 
     assert ended.output_text.startswith("one two")
 
 
-def test_it_is_counted_and_logged_when_it_is_over(
+def test_a_background_response_is_logged_when_it_ends(
     engine: ScriptedEngine, client: OpenAI, gateway: GatewayProcess
 ) -> None:
     engine.script = lambda generate: text_reply(TEXT)
-    made = begin(client)
+    made = start(client)
     awaited(client, made.id, is_over)
     line = next(line for line in gateway.err[::-1] if f"POST {RESPONSES} 200" in line)
     assert f"generated_tokens={len(TEXT) + 1} finish=stop" in line
@@ -243,7 +248,7 @@ def test_a_client_that_hangs_up_at_once_changes_nothing(
     assert awaited(client, name, is_over).output_text == TEXT
 
 
-def test_the_store_is_there_after_a_restart(engine: ScriptedEngine, tmp_path: Path) -> None:
+def test_stored_responses_survive_a_restart(engine: ScriptedEngine, tmp_path: Path) -> None:
     engine.script = lambda generate: text_reply(TEXT)
     path = str(tmp_path / "r.db")
     names = []

@@ -43,9 +43,9 @@ def streamed(gateway: GatewayProcess, body: dict[str, Any]) -> list[dict[str, An
 def whole(gateway: GatewayProcess, body: dict[str, Any]) -> dict[str, Any]:
     response = gateway.post(RESPONSES, body)
     assert response.status_code == 200, response.text
-    told: dict[str, Any] = response.json()
-    msgspec.convert(told, ResponseObject)
-    return told
+    response_body: dict[str, Any] = response.json()
+    msgspec.convert(response_body, ResponseObject)
+    return response_body
 
 
 def refused(gateway: GatewayProcess, **body: Any) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def test_the_sdk_streams_and_folds(engine: ScriptedEngine, client: OpenAI) -> No
     assert [item.name for item in calls] == ["weather", "weather"]
 
 
-def test_an_answer_in_a_form_is_parsed_by_the_sdk(engine: ScriptedEngine, client: OpenAI) -> None:
+def test_the_sdk_parses_a_structured_answer(engine: ScriptedEngine, client: OpenAI) -> None:
     class StreamPlace(BaseModel):
         city: str
 
@@ -147,21 +147,21 @@ def test_a_failure_in_a_stream_is_its_last_event(
     assert gateway.post(RESPONSES, {"input": "hi"}).status_code == 500
 
 
-def test_logprobs_are_told_with_the_text_they_belong_to(
-    engine: ScriptedEngine, gateway: GatewayProcess
-) -> None:
+def test_logprobs_are_sent_with_their_text(engine: ScriptedEngine, gateway: GatewayProcess) -> None:
     engine.script = lambda generate: text_reply("<think>\nhm\n</think>\n\nHi!", marked=True)
     body = {"input": "hi", "include": ["message.output_text.logprobs"], "top_logprobs": 2}
     events = streamed(gateway, body)
     final = events[-1]["response"]
     assert items_of(events) == final["output"]
-    told = final["output"][1]["content"][0]["logprobs"]
-    assert "".join(entry["token"] for entry in told) == "Hi!"
-    assert all(len(entry["top_logprobs"]) == 2 for entry in told)
+    logprobs = final["output"][1]["content"][0]["logprobs"]
+    assert "".join(entry["token"] for entry in logprobs) == "Hi!"
+    assert all(len(entry["top_logprobs"]) == 2 for entry in logprobs)
     assert without_ids(whole(gateway, body)["output"]) == without_ids(final["output"])
 
 
-def test_reasoning_can_be_carried_sealed(engine: ScriptedEngine, gateway: GatewayProcess) -> None:
+def test_encrypted_reasoning_can_be_sent_back(
+    engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
     engine.script = lambda generate: text_reply("<think>\nDeep.\n</think>\n\nYes.", marked=True)
     body = {"input": "hi", "include": ["reasoning.encrypted_content"]}
     reasoning, _ = whole(gateway, body)["output"]
@@ -181,7 +181,7 @@ def test_reasoning_can_be_carried_sealed(engine: ScriptedEngine, gateway: Gatewa
     assert "Deep." in text_of(first.prompt.tolist())
 
 
-def test_a_conversation_of_items_is_the_prompt_of_the_same_messages(
+def test_a_conversation_of_items_has_the_prompt_of_the_same_messages(
     engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
     engine.script = lambda generate: text_reply("ok")
@@ -285,7 +285,7 @@ def test_an_error_names_the_field_as_the_client_wrote_it(
     assert refused(gateway, **body)["param"] == param
 
 
-def test_too_long_a_conversation_is_refused_or_loses_its_oldest_items(
+def test_a_conversation_that_is_too_long_is_refused_or_loses_its_oldest_items(
     engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
     engine.script = lambda generate: text_reply("ok")
@@ -322,11 +322,11 @@ def test_a_turn_that_answers_only_some_of_the_open_calls_is_refused(
         {"type": "function_call_output", "call_id": call_id, "output": "Rain."}
         for call_id in (one, other)
     ]
-    asked = {"previous_response_id": first["id"], "tools": [WEATHER]}
-    error = refused(gateway, **asked, input=outputs[:1])
+    fields = {"previous_response_id": first["id"], "tools": [WEATHER]}
+    error = refused(gateway, **fields, input=outputs[:1])
     assert error["param"] == "input"
     assert other in error["message"]
-    assert whole(gateway, {**asked, "input": outputs})["status"] == "completed"
+    assert whole(gateway, {**fields, "input": outputs})["status"] == "completed"
 
 
 def test_the_tokens_of_a_request_are_counted_without_sending_it(
@@ -334,16 +334,16 @@ def test_the_tokens_of_a_request_are_counted_without_sending_it(
 ) -> None:
     engine.script = lambda generate: text_reply("Hello.")
     assert client.responses.input_tokens.count(model="scripted", input="hi").input_tokens > 2
-    asked: dict[str, Any] = {"input": "hi", "instructions": "Be brief.", "tools": [WEATHER]}
-    first = whole(gateway, asked)
-    counted = gateway.post(f"{RESPONSES}/input_tokens", asked)
+    fields: dict[str, Any] = {"input": "hi", "instructions": "Be brief.", "tools": [WEATHER]}
+    first = whole(gateway, fields)
+    counted = gateway.post(f"{RESPONSES}/input_tokens", fields)
     assert counted.json() == {
         "object": "response.input_tokens",
         "input_tokens": first["usage"]["input_tokens"],
     }
-    goes_on = {"input": "and?", "previous_response_id": first["id"]}
-    more = gateway.post(f"{RESPONSES}/input_tokens", goes_on).json()["input_tokens"]
-    assert more == whole(gateway, goes_on)["usage"]["input_tokens"]
+    continuation = {"input": "and?", "previous_response_id": first["id"]}
+    more = gateway.post(f"{RESPONSES}/input_tokens", continuation).json()["input_tokens"]
+    assert more == whole(gateway, continuation)["usage"]["input_tokens"]
     assert len(engine.generates) == 2
     refused_count = gateway.post(f"{RESPONSES}/input_tokens", {"input": []})
     assert refused_count.status_code == 400

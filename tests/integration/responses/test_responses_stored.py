@@ -1,5 +1,5 @@
-"""Responses that are kept: gone on with, read, listed and deleted, from any process, by their owner
-alone."""
+"""Stored responses: continued, read, listed and deleted from any process, but only by their
+owner."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ WEATHER: Any = {
 }
 
 
-def test_a_chain_with_tools_is_the_prompt_of_the_explicit_history(
+def test_a_chain_with_tools_has_the_prompt_of_the_explicit_history(
     engine: ScriptedEngine, client: OpenAI, elsewhere: OpenAI
 ) -> None:
-    """63: three turns through `previous_response_id`, from two processes."""
+    """Three turns through `previous_response_id`, from two processes."""
     answers = iter(
         [
             "<think>\nI must look.\n</think>\n\nOne moment." + call("weather", {"city": "Rom"}),
@@ -99,20 +99,20 @@ def test_a_stored_response_equals_the_answer_and_only_its_owner_reads_it(
     made = client.responses.create(model=MODEL, input="hi", metadata={"k": "v"})
     for reader in (client, elsewhere):
         assert reader.responses.retrieve(made.id) == made
-    for ask in (
+    for attempt in (
         lambda: stranger.responses.retrieve(made.id),
         lambda: stranger.responses.delete(made.id),
         lambda: stranger.responses.cancel(made.id),
         lambda: stranger.responses.input_items.list(made.id),
     ):
         with pytest.raises(NotFoundError):
-            ask()
+            attempt()
     with pytest.raises(BadRequestError) as refused:
         stranger.responses.create(model=MODEL, input="hi", previous_response_id=made.id)
     assert refused.value.param == "previous_response_id"
 
 
-def test_a_streamed_response_is_kept_before_its_last_event_is_out(
+def test_a_streamed_response_is_stored_before_its_last_event_is_sent(
     engine: ScriptedEngine, client: OpenAI, elsewhere: OpenAI
 ) -> None:
     engine.script = lambda generate: text_reply("Hello!")
@@ -129,7 +129,7 @@ def test_a_response_without_store_is_not_stored(engine: ScriptedEngine, client: 
         client.responses.retrieve(made.id)
 
 
-def test_deleted_is_gone_and_so_is_what_goes_on_with_it(
+def test_a_response_after_a_deleted_one_cannot_be_continued(
     engine: ScriptedEngine, client: OpenAI, elsewhere: OpenAI
 ) -> None:
     engine.script = lambda generate: text_reply("Hello!")
@@ -157,7 +157,7 @@ def test_input_items_are_listed_page_by_page(engine: ScriptedEngine, client: Ope
         assert refused.value.param == next(iter(wrong))
 
 
-def test_a_reference_stands_for_the_item_it_names(engine: ScriptedEngine, client: OpenAI) -> None:
+def test_a_reference_is_replaced_by_its_item(engine: ScriptedEngine, client: OpenAI) -> None:
     engine.script = lambda generate: text_reply("Hello!")
     made = client.responses.create(model=MODEL, input="hi")
     (asked,) = client.responses.input_items.list(made.id).data
@@ -173,7 +173,7 @@ def test_a_reference_stands_for_the_item_it_names(engine: ScriptedEngine, client
     assert refused.value.param == "input[0].id"
 
 
-def test_a_rendered_chain_is_the_prompt_that_is_asked(
+def test_a_rendered_chain_has_the_prompt_of_the_response(
     engine: ScriptedEngine, client: OpenAI, gateway: GatewayProcess
 ) -> None:
     engine.script = lambda generate: text_reply("Hello!")
@@ -188,17 +188,19 @@ def test_a_rendered_chain_is_the_prompt_that_is_asked(
     assert rendered.status_code == 200, rendered.text
     assert gateway.post(RESPONSES, body, headers=key).status_code == 200
     assert rendered.json()["token_ids"] == engine.generates[-1].prompt.tolist()
-    assert gateway.post(f"{RESPONSES}/render", body).status_code == 400, "somebody else's"
+    assert gateway.post(f"{RESPONSES}/render", body).status_code == 400, "the owner differs"
 
 
-def test_the_file_is_private(engine: ScriptedEngine, client: OpenAI, store: str) -> None:
+def test_the_file_of_the_store_is_private(
+    engine: ScriptedEngine, client: OpenAI, store: str
+) -> None:
     engine.script = lambda generate: text_reply("Hello!")
     client.responses.create(model=MODEL, input="hi")
     assert stat.S_IMODE(Path(store).stat().st_mode) == 0o600
     assert stat.S_IMODE(Path(store).parent.stat().st_mode) == 0o700
 
 
-def test_without_a_store_nothing_is_kept_and_whoever_needs_it_is_told(
+def test_without_a_store_requests_that_need_one_are_refused(
     engine: ScriptedEngine,
 ) -> None:
     engine.script = lambda generate: text_reply("Hello!")
@@ -217,9 +219,7 @@ def test_without_a_store_nothing_is_kept_and_whoever_needs_it_is_told(
         gateway.await_status(f"{RESPONSES}/{made['id']}", 404)
 
 
-def test_a_store_that_cannot_be_used_spoils_no_answer(
-    engine: ScriptedEngine, tmp_path: Path
-) -> None:
+def test_an_unusable_store_does_not_prevent_answers(engine: ScriptedEngine, tmp_path: Path) -> None:
     engine.script = lambda generate: text_reply("Hello!")
     (tmp_path / "file").write_text("")
     path = str(tmp_path / "file" / "r.db")

@@ -1,6 +1,4 @@
-"""The token endpoint's answers: the peer's JSON to the letter, streamed and whole; no engine, no
-socket.
-"""
+"""Responses of the token endpoint, streamed and complete, are exactly vLLM's JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ import msgspec
 import pytest
 
 from gateway.api.openai.responses import error_body
-from gateway.api.tokens import prepare as asking
+from gateway.api.tokens import prepare
 from gateway.api.tokens.requests import GenerateBody
 from gateway.api.tokens.responses import (
     GenerateChunk,
@@ -45,16 +43,16 @@ def body_of(sampling: dict[str, Any] | None = None, **fields: Any) -> GenerateBo
 
 
 class GeneratedChunks:
-    """An answer that is given the engine's news, streamed and folded at once."""
+    """An answer that is streamed and collected from the same engine outputs."""
 
     def __init__(self, body: GenerateBody, ignored: list[str] | None = None) -> None:
         self.data = b""
         self.answer = ChoiceGroup(
-            ZmqEngineClient("ipc:///nowhere"), [asking.to_request(body, MODEL)]
+            ZmqEngineClient("ipc:///nowhere"), [prepare.to_request(body, MODEL)]
         )
-        self.telling = GenerateEnvelope.from_request(body, MODEL, "7", ignored or [])
+        self.envelope = GenerateEnvelope.from_request(body, MODEL, "7", ignored or [])
         self.stream = GenerateStream(
-            self.answer, self.telling, write=self._write, finish=lambda: None
+            self.answer, self.envelope, write=self._write, finish=lambda: None
         )
         self.fold = CollectSink(len(self.answer.choices))
 
@@ -62,7 +60,7 @@ class GeneratedChunks:
         self.data += data
 
     def push(self, *outputs: Output, choice: int = 0) -> GeneratedChunks:
-        """The engine's news of a choice, as the answer takes it."""
+        """Pass engine outputs of one choice to the group."""
         self.answer.attach(_Both(self.stream, self.fold))
         for output in outputs:
             self.answer.on_report(self.answer.choices[choice], output)
@@ -74,7 +72,7 @@ class GeneratedChunks:
 
     @property
     def whole(self) -> Any:
-        return json.loads(whole_response(self.answer, self.fold, self.telling))
+        return json.loads(whole_response(self.answer, self.fold, self.envelope))
 
 
 class _Both:
@@ -94,9 +92,9 @@ def stop(*tokens: int, stop_token: int | None = EOS) -> Output:
     return say(*tokens, finish="stop", stop_token=stop_token, usage=usage)
 
 
-def test_a_stream_is_the_peers_to_the_letter() -> None:
+def test_a_stream_is_exactly_vllms() -> None:
     body = body_of(return_token_ids=True, stream_options={"include_usage": True})
-    told = GeneratedChunks(body).push(say(72), say(105), stop(EOS))
+    generated = GeneratedChunks(body).push(say(72), say(105), stop(EOS))
     shared: dict[str, Any] = {
         "request_id": "generate-tokens-7",
         "system_fingerprint": MODEL.fingerprint,
@@ -104,7 +102,7 @@ def test_a_stream_is_the_peers_to_the_letter() -> None:
     shared |= {"output_mode": "tokens", "usage": None}
     last = {"weights_digest": DIGEST, "kv_transfer_params": None}
     part = {"index": 0, "finish_reason": None, "stop_reason": None, "logprobs": None, **NEVER}
-    assert told.events == [
+    assert generated.events == [
         {**shared, "prompt_token_ids": [1, 2, 3], "choices": [{**part, "token_ids": [72]}]},
         {**shared, "choices": [{**part, "token_ids": [105]}]},
         {**shared, **last, "choices": [{**part, "finish_reason": "stop", "token_ids": [EOS]}]},
@@ -123,14 +121,14 @@ def test_a_stream_is_the_peers_to_the_letter() -> None:
     ]
 
 
-def test_a_whole_answer_is_the_peers_with_every_null_there_is() -> None:
-    told = GeneratedChunks(body_of(model="scripted", return_token_ids=True)).push(
+def test_a_complete_response_has_all_fields_of_vllms() -> None:
+    generated = GeneratedChunks(body_of(model="scripted", return_token_ids=True)).push(
         say(72), stop(105, EOS)
     )
-    assert told.whole == {
+    assert generated.whole == {
         "request_id": "generate-tokens-7",
         "model": "scripted",
-        "created": told.telling.created,
+        "created": generated.envelope.created,
         "system_fingerprint": MODEL.fingerprint,
         "weights_digest": DIGEST,
         "usage": {
@@ -170,27 +168,30 @@ BODIES = {
 }
 
 
-def news(token: int, logprobs: int | None) -> Output:
-    told = [] if logprobs is None else [scripted_logprob(token, logprobs)]
-    return say(token, logprobs=told)
+def output_of(token: int, logprobs: int | None) -> Output:
+    generated = [] if logprobs is None else [scripted_logprob(token, logprobs)]
+    return say(token, logprobs=generated)
 
 
 @pytest.mark.parametrize("case", BODIES)
-def test_chunks_join_to_the_whole_and_all_of_them_fit_the_documented_structs(case: str) -> None:
+def test_chunks_add_up_to_the_complete_response_and_match_the_structs(case: str) -> None:
     body = BODIES[case]
-    told = GeneratedChunks(body)
+    generated = GeneratedChunks(body)
     for index in range(body.sampling_params.n or 1):
         tokens = [72, 0xC3, 0xA9, 33 + index]
-        outputs = [news(token, body.sampling_params.logprobs) for token in tokens]
-        told.push(*outputs, say(finish="length"), choice=index)
+        outputs = [output_of(token, body.sampling_params.logprobs) for token in tokens]
+        generated.push(*outputs, say(finish="length"), choice=index)
     text = body.output_mode == "text"
-    for event in told.events:
+    for event in generated.events:
         kind = GenerateTextChunk if text else GenerateChunk
         assert json.loads(msgspec.json.encode(msgspec.convert(event, kind))) == event
     whole_kind = GenerateTextResponse if text else GenerateResponse
-    assert json.loads(msgspec.json.encode(msgspec.convert(told.whole, whole_kind))) == told.whole
-    for choice in told.whole["choices"]:
-        parts = [c for e in told.events for c in e["choices"] if c["index"] == choice["index"]]
+    assert (
+        json.loads(msgspec.json.encode(msgspec.convert(generated.whole, whole_kind)))
+        == generated.whole
+    )
+    for choice in generated.whole["choices"]:
+        parts = [c for e in generated.events for c in e["choices"] if c["index"] == choice["index"]]
         assert [i for part in parts for i in part["token_ids"]] == choice["token_ids"]
         assert [c for p in parts for c in (p["logprobs"] or {}).get("content", [])] == (
             choice["logprobs"] or {}
@@ -213,22 +214,22 @@ def test_chunks_join_to_the_whole_and_all_of_them_fit_the_documented_structs(cas
 def test_the_fast_frame_has_the_bytes_of_the_struct(
     fields: dict[str, Any], ids: list[int], index: int
 ) -> None:
-    told = GeneratedChunks(body_of({"n": 2}, **fields)).push(say(1), say(2, 3), choice=1)
-    told.data = b""
-    told.push(say(*ids), choice=index)
-    part = told.telling.part(told.answer.choices[index], OutputDelta([], ids))
+    generated = GeneratedChunks(body_of({"n": 2}, **fields)).push(say(1), say(2, 3), choice=1)
+    generated.data = b""
+    generated.push(say(*ids), choice=index)
+    part = generated.envelope.part(generated.answer.choices[index], OutputDelta([], ids))
     chunk = GenerateChunk(
         request_id="generate-tokens-7", system_fingerprint=MODEL.fingerprint, choices=[part]
     )
-    assert told.data == b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+    assert generated.data == b"data: " + msgspec.json.encode(chunk) + b"\n\n"
 
 
-def test_continuous_usage_is_of_its_own_choice_and_only_beside_the_usage_of_all() -> None:
+def test_continuous_usage_counts_its_choice_and_requires_include_usage() -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
-    told = GeneratedChunks(body_of({"n": 2}, stream_options=options))
-    told.push(say(1), choice=0).push(say(2), say(3), choice=1)
-    told.push(stop(EOS), choice=0).push(stop(EOS), choice=1)
-    counts = [event["usage"]["completion_tokens"] for event in told.events]
+    generated = GeneratedChunks(body_of({"n": 2}, stream_options=options))
+    generated.push(say(1), choice=0).push(say(2), say(3), choice=1)
+    generated.push(stop(EOS), choice=0).push(stop(EOS), choice=1)
+    counts = [event["usage"]["completion_tokens"] for event in generated.events]
     assert counts == [1, 1, 2, 2, 3, 5]
     alone = GeneratedChunks(body_of(stream_options={"continuous_usage_stats": True})).push(
         say(1), stop(EOS)
@@ -236,32 +237,34 @@ def test_continuous_usage_is_of_its_own_choice_and_only_beside_the_usage_of_all(
     assert [event["usage"] for event in alone.events] == [None, None]
 
 
-def test_continuous_usage_counts_what_was_sent() -> None:
+def test_continuous_usage_counts_the_tokens_sent() -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
-    told = GeneratedChunks(body_of(stream_options=options))
-    told.answer.choices[0].num_generated = 7  # more than the client has been sent
-    told.push(say(1), say(2), stop(EOS))
-    assert [e["usage"]["completion_tokens"] for e in told.events[:-1]] == [1, 2, 3]
+    generated = GeneratedChunks(body_of(stream_options=options))
+    generated.answer.choices[0].num_generated = 7  # more than the client has been sent
+    generated.push(say(1), say(2), stop(EOS))
+    assert [e["usage"]["completion_tokens"] for e in generated.events[:-1]] == [1, 2, 3]
 
 
-def test_a_stop_string_ends_the_tokens_too_and_is_named() -> None:
-    told = GeneratedChunks(body_of({"stop": ["lo!"]})).push(*(say(i) for i in b"Hello! World"))
-    assert [i for event in told.events for i in event["choices"][0]["token_ids"]] == list(b"Hello!")
-    end = told.events[-1]["choices"][0]
+def test_a_stop_string_ends_the_tokens_and_is_the_stop_reason() -> None:
+    generated = GeneratedChunks(body_of({"stop": ["lo!"]})).push(*(say(i) for i in b"Hello! World"))
+    assert [i for event in generated.events for i in event["choices"][0]["token_ids"]] == list(
+        b"Hello!"
+    )
+    end = generated.events[-1]["choices"][0]
     assert (end["finish_reason"], end["stop_reason"]) == ("stop", "lo!")
-    assert told.whole["choices"][0]["token_ids"] == list(b"Hello!")
+    assert generated.whole["choices"][0]["token_ids"] == list(b"Hello!")
 
 
 def test_mode_text_omits_the_stop_string_and_sends_its_tokens() -> None:
-    told = GeneratedChunks(body_of({"stop": ["lo!"]}, output_mode="text")).push(
+    generated = GeneratedChunks(body_of({"stop": ["lo!"]}, output_mode="text")).push(
         *(say(i) for i in b"Hello!")
     )
-    (choice,) = told.whole["choices"]
+    (choice,) = generated.whole["choices"]
     assert (choice["text"], choice["token_ids"]) == ("Hel", list(b"Hello!"))
-    assert "".join(event["choices"][0]["text"] for event in told.events) == "Hel"
+    assert "".join(event["choices"][0]["text"] for event in generated.events) == "Hel"
 
 
-def test_a_stop_token_that_the_request_named_is_told_and_the_models_own_is_none() -> None:
+def test_only_a_stop_token_of_the_request_is_a_stop_reason() -> None:
     named = GeneratedChunks(body_of({"stop_token_ids": [9]})).push(stop(5, 9, stop_token=9))
     assert named.whole["choices"][0]["stop_reason"] == 9
     own = GeneratedChunks(body_of()).push(stop(5, EOS))
@@ -273,35 +276,35 @@ ERROR = ErrorInfo(code="step_failed", message="the model's output was not a numb
 
 @pytest.mark.parametrize("sampling", [{}, {"stop": ["x"]}], ids=["tokens", "text beside"])
 @pytest.mark.parametrize("tokens", [[], [8]], ids=["empty", "with tokens"])
-def test_an_error_is_told_once_and_last_also_where_its_news_are_empty(
+def test_an_error_is_sent_once_as_the_last_event(
     sampling: dict[str, Any], tokens: list[int]
 ) -> None:
-    told = GeneratedChunks(body_of(sampling)).push(
+    generated = GeneratedChunks(body_of(sampling)).push(
         say(7), say(*tokens, finish="error", error=ERROR)
     )
-    *parts, error = told.events
+    *parts, error = generated.events
     assert [i for part in parts for i in part["choices"][0]["token_ids"]] == [7, *tokens]
     assert all(part["choices"][0]["finish_reason"] is None for part in parts)
     wanted = json.loads(error_body(fault_of(StepFailed(ERROR.message))))["error"]
     assert error["error"].keys() == wanted.keys()
     assert error["error"]["code"] == "step_failed"
-    assert told.data.endswith(b"data: [DONE]\n\n")
+    assert generated.data.endswith(b"data: [DONE]\n\n")
 
 
-def test_an_abort_ends_a_choice_as_any_end_does() -> None:
-    told = GeneratedChunks(body_of()).push(say(7), say(finish="abort"))
-    assert told.events[-1]["choices"][0]["finish_reason"] == "abort"
-    assert told.whole["choices"][0]["token_ids"] == [7]
+def test_an_abort_is_a_finish_reason() -> None:
+    generated = GeneratedChunks(body_of()).push(say(7), say(finish="abort"))
+    assert generated.events[-1]["choices"][0]["finish_reason"] == "abort"
+    assert generated.whole["choices"][0]["token_ids"] == [7]
 
 
 def test_fields_without_effect_are_named_once() -> None:
-    told = GeneratedChunks(body_of(), ["mood"]).push(say(7), stop(EOS))
-    assert [event.get("ignored_params") for event in told.events] == [["mood"], None]
-    assert told.whole["ignored_params"] == ["mood"]
+    generated = GeneratedChunks(body_of(), ["mood"]).push(say(7), stop(EOS))
+    assert [event.get("ignored_params") for event in generated.events] == [["mood"], None]
+    assert generated.whole["ignored_params"] == ["mood"]
 
 
 # ---- logprobs
-def test_the_chosen_token_comes_first_then_by_rank_then_those_asked_for_each_once() -> None:
+def test_top_tokens_are_the_sampled_one_then_by_rank_then_requested_ones() -> None:
     entry = TokenLogprobs(5, -2.0, 3, [8, 9, 5], [-0.5, -1.0, -2.0], [-7.0, -1.0])
     assert json.loads(msgspec.json.encode(chosen_token(entry, [4, 9]))) == {
         "token_id": 5,
@@ -316,33 +319,33 @@ def test_the_chosen_token_comes_first_then_by_rank_then_those_asked_for_each_onc
     }
 
 
-def test_both_distributions_stand_side_by_side_and_the_impossible_is_shown_as_it_is() -> None:
+def test_a_token_has_the_logprobs_of_both_distributions() -> None:
     drawn = [-0.1, -math.inf, -0.1, -math.inf]
     entry = TokenLogprobs(5, -2.0, 2, [8, 5], [-0.5, -2.0], [-7.0], drawn)
-    told = json.loads(msgspec.json.encode(chosen_token(entry, [4])))
-    assert (told["logprob"], told["sampling_logprob"]) == (-2.0, -0.1)
-    beside = {top["token_id"]: top["sampling_logprob"] for top in told["top_logprobs"]}
+    generated = json.loads(msgspec.json.encode(chosen_token(entry, [4])))
+    assert (generated["logprob"], generated["sampling_logprob"]) == (-2.0, -0.1)
+    beside = {top["token_id"]: top["sampling_logprob"] for top in generated["top_logprobs"]}
     assert beside == {5: -0.1, 8: -9999.0, 4: -9999.0}
 
 
-def test_prompt_logprobs_are_told_by_id_and_null_for_the_first() -> None:
+def test_prompt_logprobs_are_keyed_by_token_id_and_null_for_the_first_token() -> None:
     entries = [scripted_logprob(token, 1) for token in (2, 3)]
-    told = GeneratedChunks(body_of({"prompt_logprobs": 1}))
-    told.push(say(7, prompt_logprobs=entries), stop(EOS))
-    first, second, third = told.whole["prompt_logprobs"]
+    generated = GeneratedChunks(body_of({"prompt_logprobs": 1}))
+    generated.push(say(7, prompt_logprobs=entries), stop(EOS))
+    first, second, third = generated.whole["prompt_logprobs"]
     assert (first, list(second), list(third)) == (None, ["2"], ["3"])
     assert second["2"] == {"logprob": -2 / 64, "rank": 1, "decoded_token": "\x02"}
 
 
 def test_mode_text_has_the_logprobs_of_a_chat() -> None:
-    told = GeneratedChunks(body_of({"logprobs": 1}, output_mode="text"))
-    told.push(say(72, logprobs=[scripted_logprob(72, 1)]), stop())
-    (item,) = told.whole["choices"][0]["logprobs"]["content"]
+    generated = GeneratedChunks(body_of({"logprobs": 1}, output_mode="text"))
+    generated.push(say(72, logprobs=[scripted_logprob(72, 1)]), stop())
+    (item,) = generated.whole["choices"][0]["logprobs"]["content"]
     assert (item["token"], item["bytes"], item["top_logprobs"][0]["token"]) == ("H", [72], "H")
 
 
-# ---- the reader of tokens alone
-def test_tokens_alone_are_told_as_they_come_and_late_news_are_none() -> None:
+# ---- the token passthrough
+def test_the_token_passthrough_emits_tokens_until_the_finish() -> None:
     reader = TokenPassthrough([EOS])
     entry = scripted_logprob(8, 0)
     assert reader.push(say(8, logprobs=[entry])) == OutputDelta([], [8], [entry])

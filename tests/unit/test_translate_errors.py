@@ -1,4 +1,4 @@
-"""An error about a chat speaks of the request that the chat was made of."""
+"""Errors about a translated chat name fields of the client's request."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from gateway.api.openai.prepare import translate_errors
 from protocol.errors import EngineLost, InvalidRequest, RequestError
 
 
-def told(message: str, param: str | None) -> tuple[str, str | None]:
+def translated(message: str, param: str | None) -> tuple[str, str | None]:
     with (
         pytest.raises(RequestError) as raised,
         translate_errors({"stop": "stop_sequences"}.__getitem__),
@@ -18,18 +18,18 @@ def told(message: str, param: str | None) -> tuple[str, str | None]:
 
 
 def test_a_field_name_is_replaced_only_as_a_whole_name() -> None:
-    assert told("stop: five of them; stop takes four", "stop") == (
+    assert translated("stop: five of them; stop takes four", "stop") == (
         "stop_sequences: five of them; stop_sequences takes four",
         "stop_sequences",
     )
-    assert told("stopped by stop_token_ids and x.stop", "stop") == (
+    assert translated("stopped by stop_token_ids and x.stop", "stop") == (
         "stopped by stop_token_ids and x.stop",
         "stop_sequences",
     )
 
 
 def test_an_error_without_a_field_is_unchanged() -> None:
-    assert told("stop", None) == ("stop", None)
+    assert translated("stop", None) == ("stop", None)
 
 
 def test_an_engine_error_is_unchanged() -> None:

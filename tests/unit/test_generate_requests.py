@@ -1,4 +1,4 @@
-"""The token endpoint's requests: which fields there are, what they come to, and what is refused."""
+"""Requests of the token endpoint: their fields, the prompt requests they become, and refusals."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, get_args, get_type_hints
 import msgspec
 import pytest
 
-from gateway.api.tokens import prepare as asking
+from gateway.api.tokens import prepare
 from gateway.api.tokens.requests import GenerateBody, GenerateSampling
 from gateway.formats.choice_parser import ParserFactory, TokenPassthroughFactory
 from gateway.generation.kv_params import parse_kv_params
@@ -31,19 +31,19 @@ def request(
 
 def ignored(data: dict[str, Any], body: GenerateBody) -> list[str]:
     kv_params = parse_kv_params(body.kv_transfer_params, LIMITS)
-    return asking.list_ignored_fields(asking.list_unknown_fields(data), body, kv_params)
+    return prepare.list_ignored_fields(prepare.list_unknown_fields(data), body, kv_params)
 
 
 def body_of(sampling: dict[str, Any] | None = None, **fields: Any) -> GenerateBody:
     return request(sampling, **fields)[1]
 
 
-def take(sampling: dict[str, Any], fields: dict[str, Any]) -> None:
-    """Through every check."""
+def check_all(sampling: dict[str, Any], fields: dict[str, Any]) -> None:
+    """Run all checks of a request."""
     data, body = request(sampling, **fields)
-    asking.check(body, max_n=8)
+    prepare.check(body, max_n=8)
     ignored(data, body)
-    asking.to_request(body, THINKER)
+    prepare.to_request(body, THINKER)
 
 
 def without_none(annotation: Any) -> Any:
@@ -67,12 +67,12 @@ def test_every_optional_field_may_be_null(kind: type[msgspec.Struct]) -> None:
             assert field.type is Any or type(None) in get_args(field.type), field.name
 
 
-def test_what_is_not_said_is_neutral_whatever_the_model_would_like() -> None:
+def test_absent_parameters_are_neutral_whatever_the_models_defaults() -> None:
     assert PLAIN.defaults.temperature == 0.7
-    assert asking.to_request(body_of(), PLAIN).choices == [SamplingParams()]
+    assert prepare.to_request(body_of(), PLAIN).choices == [SamplingParams()]
 
 
-def test_what_is_said_is_what_the_engine_is_asked() -> None:
+def test_given_parameters_are_sent_to_the_engine() -> None:
     said: dict[str, Any] = {
         "max_tokens": 7,
         "min_tokens": 2,
@@ -97,7 +97,7 @@ def test_what_is_said_is_what_the_engine_is_asked() -> None:
     params = SamplingParams(
         **(said | {"logit_bias": {5: -1.5}}), bad_words=[ids_of("b"), ids_of(" b")]
     )
-    ask = asking.to_request(body_of(sampling), PLAIN)
+    ask = prepare.to_request(body_of(sampling), PLAIN)
     assert ask.prompt_ids == [72, 105]
     assert ask.choices == [msgspec.structs.replace(params, seed=seed) for seed in (9, 10)]
 
@@ -149,7 +149,7 @@ def test_an_invalid_field_is_refused_by_name(
     param: str, sampling: dict[str, Any], fields: dict[str, Any]
 ) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        take(sampling, fields)
+        check_all(sampling, fields)
     assert caught.value.param == param
     assert param.split(".")[-1] in caught.value.message
 
@@ -159,7 +159,7 @@ def test_a_body_without_sampling_params_is_refused() -> None:
         decode(b'{"token_ids": [1]}', GenerateBody)
 
 
-def test_fields_of_the_peer_that_ask_for_nothing_are_taken() -> None:
+def test_unsupported_fields_of_vllm_with_a_neutral_value_are_accepted() -> None:
     idle: dict[str, Any] = {
         "watermarking": None,
         "extra_args": {},
@@ -171,22 +171,22 @@ def test_fields_of_the_peer_that_ask_for_nothing_are_taken() -> None:
         "thinking_token_budget": -1,
     }
     data, body = request(idle, features=None, token_offsets=[[0, 1]])
-    asking.check(body, max_n=8)
+    prepare.check(body, max_n=8)
     assert ignored(data, body) == []
-    assert asking.grammar_of(body, THINKER) is None
+    assert prepare.grammar_of(body, THINKER) is None
 
 
-def test_fields_without_effect_are_listed_with_where_they_stand() -> None:
+def test_fields_without_effect_are_listed_by_their_path() -> None:
     data, body = request({"mood": 1}, mood=2, kv_transfer_params={"do_remote_decode": True})
     assert ignored(data, body) == ["mood", "sampling_params.mood", "kv_transfer_params"]
 
 
-def test_text_is_read_only_where_the_request_needs_it() -> None:
+def test_text_is_parsed_only_if_the_request_needs_it() -> None:
     assert isinstance(
-        asking.to_request(body_of({"logprobs": 3}), PLAIN).parser_factory, TokenPassthroughFactory
+        prepare.to_request(body_of({"logprobs": 3}), PLAIN).parser_factory, TokenPassthroughFactory
     )
     for body in (body_of({"stop": ["x"]}), body_of(output_mode="text")):
-        assert isinstance(asking.to_request(body, PLAIN).parser_factory, ParserFactory)
+        assert isinstance(prepare.to_request(body, PLAIN).parser_factory, ParserFactory)
 
 
 def grammar(prompt: str = "", sampling: dict[str, Any] | None = None, **fields: Any) -> Any:
@@ -194,7 +194,7 @@ def grammar(prompt: str = "", sampling: dict[str, Any] | None = None, **fields: 
         {"structured_outputs": FORM} if sampling is None else sampling,
         **({"token_ids": marked_ids("say" + prompt)} | fields),
     )
-    return asking.grammar_of(body, THINKER)
+    return prepare.grammar_of(body, THINKER)
 
 
 BODY = Regex(pattern="[ab]")
@@ -202,46 +202,46 @@ MAY_THINK = Thinking(opens="<think>", closes="</think>", optional=True)
 THINKS = Thinking(opens="<think>", closes="</think>", inside=True)
 
 
-def test_the_prompts_end_says_whether_thinking_may_precede_the_form() -> None:
+def test_the_end_of_the_prompt_decides_whether_reasoning_may_precede_the_form() -> None:
     assert grammar() == Grammar(body=BODY, thinking=MAY_THINK)
     assert grammar("<think>hm") == Grammar(body=BODY, thinking=THINKS)
     assert grammar("<think>hm</think>") == Grammar(body=BODY)
 
 
-def test_the_request_knows_better_than_the_prompt_whether_the_reasoning_has_ended() -> None:
+def test_reasoning_ended_takes_precedence_over_the_end_of_the_prompt() -> None:
     assert grammar("<think>hm", reasoning_ended=True) == Grammar(body=BODY)
-    told = grammar("<think>hm</think>", reasoning_ended=False)
-    assert told == Grammar(body=BODY, thinking=MAY_THINK)
+    found = grammar("<think>hm</think>", reasoning_ended=False)
+    assert found == Grammar(body=BODY, thinking=MAY_THINK)
 
 
-def test_without_reasoning_in_the_model_the_form_begins_at_once() -> None:
+def test_the_form_starts_at_once_if_the_model_has_no_reasoning() -> None:
     body = body_of({"structured_outputs": FORM}, reasoning_ended=False)
-    assert asking.grammar_of(body, PLAIN) == Grammar(body=BODY)
+    assert prepare.grammar_of(body, PLAIN) == Grammar(body=BODY)
 
 
-def test_a_grammar_is_taken_as_it_is() -> None:
+def test_a_complete_grammar_is_used_unchanged() -> None:
     said = Grammar(body=ChoiceGrammar(choices=["a"]), thinking=MAY_THINK, before="<")
     body = body_of(grammar=msgspec.to_builtins(said))
-    assert asking.grammar_of(body, THINKER) == said
+    assert prepare.grammar_of(body, THINKER) == said
 
 
-def test_a_budget_of_thinking_stands_alone_or_beside_a_form() -> None:
+def test_a_thinking_budget_works_with_and_without_a_form() -> None:
     alone = grammar("<think>", {"thinking_token_budget": 3})
     assert (alone.body, alone.budget.most, alone.budget.inside) == (None, 3, True)
     both = grammar("<think>", {"thinking_token_budget": 3, "structured_outputs": FORM})
     assert (both.body, both.thinking, both.budget) == (BODY, THINKS, alone.budget)
 
 
-def test_the_engines_words_for_fields_become_those_of_the_request() -> None:
+def test_the_engines_field_names_become_paths_in_the_request() -> None:
     body = body_of({"structured_outputs": FORM})
-    told = {
-        name: asking.rename_field(InvalidRequest("no", param=name), body).param
+    found = {
+        name: prepare.rename_field(InvalidRequest("no", param=name), body).param
         for name in (
             *("prompt", "prompt[3]", "stop_token_ids[3]", "logit_bias.500"),
             *("grammar", "max_tokens", "model"),
         )
     }
-    assert told == {
+    assert found == {
         "prompt": "token_ids",
         "prompt[3]": "token_ids[3]",
         "stop_token_ids[3]": "sampling_params.stop_token_ids[3]",
@@ -251,10 +251,10 @@ def test_the_engines_words_for_fields_become_those_of_the_request() -> None:
         "model": "model",
     }
     own = body_of(grammar={"body": {"kind": "json_object"}})
-    assert asking.rename_field(InvalidRequest("no", param="grammar"), own).param == "grammar"
+    assert prepare.rename_field(InvalidRequest("no", param="grammar"), own).param == "grammar"
 
 
-def test_nothing_cached_is_read_where_the_request_does_not_want_it() -> None:
-    assert asking.namespace_of(body_of(cache_salt="x")) == "x"
-    spaces = {asking.namespace_of(body_of({"skip_reading_prefix_cache": True})) for _ in range(3)}
+def test_skip_reading_prefix_cache_uses_a_new_namespace() -> None:
+    assert prepare.namespace_of(body_of(cache_salt="x")) == "x"
+    spaces = {prepare.namespace_of(body_of({"skip_reading_prefix_cache": True})) for _ in range(3)}
     assert len(spaces - {""}) == 3
