@@ -61,8 +61,6 @@ class ModelPlan(msgspec.Struct, frozen=True, kw_only=True):
     free_bytes: int
     #: Host memory for blocks that the cache has dropped.
     tier_bytes: int = 0
-    #: The attention window, if it limits `context_tokens`.
-    window: int | None = None
     #: Quantised types in the files whose weights are expanded to `dtype`.
     expanded: list[str] = []
 

@@ -139,13 +139,7 @@ def model(found: Preflight) -> list[Finding]:
 
 def _model(plan: ModelPlan) -> Finding:
     text = f"{plan.name}: {plan.architecture}, context of {plan.context_tokens:,} tokens"
-    if plan.window is None:
-        return Finding("model", text)
-    text = f"{plan.name}: {plan.architecture}, with an attention window of {plan.window:,} tokens"
-    remedy = (
-        "no action needed; requests are limited to the window, as longer ones are not supported"
-    )
-    return Finding("model", text, Verdict.DOUBT, remedy)
+    return Finding("model", text)
 
 
 def _model_memory(plan: ModelPlan) -> Finding:

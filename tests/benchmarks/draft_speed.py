@@ -33,8 +33,8 @@ from tests.support.engines import Bench, guess_with_accuracy
 from tests.support.model import smollm2_gguf
 from tests.support.replica import Replica, load
 from tests.support.server import Server
-from worker.models.llama import Llama
-from worker.models.load import LoadedModel, weight_tensors
+from worker.models.decoder import Decoder
+from worker.models.load import LoadedModel
 
 TURNS = 24
 TOKENS = 48
@@ -145,8 +145,8 @@ def without_most_layers(loaded: LoadedModel) -> LoadedModel:
     """Return a draft model with the same vocabulary and only a few layers. It is hardly ever
     right."""
     weights = replace(loaded.model.weights, layers=loaded.model.weights.layers[:DRAFT_LAYERS])
-    config = replace(loaded.config, num_layers=DRAFT_LAYERS)
-    return LoadedModel(Llama(config, weights), loaded.card, config)
+    config = replace(loaded.spec, layers=loaded.spec.layers[:DRAFT_LAYERS])
+    return LoadedModel(Decoder(config, weights), loaded.card, config)
 
 
 def measure_servers(kinds: Sequence[DraftLoad], turns: int) -> None:
@@ -176,7 +176,7 @@ def measure_draft_model(loaded: LoadedModel, kinds: Sequence[DraftLoad], turns: 
 
 
 def num_weights(loaded: LoadedModel) -> int:
-    return sum(tensor.numel() for tensor in weight_tensors(loaded.model.weights))
+    return sum(tensor.numel() for tensor in loaded.model.weights.tensors())
 
 
 def measure_bookkeeping(rows: int = 8, tokens: int = 400) -> None:

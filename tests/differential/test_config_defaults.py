@@ -20,7 +20,10 @@ from tests.support.checkpoints import VOCAB, tiny_tokenizer
 from tests.support.eager import EagerStepper, assert_same, expected, load, some_tokens
 from worker.layers.rope import attention_factor, inverse_frequencies
 from worker.loading.errors import UnusableModel
-from worker.models.config import CONFIG_CLASSES, LlamaConfig, llama_config
+from worker.models.families.family import Family
+from worker.models.families.registry import FAMILIES, find_family
+from worker.models.rope_config import LinearScaling, RopeConfig
+from worker.models.spec import ModelSpec
 
 MISSING: Any = object()
 NUM_TOKENS = 40
@@ -39,8 +42,11 @@ BASE: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 0,
 }
-MODEL_TYPES = {each.architecture: each.model_type for each in CONFIG_CLASSES}
-LLAMA, MISTRAL = MODEL_TYPES
+LLAMA, MISTRAL = "LlamaForCausalLM", "MistralForCausalLM"
+TRIED = [family for family in FAMILIES if family.architecture in (LLAMA, MISTRAL)]
+"""Every key of these is tried; of the other families the defaults are compared here, and the
+options in test_families.py."""
+MODEL_TYPES = {family.architecture: family.model_type for family in TRIED}
 LINEAR: dict[str, Any] = {"rope_type": "linear", "factor": 4.0}
 LLAMA3: dict[str, Any] = {
     "rope_type": "llama3",
@@ -180,20 +186,19 @@ def cases() -> list[DefaultCase]:
 
 
 def test_every_key_that_is_read_is_tried() -> None:
-    for kind in CONFIG_CLASSES:
-        assert {*kind.defaults, *kind.ignored} <= SET.keys()
+    for family in TRIED:
+        assert {*family.defaults, *family.ignored} <= SET.keys()
 
 
-@pytest.mark.parametrize("kind", CONFIG_CLASSES, ids=lambda kind: kind.architecture)
-def test_the_defaults_are_those_of_the_config_class(kind: Any) -> None:
-    theirs = AutoConfig.for_model(kind.model_type)
-    rope = {"rope_theta": kind.defaults["rope_theta"], "rope_type": "default"}
-    assert theirs.rope_parameters == rope
-    assert not any(getattr(theirs, key, None) for key in kind.ignored)
-    for key in kind.defaults.keys() - {"rope_theta", "rope_parameters", *FOLLOWS}:
-        assert getattr(theirs, key) == kind.defaults[key], key
-    for key in FOLLOWS:
-        assert getattr(theirs, key) == kind.defaults[key] or kind.is_nullable(key), key
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.architecture)
+def test_the_defaults_are_those_of_the_config_class(family: Family) -> None:
+    theirs = AutoConfig.for_model(family.model_type)
+    for key in family.defaults.keys() - {"rope_theta", "rope_parameters", *FOLLOWS}:
+        assert getattr(theirs, key, MISSING) == family.defaults[key], key
+    rope = getattr(theirs, "rope_parameters", None)
+    if family.defaults.get("rope_theta") is not None and rope is not None:
+        assert rope["rope_theta"] == family.defaults["rope_theta"]
+        assert rope["rope_type"] == "default"
 
 
 def checkpoint(path: Path, case: DefaultCase) -> tuple[Path, Any]:
@@ -215,30 +220,32 @@ def checkpoint(path: Path, case: DefaultCase) -> tuple[Path, Any]:
     return path, AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
 
+def spec_of(case: DefaultCase) -> ModelSpec:
+    return find_family(case.config).spec(case.config)
+
+
 def ends_of(theirs: Any) -> list[int]:
     eos: int | list[int] | None = theirs.generation_config.eos_token_id
     return eos if isinstance(eos, list) else [] if eos is None else [eos]
 
 
-def assert_same_config(ours: LlamaConfig, theirs: PretrainedConfig) -> None:
-    names = {
-        "vocab_size": "vocab_size",
-        "hidden": "hidden_size",
-        "intermediate": "intermediate_size",
-        "num_layers": "num_hidden_layers",
-        "num_heads": "num_attention_heads",
-        "num_kv_heads": "num_key_value_heads",
-        "head_dim": "head_dim",
-        "norm_eps": "rms_norm_eps",
-        "tied_embeddings": "tie_word_embeddings",
-    }
-    for our_name, their_name in names.items():
-        assert getattr(ours, our_name) == getattr(theirs, their_name), our_name
-    assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
-    reach = theirs.max_position_embeddings
+def assert_same_config(ours: ModelSpec, theirs: PretrainedConfig) -> None:
+    layer = ours.layers[0]
+    rope = layer.attention.rope
+    assert rope is not None
+    assert ours.vocab_size == theirs.vocab_size
+    assert ours.hidden == theirs.hidden_size
+    assert layer.mlp.intermediate == theirs.intermediate_size
+    assert ours.num_layers == theirs.num_hidden_layers
+    assert layer.attention.num_heads == theirs.num_attention_heads
+    assert ours.num_kv_heads == theirs.num_key_value_heads
+    assert ours.head_dim == theirs.head_dim
+    assert ours.norm.eps == theirs.rms_norm_eps
+    assert ours.tied_embeddings == theirs.tie_word_embeddings
+    assert ours.context_tokens == theirs.max_position_embeddings
+    assert rope.theta == theirs.rope_parameters["rope_theta"]
     window = theirs.sliding_window if theirs.model_type == "mistral" else None
-    assert ours.context_tokens == min(reach, window or reach)
-    assert ours.window == (None if ours.context_tokens == reach else window)
+    assert ours.windows == {window}
 
 
 @pytest.mark.parametrize("case", cases(), ids=str)
@@ -248,14 +255,14 @@ def test_a_key_means_what_it_means_to_transformers(tmp_path: Path, case: Default
         logits = expected(theirs, tokens := some_tokens(NUM_TOKENS, vocab=theirs.vocab_size))
     except Exception:  # whatever it raises: it has many ways
         with pytest.raises(UnusableModel):
-            llama_config(case.config)
+            spec_of(case)
         return
     ours = load(path)
-    assert_same_config(ours.config, theirs.config)
-    rotary = theirs.model.rotary_emb
-    frequencies = inverse_frequencies(ours.config.head_dim, ours.config.rope)
-    torch.testing.assert_close(frequencies, rotary.inv_freq)
-    assert attention_factor(ours.config.rope) == pytest.approx(rotary.attention_scaling)
+    assert_same_config(ours.spec, theirs.config)
+    rope, rotary = ours.spec.layers[0].attention.rope, theirs.model.rotary_emb
+    assert rope is not None
+    torch.testing.assert_close(inverse_frequencies(rope), rotary.inv_freq)
+    assert attention_factor(rope) == pytest.approx(rotary.attention_scaling)
     assert ours.card.eos_token_ids == ends_of(theirs)
     count = min(NUM_TOKENS, ours.card.context_tokens)
     # Wide models sum up more rounding, and in another order with another number of threads.
@@ -273,7 +280,7 @@ def test_a_key_means_what_it_means_to_transformers(tmp_path: Path, case: Default
         ({"rope_parameters": {"full_attention": LINEAR}}, "must be the same in all layers"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'"),
         ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, "must be above low_freq_factor"),
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ({"hidden_act": "relu"}, "hidden_act 'relu' is not supported"),
     ],
     ids=str,
 )
@@ -281,7 +288,7 @@ def test_a_config_field_that_changes_the_result_is_refused(
     changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UnusableModel, match=message):
-        llama_config(DefaultCase(LLAMA, changes).config)
+        spec_of(DefaultCase(LLAMA, changes))
 
 
 @pytest.mark.parametrize(("theta", "warnings"), [(500.0, 1), (1e4, 0)])
@@ -289,14 +296,13 @@ def test_a_theta_that_rope_scaling_leaves_out_is_warned_of(
     theta: float, warnings: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     rope = {"rope_parameters": {"rope_type": "default", "rope_theta": theta}}
-    assert (
-        llama_config(DefaultCase(LLAMA, rope | {"rope_scaling": LINEAR}).config).rope.theta == 1e4
-    )
+    spec = spec_of(DefaultCase(LLAMA, rope | {"rope_scaling": LINEAR}))
+    assert spec.layers[0].attention.rope == RopeConfig(16, 1e4, LinearScaling(4.0))
     assert len(caplog.records) == warnings
 
 
-def test_a_window_changes_the_answer_just_behind_the_context_that_is_served(tmp_path: Path) -> None:
-    """So a longer context would be wrong, and a shorter one is not needed."""
+def test_a_window_changes_the_answer(tmp_path: Path) -> None:
+    """So the tests above would notice if it were ignored."""
     path, theirs = checkpoint(tmp_path, DefaultCase(MISTRAL, {"sliding_window": 16}))
     plain = json.loads((path / "config.json").read_text()) | {"sliding_window": None}
     (path / "config.json").write_text(json.dumps(plain))
@@ -315,5 +321,5 @@ def test_a_head_of_its_own_wins_over_tied_embeddings(tmp_path: Path, is_copy: bo
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     theirs, tokens = AutoModelForCausalLM.from_pretrained(path).eval(), some_tokens(20)
     ours = load(path)
-    assert ours.config.tied_embeddings == is_copy
+    assert ours.spec.tied_embeddings == is_copy
     assert_same(EagerStepper(ours, [tokens]).run([(20,)])[0], expected(theirs, tokens))

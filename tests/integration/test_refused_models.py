@@ -3,7 +3,6 @@ started."""
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -98,12 +97,3 @@ def test_a_missing_gpu_is_refused(tmp_path: Path) -> None:
     assert (code, len(lines)) == (ExitCode.BAD_MODEL, 1), lines
     assert "device cuda was requested" in lines[0]
     assert "serve with --device cpu" in lines[0]
-
-
-def test_an_attention_window_is_reported_before_the_server_starts(tmp_path: Path) -> None:
-    changes: dict[str, Any] = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
-    path = write_tiny_llama(tmp_path, **changes, sliding_window=64)
-    assert json.loads((path / "config.json").read_text())["sliding_window"] == 64
-    code, lines = serve(tmp_path, str(path), "--port", "9182", "--max-len", "100")
-    assert code == ExitCode.BAD_MODEL
-    assert "attention windows are not supported, and the model's is 64 tokens" in lines[-1]

@@ -36,7 +36,7 @@ class EagerStepper:
     )
 
     def __post_init__(self) -> None:
-        config = self.loaded.config
+        config = self.loaded.spec
         sizes = [-(-len(tokens) // BLOCK_TOKENS) for tokens in self.tokens]
         shape = (config.num_layers, sum(sizes) + 3, BLOCK_TOKENS, config.num_kv_heads)
         self.cache = KVCache(*shape, config.head_dim, torch.float32, CPU)

@@ -118,7 +118,7 @@ class Replica:
     out: deque[StepPlan] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
-        config = self.loaded.config
+        config = self.loaded.spec
         room = (self.num_blocks - 1) * self.block_tokens
         max_len = min(self.max_len or config.context_tokens, room)
         limits = Limits(
@@ -263,7 +263,7 @@ def slot_table(
 
 
 def new_cache(loaded: LoadedModel, num_blocks: int, block_tokens: int) -> KVCache:
-    config, dtype = loaded.config, getattr(torch, loaded.card.dtype)
+    config, dtype = loaded.spec, getattr(torch, loaded.card.dtype)
     shape = (config.num_layers, num_blocks, block_tokens, config.num_kv_heads, config.head_dim)
     return KVCache(*shape, dtype, torch.device("cpu"))
 

@@ -7,8 +7,8 @@ import math
 from pathlib import Path
 
 from tests.support.tiny_checkpoint import CONFIG, tiny_tokenizer_json
-from worker.models.config import llama_config
-from worker.models.tensors import tensor_shapes
+from worker.models.families.registry import find_family
+from worker.models.tensors import ModelTensors
 
 LARGE = {
     "hidden_size": 8192,
@@ -26,7 +26,9 @@ def write_sparse_llama(folder: Path, **changes: object) -> Path:
     config = CONFIG | LARGE | changes
     header: dict[str, object] = {}
     at = 0
-    for name, shape in tensor_shapes(llama_config(config)):
+    family = find_family(config)
+    spec = family.spec(config)
+    for name, shape in ModelTensors(spec, family.names(spec)).tensors():
         end = at + 2 * math.prod(shape)
         if name not in header:  # the head may be the embedding
             header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [at, end]}

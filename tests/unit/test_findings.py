@@ -112,12 +112,6 @@ def test_a_complete_machine_has_no_findings() -> None:
             "convert it",
         ),
         (
-            planned(window=4096)[0],
-            Verdict.DOUBT,
-            "with an attention window of 4,096 tokens",
-            "requests are limited to the window",
-        ),
-        (
             planned(max_len=4096)[1],
             Verdict.DOUBT,
             "requests of up to 4,096 of 8,192 tokens",

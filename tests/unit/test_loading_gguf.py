@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 
 from protocol.model_card import SamplingDefaults
 from tests.support.checkpoints import TEMPLATE, VOCAB, random_llama, write_gguf
-from worker.loading import gguf_llama
+from worker.loading import gguf_weights
 from worker.loading.errors import UnusableModel
 from worker.loading.gguf_file import GGMLType, GGUFFile
-from worker.loading.gguf_llama import read_tensor
+from worker.loading.gguf_weights import read_tensor
+from worker.loading.header import read_header
 from worker.models.load import load_model
 
 Kind = GGMLQuantizationType
@@ -53,7 +54,7 @@ def raw_tensor(kind: Kind, rows: int, columns: int) -> Any:
 def test_every_kind_of_weight_is_read_as_the_gguf_package_reads_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind, dtype: torch.dtype
 ) -> None:
-    monkeypatch.setattr(gguf_llama, "PIECE_ITEMS", 1024)  # several pieces, the last one shorter
+    monkeypatch.setattr(gguf_weights, "PIECE_ITEMS", 1024)  # several pieces, the last one shorter
     raw = raw_tensor(kind, 5, 512)
     writer = GGUFWriter(tmp_path / "one.gguf", "llama")
     writer.add_tensor("w", raw, raw_dtype=kind)
@@ -177,11 +178,10 @@ def test_metadata_that_would_change_the_answers_are_refused(
     assert message in refusal(path)
 
 
-def test_the_context_ends_with_the_attention_window(tmp_path: Path) -> None:
+def test_a_window_is_read_from_the_metadata(tmp_path: Path) -> None:
     window = {"llama.attention.sliding_window": 100}
     path = write_gguf(tmp_path / "tiny.gguf", random_llama(), metadata=window)
-    loaded = load_model(path, dtype=torch.float32, device=torch.device("cpu"))
-    assert (loaded.card.context_tokens, loaded.config.window) == (100, 100)
+    assert read_header(path).spec.windows == {100}
 
 
 def test_readable_kinds_are_those_that_the_gguf_package_dequantises(tmp_path: Path) -> None:

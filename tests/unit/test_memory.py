@@ -220,7 +220,7 @@ KINDS = ("F32", "F16", "Q4_0", "Q4_1", "Q8_0", "Q5_0")
 
 def planned(path: Path, *, packs: bool = True) -> PlannedModel:
     header = read_header(path)
-    return PlannedModel(header.name, header.config, header.kinds, packs)
+    return PlannedModel(header.name, header.tensors, header.kinds, packs)
 
 
 @pytest.fixture(scope="module", params=["directory", *KINDS])
@@ -239,7 +239,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def test_planned_weights_equal_the_loaded_weights(model: Path, form: Any, dtype: Any) -> None:
     loaded = load_model(model, dtype=dtype, device=CPU, kernels=native_kernels(), weights=form)
     name = str(dtype).removeprefix("torch.")
-    packs = is_packed(loaded.config, form, has_kernels=True)
+    packs = is_packed(loaded.spec, form, has_kernels=True)
     assert weights_bytes(planned(model, packs=packs), name) == loaded.card.weights_bytes
 
 
@@ -253,7 +253,7 @@ def test_packed_sizes_equal_those_of_the_kernels() -> None:
 
 
 def test_the_planned_block_size_equals_that_of_the_cache(model: Path) -> None:
-    config = read_header(model).config
+    config = read_header(model).spec
     shape = (config.num_layers, 16, config.num_kv_heads, config.head_dim)
     for name, item in DTYPE_BYTES.items():
         assert planned_block_bytes(config, 16, item) == block_bytes(*shape, getattr(torch, name))
@@ -362,14 +362,6 @@ def test_a_length_beyond_the_models_context_is_not_a_memory_error(large: Planned
     with pytest.raises(UnusableModel, match="context is 131,072 tokens") as refused:
         plan(large, 1000, max_len=1 << 20)
     assert refused.value.remedy == "--max-len 131072, or less"
-
-
-def test_an_attention_window_that_limits_the_length_is_named(tmp_path: Path) -> None:
-    mistral = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
-    windowed = planned(write_sparse_llama(tmp_path, **mistral, sliding_window=4096))
-    assert plan(windowed, 1000).window == 4096
-    with pytest.raises(UnusableModel, match="the model's is 4,096 tokens"):
-        plan(windowed, 1000, max_len=8192)
 
 
 # ---- the heap

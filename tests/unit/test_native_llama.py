@@ -27,9 +27,8 @@ from worker.kv.cache import KVCache
 from worker.layers.hybrid_linear import NEVER
 from worker.loading.errors import UnusableModel
 from worker.loading.header import read_header
-from worker.loading.weights import load_llama
-from worker.models.llama import Llama
-from worker.models.llama_native import LINEARS
+from worker.loading.weights import load_weights
+from worker.models.decoder import Decoder
 from worker.models.load import LoadedModel, load_model, open_weights
 from worker.models.weight_layout import maker
 from worker.startup.machine import cpu_flags
@@ -44,7 +43,7 @@ def load(path: Path, kernels: Kernels, dtype: torch.dtype, form: str = "auto") -
 
 def answers(loaded: LoadedModel) -> list[Tensor]:
     """Logits of a prompt, then of a step that mixes a decode row and a chunk."""
-    config = loaded.config
+    config = loaded.spec
     blocks = scattered(16, 4, 4)
     dtype = getattr(torch, loaded.card.dtype)
     shape = (config.num_layers, 16, BLOCK_TOKENS, config.num_kv_heads, config.head_dim)
@@ -107,21 +106,21 @@ def test_steps_of_many_rows_use_dense_weights_with_the_same_answers(
     kernels = native_kernels()
     header = read_header(directory)
     make = maker(kernels, "auto")
-    weights = load_llama(
-        header.config, open_weights(header), dtype=torch.bfloat16, device=CPU, make=make
+    weights = load_weights(
+        header.tensors, open_weights(header), dtype=torch.bfloat16, device=CPU, make=make
     )
-    linears = [getattr(layer, name) for layer in weights.layers for name in LINEARS]
+    linears = [getattr(*slot) for layer in weights.layers for slot in layer.linears]
     for linear in linears:
         assert linear.finalize(from_rows) is linear
     head: Any = weights.head
     weights.head = head.finalize(NEVER)
     packed = load(directory, kernels, torch.bfloat16, "packed")
-    both = replace(packed, model=Llama(header.config, weights, kernels))
+    both = replace(packed, model=Decoder(header.spec, weights, kernels))
     ours, theirs = answers(both), answers(packed)
     assert torch.equal(ours[0], theirs[0]) == (from_rows > 14)
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0.03 * float(other.abs().max()))
-    x = randn(20, header.config.hidden, dtype=torch.bfloat16)
+    x = randn(20, header.spec.hidden, dtype=torch.bfloat16)
     first = linears[0]
     for rows in (1, 9, 10, 20):
         expected = first.dense if rows >= from_rows else first.packed

@@ -9,7 +9,7 @@ import torch
 
 from worker.layers.rope import attention_factor, inverse_frequencies, rotate, rotation
 from worker.loading.errors import UnusableModel
-from worker.models.config import llama_config
+from worker.models.families.registry import find_family
 from worker.models.rope_config import FactorScaling, RopeConfig
 
 SIZES: dict[str, Any] = {
@@ -40,6 +40,13 @@ KINDS = {
 }
 
 
+def rope_of(changes: dict[str, Any]) -> RopeConfig:
+    config = SIZES | changes
+    rope = find_family(config).spec(config).layers[0].attention.rope
+    assert rope is not None
+    return rope
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_frequencies_are_those_of_transformers(kind: str) -> None:
     from transformers import LlamaConfig
@@ -47,24 +54,24 @@ def test_frequencies_are_those_of_transformers(kind: str) -> None:
 
     parameters: dict[str, Any] = KINDS[kind]
     theirs = LlamaRotaryEmbedding(LlamaConfig(**SIZES, rope_parameters=dict(parameters)))
-    ours = llama_config(SIZES | {"rope_parameters": parameters})
-    torch.testing.assert_close(inverse_frequencies(ours.head_dim, ours.rope), theirs.inv_freq)
-    assert attention_factor(ours.rope) == pytest.approx(theirs.attention_scaling)
+    ours = rope_of({"rope_parameters": parameters})
+    torch.testing.assert_close(inverse_frequencies(ours), theirs.inv_freq)
+    assert attention_factor(ours) == pytest.approx(theirs.attention_scaling)
 
 
 def test_older_rope_configs_are_read_as_newer_ones() -> None:
     older = {"rope_theta": 500000.0, "rope_scaling": {"type": "llama3", **LLAMA3}}
-    assert llama_config(SIZES | older) == llama_config(SIZES | {"rope_parameters": KINDS["llama3"]})
+    assert rope_of(older) == rope_of({"rope_parameters": KINDS["llama3"]})
 
 
 def test_factors_divide_each_frequency_by_its_own() -> None:
-    plain = inverse_frequencies(8, RopeConfig(10000.0))
-    scaled = inverse_frequencies(8, RopeConfig(10000.0, FactorScaling((1.0, 2.0, 4.0, 8.0))))
+    plain = inverse_frequencies(RopeConfig(8, 10000.0))
+    scaled = inverse_frequencies(RopeConfig(8, 10000.0, FactorScaling((1.0, 2.0, 4.0, 8.0))))
     torch.testing.assert_close(plain / scaled, torch.tensor([1.0, 2.0, 4.0, 8.0]))
 
 
 def test_scores_depend_on_distance_alone() -> None:
-    inv_freq = inverse_frequencies(64, RopeConfig(10000.0))
+    inv_freq = inverse_frequencies(RopeConfig(64, 10000.0))
     q, k = torch.randn(2, 1, 1, 64, generator=torch.Generator().manual_seed(1))
 
     def score(query_at: int, key_at: int) -> float:
@@ -80,5 +87,5 @@ def test_scores_depend_on_distance_alone() -> None:
 
 
 def test_an_unknown_kind_is_refused_by_name() -> None:
-    with pytest.raises(UnusableModel, match="rope_type 'longrope' is not supported"):
-        llama_config(SIZES | {"rope_parameters": {"rope_type": "longrope", "factor": 2.0}})
+    with pytest.raises(UnusableModel, match="rope_type 'dynamic' is not supported"):
+        rope_of({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}})

@@ -108,6 +108,4 @@ def limit(plan: ModelPlan) -> str | None:
             f"requests are limited to {plan.max_len:,} of the model's "
             f"{plan.context_tokens:,} tokens (--max-len, --kv-memory-gib)"
         )
-    if plan.window is not None:
-        return f"requests are limited to the model's attention window of {plan.window:,} tokens"
     return None

@@ -37,16 +37,29 @@ class AttentionBatch:
 class Attention(Protocol):
     """An attention backend. It keeps no state between steps."""
 
-    def plan(self, batch: AttentionBatch) -> Any:
-        """Return the indexes and masks that all layers share. Called once per step."""
+    def plan(self, batch: AttentionBatch, window: int | None = None) -> Any:
+        """Return the indexes and masks of a step, which all layers with this window share.
+
+        window   a token sees this many last tokens, itself included; None: all
+        """
         ...
 
-    def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Any) -> Tensor:
-        """Return the attention output of one layer, [T, H, D].
+    def run(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        plan: Any,
+        *,
+        scale: float | None = None,
+        soft_cap: float | None = None,
+    ) -> Tensor:
+        """Return one layer's attention [T, H, D] for q [T, H, D] and its caches [B, block_tokens,
+        H_kv, D], which hold the step's own keys and values already.
 
-        Scores are scaled by D ** -0.5. Query head h reads key/value head h // (H / H_kv).
+        scale      factor of the scores; None: D ** -0.5
+        soft_cap   scores become `soft_cap * tanh(score / soft_cap)`
 
-        q                  [T, H, D]
-        k_cache, v_cache   [B, block_tokens, H_kv, D]; they already hold the step's own K/V
+        Query head h reads key/value head h // (H / H_kv).
         """
         ...

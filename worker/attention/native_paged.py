@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from worker.attention.base import AttentionBatch
-from worker.kernels.native import NativeKernels, batch_struct
+from worker.kernels.native import NativeKernels, batch_struct, scoring_struct
 from worker.kernels.structs import CRows
 
 
@@ -21,6 +21,7 @@ class NativePlan:
     #: Owns the tensors that `rows` points at.
     batch: AttentionBatch
     rows: CRows
+    window: int | None = None
 
 
 class NativePagedAttention:
@@ -28,8 +29,19 @@ class NativePagedAttention:
         self._kernels = kernels
         self._block_tokens = block_tokens
 
-    def plan(self, batch: AttentionBatch) -> NativePlan:
-        return NativePlan(batch, batch_struct(batch, self._block_tokens))
+    def plan(self, batch: AttentionBatch, window: int | None = None) -> NativePlan:
+        return NativePlan(batch, batch_struct(batch, self._block_tokens), window)
 
-    def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: NativePlan) -> Tensor:
-        return self._kernels.attend(q, k_cache, v_cache, plan.rows)
+    def run(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        plan: NativePlan,
+        *,
+        scale: float | None = None,
+        soft_cap: float | None = None,
+    ) -> Tensor:
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        scoring = scoring_struct(scale, soft_cap, plan.window)
+        return self._kernels.attend(q, k_cache, v_cache, plan.rows, scoring)

@@ -5,39 +5,61 @@ Tests compare all other backends with this one. It is never used to serve. Legen
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from worker.attention.base import AttentionBatch
 
 
-class ReferenceAttention:
-    def plan(self, batch: AttentionBatch) -> AttentionBatch:
-        return batch
+@dataclass(frozen=True, slots=True)
+class ReferencePlan:
+    batch: AttentionBatch
+    window: int | None
 
-    def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttentionBatch) -> Tensor:
-        out = torch.empty_like(q)
-        for row, table in enumerate(plan.block_table):
-            start, stop = plan.row_starts[row : row + 2].tolist()
-            num_before = int(plan.context_lens[row]) - (stop - start)
+
+class ReferenceAttention:
+    def plan(self, batch: AttentionBatch, window: int | None = None) -> ReferencePlan:
+        return ReferencePlan(batch, window)
+
+    def run(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        plan: ReferencePlan,
+        *,
+        scale: float | None = None,
+        soft_cap: float | None = None,
+    ) -> Tensor:
+        out, batch = torch.empty_like(q), plan.batch
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        for row, table in enumerate(batch.block_table):
+            start, stop = batch.row_starts[row : row + 2].tolist()
+            unseen = int(batch.context_lens[row]) - (stop - start)
             keys = k_cache[table].flatten(0, 1).float()
             values = v_cache[table].flatten(0, 1).float()
             for token in range(start, stop):
-                visible = num_before + token - start + 1
-                out[token] = _attend(q[token].float(), keys[:visible], values[:visible]).to(q.dtype)
+                end = unseen + token - start + 1
+                first = 0 if plan.window is None else max(end - plan.window, 0)
+                seen = slice(first, end)
+                result = _attend(q[token].float(), keys[seen], values[seen], scale, soft_cap)
+                out[token] = result.to(q.dtype)
         return out
 
 
-def _attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Return the attention output [H, D] of one query.
-
-    q              [H, D]
-    keys, values   [N, H_kv, D], all of them visible
-    """
-    heads, head_dim = q.shape
+def _attend(
+    q: Tensor, keys: Tensor, values: Tensor, scale: float, soft_cap: float | None
+) -> Tensor:
+    """Return the attention [H, D] of q [H, D] to keys and values [N, H_kv, D], all of them
+    visible."""
+    heads = q.shape[0]
     group = heads // keys.shape[1]
     out = torch.empty_like(q)
     for head in range(heads):
-        scores = keys[:, head // group] @ q[head] * head_dim**-0.5
+        scores = keys[:, head // group] @ q[head] * scale
+        if soft_cap is not None:
+            scores = soft_cap * torch.tanh(scores / soft_cap)
         out[head] = torch.softmax(scores, 0) @ values[:, head // group]
     return out

@@ -19,16 +19,19 @@ G = H / H_kv.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention, softmax
 
 from worker.attention.base import AttentionBatch
 
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""_attend with its scale and soft cap."""
 MAX_GATHERED_TOKENS = 1 << 11
 """Most tokens gathered for one group; a longer row is a group by itself. The copied keys and values
 then fit into the CPU's and the allocator's caches. With 16 rows of 1,000 tokens, this is three
@@ -92,25 +95,35 @@ class TorchPagedAttention:
         self._block_tokens = block_tokens
         self._dtype = dtype
 
-    def plan(self, batch: AttentionBatch) -> PagedPlan:
+    def plan(self, batch: AttentionBatch, window: int | None = None) -> PagedPlan:
         num_rows = len(batch.context_lens)
-        groups = [self._group(batch, rows, m) for rows, m in self._decode_groups(batch)]
-        spans = [self._span(batch, row) for row in range(batch.num_decodes, num_rows)]
+        groups = [self._group(batch, rows, m, window) for rows, m in self._decode_groups(batch)]
+        spans = [self._span(batch, row, window) for row in range(batch.num_decodes, num_rows)]
         return PagedPlan(groups, spans)
 
-    def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: PagedPlan) -> Tensor:
+    def run(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        plan: PagedPlan,
+        *,
+        scale: float | None = None,
+        soft_cap: float | None = None,
+    ) -> Tensor:
+        attend = partial(_attend, scale=scale, soft_cap=soft_cap)
         if not plan.spans and len(plan.groups) == 1 and plan.groups[0].rows is None:
-            return _decode(q, k_cache, v_cache, plan.groups[0])
+            return _decode(q, k_cache, v_cache, plan.groups[0], attend)
         out = torch.empty_like(q)
         for group in plan.groups:
             if group.rows is None:
                 num_rows = group.mask.shape[0]
-                out[:num_rows] = _decode(q[:num_rows], k_cache, v_cache, group)
+                out[:num_rows] = _decode(q[:num_rows], k_cache, v_cache, group, attend)
             else:
                 chosen = q.index_select(0, group.rows)
-                out.index_copy_(0, group.rows, _decode(chosen, k_cache, v_cache, group))
+                out.index_copy_(0, group.rows, _decode(chosen, k_cache, v_cache, group, attend))
         for span in plan.spans:
-            _prefill(out, q, k_cache, v_cache, span)
+            _prefill(out, q, k_cache, v_cache, span, attend)
         return out
 
     def _decode_groups(self, batch: AttentionBatch) -> Iterator[tuple[list[int], int]]:
@@ -124,10 +137,12 @@ class TorchPagedAttention:
             for i in range(0, len(members), size):
                 yield members[i : i + size], width
 
-    def _group(self, batch: AttentionBatch, rows: list[int], m: int) -> DecodeGroup:
+    def _group(
+        self, batch: AttentionBatch, rows: list[int], m: int, window: int | None
+    ) -> DecodeGroup:
         device = batch.block_table.device
         last = batch.context_lens[rows].to(device, non_blocking=True) - 1
-        mask = self._mask(last, m * self._block_tokens)[:, None, None]
+        mask = self._mask(last, m * self._block_tokens, window)[:, None, None]
         if len(rows) == batch.num_decodes:
             table = batch.block_table[: batch.num_decodes]
             return DecodeGroup(None, _first_blocks(table, m).flatten(), mask)
@@ -135,7 +150,7 @@ class TorchPagedAttention:
         table = batch.block_table.index_select(0, index)
         return DecodeGroup(index, _first_blocks(table, m).flatten(), mask)
 
-    def _span(self, batch: AttentionBatch, row: int) -> PrefillSpan:
+    def _span(self, batch: AttentionBatch, row: int, window: int | None) -> PrefillSpan:
         start, stop = batch.row_starts[row : row + 2].tolist()
         context_len = int(batch.context_lens[row])
         num_before = context_len - (stop - start)
@@ -145,17 +160,18 @@ class TorchPagedAttention:
             m = -(-(num_before + end - start) // self._block_tokens)
             device = batch.block_table.device
             last = torch.arange(num_before + first - start, num_before + end - start, device=device)
-            mask = self._mask(last, m * self._block_tokens)
+            mask = self._mask(last, m * self._block_tokens, window)
             tiles.append(Tile(first, end, m * self._block_tokens, mask))
         num_blocks = -(-context_len // self._block_tokens)
         return PrefillSpan(batch.block_table[row, :num_blocks].contiguous(), tiles)
 
-    def _mask(self, last: Tensor, num_keys: int) -> Tensor:
-        """Return the mask [n, num_keys]: 0 for visible keys, -inf for hidden ones.
-
-        last   [n], index of the last key that each query sees
-        """
-        hidden = torch.arange(num_keys, device=last.device) > last[:, None]
+    def _mask(self, last: Tensor, num_keys: int, window: int | None) -> Tensor:
+        """Return the mask [n, num_keys]: 0 for the keys that a query sees, up to last [n] and
+        within the window, and -inf for others."""
+        keys = torch.arange(num_keys, device=last.device)
+        hidden = keys > last[:, None]
+        if window is not None:
+            hidden |= keys <= last[:, None] - window
         mask = torch.zeros(hidden.shape, dtype=self._dtype, device=last.device)
         return mask.masked_fill_(hidden, float("-inf"))
 
@@ -170,11 +186,10 @@ def _first_blocks(table: Tensor, m: int) -> Tensor:
     return table[:, :m] if m <= table.shape[1] else pad(table, (0, m - table.shape[1]))
 
 
-def _decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, group: DecodeGroup) -> Tensor:
-    """Return the output [b, H, D] of a group's queries [b, H, D].
-
-    The G heads that share keys are passed as G queries of one head, so keys are read once.
-    """
+def _decode(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, group: DecodeGroup, attend: Attend
+) -> Tensor:
+    """q, result [b, H, D]. The G heads that share keys stand as G queries: keys are read once."""
     b, heads, head_dim = q.shape
     kv_heads, num_keys = k_cache.shape[2], group.mask.shape[-1]
     k = k_cache.index_select(0, group.blocks).view(b, num_keys, kv_heads, head_dim).transpose(1, 2)
@@ -183,18 +198,35 @@ def _decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, group: DecodeGroup) -> 
     grouped = pad(
         q.reshape(b, kv_heads, shared_by, head_dim), (0, 0, 0, -shared_by % QUERY_MULTIPLE)
     )
-    out = scaled_dot_product_attention(grouped, k, v, attn_mask=group.mask)
+    out = attend(grouped, k, v, group.mask)
     return out[:, :, :shared_by].reshape(b, heads, head_dim)
 
 
-def _prefill(out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, span: PrefillSpan) -> None:
-    """Write the span's rows of out [T, H, D] for the queries q [T, H, D]."""
+def _prefill(
+    out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, span: PrefillSpan, attend: Attend
+) -> None:
+    """Write out[start:stop] of each of the span's tiles; q, out [T, H, D]."""
     k = k_cache.index_select(0, span.blocks).flatten(0, 1).transpose(0, 1)[None]  # [1, H_kv, N, D]
     v = v_cache.index_select(0, span.blocks).flatten(0, 1).transpose(0, 1)[None]
     for tile in span.tiles:
         queries = q[tile.start : tile.stop].transpose(0, 1)[None]
         keys, values = k[:, :, : tile.num_keys], v[:, :, : tile.num_keys]
-        answer = scaled_dot_product_attention(
-            queries, keys, values, attn_mask=tile.mask, enable_gqa=True
-        )
+        answer = attend(queries, keys, values, tile.mask)
         out[tile.start : tile.stop] = answer[0].transpose(0, 1)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *, scale: float | None, soft_cap: float | None
+) -> Tensor:
+    """Return the attention [b, H, n, D] of q [b, H, n, D] to k and v [b, H_kv, N, D], under a mask
+    that is added to the scores [b, H, n, N]."""
+    is_grouped = q.shape[1] != k.shape[1]
+    if soft_cap is None:
+        return scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, scale=scale, enable_gqa=is_grouped
+        )
+    if is_grouped:
+        k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], 1) for part in (k, v))
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scores = (q @ k.transpose(2, 3)).float().mul_(scale / soft_cap).tanh_().mul_(soft_cap)
+    return softmax(scores.add_(mask), dim=-1).to(v.dtype) @ v

@@ -24,7 +24,7 @@ SIGNATURES = {
     "add_norm": "iiiippppd",
     "silu_mul": "iiiipp",
     "place_kv": "iiippppppp",
-    "paged_attention": "iipppippp",
+    "paged_attention": "iipppipppp",
     "linear_to_float": "iipipp",
     "linear_same": "iipippp",
     "forward": "iip",
@@ -73,6 +73,11 @@ def batch_struct(batch: AttentionBatch, block_tokens: int) -> structs.CRows:
         batch.block_table.shape[1],
         block_tokens,
     )
+
+
+def scoring_struct(scale: float, soft_cap: float | None, window: int | None) -> structs.CScoring:
+    """Return how attention scores are made, for `paged_attention` or a layer."""
+    return structs.CScoring(scale, soft_cap or 0.0, window or 0)
 
 
 class NativeKernels:
@@ -130,7 +135,9 @@ class NativeKernels:
         )
         return out
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, rows: structs.CRows) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, rows: structs.CRows, scoring: structs.CScoring
+    ) -> Tensor:
         """Return the attention output like `Attention.run`.
 
         q   [T, H, D]; may be a slice of wider rows, such as qkv
@@ -146,6 +153,7 @@ class NativeKernels:
             q.data_ptr(),
             q.stride(0),
             *map(address, (k, v, out)),
+            byref(scoring),
         )
         return out
 

@@ -36,6 +36,12 @@ class CPacked(Structure):
     ]
 
 
+class CScoring(Structure):
+    """How scores are made; zero means no soft cap, or no window."""
+
+    _fields_ = [("scale", c_double), ("soft_cap", c_double), ("window", c_int64)]
+
+
 class CLayer(Structure):
     _fields_ = [
         ("attention_norm", c_void_p),
@@ -48,8 +54,14 @@ class CLayer(Structure):
         ("output_bias", c_void_p),
         ("gate_up_bias", c_void_p),
         ("down_bias", c_void_p),
+        ("q_norm", c_void_p),
+        ("k_norm", c_void_p),
         ("k_cache", c_void_p),
         ("v_cache", c_void_p),
+        ("scoring", CScoring),
+        ("q_norm_width", c_int64),
+        ("k_norm_width", c_int64),
+        ("is_rotated", c_int64),
     ]
 
 
@@ -77,11 +89,19 @@ class CForward(Structure):
         ("active", c_void_p),
         ("eps", c_double),
         ("rope_factor", c_double),
+        ("embedding_scale", c_double),
+        ("residual_scale", c_double),
     ]
 
 
 class CHead(Structure):
-    _fields_ = [("norm", c_void_p), ("weight", CPacked), ("eps", c_double)]
+    _fields_ = [
+        ("norm", c_void_p),
+        ("weight", CPacked),
+        ("eps", c_double),
+        ("scale", c_double),
+        ("soft_cap", c_double),
+    ]
 
 
 class CDecode(Structure):

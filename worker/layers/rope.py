@@ -15,22 +15,23 @@ from worker.models.rope_config import (
     FactorScaling,
     LinearScaling,
     Llama3Scaling,
+    LongRopeScaling,
     NoScaling,
     RopeConfig,
     YarnScaling,
 )
 
 
-def inverse_frequencies(head_dim: int, rope: RopeConfig) -> Tensor:
-    """Return the radians by which each pair rotates per position, [D / 2] float32."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+def inverse_frequencies(rope: RopeConfig) -> Tensor:
+    """Return the radians per position of each pair, [rope.width / 2] float32."""
+    exponents = torch.arange(0, rope.width, 2, dtype=torch.int64).float() / rope.width
     inv_freq = 1.0 / rope.theta**exponents
     match rope.scaling:
         case NoScaling():
             return inv_freq
         case LinearScaling(factor):
             return inv_freq / factor
-        case FactorScaling(factors):
+        case FactorScaling(factors) | LongRopeScaling(factors):
             return inv_freq / torch.tensor(factors, dtype=torch.float32)
         case Llama3Scaling() as scaling:
             return _llama3(inv_freq, scaling)
@@ -63,8 +64,9 @@ def _yarn(inv_freq: Tensor, scaling: YarnScaling, theta: float) -> Tensor:
 
 
 def attention_factor(rope: RopeConfig) -> float:
-    """Return the factor of cos and sin, which is 1 for all scalings but YaRN."""
-    return rope.scaling.attention_factor if isinstance(rope.scaling, YarnScaling) else 1.0
+    """Return the factor of cos and sin."""
+    scaling = rope.scaling
+    return scaling.attention_factor if isinstance(scaling, YarnScaling | LongRopeScaling) else 1.0
 
 
 def rotation(

@@ -1,4 +1,4 @@
-"""Reads the model config of a GGUF file with the llama architecture. Needs no torch.
+"""Model spec of a GGUF file, by its architecture. Needs no torch.
 
 Missing keys get llama.cpp's defaults.
 """
@@ -10,53 +10,50 @@ import struct
 from worker.loading.errors import UnusableModel
 from worker.loading.fields import Fields
 from worker.loading.gguf_file import GGMLType, GGUFFile
-from worker.models.config import LlamaConfig, within_window
 from worker.models.rope_config import FactorScaling, LinearScaling, NoScaling, RopeConfig, Scaling
+from worker.models.spec import (
+    AttentionSpec,
+    LayerSpec,
+    MlpSpec,
+    ModelSpec,
+    NormSpec,
+    checked_layers,
+)
+from worker.models.tensors import TensorNames, interleaved
 
-MODEL_TENSORS = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
-LAYER_TENSORS = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
+ROLES = {
+    "embedding": "token_embd",
+    "norm": "output_norm",
+    "head": "output",
+    "attention_norm": "blk.{i}.attn_norm",
+    "q": "blk.{i}.attn_q",
+    "k": "blk.{i}.attn_k",
+    "v": "blk.{i}.attn_v",
+    "output": "blk.{i}.attn_output",
+    "mlp_norm": "blk.{i}.ffn_norm",
+    "gate": "blk.{i}.ffn_gate",
+    "up": "blk.{i}.ffn_up",
+    "down": "blk.{i}.ffn_down",
 }
 ROPE_FREQS = "rope_freqs.weight"
 
 
-def hf_names(file: GGUFFile) -> dict[str, str]:
-    """Return the Hugging Face name of each tensor -> its name in the file."""
-    names: dict[str, str] = {}
-    for name in file.tensors:
-        if name != ROPE_FREQS and (other := names.setdefault(_hf_name(name), name)) != name:
-            raise UnusableModel(f"{file.path}: {other!r} and {name!r} are the same tensor")
-    return names
+def gguf_names(spec: ModelSpec) -> TensorNames:
+    """Return the names of the tensors in a file of the llama architecture.
 
-
-def _hf_name(name: str) -> str:
-    """Return the Hugging Face name of a GGUF tensor, or `name` itself if it is not known.
-
-    For example, blk.3.attn_q.weight becomes model.layers.3.self_attn.q_proj.weight.
+    llama.cpp's converter interleaves the two halves of each query and key head, because its rotary
+    embedding rotates neighbouring items.
     """
-    match name.split("."):
-        case [stem, ending] if stem in MODEL_TENSORS:
-            return f"{MODEL_TENSORS[stem]}.{ending}"
-        case ["blk", index, stem, ending] if stem in LAYER_TENSORS:
-            return f"model.layers.{index}.{LAYER_TENSORS[stem]}.{ending}"
-    return name
+    attention = spec.layers[0].attention
+    orders = {
+        "q": interleaved(attention.num_heads, attention.head_dim),
+        "k": interleaved(attention.num_kv_heads, attention.head_dim),
+    }
+    return TensorNames(ROLES, orders=orders, computed=(ROPE_FREQS,))
 
 
-def gguf_config(file: GGUFFile) -> LlamaConfig:
-    """Return the config of the model that the metadata describe. Raises UnusableModel, naming the
-    key."""
+def gguf_spec(file: GGUFFile) -> ModelSpec:
+    """Return the model that the metadata describe. Raises UnusableModel, naming the key."""
     fields = Fields(file.metadata, str(file.path))
     architecture = fields.text("general.architecture")
     if architecture != "llama":
@@ -64,33 +61,35 @@ def gguf_config(file: GGUFFile) -> LlamaConfig:
             f"architecture {architecture!r} is not supported in GGUF files, only 'llama'"
         )
     if fields.integer("llama.expert_count", 0):
-        raise UnusableModel("mixtures of experts are not supported")
-    context_tokens, window = within_window(
-        fields.integer("llama.context_length"),
-        fields.integer("llama.attention.sliding_window", 0) or None,
-    )
+        raise UnusableModel("mixtures of experts are not supported in GGUF files")
     if "token_embd.weight" not in file.tensors:
         raise UnusableModel(f"{file.path} holds no tensor 'token_embd.weight'")
     hidden = fields.integer("llama.embedding_length")
     num_heads = fields.integer("llama.attention.head_count")
     head_dim = _head_dim(fields, hidden // max(num_heads, 1))
-    return LlamaConfig(
-        architecture="LlamaForCausalLM",
-        vocab_size=file.tensors["token_embd.weight"].shape[0],
-        hidden=hidden,
-        intermediate=fields.integer("llama.feed_forward_length"),
-        num_layers=fields.integer("llama.block_count"),
+    attention = AttentionSpec(
         num_heads=num_heads,
         num_kv_heads=fields.integer("llama.attention.head_count_kv", num_heads),
         head_dim=head_dim,
-        context_tokens=context_tokens,
-        window=window,
-        norm_eps=fields.number("llama.attention.layer_norm_rms_epsilon"),
-        rope=RopeConfig(_theta(fields), _scaling(file, fields, head_dim)),
-        tied_embeddings="output.weight" not in file.tensors,
-        attention_bias="blk.0.attn_q.bias" in file.tensors,
+        rope=RopeConfig(head_dim, _theta(fields), _scaling(file, fields, head_dim)),
+        scale=max(head_dim, 1) ** -0.5,
+        window=fields.integer("llama.attention.sliding_window", 0) or None,
+        qkv_bias="blk.0.attn_q.bias" in file.tensors,
         output_bias="blk.0.attn_output.bias" in file.tensors,
-        mlp_bias="blk.0.ffn_gate.bias" in file.tensors,
+    )
+    mlp = MlpSpec(
+        intermediate=fields.integer("llama.feed_forward_length"),
+        bias="blk.0.ffn_gate.bias" in file.tensors,
+    )
+    num_layers = checked_layers(fields.integer("llama.block_count"))
+    return ModelSpec(
+        architecture="LlamaForCausalLM",
+        vocab_size=file.tensors["token_embd.weight"].shape[0],
+        hidden=hidden,
+        context_tokens=fields.integer("llama.context_length"),
+        layers=(LayerSpec(attention=attention, mlp=mlp),) * num_layers,
+        norm=NormSpec(eps=fields.number("llama.attention.layer_norm_rms_epsilon")),
+        tied_embeddings="output.weight" not in file.tensors,
     )
 
 

@@ -1,6 +1,6 @@
 """Reads a model's header: everything in its files except the weights. Needs no torch.
 
-Reading checks that the tensors match the config and that every feature is supported. So an unusable
+Reading checks that the tensors match the spec and that every feature is supported. So an unusable
 model is refused here, before a server starts.
 """
 
@@ -14,12 +14,13 @@ from pathlib import Path
 from worker.loading.errors import UnusableModel
 from worker.loading.fields import Fields, read_json
 from worker.loading.gguf_file import GGUFFile
-from worker.loading.gguf_header import gguf_config, hf_names
+from worker.loading.gguf_header import gguf_names, gguf_spec
 from worker.loading.gguf_tokenizer import gguf_text
 from worker.loading.safetensors_files import DTYPE_BYTES, PICKLES, SafetensorsFiles, weight_files
 from worker.loading.text import TextFacts, directory_text
-from worker.models.config import LlamaConfig, llama_config
-from worker.models.tensors import EMBEDDING, HEAD_WEIGHT, check_tensors
+from worker.models.families.registry import find_family
+from worker.models.spec import ModelSpec
+from worker.models.tensors import ModelTensors, without_prefix
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ class ModelHeader:
     """Everything in a model's files except the weights."""
 
     name: str
-    config: LlamaConfig
+    tensors: ModelTensors
     files: SafetensorsFiles | GGUFFile
     #: Hugging Face name of each tensor -> its number type, as the file format calls it.
     kinds: dict[str, str]
@@ -38,8 +39,12 @@ class ModelHeader:
     paths: list[Path]
 
     @property
+    def spec(self) -> ModelSpec:
+        return self.tensors.spec
+
+    @property
     def vocab_size(self) -> int:
-        return self.config.vocab_size
+        return self.spec.vocab_size
 
     @property
     def tokenizer(self) -> bytes:
@@ -61,44 +66,48 @@ def read_header(path: Path) -> ModelHeader:
 
 
 def _directory_header(path: Path) -> ModelHeader:
-    config_json = read_json(path / "config.json")
-    config = llama_config(config_json)
+    config = read_json(path / "config.json")
+    family = find_family(config)
+    spec = family.spec(config)
     paths = weight_files(path)
-    text = directory_text(path, Fields(config_json, "config.json"), config.vocab_size)
+    text = directory_text(path, Fields(config, "config.json"), spec.vocab_size)
     files = SafetensorsFiles(paths)
-    config = _untied_if_heads_differ(config, files)
-    check_tensors(config, {name: tensor.shape for name, tensor in files.tensors.items()})
+    names = without_prefix(family.names(spec), list(files.tensors))
+    tensors = _untied_if_heads_differ(ModelTensors(spec, names), files)
+    tensors.check({name: tensor.shape for name, tensor in files.tensors.items()})
     kinds = {name: tensor.dtype for name, tensor in files.tensors.items()}
     _check_kinds(kinds, DTYPE_BYTES)
-    return ModelHeader(path.resolve().name, config, files, kinds, text, paths)
+    return ModelHeader(path.resolve().name, tensors, files, kinds, text, paths)
 
 
 def _gguf_header(path: Path) -> ModelHeader:
     file = GGUFFile(path)
-    config, names = gguf_config(file), hf_names(file)
-    check_tensors(config, {ours: file.tensors[theirs].shape for ours, theirs in names.items()})
-    kinds = {ours: file.tensors[theirs].kind for ours, theirs in names.items()}
-    for name, kind in kinds.items():
-        if not kind.is_readable:
-            raise UnusableModel(f"{path}: type {kind.name} (of tensor {name}) is not supported")
-    text = gguf_text(Fields(file.metadata, str(path)), config.vocab_size)
-    kind_names = {name: kind.name for name, kind in kinds.items()}
-    return ModelHeader(path.stem, config, file, kind_names, text, [path])
+    spec = gguf_spec(file)
+    tensors = ModelTensors(spec, gguf_names(spec))
+    tensors.check({name: info.shape for name, info in file.tensors.items()})
+    for name, info in file.tensors.items():
+        if not info.kind.is_readable:
+            raise UnusableModel(
+                f"{path}: type {info.kind.name} (of tensor {name}) is not supported"
+            )
+    text = gguf_text(Fields(file.metadata, str(path)), spec.vocab_size)
+    kinds = {name: info.kind.name for name, info in file.tensors.items()}
+    return ModelHeader(path.stem, tensors, file, kinds, text, [path])
 
 
-def _untied_if_heads_differ(config: LlamaConfig, files: SafetensorsFiles) -> LlamaConfig:
-    """Return `config`, untied if the files have a head that differs from the embeddings.
+def _untied_if_heads_differ(tensors: ModelTensors, files: SafetensorsFiles) -> ModelTensors:
+    """Return `tensors`, untied if the files have a head that differs from the embeddings.
 
     transformers does the same.
     """
-    both = EMBEDDING in files.tensors and HEAD_WEIGHT in files.tensors
-    if not (config.tied_embeddings and both) or files.are_equal(EMBEDDING, HEAD_WEIGHT):
-        return config
+    embedding, head = tensors.embedding, tensors.head_name
+    both = embedding in files.tensors and head in files.tensors
+    if not (tensors.spec.tied_embeddings and both) or files.are_equal(embedding, head):
+        return tensors
     log.warning(
-        "tie_word_embeddings is true, but %s differs from the embeddings and is used instead",
-        HEAD_WEIGHT,
+        "tie_word_embeddings is true, but %s differs from the embeddings and is used instead", head
     )
-    return replace(config, tied_embeddings=False)
+    return ModelTensors(replace(tensors.spec, tied_embeddings=False), tensors.names)
 
 
 def _check_kinds(kinds: dict[str, str], supported: Iterable[str]) -> None:

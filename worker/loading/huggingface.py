@@ -18,8 +18,9 @@ class SafetensorsWeights:
         opened: dict[Any, Any] = {path: safe_open(path, framework="pt") for path in files.paths}
         self._files = {name: opened[tensor.path] for name, tensor in files.tensors.items()}
 
-    def read_into(self, name: str, target: Tensor) -> None:
-        target.copy_(self._files[name].get_tensor(name))
+    def read_into(self, name: str, target: Tensor, index: int | None = None) -> None:
+        file = self._files[name]
+        target.copy_(file.get_tensor(name) if index is None else file.get_slice(name)[index])
 
-    def blocks(self, name: str) -> QuantBlocks | None:
+    def blocks(self, name: str, index: int | None = None) -> QuantBlocks | None:
         return None

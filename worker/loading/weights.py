@@ -1,41 +1,44 @@
 """Loads the tensors of a model's files into the fused matrices of a model, one at a time.
 
-A WeightSource copies each tensor from the files directly into memory that the loader has allocated,
-so no tensor is held in memory twice.
+A source reads one tensor, by its name in the files, into memory that the model has allocated, so no
+tensor is held twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from worker.layers.linear import Dense, Linear
+from worker.layers.mlp import ExpertMlp, Mlp
+from worker.layers.norm import Norm
 from worker.loading.quant_blocks import QuantBlocks
-from worker.models.config import LlamaConfig
-from worker.models.llama import LlamaLayer, LlamaWeights
+from worker.models.decoder import DecoderLayer, DecoderWeights
+from worker.models.spec import LayerSpec, NormSpec
 from worker.models.tensors import (
-    EMBEDDING,
-    NORM,
     FusedMatrix,
     LayerTensors,
-    head_matrix,
-    layer_tensors,
+    MatrixPart,
+    MlpTensors,
+    ModelTensors,
+    NormTensor,
+    RowOrder,
 )
 
 
 class WeightSource(Protocol):
-    """Reads tensors from a model's files. Tensors are named as in Hugging Face checkpoints."""
-
-    def read_into(self, name: str, target: Tensor) -> None:
-        """Copy the tensor into `target` of the same shape, converting to its dtype and device."""
+    def read_into(self, name: str, target: Tensor, index: int | None = None) -> None:
+        """Copy the tensor, or its item `index` of the first axis, into `target`, which has the same
+        shape; convert dtype and device."""
         ...
 
-    def blocks(self, name: str) -> QuantBlocks | None:
-        """Return the matrix in quantised blocks, or None if the file stores it in another form."""
+    def blocks(self, name: str, index: int | None = None) -> QuantBlocks | None:
+        """Return a matrix that the file stores in quantised blocks; None for any other tensor."""
         ...
 
 
@@ -58,78 +61,150 @@ def dense(matrix: Matrix) -> Linear:
     return Dense(matrix.values(), matrix.bias)
 
 
-def load_llama(
-    config: LlamaConfig,
+def load_weights(
+    tensors: ModelTensors,
     source: WeightSource,
     *,
     dtype: torch.dtype,
     device: torch.device,
     make: MakeLinear = dense,
-) -> LlamaWeights:
-    """Read every tensor of the model. `check_tensors` must have checked the files before.
-
-    make   makes each linear layer from its matrix
-    """
+) -> DecoderWeights:
+    """Read every tensor of the model. `tensors.check` has compared the files with the config."""
     with torch.inference_mode():
-        return _Loader(config, source, dtype, device, make).load()
+        return _Loader(tensors, source, dtype, device, make).load()
 
 
 class _Loader:
     def __init__(
         self,
-        config: LlamaConfig,
+        tensors: ModelTensors,
         source: WeightSource,
         dtype: torch.dtype,
         device: torch.device,
         make: MakeLinear,
     ) -> None:
-        self._config = config
+        self._tensors = tensors
         self._source = source
         self._dtype = dtype
         self._device = device
         self._make = make
 
-    def load(self) -> LlamaWeights:
-        config = self._config
-        embedding = self._read({EMBEDDING: (config.vocab_size, config.hidden)})
-        layers = [self._layer(layer_tensors(config, i)) for i in range(config.num_layers)]
-        norm = self._norm(NORM)
-        return LlamaWeights(embedding, layers, norm, self._head(embedding))
+    def load(self) -> DecoderWeights:
+        spec, tensors = self._tensors.spec, self._tensors
+        embedding = self._empty(spec.vocab_size, spec.hidden)
+        self._source.read_into(tensors.embedding, embedding)
+        positions = None
+        if tensors.positions is not None:
+            positions = self._empty(spec.learned_positions, spec.hidden)
+            self._source.read_into(tensors.positions, positions)
+        layers = [
+            self._layer(layer, tensors.layer(index)) for index, layer in enumerate(spec.layers)
+        ]
+        norm = self._norm(tensors.norm, spec.norm)
+        return DecoderWeights(embedding, positions, layers, norm, self._head(embedding))
 
     def _head(self, embedding: Tensor) -> Linear:
-        if self._config.tied_embeddings:
+        tensors = self._tensors
+        if tensors.spec.tied_embeddings:
             blocks = self._source.blocks
-            return self._make(Matrix(lambda: [blocks(EMBEDDING)], lambda: embedding, None))
-        return self._fused(head_matrix(self._config))
+            return self._make(Matrix(lambda: [blocks(tensors.embedding)], lambda: embedding, None))
+        return self._fused(tensors.head)
 
-    def _layer(self, layer: LayerTensors) -> LlamaLayer:
-        return LlamaLayer(
-            attention_norm=self._norm(layer.attention_norm),
-            qkv=self._fused(layer.qkv),
-            output=self._fused(layer.output),
-            mlp_norm=self._norm(layer.mlp_norm),
-            gate_up=self._fused(layer.gate_up),
-            down=self._fused(layer.down),
+    def _layer(self, layer: LayerSpec, tensors: LayerTensors) -> DecoderLayer:
+        norm = self._tensors.spec.norm
+        return DecoderLayer(
+            spec=layer,
+            attention_norm=self._norm_or_none(tensors.attention_norm, norm),
+            qkv=self._fused(tensors.qkv),
+            q_norm=self._norm_or_none(tensors.q_norm, norm),
+            k_norm=self._norm_or_none(tensors.k_norm, norm),
+            output=self._fused(tensors.output),
+            post_attention_norm=self._norm_or_none(tensors.post_attention_norm, norm),
+            mlp_norm=self._norm_or_none(tensors.mlp_norm, norm),
+            mlp=self._mlp(layer, tensors),
+            post_mlp_norm=self._norm_or_none(tensors.post_mlp_norm, norm),
         )
 
+    def _mlp(self, layer: LayerSpec, tensors: LayerTensors) -> Mlp | ExpertMlp:
+        mlps = [self._one_mlp(layer, each) for each in tensors.mlps]
+        if tensors.router is None:
+            return mlps[0]
+        router = Dense(self._values(tensors.router), self._bias(tensors.router))
+        return ExpertMlp(layer.mlp, router, mlps)
+
+    def _one_mlp(self, layer: LayerSpec, tensors: MlpTensors) -> Mlp:
+        return Mlp(layer.mlp, self._fused(tensors.gate_up), self._fused(tensors.down))
+
+    def _norm_or_none(self, tensor: NormTensor | None, spec: NormSpec) -> Norm | None:
+        return None if tensor is None else self._norm(tensor, spec)
+
+    def _norm(self, tensor: NormTensor, spec: NormSpec) -> Norm:
+        dtype = torch.float32 if spec.offset else self._dtype
+        weight = torch.empty(tensor.size, dtype=dtype, device=self._device)
+        self._source.read_into(f"{tensor.name}.weight", weight)
+        bias = None
+        if tensor.has_bias:
+            bias = self._empty(tensor.size)
+            self._source.read_into(f"{tensor.name}.bias", bias)
+        return Norm(spec, weight.add_(spec.offset), bias)
+
     def _fused(self, matrix: FusedMatrix) -> Linear:
-        weights, biases = matrix.weights, matrix.biases
         return self._make(
             Matrix(
-                lambda: [self._source.blocks(name) for name in weights],
-                lambda: self._read(weights),
-                self._read(biases) if biases else None,
+                lambda: [self._blocks(part) for part in matrix.parts],
+                lambda: self._values(matrix),
+                self._bias(matrix),
             )
         )
 
-    def _norm(self, name: str) -> Tensor:
-        return self._read({name: (self._config.hidden,)})
+    def _blocks(self, part: MatrixPart) -> QuantBlocks | None:
+        if part.is_transposed:
+            return None
+        blocks = self._source.blocks(f"{part.name}.weight", part.index)
+        if blocks is None or part.order is None:
+            return blocks
+        order, raw = part.order, blocks.raw
+        split = raw.reshape(*order.shape, *raw.shape[1:])
+        axes = (*order.axes, *range(len(order.shape), split.ndim))
+        return QuantBlocks(blocks.kind, np.transpose(split, axes).reshape(raw.shape))
 
-    def _read(self, parts: Mapping[str, tuple[int, ...]]) -> Tensor:
-        """Return the tensors in `parts` (name -> shape), stacked by rows."""
-        rows = [shape[0] for shape in parts.values()]
-        columns = next(iter(parts.values()))[1:]
-        whole = torch.empty((sum(rows), *columns), dtype=self._dtype, device=self._device)
-        for name, target in zip(parts, torch.split(whole, rows), strict=True):
-            self._source.read_into(name, target)
+    def _values(self, matrix: FusedMatrix) -> Tensor:
+        """Return the parts, stacked by rows."""
+        whole = self._empty(matrix.rows, matrix.columns)
+        targets = torch.split(whole, [part.rows for part in matrix.parts])
+        for part, target in zip(matrix.parts, targets, strict=True):
+            self._read(f"{part.name}.weight", target, part, matrix.columns)
         return whole
+
+    def _bias(self, matrix: FusedMatrix) -> Tensor | None:
+        if not matrix.has_bias:
+            return None
+        whole = self._empty(matrix.rows)
+        targets = torch.split(whole, [part.rows for part in matrix.parts])
+        for part, target in zip(matrix.parts, targets, strict=True):
+            self._read(f"{part.name}.bias", target, part, None)
+        return whole
+
+    def _read(self, name: str, target: Tensor, part: MatrixPart, columns: int | None) -> None:
+        """Read one part, with its rows in the model's order."""
+        is_transposed = part.is_transposed and columns is not None
+        if not is_transposed and part.order is None:
+            self._source.read_into(name, target, part.index)
+            return
+        shape = (columns, part.rows) if is_transposed else tuple(target.shape)
+        stored = torch.empty(shape, dtype=torch.float32)  # type: ignore[arg-type]
+        self._source.read_into(name, stored, part.index)
+        rows = stored.T if is_transposed else stored
+        target.copy_(_reordered(rows, part.order))
+
+    def _empty(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self._dtype, device=self._device)
+
+
+def _reordered(rows: Tensor, order: RowOrder | None) -> Tensor:
+    """Return the rows of a file's tensor in the model's order."""
+    if order is None:
+        return rows
+    split = rows.reshape(*order.shape, *rows.shape[1:])
+    axes = (*order.axes, *range(len(order.shape), split.ndim))
+    return split.permute(axes).reshape(rows.shape)

@@ -53,6 +53,20 @@ class FactorScaling:
 
 
 @dataclass(frozen=True, slots=True)
+class LongRopeScaling:
+    """Each pair's frequency divided by its own factor, which serves `original_context` tokens.
+
+    The checkpoint's second list of factors, for longer texts, is not used: a text's keys would
+    change when it grows, and prefixes could not be shared. `attention_factor` multiplies cos and
+    sin.
+    """
+
+    factors: tuple[float, ...]
+    original_context: int
+    attention_factor: float
+
+
+@dataclass(frozen=True, slots=True)
 class YarnScaling:
     """Divides the frequencies of slow pairs by `factor`, keeps those of fast pairs, and sharpens
     attention. Between slow and fast pairs, a linear ramp mixes the two frequencies."""
@@ -69,27 +83,39 @@ class YarnScaling:
     truncate: bool = True
 
 
-Scaling = NoScaling | LinearScaling | Llama3Scaling | FactorScaling | YarnScaling
+Scaling = NoScaling | LinearScaling | Llama3Scaling | FactorScaling | LongRopeScaling | YarnScaling
 
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
+    """Rotary embeddings of the first `width` items of each head."""
+
+    width: int
     theta: float
     scaling: Scaling = NoScaling()
 
+    def __post_init__(self) -> None:
+        if self.theta <= 1:
+            raise UnusableModel(f"rope_theta is {self.theta}; it must be above 1")
+        if self.width < 2 or self.width % 2:
+            raise UnusableModel(f"rotary embeddings need an even width, not {self.width}")
 
-def rope_config(config: Fields) -> RopeConfig:
+
+def rope_config(config: Fields, head_dim: int, *, partial: float | None = None) -> RopeConfig:
     """Return the rotary embeddings of a config.json. Raises UnusableModel, naming the field.
 
-    If `rope_scaling` is not empty, `rope_parameters` is ignored: the two are not merged. If the
-    one in use has no `rope_theta`, the `rope_theta` at the top level of the config is used.
+    partial   the default share of each head that is rotated, for architectures that read
+              `partial_rotary_factor`; for others it must be 1
+
+    `rope_scaling` replaces `rope_parameters` as a whole if it is not empty: the two are not
+    merged. The `rope_theta` at the top level is used if the replacing object has none.
     """
     name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     rope = Fields(config.get(name) or {}, name)
-    _refuse_the_unknown(rope, config, name)
+    if any(isinstance(value, dict) for value in rope.values()):
+        raise UnusableModel(f"{name} must be the same in all layers; others are not supported")
     theta = rope.number("rope_theta") if "rope_theta" in rope else config.number("rope_theta")
-    if theta <= 1:
-        raise UnusableModel(f"rope_theta is {theta}; it must be above 1")
+    width = _width(rope, config, head_dim, partial)
     replaced = config.get("rope_parameters")
     lost = replaced.get("rope_theta") if isinstance(replaced, dict) else None
     if lost not in (None, theta):
@@ -99,23 +125,44 @@ def rope_config(config: Fields) -> RopeConfig:
             theta,
             lost,
         )
-    return RopeConfig(theta, _scaling(rope, config))
+    return RopeConfig(width, theta, _scaling(rope, config, width))
 
 
-def _refuse_the_unknown(rope: Fields, config: Fields, name: str) -> None:
-    if any(isinstance(value, dict) for value in rope.values()):
-        raise UnusableModel(
-            f"{name} must be the same in all layers; parameters per layer are not supported"
-        )
-    partial = config.get("partial_rotary_factor")
+def layered_rope_config(
+    config: Fields, head_dim: int, kind: str, *, theta: str, default_theta: float
+) -> RopeConfig:
+    """Return the rotary embeddings of the layers of one `kind`, such as "sliding_attention", of an
+    architecture whose `rope_parameters` have an object for each kind.
+
+    theta   key at the top level with this kind's `rope_theta`, in older configs
+
+    `rope_scaling` is added to the object of layers with full attention only.
+    """
+    nested = Fields(config.get("rope_parameters") or {}, "rope_parameters")
+    values = dict(nested.get(kind) or {})
+    if kind == "full_attention":
+        values |= config.get("rope_scaling") or {}
+    values.setdefault("rope_theta", config.get(theta, default_theta))
+    rope = Fields(values, f"rope_parameters.{kind}")
+    width = _width(rope, config, head_dim, None)
+    return RopeConfig(width, rope.number("rope_theta"), _scaling(rope, config, width))
+
+
+def _width(rope: Fields, config: Fields, head_dim: int, default: float | None) -> int:
+    share = config.get("partial_rotary_factor", default)
     if "partial_rotary_factor" in rope:
-        partial = rope.number("partial_rotary_factor")
-    if partial not in (None, 1.0):
-        raise UnusableModel(f"partial_rotary_factor {partial} is not supported")
+        share = rope.number("partial_rotary_factor")
+    if share in (None, 1.0):
+        return head_dim
+    if default is None:
+        raise UnusableModel(f"partial_rotary_factor {share} is not supported")
+    if not isinstance(share, int | float) or not 0 < share <= 1:
+        raise UnusableModel(f"partial_rotary_factor is {share!r:.80}; it must be within 0..1")
+    return int(head_dim * share)
 
 
-def _scaling(rope: Fields, config: Fields) -> Scaling:
-    """Return the scaling. `rope_type`, even if null, takes precedence over the older `type`."""
+def _scaling(rope: Fields, config: Fields, width: int) -> Scaling:
+    """The kind's newer name wins over the older one, even if it is null."""
     kind = rope.get("rope_type" if "rope_type" in rope else "type")
     if "rope_type" not in rope and "type" not in rope:
         kind = "default"
@@ -128,6 +175,8 @@ def _scaling(rope: Fields, config: Fields) -> Scaling:
             return _llama3(rope, config)
         case "yarn":
             return _yarn(rope, config)
+        case "longrope":
+            return _longrope(rope, config, width)
     raise UnusableModel(f"rope_type {kind!r} is not supported")
 
 
@@ -172,6 +221,22 @@ def _yarn(rope: Fields, config: Fields) -> YarnScaling:
         beta_slow=rope.number("beta_slow", 1.0) or 1.0,
         # As in transformers, null means false, and only a missing key means true.
         truncate=rope.flag("truncate", False) if "truncate" in rope else True,
+    )
+
+
+def _longrope(rope: Fields, config: Fields, width: int) -> LongRopeScaling:
+    original, context = _original_context(rope, config), config.integer("max_position_embeddings")
+    factors = rope.get("short_factor")
+    if (
+        not isinstance(factors, list)
+        or len(factors) != width // 2
+        or not all(isinstance(each, int | float) and each > 0 for each in factors)
+    ):
+        raise UnusableModel(f"short_factor must be a list of {width // 2} numbers above zero")
+    factor = rope.number("factor", context / original)
+    attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    return LongRopeScaling(
+        tuple(map(float, factors)), original, rope.number("attention_factor", attention)
     )
 
 

@@ -1,118 +1,352 @@
-"""Lists the names and shapes of the tensors that a model has by its config. Needs no torch.
+"""The tensors of a model: their names in its files, their shapes, and what they become.
 
-The names are those of Hugging Face checkpoints. The loader, the header check and the memory plan
-all use this list.
+The loader, the header check and the memory plan use this list. Needs no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from worker.loading.errors import FETCH_AGAIN, UnusableModel
-from worker.models.config import LlamaConfig
+from worker.models.spec import LayerSpec, ModelSpec
 
 Shape = tuple[int, ...]
 
-EMBEDDING = "model.embed_tokens.weight"
-NORM = "model.norm.weight"
-HEAD = "lm_head"
-HEAD_WEIGHT = f"{HEAD}.weight"
-COMPUTED = "rotary_emb.inv_freq"
-"""Suffix of tensors in older checkpoints. They are ignored, because the config implies them."""
+
+@dataclass(frozen=True, slots=True)
+class RowOrder:
+    """Order of a tensor's rows in a file, if it is not the model's: the file's rows, viewed as
+    `shape`, have to be transposed to `axes`."""
+
+    shape: Shape
+    axes: tuple[int, ...]
+
+
+def interleaved(heads: int, width: int) -> RowOrder:
+    """Return the order of rows of which each head alternates between its two halves."""
+    return RowOrder((heads, width // 2, 2), (0, 2, 1))
+
+
+@dataclass(frozen=True, slots=True)
+class TensorNames:
+    """Names of a model's tensors in its files.
+
+    A role is a tensor's place in the model. In its name, `{i}` is the index of the layer and `{e}`
+    that of the expert. Without `{e}`, the tensor of an expert's role holds all experts, with the
+    expert as its first axis. Names have no ending: `.weight` and `.bias` are added.
+    """
+
+    roles: Mapping[str, str]
+    #: Role -> order of its rows in the file.
+    orders: Mapping[str, RowOrder] = field(default_factory=dict)
+    #: Roles of matrices that the file stores as [in, out].
+    transposed: frozenset[str] = frozenset()
+    #: Ends of names of tensors that follow from the config, in older checkpoints.
+    computed: tuple[str, ...] = ("rotary_emb.inv_freq",)
+    #: Start of names that some files leave out.
+    prefix: str = ""
+
+    def __contains__(self, role: str) -> bool:
+        return role in self.roles
+
+
+def names_of(*changes: Mapping[str, str], **options: object) -> TensorNames:
+    """Return the usual names of Hugging Face checkpoints with `changes`, and with `options` of
+    TensorNames."""
+    roles = dict(USUAL)
+    for change in changes:
+        roles |= change
+    return TensorNames(roles, **options)  # type: ignore[arg-type]
+
+
+USUAL = {
+    "embedding": "model.embed_tokens",
+    "norm": "model.norm",
+    "head": "lm_head",
+    "attention_norm": "model.layers.{i}.input_layernorm",
+    "q": "model.layers.{i}.self_attn.q_proj",
+    "k": "model.layers.{i}.self_attn.k_proj",
+    "v": "model.layers.{i}.self_attn.v_proj",
+    "q_norm": "model.layers.{i}.self_attn.q_norm",
+    "k_norm": "model.layers.{i}.self_attn.k_norm",
+    "output": "model.layers.{i}.self_attn.o_proj",
+    "mlp_norm": "model.layers.{i}.post_attention_layernorm",
+    "gate": "model.layers.{i}.mlp.gate_proj",
+    "up": "model.layers.{i}.mlp.up_proj",
+    "down": "model.layers.{i}.mlp.down_proj",
+    "router": "model.layers.{i}.mlp.gate",
+    "expert_gate": "model.layers.{i}.mlp.experts.{e}.gate_proj",
+    "expert_up": "model.layers.{i}.mlp.experts.{e}.up_proj",
+    "expert_down": "model.layers.{i}.mlp.experts.{e}.down_proj",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixPart:
+    """One tensor of a matrix that consists of several, stacked by rows.
+
+    index   of the expert, if the tensor holds all `of` experts
+    """
+
+    name: str
+    rows: int
+    order: RowOrder | None = None
+    is_transposed: bool = False
+    index: int | None = None
+    of: int = 1
+
+    def shape(self, columns: int) -> Shape:
+        """Return the shape of the weight in the file."""
+        shape = (columns, self.rows) if self.is_transposed else (self.rows, columns)
+        return shape if self.index is None else (self.of, *shape)
 
 
 @dataclass(frozen=True, slots=True)
 class FusedMatrix:
-    """Matrices with the same input, stacked by rows and multiplied as one matrix."""
+    """Matrices with the same input, computed as one."""
 
-    #: Name of each stacked matrix -> its number of rows.
-    parts: Mapping[str, int]
+    parts: tuple[MatrixPart, ...]
     columns: int
-    has_bias: bool
+    has_bias: bool = False
 
     @property
     def rows(self) -> int:
-        return sum(self.parts.values())
+        return sum(part.rows for part in self.parts)
 
     @property
-    def weights(self) -> dict[str, Shape]:
-        """Return name -> shape of each stacked matrix."""
-        return {f"{name}.weight": (rows, self.columns) for name, rows in self.parts.items()}
+    def names(self) -> list[str]:
+        """Return the names of the weights."""
+        return [f"{part.name}.weight" for part in self.parts]
 
-    @property
-    def biases(self) -> dict[str, Shape]:
-        """Return name -> shape of each bias; empty if there are none."""
-        return {f"{name}.bias": (rows,) for name, rows in self.parts.items() if self.has_bias}
+    def tensors(self) -> Iterator[tuple[str, Shape]]:
+        """Yield name and shape of each weight and bias in the file."""
+        for part in self.parts:
+            yield f"{part.name}.weight", part.shape(self.columns)
+            if self.has_bias:
+                yield f"{part.name}.bias", (part.rows,)
+
+
+@dataclass(frozen=True, slots=True)
+class NormTensor:
+    """A norm's weight [size], and its bias if it has one."""
+
+    name: str
+    size: int
+    has_bias: bool = False
+
+    def tensors(self) -> Iterator[tuple[str, Shape]]:
+        yield f"{self.name}.weight", (self.size,)
+        if self.has_bias:
+            yield f"{self.name}.bias", (self.size,)
+
+
+@dataclass(frozen=True, slots=True)
+class MlpTensors:
+    """An MLP, or one expert. `gate_up` is the gate's rows, then up's; without a gate only up's."""
+
+    gate_up: FusedMatrix
+    down: FusedMatrix
 
 
 @dataclass(frozen=True, slots=True)
 class LayerTensors:
-    """The tensors of one layer. The two norms are vectors, given by their names."""
+    """The tensors of a layer. A model without a norm has None in its place.
 
-    attention_norm: str
+    mlps   the MLP, or the experts
+    """
+
+    attention_norm: NormTensor | None
     qkv: FusedMatrix
+    q_norm: NormTensor | None
+    k_norm: NormTensor | None
     output: FusedMatrix
-    mlp_norm: str
-    gate_up: FusedMatrix
-    down: FusedMatrix
+    post_attention_norm: NormTensor | None
+    mlp_norm: NormTensor | None
+    router: FusedMatrix | None
+    mlps: tuple[MlpTensors, ...]
+    post_mlp_norm: NormTensor | None
 
     @property
     def matrices(self) -> tuple[FusedMatrix, ...]:
-        return self.qkv, self.output, self.gate_up, self.down
+        """Return the matrices but for the router, which stays dense."""
+        mlps = (matrix for mlp in self.mlps for matrix in (mlp.gate_up, mlp.down))
+        return self.qkv, self.output, *mlps
+
+    @property
+    def norms(self) -> tuple[NormTensor, ...]:
+        found = (self.attention_norm, self.q_norm, self.k_norm, self.post_attention_norm)
+        return tuple(norm for norm in (*found, self.mlp_norm, self.post_mlp_norm) if norm)
+
+    def tensors(self) -> Iterator[tuple[str, Shape]]:
+        """Yield name and shape of each tensor in the file; one that holds all experts comes for
+        each of them."""
+        for norm in self.norms:
+            yield from norm.tensors()
+        for matrix in (*self.matrices, *((self.router,) if self.router else ())):
+            yield from matrix.tensors()
 
 
-def layer_tensors(config: LlamaConfig, index: int) -> LayerTensors:
-    prefix = f"model.layers.{index}."
-    attention, mlp = prefix + "self_attn.", prefix + "mlp."
-    hidden, inner = config.hidden, config.intermediate
-    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    return LayerTensors(
-        attention_norm=prefix + "input_layernorm.weight",
-        qkv=FusedMatrix(
-            {attention + "q_proj": q, attention + "k_proj": kv, attention + "v_proj": kv},
-            hidden,
-            config.attention_bias,
-        ),
-        output=FusedMatrix({attention + "o_proj": hidden}, q, config.output_bias),
-        mlp_norm=prefix + "post_attention_layernorm.weight",
-        gate_up=FusedMatrix(
-            {mlp + "gate_proj": inner, mlp + "up_proj": inner}, hidden, config.mlp_bias
-        ),
-        down=FusedMatrix({mlp + "down_proj": hidden}, inner, config.mlp_bias),
-    )
+NORMS = {
+    "pre": ("attention_norm", "mlp_norm"),
+    "post": ("post_attention_norm", "post_mlp_norm"),
+    "both": ("attention_norm", "post_attention_norm", "mlp_norm", "post_mlp_norm"),
+    "parallel": ("attention_norm", "mlp_norm"),
+    "parallel_one_norm": ("attention_norm",),
+}
+"""LayerSpec.order -> the norms of a layer."""
 
 
-def head_matrix(config: LlamaConfig) -> FusedMatrix:
-    """Return the output head. A head tied to the embeddings is the embedding tensor."""
-    name = EMBEDDING.removesuffix(".weight") if config.tied_embeddings else HEAD
-    return FusedMatrix({name: config.vocab_size}, config.hidden, has_bias=False)
+class ModelTensors:
+    """All tensors of a model in its files."""
+
+    def __init__(self, spec: ModelSpec, names: TensorNames) -> None:
+        self.spec = spec
+        self.names = names
+
+    @property
+    def embedding(self) -> str:
+        return f"{self.names.roles['embedding']}.weight"
+
+    @property
+    def positions(self) -> str | None:
+        """Return the name of the table of learned positions."""
+        if not self.spec.learned_positions:
+            return None
+        return f"{self.names.roles['positions']}.weight"
+
+    @property
+    def norm(self) -> NormTensor:
+        spec = self.spec
+        return NormTensor(self.names.roles["norm"], spec.hidden, spec.norm.bias)
+
+    @property
+    def head(self) -> FusedMatrix:
+        """Return the output head; tied to the embeddings, it is the same tensor."""
+        role = "embedding" if self.spec.tied_embeddings else "head"
+        part = MatrixPart(self.names.roles[role], self.spec.vocab_size)
+        return FusedMatrix((part,), self.spec.hidden, self.spec.head_bias)
+
+    @property
+    def head_name(self) -> str:
+        """Return the name of an untied head's weight."""
+        return f"{self.names.roles['head']}.weight"
+
+    def layer(self, index: int) -> LayerTensors:
+        layer = self.spec.layers[index]
+        attention, hidden = layer.attention, self.spec.hidden
+        norms = {role: self._norm(role, index) for role in NORMS[layer.order]}
+        q_norm = k_norm = None
+        if attention.qk_norm != "none":
+            by_head = attention.qk_norm == "head"
+            q_norm = self._qk_norm("q_norm", index, attention.num_heads, by_head)
+            k_norm = self._qk_norm("k_norm", index, attention.num_kv_heads, by_head)
+        q, kv = attention.q_width, attention.kv_width
+        if "qkv" in self.names:
+            qkv = self._parts(index, {"qkv": q + 2 * kv})
+        else:
+            qkv = self._parts(index, {"q": q, "k": kv, "v": kv})
+        return LayerTensors(
+            attention_norm=norms.get("attention_norm"),
+            qkv=FusedMatrix(qkv, hidden, attention.qkv_bias),
+            q_norm=q_norm,
+            k_norm=k_norm,
+            output=FusedMatrix(self._parts(index, {"output": hidden}), q, attention.output_bias),
+            post_attention_norm=norms.get("post_attention_norm"),
+            mlp_norm=norms.get("mlp_norm"),
+            router=self._router(layer, index),
+            mlps=self._mlps(layer, index),
+            post_mlp_norm=norms.get("post_mlp_norm"),
+        )
+
+    def tensors(self) -> Iterator[tuple[str, Shape]]:
+        """Yield name and shape of every tensor of the model."""
+        spec = self.spec
+        yield self.embedding, (spec.vocab_size, spec.hidden)
+        if self.positions is not None:
+            yield self.positions, (spec.learned_positions, spec.hidden)
+        for index in range(spec.num_layers):
+            yield from self.layer(index).tensors()
+        yield from self.norm.tensors()
+        yield from self.head.tensors()
+
+    def check(self, found: Mapping[str, Shape]) -> None:
+        """Raise UnusableModel unless the files hold exactly the model's tensors."""
+        known = {self.head_name} if self.spec.tied_embeddings else set()  # a copy of the embeddings
+        for name, shape in self.tensors():
+            if name not in found:
+                raise UnusableModel(
+                    f"tensor {name!r} is missing from the files", remedy=FETCH_AGAIN
+                )
+            if found[name] != shape:
+                raise UnusableModel(f"{name} has shape {found[name]}; the config requires {shape}")
+            known.add(name)
+        if others := sorted(n for n in found.keys() - known if not self._is_computed(n)):
+            some = ", ".join(others[:3])
+            raise UnusableModel(f"the files have {len(others)} unexpected tensors: {some}")
+
+    def _is_computed(self, name: str) -> bool:
+        return name.endswith(self.names.computed)
+
+    def _norm(self, role: str, index: int) -> NormTensor:
+        name = self.names.roles[role].format(i=index)
+        return NormTensor(name, self.spec.hidden, self.spec.norm.bias)
+
+    def _qk_norm(self, role: str, index: int, heads: int, by_head: bool) -> NormTensor:
+        head_dim = self.spec.head_dim
+        return NormTensor(
+            self.names.roles[role].format(i=index), head_dim if by_head else heads * head_dim
+        )
+
+    def _router(self, layer: LayerSpec, index: int) -> FusedMatrix | None:
+        experts = layer.mlp.num_experts
+        if experts == 1:
+            return None
+        return FusedMatrix(self._parts(index, {"router": experts}), self.spec.hidden)
+
+    def _mlps(self, layer: LayerSpec, index: int) -> tuple[MlpTensors, ...]:
+        mlp = layer.mlp
+        if mlp.num_experts == 1:
+            return (self._mlp(layer, index, "", None),)
+        return tuple(self._mlp(layer, index, "expert_", e) for e in range(mlp.num_experts))
+
+    def _mlp(self, layer: LayerSpec, index: int, prefix: str, expert: int | None) -> MlpTensors:
+        mlp, inner = layer.mlp, layer.mlp.intermediate
+        if not mlp.is_gated:
+            rows = {f"{prefix}up": inner}
+        elif f"{prefix}gate_up" in self.names:
+            rows = {f"{prefix}gate_up": 2 * inner}
+        else:
+            rows = {f"{prefix}gate": inner, f"{prefix}up": inner}
+        down = {f"{prefix}down": self.spec.hidden}
+        of = mlp.num_experts
+        return MlpTensors(
+            FusedMatrix(self._parts(index, rows, expert, of), self.spec.hidden, mlp.bias),
+            FusedMatrix(self._parts(index, down, expert, of), inner, mlp.bias),
+        )
+
+    def _parts(
+        self, index: int, rows: Mapping[str, int], expert: int | None = None, of: int = 1
+    ) -> tuple[MatrixPart, ...]:
+        return tuple(self._part(role, count, index, expert, of) for role, count in rows.items())
+
+    def _part(self, role: str, rows: int, index: int, expert: int | None, of: int) -> MatrixPart:
+        names, template = self.names, self.names.roles[role]
+        is_stacked = expert is not None and "{e}" not in template
+        return MatrixPart(
+            name=template.format(i=index, e=expert),
+            rows=rows,
+            order=names.orders.get(role),
+            is_transposed=role in names.transposed,
+            index=expert if is_stacked else None,
+            of=of,
+        )
 
 
-def tensor_shapes(config: LlamaConfig) -> Iterator[tuple[str, Shape]]:
-    """Yield the name and shape of every tensor of the model."""
-    yield EMBEDDING, (config.vocab_size, config.hidden)
-    for index in range(config.num_layers):
-        layer = layer_tensors(config, index)
-        for norm in (layer.attention_norm, layer.mlp_norm):
-            yield norm, (config.hidden,)
-        for matrix in layer.matrices:
-            yield from matrix.weights.items()
-            yield from matrix.biases.items()
-    yield NORM, (config.hidden,)
-    yield from head_matrix(config).weights.items()
-
-
-def check_tensors(config: LlamaConfig, found: Mapping[str, Shape]) -> None:
-    """Raise UnusableModel unless the files hold exactly the model's tensors."""
-    # Files may also store a tied head, which is a copy of the embeddings.
-    known = {HEAD_WEIGHT} if config.tied_embeddings else set()
-    for name, shape in tensor_shapes(config):
-        if name not in found:
-            raise UnusableModel(f"tensor {name!r} is missing from the files", remedy=FETCH_AGAIN)
-        if found[name] != shape:
-            raise UnusableModel(f"{name} has shape {found[name]}; the config requires {shape}")
-        known.add(name)
-    if others := sorted(n for n in found.keys() - known if not n.endswith(COMPUTED)):
-        some = ", ".join(others[:3])
-        raise UnusableModel(f"the files have {len(others)} unexpected tensors: {some}")
+def without_prefix(names: TensorNames, found: Sequence[str]) -> TensorNames:
+    """Return `names` as the files spell them: without their prefix, if no tensor has it."""
+    prefix = names.prefix
+    if not prefix or any(name.startswith(prefix) for name in found):
+        return names
+    roles = {role: name.removeprefix(prefix) for role, name in names.roles.items()}
+    return TensorNames(roles, names.orders, names.transposed, names.computed)

@@ -27,9 +27,9 @@ from worker.loading.quant_blocks import stacked
 from worker.loading.weights import MakeLinear, Matrix, dense
 from worker.models.autotune import dense_from, in_words, step_costs
 from worker.models.autotune_cache import ROWS, row_times
-from worker.models.config import LlamaConfig
-from worker.models.llama import LlamaWeights
-from worker.models.llama_native import LINEARS
+from worker.models.compiled import is_fitting
+from worker.models.decoder import DecoderLayer, DecoderWeights
+from worker.models.spec import ModelSpec
 from worker.startup import machine
 from worker.startup.device import free_bytes
 from worker.startup.memory_plan import FREE_SHARE
@@ -41,15 +41,15 @@ LEAST_WEIGHTS = 1 << 20
 times are too short to be reliable."""
 
 
-def fitting(kernels: Kernels, config: LlamaConfig) -> Kernels:
-    """Return `kernels` if they support the model's dimensions, otherwise torch's."""
-    fits = sizes.fits(
-        heads=config.num_heads,
-        kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        sizes=(config.hidden, config.intermediate),
+def fitting(kernels: Kernels, spec: ModelSpec) -> Kernels:
+    """Return `kernels` if they support the model, else torch's."""
+    if isinstance(kernels, TorchKernels) or is_fitting(spec):
+        return kernels
+    log.warning(
+        "serving with torch's kernels, which are several times slower: the compiled kernels do not "
+        "support the model's dimensions"
     )
-    return kernels if fits else TorchKernels()
+    return TorchKernels()
 
 
 def maker(kernels: Kernels, form: WeightForm) -> MakeLinear:
@@ -75,8 +75,8 @@ def by_rows(linear: Linear, matrix: Matrix) -> Linear:
 
 
 def settle(
-    config: LlamaConfig,
-    weights: LlamaWeights,
+    spec: ModelSpec,
+    weights: DecoderWeights,
     dtype: torch.dtype,
     kernels: Kernels,
     folder: Path | None,
@@ -88,14 +88,16 @@ def settle(
 
     folder   directory that caches the measurements; None disables the cache
     """
-    layer = [getattr(weights.layers[0], name) for name in LINEARS]
+    first = weights.layers[0]
+    layer = _linears(first)
     num_weights = sum(linear.num_weights for linear in layer)
+    is_measured = weights.embedding.device.type == "cpu" and num_weights >= LEAST_WEIGHTS
     costs: list[tuple[int, float]] = []
     from_rows = NEVER
-    if weights.norm.device.type == "cpu" and num_weights >= LEAST_WEIGHTS:
+    if is_measured and first.spec.mlp.num_experts == 1:
         twice = [each for each in layer if isinstance(each, HybridLinear)]
         may_be = len(twice) == len(layer) and may_be_dense(twice, dtype, len(weights.layers))
-        inputs = _inputs(config, dtype)
+        inputs = _inputs(spec, dtype)
         table = row_times(
             [*map(str, _circumstances(layer, inputs, dtype, kernels, may_be))],
             layer,
@@ -124,18 +126,16 @@ def may_be_dense(layer: Sequence[HybridLinear], dtype: torch.dtype, layers: int)
     return has_room
 
 
-def _settle(weights: LlamaWeights, from_rows: int) -> None:
-    """Make steps of at least `from_rows` rows use dense copies; NEVER makes no copies.
-
-    The head stays packed, because it computes only the rows that are sampled.
-    """
+def _settle(weights: DecoderWeights, from_rows: int) -> None:
+    """Make the layers dense from `from_rows` rows on. The head, which computes only sampled
+    rows, stays packed."""
     copied = 0
     with torch.inference_mode():
         for layer in weights.layers:
-            for name in LINEARS:
-                linear = getattr(layer, name)
+            for owner, name in layer.linears:
+                linear = getattr(owner, name)
                 if isinstance(linear, HybridLinear):
-                    setattr(layer, name, linear.finalize(from_rows))
+                    setattr(owner, name, linear.finalize(from_rows))
                     copied += linear.dense_bytes
         if isinstance(weights.head, HybridLinear):
             weights.head = weights.head.finalize(NEVER)
@@ -148,10 +148,14 @@ def _reader(layer: Sequence[HybridLinear]) -> Callable[[], list[Linear]]:
     return lambda: [read() for read in reads if read is not None]
 
 
-def _inputs(config: LlamaConfig, dtype: torch.dtype) -> list[Tensor]:
-    """Return random input for each linear named in LINEARS."""
-    seen = config.num_heads * config.head_dim
-    widths = (config.hidden, seen, config.hidden, config.intermediate)
+def _linears(layer: DecoderLayer) -> list[Linear]:
+    return [getattr(owner, name) for owner, name in layer.linears]
+
+
+def _inputs(spec: ModelSpec, dtype: torch.dtype) -> list[Tensor]:
+    """Return noise as the input of each linear of the first layer."""
+    layer = spec.layers[0]
+    widths = (spec.hidden, layer.attention.q_width, spec.hidden, layer.mlp.intermediate)
     noise = torch.Generator().manual_seed(0)
     return [torch.randn(max(ROWS), width, generator=noise).to(dtype) for width in widths]
 

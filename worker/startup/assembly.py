@@ -28,8 +28,8 @@ from worker.kv.cache import KVCache, block_bytes
 from worker.kv.transfer.shared_memory import SharedMemory
 from worker.loading.errors import UnusableModel
 from worker.loading.text import check_draft
-from worker.models.config import LlamaConfig
 from worker.models.load import LoadedModel, load_model
+from worker.models.spec import ModelSpec
 from worker.slots.fields import slot_fields
 from worker.slots.table import SlotField, SlotTable
 from worker.startup import device as devices
@@ -55,14 +55,13 @@ def assemble(config: WorkerConfig, timing: StartupTiming) -> tuple[Runner, Worke
     kernels = select_kernels(config.kernels, device, cpu_flags=cpu_flags)
     loaded, draft = _load(config, timing, dtype, device, kernels)
     with timing("reserve memory"):
-        models = [loaded.config] if draft is None else [loaded.config, draft.config]
+        models = [loaded.spec] if draft is None else [loaded.spec, draft.spec]
         shapes = [_cache_shape(model, config) for model in models]
         budget = kv_budget(
             config,
             context_tokens=loaded.card.context_tokens,
             block_bytes=sum(block_bytes(*shape, dtype) for shape in shapes),
             free_bytes=free_bytes(device),
-            window=loaded.config.window,
         )
         shared = _shared_memory(config, device, budget.num_blocks * block_bytes(*shapes[0], dtype))
         caches = [
@@ -197,7 +196,7 @@ def _threads(config: WorkerConfig) -> int:
     )
 
 
-def _cache_shape(model: LlamaConfig, config: WorkerConfig) -> tuple[int, int, int, int]:
+def _cache_shape(model: ModelSpec, config: WorkerConfig) -> tuple[int, int, int, int]:
     """Return (layers, tokens per block, K/V heads, head dim)."""
     return model.num_layers, config.block_tokens, model.num_kv_heads, model.head_dim
 

@@ -8,7 +8,7 @@ user has set that length, it must fit; otherwise it is reduced to fit.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from protocol.config.worker import WeightForm, WorkerConfig
@@ -23,8 +23,9 @@ from protocol.sampling import (
 )
 from worker.kernels import sizes
 from worker.loading.errors import NotEnoughMemory, UnusableModel
-from worker.models.config import LlamaConfig
-from worker.models.tensors import FusedMatrix, head_matrix, layer_tensors
+from worker.models.compiled import is_fitting
+from worker.models.spec import ModelSpec
+from worker.models.tensors import FusedMatrix, LayerTensors, ModelTensors
 
 AVERAGE_REQUEST_TOKENS = 1024
 """Prompt and answer of an average request, in tokens. Determines the size of the cache if the user
@@ -59,9 +60,17 @@ class PlannedModel:
     """
 
     name: str
-    config: LlamaConfig
+    tensors: ModelTensors
     kinds: Mapping[str, str]
     is_packed: bool
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.tensors.spec
+
+    @property
+    def layers(self) -> Iterator[LayerTensors]:
+        return map(self.tensors.layer, range(self.spec.num_layers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,16 +82,11 @@ class KVBudget:
     max_len: int
 
 
-def is_packed(config: LlamaConfig, form: WeightForm, *, has_kernels: bool) -> bool:
+def is_packed(spec: ModelSpec, form: WeightForm, *, has_kernels: bool) -> bool:
     """Return whether the model's matrices are packed. Raises UnusableModel if packed weights were
     requested and are impossible. `has_kernels` states whether compiled kernels run on this
     device."""
-    fits = has_kernels and sizes.fits(
-        heads=config.num_heads,
-        kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        sizes=(config.hidden, config.intermediate),
-    )
+    fits = has_kernels and is_fitting(spec)
     if form == "packed" and not fits:
         raise UnusableModel(
             "packed weights need compiled kernels that fit the model",
@@ -109,9 +113,9 @@ def plan_memory(
     `options.max_len` exceeds the model's context.
     """
     model, item = models[0], DTYPE_BYTES[dtype]
-    context_tokens = model.config.context_tokens
+    context_tokens = model.spec.context_tokens
     weights = sum(weights_bytes(each, dtype) for each in models)
-    block = sum(block_bytes(each.config, options.block_tokens, item) for each in models)
+    block = sum(block_bytes(each.spec, options.block_tokens, item) for each in models)
     work = work_bytes(model, dtype, options.max_slots)
     # Slots hold a request's tokens, and no request is longer than the cache.
     fitting = max(free_bytes - weights - work, 0) // block * options.block_tokens
@@ -132,17 +136,15 @@ def plan_memory(
             context_tokens=context_tokens,
             block_bytes=block,
             free_bytes=left,
-            window=model.config.window,
         )
     except NotEnoughMemory as error:
         raise NotEnoughMemory(f"{demand}; {error.message}", remedy=error.remedy) from None
     return ModelPlan(
         name=model.name,
-        architecture=model.config.architecture,
+        architecture=model.spec.architecture,
         device=device,
         dtype=dtype,
         context_tokens=context_tokens,
-        window=model.config.window,
         max_len=budget.max_len,
         weights_bytes=weights,
         kv_bytes=budget.num_blocks * block,
@@ -180,11 +182,10 @@ def kv_budget(
     context_tokens: int,
     block_bytes: int,
     free_bytes: int,
-    window: int | None = None,
 ) -> KVBudget:
     """Return the number of K/V blocks to allocate, and the longest request that they can hold.
 
-    context_tokens   the model's limit, already reduced to its attention `window` if it has one
+    context_tokens   the model's limit
     block_bytes      size of one block, in all layers
     free_bytes       free memory for the cache
 
@@ -192,11 +193,10 @@ def kv_budget(
     UnusableModel if options.max_len exceeds the model's context.
     """
     if options.max_len > context_tokens:
-        reason = f"the model's context is {context_tokens:,} tokens"
-        if window is not None:
-            reason = f"attention windows are not supported, and the model's is {window:,} tokens"
-        remedy = f"--max-len {context_tokens}, or less"
-        raise UnusableModel(f"max_len is {options.max_len:,}; {reason}", remedy=remedy)
+        raise UnusableModel(
+            f"max_len is {options.max_len:,}; the model's context is {context_tokens:,} tokens",
+            remedy=f"--max-len {context_tokens}, or less",
+        )
     wanted_len = options.max_len or context_tokens
     num_blocks = options.kv_blocks or _affordable(options, wanted_len, block_bytes, free_bytes)
     max_blocks = free_bytes // block_bytes
@@ -248,18 +248,21 @@ def _longer_or_shorter(
 
 def weights_bytes(model: PlannedModel, dtype: str) -> int:
     """Return the size of a model's weights after loading, in bytes."""
-    config, item = model.config, DTYPE_BYTES[dtype]
-    norms = (2 * config.num_layers + 1) * config.hidden * item
-    embedding = config.vocab_size * config.hidden * item
-    matrices = sum(
-        _matrix_bytes(matrix, model, dtype) + matrix.has_bias * matrix.rows * item
-        for index in range(config.num_layers)
-        for matrix in layer_tensors(config, index).matrices
-    )
+    spec, item, head = model.spec, DTYPE_BYTES[dtype], model.tensors.head
+    # Norms with an offset are float32.
+    norm_item = DTYPE_BYTES["float32"] if spec.norm.offset else item
+    total = (spec.vocab_size + spec.learned_positions) * spec.hidden * item
+    total += spec.hidden * (norm_item + spec.norm.bias * item)
+    for layer in model.layers:
+        for norm in layer.norms:
+            total += norm.size * (norm_item + norm.has_bias * item)
+        for matrix in layer.matrices:
+            total += _matrix_bytes(matrix, model, dtype) + matrix.has_bias * matrix.rows * item
+        if layer.router is not None:
+            total += layer.router.rows * layer.router.columns * item
     # A tied head that stays dense is the embedding itself.
-    is_shared = config.tied_embeddings and not _can_pack(head_matrix(config), model)
-    head = 0 if is_shared else _matrix_bytes(head_matrix(config), model, dtype)
-    return embedding + norms + matrices + head
+    is_shared = spec.tied_embeddings and not _can_pack(head, model)
+    return total + (0 if is_shared else _matrix_bytes(head, model, dtype))
 
 
 def _matrix_bytes(matrix: FusedMatrix, model: PlannedModel, dtype: str) -> int:
@@ -275,40 +278,39 @@ def _can_pack(matrix: FusedMatrix, model: PlannedModel) -> bool:
 
 
 def _block_format(matrix: FusedMatrix, model: PlannedModel) -> int | None:
-    """Return the kernels' format of a matrix whose parts all have the same quantised type, or
-    None."""
-    kinds = {model.kinds[name] for name in matrix.weights}
+    """Return the packed format of a matrix whose parts all have one quantised type, else None."""
+    kinds = {model.kinds[name] for name in matrix.names}
     return BLOCK_FORMATS.get(kinds.pop()) if len(kinds) == 1 else None
 
 
 def expanded_kinds(model: PlannedModel) -> set[str]:
     """Return the quantised types of matrices that are expanded to the dtype at loading."""
-    config = model.config
-    matrices = [m for i in range(config.num_layers) for m in layer_tensors(config, i).matrices]
+    matrices = [matrix for layer in model.layers for matrix in layer.matrices]
     found: set[str] = set()
-    for matrix in [*matrices, head_matrix(config)]:
+    for matrix in [*matrices, model.tensors.head]:
         if not _can_pack(matrix, model) or _block_format(matrix, model) is None:
-            found.update(model.kinds[name] for name in matrix.weights)
+            found.update(model.kinds[name] for name in matrix.names)
     return found - PLAIN_KINDS
 
 
-def block_bytes(config: LlamaConfig, block_tokens: int, item_bytes: int) -> int:
-    """Return the size of one K/V block in bytes: its keys and values in all layers."""
-    return 2 * config.num_layers * block_tokens * config.num_kv_heads * config.head_dim * item_bytes
+def block_bytes(spec: ModelSpec, block_tokens: int, item_bytes: int) -> int:
+    """Return the memory of one KV block: its keys and values in all layers."""
+    return 2 * spec.num_layers * block_tokens * spec.num_kv_heads * spec.head_dim * item_bytes
 
 
 def work_bytes(model: PlannedModel, dtype: str, max_slots: int) -> int:
-    """Return the size of the working memory in bytes: the processes, the slots without their
-    tokens, and the larger of two needs, computing a step and loading."""
-    config = model.config
+    """Return the memory of the processes, the slots without their tokens, and the larger of a step
+    and loading."""
+    spec = model.spec
     slots = 4 * max_slots * SLOT_NUMBERS
-    heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    widths = 4 * config.hidden + heads + 3 * config.intermediate
-    logits = LOGITS_COPIES * max_slots * config.vocab_size
+    heads = max(each.q_width + 2 * each.kv_width for each in spec.attentions)
+    inner = max(layer.mlp.intermediate * layer.mlp.top_k for layer in spec.layers)
+    widths = 4 * spec.hidden + heads + 3 * inner
+    logits = LOGITS_COPIES * max_slots * spec.vocab_size
     step = 4 * (STEP_TOKENS * widths + logits)
     # A matrix that is packed from plain numbers exists twice while it is packed.
-    largest = max(m.rows * m.columns for m in layer_tensors(config, 0).matrices)
-    largest = max(largest, config.vocab_size * config.hidden * (not config.tied_embeddings))
+    largest = max(m.rows * m.columns for layer in model.layers for m in layer.matrices)
+    largest = max(largest, spec.vocab_size * spec.hidden * (not spec.tied_embeddings))
     loading = largest * DTYPE_BYTES[dtype] if model.is_packed else 0
     return PROCESS_BYTES + slots + max(step, loading)
 

@@ -54,10 +54,10 @@ def preflight(configs: Sequence[WorkerConfig]) -> Preflight:
 def _card(header: ModelHeader) -> ModelCard:
     return card_of_text(
         header.name,
-        header.config.architecture,
+        header.spec.architecture,
         header.text,
         vocab_size=header.vocab_size,
-        context_tokens=header.config.context_tokens,
+        context_tokens=header.spec.context_tokens,
     )
 
 
@@ -80,8 +80,8 @@ def _plan(config: WorkerConfig, header: ModelHeader, taken: defaultdict[str, int
 
 
 def _planned(header: ModelHeader, config: WorkerConfig, *, has_kernels: bool) -> PlannedModel:
-    packs = is_packed(header.config, config.weights, has_kernels=has_kernels)
-    return PlannedModel(header.name, header.config, header.kinds, packs)
+    packs = is_packed(header.spec, config.weights, has_kernels=has_kernels)
+    return PlannedModel(header.name, header.tensors, header.kinds, packs)
 
 
 def choose_device(wanted: str) -> tuple[str, int]:

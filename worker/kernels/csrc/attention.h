@@ -35,13 +35,34 @@ struct Rows {
     int64_t num_rows, num_decodes, table_width, block_tokens;
 };
 
+// How a layer turns products of queries and keys into scores, and which keys its queries see.
+struct Scoring {
+    double scale;    // factor of the scores
+    double soft_cap; // scores become soft_cap * tanh(score / soft_cap); 0: they stay as they are
+    int64_t window;  // a query sees this many last keys, its own included; 0: all
+
+    // Returns the first key that the query at position `last` sees.
+    INLINE int64_t first_key(int64_t last) const {
+        return window && last >= window ? last + 1 - window : 0;
+    }
+};
+
 template <class N> struct Attend {
     const N *q;        // [T, ...], q_stride items from token to token
     N *out;            // [T, H, D]
     const N *k, *v;    // [B, block_tokens, H_kv, D]
     int64_t q_stride;
     Heads heads;
+    Scoring scoring;
 };
+
+// Applies a soft cap to `count` scores, whole vectors.
+INLINE void cap_scores(float *scores, int64_t count, float cap) {
+    for (int64_t j = 0; j < count; j += LANES) {
+        const Floats power = exponential(load(scores + j) * (2.0f / cap));
+        store(scores + j, cap * (power - 1.0f) / (power + 1.0f)); // tanh(x) = (e^2x - 1) / (e^2x + 1)
+    }
+}
 
 // A piece of a decode row, or a tile of a prefill row.
 struct Item {
@@ -215,7 +236,10 @@ void decode_heads(const Attend<N> &a, const N *query, const N **keys, const N **
     alignas(64) typename Dots<N>::Query q[G * MAX_DIM];
     for (int64_t d = 0; d < G * dim; d += LANES) store(q + d, load(query + d));
     alignas(64) float scores[G][PIECE];
-    scores_of<G>(q, keys, values, count, dim, prefetch_size, 1.0f / std::sqrt((float)dim), scores);
+    scores_of<G>(q, keys, values, count, dim, prefetch_size, (float)a.scoring.scale, scores);
+    if (a.scoring.soft_cap != 0)
+        for (int g = 0; g < G; g++)
+            cap_scores(scores[g], (count + LANES - 1) / LANES * LANES, (float)a.scoring.soft_cap);
     for (int g = 0; g < G; g++) {
         to.peak[g] = pad_scores(scores[g], count);
         to.total[g] = to_weights(scores[g], count, to.peak[g]);
@@ -244,10 +268,17 @@ template <class N>
 void decode_piece(const Attend<N> &a, const Rows &rows, const Item &item, int64_t kv_head,
                   int64_t prefetch_size, const Partial &to) {
     const Heads &h = a.heads;
-    const int64_t group = h.heads / h.kv_heads, left = rows.context_lens[item.row] - item.first;
-    const int64_t count = left < PIECE ? left : PIECE;
+    const int64_t group = h.heads / h.kv_heads, context = rows.context_lens[item.row];
+    const int64_t end = item.first + PIECE < context ? item.first + PIECE : context;
+    const int64_t visible = a.scoring.first_key(context - 1);
+    const int64_t first = item.first > visible ? item.first : visible, count = end - first;
+    if (count <= 0) { // the window starts after this piece
+        for (int64_t g = 0; g < group; g++) to.peak[g] = -INFINITY, to.total[g] = 0;
+        memset(to.sums, 0, (size_t)(group * h.dim) * sizeof(float));
+        return;
+    }
     const N *keys[PIECE], *values[PIECE];
-    find_keys(a, rows, item.row, kv_head, item.first, count, keys, values);
+    find_keys(a, rows, item.row, kv_head, first, count, keys, values);
     const N *query = a.q + rows.row_starts[item.row] * a.q_stride + kv_head * group * h.dim;
     for (int64_t g = 0; g < group;) {
         const Partial part{to.peak + g, to.total + g, to.sums + g * h.dim};

@@ -13,7 +13,7 @@ namespace {
 struct Head {
     const void *norm; // [hidden]
     Packed weight;
-    double eps;
+    double eps, scale, soft_cap; // as in Scoring, of the logits
 };
 
 // The arguments of a decode step.
@@ -67,6 +67,14 @@ INLINE void compute_logits(Team &team, const Head &head, const float *x, int64_t
         norm_row(x + t * hidden, (const N *)head.norm, normed + t * hidden, hidden, (float)head.eps);
     });
     linear(team, Linear<N, float>{normed, head.weight, nullptr, y, rows, STORE});
+    if (head.scale == 1 && head.soft_cap == 0) return;
+    team.share(rows, [&](int64_t t) {
+        float *row = y + t * head.weight.outputs;
+        for (int64_t i = 0; i < head.weight.outputs; i++) row[i] *= (float)head.scale;
+        if (head.soft_cap == 0) return;
+        const float cap = (float)head.soft_cap;
+        for (int64_t i = 0; i < head.weight.outputs; i++) row[i] = cap * std::tanh(row[i] / cap);
+    });
 }
 
 // Returns the index of the first greatest number, or of the first NaN if there is one, as torch.max does.
@@ -108,7 +116,7 @@ INLINE void choose_token(const Decode &d, int64_t row) {
 template <class N> void decode_as(const Decode &d, const DecodeRows &decode_rows, int64_t threads) {
     Pass<N> pass(decode_rows.pass);
     const int64_t rows = decode_rows.pass.tokens;
-    together(threads, pass.num_phases() + 3, [&](Team &team) {
+    together(threads, pass.num_phases() + 4, [&](Team &team) {
         pass.run(team);
         compute_logits(team, d.head, decode_rows.pass.x, rows, pass.normed(), d.logits);
         if (d.tokens) team.share(rows, [&](int64_t row) { choose_token(d, row); });

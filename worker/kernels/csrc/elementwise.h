@@ -60,6 +60,21 @@ struct Heads {
     int64_t heads, kv_heads, dim;
 };
 
+// Replaces `heads` heads of `dim` numbers by their norms, `width` numbers at a time: one head, or all.
+template <class N>
+INLINE void norm_heads(N *x, const N *weight, int64_t heads, int64_t dim, int64_t width, float eps) {
+    for (int64_t at = 0; at < heads * dim; at += width) norm_row(x + at, weight, x + at, width, eps);
+}
+
+// Writes one token's keys and values to the cache without rotating them.
+template <class N>
+INLINE void cache_row(const N *qkv, N *k_cache, N *v_cache, int64_t slot, const Heads &h) {
+    const N *keys = qkv + h.heads * h.dim;
+    const int64_t width = h.kv_heads * h.dim;
+    memcpy(k_cache + slot * width, keys, (size_t)width * sizeof(N));
+    memcpy(v_cache + slot * width, keys + width, (size_t)width * sizeof(N));
+}
+
 // Rotates one token's queries in place, and writes its rotated keys and its values to the cache.
 //
 // qkv: [(H + 2 H_kv) D]. k_cache, v_cache: one layer, [tokens, H_kv, D]. slot: the token's index in them.

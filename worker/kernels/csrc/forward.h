@@ -18,7 +18,11 @@ struct Layer {
     const void *attention_norm, *mlp_norm; // [hidden]
     Packed qkv, output, gate_up, down;
     const void *qkv_bias, *output_bias, *gate_up_bias, *down_bias; // [outputs], or null
+    const void *q_norm, *k_norm; // [q_norm_width], [k_norm_width], or null
     void *k_cache, *v_cache; // of this layer: [B, block_tokens, H_kv, D]
+    Scoring scoring;
+    int64_t q_norm_width, k_norm_width; // D, or all heads together
+    int64_t is_rotated;
 };
 
 // The arguments of a forward pass.
@@ -36,7 +40,7 @@ struct Forward {
     void *qkv;                     // scratch memory: [T, (H + 2 H_kv) D]
     void *attended;                // scratch memory: [T, H D], the output of attention
     void *gate_up, *active;        // scratch memory: [T, 2 I], [T, I]
-    double eps, rope_factor;
+    double eps, rope_factor, embedding_scale, residual_scale;
 };
 
 // The forward pass in number type N. All threads of the team call `run`.
@@ -59,7 +63,7 @@ template <class N> struct Pass {
     // Writes a token's embedding to x, and the cos and sin of its position (layers/rope.py).
     INLINE void start_row(int64_t t) {
         const N *row = (const N *)f.embedding + f.ids[t] * f.hidden;
-        for (int64_t i = 0; i < f.hidden; i += LANES) store(x() + t * f.hidden + i, load(row + i));
+        for (int64_t i = 0; i < f.hidden; i += LANES) store(x() + t * f.hidden + i, load(row + i) * (float)f.embedding_scale);
         const int64_t half = f.heads.dim / 2;
         N *cos = (N *)f.cos + t * f.heads.dim, *sin = (N *)f.sin + t * f.heads.dim;
         alignas(64) float c[MAX_DIM / 2], s[MAX_DIM / 2];
@@ -89,10 +93,18 @@ template <class N> struct Pass {
         linear(team, Linear<N, N>{normed(), layer.qkv, (const N *)layer.qkv_bias, qkv, f.tokens, STORE});
         team.share(f.tokens, [&](int64_t t) {
             const N *cos = (const N *)f.cos + t * dim, *sin = (const N *)f.sin + t * dim;
-            rotate_and_cache_row(qkv + t * width, cos, sin, k, v, f.slot_mapping[t], f.heads);
+            N *row = qkv + t * width;
+            if (layer.q_norm) {
+                const Heads &h = f.heads;
+                norm_heads(row, (const N *)layer.q_norm, h.heads, dim, layer.q_norm_width, (float)f.eps);
+                norm_heads(row + h.heads * dim, (const N *)layer.k_norm, h.kv_heads, dim,
+                           layer.k_norm_width, (float)f.eps);
+            }
+            if (layer.is_rotated) rotate_and_cache_row(row, cos, sin, k, v, f.slot_mapping[t], f.heads);
+            else cache_row(row, k, v, f.slot_mapping[t], f.heads);
         });
-        attend(team, Attend<N>{qkv, (N *)f.attended, k, v, width, f.heads}, f.rows, work, partials.data());
-        linear(team, Linear<N, float>{(N *)f.attended, layer.output, (const N *)layer.output_bias, x(), f.tokens, ADD});
+        attend(team, Attend<N>{qkv, (N *)f.attended, k, v, width, f.heads, layer.scoring}, f.rows, work, partials.data());
+        linear(team, Linear<N, float>{(N *)f.attended, layer.output, (const N *)layer.output_bias, x(), f.tokens, ADD, (float)f.residual_scale});
     }
 
     INLINE void mlp(Team &team, const Layer &layer) {
@@ -102,7 +114,7 @@ template <class N> struct Pass {
         team.share(f.tokens, [&](int64_t t) {
             silu_row(gate_up + t * 2 * f.inner, active + t * f.inner, f.inner);
         });
-        linear(team, Linear<N, float>{active, layer.down, (const N *)layer.down_bias, x(), f.tokens, ADD});
+        linear(team, Linear<N, float>{active, layer.down, (const N *)layer.down_bias, x(), f.tokens, ADD, (float)f.residual_scale});
     }
 
     void run(Team &team) {

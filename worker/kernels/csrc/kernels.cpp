@@ -24,7 +24,7 @@ extern "C" {
 #define EXPORT __attribute__((visibility("default")))
 
 // Increase this when a signature or struct changes: Python uses only libraries with its own version.
-EXPORT int64_t kernels_version() { return 4; }
+EXPORT int64_t kernels_version() { return 5; }
 
 // Sets the entry point GOMP_parallel of the OpenMP runtime that torch has loaded.
 EXPORT void set_runtime(void *parallel) { runtime() = (Parallel)parallel; }
@@ -79,12 +79,13 @@ EXPORT void place_kv(int64_t numbers, int64_t threads, int64_t rows, const Heads
 // Writes the attention output of one layer to out [T, H, D]. q_stride: numbers from token to token of q.
 EXPORT void paged_attention(int64_t numbers, int64_t threads, const Heads *heads, const Rows *rows,
                             const void *q, int64_t q_stride, const void *k_cache,
-                            const void *v_cache, void *out) {
+                            const void *v_cache, void *out, const Scoring *scoring) {
     in_numbers(numbers, [&](auto zero) {
         using N = decltype(zero);
         const Work work(*rows);
         std::vector<float> partials((size_t)(work.num_partials * heads->kv_heads * partial_floats(*heads)));
-        const Attend<N> a{(const N *)q, (N *)out, (const N *)k_cache, (const N *)v_cache, q_stride, *heads};
+        const Attend<N> a{(const N *)q, (N *)out, (const N *)k_cache, (const N *)v_cache,
+                          q_stride, *heads, *scoring};
         together(threads, 2, [&](Team &team) { attend(team, a, *rows, work, partials.data()); });
     });
 }
@@ -124,7 +125,7 @@ EXPORT void logits(int64_t numbers, int64_t threads, const Head *head, const flo
                    void *normed, float *y) {
     in_numbers(numbers, [&](auto zero) {
         using N = decltype(zero);
-        together(threads, 2, [&](Team &team) { compute_logits(team, *head, x, rows, (N *)normed, y); });
+        together(threads, 3, [&](Team &team) { compute_logits(team, *head, x, rows, (N *)normed, y); });
     });
 }
 

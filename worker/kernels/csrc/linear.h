@@ -232,6 +232,7 @@ template <class X, class Y> struct Linear {
     Y *y;            // [rows, outputs]
     int64_t rows;
     Then then;
+    float scale = 1; // factor of what is added
 };
 
 // A thread's scratch memory for the rows and weights that it multiplies.
@@ -264,7 +265,7 @@ INLINE void finish(const Linear<X, Y> &l, int64_t row, int64_t first, const floa
     for (int o = 0; o < PANEL; o += LANES) {
         Floats result = load(sums + o);
         if (l.bias) result += load(bias + o);
-        if (l.then == ADD) result = load(before + o) + as_stored(Y{}, result);
+        if (l.then == ADD) result = load(before + o) + as_stored(Y{}, result) * l.scale;
         store(ready + o, result);
     }
     memcpy(y, ready, (size_t)count * sizeof(Y));

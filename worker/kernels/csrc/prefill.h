@@ -89,14 +89,17 @@ void load_keys(const Attend<N> &a, const Rows &rows, int64_t row, int64_t kv_hea
 }
 
 // Replaces the scores of QUERIES_AT_ONCE queries by softmax weights, and rescales their sums to the new
-// greatest score. seen[i]: number of the KEYS_AT_ONCE keys that query i sees.
-INLINE void update_softmax(TileScratch &s, int64_t query, const int64_t *seen, int64_t dim) {
+// greatest score. Of the KEYS_AT_ONCE keys, query i sees those from hidden[i] to seen[i] - 1.
+INLINE void update_softmax(
+    TileScratch &s, int64_t query, const int64_t *hidden, const int64_t *seen, int64_t dim
+) {
     for (int i = 0; i < QUERIES_AT_ONCE; i++) {
         float *scores = s.scores + i * KEYS_AT_ONCE;
-        if (seen[i] <= 0) {
+        if (seen[i] <= hidden[i]) {
             memset(scores, 0, KEYS_AT_ONCE * sizeof(float));
             continue;
         }
+        for (int64_t j = 0; j < hidden[i]; j++) scores[j] = -INFINITY;
         for (int64_t j = seen[i]; j < KEYS_AT_ONCE; j++) scores[j] = -INFINITY;
         Floats high = load(scores);
         for (int j = LANES; j < KEYS_AT_ONCE; j += LANES) high = max_of(load(scores + j), high);
@@ -128,21 +131,26 @@ void prefill_item(const Attend<N> &a, const Rows &rows, const Item &item, int64_
     for (int64_t t = 0; t < tokens; t++)
         scale_queries(a.q + (item.first + t) * a.q_stride + kv_head * group * h.dim,
                s.queries.data() + t * group * h.dim, group * h.dim,
-               1.0f / std::sqrt((float)h.dim));
-    for (int64_t key = 0; key < before + tokens; key += KEYS_AT_ONCE) {
+               (float)a.scoring.scale);
+    const int64_t start = a.scoring.first_key(before) / KEYS_AT_ONCE * KEYS_AT_ONCE;
+    for (int64_t key = start; key < before + tokens; key += KEYS_AT_ONCE) {
         const int64_t count = before + tokens - key < KEYS_AT_ONCE ? before + tokens - key : KEYS_AT_ONCE;
         load_keys(a, rows, item.row, kv_head, key, count, s);
         for (int64_t query = 0; query < whole; query += QUERIES_AT_ONCE) {
-            int64_t seen[QUERIES_AT_ONCE], most = 0;
+            int64_t hidden[QUERIES_AT_ONCE], seen[QUERIES_AT_ONCE], most = 0;
             for (int i = 0; i < QUERIES_AT_ONCE; i++) {
                 const int64_t last = query + i < queries ? before + (query + i) / group + 1 : 0;
+                const int64_t first = a.scoring.first_key(last - 1);
+                hidden[i] = first > key ? first - key : 0;
                 seen[i] = last - key < count ? last - key : count;
-                most = seen[i] > most ? seen[i] : most;
+                if (seen[i] > hidden[i] && seen[i] > most) most = seen[i];
             }
             if (!most) continue;
             const float *q = s.queries.data() + query * h.dim;
             tile<false>(q, h.dim, s.keys, KEYS_AT_ONCE, h.dim, s.scores, KEYS_AT_ONCE, KEYS_AT_ONCE);
-            update_softmax(s, query, seen, h.dim);
+            if (a.scoring.soft_cap != 0)
+                cap_scores(s.scores, QUERIES_AT_ONCE * KEYS_AT_ONCE, (float)a.scoring.soft_cap);
+            update_softmax(s, query, hidden, seen, h.dim);
             float *sums = s.sums.data() + query * h.dim;
             tile<true>(s.scores, KEYS_AT_ONCE, s.values, h.dim, most, sums, h.dim, h.dim);
         }

@@ -1,19 +1,20 @@
-"""The Llama forward pass as one call of the compiled kernels per step, if all linears are packed.
+"""The forward pass in one call of the compiled kernels per step, if all linears are packed.
 
-csrc/forward.h and decode.h correspond to llama.py line by line. Control does not return to Python
-between linears, and threads are woken once per step. Steps with so many rows that dense weights are
-faster are computed by llama.py instead (layers/hybrid_linear.py).
+csrc/forward.h and decode.h correspond to decoder.py line by line. Nothing returns to Python between
+linears, and threads are woken once per step. Steps with enough rows for dense weights to be faster
+do not use it (layers/hybrid_linear.py).
 
-Legend in llama.py.
+Legend in decoder.py.
 """
 
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections.abc import Sequence
 from ctypes import byref
 from itertools import accumulate
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -21,19 +22,22 @@ from torch import Tensor
 from worker.attention.native_paged import NativePlan
 from worker.kernels import structs
 from worker.kernels.base import Kernels
-from worker.kernels.native import NativeKernels, address, dtype_code
+from worker.kernels.native import NativeKernels, address, dtype_code, scoring_struct
 from worker.kernels.packed import PackedLinear, PackedMatrix
 from worker.kv.cache import KVCache
 from worker.layers.hybrid_linear import NEVER, HybridLinear
+from worker.layers.linear import Linear
 from worker.layers.rope import attention_factor, inverse_frequencies
-from worker.models.config import LlamaConfig
+from worker.models.compiled import why_not
+from worker.models.spec import ModelSpec
 
 if TYPE_CHECKING:
-    from worker.models.llama import LlamaLayer, LlamaWeights
+    from worker.models.decoder import DecoderLayer, DecoderWeights
+
+log = logging.getLogger(__name__)
 
 ALIGNMENT = 64
 KEPT_BYTES = 64 << 20
-LINEARS = ("qkv", "output", "gate_up", "down")
 
 
 class WholePass:
@@ -44,43 +48,62 @@ class WholePass:
     """
 
     def __init__(
-        self, config: LlamaConfig, weights: LlamaWeights, head: PackedMatrix, kernels: NativeKernels
+        self, spec: ModelSpec, weights: DecoderWeights, head: PackedMatrix, kernels: NativeKernels
     ) -> None:
-        self._config = config
+        attention = spec.layers[0].attention
+        rope = next((each.rope for each in spec.attentions if each.rope is not None), None)
+        self._spec = spec
+        self._attention = attention
         self._weights = weights
         self.kernels = kernels
-        self.dtype_code = dtype_code(weights.embedding, weights.norm)
-        self._inv_freq = inverse_frequencies(config.head_dim, config.rope)
-        self._heads = structs.CHeads(config.num_heads, config.num_kv_heads, config.head_dim)
+        self.dtype_code = dtype_code(weights.embedding, weights.norm.weight)
+        self._inv_freq = torch.zeros(attention.head_dim // 2)
+        self._rope_factor = 1.0
+        if rope is not None:
+            self._inv_freq = inverse_frequencies(rope)
+            self._rope_factor = attention_factor(rope)
+        self._heads = structs.CHeads(
+            attention.num_heads, attention.num_kv_heads, attention.head_dim
+        )
         self._layers = (structs.CLayer * len(weights.layers))(*map(_layer, weights.layers))
-        self.head = structs.CHead(address(weights.norm), head.struct, config.norm_eps)
+        self.head = structs.CHead(
+            address(weights.norm.weight),
+            head.struct,
+            spec.norm.eps,
+            spec.logits_scale,
+            spec.logits_soft_cap or 0.0,
+        )
         self._from_rows = min(map(_from_rows, weights.layers))
         self._memory = PassMemory()
         self._cache = 0
         self.vocab = len(weights.embedding)
 
     @classmethod
-    def of(cls, config: LlamaConfig, weights: LlamaWeights, kernels: Kernels) -> Self | None:
-        """Return the pass, or None if the kernels are torch's or a linear is not packed."""
-        linears = (getattr(layer, name) for layer in weights.layers for name in LINEARS)
+    def of(cls, spec: ModelSpec, weights: DecoderWeights, kernels: Kernels) -> Self | None:
+        """Return the pass; None if the kernels are not compiled ones, if they do not support the
+        model, or if a linear is not packed."""
         if not isinstance(kernels, NativeKernels) or not isinstance(weights.head, PackedLinear):
             return None
+        if reason := why_not(spec):
+            log.info("each operation of a step is a call of its own, which is slower: %s", reason)
+            return None
+        linears = (_linear(slot) for layer in weights.layers for slot in layer.linears)
         if not all(isinstance(linear, PackedLinear | HybridLinear) for linear in linears):
             return None
-        return cls(config, weights, weights.head.matrix, kernels)
+        return cls(spec, weights, weights.head.matrix, kernels)
 
     def is_for(self, tokens: int) -> bool:
         """Return whether a step of `tokens` tokens uses packed weights, and so this pass."""
         return tokens < self._from_rows
 
     def __call__(self, token_ids: Tensor, plan: NativePlan, cache: KVCache) -> Tensor:
-        """Compute a step as `Llama` does, but return the hidden states [T, hidden] in float32."""
+        """Compute a step as `Decoder` does, but return hidden [T, hidden] in float32."""
         count, batch = len(token_ids), plan.batch
         if not 0 <= int(token_ids.min()) <= int(token_ids.max()) < self.vocab:
             raise ValueError("a token is not in the vocabulary")
         assert count == len(batch.positions) == len(batch.slot_mapping)
         assert token_ids.dtype == batch.positions.dtype == torch.int64
-        hidden = torch.empty(count, self._config.hidden)
+        hidden = torch.empty(count, self._spec.hidden)
         step = self.forward(count, cache, self._memory)
         step.x = address(hidden)
         step.rows = plan.rows
@@ -92,9 +115,9 @@ class WholePass:
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [S, V] float32 of the hidden states [S, hidden] float32."""
         assert hidden.dtype == torch.float32
-        assert hidden.shape[1:] == (self._config.hidden,)
+        assert hidden.shape[1:] == (self._spec.hidden,)
         logits = torch.empty(len(hidden), self.head.weight.outputs)
-        (normed,) = self._memory.take([hidden.numel() * self._weights.norm.itemsize])
+        (normed,) = self._memory.take([hidden.numel() * self._weights.norm.weight.itemsize])
         self.kernels.library.logits(
             self.dtype_code,
             torch.get_num_threads(),
@@ -107,22 +130,18 @@ class WholePass:
         return logits
 
     def forward(self, count: int, cache: KVCache, memory: PassMemory) -> structs.CForward:
-        """Return the argument struct for a step of `count` tokens, with scratch space in `memory`.
-
-        The caller fills in the fields of the tokens (`x`, `ids`, `positions`, `slot_mapping`) and
-        of the rows (`rows`).
-        """
-        config, size = self._config, self._weights.embedding.itemsize
+        """Return the struct of a step of `count` tokens, except the fields of tokens and rows."""
+        spec, attention = self._spec, self._attention
+        inner, size = spec.layers[0].mlp.intermediate, self._weights.embedding.itemsize
         self.use_cache(cache)
-        q_width = config.num_heads * config.head_dim
         widths = (
-            config.head_dim,
-            config.head_dim,
-            config.hidden,
-            q_width + 2 * config.num_kv_heads * config.head_dim,
-            q_width,
-            2 * config.intermediate,
-            config.intermediate,
+            attention.head_dim,
+            attention.head_dim,
+            spec.hidden,
+            attention.q_width + 2 * attention.kv_width,
+            attention.q_width,
+            2 * inner,
+            inner,
         )
         names = ("cos", "sin", "normed", "qkv", "attended", "gate_up", "active")
         scratch = memory.take([count * width * size for width in widths])
@@ -130,13 +149,15 @@ class WholePass:
             layers=ctypes.addressof(self._layers),
             num_layers=len(self._layers),
             tokens=count,
-            hidden=config.hidden,
-            inner=config.intermediate,
+            hidden=spec.hidden,
+            inner=inner,
             heads=self._heads,
             embedding=address(self._weights.embedding),
             inv_freq=address(self._inv_freq),
-            eps=config.norm_eps,
-            rope_factor=attention_factor(config.rope),
+            eps=spec.norm.eps,
+            rope_factor=self._rope_factor,
+            embedding_scale=spec.embedding_scale,
+            residual_scale=spec.residual_scale,
             **dict(zip(names, scratch, strict=True)),
         )
 
@@ -170,20 +191,37 @@ class PassMemory:
         return [start + end for end in (0, *ends[:-1])]
 
 
-def _layer(layer: LlamaLayer) -> structs.CLayer:
-    linears = [_packed(getattr(layer, name)) for name in LINEARS]
+def _layer(layer: DecoderLayer) -> structs.CLayer:
+    assert layer.attention_norm is not None
+    assert layer.mlp_norm is not None
+    linears = [_packed(_linear(slot)) for slot in layer.linears]
+    attention, q_norm, k_norm = layer.spec.attention, layer.q_norm, layer.k_norm
     return structs.CLayer(
-        address(layer.attention_norm),
-        address(layer.mlp_norm),
+        address(layer.attention_norm.weight),
+        address(layer.mlp_norm.weight),
         *(linear.matrix.struct for linear in linears),
         *(address(linear.bias) for linear in linears),
+        q_norm=None if q_norm is None else address(q_norm.weight),
+        k_norm=None if k_norm is None else address(k_norm.weight),
+        scoring=scoring_struct(attention.scale, attention.soft_cap, attention.window),
+        q_norm_width=0 if q_norm is None else q_norm.weight.numel(),
+        k_norm_width=0 if k_norm is None else k_norm.weight.numel(),
+        is_rotated=attention.rope is not None,
     )
 
 
-def _packed(linear: PackedLinear | HybridLinear) -> PackedLinear:
-    return linear.packed if isinstance(linear, HybridLinear) else linear
+def _linear(slot: tuple[Any, str]) -> Linear:
+    owner, name = slot
+    linear: Linear = getattr(owner, name)
+    return linear
 
 
-def _from_rows(layer: LlamaLayer) -> int:
-    linears = [getattr(layer, name) for name in LINEARS]
+def _packed(linear: Linear) -> PackedLinear:
+    packed = linear.packed if isinstance(linear, HybridLinear) else linear
+    assert isinstance(packed, PackedLinear)
+    return packed
+
+
+def _from_rows(layer: DecoderLayer) -> int:
+    linears = [_linear(slot) for slot in layer.linears]
     return min(each.min_dense_rows if isinstance(each, HybridLinear) else NEVER for each in linears)

@@ -1,0 +1,90 @@
+"""MLPs: plain, gated, and mixtures of experts.
+
+Legend: N rows, I intermediate, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import gelu, silu, softmax
+
+from worker.kernels.base import Kernels
+from worker.layers.linear import Linear
+from worker.models.spec import Activation, MlpSpec
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return gelu(x, approximate="tanh")
+
+
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": silu,
+    "gelu": gelu,
+    "gelu_tanh": _gelu_tanh,
+}
+
+
+@dataclass(slots=True)
+class Mlp:
+    """An MLP, or one expert. `gate_up` gives the gate's items [N, I], then up's; without a gate
+    only up's."""
+
+    spec: MlpSpec
+    gate_up: Linear
+    down: Linear
+
+    def __call__(self, x: Tensor, kernels: Kernels) -> Tensor:
+        """Return the result [N, hidden] for x [N, hidden]."""
+        inner = self.gate_up(x)
+        if self.spec.is_gated and self.spec.activation == "silu":
+            return self.down(kernels.silu_mul(inner))
+        act = ACTIVATIONS[self.spec.activation]
+        if not self.spec.is_gated:
+            return self.down(act(inner))
+        gate, up = inner.chunk(2, dim=-1)
+        return self.down(act(gate).mul_(up))
+
+    @property
+    def experts(self) -> Sequence[Mlp]:
+        return (self,)
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield from self.gate_up.tensors()
+        yield from self.down.tensors()
+
+
+@dataclass(slots=True)
+class ExpertMlp:
+    """A mixture of experts: the router chooses `top_k` of them for each row."""
+
+    spec: MlpSpec
+    router: Linear
+    experts: Sequence[Mlp]
+
+    def __call__(self, x: Tensor, kernels: Kernels) -> Tensor:
+        """Return the result [N, hidden] for x [N, hidden]: each expert computes its rows at once,
+        and their sum runs over the experts in order."""
+        weights, chosen = self._route(x)
+        total = torch.zeros_like(x)
+        for index in torch.unique(chosen).tolist():
+            rows, place = torch.where(chosen == index)
+            part = self.experts[index](x.index_select(0, rows), kernels)
+            total.index_add_(0, rows, part * weights[rows, place, None])
+        return total
+
+    def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the weights [N, top_k] in x's dtype, and the experts [N, top_k]."""
+        scores = softmax(self.router.to_float(x), dim=-1)
+        weights, chosen = torch.topk(scores, self.spec.top_k, dim=-1)
+        if self.spec.renormalize:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        return weights.to(x.dtype), chosen
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield from self.router.tensors()
+        for expert in self.experts:
+            yield from expert.tensors()

@@ -1,0 +1,219 @@
+"""The forward pass of every family, in torch: the reference for the compiled one (whole_step.py).
+
+Legend: T tokens in the step, S rows that need logits, H query heads, H_kv key/value heads, D head
+dim, V vocabulary. All projections are stored as torch does, [out, in].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from worker.attention.base import Attention, AttentionBatch
+from worker.attention.native_paged import NativePlan
+from worker.kernels.base import Kernels
+from worker.kernels.reference import TorchKernels
+from worker.kv.cache import KVCache
+from worker.layers.linear import Linear
+from worker.layers.mlp import ExpertMlp, Mlp
+from worker.layers.norm import Norm
+from worker.layers.rope import attention_factor, inverse_frequencies, rotate, rotation
+from worker.models.rope_config import RopeConfig
+from worker.models.spec import AttentionSpec, LayerSpec, ModelSpec
+from worker.models.whole_step import WholePass
+
+Turn = tuple[Tensor, Tensor]
+"""cos and sin of a step's rotary angles, as `rotation` returns them."""
+
+
+@dataclass(slots=True)
+class DecoderLayer:
+    """Weights of a layer. A layer without a norm has None in its place.
+
+    qkv     [(H + 2 H_kv) * D, hidden]: queries, keys, values
+    q_norm  of each head [D], or of all together [H * D]; k_norm likewise
+    """
+
+    spec: LayerSpec
+    attention_norm: Norm | None
+    qkv: Linear
+    q_norm: Norm | None
+    k_norm: Norm | None
+    output: Linear
+    post_attention_norm: Norm | None
+    mlp_norm: Norm | None
+    mlp: Mlp | ExpertMlp
+    post_mlp_norm: Norm | None
+
+    @property
+    def norms(self) -> list[Norm]:
+        found = (self.attention_norm, self.q_norm, self.k_norm, self.post_attention_norm)
+        return [norm for norm in (*found, self.mlp_norm, self.post_mlp_norm) if norm is not None]
+
+    @property
+    def linears(self) -> list[tuple[Any, str]]:
+        """Return the owner and the attribute of each linear layer but a router."""
+        mlps = [(mlp, name) for mlp in self.mlp.experts for name in ("gate_up", "down")]
+        return [(self, "qkv"), (self, "output"), *mlps]
+
+    def tensors(self) -> Iterator[Tensor]:
+        for norm in self.norms:
+            yield from norm.tensors()
+        for linear in (self.qkv, self.output):
+            yield from linear.tensors()
+        yield from self.mlp.tensors()
+
+
+@dataclass(slots=True)
+class DecoderWeights:
+    """All weights: embedding [V, hidden]; positions [context, hidden] if they are learned; `head`
+    maps hidden to V, with the same numbers if they are tied."""
+
+    embedding: Tensor
+    positions: Tensor | None
+    layers: list[DecoderLayer]
+    norm: Norm
+    head: Linear
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield all tensors; a shared tensor comes several times."""
+        yield self.embedding
+        if self.positions is not None:
+            yield self.positions
+        for layer in self.layers:
+            yield from layer.tensors()
+        yield from self.norm.tensors()
+        yield from self.head.tensors()
+
+
+class Decoder:
+    """A model: its forward pass and its logits. It has no state of any request.
+
+    whole   the forward pass in one call, if kernels and weights support it; its result is float32.
+            None: layers are computed one after the other
+    """
+
+    def __init__(
+        self, spec: ModelSpec, weights: DecoderWeights, kernels: Kernels | None = None
+    ) -> None:
+        self.spec = spec
+        self.weights = weights
+        self.kernels = kernels or TorchKernels()
+        device = weights.embedding.device
+        ropes = {each.rope for each in spec.attentions if each.rope is not None}
+        self._frequencies = {rope: inverse_frequencies(rope).to(device) for rope in ropes}
+        self.whole = WholePass.of(spec, weights, self.kernels)
+
+    @torch.inference_mode()
+    def __call__(
+        self, token_ids: Tensor, batch: AttentionBatch, cache: KVCache, attention: Attention
+    ) -> Tensor:
+        """Return hidden [T, hidden], before the final norm, of token_ids [T] int64.
+
+        Writes this step's keys and values to the cache.
+        """
+        plans = {window: attention.plan(batch, window) for window in self.spec.windows}
+        plan = next(iter(plans.values()))
+        whole = self.whole
+        if whole is not None and isinstance(plan, NativePlan) and whole.is_for(len(token_ids)):
+            return whole(token_ids, plan, cache)
+        x = self._embedded(token_ids, batch.positions)
+        turns = self._turns(batch.positions, x.dtype)
+        delta: Tensor | None = None
+        for index, layer in enumerate(self.weights.layers):
+            spec = layer.spec
+            normed = self._add_norm(x, delta, layer.attention_norm)
+            q = self._place(layer, normed, turns, cache, index, batch.slot_mapping)
+            seen = attention.run(
+                q,
+                *cache.layer(index),
+                plans[spec.attention.window],
+                scale=spec.attention.scale,
+                soft_cap=spec.attention.soft_cap,
+            )
+            delta = self._scaled(layer.output(seen.flatten(1)), layer.post_attention_norm)
+            if spec.order in ("parallel", "parallel_one_norm"):
+                normed = normed if layer.mlp_norm is None else layer.mlp_norm(x)
+                delta = delta.add_(self._scaled(layer.mlp(normed, self.kernels), None))
+                continue
+            normed = self._add_norm(x, delta, layer.mlp_norm)
+            delta = self._scaled(layer.mlp(normed, self.kernels), layer.post_mlp_norm)
+        return x.add_(delta) if delta is not None else x
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits [S, V] float32 of hidden [S, hidden]."""
+        if self.whole is not None and hidden.dtype == torch.float32:
+            return self.whole.logits(hidden)
+        logits = self.weights.head.to_float(self._add_norm(hidden, None, self.weights.norm))
+        if self.spec.logits_scale != 1.0:
+            logits.mul_(self.spec.logits_scale)
+        cap = self.spec.logits_soft_cap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+    def _embedded(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        x = self.weights.embedding.index_select(0, token_ids)
+        if self.spec.embedding_scale != 1.0:
+            # Rounded to the model's dtype first, as in training.
+            x.mul_(torch.tensor(self.spec.embedding_scale, dtype=x.dtype, device=x.device))
+        if self.weights.positions is not None:
+            x.add_(self.weights.positions.index_select(0, positions))
+        return x
+
+    def _turns(self, positions: Tensor, dtype: torch.dtype) -> dict[RopeConfig | None, Turn]:
+        return {
+            rope: rotation(positions, frequencies, dtype, attention_factor(rope))
+            for rope, frequencies in self._frequencies.items()
+        }
+
+    def _add_norm(self, x: Tensor, delta: Tensor | None, norm: Norm | None) -> Tensor:
+        """Add delta to x [T, hidden] in place. Return the norm of x; x itself without a norm."""
+        if norm is not None and norm.is_plain:
+            return self.kernels.add_norm(x, delta, norm.weight, norm.spec.eps)
+        if delta is not None:
+            x.add_(delta)
+        return x if norm is None else norm(x)
+
+    def _scaled(self, delta: Tensor, norm: Norm | None) -> Tensor:
+        """Return what a block adds: its result, through `norm` and times the residual scale."""
+        delta = delta if norm is None else norm(delta)
+        scale = self.spec.residual_scale
+        return delta if scale == 1.0 else delta.mul_(scale)
+
+    def _place(
+        self,
+        layer: DecoderLayer,
+        normed: Tensor,
+        turns: Mapping[RopeConfig | None, Turn],
+        cache: KVCache,
+        index: int,
+        slot_mapping: Tensor,
+    ) -> Tensor:
+        """Write the keys and values of normed [T, hidden] to the cache at slot_mapping [T], and
+        return the queries [T, H, D]."""
+        attention, qkv = layer.spec.attention, layer.qkv(normed)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            _norm_heads(qkv, attention, layer.q_norm, layer.k_norm)
+        rope = attention.rope
+        if rope is not None and rope.width == attention.head_dim:
+            return self.kernels.rotate_and_cache(qkv, turns[rope], cache, index, slot_mapping)
+        heads = qkv.view(len(qkv), -1, attention.head_dim)
+        if rope is not None:
+            turned = heads[:, : -attention.num_kv_heads, : rope.width]
+            turned.copy_(rotate(turned, *turns[rope]))
+        q, k, v = torch.split(heads, [attention.num_heads, *[attention.num_kv_heads] * 2], dim=1)
+        cache.write(index, k, v, slot_mapping)
+        return q
+
+
+def _norm_heads(qkv: Tensor, attention: AttentionSpec, q_norm: Norm, k_norm: Norm) -> None:
+    """Replace the queries and keys of qkv [T, (H + 2 H_kv) * D] by their norms."""
+    q, k, _ = torch.split(qkv, [attention.q_width, *[attention.kv_width] * 2], dim=1)
+    if attention.qk_norm == "head":
+        q, k = (part.view(len(part), -1, attention.head_dim) for part in (q, k))
+    q.copy_(q_norm(q))
+    k.copy_(k_norm(k))

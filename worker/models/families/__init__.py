@@ -1,0 +1,1 @@
+"""Model families: each reads its config.json into a ModelSpec and names its tensors."""

@@ -1,0 +1,214 @@
+"""What every family shares: defaults of missing keys, and readers of common keys.
+
+A missing key has the value that its transformers config class gives it; a test compares all of
+them. A null is accepted where that class accepts it. Keys that would change the result and are not
+understood are refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from worker.loading.errors import UnusableModel
+from worker.loading.fields import Fields
+from worker.models.rope_config import LongRopeScaling, RopeConfig, rope_config
+from worker.models.spec import (
+    Activation,
+    AttentionSpec,
+    LayerSpec,
+    MlpSpec,
+    ModelSpec,
+    NormSpec,
+    checked_layers,
+)
+from worker.models.tensors import TensorNames
+
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+"""Names that configs use; all those of gelu_tanh are one function."""
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "rope_parameters": None,
+    "tie_word_embeddings": False,
+}
+"""Defaults of transformers' LlamaConfig, which most families share."""
+
+
+class ConfigFields(Fields):
+    """The fields of a config.json, with a value for each key that its family reads."""
+
+    def __init__(self, values: Mapping[str, Any], architecture: str) -> None:
+        super().__init__(values, "config.json")
+        self.architecture = architecture
+
+    @property
+    def num_layers(self) -> int:
+        return checked_layers(self.integer("num_hidden_layers"))
+
+    @property
+    def num_heads(self) -> int:
+        return self.integer("num_attention_heads")
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Return the key/value heads; null means as many as query heads."""
+        return self.integer("num_key_value_heads", self.num_heads)
+
+    @property
+    def head_dim(self) -> int:
+        return self.integer("head_dim", self.integer("hidden_size") // max(self.num_heads, 1))
+
+    @property
+    def window(self) -> int | None:
+        """Return `sliding_window`; null means none."""
+        return None if self.get("sliding_window") is None else self.integer("sliding_window")
+
+    def rope(self, *, partial: float | None = None) -> RopeConfig:
+        """Return the rotary embeddings; for `partial` see rope_config."""
+        return rope_config(self, self.head_dim, partial=partial)
+
+    def attention(self, rope: RopeConfig | None, **changes: Any) -> AttentionSpec:
+        """Return plain attention with `changes`."""
+        head_dim = self.head_dim
+        usual: dict[str, Any] = {
+            "num_heads": self.num_heads,
+            "num_kv_heads": self.num_kv_heads,
+            "head_dim": head_dim,
+            "rope": rope,
+            "scale": max(head_dim, 1) ** -0.5,
+        }
+        return AttentionSpec(**(usual | changes))
+
+    def activation(self, key: str = "hidden_act") -> Activation:
+        name = self.text(key)
+        if name not in ACTIVATIONS:
+            known = ", ".join(sorted(ACTIVATIONS))
+            raise UnusableModel(f"{key} {name!r} is not supported; supported: {known}")
+        return ACTIVATIONS[name]
+
+    def mlp(self, **changes: Any) -> MlpSpec:
+        """Return a gated MLP with `changes`."""
+        usual: dict[str, Any] = {"intermediate": self.integer("intermediate_size")}
+        if "activation" not in changes:
+            usual["activation"] = self.activation()
+        return MlpSpec(**(usual | changes))
+
+    def layer_types(self, default: Callable[[int], str]) -> list[str]:
+        """Return the kind of each layer: FULL or SLIDING. `default` gives the kind of a layer by
+        its index, if the config has no list."""
+        kinds = self.get("layer_types")
+        if kinds is None:
+            return [default(index) for index in range(self.num_layers)]
+        if not isinstance(kinds, list) or len(kinds) != self.num_layers:
+            raise UnusableModel(f"layer_types must be a list of {self.num_layers} layers")
+        if others := sorted({str(kind) for kind in kinds} - {FULL, SLIDING}):
+            raise UnusableModel(f"layers of type {others[0]!r} are not supported")
+        return kinds
+
+    def rms_norm(self, key: str = "rms_norm_eps", *, offset: float = 0.0) -> NormSpec:
+        return NormSpec(eps=self.number(key), offset=offset)
+
+    def layer_norm(self, key: str, *, bias: bool = True) -> NormSpec:
+        return NormSpec(kind="layer", eps=self.number(key), bias=bias)
+
+    def model(self, layers: Sequence[LayerSpec], norm: NormSpec, **changes: Any) -> ModelSpec:
+        """Return the model. Equal layers become one object."""
+        shared: dict[LayerSpec, LayerSpec] = {}
+        usual: dict[str, Any] = {
+            "architecture": self.architecture,
+            "vocab_size": self.integer("vocab_size"),
+            "hidden": self.integer("hidden_size"),
+            "context_tokens": self.integer("max_position_embeddings"),
+            "layers": tuple(shared.setdefault(layer, layer) for layer in layers),
+            "norm": norm,
+            "tied_embeddings": self.flag("tie_word_embeddings"),
+        }
+        for layer in shared:
+            rope = layer.attention.rope
+            if rope is not None and isinstance(rope.scaling, LongRopeScaling):
+                limit = min(usual["context_tokens"], rope.scaling.original_context)
+                usual["context_tokens"] = limit
+        return ModelSpec(**(usual | changes))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """A config class of transformers, and how its configs are read.
+
+    A key of `defaults` whose default is None, or that is in `nullable`, may be null.
+    """
+
+    architecture: str
+    model_type: str
+    defaults: Mapping[str, Any]
+    read: Callable[[ConfigFields], ModelSpec]
+    names: Callable[[ModelSpec], TensorNames]
+    #: Keys that this class does not read, with the value that this amounts to.
+    ignored: Mapping[str, Any] = field(default_factory=dict)
+    nullable: frozenset[str] = frozenset()
+    #: Keys with the only values that are supported.
+    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    #: Another name of a key -> the key.
+    aliases: Mapping[str, str] = field(default_factory=dict)
+
+    def spec(self, config: Mapping[str, Any]) -> ModelSpec:
+        """Return the model that a parsed config.json describes.
+
+        Raises UnusableModel, naming the field.
+        """
+        values = {self.aliases.get(key, key): value for key, value in config.items()}
+        values = {**self.defaults, **values, **self.ignored}
+        for key, default in self.defaults.items():
+            if values[key] is None and default is not None and key not in self.nullable:
+                raise UnusableModel(f"config.json: {key!r} is null")
+        for key, supported in {**UNSUPPORTED, **self.only}.items():
+            if (value := values.get(key)) not in supported:
+                raise UnusableModel(f"{key} {value!r:.80} is not supported for {self.model_type}")
+        _refuse_quantised(values)
+        return self.read(ConfigFields(values, self.architecture))
+
+    def is_nullable(self, key: str) -> bool:
+        """Return whether the key may be null."""
+        return self.defaults[key] is None or key in self.nullable
+
+
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "per_layer_config": (None,),
+    "use_bidirectional_attention": (None, False),
+    "is_decoder": (None, True, False),
+    "add_cross_attention": (None, False),
+    "clip_qkv": (None,),
+}
+"""Keys of several classes that change the result, with the values that do not."""
+
+
+def _refuse_quantised(values: Mapping[str, Any]) -> None:
+    if (quantized := values.get("quantization_config")) is not None:
+        method = Fields(quantized, "quantization_config").get("quant_method")
+        raise UnusableModel(f"safetensors quantised with {method!r} are not supported")
+
+
+def every(interval: int, *, regular: str = SLIDING, last: str = FULL) -> Callable[[int], str]:
+    """Return the kinds of layers of which each `interval`-th is `last` and the others `regular`."""
+    if interval < 1:
+        raise UnusableModel(f"a pattern of {interval} layers is not supported")
+    return lambda index: regular if (index + 1) % interval else last

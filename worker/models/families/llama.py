@@ -1,0 +1,144 @@
+"""Families that differ from Llama by biases, factors and layers without positions: Llama, SmolLM2
+and Falcon 3 (both are Llama in their configs), SmolLM3, Granite 3 and Seed-OSS."""
+
+from __future__ import annotations
+
+from worker.loading.errors import UnusableModel
+from worker.models.families.family import DEFAULTS, FULL, SLIDING, ConfigFields, Family
+from worker.models.spec import LayerSpec, ModelSpec
+from worker.models.tensors import names_of
+
+
+def read_llama(config: ConfigFields) -> ModelSpec:
+    bias = config.flag("attention_bias")
+    attention = config.attention(config.rope(), qkv_bias=bias, output_bias=bias)
+    layer = LayerSpec(attention=attention, mlp=config.mlp(bias=config.flag("mlp_bias")))
+    return config.model([layer] * config.num_layers, config.rms_norm())
+
+
+def read_seed_oss(config: ConfigFields) -> ModelSpec:
+    attention = config.attention(
+        config.rope(),
+        qkv_bias=config.flag("attention_bias"),
+        output_bias=config.flag("attention_out_bias"),
+    )
+    layer = LayerSpec(attention=attention, mlp=config.mlp(bias=config.flag("mlp_bias")))
+    return config.model([layer] * config.num_layers, config.rms_norm())
+
+
+def read_granite(config: ConfigFields) -> ModelSpec:
+    bias = config.flag("attention_bias")
+    attention = config.attention(
+        config.rope(),
+        qkv_bias=bias,
+        output_bias=bias,
+        scale=config.number("attention_multiplier"),
+    )
+    layer = LayerSpec(attention=attention, mlp=config.mlp(bias=config.flag("mlp_bias")))
+    return config.model(
+        [layer] * config.num_layers,
+        config.rms_norm(),
+        embedding_scale=config.number("embedding_multiplier"),
+        residual_scale=config.number("residual_multiplier"),
+        logits_scale=1.0 / config.positive("logits_scaling"),
+    )
+
+
+def read_smollm3(config: ConfigFields) -> ModelSpec:
+    """`no_rope_layers` has 0 for each layer without positions."""
+    bias, mlp = config.flag("attention_bias"), config.mlp(bias=config.flag("mlp_bias"))
+    window = config.window if config.flag("use_sliding_window") else None
+    rotates = config.get("no_rope_layers")
+    if rotates is None:
+        interval = max(config.integer("no_rope_layer_interval"), 1)
+        rotates = [(index + 1) % interval != 0 for index in range(config.num_layers)]
+    if not isinstance(rotates, list) or len(rotates) != config.num_layers:
+        raise UnusableModel(f"no_rope_layers must be a list of {config.num_layers} layers")
+    kinds = config.layer_types(
+        lambda index: SLIDING if window is not None and not rotates[index] else FULL
+    )
+    rope = config.rope()
+    layers = [
+        LayerSpec(
+            attention=config.attention(
+                rope if is_rotated else None,
+                window=window if kind == SLIDING else None,
+                qkv_bias=bias,
+                output_bias=bias,
+            ),
+            mlp=mlp,
+        )
+        for kind, is_rotated in zip(kinds, rotates, strict=True)
+    ]
+    return config.model(layers, config.rms_norm())
+
+
+BIASES = {"attention_bias": False, "mlp_bias": False}
+FAMILIES = (
+    Family(
+        architecture="LlamaForCausalLM",
+        model_type="llama",
+        defaults=DEFAULTS | BIASES,
+        ignored={"sliding_window": None},
+        read=read_llama,
+        names=lambda spec: names_of(),
+    ),
+    Family(
+        architecture="GraniteForCausalLM",
+        model_type="granite",
+        defaults=DEFAULTS
+        | BIASES
+        | {
+            "embedding_multiplier": 1.0,
+            "logits_scaling": 1.0,
+            "residual_multiplier": 1.0,
+            "attention_multiplier": 1.0,
+        },
+        read=read_granite,
+        names=lambda spec: names_of(),
+    ),
+    Family(
+        architecture="SeedOssForCausalLM",
+        model_type="seed_oss",
+        defaults=DEFAULTS
+        | {
+            "vocab_size": 155136,
+            "intermediate_size": 27648,
+            "num_hidden_layers": 64,
+            "num_attention_heads": 80,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 524288,
+            "attention_bias": True,
+            "attention_out_bias": False,
+            "mlp_bias": False,
+        },
+        nullable=frozenset({"num_key_value_heads", "head_dim"}),
+        read=read_seed_oss,
+        names=lambda spec: names_of(),
+    ),
+    Family(
+        architecture="SmolLM3ForCausalLM",
+        model_type="smollm3",
+        defaults=DEFAULTS
+        | BIASES
+        | {
+            "vocab_size": 128256,
+            "hidden_size": 2048,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32768,
+            "rope_theta": 2000000.0,
+            "tie_word_embeddings": True,
+            "use_sliding_window": False,
+            "sliding_window": None,
+            "layer_types": None,
+            "no_rope_layers": None,
+            "no_rope_layer_interval": 4,
+        },
+        nullable=frozenset({"num_key_value_heads"}),
+        read=read_smollm3,
+        names=lambda spec: names_of(),
+    ),
+)

@@ -1,0 +1,105 @@
+"""OLMo 2, OLMo 3 and EXAONE 4: norms after each block, and norms of queries and keys."""
+
+from __future__ import annotations
+
+from worker.models.families.family import DEFAULTS, FULL, SLIDING, ConfigFields, Family, every
+from worker.models.rope_config import layered_rope_config
+from worker.models.spec import LayerSpec, ModelSpec
+from worker.models.tensors import names_of
+
+
+def read_olmo2(config: ConfigFields) -> ModelSpec:
+    bias = config.flag("attention_bias")
+    attention = config.attention(
+        config.rope(), qkv_bias=bias, output_bias=bias, qk_norm="projection"
+    )
+    layer = LayerSpec(attention=attention, mlp=config.mlp(), order="post")
+    return config.model([layer] * config.num_layers, config.rms_norm())
+
+
+def read_olmo3(config: ConfigFields) -> ModelSpec:
+    """In older configs `rope_theta` counts for layers with full attention only."""
+    bias, mlp = config.flag("attention_bias"), config.mlp()
+    ropes = {
+        kind: layered_rope_config(config, config.head_dim, kind, theta=theta, default_theta=5e5)
+        for kind, theta in ((SLIDING, ""), (FULL, "rope_theta"))
+    }
+    layers = [
+        LayerSpec(
+            attention=config.attention(
+                ropes[kind],
+                window=config.window if kind == SLIDING else None,
+                qkv_bias=bias,
+                output_bias=bias,
+                qk_norm="projection",
+            ),
+            mlp=mlp,
+            order="post",
+        )
+        for kind in config.layer_types(every(4))
+    ]
+    return config.model(layers, config.rms_norm())
+
+
+def read_exaone4(config: ConfigFields) -> ModelSpec:
+    """If there are windows, layers with full attention have no positions."""
+    window, mlp, rope = config.window, config.mlp(), config.rope()
+    pattern = every(config.integer("sliding_window_pattern")) if window is not None else _full
+    layers = [
+        LayerSpec(
+            attention=config.attention(
+                rope if window is None or kind == SLIDING else None,
+                window=window if kind == SLIDING else None,
+                qk_norm="head",
+            ),
+            mlp=mlp,
+            order="post",
+        )
+        for kind in config.layer_types(pattern)
+    ]
+    return config.model(layers, config.rms_norm())
+
+
+def _full(index: int) -> str:
+    return FULL
+
+
+NAMES = {
+    "post_attention_norm": "model.layers.{i}.post_attention_layernorm",
+    "post_mlp_norm": "model.layers.{i}.post_feedforward_layernorm",
+}
+OLMO_DEFAULTS = DEFAULTS | {"vocab_size": 50304, "rms_norm_eps": 1e-5, "attention_bias": False}
+FAMILIES = (
+    Family(
+        architecture="Olmo2ForCausalLM",
+        model_type="olmo2",
+        defaults=OLMO_DEFAULTS,
+        read=read_olmo2,
+        names=lambda spec: names_of(NAMES),
+    ),
+    Family(
+        architecture="Olmo3ForCausalLM",
+        model_type="olmo3",
+        defaults=OLMO_DEFAULTS | {"rope_theta": None, "sliding_window": 4096, "layer_types": None},
+        nullable=frozenset({"sliding_window"}),
+        read=read_olmo3,
+        names=lambda spec: names_of(NAMES),
+    ),
+    Family(
+        architecture="Exaone4ForCausalLM",
+        model_type="exaone4",
+        defaults=DEFAULTS
+        | {
+            "vocab_size": 102400,
+            "intermediate_size": 16384,
+            "rms_norm_eps": 1e-5,
+            "num_key_value_heads": 32,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 4,
+            "layer_types": None,
+        },
+        nullable=frozenset({"sliding_window", "num_key_value_heads"}),
+        read=read_exaone4,
+        names=lambda spec: names_of(NAMES),
+    ),
+)

@@ -1,0 +1,43 @@
+"""Phi-3 and Phi-4-mini: files with fused matrices, and rotary embeddings for part of each head."""
+
+from __future__ import annotations
+
+from worker.loading.errors import UnusableModel
+from worker.models.families.family import DEFAULTS, ConfigFields, Family
+from worker.models.spec import LayerSpec, ModelSpec
+from worker.models.tensors import names_of
+
+
+def read_phi3(config: ConfigFields) -> ModelSpec:
+    for key in ("rope_scaling", "rope_parameters"):
+        rope = config.get(key) or {}
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind not in ("default", "longrope", "su"):
+            raise UnusableModel(f"rope_type {kind!r} is not supported for phi3")
+    attention = config.attention(config.rope(partial=1.0), window=config.window)
+    layer = LayerSpec(attention=attention, mlp=config.mlp())
+    return config.model([layer] * config.num_layers, config.rms_norm())
+
+
+NAMES = {
+    "qkv": "model.layers.{i}.self_attn.qkv_proj",
+    "gate_up": "model.layers.{i}.mlp.gate_up_proj",
+}
+FAMILIES = (
+    Family(
+        architecture="Phi3ForCausalLM",
+        model_type="phi3",
+        defaults=DEFAULTS
+        | {
+            "vocab_size": 32064,
+            "hidden_size": 3072,
+            "intermediate_size": 8192,
+            "max_position_embeddings": 4096,
+            "original_max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": None,
+        },
+        read=read_phi3,
+        names=lambda spec: names_of(NAMES),
+    ),
+)
