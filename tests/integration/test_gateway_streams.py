@@ -164,7 +164,8 @@ def test_a_stream_has_the_same_bytes_written_by_us_or_by_the_server(
 def test_the_log_shows_how_streams_are_written(
     gateway: GatewayProcess, pywsgi: GatewayProcess
 ) -> None:
-    assert gateway.log.count("streams: ") == 1
+    # One for each time that it serves a model, which is twice if it lost its engine meanwhile.
+    assert gateway.log.count("streams: ") == gateway.log.count(" INFO serving ") >= 1
     assert "streams: written directly to the client's socket" in gateway.log
     why = "the server was not started with gateway/gunicorn_conf.py"
     assert f"streams: written through WSGI, because {why}" in pywsgi.log

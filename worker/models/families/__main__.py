@@ -1,0 +1,25 @@
+"""Prints the table of model families of docs/models.md."""
+
+from __future__ import annotations
+
+from worker.models.compiled import why_not
+from worker.models.families.family import Family
+from worker.models.families.registry import FAMILIES
+
+
+def table() -> str:
+    """Return a Markdown table with a row for each family."""
+    lines = ["| family | `model_type` | a step on a CPU |", "|---|---|---|"]
+    lines += [
+        f"| `{each.architecture}` | `{each.model_type}` | {_path(each)} |" for each in FAMILIES
+    ]
+    return "\n".join(lines)
+
+
+def _path(family: Family) -> str:
+    reason = why_not(family.spec({}))
+    return "one call" if not reason else f"by operation: {reason}"
+
+
+if __name__ == "__main__":
+    print(table())
