@@ -33,7 +33,7 @@ from tests.support.engines import Bench, guess_with_accuracy
 from tests.support.model import smollm2_gguf
 from tests.support.replica import Replica, load
 from tests.support.server import Server
-from worker.models.decoder import Decoder
+from worker.models.decoder import DecoderModel
 from worker.models.load import LoadedModel
 
 TURNS = 24
@@ -146,7 +146,7 @@ def without_most_layers(loaded: LoadedModel) -> LoadedModel:
     right."""
     weights = replace(loaded.model.weights, layers=loaded.model.weights.layers[:DRAFT_LAYERS])
     config = replace(loaded.spec, layers=loaded.spec.layers[:DRAFT_LAYERS])
-    return LoadedModel(Decoder(config, weights), loaded.card, config)
+    return LoadedModel(DecoderModel(config, weights), loaded.card, config)
 
 
 def measure_servers(kinds: Sequence[DraftLoad], turns: int) -> None:

@@ -20,7 +20,7 @@ from tests.support.checkpoints import VOCAB, tiny_tokenizer
 from tests.support.eager import EagerStepper, assert_same, expected, load, some_tokens
 from worker.layers.rope import attention_factor, inverse_frequencies
 from worker.loading.errors import UnusableModel
-from worker.models.families.family import Family
+from worker.models.families.family import ModelFamily
 from worker.models.families.registry import FAMILIES, find_family
 from worker.models.rope_config import LinearScaling, RopeConfig
 from worker.models.spec import ModelSpec
@@ -191,7 +191,7 @@ def test_every_key_that_is_read_is_tried() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.architecture)
-def test_the_defaults_are_those_of_the_config_class(family: Family) -> None:
+def test_the_defaults_are_those_of_the_config_class(family: ModelFamily) -> None:
     theirs = AutoConfig.for_model(family.model_type)
     for key in family.defaults.keys() - {"rope_theta", "rope_parameters", *FOLLOWS}:
         assert getattr(theirs, key, MISSING) == family.defaults[key], key

@@ -20,7 +20,7 @@ from worker.attention.select import select_attention
 from worker.debug.slot_registry import PoisonedSlots
 from worker.kernels.native import NativeKernels
 from worker.kv.cache import KVCache
-from worker.models.decoder import Decoder
+from worker.models.decoder import DecoderModel
 from worker.models.load import load_model
 from worker.slots.fields import slot_fields
 from worker.step import Runner
@@ -34,7 +34,7 @@ BENT = SamplingParams(temperature=0.4, repetition_penalty=1.4, logprobs=1, logpr
 class InPieces:
     """A model without its whole-pass kernel, so that the runner uses the general path."""
 
-    def __init__(self, model: Decoder) -> None:
+    def __init__(self, model: DecoderModel) -> None:
         self._model = model
         self.logits = model.logits
 
@@ -42,7 +42,7 @@ class InPieces:
         return self._model(*args)
 
 
-def runner_of(model: Decoder, dtype: torch.dtype, *, in_pieces: bool) -> Runner:
+def runner_of(model: DecoderModel, dtype: torch.dtype, *, in_pieces: bool) -> Runner:
     config = model.spec
     shape = (config.num_layers, 1 + SLOTS * BLOCKS_EACH, BLOCK_TOKENS, config.num_kv_heads)
     cache = KVCache(*shape, config.head_dim, dtype, CPU)
@@ -84,7 +84,7 @@ def fields_of(result: StepResult) -> list[object]:
     return [getattr(result, name) for name in result.__struct_fields__ if name != "compute_s"]
 
 
-def load(folder: Path, kernels: NativeKernels, dtype: torch.dtype) -> Decoder:
+def load(folder: Path, kernels: NativeKernels, dtype: torch.dtype) -> DecoderModel:
     return load_model(folder, dtype=dtype, device=CPU, kernels=kernels, weights="packed").model
 
 
@@ -99,7 +99,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def both_runners(
-    model: Decoder, dtype: torch.dtype, params: Sequence[SamplingParams]
+    model: DecoderModel, dtype: torch.dtype, params: Sequence[SamplingParams]
 ) -> list[Runner]:
     runners = [runner_of(model, dtype, in_pieces=in_pieces) for in_pieces in (False, True)]
     for runner in runners:

@@ -28,7 +28,7 @@ from worker.layers.hybrid_linear import NEVER
 from worker.loading.errors import UnusableModel
 from worker.loading.header import read_header
 from worker.loading.weights import load_weights
-from worker.models.decoder import Decoder
+from worker.models.decoder import DecoderModel
 from worker.models.load import LoadedModel, load_model, open_weights
 from worker.models.weight_layout import maker
 from worker.startup.machine import cpu_flags
@@ -115,7 +115,7 @@ def test_steps_of_many_rows_use_dense_weights_with_the_same_answers(
     head: Any = weights.head
     weights.head = head.finalize(NEVER)
     packed = load(directory, kernels, torch.bfloat16, "packed")
-    both = replace(packed, model=Decoder(header.spec, weights, kernels))
+    both = replace(packed, model=DecoderModel(header.spec, weights, kernels))
     ours, theirs = answers(both), answers(packed)
     assert torch.equal(ours[0], theirs[0]) == (from_rows > 14)
     for one, other in zip(ours, theirs, strict=True):

@@ -23,7 +23,7 @@ from worker.kernels import structs
 from worker.kernels.native import address
 from worker.kv.cache import KVCache
 from worker.models.base import StepModel
-from worker.models.decoder import Decoder
+from worker.models.decoder import DecoderModel
 from worker.models.whole_step import PassMemory, WholePass
 from worker.sampling.sampler import TokenChoice
 from worker.slots.table import SlotTable
@@ -65,7 +65,7 @@ class DecodeFastPath:
     @classmethod
     def for_model(cls, model: StepModel, slots: SlotTable, cache: KVCache) -> Self | None:
         """Return the fast path, or None if the model has no whole-pass kernel."""
-        if not isinstance(model, Decoder) or model.whole is None:
+        if not isinstance(model, DecoderModel) or model.whole is None:
             return None
         return cls(model.whole, slots, cache)
 

@@ -90,7 +90,7 @@ class DecoderWeights:
         yield from self.head.tensors()
 
 
-class Decoder:
+class DecoderModel:
     """A model: its forward pass and its logits. It has no state of any request.
 
     whole   the forward pass in one call, if kernels and weights support it; its result is float32.

@@ -19,7 +19,7 @@ from worker.loading.gguf_weights import GGUFWeights
 from worker.loading.header import ModelHeader, read_header
 from worker.loading.huggingface import SafetensorsWeights
 from worker.loading.weights import WeightSource, load_weights
-from worker.models.decoder import Decoder, DecoderWeights
+from worker.models.decoder import DecoderModel, DecoderWeights
 from worker.models.spec import ModelSpec
 from worker.models.weight_layout import fitting, maker, settle
 
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 class LoadedModel:
     """A model that is ready to compute."""
 
-    model: Decoder
+    model: DecoderModel
     card: ModelCard
     spec: ModelSpec
     step_costs: list[tuple[int, float]] = field(default_factory=list)
@@ -59,7 +59,7 @@ def load_model(
     loaded = load_weights(header.tensors, source, dtype=dtype, device=device, make=make)
     costs = settle(spec, loaded, dtype, kernels, measurements)
     card = _card(header, loaded, dtype)
-    return LoadedModel(Decoder(spec, loaded, kernels), card, spec, costs)
+    return LoadedModel(DecoderModel(spec, loaded, kernels), card, spec, costs)
 
 
 def open_weights(header: ModelHeader) -> WeightSource:

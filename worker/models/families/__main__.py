@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from worker.models.compiled import why_not
-from worker.models.families.family import Family
+from worker.models.families.family import ModelFamily
 from worker.models.families.registry import FAMILIES
 
 
@@ -16,7 +16,7 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def _path(family: Family) -> str:
+def _path(family: ModelFamily) -> str:
     reason = why_not(family.spec({}))
     return "one call" if not reason else f"by operation: {reason}"
 

@@ -151,7 +151,7 @@ class ConfigFields(Fields):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
+class ModelFamily:
     """A config class of transformers, and how its configs are read.
 
     A key of `defaults` whose default is None, or that is in `nullable`, may be null.

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from worker.models.families.family import DEFAULTS, FULL, SLIDING, ConfigFields, Family, every
+from worker.models.families.family import DEFAULTS, FULL, SLIDING, ConfigFields, ModelFamily, every
 from worker.models.rope_config import RopeConfig, layered_rope_config
 from worker.models.spec import LayerSpec, ModelSpec
 from worker.models.tensors import names_of
@@ -94,7 +94,7 @@ GEMMA_DEFAULTS: dict[str, Any] = {
 }
 NULLABLE = frozenset({"sliding_window", "final_logit_softcapping", "attn_logit_softcapping"})
 FAMILIES = (
-    Family(
+    ModelFamily(
         architecture="Gemma2ForCausalLM",
         model_type="gemma2",
         defaults=GEMMA_DEFAULTS,
@@ -102,7 +102,7 @@ FAMILIES = (
         read=read_gemma2,
         names=lambda spec: names_of(NAMES),
     ),
-    Family(
+    ModelFamily(
         architecture="Gemma3ForCausalLM",
         model_type="gemma3_text",
         defaults=GEMMA_DEFAULTS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from worker.models.families.family import DEFAULTS, SLIDING, ConfigFields, Family, every
+from worker.models.families.family import DEFAULTS, SLIDING, ConfigFields, ModelFamily, every
 from worker.models.spec import LayerOrder, LayerSpec, ModelSpec
 from worker.models.tensors import RowOrder, TensorNames, interleaved, names_of
 
@@ -142,7 +142,7 @@ STARCODER2_NAMES = {
     "down": "model.layers.{i}.mlp.c_proj",
 }
 FAMILIES = (
-    Family(
+    ModelFamily(
         architecture="GPT2LMHeadModel",
         model_type="gpt2",
         defaults=_without("rms_norm_eps", "intermediate_size", "num_key_value_heads", *ROPE_KEYS)
@@ -170,7 +170,7 @@ FAMILIES = (
         read=read_gpt2,
         names=gpt2_names,
     ),
-    Family(
+    ModelFamily(
         architecture="GPTNeoXForCausalLM",
         model_type="gpt_neox",
         defaults=_without("rms_norm_eps", "num_key_value_heads")
@@ -191,7 +191,7 @@ FAMILIES = (
         read=read_gpt_neox,
         names=gpt_neox_names,
     ),
-    Family(
+    ModelFamily(
         architecture="Starcoder2ForCausalLM",
         model_type="starcoder2",
         defaults=_without("rms_norm_eps")
@@ -212,7 +212,7 @@ FAMILIES = (
         read=read_starcoder2,
         names=lambda spec: names_of(STARCODER2_NAMES),
     ),
-    Family(
+    ModelFamily(
         architecture="StableLmForCausalLM",
         model_type="stablelm",
         defaults=_without("rms_norm_eps")
@@ -232,7 +232,7 @@ FAMILIES = (
         read=read_stablelm,
         names=lambda spec: names_of(),
     ),
-    Family(
+    ModelFamily(
         architecture="Cohere2ForCausalLM",
         model_type="cohere2",
         defaults=_without("rms_norm_eps")

@@ -4,7 +4,7 @@ and Falcon 3 (both are Llama in their configs), SmolLM3, Granite 3 and Seed-OSS.
 from __future__ import annotations
 
 from worker.loading.errors import UnusableModel
-from worker.models.families.family import DEFAULTS, FULL, SLIDING, ConfigFields, Family
+from worker.models.families.family import DEFAULTS, FULL, SLIDING, ConfigFields, ModelFamily
 from worker.models.spec import LayerSpec, ModelSpec
 from worker.models.tensors import names_of
 
@@ -75,7 +75,7 @@ def read_smollm3(config: ConfigFields) -> ModelSpec:
 
 BIASES = {"attention_bias": False, "mlp_bias": False}
 FAMILIES = (
-    Family(
+    ModelFamily(
         architecture="LlamaForCausalLM",
         model_type="llama",
         defaults=DEFAULTS | BIASES,
@@ -83,7 +83,7 @@ FAMILIES = (
         read=read_llama,
         names=lambda spec: names_of(),
     ),
-    Family(
+    ModelFamily(
         architecture="GraniteForCausalLM",
         model_type="granite",
         defaults=DEFAULTS
@@ -97,7 +97,7 @@ FAMILIES = (
         read=read_granite,
         names=lambda spec: names_of(),
     ),
-    Family(
+    ModelFamily(
         architecture="SeedOssForCausalLM",
         model_type="seed_oss",
         defaults=DEFAULTS
@@ -117,7 +117,7 @@ FAMILIES = (
         read=read_seed_oss,
         names=lambda spec: names_of(),
     ),
-    Family(
+    ModelFamily(
         architecture="SmolLM3ForCausalLM",
         model_type="smollm3",
         defaults=DEFAULTS

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from worker.models.families.family import DEFAULTS, FULL, SLIDING, ConfigFields, Family
+from worker.models.families.family import DEFAULTS, FULL, SLIDING, ConfigFields, ModelFamily
 from worker.models.spec import LayerSpec, ModelSpec
 from worker.models.tensors import names_of
 
@@ -50,7 +50,7 @@ MISTRAL_DEFAULTS = DEFAULTS | {
 }
 NO_BIASES = {"attention_bias": False, "mlp_bias": False}
 FAMILIES = (
-    Family(
+    ModelFamily(
         architecture="MistralForCausalLM",
         model_type="mistral",
         defaults=MISTRAL_DEFAULTS,
@@ -59,7 +59,7 @@ FAMILIES = (
         read=read_mistral,
         names=lambda spec: names_of(),
     ),
-    Family(
+    ModelFamily(
         architecture="MinistralForCausalLM",
         model_type="ministral",
         defaults=MISTRAL_DEFAULTS | {"layer_types": None},
@@ -68,7 +68,7 @@ FAMILIES = (
         read=read_ministral,
         names=lambda spec: names_of(),
     ),
-    Family(
+    ModelFamily(
         architecture="MixtralForCausalLM",
         model_type="mixtral",
         defaults=MISTRAL_DEFAULTS

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from worker.models.families.family import DEFAULTS, FULL, SLIDING, ConfigFields, Family, every
+from worker.models.families.family import DEFAULTS, FULL, SLIDING, ConfigFields, ModelFamily, every
 from worker.models.rope_config import layered_rope_config
 from worker.models.spec import LayerSpec, ModelSpec
 from worker.models.tensors import names_of
@@ -70,14 +70,14 @@ NAMES = {
 }
 OLMO_DEFAULTS = DEFAULTS | {"vocab_size": 50304, "rms_norm_eps": 1e-5, "attention_bias": False}
 FAMILIES = (
-    Family(
+    ModelFamily(
         architecture="Olmo2ForCausalLM",
         model_type="olmo2",
         defaults=OLMO_DEFAULTS,
         read=read_olmo2,
         names=lambda spec: names_of(NAMES),
     ),
-    Family(
+    ModelFamily(
         architecture="Olmo3ForCausalLM",
         model_type="olmo3",
         defaults=OLMO_DEFAULTS | {"rope_theta": None, "sliding_window": 4096, "layer_types": None},
@@ -85,7 +85,7 @@ FAMILIES = (
         read=read_olmo3,
         names=lambda spec: names_of(NAMES),
     ),
-    Family(
+    ModelFamily(
         architecture="Exaone4ForCausalLM",
         model_type="exaone4",
         defaults=DEFAULTS

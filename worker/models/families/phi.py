@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from worker.loading.errors import UnusableModel
-from worker.models.families.family import DEFAULTS, ConfigFields, Family
+from worker.models.families.family import DEFAULTS, ConfigFields, ModelFamily
 from worker.models.spec import LayerSpec, ModelSpec
 from worker.models.tensors import names_of
 
@@ -24,7 +24,7 @@ NAMES = {
     "gate_up": "model.layers.{i}.mlp.gate_up_proj",
 }
 FAMILIES = (
-    Family(
+    ModelFamily(
         architecture="Phi3ForCausalLM",
         model_type="phi3",
         defaults=DEFAULTS

@@ -3,7 +3,7 @@ queries and keys)."""
 
 from __future__ import annotations
 
-from worker.models.families.family import DEFAULTS, FULL, SLIDING, ConfigFields, Family
+from worker.models.families.family import DEFAULTS, FULL, SLIDING, ConfigFields, ModelFamily
 from worker.models.spec import LayerSpec, MlpSpec, ModelSpec
 from worker.models.tensors import names_of
 
@@ -77,7 +77,7 @@ QWEN2_DEFAULTS = DEFAULTS | {
 }
 NULLABLE = frozenset({"num_key_value_heads", "sliding_window"})
 FAMILIES = (
-    Family(
+    ModelFamily(
         architecture="Qwen2ForCausalLM",
         model_type="qwen2",
         defaults=QWEN2_DEFAULTS,
@@ -85,7 +85,7 @@ FAMILIES = (
         read=read_qwen2,
         names=lambda spec: names_of(),
     ),
-    Family(
+    ModelFamily(
         architecture="Qwen3ForCausalLM",
         model_type="qwen3",
         defaults=QWEN2_DEFAULTS | {"head_dim": 128, "attention_bias": False},
@@ -93,7 +93,7 @@ FAMILIES = (
         read=read_qwen3,
         names=lambda spec: names_of(),
     ),
-    Family(
+    ModelFamily(
         architecture="Qwen3MoeForCausalLM",
         model_type="qwen3_moe",
         defaults=DEFAULTS

@@ -7,14 +7,14 @@ from typing import Any
 
 from worker.loading.errors import UnusableModel
 from worker.models.families import gemma, gpt, llama, mistral, olmo, phi, qwen
-from worker.models.families.family import Family
+from worker.models.families.family import ModelFamily
 
-FAMILIES: tuple[Family, ...] = tuple(
+FAMILIES: tuple[ModelFamily, ...] = tuple(
     family for module in (llama, mistral, qwen, gemma, phi, olmo, gpt) for family in module.FAMILIES
 )
 
 
-def find_family(config: Mapping[str, Any]) -> Family:
+def find_family(config: Mapping[str, Any]) -> ModelFamily:
     """Return the family of a parsed config.json. Raises UnusableModel if it is not supported, or
     if the config names two."""
     architectures, model_type = config.get("architectures"), config.get("model_type")
@@ -33,7 +33,7 @@ def find_family(config: Mapping[str, Any]) -> Family:
     raise UnusableModel(f"architecture {architectures!r:.80} is not supported; supported: {known}")
 
 
-def _with_model_type(model_type: Any) -> Family:
+def _with_model_type(model_type: Any) -> ModelFamily:
     for family in FAMILIES:
         if model_type == family.model_type:
             return family
