@@ -47,7 +47,7 @@ from tests.support.engine_view import is_free
 from tests.support.processes import Program, descendants_of, is_alive
 from tests.support.raw_client import RawClient
 from tests.support.tiny_checkpoint import write_tiny_llama
-from tests.support.waiting import eventually
+from tests.support.waiting import HANG_S, eventually
 
 LEASE_S = 3.0
 NO_RESULT: dict[str, Any] = {"step": 1, "tokens": Int32.of([]), "failed": Int32.of([])}
@@ -72,10 +72,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_llama(tmp_path_factory.mktemp("tiny"), max_position_embeddings=2000)
 
 
-def start(checkpoint: Path, directory: Path) -> Program:
+def start(checkpoint: Path, directory: Path, lease_s: float = LEASE_S) -> Program:
     config = {
         "address": f"ipc://{directory}/run/engine.sock",
-        "lease_s": LEASE_S,
+        "lease_s": lease_s,
         "token_budget": 64,
         "max_waiting": 64,
         "worker": {
@@ -293,9 +293,14 @@ def test_messages_of_a_stranger_on_the_workers_socket_are_ignored(shared: Engine
         assert engine.generate([3], max_tokens=2, ignore_eos=True).tokens()
 
 
-def test_the_clients_that_wait_for_the_model_are_logged_in_one_line(own: EngineProcess) -> None:
+def test_the_clients_that_wait_for_the_model_are_logged_in_one_line(
+    checkpoint: Path, tmp_path: Path
+) -> None:
     with ExitStack() as stack:
-        clients = [stack.enter_context(RawClient(own.address)) for _ in range(4)]
+        # These clients send nothing while the model is loaded, for as long as that takes.
+        program = stack.enter_context(start(checkpoint, tmp_path, lease_s=HANG_S))
+        address = f"ipc://{tmp_path}/run/engine.sock"
+        clients = [stack.enter_context(RawClient(address)) for _ in range(4)]
         for name, client in zip(("first", "gives up", "second"), clients[:3], strict=True):
             client.send(Hello(protocol=PROTOCOL_VERSION, name=name))
             assert isinstance(client.receive(), Loading)
@@ -303,8 +308,8 @@ def test_the_clients_that_wait_for_the_model_are_logged_in_one_line(own: EngineP
         for client in (clients[0], clients[2]):
             assert isinstance(client.receive_kind(Welcome), Welcome)
         clients[3].greet()
-        assert eventually(lambda: any("is raw, pid" in line for line in own.program.err))
-    logged = [line for line in own.program.err if "INFO client" in line]
+        assert eventually(lambda: any("is raw, pid" in line for line in program.err))
+        logged = [line for line in program.err if "INFO client" in line]
     assert len(logged) == 2, logged
     waited = r"INFO clients that waited for the model: first \(\w+\), second \(\w+\)$"
     assert re.search(waited, logged[0])
