@@ -252,7 +252,7 @@ def _is_anthropic() -> bool:
 
 
 def _is_below(path: str) -> bool:
-    """Return whether the current request's path is `path` or begins with it and a slash."""
+    """Return whether the current request's path is `path` or a path below it."""
     return request.path == path or request.path.startswith(path + "/")
 
 

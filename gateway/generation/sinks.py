@@ -89,7 +89,7 @@ def extend(whole: OutputDelta, delta: OutputDelta) -> None:
 
 
 class PendingOutput:
-    """The sink while the client does not read, and a buffer for unparsed outputs."""
+    """Buffers output while the client does not read: as a sink, and for outputs before parsing."""
 
     def __init__(self) -> None:
         self._unparsed: dict[int, tuple[Choice, list[Output]]] = {}

@@ -148,7 +148,7 @@ class HangUp:
 
 
 class IdleConnections:
-    """Connections without a request in progress. A drain closes them at once."""
+    """Connections without a request in progress. A drain closes them, except very new ones."""
 
     def __init__(self) -> None:
         # Connection -> the earliest time at which it may be closed (time.monotonic).

@@ -76,7 +76,7 @@ class CallFailed(msgspec.Struct, frozen=True, tag="failed", array_like=True):
 class OutOfMemory(msgspec.Struct, frozen=True, tag="memory", array_like=True):
     """Process -> gateway. The call needs more memory than the process may use.
 
-    This is the last reply of the process, because its heap may be fragmented now.
+    This is the last reply of the process, so that the next call gets a process with a clean heap.
     """
 
 

@@ -137,7 +137,11 @@ class SandboxProcess:
             self._num_waiting -= 1
 
     def _reply_to(self, frame: bytes) -> Reply:
-        """Send the frame of a call to up to TRIES processes. Raises LimitExceeded."""
+        """Return the reply to the call in `frame`.
+
+        If a process ends without a reply, the next one gets the call, up to TRIES processes. Raises
+        LimitExceeded if all of them end, or if the call exceeds its limits.
+        """
         for tries_left in reversed(range(TRIES)):
             self.start()
             child = self._child
