@@ -118,7 +118,7 @@ class EngineLoop:
         self._journal = journal
 
     def run(self) -> None:
-        """Serve until drained; `drained_by` then names the first requester.
+        """Serve until the engine is drained. `drained_by` then holds the first cause of the drain.
 
         Raises WorkerLost if the worker is lost, and StoppedBySignal after SIGQUIT. However the loop
         ends, all clients receive an EngineStopped with the cause.

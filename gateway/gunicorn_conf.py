@@ -59,7 +59,11 @@ class GatewayWorker(GeventWorker):  # type: ignore[misc]
         return super().handle_request(listener_name, req, sock, addr)
 
     def load_wsgi(self) -> None:
-        """Create the application. Send an error in the options to the parent as the exit cause."""
+        """Create the application.
+
+        If that fails, for example because of a bad option, send the message to the parent process
+        as the cause of the exit.
+        """
         try:
             super().load_wsgi()
         except AppImportError as error:

@@ -133,7 +133,8 @@ class KVChunk(Message, frozen=True, kw_only=True):
 
 
 class KVLive(Message, frozen=True, kw_only=True):
-    """P -> D, answering KVDone. The lease did not end before: the bytes read are valid."""
+    """P -> D, answering KVDone. The lease had not ended when KVDone arrived, so the bytes that D
+    has read are valid."""
 
 
 class KVExpired(Message, frozen=True, kw_only=True):

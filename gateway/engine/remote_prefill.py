@@ -24,11 +24,11 @@ NO_HANDLE = "the prefill engine returned no K/V handle: check its role and its c
 
 
 class RemotePrefill:
-    """A prompt that P computes.
+    """One prompt that a prefill engine computes, and the choices that read its K/V.
 
     p        the prefill engine
     options  the options of a choice's request. The grammar is not sent to P: only D uses it
-    on_end   called once with P's last report, if there are readers by then
+    on_end   called with P's last report, unless all readers were removed before it
     """
 
     def __init__(

@@ -131,11 +131,11 @@ class AnswerStart(msgspec.Struct, frozen=True):
 class ModelOutputFormat:
     """The formats of one model's answers.
 
-    tools, reasoning  names from docs/formats.md; None: this model's answers have no calls or no
+    tools, reasoning  names of the formats in use, from docs/formats.md. As parameters: a name or
+                      "auto". As attributes: None if the model's answers have no calls, or no
                       reasoning
-    why               the reason for the choice, in words for the operator
-    teachable         whether the model's chat template has no place for tools, so that a prompt may
-                      describe them in words
+    why               a text for the operator: why these formats were selected
+    teachable         whether the chat template omits tools, so that the gateway may describe them
 
     Raises ValueError, listing the known names, if a name is unknown. Raises WrongOption if the
     checkpoint's own format is requested but missing or not supported, or if this model cannot write

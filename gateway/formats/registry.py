@@ -70,8 +70,8 @@ parse.
 class Format(msgspec.Struct, frozen=True):
     """How an answer is parsed: a tool syntax, a reasoning format, both or neither.
 
-    An AnswerSyntax parses the reasoning itself. Beside it, `reasoning` only shows whether an answer
-    starts inside the reasoning.
+    If `tools` is an AnswerSyntax, it also parses the reasoning. `reasoning` is then used only to
+    determine whether an answer starts inside the reasoning.
     """
 
     tools: ToolSyntax | None = None
@@ -97,7 +97,8 @@ class Format(msgspec.Struct, frozen=True):
         vocabulary.
 
         token_id  returns a marker's id, or None if the marker is not a single token
-        specials  id -> text of the special tokens, which have no text outside markers
+        specials  id of each special token -> its string, which is used only as part of a marker;
+                  elsewhere special tokens give no text
         """
         found = ((token_id(marker), marker) for marker in self.markers())
         tokens = {token: marker for token, marker in found if token is not None}

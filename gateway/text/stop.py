@@ -45,7 +45,11 @@ class StopMatcher:
         return StopState(self._scanner.state(), self.matched)
 
     def push(self, delta: str) -> str:
-        """Return the text that is certainly before any stop string; "" after a match."""
+        """Return the text that can be released, which holds no beginning of a stop string.
+
+        The call that finds a stop string returns the text before it, and with `include` the stop
+        string too. Later calls return "".
+        """
         return self._read(delta, final=False)
 
     def finish(self) -> str:

@@ -90,7 +90,8 @@ def base_directory() -> Path:
 
 
 def discover(base: Path, proc: Path = PROC) -> Found:
-    """Return what runs on this machine, or was left behind. `base` contains the run directories."""
+    """Return this user's servers, stray processes and used devices. Run directories that dead
+    servers left behind are included. `base` contains the run directories."""
     running = processes(proc)
     parents = {process.pid: process.parent for process in running.values()}
     run_directories = []

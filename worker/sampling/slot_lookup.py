@@ -51,8 +51,9 @@ def listed_ids(
 
 
 def bounded(items: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Replace the items [N, K] after the first counts [N] of each row by the row's first item.
-    Return them, and which are real, [N, K] bool. Counts are at least 1."""
+    """Return a copy of `items` [N, K] in which each row's first item replaces the items after its
+    first `counts` [N] ones, and a mask [N, K] bool of the items that were not replaced. Counts are
+    at least 1."""
     known = torch.arange(items.shape[1], device=items.device) < counts[:, None]
     return torch.where(known, items, items[:, :1]), known
 

@@ -58,7 +58,8 @@ class MessagesTranslation(msgspec.Struct, frozen=True):
     warnings: list[OutputWarning]
 
     def translate_errors(self) -> AbstractContextManager[None]:
-        """Replace field paths of the chat in errors that are raised inside the block."""
+        """Return a context manager. In errors that are raised inside its block, it replaces field
+        paths of the chat request by those of the client's request."""
         return translate_errors(self.request_path)
 
     def request_path(self, name: str) -> str:

@@ -69,7 +69,8 @@ class ResponsesTranslation(msgspec.Struct, frozen=True):
     paths: Mapping[str, str]
 
     def translate_errors(self) -> AbstractContextManager[None]:
-        """Replace field paths of the chat in errors that are raised inside the block."""
+        """Return a context manager. In errors that are raised inside its block, it replaces field
+        paths of the chat request by those of the client's request."""
         return translate_errors(self.request_path)
 
     def translate_error(self, error: RequestError) -> RequestError:

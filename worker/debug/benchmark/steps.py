@@ -71,7 +71,8 @@ class StepBenchmark:
         )
 
     def run(self) -> Iterator[StepTiming]:
-        """Time every batch size with every context length, the smallest context first."""
+        """Time every batch size with every context length, in the configured order. All batch sizes
+        of one context length come first."""
         for context in self._config.context:
             for batch in self._config.batch:
                 yield self.timing(batch, context)
