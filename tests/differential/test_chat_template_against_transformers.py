@@ -1,4 +1,4 @@
-"""Our rendering of real chat templates, against Hugging Face's own."""
+"""Chat templates of real models are chosen and rendered as in transformers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
 @pytest.mark.parametrize("add_generation_prompt", [True, False])
 @pytest.mark.parametrize("kwargs", [{}, {"enable_thinking": False}])
 @pytest.mark.parametrize("tools", [None, TOOLS])
-def test_prompts_are_the_same_to_the_letter(
+def test_a_prompt_is_rendered_exactly_as_in_transformers(
     name: str,
     conversation: str,
     add_generation_prompt: bool,
@@ -84,7 +84,7 @@ NAMED = {
     "default": "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}",
     "tool_use": "{{ tools | tojson }}{% for m in messages %}[{{ m.role }}]{% endfor %}",
 }
-"""A model's templates, by name."""
+"""Name -> template of a model with two templates."""
 
 
 def _in_config(folder: Path, names: Sequence[str]) -> None:
@@ -103,7 +103,7 @@ def _in_files(folder: Path, names: Sequence[str]) -> None:
 @pytest.mark.parametrize("write", [_in_config, _in_files])
 @pytest.mark.parametrize("names", [("default",), ("tool_use",), ("default", "tool_use")])
 @pytest.mark.parametrize("tools", [None, TOOLS])
-def test_the_template_is_chosen_as_transformers_does(
+def test_the_template_is_chosen_as_in_transformers(
     tmp_path: Path,
     write: Callable[[Path, Sequence[str]], None],
     names: Sequence[str],

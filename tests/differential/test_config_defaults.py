@@ -1,7 +1,6 @@
-"""Each key of config.json that we read: missing, null and set, it means what it means to
-transformers, in the config and in the logits.
+"""Each key of config.json, missing, null or set, has the same meaning as in transformers.
 
-Where transformers cannot read a config, we refuse it.
+The tests compare the config and the logits. A config that transformers cannot read is refused.
 """
 
 from __future__ import annotations
@@ -90,7 +89,7 @@ SET: dict[str, list[Any]] = {
     "partial_rotary_factor": [1.0],
     "architectures": [],
 }
-"""Of each key the values that are tried beside missing and null."""
+"""Key -> values that are tried besides missing and null."""
 ROPE_SET: dict[str, dict[str, list[Any]]] = {
     "linear": {"rope_theta": [500.0], "factor": [2.0]},
     "llama3": {
@@ -112,10 +111,10 @@ ROPE_SET: dict[str, dict[str, list[Any]]] = {
         "mscale_all_dim": [0.7],
     },
 }
-"""The same for the parameters of each kind of rotary embedding."""
+"""Type of rotary embedding -> parameter -> values that are tried besides missing and null."""
 
 FOLLOWS = ("num_key_value_heads", "head_dim")
-"""Keys whose default may be none: their value follows from others then."""
+"""Keys that may have no default, because their value then follows from other keys."""
 
 
 @dataclass(frozen=True)
@@ -133,14 +132,14 @@ class DefaultCase:
         return {key: value for key, value in whole.items() if value is not MISSING}
 
     def __str__(self) -> str:
-        said = [
+        words = [
             f"{key} {'missing' if value is MISSING else json.dumps(value)}"
             for key, value in self.changes.items()
         ]
-        return " ".join([self.architecture.removesuffix("ForCausalLM"), *said])
+        return " ".join([self.architecture.removesuffix("ForCausalLM"), *words])
 
 
-def top_level() -> list[DefaultCase]:
+def top_level_cases() -> list[DefaultCase]:
     return [
         DefaultCase(architecture, {key: value})
         for architecture in MODEL_TYPES
@@ -149,7 +148,7 @@ def top_level() -> list[DefaultCase]:
     ]
 
 
-def of_rope() -> list[DefaultCase]:
+def rope_cases() -> list[DefaultCase]:
     cases = []
     for base in (LINEAR, LLAMA3, YARN):
         for key, values in ROPE_SET[base["rope_type"]].items():
@@ -182,7 +181,7 @@ COMBINED: list[dict[str, Any]] = [
 
 def cases() -> list[DefaultCase]:
     combined = [DefaultCase(each, changes) for each in MODEL_TYPES for changes in COMBINED]
-    return [*top_level(), *of_rope(), *combined]
+    return [*top_level_cases(), *rope_cases(), *combined]
 
 
 def test_every_key_that_is_read_is_tried() -> None:
@@ -202,9 +201,9 @@ def test_the_defaults_are_those_of_the_config_class(family: ModelFamily) -> None
 
 
 def checkpoint(path: Path, case: DefaultCase) -> tuple[Path, Any]:
-    """Write the config as it is and weights of its sizes -> (path, the model of transformers).
+    """Write a checkpoint with this config, and return the path and the model of transformers.
 
-    Raises whatever transformers raises if it cannot use the config.
+    If transformers cannot use the config, its exception is raised.
     """
     (path / "config.json").write_text(json.dumps(case.config))
     tiny_tokenizer().save(str(path / "tokenizer.json"))
@@ -249,11 +248,11 @@ def assert_same_config(ours: ModelSpec, theirs: PretrainedConfig) -> None:
 
 
 @pytest.mark.parametrize("case", cases(), ids=str)
-def test_a_key_means_what_it_means_to_transformers(tmp_path: Path, case: DefaultCase) -> None:
+def test_a_key_has_the_same_meaning_as_in_transformers(tmp_path: Path, case: DefaultCase) -> None:
     try:
         path, theirs = checkpoint(tmp_path, case)
         logits = expected(theirs, tokens := some_tokens(NUM_TOKENS, vocab=theirs.vocab_size))
-    except Exception:  # whatever it raises: it has many ways
+    except Exception:  # transformers raises many types
         with pytest.raises(UnusableModel):
             spec_of(case)
         return
@@ -265,7 +264,7 @@ def test_a_key_means_what_it_means_to_transformers(tmp_path: Path, case: Default
     assert attention_factor(rope) == pytest.approx(rotary.attention_scaling)
     assert ours.card.eos_token_ids == ends_of(theirs)
     count = min(NUM_TOKENS, ours.card.context_tokens)
-    # Wide models sum up more rounding, and in another order with another number of threads.
+    # Wide models sum up more rounding errors, in an order that depends on the number of threads.
     scale = max(1.0, float(logits.abs().max()) / 10)
     assert_same(
         EagerStepper(ours, [tokens[:count]]).run([(count,)])[0], logits[:count], 1e-4 * scale
@@ -292,7 +291,7 @@ def test_a_config_field_that_changes_the_result_is_refused(
 
 
 @pytest.mark.parametrize(("theta", "warnings"), [(500.0, 1), (1e4, 0)])
-def test_a_theta_that_rope_scaling_leaves_out_is_warned_of(
+def test_a_warning_is_logged_if_rope_scaling_drops_the_theta(
     theta: float, warnings: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     rope = {"rope_parameters": {"rope_type": "default", "rope_theta": theta}}
@@ -313,7 +312,7 @@ def test_a_window_changes_the_answer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_copy", [True, False])
-def test_a_head_of_its_own_wins_over_tied_embeddings(tmp_path: Path, is_copy: bool) -> None:
+def test_a_head_that_differs_from_tied_embeddings_is_used(tmp_path: Path, is_copy: bool) -> None:
     path, theirs = checkpoint(tmp_path, DefaultCase(LLAMA, {"tie_word_embeddings": True}))
     weights = dict(theirs.state_dict())
     head = weights["model.embed_tokens.weight"].clone()

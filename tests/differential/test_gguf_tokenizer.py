@@ -1,4 +1,4 @@
-"""Vocabularies, rebuilt from GGUF metadata, encode as their originals do."""
+"""Tokenizers of real models, rebuilt from GGUF metadata, encode like the originals."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from worker.loading.gguf_file import GGUFFile
 from worker.loading.gguf_tokenizer import tokenizer_json
 
 
-def test_smollm2_encodes_as_transformers_conversion_with_its_own_digits() -> None:
-    """transformers leaves out that this family cuts digits off first: the one difference."""
+def test_smollm2_encodes_like_the_conversion_of_transformers_but_for_digits() -> None:
+    """The only difference: transformers does not split off digits first, as this family does."""
     from transformers import AutoTokenizer
 
     path = smollm2_gguf()
@@ -37,7 +37,7 @@ PRE_TOKENIZERS = {"qwen3": "qwen2", "llama3_1": "llama-bpe"}
 @pytest.mark.parametrize(
     "name", [name for name in FAMILY_NAMES if name.removeprefix("real ") in PRE_TOKENIZERS]
 )
-def test_a_vocabulary_survives_the_way_through_gguf(name: str) -> None:
+def test_a_tokenizer_encodes_the_same_after_conversion_to_gguf_and_back(name: str) -> None:
     data, family = family_json(name), family_of(name)
     metadata = as_metadata(json.loads(data), PRE_TOKENIZERS[name.removeprefix("real ")])
     if family.begins:

@@ -1,9 +1,9 @@
-"""Greedy output in float32 equals `transformers`' own generate, token for token, however it is
-computed.
+"""Greedy answers in float32 equal those of transformers, token for token, in every mode.
 
-The reference answers are in tests/data (tests/support/reference.py made them); one test checks that
-they are what transformers says today. Where an answer differs, it is accepted only if the reference
-itself was undecided there: its two best logits within TIE. Such ties are counted and printed.
+tests/support/reference.py has written the reference answers to tests/data. One test checks that
+transformers still generates them. An answer may differ from the reference only from a tie on, which
+is a token whose two best logits in the reference differ by at most TIE. Ties are counted and
+printed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def reference() -> list[dict[str, Any]]:
 
 
 def check(answers: list[list[int]], reference: list[dict[str, Any]]) -> None:
-    """Raises AssertionError where an answer differs and the reference was sure."""
+    """Raise AssertionError if an answer differs from the reference before a tie."""
     ties = 0
     for row, answer in zip(reference, answers, strict=True):
         expected = row["tokens"]
@@ -49,18 +49,18 @@ def check(answers: list[list[int]], reference: list[dict[str, Any]]) -> None:
             continue
         at = next(i for i in range(NUM_TOKENS) if answer[i] != expected[i])
         assert row["gaps"][at] <= TIE, (
-            f"prompt {row['prompt'][:8]}...: token {at} is {answer[at]}, transformers says "
-            f"{expected[at]} by a margin of {row['gaps'][at]}"
+            f"prompt {row['prompt'][:8]}...: token {at} is {answer[at]}, transformers has "
+            f"{expected[at]} with a margin of {row['gaps'][at]}"
         )
         ties += 1
-    print(f"{len(answers)} answers of {NUM_TOKENS} tokens are equal; {ties} by a tie")
+    print(f"{len(answers)} answers of {NUM_TOKENS} tokens are equal, {ties} of them up to a tie")
 
 
 def prompts_of(reference: list[dict[str, Any]]) -> list[list[int]]:
     return [row["prompt"] for row in reference]
 
 
-def test_the_reference_is_what_transformers_says(reference: list[dict[str, Any]]) -> None:
+def test_the_reference_is_what_transformers_generates(reference: list[dict[str, Any]]) -> None:
     model, tokenizer = load_reference(smollm2_gguf())
     for place in (0, 27):
         prompt = tokenizer(PROMPTS[place], add_special_tokens=False).input_ids
@@ -72,16 +72,16 @@ def test_the_reference_is_what_transformers_says(reference: list[dict[str, Any]]
 def test_greedy_answers_one_at_a_time_equal_transformers(
     loaded: LoadedModel, reference: list[dict[str, Any]]
 ) -> None:
-    """Every fourth one: alone, they take as many steps as they have tokens."""
+    """Only every fourth prompt, because each answer takes as many steps as it has tokens."""
     some = reference[::4]
     replica = Replica(loaded, max_slots=1)
     check([replica.answers([prompt], GREEDY)[0] for prompt in prompts_of(some)], some)
 
 
-def test_sixteen_greedy_answers_equal_transformers_twice(
+def test_sixteen_greedy_answers_at_a_time_equal_transformers_twice(
     loaded: LoadedModel, reference: list[dict[str, Any]]
 ) -> None:
-    """The second time, every prompt is found as far as it fills blocks."""
+    """The second time, all full blocks of the prompts are found in the prefix cache."""
     replica = Replica(loaded, max_slots=16)
     for _ in range(2):
         check(replica.answers(prompts_of(reference), GREEDY), reference)
@@ -97,7 +97,9 @@ def test_greedy_answers_in_chunks_of_32_equal_transformers(
     check(replica.answers(prompts_of(reference), GREEDY), reference)
     steps = [plan.row_tokens.tolist() for plan in (step.plan for step in replica.steps)]
     assert max(map(sum, steps)) <= 32
-    assert any(1 in step and max(step) > 1 for step in steps), "prompts and streams never shared"
+    assert any(1 in step and max(step) > 1 for step in steps), (
+        "no step had both a prompt and a decode"
+    )
 
 
 def test_greedy_answers_without_the_prefix_cache_equal_transformers(
@@ -111,7 +113,7 @@ def test_greedy_answers_without_the_prefix_cache_equal_transformers(
 def test_greedy_answers_of_preempted_requests_equal_transformers(
     loaded: LoadedModel, reference: list[dict[str, Any]], prefix_cache: bool
 ) -> None:
-    """Every second one; all of them are more than there is room for several times over."""
+    """Only every second prompt. They need several times as many blocks as there are."""
     some = reference[::2]
     replica = Replica(loaded, num_blocks=41, prefix_cache=prefix_cache)
     check(replica.answers(prompts_of(some), GREEDY), some)
@@ -121,23 +123,25 @@ def test_greedy_answers_of_preempted_requests_equal_transformers(
 def test_greedy_answers_on_compiled_kernels_equal_transformers(
     reference: list[dict[str, Any]],
 ) -> None:
-    """Packed weights are the file's own integers: they say what the numbers they stand for say."""
+    """Packed weights are the integers of the file, so the answers are those of its numbers."""
     loaded = load(smollm2_gguf(), kernels=native_kernels(), weights="packed")
     replica = Replica(loaded, max_slots=16, token_budget=64)
     check(replica.answers(prompts_of(reference), GREEDY), reference)
 
 
-# ---- perplexity of packed weights
+# ---- Perplexity of packed weights.
 
 NUM_TEXT_TOKENS = 320
 WITHIN = 0.01
 
 
-def test_packed_weights_have_one_perplexity_in_bfloat16_and_float32() -> None:
+def test_packed_weights_in_bfloat16_have_the_perplexity_of_float32() -> None:
     model, native = smollm2_gguf(), native_kernels()
     exact = EXACT.load(model)
     tokens = tokens_of(exact, PROSE.read_text(encoding="utf-8"))[:NUM_TEXT_TOKENS]
     wanted = perplexity(exact, tokens)
     packed = load(model, torch.bfloat16, kernels=native, weights="packed")
     assert perplexity(packed, tokens) == pytest.approx(wanted, rel=WITHIN)
-    assert perplexity(packed, sorted(tokens)) > 2 * wanted, "it does not tell a text from noise"
+    assert perplexity(packed, sorted(tokens)) > 2 * wanted, (
+        "the perplexity of sorted tokens is too low"
+    )

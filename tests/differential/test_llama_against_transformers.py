@@ -1,4 +1,4 @@
-"""The native Llama against `transformers`: same files, same logits, however the work is cut."""
+"""Our Llama gives the logits of transformers for the same files, in chunks of any size."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("steps", [[(61,)], [(7,), (1,), (30,), (23,)], [(40,), *[(1,)] * 21]])
-def test_logits_are_those_of_transformers_whole_in_chunks_and_token_by_token(
+def test_logits_equal_those_of_transformers_in_chunks_of_any_size(
     tmp_path: Path, variant: str, steps: list[tuple[int, ...]]
 ) -> None:
     theirs, tokens = random_llama(**VARIANTS[variant]), some_tokens(61)
@@ -35,7 +35,7 @@ def test_logits_are_those_of_transformers_whole_in_chunks_and_token_by_token(
     assert_same(stepper.run(steps)[0], expected(theirs, tokens))
 
 
-def test_requests_in_one_batch_do_not_see_each_other(tmp_path: Path) -> None:
+def test_requests_in_one_batch_do_not_affect_each_other(tmp_path: Path) -> None:
     theirs = random_llama(rope_parameters=LLAMA3_ROPE)
     requests = [some_tokens(count, seed=count) for count in (50, 9, 33)]
     stepper = EagerStepper(load(write_directory(tmp_path, theirs)), requests)
@@ -52,7 +52,7 @@ def test_the_reference_attention_gives_the_same_logits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_gguf_file_holds_the_same_model(tmp_path: Path, variant: str) -> None:
+def test_a_gguf_file_gives_the_logits_of_transformers(tmp_path: Path, variant: str) -> None:
     theirs, tokens = random_llama(**VARIANTS[variant]), some_tokens(40)
     stepper = EagerStepper(load(write_gguf(tmp_path / "tiny.gguf", theirs)), [tokens])
     assert_same(stepper.run([(40,)])[0], expected(theirs, tokens))
@@ -78,16 +78,16 @@ TYPE, WINDOW = "llama.rope.scaling.type", "llama.attention.sliding_window"
     ],
     ids=str,
 )
-def test_a_gguf_files_rope_scaling_means_what_it_means_to_llama_cpp(
+def test_rope_scaling_of_a_gguf_file_has_the_meaning_of_llama_cpp(
     tmp_path: Path, metadata: dict[str, Any], same_as: dict[str, Any]
 ) -> None:
-    """The weights do not depend on it: one seed, one file."""
+    """Both models have the same weights, because their seed is fixed."""
     theirs, tokens = random_llama(**same_as), some_tokens(40)
     path = write_gguf(tmp_path / "tiny.gguf", random_llama(), metadata=metadata)
     assert_same(EagerStepper(load(path), [tokens]).run([(40,)])[0], expected(theirs, tokens))
 
 
-def test_linear_scaling_comes_on_top_of_each_pairs_own_factor(tmp_path: Path) -> None:
+def test_linear_scaling_multiplies_each_pairs_own_factor(tmp_path: Path) -> None:
     theirs, tokens = random_llama(rope_parameters=LLAMA3_ROPE), some_tokens(40)
     path = write_gguf(tmp_path / "tiny.gguf", theirs, metadata={FACTOR: 2.0})
     rotary = theirs.model.rotary_emb
@@ -95,7 +95,7 @@ def test_linear_scaling_comes_on_top_of_each_pairs_own_factor(tmp_path: Path) ->
     assert_same(EagerStepper(load(path), [tokens]).run([(40,)])[0], expected(theirs, tokens))
 
 
-def test_shards_and_half_precision_are_read_as_they_are(tmp_path: Path) -> None:
+def test_shards_in_half_precision_give_the_logits_of_transformers(tmp_path: Path) -> None:
     tokens = some_tokens(20)
     for dtype in (torch.bfloat16, torch.float16):
         model: Any = random_llama()
@@ -107,7 +107,7 @@ def test_shards_and_half_precision_are_read_as_they_are(tmp_path: Path) -> None:
         assert_same(ours, expected(theirs, tokens))
 
 
-def test_smollm2_as_gguf_is_the_model_that_transformers_reads() -> None:
+def test_smollm2_as_gguf_gives_the_logits_of_transformers() -> None:
     from tests.support.reference import load_reference
 
     path = smollm2_gguf()

@@ -1,4 +1,4 @@
-"""Response templates are read as transformers reads them."""
+"""Response templates parse answers as transformers does."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from tests.support.response_templates import TEMPLATES
 
 chat_parsing = pytest.importorskip("transformers.utils.chat_parsing")
 
-OURS_ALONE = {
-    # A closing marker in a string ends the region there; with us it is text if it is spelt out.
+DIFFERENT = {
+    # In transformers, a closing marker in a string ends the region. Here it is text, unless it is
+    # one special token.
     "closing tag in a string",
-    # Prose that holds a literal of the template: the same.
+    # The same holds for prose that contains a literal of the template.
     "prose that mentions the tag",
-    # Of several regions of text transformers keeps the last; we tell each as it comes.
+    # transformers keeps only the last of several regions of text. Tidegate emits each one.
     "reasoning before and after",
     "reasoning around a call",
 }
@@ -29,7 +30,7 @@ PAIRS = [
     pytest.param(sample, case, id=f"{sample.name}: {case.name}")
     for sample in SAMPLES
     for case in cases(sample)
-    if case.name not in OURS_ALONE
+    if case.name not in DIFFERENT
 ]
 
 
@@ -57,15 +58,17 @@ def theirs(name: str, case: Fixture) -> dict[str, Any]:
         for t in TYPED_TOOLS
     ]
     text = case.text.replace(JOINT, "")
-    said = chat_parsing.parse_response(text, TEMPLATES[name], prefix="", tools=tools)
-    calls = said.get("tool_calls", [])
+    parsed = chat_parsing.parse_response(text, TEMPLATES[name], prefix="", tools=tools)
+    calls = parsed.get("tool_calls", [])
     return {
-        "content": said.get("content", ""),
-        "thinking": said.get("thinking", said.get("reasoning_content", "")),
+        "content": parsed.get("content", ""),
+        "thinking": parsed.get("thinking", parsed.get("reasoning_content", "")),
         "calls": [[c["function"]["name"], c["function"]["arguments"]] for c in calls],
     }
 
 
 @pytest.mark.parametrize(("sample", "case"), PAIRS)
-def test_a_template_reads_an_answer_as_transformers_does(sample: Any, case: Fixture) -> None:
+def test_a_response_template_parses_an_answer_as_transformers_does(
+    sample: Any, case: Fixture
+) -> None:
     assert ours(sample, case) == theirs(sample.name, case)

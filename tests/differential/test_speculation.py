@@ -1,6 +1,6 @@
-"""With a real model: what is said with drafts is what is said without, and is said in fewer steps.
+"""A real model gives the same answers with drafts as without, in fewer steps.
 
-tests/support/drafted.py says what equal means, and runs a hundred prompts.
+tests/support/drafted.py defines which answers are the same, and compares a hundred prompts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.support.model import smollm2_gguf
 from tests.support.replica import load
 from worker.models.load import LoadedModel
 
-MANY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=2)
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=2)
 
 
 @pytest.fixture(scope="module")
@@ -35,22 +35,24 @@ def loaded() -> LoadedModel:
 def test_greedy_answers_are_the_same_with_drafts(
     loaded: LoadedModel, speculation: str, num_prompts: int, num_blocks: int
 ) -> None:
-    asked = prompts()[-num_prompts:]
+    some = prompts()[-num_prompts:]
     slow, fast = (replica_of(loaded, kind, num_blocks) for kind in ("none", speculation))
     for replica in (slow, fast):
-        replica.answers(asked, MANY)
-    equal = sum(is_same(slow, fast, number) for number in range(len(asked)))
+        replica.answers(some, GREEDY)
+    equal = sum(is_same(slow, fast, number) for number in range(len(some)))
     plain, stats = slow.engine.stats(), fast.engine.stats()
     print(
-        f"{equal} of {len(asked)} equal; {stats.num_accepted_tokens} of {stats.num_draft_tokens} "
+        f"{equal} of {len(some)} equal; {stats.num_accepted_tokens} of {stats.num_draft_tokens} "
         f"drafts right, {stats.num_steps} steps instead of {plain.num_steps}"
     )
-    assert equal >= len(asked) - 1
+    assert equal >= len(some) - 1
     assert stats.num_accepted_tokens > 0
     assert (stats.num_preemptions > 0) == (num_blocks < 100)
     assert stats.num_steps < plain.num_steps or num_blocks < 100
     if speculation == "model":
-        assert stats.num_accepted_tokens > 0.95 * stats.num_draft_tokens, "its own draft model"
+        assert stats.num_accepted_tokens > 0.95 * stats.num_draft_tokens, (
+            "drafts of the model itself are wrong"
+        )
 
 
 @pytest.mark.parametrize(
@@ -66,12 +68,14 @@ def test_sampled_answers_are_the_same_with_drafts(
     loaded: LoadedModel, params: SamplingParams
 ) -> None:
     params = replace(params, max_tokens=24, ignore_eos=True)
-    said = []
+    answers = []
     for kind in ("none", "ngram", "model"):
         replica = replica_of(loaded, kind)
-        said.append(replica.answers(prompts()[-4:], params))
-    for fast in said[1:]:
-        assert sum(a == b for a, b in zip(said[0], fast, strict=True)) >= 3, "but for an edge"
+        answers.append(replica.answers(prompts()[-4:], params))
+    for fast in answers[1:]:
+        assert sum(a == b for a, b in zip(answers[0], fast, strict=True)) >= 3, (
+            "more than one answer differs"
+        )
 
 
 PEOPLE = json.dumps(
@@ -101,7 +105,7 @@ QUESTIONS = ["Who are the people in this story?"]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_answers_of_a_schema_are_the_same_with_drafts_and_take_fewer_steps(
+def test_answers_with_a_schema_are_the_same_with_drafts_in_fewer_steps(
     loaded: LoadedModel, temperature: float
 ) -> None:
     encoder = tokenizers.Tokenizer.from_buffer(loaded.card.tokenizer)

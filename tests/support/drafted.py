@@ -17,6 +17,7 @@ from tests.support.replica import Replica, load
 from worker.models.load import LoadedModel
 
 TIE = 1e-3
+"""Largest difference between the best two logprobs of a token at which answers may differ."""
 NEAR = 1e-3
 """Largest difference of a token's logprob with and without drafts."""
 NUM_PROMPTS = 100

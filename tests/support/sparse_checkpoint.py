@@ -1,4 +1,4 @@
-"""A checkpoint of any size that takes no disk space: a real header, and a sparse file after it."""
+"""Writes checkpoints of any size that need no disk space: a real header and a sparse file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention over the paged cache: equal to its slow twin, and blind to what is not its own."""
+"""Attention over the paged cache: every backend equals the reference and reads no foreign block."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ def test_the_reference_is_softmax_over_the_visible_positions() -> None:
 
 
 @pytest.mark.parametrize("padding", [1, 2, 5, 30])
-def test_padding_of_the_block_table_changes_not_one_bit(padding: int) -> None:
+def test_padding_of_the_block_table_changes_no_bit(padding: int) -> None:
     case = case_of((17, 1), (3, 1), (64, 1), (5, 9))
     assert torch.equal(case.attend(paged(case), padding), case.attend(paged(case)))
 
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 7])
-def test_a_decode_row_has_the_same_bits_alone_and_among_others_for_any_threads(group: int) -> None:
+def test_a_decode_row_has_the_same_bits_alone_and_in_a_batch(group: int) -> None:
     rows = [(60, 1), (3, 1), (33, 1), (200, 1), (40, 1), (5, 30)]
     case = case_of(*rows, block_tokens=16, group=group)
     together = case.attend(paged(case))
@@ -93,7 +93,7 @@ def test_a_prompt_computed_in_chunks_equals_the_prompt_computed_whole(
         torch.testing.assert_close(chunk, whole[start:stop], rtol=0, atol=1e-5)
 
 
-def test_groups_are_bounded_and_every_decode_row_is_in_exactly_one(
+def test_every_decode_row_is_in_exactly_one_group_of_bounded_size(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch_paged, "MAX_GATHERED_TOKENS", 32)
@@ -108,7 +108,7 @@ def test_groups_are_bounded_and_every_decode_row_is_in_exactly_one(
     )
 
 
-# ---- compiled
+# ---- Compiled kernels.
 @st.composite
 def native_cases(draw: st.DrawFn) -> PagedCase:
     decodes = draw(st.lists(st.tuples(st.integers(0, 600), st.just(1)), max_size=5))
@@ -131,7 +131,7 @@ def native(name: str, case: PagedCase) -> NativePagedAttention:
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=25)
 @given(case=native_cases(), padding=st.integers(0, 9))
-def test_any_mix_of_rows_equals_the_reference_on_compiled_kernels(
+def test_compiled_attention_equals_the_reference_for_any_mix_of_rows(
     name: str, case: PagedCase, padding: int
 ) -> None:
     ours = case.attend(native(name, case), padding)
@@ -140,7 +140,7 @@ def test_any_mix_of_rows_equals_the_reference_on_compiled_kernels(
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
-def test_bfloat16_is_as_near_as_it_can_be(name: str, head_dim: int) -> None:
+def test_compiled_attention_in_bfloat16_differs_only_by_rounding(name: str, head_dim: int) -> None:
     case = paged_case((0, 1), (17, 1), (700, 1), (30, 90), head_dim=head_dim, dtype=torch.bfloat16)
     theirs = case.attend(ReferenceAttention())
     assert theirs.isfinite().all()
@@ -150,7 +150,7 @@ def test_bfloat16_is_as_near_as_it_can_be(name: str, head_dim: int) -> None:
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_row_has_the_same_bits_alone_and_among_others_for_any_threads(
+def test_compiled_attention_gives_a_row_the_same_bits_alone_and_in_a_batch(
     name: str, dtype: torch.dtype
 ) -> None:
     rows = [(60, 1), (3, 1), (900, 1), (256, 1), (40, 1), (5, 70), (300, 66)]
@@ -165,7 +165,7 @@ def test_a_row_has_the_same_bits_alone_and_among_others_for_any_threads(
         start += row.count
 
 
-def test_queries_may_be_part_of_wider_rows() -> None:
+def test_compiled_attention_accepts_queries_that_are_part_of_wider_rows() -> None:
     case = paged_case((40, 1), (7, 20))
     attention = NativePagedAttention(native_kernels(), case.block_tokens)
     plan = attention.plan(attention_batch(case.rows, case.block_tokens))
@@ -174,7 +174,7 @@ def test_queries_may_be_part_of_wider_rows() -> None:
     assert_near(ours, case.attend(ReferenceAttention()))
 
 
-def test_a_nan_in_a_rows_own_block_is_not_hidden() -> None:
+def test_compiled_attention_does_not_hide_a_nan_in_a_rows_own_block() -> None:
     case = paged_case((40, 1))
     attention = NativePagedAttention(native_kernels(), case.block_tokens)
     cache = case.cache()

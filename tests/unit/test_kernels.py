@@ -1,4 +1,4 @@
-"""Compiled kernels against their slow twins in torch, on every instruction set that runs here."""
+"""Compiled kernels compared with torch, for every instruction set that this machine can run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from worker.models.rope_config import RopeConfig
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]
 ROWS = [1, 2, 7, 13, 140]
-"""Fewer than are computed at once, more, tiles that differ, and more than one block of rows."""
+"""Numbers of rows that form one tile, tiles of unequal size, and more than one block."""
 
 pytestmark = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
@@ -62,7 +62,7 @@ def test_silu_mul_equals_its_reference(
     native: NativeKernels, dtype: torch.dtype, rows: int, inner: int
 ) -> None:
     gate_up = randn(rows, 2 * inner, dtype=dtype, scale=4.0)
-    gate_up[0, :3] = torch.tensor([-200.0, 200.0, 0.0])  # beyond what e^x can be
+    gate_up[0, :3] = torch.tensor([-200.0, 200.0, 0.0])  # e^x underflows and overflows
     assert_near(native.silu_mul(gate_up), TorchKernels().silu_mul(gate_up))
 
 
@@ -76,8 +76,8 @@ def test_rotation_and_cache_write_equal_their_reference(
     turn = rotation(torch.tensor([0, 3, 77, 4000, 9]), frequencies, dtype)
     slots = torch.tensor([9, 4, 31, 12, 30])
     caches = [KVCache(2, 8, 4, kv_heads, head_dim, dtype, CPU) for _ in range(2)]
-    theirs = TorchKernels().rotate_and_cache(qkv.clone(), turn, caches[0], 1, slots)
-    ours = native.rotate_and_cache(qkv, turn, caches[1], 1, slots)
+    theirs = TorchKernels().rotate_and_cache(qkv.clone(), cos_sin, caches[0], 1, slots)
+    ours = native.rotate_and_cache(qkv, cos_sin, caches[1], 1, slots)
     assert_near(ours, theirs)
     assert_near(caches[1].k, caches[0].k)
     assert torch.equal(caches[1].v, caches[0].v)
@@ -85,7 +85,7 @@ def test_rotation_and_cache_write_equal_their_reference(
 
 @pytest.mark.parametrize("kind", BlockKind)
 @pytest.mark.parametrize(("outputs", "inputs"), [(32, 32), (70, 64), (33, 544)])
-def test_quantised_weights_compute_what_their_numbers_would(
+def test_quantised_weights_give_the_result_of_the_dequantised_numbers(
     native: NativeKernels, dtype: torch.dtype, kind: BlockKind, outputs: int, inputs: int
 ) -> None:
     blocks = random_blocks(kind, outputs, inputs)
@@ -97,7 +97,7 @@ def test_quantised_weights_compute_what_their_numbers_would(
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(32, 32), (70, 64), (33, 544)])
-def test_dense_packed_weights_compute_what_their_numbers_would(
+def test_packed_dense_weights_give_the_result_of_their_numbers(
     native: NativeKernels, dtype: torch.dtype, outputs: int, inputs: int
 ) -> None:
     weight = randn(outputs, inputs, dtype=dtype)
@@ -110,10 +110,10 @@ def test_dense_packed_weights_compute_what_their_numbers_would(
 
 
 @pytest.mark.parametrize("kind", BlockKind)
-def test_packed_weights_hold_every_number_of_the_file_exactly(
+def test_packed_weights_equal_the_numbers_of_the_file(
     native: NativeKernels, dtype: torch.dtype, kind: BlockKind
 ) -> None:
-    """One input at a time gives the weights themselves: scale times integer, and what is added."""
+    """The identity matrix as input gives the weights themselves as output."""
     blocks = random_blocks(kind, 40, 64)
     linear = PackedLinear(native, pack_blocks(native, blocks))
     weights = linear.to_float(torch.eye(64, dtype=dtype)).T

@@ -1,4 +1,4 @@
-"""Directories and what the card says of them; what cannot be served is refused by name."""
+"""Hugging Face directories: the model card has what the files say, and bad files are refused."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def directory(original: Path, tmp_path: Path) -> Path:
-    """A copy to spoil."""
+    """A copy of the checkpoint, which a test may damage."""
     return Path(shutil.copytree(original, tmp_path / "tiny"))
 
 
@@ -62,7 +62,7 @@ def test_the_card_holds_all_fields_of_the_directory(directory: Path) -> None:
     assert (card.name, card.architecture) == ("tiny", "LlamaForCausalLM")
     assert (card.vocab_size, card.context_tokens) == (VOCAB, 512)
     assert card.tokenizer == (directory / "tokenizer.json").read_bytes()
-    assert card.eos_token_ids == [0, 5, 2]  # of generation_config, then the tokenizer's own
+    assert card.eos_token_ids == [0, 5, 2]  # from generation_config.json, then from the tokenizer
     assert (card.bos_token_id, card.pad_token_id) == (1, None)
     assert card.special_tokens == {"bos_token": "<|start|>", "eos_token": "<|stop|>"}
     assert card.chat_template == TEMPLATE
@@ -72,14 +72,14 @@ def test_the_card_holds_all_fields_of_the_directory(directory: Path) -> None:
     assert card.weights_bytes == 2 * parameters
 
 
-def test_tied_embeddings_are_one_tensor_and_counted_once(tmp_path: Path) -> None:
+def test_tied_embeddings_are_one_tensor_that_is_counted_once(tmp_path: Path) -> None:
     model = random_llama(tie_word_embeddings=True)
     loaded = load(write_directory(tmp_path, model))
     assert next(loaded.model.weights.head.tensors()) is loaded.model.weights.embedding
     assert loaded.card.num_parameters == sum(p.numel() for p in model.parameters())
 
 
-def test_a_template_of_its_own_file_comes_first_and_of_several_the_default(directory: Path) -> None:
+def test_a_template_file_takes_precedence_over_the_tokenizer_config(directory: Path) -> None:
     settings = directory / "tokenizer_config.json"
     several = [{"name": "tools", "template": "T"}, {"name": "default", "template": "D"}]
     change(settings, chat_template=several)
@@ -90,7 +90,7 @@ def test_a_template_of_its_own_file_comes_first_and_of_several_the_default(direc
     assert load(directory).card.chat_template == "J"
 
 
-def test_a_template_for_conversations_with_tools_is_read_by_its_name(directory: Path) -> None:
+def test_the_template_for_conversations_with_tools_is_found_by_its_name(directory: Path) -> None:
     named = {"default": "D", "tool_use": "T", "rag": "R"}
     several = [{"name": name, "template": source} for name, source in named.items()]
     for templates in (several, named):
@@ -106,7 +106,7 @@ def test_a_template_for_conversations_with_tools_is_read_by_its_name(directory: 
     assert (card.chat_template, card.tool_use_template) == ("J", "U")
 
 
-def test_the_checkpoints_own_description_of_its_answers_is_in_the_card(directory: Path) -> None:
+def test_the_card_has_the_response_template(directory: Path) -> None:
     assert load(directory).card.response_template is None
     described = {"fields": {"content": {"close": "</s>é"}}}
     change(directory / "tokenizer_config.json", response_template=described)
@@ -115,7 +115,7 @@ def test_the_checkpoints_own_description_of_its_answers_is_in_the_card(directory
     assert json.loads(template) == described
 
 
-def test_the_digest_names_weights_tokenizer_and_config_but_no_path(
+def test_the_digest_depends_on_weights_tokenizer_and_config_but_not_on_the_path(
     directory: Path, original: Path
 ) -> None:
     same = load(original).card.digest
@@ -125,13 +125,13 @@ def test_the_digest_names_weights_tokenizer_and_config_but_no_path(
     change(directory / "tokenizer.json", version="1.1")
     other_tokenizer = load(directory).card.digest
     weights = directory / "model.safetensors"
-    spoiled = bytearray(weights.read_bytes())
-    spoiled[-1] ^= 1
-    weights.write_bytes(spoiled)
+    damaged = bytearray(weights.read_bytes())
+    damaged[-1] ^= 1
+    weights.write_bytes(damaged)
     assert len({same, other_config, other_tokenizer, load(directory).card.digest}) == 4
 
 
-def test_a_large_file_is_hashed_by_its_size_both_ends_and_samples(
+def test_the_digest_of_a_large_file_covers_its_size_both_ends_and_samples(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(digests, "FULL_BYTES", 0)
@@ -176,21 +176,21 @@ def test_a_large_file_is_hashed_by_its_size_both_ends_and_samples(
         ("rms_norm_eps", "NaN", "not a finite number"),
     ],
 )
-def test_a_config_that_cannot_be_served_is_refused_by_name(
+def test_a_config_that_cannot_be_served_is_refused_with_the_name_of_its_field(
     directory: Path, field: str, value: Any, message: str
 ) -> None:
     change(directory / "config.json", **{field: value})
     assert message in refusal(directory)
 
 
-def test_damaged_or_missing_files_are_named(directory: Path) -> None:
+def test_a_refusal_names_the_damaged_or_missing_file(directory: Path) -> None:
     (directory / "generation_config.json").write_text("{")
     assert "generation_config.json is not valid JSON" in refusal(directory)
     (directory / "generation_config.json").write_text("[]")
     assert "generation_config.json is not a JSON object" in refusal(directory)
-    change_weights = directory / "model.safetensors"
+    weights = directory / "model.safetensors"
     (directory / "generation_config.json").unlink()
-    change_weights.write_bytes(change_weights.read_bytes()[:-100])
+    weights.write_bytes(weights.read_bytes()[:-100])
     assert "model.safetensors is damaged or truncated" in refusal(directory)
     (directory / "tokenizer.json").unlink()
     assert "no tokenizer.json" in refusal(directory)
@@ -203,13 +203,13 @@ def test_damaged_or_missing_files_are_named(directory: Path) -> None:
     max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(st.data())
-def test_a_spoiled_header_is_read_or_refused_and_never_anything_else(
+def test_a_damaged_header_raises_nothing_but_unusable_model(
     directory: Path, original: Path, data: st.DataObject
 ) -> None:
     content = bytearray((original / "model.safetensors").read_bytes())
     at = data.draw(st.integers(0, 7 + int.from_bytes(content[:8], "little")))
-    spoiled = data.draw(st.binary(min_size=1, max_size=9) | st.sampled_from([b"1", b"-9", b"e9"]))
-    content[at : at + len(spoiled)] = spoiled
+    damaged = data.draw(st.binary(min_size=1, max_size=9) | st.sampled_from([b"1", b"-9", b"e9"]))
+    content[at : at + len(damaged)] = damaged
     (directory / "model.safetensors").write_bytes(content)
     with suppress(UnusableModel):
         read_header(directory)
@@ -230,7 +230,7 @@ def test_pickle_files_are_never_opened(directory: Path) -> None:
         ("a.safetensors", "a.safetensors is missing"),
     ],
 )
-def test_an_index_may_only_name_existing_files_beside_it(
+def test_an_index_may_name_only_existing_files_of_its_directory(
     directory: Path, name: str, words: str
 ) -> None:
     (directory / "model.safetensors").rename(directory / "other.safetensors")
@@ -238,12 +238,12 @@ def test_an_index_may_only_name_existing_files_beside_it(
     assert words in refusal(directory)
 
 
-def test_end_tokens_must_be_in_the_vocabulary(directory: Path) -> None:
+def test_an_end_token_must_be_in_the_vocabulary(directory: Path) -> None:
     change(directory / "generation_config.json", eos_token_id=VOCAB)
     assert f"eos_token_id {VOCAB} is outside" in refusal(directory)
     change(directory / "generation_config.json", eos_token_id="0")
     assert "neither a token id nor a list" in refusal(directory)
 
 
-def test_the_tokenizer_is_passed_on_untouched(directory: Path) -> None:
+def test_the_card_has_the_unchanged_tokenizer_file(directory: Path) -> None:
     assert load(directory).card.tokenizer == tiny_tokenizer().to_str(pretty=True).encode()

@@ -1,4 +1,4 @@
-"""GGUF files: every kind of weight, and headers that lie."""
+"""GGUF files: every type of weight is read, and damaged headers are refused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def raw_tensor(kind: Kind, rows: int, columns: int) -> Any:
-    """Random bytes of the kind's shape, with scales that are finite numbers."""
+    """Return a tensor of random numbers as a file stores it. All scales are finite."""
     generator = np.random.default_rng(1)
     if kind not in K_QUANTS:
         values = generator.standard_normal((rows, columns)).astype(np.float32)
@@ -74,7 +74,7 @@ def test_the_types_are_those_of_the_gguf_package() -> None:
     assert ours == {each.name: (each.value, GGML_QUANT_SIZES[each]) for each in Kind}
 
 
-def test_metadata_and_tensors_are_those_that_the_gguf_package_sees(tiny: Path) -> None:
+def test_metadata_and_tensors_are_those_that_the_gguf_package_reads(tiny: Path) -> None:
     ours, theirs = GGUFFile(tiny), GGUFReader(tiny)
     fields = {k: f.contents() for k, f in theirs.fields.items() if not k.startswith("GGUF.")}
     assert ours.metadata == fields
@@ -109,7 +109,7 @@ def refusal(path: Path) -> str:
     return refused.value.message
 
 
-def spoiled(tiny: Path, path: Path, at: int, data: bytes) -> Path:
+def damaged(tiny: Path, path: Path, at: int, data: bytes) -> Path:
     content = bytearray(tiny.read_bytes())
     content[at : at + len(data)] = data
     path.write_bytes(content)
@@ -128,14 +128,14 @@ def spoiled(tiny: Path, path: Path, at: int, data: bytes) -> Path:
         (32, b"\xff", "not UTF-8"),
     ],
 )
-def test_numbers_of_the_header_are_compared_with_the_file(
+def test_a_header_that_contradicts_the_file_is_refused(
     tiny: Path, tmp_path: Path, at: int, data: bytes, message: str
 ) -> None:
-    assert message in refusal(spoiled(tiny, tmp_path / "bad.gguf", at, data))
+    assert message in refusal(damaged(tiny, tmp_path / "bad.gguf", at, data))
 
 
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.01, 0.5, 0.999])
-def test_a_truncated_file_is_refused_as_such(tiny: Path, tmp_path: Path, share: float) -> None:
+def test_a_truncated_file_is_refused(tiny: Path, tmp_path: Path, share: float) -> None:
     content = tiny.read_bytes()
     cut = tmp_path / "cut.gguf"
     cut.write_bytes(content[: int(len(content) * share)])
@@ -152,11 +152,11 @@ def header_bytes(path: Path) -> int:
     max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(st.data())
-def test_a_spoiled_header_is_read_or_refused_and_never_anything_else(
+def test_a_damaged_header_raises_nothing_but_unusable_model(
     tiny: Path, tmp_path: Path, data: st.DataObject
 ) -> None:
     at = data.draw(st.integers(0, header_bytes(tiny) - 1))
-    path = spoiled(tiny, tmp_path / "bad.gguf", at, data.draw(st.binary(min_size=1, max_size=9)))
+    path = damaged(tiny, tmp_path / "bad.gguf", at, data.draw(st.binary(min_size=1, max_size=9)))
     with suppress(UnusableModel):
         load_model(path, dtype=torch.bfloat16, device=torch.device("cpu"))
 
@@ -171,7 +171,7 @@ def test_a_spoiled_header_is_read_or_refused_and_never_anything_else(
     ],
     ids=str,
 )
-def test_metadata_that_would_change_the_answers_are_refused(
+def test_unsupported_metadata_that_changes_the_answers_is_refused(
     tmp_path: Path, metadata: dict[str, Any], message: str
 ) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", random_llama(), metadata=metadata)

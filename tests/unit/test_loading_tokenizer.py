@@ -1,4 +1,4 @@
-"""Tokenizers rebuilt from GGUF metadata encode as the ones they were made from."""
+"""Tokenizers that are rebuilt from GGUF metadata encode like the originals."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def test_the_default_pretokenizer_is_gpt2() -> None:
     original = json.loads(tiny_tokenizer().to_str())
     for pre in ("gpt-2", "default"):
         assert_same(rebuilt(as_metadata(original, pre)), tiny_tokenizer())
-    silent = as_metadata(original, "default")
-    del silent["pre"]
-    assert_same(rebuilt(silent), tiny_tokenizer())
+    unnamed = as_metadata(original, "default")
+    del unnamed["pre"]
+    assert_same(rebuilt(unnamed), tiny_tokenizer())
 
 
 @pytest.mark.parametrize(("bos", "eos"), [(True, False), (False, True), (True, True)])
-def test_markers_around_the_text_are_added_as_the_file_says(bos: bool, eos: bool) -> None:
+def test_bos_and_eos_are_added_if_the_file_requests_them(bos: bool, eos: bool) -> None:
     metadata = as_metadata(json.loads(tiny_tokenizer().to_str()), "gpt-2")
     metadata |= {"bos_token_id": 1, "eos_token_id": 2, "add_bos_token": bos, "add_eos_token": eos}
     ours = rebuilt(metadata)
@@ -36,7 +36,10 @@ def test_markers_around_the_text_are_added_as_the_file_says(bos: bool, eos: bool
 
 
 def sentencepiece_like() -> Tokenizer:
-    """As Llama 2's: spaces made visible, a prefix, bytes to fall back on; trained on TEXTS."""
+    """Return a tokenizer like that of Llama 2, trained on TEXTS.
+
+    It makes spaces visible, adds a prefix, and falls back to bytes.
+    """
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
@@ -64,7 +67,7 @@ def sentencepiece_like() -> Tokenizer:
     return tokenizer
 
 
-def test_sentencepiece_vocabularies_get_their_merges_back_from_the_scores() -> None:
+def test_the_merges_of_a_sentencepiece_vocabulary_are_rebuilt_from_its_scores() -> None:
     original = sentencepiece_like()
     vocab = sorted(original.get_vocab().items(), key=lambda item: item[1])
     ranks = {"".join(m): -i for i, m in enumerate(json.loads(original.to_str())["model"]["merges"])}
@@ -95,7 +98,7 @@ def test_sentencepiece_vocabularies_get_their_merges_back_from_the_scores() -> N
         ({"token_type": [1]}, "token_type is not a list of"),
     ],
 )
-def test_a_tokenizer_that_cannot_be_rebuilt_is_refused_by_name(
+def test_a_tokenizer_that_cannot_be_rebuilt_is_refused_with_the_reason(
     changes: dict[str, Any], message: str
 ) -> None:
     metadata = as_metadata(json.loads(tiny_tokenizer().to_str()), "gpt-2")
@@ -103,7 +106,7 @@ def test_a_tokenizer_that_cannot_be_rebuilt_is_refused_by_name(
         rebuilt(metadata | changes)
 
 
-def test_control_tokens_are_special_and_user_defined_ones_are_plain_but_whole() -> None:
+def test_control_tokens_are_special_and_user_defined_tokens_are_not() -> None:
     metadata = as_metadata(json.loads(tiny_tokenizer().to_str()), "gpt-2")
     metadata["tokens"].append("<think>")
     metadata["token_type"].append(4)
@@ -114,7 +117,7 @@ def test_control_tokens_are_special_and_user_defined_ones_are_plain_but_whole() 
     assert [t.content for t in ours.get_added_tokens_decoder().values() if t.special] == SPECIAL
 
 
-def test_a_tokenizer_needs_no_file_beside_it(tmp_path: Path) -> None:
+def test_a_rebuilt_tokenizer_can_be_loaded_from_one_file(tmp_path: Path) -> None:
     data = tokenizer_json(
         Fields(
             {

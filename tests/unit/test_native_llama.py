@@ -1,4 +1,4 @@
-"""A model on the compiled kernels says what it says in torch; and which kernels are chosen."""
+"""A model gives the same answers on the compiled kernels as in torch; and the choice of kernels."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def answers(loaded: LoadedModel) -> list[Tensor]:
         [PagedRow(0, 9, blocks[0]), PagedRow(0, 5, blocks[1])],
         [PagedRow(9, 1, blocks[0]), PagedRow(5, 8, blocks[1])],
     ]
-    said = []
+    results = []
     for rows in steps:
         count = sum(row.count for row in rows)
         tokens = torch.arange(count) * 7 % config.vocab_size
         batch = attention_batch(rows, BLOCK_TOKENS)
-        said.append(loaded.model.logits(loaded.model(tokens, batch, cache, attention)))
-    return [*said, cache.k.float(), cache.v.float()]
+        results.append(loaded.model.logits(loaded.model(tokens, batch, cache, attention)))
+    return [*results, cache.k.float(), cache.v.float()]
 
 
 @pytest.fixture(params=[False, True], ids=["plain", "with biases"])
@@ -75,14 +75,14 @@ def directory(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
 def test_compiled_kernels_compute_what_torch_computes(
     directory: Path, name: str, form: str, dtype: torch.dtype
 ) -> None:
-    """Packed, all layers are one call; dense, each kernel is called by itself."""
+    """With packed weights, one call computes all layers. With dense ones, each kernel is a call."""
     ours = load(directory, native_kernels(name), dtype, form)
     theirs = load(directory, TorchKernels(), dtype)
     assert ours.card.num_parameters == theirs.card.num_parameters
     for one, other in zip(answers(ours), answers(theirs), strict=True):
         if dtype is torch.float32:
             assert_near(one, other)
-        else:  # every layer rounds; what comes out differs by some of their last places
+        else:  # every layer rounds, so results differ in their last bits
             torch.testing.assert_close(one, other, rtol=0, atol=0.03 * float(other.abs().max()))
 
 
@@ -102,7 +102,7 @@ def test_dense_copies_are_offered_only_if_onednn_can_make_them() -> None:
 def test_steps_of_many_rows_use_dense_weights_with_the_same_answers(
     directory: Path, from_rows: int
 ) -> None:
-    """The first step has 14 rows, the second 9: both, one or none of them is for dense weights."""
+    """The steps have 14 and 9 rows, so both, one or none of them uses dense weights."""
     kernels = native_kernels()
     header = read_header(directory)
     make = maker(kernels, "auto")
@@ -127,7 +127,7 @@ def test_steps_of_many_rows_use_dense_weights_with_the_same_answers(
         assert torch.equal(first(x[:rows]), expected(x[:rows]))
 
 
-def test_a_model_too_small_to_measure_is_packed_alone(directory: Path) -> None:
+def test_a_model_too_small_to_measure_has_no_dense_copies(directory: Path) -> None:
     loaded = load(directory, native_kernels(), torch.bfloat16)
     assert loaded.step_costs == []
     assert all(isinstance(layer.qkv, PackedLinear) for layer in loaded.model.weights.layers)
@@ -143,7 +143,7 @@ def test_a_model_that_the_kernels_do_not_support_runs_on_torch(tmp_path: Path) -
         load(path, native_kernels(), torch.float32, "packed")
 
 
-def test_a_processor_runs_the_sets_whose_flags_it_has() -> None:
+def test_a_processor_can_run_the_instruction_sets_whose_flags_it_has() -> None:
     flags = frozenset({"avx2", "fma", "f16c", "sse2"})
     assert [each.name for each in runnable(flags)] == ["avx2", "generic"]
     assert [each.name for each in runnable(frozenset())] == ["generic"]
@@ -151,12 +151,12 @@ def test_a_processor_runs_the_sets_whose_flags_it_has() -> None:
     assert runnable(every) == list(INSTRUCTION_SETS)
 
 
-def test_a_set_that_the_processor_lacks_is_refused_by_name() -> None:
+def test_an_instruction_set_that_the_processor_lacks_is_refused_by_name() -> None:
     with pytest.raises(UnusableModel, match="cannot run kernels 'avx512'"):
         select_kernels("avx512", CPU, cpu_flags=frozenset({"avx2", "fma", "f16c"}))
 
 
-def test_without_compiled_kernels_one_warning_is_logged_and_torch_is_used(
+def test_without_compiled_kernels_torch_is_used_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(library, "FOLDER", tmp_path)
@@ -178,15 +178,15 @@ def test_a_library_of_another_version_is_not_used(monkeypatch: pytest.MonkeyPatc
         library.load(runnable(cpu_flags()))
 
 
-def test_kernels_compute_in_the_threads_that_torch_has() -> None:
-    """One OpenMP runtime in the process, and it is the one that torch came with."""
+def test_kernels_compute_in_the_threads_of_torch() -> None:
+    """The kernels use the OpenMP runtime of torch, so the process has one set of threads."""
     native_kernels()
     found = {
         line.split()[-1]
         for line in Path("/proc/self/maps").read_text().splitlines()
         if Path(line.split()[-1]).name.startswith("libgomp")
     }
-    torchs = {path for path in found if path.startswith(str(Path(torch.__file__).parent))}
+    of_torch = {path for path in found if path.startswith(str(Path(torch.__file__).parent))}
     path = library.loaded_runtime()
-    assert path in (torchs or found)
+    assert path in (of_torch or found)
     assert ctypes.CDLL(path).omp_get_max_threads() == torch.get_num_threads()

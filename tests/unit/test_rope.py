@@ -1,4 +1,4 @@
-"""Rotary embeddings: the angles of `transformers`, and the properties that make them positions."""
+"""Rotary embeddings: the frequencies of transformers, and scores that depend on distance alone."""
 
 from __future__ import annotations
 
@@ -75,11 +75,11 @@ def test_scores_depend_on_distance_alone() -> None:
     q, k = torch.randn(2, 1, 1, 64, generator=torch.Generator().manual_seed(1))
 
     def score(query_at: int, key_at: int) -> float:
-        turned = [
+        rotated = [
             rotate(x, *rotation(torch.tensor([at]), inv_freq, torch.float32))
             for x, at in ((q, query_at), (k, key_at))
         ]
-        return float((turned[0] * turned[1]).sum())
+        return float((rotated[0] * rotated[1]).sum())
 
     assert score(57, 40) == pytest.approx(score(17, 0), abs=1e-4)
     assert score(0, 0) == pytest.approx(float((q * k).sum()), abs=1e-4)
