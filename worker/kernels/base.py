@@ -15,9 +15,9 @@ from worker.kv.cache import KVCache
 
 
 class Kernels(Protocol):
-    """Operations without state. Results are rounded to the tensors' dtype.
+    """The operations of a step between its linears. They hold no state.
 
-    Sums are computed in float32 or better.
+    Sums are computed in float32 or better, and results are rounded to the tensors' dtype.
     """
 
     #: Name in logs and options.

@@ -231,7 +231,7 @@ def _post_processor(fields: Fields, *, adds_bos: bool) -> Part | None:
 
 
 def _marker(fields: Fields, name: str, *, wanted: bool) -> dict[str, int]:
-    """Return {token: id} of `name` (bos or eos); empty if it is not wanted or the file has none."""
+    """Return {token: id} of the BOS or EOS token; empty unless it is `wanted` and in the file."""
     tokens = _strings(fields, "tokens")
     index = fields.integer(f"tokenizer.ggml.{name}_token_id", -1)
     return {tokens[index]: index} if wanted and 0 <= index < len(tokens) else {}

@@ -93,7 +93,7 @@ class WholePass:
         return cls(spec, weights, weights.head.matrix, kernels)
 
     def is_for(self, tokens: int) -> bool:
-        """Return whether a step of `tokens` tokens uses packed weights, and so this pass."""
+        """Return whether this pass computes a step of `tokens` tokens, instead of dense weights."""
         return tokens < self._from_rows
 
     def __call__(self, token_ids: Tensor, plan: NativePlan, cache: KVCache) -> Tensor:
