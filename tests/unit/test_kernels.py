@@ -73,7 +73,7 @@ def test_rotation_and_cache_write_equal_their_reference(
     tokens = 5
     qkv = randn(tokens, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
     frequencies = inverse_frequencies(RopeConfig(head_dim, 1e4))
-    turn = rotation(torch.tensor([0, 3, 77, 4000, 9]), frequencies, dtype)
+    cos_sin = rotation(torch.tensor([0, 3, 77, 4000, 9]), frequencies, dtype)
     slots = torch.tensor([9, 4, 31, 12, 30])
     caches = [KVCache(2, 8, 4, kv_heads, head_dim, dtype, CPU) for _ in range(2)]
     theirs = TorchKernels().rotate_and_cache(qkv.clone(), cos_sin, caches[0], 1, slots)

@@ -50,7 +50,7 @@ def _yarn(inv_freq: Tensor, scaling: YarnScaling, theta: float) -> Tensor:
     num_pairs = len(inv_freq)
 
     def pair_with_turns(turns: float) -> float:
-        """Return the fractional index of the pair that makes `turns` turns in the original context."""
+        """Return the fractional index of the pair that turns `turns` times in the context."""
         inverse_radians = scaling.original_context / (turns * 2 * math.pi)
         return num_pairs * math.log(inverse_radians) / math.log(theta)
 
