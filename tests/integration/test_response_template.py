@@ -166,4 +166,4 @@ def test_the_two_format_options_may_not_contradict_each_other(engine: ScriptedEn
     options: dict[str, Any] = {"tool_format": "hf", "reasoning_format": "qwen3"}
     with GatewayProcess(engine=engine.address, **options) as gateway:
         assert gateway.wait() != 0
-    assert "the gateway cannot start: --tool-format hf reads calls and reasoning" in gateway.log
+    assert "the gateway cannot start: --tool-format hf covers calls and reasoning" in gateway.log
