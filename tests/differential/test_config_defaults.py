@@ -113,8 +113,9 @@ ROPE_SET: dict[str, dict[str, list[Any]]] = {
 }
 """Type of rotary embedding -> parameter -> values that are tried besides missing and null."""
 
-FOLLOWS = ("num_key_value_heads", "head_dim")
-"""Keys that may have no default, because their value then follows from other keys."""
+COMPUTED = {"rope_theta", "head_dim", "sliding_window_pattern", "partial_rotary_factor"}
+"""Keys that not every config class has as an attribute, because its constructor computes or
+renames them."""
 
 
 @dataclass(frozen=True)
@@ -191,13 +192,20 @@ def test_every_key_that_is_read_is_tried() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.architecture)
 def test_the_defaults_are_those_of_the_config_class(family: ModelFamily) -> None:
+    """Class attributes, because an instance replaces some defaults by what follows from them."""
     theirs = AutoConfig.for_model(family.model_type)
-    for key in family.defaults.keys() - {"rope_theta", "rope_parameters", *FOLLOWS}:
-        assert getattr(theirs, key, MISSING) == family.defaults[key], key
-    rope = getattr(theirs, "rope_parameters", None)
-    if family.defaults.get("rope_theta") is not None and rope is not None:
-        assert rope["rope_theta"] == family.defaults["rope_theta"]
-        assert rope["rope_type"] == "default"
+    names = {key: other for other, key in family.aliases.items()}
+    for key, ours in family.defaults.items():
+        default = getattr(type(theirs), key, getattr(type(theirs), names.get(key, key), MISSING))
+        assert default == ours or (default is MISSING and key in COMPUTED), key
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.architecture)
+def test_an_empty_config_means_what_transformers_writes_for_it(family: ModelFamily) -> None:
+    """So the defaults that follow from other keys are right too."""
+    names = {"architectures": [family.architecture], "model_type": family.model_type}
+    written = AutoConfig.for_model(family.model_type).to_dict()
+    assert family.spec(names) == family.spec(written | names)
 
 
 def checkpoint(path: Path, case: DefaultCase) -> tuple[Path, Any]:

@@ -154,7 +154,7 @@ class ConfigFields(Fields):
 class ModelFamily:
     """A config class of transformers, and how its configs are read.
 
-    A key of `defaults` whose default is None, or that is in `nullable`, may be null.
+    A key of `defaults` may be null if its default is None or it is in NULLABLE or in `nullable`.
     """
 
     architecture: str
@@ -177,8 +177,8 @@ class ModelFamily:
         """
         values = {self.aliases.get(key, key): value for key, value in config.items()}
         values = {**self.defaults, **values, **self.ignored}
-        for key, default in self.defaults.items():
-            if values[key] is None and default is not None and key not in self.nullable:
+        for key in self.defaults:
+            if values[key] is None and not self.is_nullable(key):
                 raise UnusableModel(f"config.json: {key!r} is null")
         for key, supported in {**UNSUPPORTED, **self.only}.items():
             if (value := values.get(key)) not in supported:
@@ -188,9 +188,11 @@ class ModelFamily:
 
     def is_nullable(self, key: str) -> bool:
         """Return whether the key may be null."""
-        return self.defaults[key] is None or key in self.nullable
+        return self.defaults[key] is None or key in NULLABLE | self.nullable
 
 
+NULLABLE = frozenset({"rope_theta"})
+"""Keys that may be null in every family. A null `rope_theta` needs one in the rope parameters."""
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "per_layer_config": (None,),
     "use_bidirectional_attention": (None, False),
