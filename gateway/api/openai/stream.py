@@ -233,23 +233,29 @@ class ChunkStream:
         self._templates: dict[TemplateKey, list[bytes]] = {}
 
     def delta(self, choice: Choice, delta: OutputDelta) -> None:
-        events = delta.events
-        if len(events) == 1 and self._chunks.is_plain and self._chunks.state.has_started:
-            event, text = events[0], ""
-            key: TemplateKey | None = None
+        if len(delta.events) == 1:
+            event, index = delta.events[0], 0
+            text: str | None = None
             if type(event) is Content or type(event) is Reasoning:
-                key, text = (choice.index, type(event), 0), event.text
+                text = event.text
             elif type(event) is ToolArguments:
-                key, text = (choice.index, ToolArguments, event.index), event.fragment
-            if key is not None:
+                index, text = event.index, event.fragment
+            if text is not None:
+                key = choice.index, type(event), index
                 template = self._templates.get(key) or self._new_template(key, choice, event)
-                self._write(encode(text).join(template))
-                return
+                if template is not None:
+                    self._write(encode(text).join(template))
+                    return
         if chunks := self._chunks.push(choice, delta):
             self._write(b"".join([sse.frame(encode(chunk)) for chunk in chunks]))
 
-    def _new_template(self, key: TemplateKey, choice: Choice, event: Event) -> list[bytes]:
-        """Return the frame of a chunk with nothing but text, cut at the places of the text."""
+    def _new_template(self, key: TemplateKey, choice: Choice, event: Event) -> list[bytes] | None:
+        """Return the frame of a chunk with nothing but text, cut at the places of the text.
+
+        None: the next chunk has something else too.
+        """
+        if not (self._chunks.is_plain and self._chunks.state.has_started):
+            return None
         part = self._builder.part(with_text(event, _HOLE))
         assert part is not None, "an answer has only events that its API sends"
         frame = sse.frame(encode(self._chunks.chunk(choice, part)))
