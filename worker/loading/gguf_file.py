@@ -96,9 +96,12 @@ _BLOCKS = {
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MAX_DIMS = 4
-MIN_STRING_BYTES = 8
+LENGTH = struct.Struct("<Q")
+"""The length of a string, before its bytes."""
+MIN_STRING_BYTES = LENGTH.size
 MIN_PAIR_BYTES = 8 + 4 + 1
 MIN_TENSOR_BYTES = 8 + 4 + 4 + 8
+TRUNCATED = "the header ends early: the file is truncated"
 
 SCALARS = {
     0: "B",
@@ -251,7 +254,7 @@ class _Header:
 
     def _array(self, code: int) -> list[Any]:
         if code == STRING:
-            return [self._string() for _ in range(self._count(8, MIN_STRING_BYTES, "strings"))]
+            return self._strings(self._count(8, MIN_STRING_BYTES, "strings"))
         return list(self._scalars(code, self._count(8, self._scalar_bytes(code), "numbers")))
 
     def _scalars(self, code: int, count: int) -> tuple[Any, ...]:
@@ -264,10 +267,25 @@ class _Header:
         return struct.calcsize(f"<{SCALARS[code]}")
 
     def _string(self) -> str:
+        return self._strings(1)[0]
+
+    def _strings(self, count: int) -> list[str]:
+        """Return the next strings. A tokenizer has 100,000s, so the loop calls little."""
+        data, at, limit, strings = self._data, self._at, len(self._data), []
+        unpack = LENGTH.unpack_from
         try:
-            return self._take(self._unsigned(8)).decode()
+            for _ in range(count):
+                end = at + LENGTH.size + unpack(data, at)[0]
+                if end > limit:
+                    raise self._damaged(TRUNCATED)
+                strings.append(data[at + LENGTH.size : end].decode())
+                at = end
+        except struct.error:
+            raise self._damaged(TRUNCATED) from None
         except UnicodeDecodeError as error:
             raise self._damaged(f"a string is not UTF-8: {error}") from error
+        self._at = at
+        return strings
 
     def _count(self, size: int, item_bytes: int, noun: str) -> int:
         """Return the number of items that follow, after checking that the file can hold them.
@@ -285,7 +303,7 @@ class _Header:
     def _take(self, size: int) -> bytes:
         end = self._at + size
         if end > len(self._data):
-            raise self._damaged("the header ends early: the file is truncated")
+            raise self._damaged(TRUNCATED)
         taken = self._data[self._at : end]
         self._at = end
         return taken

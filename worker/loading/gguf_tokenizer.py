@@ -246,18 +246,14 @@ def _template(before: dict[str, int], name: str, after: dict[str, int], type_id:
 
 def _strings(fields: Fields, name: str) -> list[str]:
     values = fields.get(f"tokenizer.ggml.{name}")
-    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+    if not isinstance(values, list) or not set(map(type, values)) <= {str}:
         raise UnusableModel(f"tokenizer.ggml.{name} is missing, or is not a list of strings")
     return values
 
 
 def _numbers(fields: Fields, name: str, count: int) -> list[Any]:
     values = fields.get(f"tokenizer.ggml.{name}")
-    if (
-        not isinstance(values, list)
-        or len(values) != count
-        or any(isinstance(v, str) for v in values)
-    ):
+    if not isinstance(values, list) or len(values) != count or str in set(map(type, values)):
         raise UnusableModel(f"tokenizer.ggml.{name} is not a list of {count:,} numbers")
     return values
 
