@@ -122,7 +122,7 @@ def _check_command(words: Sequence[str]) -> None:
 
 
 def join_bench_step(arguments: Sequence[str]) -> list[str]:
-    """Return `arguments`, with the first two words `bench step` joined into one command name."""
+    """Return `arguments`. If they start with `bench` and `step`, join these into one word."""
     words = list(arguments)
     name = BENCH_STEP.split()
     return [BENCH_STEP, *words[len(name) :]] if words[: len(name)] == name else words

@@ -21,7 +21,7 @@ ENOUGH_FILES = 4096
 """Number of file descriptors that suffices. A gateway needs one per open connection."""
 ENOUGH_DISK = GIB
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_THREAD_LIMIT")
-"""Environment variables that change the number of threads behind our back."""
+"""Environment variables that change the number of threads in addition to --threads."""
 
 
 class Verdict(Enum):
@@ -157,7 +157,8 @@ def _model_memory(plan: ModelPlan) -> Finding:
 def _for_longer_requests(plan: ModelPlan) -> str:
     """Return the remedy if the K/V memory limits the length of requests.
 
-    It is an option for the model's full length if the free memory suffices for that.
+    If the free memory suffices for the model's full context, the remedy is the option that reserves
+    enough of it.
     """
     needed = plan.kv_bytes / plan.max_len * plan.context_tokens * 1.01
     if needed <= plan.free_bytes - plan.weights_bytes - plan.work_bytes:
@@ -172,7 +173,7 @@ def _gib(num_bytes: int) -> str:
 def tokenizer(problem: str | None) -> Finding:
     """Judge whether a gateway can serve the model's tokenizer and formats.
 
-    problem   why it cannot, as in the error of `tidegate serve`; None if it can
+    problem   why a gateway cannot, as in the error of `tidegate serve`; None if it can
     """
     if problem is not None:
         remedy = "fetch the model's files again, or use another model"

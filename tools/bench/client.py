@@ -1,6 +1,6 @@
 """The benchmark's HTTP client: requests to one server over many connections, from one thread.
 
-The client takes the time once, when the event loop has finished waiting, as the arrival time of all
+When the event loop wakes up, the client reads the clock once. That time is the arrival time of all
 bytes that it then reads. So the time that the client spends on one stream is not measured as a
 delay of another stream. A connection serves one request at a time, and is reused if the server
 allows that.

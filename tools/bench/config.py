@@ -19,8 +19,8 @@ RATE_DURATION_S = 30.0
 class BenchLoad(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """A load to measure, one point of the latency curve.
 
-    concurrency   number of streams; with a rate: most streams at once, or 0 for no limit
-    rate          requests per second; 0: `concurrency` streams without pauses
+    concurrency   number of streams; with a rate: the maximum number, or 0 for no maximum
+    rate          requests per second; 0: each stream sends one request after another
     """
 
     concurrency: int = 0
@@ -112,8 +112,8 @@ class BenchConfig(Config, frozen=True, kw_only=True):
     seed: Annotated[
         int,
         about(
-            "seed of prompts and arrival times; 0: a new one, which is printed. The prompts of a "
-            "used seed are in the server's prefix cache",
+            "seed of prompts and arrival times; 0: a new one, which is printed. If you use a seed "
+            "again, the server may find the prompts in its prefix cache",
             ge=0,
             le=1 << 48,
         ),
@@ -128,8 +128,8 @@ class BenchConfig(Config, frozen=True, kw_only=True):
     timeout_s: Annotated[
         float, about("give up an answer after this many seconds", gt=0, le=86400)
     ] = 600.0
-    json: Annotated[str, about("write all figures to this file")] = ""
-    html: Annotated[str, about("write a page with plots to this file")] = ""
+    json: Annotated[str, about("file for all figures, as JSON")] = ""
+    html: Annotated[str, about("file for an HTML page with plots")] = ""
 
     def __post_init__(self) -> None:
         if (self.dataset == "file") != bool(self.file):

@@ -59,7 +59,7 @@ def probe(config: BenchConfig, seed: int) -> BenchPrompt:
 
 
 def _random_prompts(config: BenchConfig, seed: int, number: int) -> Iterator[BenchPrompt]:
-    own = random.Random(f"{seed}/{number}")  # for what only this run has
+    own = random.Random(f"{seed}/{number}")  # for the prompts of this run only
     prefixes: list[list[Any]] = [[]]
     if config.dataset == "shared-prefix":
         shared = random.Random(f"{seed}/prefixes")

@@ -96,10 +96,8 @@ def run(options: argparse.Namespace) -> int:
 async def _measure(config: BenchConfig, seed: int) -> list[BenchTarget]:
     key = os.environ.get(KEY_VARIABLE, "")
     own = _target(config, config.url, key)
-    targets = [
-        own,
-        *(_target(config, url, "") for url in config.vs),
-    ]  # do not send the API key to them
+    others = [_target(config, url, "") for url in config.vs]  # the API key is not sent to them
+    targets = [own, *others]
     try:
         await _measure_all(targets, config, seed)
     finally:

@@ -43,7 +43,7 @@ FIXED = frozenset(
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser, default=DEFAULT)
-    parser.add_argument("--json", default="", metavar="FILE", help="write all figures to this file")
+    parser.add_argument("--json", default="", metavar="FILE", help="file for all figures, as JSON")
     add_flags(parser, StepBench, title="the steps")
     add_flags(parser, WorkerConfig, title="the worker", without=FIXED)
 

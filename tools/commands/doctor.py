@@ -53,7 +53,7 @@ FACTS_TIMEOUT_S = 120
 LONGEST_NAME = "worker.sock"
 """The longest name of a socket in the run directory of a server without --split."""
 NAME = re.compile(r"[\w.-]+")
-"""The package name at the start of a requirement."""
+"""Matches the package name at the start of a requirement."""
 MARKS = {Verdict.OK: "ok", Verdict.DOUBT: "doubt", Verdict.BAD: "BAD"}
 
 

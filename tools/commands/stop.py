@@ -98,10 +98,10 @@ def select(found: Found, names: Sequence[str]) -> list[RunDirectory]:
 
 
 def signal_targets(server: RunDirectory, *, kill: bool) -> list[RunningProcess]:
-    """Return the processes of a server to which a signal must be sent.
+    """Return the processes of a server that must receive the signal.
 
-    A running supervisor is the only one, because it stops the others. With `kill`, and if the
-    supervisor is gone, they are all processes of the server.
+    If the supervisor runs, it is the only one, because it stops the others. With `kill`, or if the
+    supervisor is gone, all processes of the server receive the signal.
     """
     if server.is_supervised and not kill:
         return [each for each in server.processes if each.pid == server.pid]
@@ -109,9 +109,9 @@ def signal_targets(server: RunDirectory, *, kill: bool) -> list[RunningProcess]:
 
 
 def _signal(targets: Iterable[RunningProcess], number: signal.Signals) -> None:
-    """Send a signal to those of the processes that still run.
+    """Send a signal to those of `targets` that still run.
 
-    The pid of a process that has ended may belong to another process by now.
+    The others are skipped, because their pids may belong to different processes by now.
     """
     running = processes()
     for target in targets:

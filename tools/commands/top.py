@@ -22,7 +22,7 @@ from tools.top.screen import open_screen
 DESCRIPTION = """\
 Watch an engine: slots, blocks, tokens per second, and each open request by name, without its text.
 Press q to quit. If the output is not a terminal, the state is printed once. The command connects to
-the engine directly, so it works when HTTP is down. It costs the engine nothing unless it runs.
+the engine directly, so it works when HTTP is down. It gives the engine work only while it runs.
 """
 
 EXAMPLES = """\
@@ -34,7 +34,7 @@ examples:
 """
 
 KEPT_STATUSES = 120
-"""The number of statuses of which the curve of tokens per second is drawn."""
+"""Number of past statuses that are kept, for the curve of tokens per second."""
 ALL_ROWS = 1000
 ONCE_WIDTH = 120
 

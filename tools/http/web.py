@@ -17,7 +17,7 @@ KEY_VARIABLE = "TIDEGATE_API_KEY"
 
 @dataclass(frozen=True, slots=True)
 class ServerReadiness:
-    """The answer of a server to the question whether it is ready."""
+    """Whether a server is ready, as it reports it."""
 
     is_ready: bool
     #: Name of the model, if the server is ready.

@@ -1,6 +1,6 @@
 """Downloads a catalogue model into the cache, and verifies it.
 
-- The digest of a whole file is checked each time the file was written.
+- Each file is hashed after it is written, and its digest is checked.
 - A file gets its final name only when it is complete and verified (temporary directory, rename).
 - If two processes download the same model, one waits for the other (lock file).
 - A later start does not hash the file again if it has not changed: a stamp stores the digest with
@@ -103,7 +103,7 @@ def _adopt(entry: Entry, file: Path, print_line: PrintLine) -> bool:
 
 
 def _download_and_unpack(entry: Entry, file: Path, print_line: PrintLine) -> None:
-    for leftover in file.parent.glob(".fetch-*"):  # left by a killed process, as we hold the lock
+    for leftover in file.parent.glob(".fetch-*"):  # of killed processes: we hold the lock
         shutil.rmtree(leftover, ignore_errors=True)
     _check_space(entry, file.parent)
     with tempfile.TemporaryDirectory(prefix=".fetch-", dir=file.parent) as folder:

@@ -35,7 +35,7 @@ START_ONE = "start one: tidegate serve"
 DEFAULT_PORT = GatewayConfig().port
 CONNECT_TIMEOUT_S = 3.0
 OUR_PROGRAMS = frozenset({"engine_core", "worker"})
-"""Names of programs that only Tidegate has. Gateways run in gunicorn, which others also use."""
+"""Names of programs that only Tidegate has. Gateways run in gunicorn, which is not one of them."""
 INIT = 1
 """Pid of the process that adopts processes whose parent is gone."""
 

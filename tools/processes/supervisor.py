@@ -35,7 +35,8 @@ STOP_S = 5.0
 exit.
 """
 UNUSED_STOP_S = 1.0
-"""The same for a server that was not ready yet, so no client waits for an answer."""
+"""The same number of seconds for a server that was not ready yet, so no client waits for an
+answer."""
 SAME_SIGNAL_S = 0.5
 """Stop signals within this many seconds count as one, because `timeout` and service managers may
 send two.
@@ -219,7 +220,10 @@ class Supervisor:
         return min([*self._restart_at.values(), *phase_deadline], default=None)
 
     def on_ready(self) -> list[Action]:
-        """Handle a server that is ready. After a restart, call this when it is ready again."""
+        """Enter SERVING, unless a restart is pending or the server is stopping.
+
+        Call this when the server is ready, and again when it is ready after a restart.
+        """
         if not self._restart_at and self._transition(SupervisorEvent.READY):
             self._phase_deadline = None
         return []

@@ -43,7 +43,7 @@ class ReadinessProbe(Protocol):
     def readiness(self) -> ServerReadiness | None:
         """Return whether the server is ready; None if it does not answer.
 
-        The caller is a thread that does this several times a second.
+        A thread calls this several times a second.
         """
 
 
@@ -161,9 +161,8 @@ class Watch:
         self._check_at = time.monotonic()
         self._lost_at = 0.0
         self._last_line = ""  # the last line that we logged; "" if a child has printed since
-        self._reap_at: dict[
-            str, float
-        ] = {}  # exited child whose own children may run -> time limit
+        #: Exited child whose own children may still run -> the time at which they are killed.
+        self._reap_at: dict[str, float] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(wakeups, selectors.EVENT_READ, self._receive_signals)
         self._selector.register(readiness.changes, selectors.EVENT_READ, self._receive_readiness)
@@ -214,9 +213,8 @@ class Watch:
             if self._supervisor.phase is SupervisorPhase.SERVING:
                 self._lost_at = now
             if child.survivors_s and child.output in self._selector.get_map():
-                self._reap_at[child.name] = (
-                    now + child.survivors_s
-                )  # or earlier, at the end of its output
+                # `on_output` reaps it earlier if its output ends before that time.
+                self._reap_at[child.name] = now + child.survivors_s
                 return []
             return self._reap(child)
 

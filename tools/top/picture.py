@@ -19,7 +19,7 @@ FAINT, BOLD, GREEN, YELLOW, RED, CYAN, PLAIN = (
     f"\x1b[{code}m" for code in ("2", "1", "32", "33", "31", "36", "0")
 )
 BUSY, FULL = 0.7, 0.9
-"""The shares from which on a bar is yellow, and red."""
+"""A bar is yellow from the first share on, and red from the second."""
 STAGE_COLOURS = {"decode": GREEN, "prefill": CYAN, "preempted": RED}
 
 
@@ -32,9 +32,9 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
     computed_per_s: float = 0.0
     steps_per_s: float = 0.0
     requests_per_s: float = 0.0
-    #: Share of the new prompt tokens that were cached; None: there were none.
+    #: Share of the new prompt tokens found in the prefix cache; None: no new prompt tokens.
     cache_hits: float | None = None
-    #: Share of the draft tokens that were accepted; None: there were none.
+    #: Share of the new draft tokens that were accepted; None: no new draft tokens.
     drafts_right: float | None = None
     #: Share of the time in which the worker computed.
     busy: float = 0.0
