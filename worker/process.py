@@ -96,7 +96,7 @@ def run(
         return ExitCode.FAILED
     except Exception as error:
         code = exit_code_for(error)
-        if code is ExitCode.WORKER_LOST:  # for the others the message is enough
+        if code is ExitCode.WORKER_LOST:  # for other codes the message is enough
             log.exception("the worker failed")
         else:
             log.error("%s", one_line(error))

@@ -57,7 +57,7 @@ class StepComponents:
 
 
 def no_masks() -> object:
-    """Return None. The default for plans without masks."""
+    """Return None. This is the default `receive_masks`, for plans without masks."""
     return None
 
 

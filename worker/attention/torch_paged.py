@@ -31,7 +31,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention, softmax
 from worker.attention.base import AttentionBatch
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""_attend with its scale and soft cap."""
+"""`_attend` with its scale and soft cap bound: (q, k, v, mask) -> attention."""
 MAX_GATHERED_TOKENS = 1 << 11
 """Most tokens gathered for one group; a longer row is a group by itself. The copied keys and values
 then fit into the CPU's and the allocator's caches. With 16 rows of 1,000 tokens, this is three
@@ -74,7 +74,7 @@ class Tile:
 class PrefillSpan:
     """One row of several tokens. All its tiles use the same gathered keys."""
 
-    #: [m]
+    #: [m]: the blocks of the row, in order.
     blocks: Tensor
     tiles: list[Tile]
 
@@ -166,8 +166,8 @@ class TorchPagedAttention:
         return PrefillSpan(batch.block_table[row, :num_blocks].contiguous(), tiles)
 
     def _mask(self, last: Tensor, num_keys: int, window: int | None) -> Tensor:
-        """Return the mask [n, num_keys]: 0 for the keys that a query sees, up to last [n] and
-        within the window, and -inf for others."""
+        """Return the mask [n, num_keys] for n queries at the positions `last` [n]: 0 for the keys
+        up to that position and within the window, -inf for all others."""
         keys = torch.arange(num_keys, device=last.device)
         hidden = keys > last[:, None]
         if window is not None:
@@ -182,14 +182,15 @@ def _power_of_two(n: int) -> int:
 
 
 def _first_blocks(table: Tensor, m: int) -> Tensor:
-    """Return table [b, M] as [b, m], either cut or padded with the null block."""
+    """Return `table` [b, M], cut to m columns or padded with the null block."""
     return table[:, :m] if m <= table.shape[1] else pad(table, (0, m - table.shape[1]))
 
 
 def _decode(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, group: DecodeGroup, attend: Attend
 ) -> Tensor:
-    """q, result [b, H, D]. The G heads that share keys stand as G queries: keys are read once."""
+    """Return the attention [b, H, D] of q [b, H, D] in the rows of a group. The G heads that share
+    keys become G queries of one head, so that their keys are read once."""
     b, heads, head_dim = q.shape
     kv_heads, num_keys = k_cache.shape[2], group.mask.shape[-1]
     k = k_cache.index_select(0, group.blocks).view(b, num_keys, kv_heads, head_dim).transpose(1, 2)
@@ -205,7 +206,7 @@ def _decode(
 def _prefill(
     out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, span: PrefillSpan, attend: Attend
 ) -> None:
-    """Write out[start:stop] of each of the span's tiles; q, out [T, H, D]."""
+    """Write the attention of a span's tiles into their rows of `out`, [T, H, D] like q."""
     k = k_cache.index_select(0, span.blocks).flatten(0, 1).transpose(0, 1)[None]  # [1, H_kv, N, D]
     v = v_cache.index_select(0, span.blocks).flatten(0, 1).transpose(0, 1)[None]
     for tile in span.tiles:

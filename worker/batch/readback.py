@@ -1,4 +1,4 @@
-"""Copies device tensors to host memory; nothing waits before the result is needed.
+"""Copies device tensors to host memory, without waiting until the result is needed.
 
 `copy` queues a copy, `seal` records an event after all copies, and `wait` waits for that event but
 not for later work. On the CPU nothing is queued: a copy is the tensor itself, readable at once.

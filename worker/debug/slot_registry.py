@@ -158,9 +158,7 @@ def _is_ours(thing: object) -> bool:
 def _children(thing: object) -> list[object]:
     if isinstance(thing, Tensor | np.ndarray):
         return []
-    if isinstance(
-        thing, FunctionType
-    ):  # its globals belong to a module, which is a root or not ours
+    if isinstance(thing, FunctionType):  # without its globals, which belong to a module
         return [thing.__closure__, thing.__defaults__, thing.__kwdefaults__, thing.__dict__]
     return gc.get_referents(thing)
 

@@ -88,7 +88,7 @@ class DraftModel:
 
         lens   [R] known tokens of each row after the step has sampled
 
-        Only queues work; does not wait for the device.
+        This only queues work, and does not wait for the device.
         """
         work = read_catch_up(plan, lens)
         if work is None:

@@ -22,8 +22,8 @@ from worker.kv.transfer.exports import Ids
 from worker.slots.staging import upload, upload_bytes
 
 Pieces = NDArray[np.uint8]
-"""[some rows, N, P]: the pieces of N blocks in some of the R rows. C-contiguous if it was
-gathered."""
+"""[some rows, N, P]: the pieces of N blocks in some of the R rows. C-contiguous if they come
+from `gather`."""
 
 
 class CacheBlocks(Protocol):

@@ -65,7 +65,7 @@ class ReportQueue:
             self._results, self._taken = [], []
         tiers = self._tier_reports()
         if not results and not taken and not tiers:
-            return None  # the last call came between an addition and its wake
+            return None  # the last call ran after an addition, but before its wake
         return KVReport(
             fetched=[each for each in results if isinstance(each, KVFetched)],
             failed=[each for each in results if isinstance(each, KVFailure)],

@@ -30,8 +30,8 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 
 @dataclass(slots=True)
 class Mlp:
-    """An MLP, or one expert. `gate_up` gives the gate's items [N, I], then up's; without a gate
-    only up's."""
+    """An MLP, or one expert. `gate_up` returns the gate's items [N, I] and then the up projection's
+    [N, I]; without a gate, only the latter."""
 
     spec: MlpSpec
     gate_up: Linear
@@ -59,15 +59,15 @@ class Mlp:
 
 @dataclass(slots=True)
 class ExpertMlp:
-    """A mixture of experts: the router chooses `top_k` of them for each row."""
+    """A mixture of experts: the router chooses `top_k` experts for each row."""
 
     spec: MlpSpec
     router: Linear
     experts: Sequence[Mlp]
 
     def __call__(self, x: Tensor, kernels: Kernels) -> Tensor:
-        """Return the result [N, hidden] for x [N, hidden]: each expert computes its rows at once,
-        and their sum runs over the experts in order."""
+        """Return the result [N, hidden] for x [N, hidden]. Each expert computes all its rows at
+        once, and the results are added in the order of the experts."""
         weights, chosen = self._route(x)
         total = torch.zeros_like(x)
         for index in torch.unique(chosen).tolist():
@@ -77,7 +77,7 @@ class ExpertMlp:
         return total
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the weights [N, top_k] in x's dtype, and the experts [N, top_k]."""
+        """Return (weights, experts) of each row: [N, top_k] in x's dtype, and [N, top_k] int64."""
         scores = softmax(self.router.to_float(x), dim=-1)
         weights, chosen = torch.topk(scores, self.spec.top_k, dim=-1)
         if self.spec.renormalize:

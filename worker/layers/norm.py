@@ -15,8 +15,8 @@ from worker.models.spec import NormSpec
 class Norm:
     """A norm with its weight [size]; only layer norms have a bias [size].
 
-    The weight includes the offset of `spec`. It is float32 if there is one: 1 + w would lose most
-    digits of a small w in bfloat16.
+    The weight includes the offset of `spec`. With an offset the weight is float32, because the sum
+    1 + w would lose most digits of a small w in bfloat16.
     """
 
     spec: NormSpec

@@ -64,7 +64,7 @@ def _yarn(inv_freq: Tensor, scaling: YarnScaling, theta: float) -> Tensor:
 
 
 def attention_factor(rope: RopeConfig) -> float:
-    """Return the factor of cos and sin."""
+    """Return the factor by which cos and sin are multiplied."""
     scaling = rope.scaling
     return scaling.attention_factor if isinstance(scaling, YarnScaling | LongRopeScaling) else 1.0
 

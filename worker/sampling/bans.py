@@ -85,7 +85,7 @@ def _penalties(device: torch.device) -> Tensor:
     return torch.where(is_set, 0.0, BANNED)
 
 
-# ---- stages: the same with the ids in the slots; `rows` [N], on the host, index the sampled rows
+# ---- stages: use the ids in the slots of `rows` [N], which index the sampled rows, on the host
 
 
 def allow_rows(logits: Tensor, slots: SlotTable, sampled: Sampled, rows: Tensor) -> None:

@@ -86,7 +86,7 @@ def penalise_counts(
     logits.scatter_(1, tokens, logits.gather(1, tokens) - cost)
 
 
-# ---- stages: the same with values in the slots; `rows` [N], on the host, index the sampled rows
+# ---- stages: use the values in the slots of `rows` [N], which index the sampled rows, on the host
 
 
 def _bias_rows(logits: Tensor, slots: SlotTable, sampled: Sampled, rows: Tensor) -> None:

@@ -75,8 +75,8 @@ def sampled_logprobs(
     """Return logprobs of the sampled tokens [S] for the rows that request them, or None if no row
     does.
 
-    logits [S, V]      the model's own
-    processed [S, V]   after all logit processors
+    logits [S, V]      the model's own logits
+    processed [S, V]   the logits after all logit processors
     """
     if not sampled.features & LOGPROBS:
         return None

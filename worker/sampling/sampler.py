@@ -51,8 +51,8 @@ class TokenChoice:
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """Sampling parameters of the N rows that draw, [N] each, on the device. The host has the
-    filters too.
+    """Sampling parameters of the N rows that draw, [N] each, on the device. The `host_` fields are
+    copies on the host.
 
     The values top_k 0, top_p 1 and min_p 0 switch a filter off. u is float64 in [0, 1).
     """
@@ -193,8 +193,9 @@ def _kth(shares: Tensor, top_k: Tensor, max_k: int) -> Tensor:
 
 def _nucleus(shares: Tensor, top_p: Tensor) -> Tensor:
     """Return the largest bound [N] such that the shares at or above it hold at least top_p of the
-    row's mass. The bound is one of the row's shares and is found exactly, so both methods agree. A
-    GPU sorts, because sorting is cheap there and the search by digits would wait for the device."""
+    row's mass. The bound is one of the row's shares. Sorting and the search by digits find exactly
+    the same bound. A GPU sorts, because sorting is cheap there and the search would wait for the
+    device."""
     weights = weigh(shares, shares.shape[1])
     mass = weights.sum(-1)
     target = (mass * top_p.double()).ceil_().to(torch.int64).clamp_(min=1).minimum(mass)
@@ -239,7 +240,7 @@ def bound_by_digits(shares: Tensor, weights: Tensor, target: Tensor) -> Tensor:
 
 
 def _digit(totals: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each row's next digit [N], and the part of target [N] that larger digits leave.
+    """Return each row's next digit [N], and target [N] minus the weights of all larger digits.
 
     totals [N, digits] are the summed weights of the shares with each digit. The digit is the
     largest one such that the shares with it or a larger digit reach the target.

@@ -73,8 +73,8 @@ def lock_device(config: WorkerConfig) -> AbstractContextManager[object]:
     """Lock the configured device until the context exits. Call this before anything is loaded onto
     it.
 
-    A second worker on the device fails at once, with the name of the holder. The CPU is not locked.
-    Raises DeviceInUse, UnusableModel.
+    The CPU is not locked. Raises UnusableModel if the device does not exist, and DeviceInUse, with
+    the name of the holder, if another worker uses it. Workers with `share_device` can share it.
     """
     name = identity_of(choose_device(config.device))
     if name is None:

@@ -10,8 +10,8 @@ DIR/                              mode 0700, owned by this user
 
 There are no other files and no lock. Names are derived from contents, so two servers that share a
 directory cannot disagree. A server notices the other's changes at its next scan: after a minute, or
-after it has itself written 1/32 of the limit. So each further server can exceed the limit by 1/32
-for a while.
+after it has itself written 1/32 of the limit. So with each additional server the directory can grow
+by another 1/32 of the limit for a while.
 
 A file starts with a header that identifies its block. The block's bytes follow:
 
@@ -26,9 +26,9 @@ offset  bytes
 100            the payload
 ```
 
-The reader compares the first 68 bytes with those it expects, and the digest with that of the bytes
-read. So a file that was truncated, swapped, partly written, or changed in any bit is never used as
-K/V.
+The reader compares the first 68 bytes with those it expects, and the stored digest with the digest
+of the bytes that it has read. So a file that was truncated, swapped, partly written, or changed in
+any bit is never used as K/V.
 
 A file that does not match its name is deleted and reported as `DamagedBlockFile`. If the directory
 cannot be written, for example because the disk is full, storing pauses for a while; that is not an
@@ -100,8 +100,8 @@ class BlockKey(NamedTuple):
 
 
 class DiskIndex:
-    """Index of the directory: the size of each block's file, of all layouts, by last use. `changes`
-    lists the additions and removals of `layout` only. Not thread-safe."""
+    """Index of the directory: the size of each block's file, in the order of last use. It contains
+    the blocks of all layouts, but `changes` lists only the changes of `layout`. Not thread-safe."""
 
     def __init__(self, layout: bytes, max_bytes: int) -> None:
         self.num_bytes = 0
@@ -272,9 +272,7 @@ class DiskTier:
             raise BlockLost("its file no longer exists") from None
         except DamagedBlockFile:
             self._forget(key)
-            with contextlib.suppress(
-                OSError
-            ):  # if this fails, a later scan may find the file again
+            with contextlib.suppress(OSError):  # if this fails, a later scan may find the file
                 self._unlink([key])
             raise
         except OSError as error:
@@ -305,10 +303,8 @@ class DiskTier:
                 written = os.writev(file, [header, payload])
             finally:
                 os.close(file)
-            if written != self.file_bytes:
-                raise OSError(
-                    errno.ENOSPC, os.strerror(errno.ENOSPC)
-                )  # a short write means that the disk is full: man 2 write
+            if written != self.file_bytes:  # the disk is full (man 2 write)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             part.rename(path)
         except OSError:
             with contextlib.suppress(OSError):  # the first error is raised below

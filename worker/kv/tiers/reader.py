@@ -1,7 +1,7 @@
 """Loads blocks from host memory or disk into the cache, one job after another.
 
-A job has its blocks of the cache to itself until it ends (protocol/kv.py). A failed job leaves them
-with arbitrary contents and reports a reason; the engine then computes their K/V instead.
+Nothing else uses the cache blocks of a job until the job ends (protocol/kv.py). A failed job leaves
+them with arbitrary contents and reports a reason; the engine then computes their K/V instead.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class TierReader:
     """Thread that runs the jobs in their order.
 
     blocks    the cache's blocks
-    host      None: only the disk is read, and its blocks are not kept in host memory
+    host      None: blocks are read from disk only, and are not kept in host memory
     scratch   a place of `memory` for blocks that have no place in `host`
     """
 

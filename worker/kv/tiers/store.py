@@ -44,7 +44,7 @@ class TierStore:
         host_bytes: int,
         reports: ReportQueue,
     ) -> None:
-        self._is_host = host_bytes > 0
+        self._has_host = host_bytes > 0
         self._disk = disk
         self._counts = Counts()
         self._block_bytes = blocks.num_rows * blocks.piece_bytes
@@ -88,7 +88,7 @@ class TierStore:
     @property
     def names(self) -> Sequence[Tier]:
         """Return the names of the tiers, the fastest first."""
-        is_there: dict[Tier, bool] = {"host": self._is_host, "disk": self._disk is not None}
+        is_there: dict[Tier, bool] = {"host": self._has_host, "disk": self._disk is not None}
         return [tier for tier in is_there if is_there[tier]]
 
     def store(self, message: KVStore) -> None:
@@ -113,7 +113,7 @@ class TierStore:
     def _drain_reports(self) -> list[KVTierNews]:
         counts = self._counts.drain()
         reports = []
-        if self._is_host:
+        if self._has_host:
             num_bytes = len(self._host) * self._block_bytes
             reports.append(_tier_report("host", self._host.drain_changes(), num_bytes, counts))
         if self._disk is not None:

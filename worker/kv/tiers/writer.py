@@ -55,9 +55,9 @@ class UsedContents:
 class TierWriter:
     """Thread that publishes stored blocks and writes them to disk.
 
-    host, memory   every block is stored here first; `host.capacity` places
+    host, memory   the places in which every block is stored first
     disk           None: blocks stay in host memory
-    tiers          the tiers whose counters count a dropped block
+    tiers          the tiers for which a dropped block is counted
     """
 
     def __init__(
@@ -83,8 +83,8 @@ class TierWriter:
     # ---- called by the loop
 
     def store(self, blocks: Sequence[int], contents: Sequence[bytes]) -> None:
-        """Store blocks of one sequence, in its order. If a block finds no place, it and the later
-        ones are dropped: they are useless without it."""
+        """Store blocks of one sequence, in its order. If there is no place for a block, it and all
+        later blocks are dropped, because the later ones are useless without it."""
         stored: list[tuple[bytes, int | None]] = []
         for index, (block, content) in enumerate(zip(blocks, contents, strict=True)):
             place = None

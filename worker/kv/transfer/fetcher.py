@@ -65,8 +65,8 @@ class TransferContext:
 class Transfer:
     """One transfer, which starts when the object is created.
 
-    The transfer never waits: `poll` does everything that can be done now, and sets `poll_hint` to
-    the time for the next call. Raises ValueError or zmq.ZMQError if no connection is possible.
+    The transfer never waits: `poll` does everything that can be done now, and sets `poll_hint`, the
+    time of the next call. Raises ValueError or zmq.ZMQError if no connection is possible.
 
     source     the source of `fetch`
     fence      the blocks may be written only after it (CacheBlocks.fence)

@@ -144,7 +144,7 @@ class KVTransferService:
 
 
 def _offers(config: WorkerConfig, cache: KVCache, helper: Agent | None) -> list[Offer]:
-    """Return what readers are offered: the movers that the configuration allows."""
+    """Return the offers for readers: the movers that the configuration allows."""
     offers: list[Offer] = []
     if cache.shared is not None:
         offers.append(cache.shared.offer(cache.num_blocks))
