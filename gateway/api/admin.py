@@ -36,7 +36,7 @@ class Version(msgspec.Struct, frozen=True):
 
 
 class GatewayFacts(msgspec.Struct, frozen=True):
-    """The gateway process that responds. `age_s` is the time since it started."""
+    """The gateway process that sent this response. `age_s` is the time since its start."""
 
     pid: int
     draining: bool
@@ -47,10 +47,10 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The engine's state as of its last heartbeat. Fields are null if they are unknown, such as
     before the first heartbeat.
 
-    epoch            the id of the engine process's life; a restarted engine has another one
+    epoch            identifies one run of the engine process; it changes when the engine restarts
     silence_s        age of the last heartbeat
     steps            steps planned so far
-    doing            the worker's activity in words
+    doing            the worker's activity in words, such as "idle"
     worker_step_s    age of the worker's current step
     """
 
@@ -128,7 +128,7 @@ class Formats(msgspec.Struct, frozen=True):
 
 
 class SamplingInEffect(msgspec.Struct, frozen=True):
-    """The default sampling parameters."""
+    """The sampling parameters of a request that sets none."""
 
     temperature: float
     top_p: float
@@ -288,8 +288,8 @@ def _model(served: ServedModel, name: str) -> ModelEntry:
 # ---- health
 
 FRESH_S = 1.9
-"""The gateway is not ready if the last heartbeat is older than this, even if the engine's lease is
-still valid. A heartbeat arrives about every PING_EVERY_S."""
+"""The gateway is not ready if the last message of the engine is older than this. The engine counts
+as lost only later. A heartbeat arrives about every PING_EVERY_S."""
 
 
 def readiness(service: Service) -> ReadinessAnswer:
@@ -386,7 +386,8 @@ def engine_activity(stats: EngineStats | None, limits: Limits | None) -> EngineA
 def describe_worker(worker: WorkerStatus, token_budget: int) -> str:
     """Describe the worker's activity: "computing step 8 for 1.2 s (1.5 s expected): chunk 3 of 12".
 
-    A chunk has at most `token_budget` tokens, so the number of chunks is a lower bound.
+    The number of chunks is a lower bound: it assumes that each has `token_budget` tokens, which is
+    the maximum.
     """
     if worker.trouble:
         return worker.trouble

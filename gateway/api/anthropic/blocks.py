@@ -4,7 +4,7 @@
 
     thinking   consecutive reasoning    ends with a signature
     text       consecutive content
-    tool_use   one tool call            its deltas add up to the JSON text of an object
+    tool_use   one tool call            its deltas, joined, are the JSON text of an object
 
 A block ends when an event of another kind arrives.
 """
@@ -145,7 +145,7 @@ def signature_of(digest: hashlib.blake2b) -> str:
 # ---- the input of a tool_use block
 
 INVALID_JSON = "INVALID_JSON"
-"""The member of `input` with the model's text, if this text is not a JSON object."""
+"""The member of `input` that holds the model's text if that text is not a JSON object."""
 MAX_SCALAR_CHARS = 1024
 """A longer number is treated as invalid JSON. A number is held back until it is complete, so its
 length must be bounded."""
@@ -196,13 +196,13 @@ class ToolInput:
     """Turns the streamed arguments of one call into the JSON text of an object.
 
     Clients expect `input` to be an object. SDKs parse it incrementally and fail on invalid JSON. So
-    closing brackets can always complete the emitted text. Text after the last point at which this
-    is possible is held back until the next such point.
+    the emitted text always becomes valid JSON if an open string and all open brackets are closed.
+    Text that would break this rule, such as a key without a value, is held back.
 
     - Raw control characters in strings are escaped.
     - If a call is cut off, the object is closed.
     - If the model writes invalid JSON, the object is closed with one more member, `INVALID_JSON`,
-      which has all the text of the model. The name of this member is Anthropic's.
+      which contains the model's whole text. The name of this member is Anthropic's.
 
     The concatenated output does not depend on how the input was split.
     """
@@ -214,7 +214,7 @@ class ToolInput:
         self._closers: list[str] = []
         self._raw: list[str] = []
         self._rest = ""  # an incomplete token
-        #: Tokens after the last point at which closing brackets complete the text.
+        #: Tokens that are not emitted yet, because closing brackets could not follow them.
         self._held: list[str] = []
         self._has_member = False
 
@@ -227,11 +227,11 @@ class ToolInput:
         text, self._rest = self._rest + text, ""
         position = 0
         while position < len(text) and not self.is_broken:
-            next_state = self._token(text, position, emitted)
-            if next_state == position:  # the token is not complete
+            end = self._token(text, position, emitted)
+            if end == position:  # the token is not complete
                 self._rest = text[position:]
                 break
-            position = next_state
+            position = end
         return "".join(emitted)
 
     def finish(self, *, complete: bool) -> str:
@@ -287,8 +287,8 @@ class ToolInput:
         return position + 1
 
     def _within(self, text: str, emitted: list[str]) -> None:
-        """Emit part of a string value, or hold back part of a key: an object cannot be closed
-        directly after a key."""
+        """Emit text inside a string value. Hold back text inside a key, because an object cannot
+        be closed directly after a key."""
         if self._at == STRING:
             emitted.append(text)
         else:

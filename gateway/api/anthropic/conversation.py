@@ -1,11 +1,11 @@
-"""Translates `system` and `messages` into chat messages, and records the path of each.
+"""Translates `system` and `messages` into chat messages, and records each message's request path.
 
-- A turn of Anthropic's API is a list of blocks. A chat message has text, calls and reasoning, and
-  each tool result is a message of its own. Blocks keep their order.
-- Consecutive turns of one role are one turn, as in Anthropic's API.
+- A turn of Anthropic's API is a list of blocks. Its text, calls and reasoning become one chat
+  message. Each tool result becomes a message of its own. The order of the blocks is kept.
+- Consecutive turns of one role are joined, as in Anthropic's API.
 - Each tool call must have exactly one result, in the next turn.
-- Blocks that are not text are refused in a user's turn. In a tool result, which the user cannot
-  change, a line that names the missing block replaces them, and the response has a warning.
+- In a user's turn, a block that is not text is refused. In a tool result, which the user cannot
+  change, such a block is replaced by a line that names its type, and the response has a warning.
 
 Errors are InvalidRequest and name the path of the invalid value.
 """
@@ -214,7 +214,7 @@ def block_text(block: Block, at: str) -> str:
 
 def result_text(block: Block, at: str) -> tuple[str, str | None]:
     """Return (text, None) for a block of a tool result. If the model cannot read the block, return
-    (a line in its place, the type of the block)."""
+    (a line that replaces the block, the block's type)."""
     kind = block.get("type")
     if not isinstance(kind, str):
         raise unexpected(kind, at, tuple(_CONVERTERS))
@@ -258,7 +258,7 @@ def _texts(content: Any, at: str) -> str:
 
 
 def _titled(block: Block, at: str, names: tuple[str, ...], text: str) -> str:
-    """Return `text` after one line for each member of the block that is in `names`."""
+    """Return `text`, preceded by a line "name: value" for each member in `names` that is set."""
     given = [name for name in names if block.get(name) is not None]
     values = [(name, string_member(block, name, at)) for name in given]
     head = "".join(f"{name}: {value}\n" for name, value in values if value)

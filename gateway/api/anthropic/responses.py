@@ -1,4 +1,4 @@
-"""Response bodies in Anthropic's shape, and how they are made: messages, events, models, errors."""
+"""Response bodies in Anthropic's shape and their construction: messages, events, models, errors."""
 
 from __future__ import annotations
 
@@ -141,8 +141,8 @@ def usage_of(group: ChoiceGroup, block_tokens: int) -> MessageDeltaUsage:
     """Return the usage so far. `block_tokens` is the block size of the prefix cache; 0 means that
     there is no cache.
 
-    The tokens that count as written are those of new blocks that the same prompt can reuse later.
-    The last prompt token is always computed, so only blocks that are full without it count.
+    Uncached prompt tokens count as written to the cache if their block can be reused by the same
+    prompt later. Such a block must be full without the last prompt token, which is always computed.
     """
     prompt, cached = group.num_prompt_tokens, group.num_cached_tokens
     cacheable = (prompt - 1) // block_tokens * block_tokens if block_tokens else 0
@@ -158,8 +158,8 @@ def usage_of(group: ChoiceGroup, block_tokens: int) -> MessageDeltaUsage:
 
 
 def _full_usage(usage: MessageDeltaUsage) -> MessagesUsage:
-    """Return the usage of a message. All cache writes count as five-minute writes, because no
-    token is guaranteed to stay cached for an hour."""
+    """Return `usage` with the members that only a message has. All cache writes are reported as
+    five-minute writes, because no token is guaranteed to stay cached for an hour."""
     written = CacheCreation(
         ephemeral_5m_input_tokens=usage.cache_creation_input_tokens, ephemeral_1h_input_tokens=0
     )
@@ -196,8 +196,8 @@ ContentBlock = TextBlock | ThinkingBlock | ToolUseBlock
 def content_block(
     kind: BlockKind, call: ToolCall | None, text: str = "", signature: str = ""
 ) -> ContentBlock:
-    """Return a content block. Without `text` it is the empty block of `content_block_start`. For a
-    call, `text` is the JSON text of an object, which is sent unchanged."""
+    """Return a content block. Without `text` this is the empty block that `content_block_start`
+    contains. For a call, `text` is the JSON text of an object and is sent unchanged."""
     match kind:
         case "text":
             return TextBlock(text)
@@ -349,7 +349,7 @@ class SignatureDelta(msgspec.Struct, frozen=True, tag="signature_delta"):
 
 
 class InputJsonDelta(msgspec.Struct, frozen=True, tag="input_json_delta"):
-    """Part of a call's `input`. The deltas of a block add up to the JSON text of an object."""
+    """Part of a call's `input`. The deltas of a block, joined, are the JSON text of an object."""
 
     partial_json: str
 

@@ -70,7 +70,7 @@ class EventWriter:
         self._index = 0
         self._make_delta = _DELTAS["text"]
 
-    # ---- for the answer
+    # ---- called by the choice group
 
     def delta(self, choice: Choice, delta: OutputDelta) -> None:
         for item in delta.events:
@@ -103,7 +103,7 @@ class EventWriter:
         self._on_start()
         return frame(responses.MessageStart(self._envelope.message_at_start(self._group))) + PING
 
-    # ---- for the blocks
+    # ---- called by `ContentBlocks`
 
     def start(self, index: int, kind: BlockKind, call: ToolCall | None) -> None:
         self._index = index
