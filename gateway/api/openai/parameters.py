@@ -1,7 +1,7 @@
-"""Request fields and defaults -> sampling parameters.
+"""Makes sampling parameters from request fields and defaults.
 
-Each parameter comes from the request, else from the served model's defaults (`served_model.py`),
-else from OpenAI's API.
+A parameter that the request does not set has the served model's default (`served_model.py`), or
+else OpenAI's.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def first(*values: T | None, default: T) -> T:
 def choices_of(
     body: Body, model: SamplingDefaults, tokenizer: Tokenizer | None = None
 ) -> list[SamplingParams]:
-    """Return the parameters of each of a prompt's n choices. `tokenizer` encodes `bad_words`.
+    """Return the parameters of each of a prompt's n choices. Raise InvalidRequest.
 
-    Raises InvalidRequest.
+    tokenizer  encodes `bad_words`; None: `bad_words` are ignored
     """
     bad = bad_sequences(body.bad_words, tokenizer) if body.bad_words and tokenizer else []
     try:
@@ -86,7 +86,8 @@ def _prompt_logprobs(body: Body) -> int | None:
 
 
 def nth_seed(seed: int | None, place: int) -> int | None:
-    """Return the seed of choice `place`: consecutive, so that each choice is reproducible alone."""
+    """Return the seed of choice `place`: `seed + place`, wrapped to a signed 64-bit number. So a
+    request for one choice with that seed reproduces the choice."""
     if seed is None or seed == -1:
         return None
     return (seed + place + _SEEDS // 2) % _SEEDS - _SEEDS // 2

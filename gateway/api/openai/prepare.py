@@ -1,8 +1,8 @@
 """Checks a body and turns it into prompt requests: prompt, sampling parameters, grammar, parser.
 
-All APIs with conversations use `Preparation`. The effective template arguments are computed here,
-once per conversation. A parser starts in the state in which the rendered prompt ends, for example
-inside a reasoning block.
+All APIs with conversations use `Preparation`. It computes the effective template arguments, once
+per conversation. The rendered prompt may end inside a reasoning block, for example. The parser of
+the answer starts in that state.
 """
 
 from __future__ import annotations
@@ -177,8 +177,8 @@ class Preparation:
         return replace(self.parse_request(prompt, start), grammar=self._grammar(start))
 
     def parse_request(self, prompt: Prompt, start: AnswerStart) -> PromptRequest:
-        """Return the request for one prompt, without a grammar. It suffices to parse an existing
-        answer."""
+        """Return the request for one prompt, without a grammar. Parsing an answer that exists
+        already needs none."""
         body, model, plan = self.body, self.model, self.plan
         marks, inside = start.marks, start.inside
         new_counter = partial(ReasoningCounter, marks, starts_inside=inside) if marks else None

@@ -341,8 +341,8 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True):
 
 
 DEFAULT_COMPLETION_TOKENS = 16
-"""OpenAI's default of `max_tokens`, for completions only. A chat has no limit but the context
-length."""
+"""OpenAI's default of `max_tokens` for completions. The answer in a chat is limited only by the
+context length."""
 
 CompletionPrompt = str | list[int]
 

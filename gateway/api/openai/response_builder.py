@@ -97,7 +97,7 @@ class ResponseBuilder(Protocol):
     prompt_ids_on_top: bool
     #: The finish reason is sent with the last text, not in its own chunk.
     ends_with_text: bool
-    #: The members of a chunk's choice without text, such as the one in a finish chunk.
+    #: The members of a choice in a chunk without text, such as the finish chunk.
     empty: Members
     #: The structs of a chunk, a chunk's choice, a response and a response's choice.
     chunk: Callable[..., Any]
@@ -106,15 +106,14 @@ class ResponseBuilder(Protocol):
     whole_choice: Callable[..., Any]
 
     def part(self, event: Event) -> Members | None:
-        """Return the members of a chunk's choice for an event, or None if nothing is sent for
-        it."""
+        """Return what an event adds to the choice in a chunk, or None if the event is not sent."""
 
     def opening(self, choice: Choice) -> Members | None:
         """Return the members of a choice in its first chunk, which is sent before any text. Return
         None if the API has no such chunk."""
 
     def fold(self, choice: Choice, chunks: Sequence[Any]) -> Members:
-        """Return the message or text, and the logprobs, to which a choice's chunks add up."""
+        """Join all chunks of a choice. Return its message or text, and its logprobs."""
 
     def logprobs(self, choice: Choice, delta: OutputDelta) -> Any:
         """Return the logprobs of the delta's tokens, or None if they are not requested."""
@@ -193,7 +192,7 @@ class ChatResponseBuilder:
 
 
 def _message(parts: Iterable[MessagePart]) -> AssistantMessage:
-    """Return the message to which the parts add up, in linear time.
+    """Join the deltas of a message, in linear time.
 
     A tool call that was cut off is included. `content` is null if there is only reasoning or tool
     calls.

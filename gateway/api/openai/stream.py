@@ -3,14 +3,15 @@
     [role chunk per choice]  [chunk ...]  [finish chunk per choice]  [usage, timings]  [DONE]
 
 A chunk has a delta of content or reasoning, the head of a tool call (id and name, no arguments
-yet), or a delta of its arguments. The chunks of several choices interleave.
+yet), or a delta of a call's arguments. The chunks of several choices interleave.
 
 - A completion's finish reason is in the chunk of its last text. A chat's has its own chunk.
 - The warnings of a choice are in the chunk of its finish reason.
-- The first chunks (a chat's role, an echoed prompt) are sent with the first token. Sent earlier,
-  they would make the time to first token look shorter than it is.
+- The first chunks (a chat's role, an echoed prompt) are sent with the first token. If they were
+  sent earlier, clients would measure a time to first token that is too short.
 - After an error, one `{"error": ...}` event and [DONE] close the stream.
-- A chunk with nothing but new text is not encoded: the text is put into a template of bytes.
+- Chunks that differ only in their text are encoded once, as a template of bytes. Later texts are
+  inserted into the template.
 """
 
 from __future__ import annotations
@@ -50,12 +51,11 @@ encode = msgspec.json.encode
 TemplateKey = tuple[int, type[Event], int]
 """(index of the choice, type of the event, index of the tool call)"""
 _SENT = OutputDelta()
-"""Stands for a delta whose tokens were sent with an earlier chunk."""
+"""Replaces a delta after its tokens were sent with a chunk."""
 _HOLE = "\0"
-"""Stands for the text in a template."""
+"""Placeholder for the text in a template."""
 MAX_TEMPLATES = 1 << 10
-"""The most templates of one stream. At this number all are dropped, and each is made again when it
-is needed."""
+"""Maximum number of templates that a stream keeps. When it is reached, all of them are dropped."""
 
 
 class ChunkStreamState(msgspec.Struct):
@@ -89,8 +89,8 @@ def chunk_options(body: GenerationBody) -> ChunkOptions:
 
 
 class AnswerChunks:
-    """Turns the deltas of one answer into chunks, in order. `state` is that of the stream to
-    continue; None starts a new stream."""
+    """Turns the deltas of one answer into chunks, in order. `state` is the state of a stream that
+    is continued; None starts a new stream."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class AnswerChunks:
         self._includes_ids = options.get("includes_ids", False)
         self._new_chunk = partial(builder.chunk, **envelope.head)
         self.state = state or ChunkStreamState()
-        #: Chunks have nothing but text, except the first and the last of a choice.
+        #: All chunks of a choice, except the first and the last, contain only text.
         self.is_plain = (
             not (self._repeats_usage or self._includes_ids) and builder.num_logprobs is None
         )
@@ -122,7 +122,7 @@ class AnswerChunks:
         return list(filter(None, map(self._opening, self._group.choices)))
 
     def push(self, choice: Choice, delta: OutputDelta) -> list[Any]:
-        """Return the chunks of `delta`. If the first chunks were not sent yet, they precede."""
+        """Return the chunks of `delta`, after the stream's first chunks if those are not sent."""
         events, builder = delta.events, self._builder
         if events and isinstance(events[0], Failed):  # the error is sent by `ChunkStream.fail`
             return []
@@ -142,15 +142,16 @@ class AnswerChunks:
         return chunks
 
     def _part(self, choice: Choice, event: Event) -> Members | None:
-        """Return the members of a chunk's choice for an event, or None if nothing is sent now."""
+        """Return what an event adds to the choice in a chunk, or None. Warnings are kept for the
+        finish chunk."""
         if isinstance(event, OutputWarning):
             self.state.warnings.setdefault(choice.index, []).append(event)
             return None
         return self._builder.part(event)
 
     def count(self, choice: Choice, delta: OutputDelta) -> None:
-        """Count the tokens of `delta` as sent. A chunk's usage covers the text sent so far, which
-        may lag behind the tokens generated."""
+        """Count the tokens of `delta` as sent. The usage in a chunk counts only sent tokens; more
+        may have been generated."""
         if self._repeats_usage and delta.token_ids:
             counts = self.state.num_tokens
             counts[choice.index] = counts.get(choice.index, 0) + len(delta.token_ids)
@@ -250,9 +251,9 @@ class ChunkStream:
             self._write(b"".join([sse.frame(encode(chunk)) for chunk in chunks]))
 
     def _new_template(self, key: TemplateKey, choice: Choice, event: Event) -> list[bytes] | None:
-        """Return the frame of a chunk with nothing but text, cut at the places of the text.
+        """Return the frame of a chunk that contains only text, cut where the text is inserted.
 
-        None: the next chunk has something else too.
+        Return None if the next chunk contains anything else.
         """
         if not (self._chunks.is_plain and self._chunks.state.has_started):
             return None
@@ -284,7 +285,7 @@ def whole_response(
     includes_ids: bool = False,
     prompt_logprobs: Callable[[Choice], list[Any] | None] | None = None,
 ) -> bytes:
-    """Return the body of a 200: the folded chunks of a group that ended without an error.
+    """Return the complete response: the joined chunks of a group that ended without an error.
 
     collected        the output of each choice
     includes_ids     add the token ids of prompt and answer

@@ -59,11 +59,10 @@ _SAFE_PATH = re.compile(r"[A-Za-z0-9_.$\[\]-]{1,200}")
 
 
 class AnswerForm(msgspec.Struct, frozen=True):
-    """The form of the answer that a request sets: a grammar."""
+    """The grammar that an answer must match."""
 
-    #: The request field that sets the form.
+    #: The request field that sets the grammar.
     field: str
-    #: The grammar.
     body: Body
     #: Paths of unknown members and schema keywords, which have no effect.
     ignored: list[str] = []
@@ -195,7 +194,7 @@ class FormReader:
         )
 
     def grammar(self, value: Any, at: str) -> Body:
-        """Parse a Lark grammar (it has a rule `start`) or a GBNF grammar (it has `root ::=`)."""
+        """Parse a GBNF grammar if the text has `::=` and no rule `start:`, else a Lark grammar."""
         text = _text(value, at)
         return Gbnf(text=text) if "::=" in text and _LARK_START not in text else Lark(text=text)
 
@@ -298,7 +297,7 @@ SILENT = ANNOTATIONS | {"id", "$vocabulary", "contentSchema", "xml", "externalDo
 
 
 MAX_UNKNOWN = 16
-"""Limit on the unknown keywords that a response lists."""
+"""Maximum number of unknown members and keywords that a response lists."""
 MAX_SEGMENT_CHARS = 100
 """Names longer than this are truncated in a path."""
 
@@ -351,7 +350,7 @@ def _is_unknown(keyword: str) -> bool:
 
 
 def _keywords(schema: Any, at: str) -> Iterator[tuple[_Place, str]]:
-    """Yield (place of the schema, keyword) for all keywords of the schema and of the schemas inside
+    """Yield (place of its schema, keyword) for each keyword of the schema and of the schemas inside
     it. Skip malformed schemas, which the engine refuses."""
     waiting = [(schema, _Place(None, at))]
     while waiting:

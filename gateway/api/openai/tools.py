@@ -1,7 +1,7 @@
-"""Resolves tools, tool_choice and parallel_tool_calls into a ToolPlan, and the plan into a grammar.
+"""Makes a ToolPlan from tools, tool_choice and parallel_tool_calls, and a grammar from the plan.
 
-An empty list of tools means no tools, because some SDKs send one. With `tool_choice` "none" the
-prompt has no tools, and the answer is not parsed for calls.
+Some SDKs send an empty list of tools, which means no tools. With `tool_choice` "none" the prompt
+has no tools, and the answer is not parsed for calls.
 
 The grammar enforces the plan in the model's own tool format. A constraint that cannot be enforced
 is refused with an InvalidRequest that names the field.
@@ -230,8 +230,8 @@ def tool_grammar(bound: BoundFormat | None, plan: ToolPlan) -> Body | None:
 
 
 def calls_instead_of_form(bound: BoundFormat | None, plan: ToolPlan, form_field: str) -> Rules:
-    """Return the grammar of the calls that the model may make instead of an answer in the form that
-    `form_field` sets."""
+    """Return the grammar of the tool calls that the model may make instead of an answer that
+    matches the field `form_field`. Raise InvalidRequest if it cannot be enforced."""
     if bound is None or not bound.format.has_calls:
         raise InvalidRequest.at(
             form_field,
@@ -254,7 +254,7 @@ def _check_schemas(plan: ToolPlan, enforced: Set[str]) -> None:
 
 
 def _callable_tools(plan: ToolPlan) -> Sequence[DeclaredTool]:
-    """Return the tools that may be called. Those that are not strict have no schema."""
+    """Return the tools that may be called. Remove the schemas of tools that are not strict."""
     return [
         tool if tool.name in plan.strict else msgspec.structs.replace(tool, parameters=None)
         for tool in plan.callable
