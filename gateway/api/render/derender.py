@@ -66,9 +66,11 @@ def _num_choices(
     config: GatewayConfig,
     field: str,
 ) -> int:
-    """Return the number of choices if the body does not have the request that was rendered. It is
-    counted in `choices`, the value of `field`, and in the stream state. Raise InvalidRequest if
-    there are too many choices."""
+    """Return the number of choices, for a body without the request that was rendered.
+
+    It is one more than the largest index in `choices` and in the stream state. If it is not
+    allowed, raise InvalidRequest naming `field`, which contains `choices`.
+    """
     indexes = [choice.index for choice in choices]
     if body.stream_state is not None:
         indexes += opened(body.stream_state, key_of(model, None)).choices
@@ -96,8 +98,8 @@ class ChatDerendering:
             self._kwargs = self._preparation.kwargs() if body.chat_request else {}
 
     def _plain_request(self) -> ChatBody:
-        """Return a request that stands for the unknown one that was rendered. All text is
-        content."""
+        """Return a substitute for the rendered request, which the body does not have. All text is
+        content. Raise InvalidRequest if the model's answers must be parsed."""
         output_format = self._model.output_format
         writes_calls = output_format.tools is not None and not self._model.renderer.omits_tools
         if output_format.reasoning is not None or writes_calls:
@@ -173,8 +175,9 @@ class ChatDerendering:
         )
 
     def _prompt(self, response_ids: Sequence[int] | None) -> Prompt:
-        """Return the prompt: from the body, else from the response or chunk, else render it again.
-        Raise InvalidRequest if its length is not `prompt_tokens`."""
+        """Return the prompt. Its token ids come from the body, or else from the response or chunk,
+        or else the request is rendered again. Raise InvalidRequest if their number is not
+        `prompt_tokens`."""
         body = self._body
         ids = body.prompt_token_ids or response_ids
         if ids:
@@ -215,8 +218,8 @@ class CompletionDerendering:
                 )
 
     def _plain_request(self) -> CompletionBody:
-        """Return a request that stands for the unknown one that was rendered, with the same number
-        of prompts."""
+        """Return a substitute for the rendered request, which the body does not have, with the same
+        number of prompts."""
         body = self._body
         if body.stream:
             field, count = "generate_chunk", 1 + body.prompt_index
@@ -258,7 +261,7 @@ class CompletionDerendering:
 
     def _whole_ids(self, responses: Sequence[GenerateResponse]) -> list[list[int]] | None:
         """Return the token ids of the prompts, from the body or else from the responses. Return
-        None if neither has any and the prompts of the request are to be used."""
+        None if neither has any, so that the prompts of the request are tokenized."""
         given = self._body.prompt_token_ids or [None] * len(responses)
         found = [
             ids or response.prompt_token_ids for ids, response in zip(given, responses, strict=True)
@@ -298,8 +301,8 @@ class CompletionDerendering:
         return _with_index_offset(derendered, place * (request.n or 1)), sealed(state, key)
 
     def _chunk_ids(self, place: int, chunk: GenerateChunk) -> list[list[int]] | None:
-        """Return the token ids of one prompt in a list, from the body or else from the chunk.
-        Return None if neither has them and the prompt of the request is to be used."""
+        """Return a list with the token ids of one prompt, from the body or else from the chunk.
+        Return None if neither has them, so that the prompt of the request is tokenized."""
         given = self._body.prompt_token_ids
         ids = (given[place] if given else None) or _ids_of(chunk)
         if ids is None and self._body.completion_request is None:

@@ -49,10 +49,11 @@ class RecordedGroup(ChoiceGroup):
 
 
 class RecordedOutputs:
-    """Converts the choices of a response or chunk, which has the path `at`, to engine outputs.
+    """Converts the choices of a token endpoint's response or chunk to engine outputs.
 
-    num_logprobs  number of top tokens that the derendered request asks for; None: no logprobs
-    asked_ids     token ids whose logprobs it asks for in addition
+    at            path of the response or chunk in the request
+    num_logprobs  number of top tokens in the derendered response; None: it has no logprobs
+    asked_ids     further token ids whose logprobs the derendered response has
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class RecordedOutputs:
         self._usage = usage
 
     def output(self, part: GeneratedChoice, params: SamplingParams, place: int) -> Output:
-        """Return the engine output for the choice at index `place` of the list. Raise
+        """Return the engine output for `part`, the item `place` of `choices`. Raise
         InvalidRequest."""
         at = f"{self._at}.choices[{place}]"
         check_token_ids(part.token_ids, self._model.card.vocab_size, f"{at}.token_ids")
@@ -113,7 +114,7 @@ class RecordedOutputs:
 def num_logprobs(choices: Sequence[GeneratedChoice]) -> int | None:
     """Return the number of top tokens per sampled token; None if there are no logprobs.
 
-    The sampled token is one of the top tokens, or is listed in addition to them and not counted.
+    A list also contains the sampled token. If that is not a top token, it is not counted.
     """
     counts = [
         len(token.top_logprobs) - ((token.rank or 0) > len(token.top_logprobs))
@@ -159,9 +160,9 @@ def to_token_logprobs(token: ChosenToken, num_top: int, asked_ids: Sequence[int]
 def prompt_entries(
     ids: Sequence[int], logprobs: Sequence[dict[str, TokenChance] | None], at: str
 ) -> list[TokenLogprobs]:
-    """Return the engine's logprobs of a prompt, given their JSON (`prompt_token_logprobs`).
+    """Return the engine's logprobs of a prompt, given the JSON that `prompt_token_logprobs` makes.
 
-    Raises InvalidRequest if `logprobs`, which has the path `at`, does not match the prompt.
+    Raise InvalidRequest naming `at`, the path of `logprobs`, if they do not match the prompt.
     """
     if len(logprobs) != len(ids):
         raise InvalidRequest.at(

@@ -1,8 +1,8 @@
 """Renders a chat or completion into a request to the token endpoint.
 
-The rendered request has everything resolved: sampling defaults, prompt tokens, grammar. Any server
-can generate from it. `derender` converts the result into the response that the chat or completion
-route would send.
+The rendered request contains the prompt tokens, the grammar and all sampling parameters, so any
+server can generate from it. `derender` converts the result into the response that the chat or
+completion route would send.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Derenders: converts responses of a token endpoint into responses of the API, complete or in
-chunks.
+"""Converts responses of a token endpoint into responses of the API ("derenders" them), complete or
+in chunks.
 
 The recorded outputs are replayed through the code that serves our own engine: parsers, finish
-reason, `whole_response`, `AnswerChunks`. Between two chunks the client carries all state
+reason, `whole_response`, `AnswerChunks`. Between two chunks the client keeps all state
 (`stream_state`), so the cost of a chunk does not depend on its position.
 """
 
@@ -42,8 +42,8 @@ Json = dict[str, Any]
 
 GENERATE_PREFIX = "generate-tokens-"
 MAX_WAITING_TOKENS = 64
-"""If more tokens than this wait for text that the parser holds back, they are sent before their
-text."""
+"""While the parser holds text back, at most this many tokens wait for it. If there are more, they
+are sent without their text, which follows later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +113,7 @@ def derendered(
     group.attach(collected)
     for place, (response, where) in enumerate(zip(responses, at, strict=True)):
         choices = [choice for choice in group.choices if choice.prompt_index == place]
-        _play_whole(case, choices, response, where, group)
+        _replay_whole(case, choices, response, where, group)
     group.wait()
     first = responses[0]
     extensions: dict[str, Any] = {}
@@ -138,19 +138,19 @@ def derendered(
 def _recorded_prompt_logprobs(
     responses: Sequence[GenerateResponse],
 ) -> Callable[[Choice], list[Any] | None]:
-    """Return a function that returns the prompt logprobs of a choice's response unchanged, for a
-    request that does not ask for them."""
+    """Return a function that returns the prompt logprobs in a choice's response unchanged. It is
+    used if the request does not set `prompt_logprobs`."""
     return lambda choice: responses[choice.prompt_index].prompt_logprobs
 
 
-def _play_whole(
+def _replay_whole(
     case: DerenderCase,
     choices: Sequence[Choice],
     response: GenerateResponse,
     at: str,
     group: RecordedGroup,
 ) -> None:
-    """Replay a complete response to `choices`, those of its prompt."""
+    """Replay a complete response. `choices` are the choices of its prompt."""
     parts = {part.index: (place, part) for place, part in enumerate(response.choices)}
     if len(response.choices) != len(choices) or set(parts) != set(range(len(choices))):
         raise InvalidRequest.at(
@@ -202,8 +202,8 @@ def first_state(ending: str, prompt_tokens: int) -> StreamState:
 
 
 class _ChunkDerenderer:
-    """Derenders one chunk, and so moves the stream from one state to the next. It is the sink of
-    its group."""
+    """Derenders one chunk, starting from the state after the previous chunk. It is the sink of its
+    group."""
 
     def __init__(
         self, case: DerenderCase, prompt_request: PromptRequest, state: StreamState
@@ -254,7 +254,7 @@ class _ChunkDerenderer:
         self._sent += self._chunks.push(choice, delta)
 
     def end(self) -> None:
-        """Do nothing: the end is written when the chunk with the usage arrives."""
+        """Do nothing. The chunk with the usage, which arrives later, is the end of the stream."""
 
     def fail(self, error: ServingError) -> None:
         raise error
@@ -304,8 +304,7 @@ class _ChunkDerenderer:
 
 
 def _merged_chunk(chunks: Iterable[Json]) -> Json:
-    """Return one chunk with the content of several. A client that adds up deltas gets the same
-    message."""
+    """Join several chunks into one. A client that joins deltas gets the same message."""
     choices: dict[int, Json] = {}
     whole: Json = {}
     for chunk in chunks:
@@ -320,7 +319,7 @@ def _merged_chunk(chunks: Iterable[Json]) -> Json:
 
 
 def _merged(before: Json, after: Json) -> Json:
-    """Return one chunk's choice with the content of two consecutive ones."""
+    """Join the choice in a chunk with the same choice in the next chunk."""
     whole = before | after
     if "delta" in after:
         whole["delta"] = _merged_delta(before["delta"], after["delta"])

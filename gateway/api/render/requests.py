@@ -15,7 +15,7 @@ from gateway.api.tokens.responses import GenerateChunk, GenerateResponse
 from protocol.sampling import MAX_TOKENS, TokenId
 
 MAX_STATE_CHARS = 1 << 18
-"""The most characters of a `stream_state`."""
+"""Maximum length of a `stream_state`."""
 
 Count = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 Ids = Annotated[list[TokenId], Meta(min_length=1)]

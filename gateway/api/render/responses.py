@@ -17,7 +17,7 @@ class RenderedRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """A body for POST /inference/v1/generate.
 
     sampling_params   all parameters; max_tokens is absent if the request does not limit the answer
-    reasoning_ended   true: a structured answer starts with its format; false: with reasoning
+    reasoning_ended   true: no reasoning precedes a structured answer; false: reasoning may precede
     reads_calls       whether to parse tool calls in the answer
     grammar           the constraint on the answer: structured outputs, required calls, budget
     """

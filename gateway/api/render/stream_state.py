@@ -1,8 +1,8 @@
 """The state of a derendered stream between two chunks, as text that the client carries.
 
-The state has an incomplete character, a possible start of a marker or stop string, the position in
-a tool call, and counts. It does not have the text that was sent, so its size does not grow with the
-answer. It grows only with the text that a format must hold back:
+The state contains an incomplete character, a possible start of a marker or stop string, the
+position in a tool call, and counts. It does not contain the text that was sent, so its size does
+not grow with the answer. It grows only with the text that a format must hold back:
 
 - blanks, which are not content if nothing follows;
 - a call, until its name is complete;
@@ -12,9 +12,9 @@ answer. It grows only with the text that a format must hold back:
 If the state exceeds MAX_STATE_CHARS, the stream is refused. The complete answer can still be
 derendered.
 
-A digest over the model, the formats, the request and this version seals the state, so a damaged
-state or that of another stream is detected. The state is neither secret nor authenticated: a client
-that forges a state only gets a wrong answer or an error.
+The state is sealed with a digest of the model, the formats, the request and the version of this
+format. So a damaged state, or the state of another stream, is detected. The state is neither secret
+nor authenticated: a client that forges a state only gets a wrong answer or an error.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class StreamState(msgspec.Struct, frozen=True, array_like=True):
 
     #: The time at which the stream started.
     created: int
-    #: A text that replaces the prompt in `ModelOutputFormat.begin`.
+    #: A text that replaces the prompt in `ModelOutputFormat.answer_start`.
     ending: str
     #: Number of prompt tokens.
     prompt_tokens: int
@@ -72,7 +72,7 @@ _decoder = msgspec.msgpack.Decoder(StreamState)
 
 
 def key_of(model: ServedModel, request: msgspec.Struct | None) -> bytes:
-    """Return the key that seals a state. `request` is the one that was rendered; None: unknown."""
+    """Return the key that seals a state. `request` was rendered; None if it is unknown."""
     parts = (
         VERSION,
         model.card.digest,
