@@ -48,17 +48,17 @@ class OptionFields(Protocol):
 class RequestOptions:
     """The options of a request that do not depend on its prompts."""
 
-    #: Of the same caller's requests, only those with the same salt share cached prompts.
+    #: Requests of one caller share cached prompts only if they have the same salt.
     salt: str = ""
     #: Requests with lower values are served first.
     priority: int = 0
-    #: The id in the response. The request can be aborted by it. "": there is none.
+    #: The id in the response, by which the request can be aborted; "" if there is none.
     label: str = ""
     #: Whether the response has `timings`, for which parsing must be measured.
     timings: bool = False
-    #: Seconds until the answer must have ended; None: the request does not say.
+    #: Seconds until the answer must have ended; None if the request does not set it.
     timeout_s: float | None = None
-    #: Seconds until the answer must have started; None: the request does not say.
+    #: Seconds until the answer must have started; None if the request does not set it.
     queue_timeout_s: float | None = None
 
     @classmethod
@@ -92,9 +92,9 @@ class GenerationRunner:
     ) -> None:
         """Send the choices and wait until the engine has accepted them.
 
-        Raises the engine's refusal. No header of the response has been sent by then, so the refusal
-        gets its own status. If there is a queue timeout, this waits for the first token, because
-        the engine may refuse the request until then.
+        Raises the engine's refusal. No header of the response has been sent by then, so the
+        response can have the status of the refusal. If there is a queue timeout, this waits for the
+        first token, because the engine may refuse the request until then.
 
         needs_client  abort the request if its client disconnects
         is_whole      the client waits for the whole answer, so the timeout in its headers applies
@@ -145,9 +145,9 @@ def whole(
     prompt_requests: Sequence[PromptRequest],
     options: RequestOptions,
 ) -> tuple[ChoiceGroup, CollectSink]:
-    """Return an answer and its collected events after its end.
+    """Wait until the answer has ended. Return its choices and the sink with all their events.
 
-    Raises the error that made it fail, or ClientGone.
+    Raises the error that ended the answer, or ClientGone.
     """
     return run_to_end(
         service, context, prompt_requests, options, lambda group: CollectSink(len(group.choices))
@@ -161,9 +161,9 @@ def run_to_end(
     options: RequestOptions,
     make_sink: Callable[[ChoiceGroup], S],
 ) -> tuple[ChoiceGroup, S]:
-    """Return an answer, after its end, and the sink from `make_sink`, which got all its events.
+    """Wait until the answer has ended. Return its choices and the sink that `make_sink` made.
 
-    Raises the error that made it fail, or ClientGone.
+    Raises the error that ended the answer, or ClientGone.
     """
     runner = GenerationRunner(service, context, prompt_requests, options, is_whole=True)
     try:
@@ -269,7 +269,7 @@ def _event_stream(
     abandon: Callable[[], None],
     close: Callable[[], None],
 ) -> EventStream:
-    """Return a streamed response. For the callbacks see EventStream."""
+    """Return a streamed response that `hang_up` ends. `EventStream` describes the callbacks."""
     response = EventStream(
         attach,
         abandon=abandon,

@@ -5,8 +5,8 @@
         output_item.done                                            (for each item, one by one)
     completed | incomplete | failed
 
-One item is open at a time. An event of another kind closes it. A frame has one stream event.
-Sequence numbers are consecutive.
+One item is open at a time. An answer event of another kind closes it. A frame contains one stream
+event. The sequence numbers of stream events are consecutive.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def last_frame(number: int, response: ResponseObject) -> Frame:
 
 
 def interrupted_response(response_id: str, number: int, body: bytes | None) -> Interruption:
-    """Return the end of a background response whose process died.
+    """Return the last event and the final state of a background response whose process ended.
 
     `body` is the stored response. Another version of the server may have written it, so it is not
     decoded into a struct. Its output is kept.
@@ -83,7 +83,8 @@ def interrupted_response(response_id: str, number: int, body: bytes | None) -> I
 
 
 class _OpenText:
-    """An open message or reasoning item. It has one part, whose text arrives in deltas."""
+    """A message or reasoning item that is not complete. The text of its one part arrives in
+    deltas."""
 
     def __init__(self, events: ResponseEvents, kind: TextKind) -> None:
         self.kind = kind
@@ -149,7 +150,7 @@ class _OpenText:
 
 
 class _OpenCall:
-    """An open function call."""
+    """A function call that is not complete."""
 
     def __init__(self, events: ResponseEvents, call: ToolCall) -> None:
         self._events = events
@@ -197,7 +198,7 @@ class ResponseEvents:
         self._frames: list[Frame] = []
 
     def start(self, *, queued: bool = False) -> None:
-        """Write the first events. A `queued` response stays queued until `proceed`."""
+        """Write the first events. If `queued`, the response is queued until `proceed` is called."""
         response = self.response.in_status("queued" if queued else "in_progress")
         self.emit("response.created", response=response)
         if queued:

@@ -71,7 +71,7 @@ def input_items(value: str | Sequence[Any]) -> list[PlacedItem]:
 
 
 def with_ids(items: Sequence[Item], response_id: str) -> list[Item]:
-    """Return the items, each with its own id, or else with one that contains the response's id."""
+    """Return the items. An item without an id gets one that contains the response's id."""
     return [
         item
         if item.get("id")

@@ -1,4 +1,4 @@
-"""Response bodies of /v1/responses, and how they are made.
+"""Response bodies of /v1/responses and their construction.
 
 A response has all members of the official SDK's model. A member without a value is null.
 """
@@ -242,7 +242,7 @@ _SAMPLED = ("temperature", "top_p", "frequency_penalty", "presence_penalty")
 
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool of the request with all members of a function tool."""
+    """Return a tool of the request, with defaults for the members that the request omits."""
     rest = {"description": None, "parameters": None, "strict": False}
     return rest | {name: value for name, value in tool.items() if value is not None}
 
@@ -263,8 +263,8 @@ def usage_of(group: ChoiceGroup) -> ResponseUsage:
 
 
 def response_fault(error: ServingError) -> ResponseFault:
-    """Return the `error` of a failed response. For an internal error, the message has only an id,
-    under which the log has the details."""
+    """Return the `error` of a failed response. The message of an internal error contains only an
+    error id. The log has the details under that id."""
     fault = fault_of(error)
     return ResponseFault(
         code=_FAULT_CODES.get(fault.status, "server_error"),

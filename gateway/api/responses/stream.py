@@ -35,7 +35,7 @@ from protocol.errors import ServingError
 from protocol.messages import TokenLogprobs
 
 MAX_WAITING = 64
-"""The most tokens that wait for their text. No format holds back the text of more tokens."""
+"""Maximum number of tokens that are kept until their text arrives. Older ones are dropped."""
 _STATUSES: Mapping[str, ResponseStatus] = {
     "stop": "completed",
     "tool_calls": "completed",
@@ -44,8 +44,8 @@ _STATUSES: Mapping[str, ResponseStatus] = {
 }
 """Finish reason -> the response's status."""
 StoreResponse = Callable[[ResponseObject], ResponseObject]
-"""Stores the final response, unless the request has `store` false. Returns the response to send. In
-it, `store` is false if the response could not be stored. Blocks."""
+"""Stores the final response, unless the request set `store` to false, and returns the response to
+send. Its `store` is false if the response could not be stored. The call blocks."""
 
 
 class FrameWriter(Protocol):
@@ -79,8 +79,8 @@ class StreamFrameWriter:
         gevent.spawn(self._end, response, number)
 
     def _end(self, response: ResponseObject, number: int) -> None:
-        """Store the response, wait until the client has read all earlier events, and send the last
-        event. It is large, because it repeats the whole response."""
+        """Store the response and send the last event. That event repeats the whole response, so it
+        may be large. It is sent only after the client has read all earlier events."""
         try:
             response = self._store(response)
         except BaseException:
@@ -195,9 +195,10 @@ class ResponseSink:
 class TextLogprobs:
     """The logprobs of one response's text, in the shape of `output_text`.
 
-    Each token is reported with the text that it spells. Tokens of markup, reasoning and stop tokens
-    are omitted, because they spell no text of the answer. Text may be emitted later than its tokens
-    (blanks, incomplete characters), so the tokens after the last text wait for the next text.
+    Each token is reported with the text that it spells. Tokens of markup and reasoning, and stop
+    tokens, are omitted, because they spell no text of the answer. Text may be emitted later than
+    its tokens (blanks, incomplete characters). So the tokens after the last text are kept for the
+    next text.
     """
 
     def __init__(self, tokenizer: Tokenizer, num_top: int) -> None:
@@ -208,10 +209,10 @@ class TextLogprobs:
     def for_texts(
         self, entries: Sequence[TokenLogprobs], texts: Sequence[str]
     ) -> list[list[ChatLogprob]]:
-        """Return the logprobs for each text of a delta, whose tokens are `entries`.
+        """Return the logprobs for each of the `texts` of a delta. `entries` are its tokens.
 
-        The search for the tokens of a text starts at the end, because the reasoning before the text
-        may contain the same text.
+        The tokens of a text are searched backwards from the end, because the reasoning before the
+        text may contain the same words.
         """
         known = [*self._waiting[-MAX_WAITING:], *entries]
         self._waiting = known

@@ -1,5 +1,5 @@
-"""Translates a Responses request into a chat request and renders its prompt. In errors, translates
-field paths of the chat back.
+"""Translates a Responses request into a chat request and renders its prompt. Translates the field
+paths in errors back.
 
 - The items of one assistant turn (reasoning, text, calls, in any order) become one message, as in a
   chat. So the same conversation has the same prompt, whether it is sent as items or as messages.

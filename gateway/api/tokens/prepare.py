@@ -106,8 +106,8 @@ def list_ignored_fields(
 
 
 def namespace_of(body: GenerateBody) -> str:
-    """Return the namespace of the prefix cache: the cache salt. With skip_reading_prefix_cache it
-    is a new one, in which nothing is cached."""
+    """Return the namespace of the prefix cache: the cache salt, or with skip_reading_prefix_cache
+    a new random name, under which nothing is cached."""
     if body.sampling_params.skip_reading_prefix_cache:
         return uuid.uuid4().hex
     return body.cache_salt or ""
@@ -119,7 +119,7 @@ def rename_field(error: RequestError, body: GenerateBody) -> RequestError:
     field = _FIELD.match(param)[0]  # type: ignore[index]  # matches any text
     if field in SamplingParams.__struct_fields__:  # the message contains the name, too
         return translate_error(error, lambda name: f"{SAMPLING}.{name}")
-    if field == "prompt" != param:  # one of its tokens
+    if field == "prompt" != param:  # the path of one prompt token
         return translate_error(error, lambda name: "token_ids" + name.removeprefix(field))
     fields = {"prompt": "token_ids", "grammar": "grammar" if body.grammar else STRUCTURED}
     error.param = fields.get(param, error.param)
@@ -166,14 +166,14 @@ def grammar_of(body: GenerateBody, model: ServedModel) -> Grammar | None:
 
 
 def _with_reasoning_ended(start: AnswerStart, ended: bool | None) -> AnswerStart:
-    """Return `start` with the request's `reasoning_ended`, which takes precedence over the end of
-    the prompt. None changes nothing."""
+    """Return `start`, changed to the request's `reasoning_ended`. If that is None, the end of the
+    prompt decides, so return `start` unchanged."""
     return start if ended is None else msgspec.structs.replace(start, closed=ended)
 
 
 def _answer_start(body: GenerateBody, model: ServedModel, *, calls: bool) -> AnswerStart:
-    """Return the state in which the answer starts, as the end of the prompt shows it. `calls` is
-    whether the answer may have tool calls."""
+    """Derive the state in which the answer starts from the end of the prompt. `calls` is whether
+    the answer may have tool calls."""
     parser_kwargs = body.reasoning_parser_kwargs
     given: Mapping[str, Any] = (parser_kwargs.chat_template_kwargs if parser_kwargs else None) or {}
     check_token_ids(body.token_ids, model.card.vocab_size, "token_ids")
@@ -182,8 +182,8 @@ def _answer_start(body: GenerateBody, model: ServedModel, *, calls: bool) -> Ans
 
 
 def _parsers(body: GenerateBody, model: ServedModel) -> OutputParserFactory:
-    """Return the parser factory. Stop strings apply to all text, but in a rendered chat to content
-    only."""
+    """Return the parser factory. Stop strings apply to all text. In a rendered chat, they apply to
+    content only."""
     sampling = body.sampling_params
     if body.output_mode != "text" and not sampling.stop_strings:
         return TokenPassthroughFactory(model.card.eos_token_ids)

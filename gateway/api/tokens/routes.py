@@ -126,8 +126,8 @@ def _generate_stream(
 def abort_requests(service: Service, context: RequestContext) -> Response:
     """Abort requests by their ids: the caller's own or, for an admin, any.
 
-    The engine has the requests of all APIs and gateway processes, so this process need not have
-    sent them.
+    The engine has the requests of all APIs and all gateway processes. So this also aborts requests
+    that other processes have sent.
     """
     body = service.bodies.parse(request, AbortBody)
     service.model()

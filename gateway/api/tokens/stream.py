@@ -48,7 +48,7 @@ from protocol.messages import TokenLogprobs
 
 encode = msgspec.json.encode
 _HOLE = [-1]
-"""Stands for the token ids in a template."""
+"""Placeholder for the token ids in a template."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +145,8 @@ def chosen_token(entry: TokenLogprobs, asked_ids: Sequence[int]) -> ChosenToken:
 def _top(
     token_id: int, logprob: float, rank: int | None, drawn: Iterator[float] | None
 ) -> TopToken:
-    """Return one top token. `drawn` yields the logprobs in the distribution sampled from, in the
-    order of the calls of this function; None: they were not requested."""
+    """Return one top token. Each call takes the next logprob of `drawn`, which are those in the
+    distribution sampled from; None: they were not requested."""
     other = json_logprob(next(drawn)) if drawn is not None else UNSET
     return TopToken(
         token_id=token_id, logprob=json_logprob(logprob), rank=rank, sampling_logprob=other
@@ -154,7 +154,7 @@ def _top(
 
 
 def whole_response(group: ChoiceGroup, collected: CollectSink, envelope: GenerateEnvelope) -> bytes:
-    """Return the body of a 200 for a group that ended without an error."""
+    """Return the complete response of a group that ended without an error, as JSON."""
     (prompt_request,) = group.prompt_requests
     sampling, first = envelope.body.sampling_params, group.choices[0]
     parts = [envelope.part(choice, collected.whole[choice.index]) for choice in group.choices]
@@ -273,6 +273,6 @@ class GenerateStream:
         return sse.frame(encode(chunk))
 
     def _template(self, choice: Choice) -> list[bytes]:
-        """Return the frame of a chunk with nothing but token ids, cut at the place of the ids."""
+        """Return the frame of a chunk with nothing but token ids, cut where they are inserted."""
         part = self._envelope.part(choice, OutputDelta([], _HOLE))
         return self._frame([part]).rsplit(encode(_HOLE), 1)
