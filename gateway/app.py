@@ -125,7 +125,7 @@ def create_app(config: GatewayConfig | None = None) -> Flask:
         )
     except ValueError as error:
         raise AppImportError(f"{CANNOT_START}{error}") from None
-    _frame_requests(app, service, gate)
+    _add_request_hooks(app, service, gate)
     _handle_errors(app)
     return app
 
@@ -146,12 +146,12 @@ def _context() -> RequestContext:
     return context
 
 
-def _frame_requests(app: Flask, service: Service, gate: Gate) -> None:
+def _add_request_hooks(app: Flask, service: Service, gate: Gate) -> None:
     """Add the hooks that run before and after every view."""
 
     @app.before_request
-    def begin() -> Response | None:
-        """Create the context and admit the request. Return the response to a preflight."""
+    def start_request() -> Response | None:
+        """Create the context and admit the request. Return a response only to a preflight."""
         service.start()
         head = request.environ[HEAD] = _request_head()
         is_probe = request.endpoint in PROBES
@@ -172,7 +172,7 @@ def _frame_requests(app: Flask, service: Service, gate: Gate) -> None:
         return None
 
     @app.after_request
-    def end(response: Response) -> Response:
+    def finish_request(response: Response) -> Response:
         """Add the headers that all responses have, and close the context."""
         context = _context()
         response.headers.update(gate.cors_headers(request.environ[HEAD]))

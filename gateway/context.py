@@ -30,7 +30,7 @@ def request_id_from(header: str) -> str:
 class RequestContext:
     """One HTTP request, from its headers to its end. Views pass it to the functions they call.
 
-    route     the matched rule ("/v1/models/<name>"). As a metric label it has few values
+    route     the matched rule, such as "/v1/models/<name>"
     is_probe  whether the request is a health check or a scrape
     on_close  functions that get the request's record after its end
     """
@@ -60,8 +60,8 @@ class RequestContext:
         self.ignored: list[str] = []
         #: The choices of an inference request; None for other requests.
         self.group: ChoiceGroup | None = None
-        #: Whether the end of a stream or of a detached generation closes this context, not the end
-        #: of the view.
+        #: Whether this context is closed at the end of a stream or of a detached generation. If
+        #: not, it is closed when the view returns.
         self.is_streaming = False
         self._metrics = metrics
         self._method, self._path, self._route = method, path, route
@@ -77,7 +77,7 @@ class RequestContext:
     def extensions(self, effective: Any = None) -> dict[str, Any]:
         """Return the fields of a response that only our API has.
 
-        effective  the values in effect, if the request asked for them; otherwise None
+        effective  the response's `effective` member, if it is requested; otherwise None
         """
         members = {"ignored_params": self.ignored or None, "effective": effective}
         return {name: value for name, value in members.items() if value is not None}

@@ -50,7 +50,7 @@ class Caller:
     cache_group: str = ""
     #: The account that is charged, and its limits; None: usage is not counted.
     account: Account | None = None
-    #: Most choices of a request; 0: only the server's limit applies.
+    #: Maximum number of choices of a request; 0: only the server's limit applies.
     max_n: int = 0
     #: Lowest priority value that a request may have; None: any value is allowed.
     priority: int | None = None
@@ -107,7 +107,7 @@ class Caller:
         return self.owner + SEPARATOR + name
 
     def context_limit(self, max_len: int) -> int:
-        """Return the most tokens that prompt and answer may have together.
+        """Return the maximum number of tokens of prompt and answer together.
 
         max_len  the model's limit; the key may have a lower one
         """

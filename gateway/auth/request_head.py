@@ -99,10 +99,10 @@ class HostRule:
 
     @classmethod
     def from_options(cls, host: str, allowed: Collection[str]) -> HostRule:
-        """Return the rule of a server that listens on `host`. The operator allowed `allowed` too.
+        """Return the rule of a server that listens on `host`. The operator added `allowed`.
 
         A server that listens on other addresses than loopback needs API keys, which protect it
-        against DNS rebinding. So it accepts every name unless the operator lists some.
+        against DNS rebinding. So it accepts every name if the operator lists none.
         """
         if not allowed and not is_loopback(host):
             return cls(None)
