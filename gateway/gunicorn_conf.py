@@ -93,7 +93,7 @@ class GatewayWorker(GeventWorker):  # type: ignore[misc]
 
 
 class GatewayLogger(GunicornLogger):  # type: ignore[misc]
-    """gunicorn's log, in the format of all our processes' logs."""
+    """gunicorn's log, in the format that all Tidegate processes use."""
 
     def setup(self, cfg: Any) -> None:
         super().setup(cfg)
@@ -112,8 +112,8 @@ keepalive = 15
 # No proxy header may change a request's path or scheme, because the gate has checked these.
 forwarded_allow_ips = ""
 forwarder_headers = ""
-# gunicorn would reset open connections at this time. The service ends a drain earlier, with a last
-# event for each client.
+# gunicorn would reset the connections that are still open at this time. The service ends a drain
+# earlier and sends a last event to each client.
 graceful_timeout = math.ceil(_config.drain_s) + 2
 timeout = 60
 control_socket_disable = True
@@ -126,7 +126,7 @@ worker_tmp_dir = "/dev/shm" if os.path.isdir("/dev/shm") else None
 _exit_code = mmap.mmap(-1, 1)
 """The master's exit code, in memory that it shares with its workers; 0: gunicorn chooses the code.
 
-gunicorn's own code for a worker that fails to start has another meaning in ExitCode.
+gunicorn's own code for a worker that fails to start means something else in ExitCode.
 """
 
 _metrics_directory = ""
@@ -195,8 +195,8 @@ def worker_exit(_server: Any, worker: Any) -> None:
 def _service(worker: Any) -> Any:
     """Return the worker's `Service`.
 
-    Its type is not imported here, because this module is also loaded by the master. Of the gateway,
-    the master needs only its config and its log format.
+    Its type is not imported here, because the master loads this module, too. The master needs only
+    the gateway's config and log format.
     """
     return worker.wsgi.extensions["tidegate"]
 

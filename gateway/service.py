@@ -50,7 +50,7 @@ from protocol.sockets import engine_address
 log = logging.getLogger(__name__)
 
 WATCH_S = 0.1
-"""Interval of `Service._keep_watch`."""
+"""Interval of the checks in `Service._keep_watch`."""
 KEYS_POLL_S = 1.0
 """Interval at which the file of API keys is checked for changes."""
 
@@ -234,7 +234,7 @@ class Service:
     def _prepare_once(self, card: ModelCard, limits: Limits) -> ServedModel:
         """Prepare the model unless that was done before. Return it, or raise the same error again.
 
-        A model that cannot be served is not prepared and logged again at each request.
+        So a model that cannot be served is prepared and logged only once, not at each request.
         """
         if self._unservable is not None and self._unservable[0] is card:
             raise self._unservable[1]
@@ -308,10 +308,10 @@ class Service:
         return group
 
     def raise_cached_refusal(self, context: RequestContext) -> None:
-        """Raise the last refusal that the engine sent to the caller's account, if it still holds.
+        """Raise the engine's last refusal of the caller's account, if it is still valid.
 
-        Call this before rendering a prompt, which a refused request does not need. A client that
-        resumes a stream is not refused.
+        Call this before rendering the prompt, to save that work for a refused request. A client
+        that resumes a stream is not refused.
         """
         if context.headers.get(LAST_EVENT_HEADER, ""):
             return

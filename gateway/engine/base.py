@@ -81,7 +81,7 @@ class EngineClient(RequestSender, Protocol):
 
     @property
     def epoch(self) -> str | None:
-        """The id of the engine process's current life; None before the first connection."""
+        """Identifies the current run of the engine process; None before the first connection."""
 
     @property
     def silence_s(self) -> float | None:

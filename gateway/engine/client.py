@@ -2,9 +2,9 @@
 
 Each process has one DEALER socket for each engine. It is opened after the fork, on first use. The
 socket's file descriptor is edge-triggered: it becomes readable only once, although several messages
-may have arrived. So every event reads messages until the socket is empty. It reads a bounded number
-in one callback of gevent's hub, so that other greenlets run in between. Every send is followed by a
-read, because sending consumes the edge, too.
+may have arrived. So whenever it becomes readable, messages are read until the socket is empty. One
+callback of gevent's hub reads a bounded number of them, so that other greenlets run in between.
+Every send is followed by a read, because sending, too, resets the readable state.
 
 Subscribers are called in gevent's hub and must not block. If messages arrive faster than they are
 processed, they are merged (`coalesce`).
@@ -56,7 +56,7 @@ log = logging.getLogger(__name__)
 
 MAX_MESSAGES_PER_CALLBACK = 512
 MAX_TOKENS_PER_CALLBACK = 1024
-"""Together these bounds limit the time that other greenlets wait to some milliseconds. A token with
+"""With these bounds, other greenlets wait at most some milliseconds for one callback. A token with
 logprobs counts as three, because logprobs take longer to encode."""
 TICK_S = 0.25
 """Interval at which the session checks whether a heartbeat or a greeting is due."""
@@ -306,7 +306,7 @@ class ZmqEngineClient:
                 self.session.on_connected()
                 self._tick()
             else:
-                self._drain_all()  # the engine's last messages may have the reason
+                self._drain_all()  # the engine's last messages may contain the reason
                 self._dispatch(self.session.on_disconnected())
 
     def _drain_all(self) -> None:

@@ -1,8 +1,8 @@
 """Merges the outputs of several steps if this process lags behind its engine.
 
 The engine sends one output for each step and request. If more than MAX_PIECES outputs have arrived
-and were not processed yet, all outputs of a request are merged into one. The time to process them
-then depends on the number of requests and hardly on the number of tokens, so the process catches
+that are not processed yet, all outputs of a request are merged into one. The time to process them
+then depends mainly on the number of requests, not on the number of tokens. So the process catches
 up. Output for a client that does not read is merged in the same way (`generation.sinks`).
 
 Parsers return the same text however the tokens are cut into outputs. So merging changes the number
@@ -19,7 +19,7 @@ from typing import Any
 from protocol.messages import Output, Outputs
 
 MAX_PIECES = 256
-"""Most outputs that are processed without merging. They take a few milliseconds."""
+"""Maximum number of outputs that are processed without merging, which takes a few milliseconds."""
 
 
 def coalesce(steps: list[Outputs]) -> list[Outputs]:

@@ -62,16 +62,16 @@ RENEW_EVERY_S = 0.25
 LIMIT_CODES = (LimitReached.code, QueueTimeout.code, TimedOut.code)
 """Codes of errors that enforce a limit. D must not compute a prompt that P refused with these."""
 MIN_TIMEOUT_S = 0.001
-"""Least timeout that is sent to D when no time remains; 0 would mean no limit."""
+"""Timeout that is sent to D when no time remains. It is not 0, because 0 means no limit."""
 MIN_PROMPT = 2
-"""Fewest tokens of a prompt that P computes. D always computes the last token itself."""
+"""Minimum length of a prompt that P computes. D always computes the last prompt token itself."""
 
 
 @dataclass(slots=True, eq=False)
 class _Request:
     """An open request of a caller, and its requests at P and D."""
 
-    #: The number that the caller got.
+    #: The number that `generate` returned to the caller.
     number: int
     prompt: Int32
     params: SamplingParams
@@ -143,7 +143,7 @@ class DisaggregatedClient:
         for connection in self.connections:
             connection.client.close()
 
-    # ---- the state of the set of engines, which is that of the first ready decode engine
+    # ---- state: that of the first ready decode engine
 
     @property
     def is_ready(self) -> bool:
@@ -211,8 +211,8 @@ class DisaggregatedClient:
     def abort_by_label(self, labels: Sequence[str]) -> Aborted:
         """Abort requests by label; see `EngineClient.abort_by_label`.
 
-        The prefill engines are called first. A request that P has handed over in the meantime is
-        open at D, so it is aborted there.
+        The prefill engines are called first. If P hands a request over in the meantime, the request
+        is open at D when D is called, so it is aborted there.
         """
         self.start()
         aborted: set[str] = set()
@@ -234,7 +234,8 @@ class DisaggregatedClient:
     def _can_prefill(self, prompt: Int32, params: SamplingParams) -> bool:
         """Return whether P may compute this prompt.
 
-        D computes short prompts, prompts whose logprobs are requested, and requests without output.
+        D itself computes short prompts, prompts whose logprobs are requested, and the prompts of
+        requests without output (`max_tokens` 0).
         """
         return (
             len(prompt) >= self._min_tokens
@@ -243,7 +244,7 @@ class DisaggregatedClient:
         )
 
     def _prefill(self, prompt: Int32, options: GenerateOptions) -> RemotePrefill | None:
-        """Return the prefill for `prompt`, which its choices share; None if no P is ready."""
+        """Return the prefill that all choices of `prompt` share; None if no P is ready."""
         for unsent in self._unsent:
             if unsent.is_for(prompt, options):
                 return unsent
@@ -272,8 +273,8 @@ class DisaggregatedClient:
     def _waiting_tokens(self, p: ZmqEngineClient) -> int:
         """Return the load of P in tokens.
 
-        It is the sum of the waiting tokens in P's last heartbeat and of the prompts that we sent to
-        P, because the heartbeat may not include them yet.
+        It is the sum of the waiting tokens in P's last heartbeat and of the prompts that this
+        process has sent to P, because the heartbeat may not include these yet.
         """
         ours = (len(prefill.prompt) for prefill in self._prefills if prefill.p is p)
         return sum(ours) + (p.stats.waiting_tokens if p.stats else 0)

@@ -2,8 +2,9 @@
 
 The choices are the readers of the K/V. The prompt's request is open at P from `send` until P's last
 report. After that P keeps the K/V under a lease, which `renew_lease` renews. A choice that no
-longer needs the K/V is removed from the readers. When no reader is left, a running computation is
-stopped, and kept K/V is released. If P's handle arrives later still, it is released at once.
+longer needs the K/V is removed from the readers. When no reader is left, the computation is stopped
+if it is running, and the K/V is released if P keeps it. If P's handle arrives even later, its K/V
+is released at once.
 """
 
 from __future__ import annotations

@@ -46,8 +46,8 @@ class ChoiceGroup:
     """All choices of one HTTP request. The owner must call `close` in all cases.
 
     timeline  the timeline of the HTTP request
-    on_free   called after a disconnect, for each choice, with the seconds until the engine has
-              released the choice's resources
+    on_free   called after a disconnect, when the engine has released the resources of a choice,
+              with the seconds since the disconnect
     options   the options with which all choices are sent to the engine
     """
 
@@ -119,10 +119,10 @@ class ChoiceGroup:
         self._raise_refusal()
 
     def wait_started(self) -> None:
-        """Wait for the first token of any choice, or for the end of all.
+        """Wait for the first token of any choice, or for the end of all choices.
 
-        Raises the engine's error if there was an error before the first token. Raises ClientGone if
-        the client has disconnected.
+        Raises an error that occurred before the first token. Raises ClientGone if the client has
+        disconnected.
         """
         self._started.wait()
         self._raise_refusal()
@@ -140,9 +140,9 @@ class ChoiceGroup:
             pass
 
     def detach(self) -> None:
-        """Hold output back until a sink is attached again: the client does not read.
+        """Hold output back until a sink is attached again, because the client does not read.
 
-        A sink's outlet may call this while an event is emitted to the sink.
+        The outlet of a sink may call this while the sink handles an event.
         """
         if not self.is_gone:
             self._sink = self._pending
@@ -204,7 +204,7 @@ class ChoiceGroup:
     def num_cached_tokens(self) -> int:
         """Cached tokens of all prompts.
 
-        Each prompt is counted once: the largest number that one of its choices found is added.
+        Each prompt is counted once, with the number of the choice that found the most.
         """
         most = [0] * len(self.prompt_requests)
         for choice in self.choices:
@@ -257,8 +257,8 @@ class ChoiceGroup:
     def _hold(self, choice: Choice, output: Output) -> None:
         """Keep `output` for a client that does not read.
 
-        If too much output is pending, it is emitted in spite of that. The outlet's own buffer is
-        bounded, and the outlet disconnects the client when it is full.
+        If too much output is pending, emit it anyway. The outlet then buffers it, and disconnects
+        the client when that buffer is full.
         """
         if self._pending.is_full and self._attached is not None:
             while self._pending.emit_next(self._attached):

@@ -1,15 +1,15 @@
 """The request field `kv_transfer_params`, for disaggregation by an external router.
 
-The router has one server compute a prompt and another one generate the answer. The names are
-vLLM's, so its routers work unchanged. The router sends the first field to the first server, which
-responds without tokens; then it sends the response's field to the second server:
+A router lets one server compute a prompt and another one generate the answer. The names are vLLM's,
+so its routers work unchanged. The router sends request 1 to the first server, which responds
+without tokens. Then it sends the field of that response to the second server:
 
     request 1   {"do_remote_decode": true}                    compute the prompt, keep its K/V
     response 1  {"do_remote_prefill": true, "handle": "..."}
     request 2   {"do_remote_prefill": true, "handle": "..."}  continue from that K/V
 
-The handle is sealed (protocol/kv.py) and holds all that is needed to fetch the K/V. Clients must
-not choose hosts, ports or block ids, so any other field that is not null is refused.
+The handle is sealed (protocol/kv.py) and contains everything that is needed to fetch the K/V.
+Clients must not choose hosts, ports or block ids. So any other field that is not null is refused.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class KVTransferParams(msgspec.Struct, frozen=True):
 def parse_kv_params(given: Mapping[str, Any] | None, limits: Limits) -> KVTransferParams | None:
     """Return the checked parameters; None if the field is absent or has no effect.
 
-    It has no effect if K/V must be kept and the engine cannot keep it (`limits.kv_lease_s` is 0).
-    The response then has null, and the router lets the other server compute the prompt.
+    `do_remote_decode` has no effect if the engine cannot keep K/V (`limits.kv_lease_s` is 0). The
+    response's field is then null, so the router lets the other server compute the prompt.
 
     Raises InvalidRequest, naming the invalid field.
     """
@@ -80,8 +80,8 @@ def apply_kv_params(
 ) -> list[PromptRequest]:
     """Return `requests` with the K/V parameters set; unchanged if `params` is None.
 
-    If K/V is to be kept, the result has one choice, which computes the prompt. The original number
-    of choices becomes the number of requests that may continue from the handle.
+    If K/V is to be kept, the result has one choice, which computes the prompt. For each original
+    choice, one later request may continue from the handle.
 
     Raises InvalidRequest if there are several prompts, or if K/V is to be kept for a stream.
     """

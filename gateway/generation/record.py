@@ -1,10 +1,10 @@
 """The record of one finished request: the only source of metrics, logs and traces.
 
-It is built once, from the timeline and the choices. It contains no part of a prompt or an answer,
-and of the headers only the request id.
+It is built once, from the timeline and the choices. It contains no part of a prompt or an answer.
+The request id is its only value from the headers.
 
-Prompt tokens are counted only if the engine accepted the request. The time of a stage is that of
-the slowest choice.
+Prompt tokens are counted only if the engine accepted the request. The time of a stage is the time
+of the choice that was slowest in this stage.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from protocol.messages import Times
 End = Literal["finished", "aborted", "disconnected", "refused", "error"]
 """How a request ended, as a metric label and in the log."""
 REFUSED = "refused"
-"""The finish of an answer that the engine did not accept."""
+"""The finish of a request that the engine did not accept."""
 _ENDS: dict[str, End] = {
     "abort": "aborted",
     "cancelled": "aborted",
@@ -37,7 +37,7 @@ CLIENT_CLOSED_REQUEST = 499
 class ChoiceRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The record of one choice."""
 
-    #: stop, length or tool_calls if the choice ended by itself; otherwise the answer's finish.
+    #: The choice's own finish reason; the answer's finish if the choice has none.
     finish: str
     generated_tokens: int
     max_tokens: int | None
@@ -55,7 +55,7 @@ class AnswerRecord(msgspec.Struct, frozen=True, kw_only=True):
     finish: str
     #: Whether the engine accepted all choices.
     is_accepted: bool
-    #: All choices of the request, also if it was refused.
+    #: All choices of the request, even if the request was refused.
     choices: list[ChoiceRecord]
     prompt_tokens: int
     #: Prompt tokens found in a prefix cache.
@@ -75,7 +75,7 @@ class AnswerRecord(msgspec.Struct, frozen=True, kw_only=True):
     first_token_s: float | None
     #: Time from the start of the request until all choices had ended.
     answered_s: float
-    #: The time of each stage: that of the slowest choice.
+    #: The longest time of any choice in each stage.
     times: Times
 
 
@@ -85,7 +85,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     method: str
     path: str
-    #: The matched rule ("/v1/models/<name>"). As a metric label it has few values.
+    #: The matched rule ("/v1/models/<name>"). It has few values, so metrics use it as a label.
     route: str
     #: HTTP status of the response.
     status: int
@@ -93,7 +93,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     key: str
     #: Whether this is a health check or a scrape. These arrive every few seconds.
     is_probe: bool = False
-    #: "finished" also if the request needed no inference and was answered.
+    #: A request without inference is "finished", too, if it got its response.
     end: End
     #: Wall-clock time of the start, in nanoseconds since 1970.
     began_ns: int
@@ -179,8 +179,8 @@ def _choice_record(choice: Choice, finish: str, now_s: float) -> ChoiceRecord:
     """
     times = choice.usage.times if choice.usage is not None else None
     if times is not None and choice.usage_s is not None:
-        # The gateway ended the choice. So the engine's last report of times came with the first
-        # token, and the time since then is added as decoding.
+        # The gateway ended the choice, so the engine reported no times at its end. Its last report
+        # came with the first token. The time since then is added as decoding.
         ended_s = now_s if choice.ended_s is None else choice.ended_s
         decoded_s = times.decode_s + max(0.0, ended_s - choice.usage_s)
         times = msgspec.structs.replace(times, decode_s=decoded_s)

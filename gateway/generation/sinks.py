@@ -1,9 +1,9 @@
 """Sinks receive the events of an answer and buffer, discard or collect them.
 
-`PendingOutput` buffers output for a client that is not reading. Most of it waits as tokens, which
-are parsed when they are emitted: all at once, so into few events. Output is parsed on arrival only
+`PendingOutput` buffers output for a client that is not reading. Most of it is kept as tokens. They
+are parsed together when they are emitted, which gives few events. Output is parsed on arrival only
 if it may end the answer: because it is the last output, or because the request has stop strings
-(`ChoiceGroup.on_report`). Parsed output waits as deltas. Both kinds are merged for each choice:
+(`ChoiceGroup._hold`). Parsed output is kept as deltas. Both kinds are merged for each choice:
 outputs by `coalesce`, deltas here. A sink writes the same text for merged deltas, in fewer events.
 """
 
@@ -19,9 +19,10 @@ from protocol.errors import ServingError
 from protocol.messages import Output, TokenLogprobs
 
 MAX_PENDING = 1 << 14
-"""Most tokens and alternative tokens (with logprobs) that wait for one client: about 2 MB."""
+"""Maximum number of tokens, and of alternative tokens (with logprobs), that are kept for one
+client: about 2 MB."""
 MAX_UNPARSED = 256
-"""Most outputs of a choice that wait unparsed."""
+"""Maximum number of unparsed outputs that are kept for one choice."""
 
 
 class Sink(Protocol):
@@ -89,7 +90,8 @@ def extend(whole: OutputDelta, delta: OutputDelta) -> None:
 
 
 class PendingOutput:
-    """Buffers output while the client does not read: as a sink, and for outputs before parsing."""
+    """Buffers output while the client does not read: unparsed outputs (`hold`) and, as a sink,
+    deltas."""
 
     def __init__(self) -> None:
         self._unparsed: dict[int, tuple[Choice, list[Output]]] = {}
