@@ -32,17 +32,17 @@ from gateway.http.json_size import USUAL_BOUNDS, JsonBounds, JsonCounter, too_mu
 from protocol.errors import InvalidRequest, Overloaded
 
 MAX_DEPTH = 64
-"""Most nested objects and arrays in a field without a schema (tools, template arguments)."""
+"""Maximum nesting of objects and arrays in a field without a schema (tools, template arguments)."""
 MAX_VALUES = 200_000
-"""Most values in a field without a schema, on all its levels."""
+"""Maximum number of values in a field without a schema, on all its levels."""
 MAX_LISTED_FIELDS = 16
-"""Most unknown fields that a response lists."""
+"""Maximum number of unknown fields that a response lists."""
 MAX_SHOWN_CHARS = 64
-"""Most characters of a key in the request that an error shows."""
+"""Maximum number of characters of a request's key that an error shows."""
 MAX_SHORT_VALUES = 256
-"""Most members of an object in which the values that determine a type are searched."""
+"""`_short_values` skips objects with more members than this."""
 MAX_NAMED_LEVELS = 8
-"""Most levels in the path of an invalid number in an error."""
+"""Maximum depth of the path with which an error names an invalid number."""
 BODY_S = 60
 """Longest time for a body to arrive."""
 SMALL_BYTES = 1 << 18
@@ -52,7 +52,7 @@ NUM_LARGE = 4
 WAIT_S = 20
 """Longest time for which a large body waits until others have been decoded."""
 PAUSE_S = 0.001
-"""Pause for other greenlets between two uninterruptible parts of the work on a large body."""
+"""Pause before and after decoding a large body, in which other greenlets run."""
 _PIECE_BYTES = 1 << 16
 
 T = TypeVar("T")
@@ -63,7 +63,7 @@ _INDEX = re.compile(r"\[\d+\]")
 _STEP = re.compile(r"\[(\d+)\]|([^.\[\]]+)")
 """One step of a path: an index or a name."""
 _ANY_KEY = "[...]"
-"""In msgspec's paths, this stands for a key of a mapping. msgspec does not name the key."""
+"""msgspec writes this in a path instead of a mapping's key, which it does not name."""
 _items = msgspec.json.Decoder(list[msgspec.Raw]).decode
 _members = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _MISSING = re.compile(r"missing required field `([^`]+)`")
@@ -73,8 +73,8 @@ _FIELD_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 class BodyMemory:
     """Bounds the memory of the large bodies that are being read and decoded at the same time.
 
-    Further bodies wait, in order of their arrival. While they wait, they are not read from their
-    clients' sockets.
+    Further bodies wait in the order of their arrival. While a body waits, it is not read from its
+    client's socket.
 
     num_bytes  the total size of the bodies in memory
     """
@@ -101,7 +101,7 @@ class BodyMemory:
             on_failure.pop_all()
 
     def _cancel(self, entry: tuple[int, Event]) -> None:
-        """Withdraw an entry of the queue, whether it still waits or has its memory already."""
+        """Remove an entry from the queue, or release its memory if that is already reserved."""
         num_bytes, turn = entry
         if turn.is_set():
             self.release(num_bytes)
@@ -115,7 +115,7 @@ class BodyMemory:
         self._admit()
 
     def _admit(self) -> None:
-        """Give free memory to the bodies that have waited longest."""
+        """Reserve free memory for the bodies that have waited longest."""
         while self._waiting and self._waiting[0][0] <= self._num_free:
             num_bytes, turn = self._waiting.popleft()
             self._num_free -= num_bytes
@@ -180,7 +180,7 @@ class BodyReader:
             yield fields
 
     def _receive(self, request: Request, bounds: JsonBounds, held: contextlib.ExitStack) -> bytes:
-        """Return the bytes of the body. `held` releases the memory that is reserved for them."""
+        """Return the bytes of the body. Add the release of their reserved memory to `held`."""
         length = request.content_length
         too_large = RequestEntityTooLarge(f"the body is larger than {self._max_bytes:,} bytes")
         if length is not None and length > self._max_bytes:
@@ -207,7 +207,7 @@ class BodyReader:
 
 
 def _check_type(request: Request) -> None:
-    """Raise UnsupportedMediaType if the headers say that the body is not plain JSON."""
+    """Raise UnsupportedMediaType if the body is not plain JSON, according to the headers."""
     encoding = request.headers.get("Content-Encoding", "").strip()
     if encoding.lower() not in ("", "identity"):
         name = encoding if _FIELD_NAME.fullmatch(encoding) else "this encoding"
@@ -313,9 +313,9 @@ def _key_at_fault(text: str, fields: Any, kind: type, path: str) -> str | None:
     """Return the key of the mapping at `path` that `kind` rejects; None if it is not found.
 
     msgspec's message `text` does not name the key. So the mapping is converted again with only its
-    first members: a binary search finds the fewest members with which the error is the same, and
-    the last of these has the key. Of the values around the mapping, only short ones are converted
-    again, because they may determine its type.
+    first n members. A binary search finds the smallest n with which the error is the same. The key
+    is that of the last of these n members. Of the objects around the mapping, only the short values
+    are converted again. These are kept because they may determine the mapping's type.
     """
     steps = [int(index) if index else name for index, name in _STEP.findall(path)]
     around: list[dict[str, Any]] = []

@@ -32,8 +32,8 @@ from gunicorn.workers.base_async import ALREADY_HANDLED
 
 NOT_GUNICORN = "the server was not started with gateway/gunicorn_conf.py"
 MAX_BUFFERED_BYTES = 1 << 20
-"""Most bytes that wait for a client. A single write to an empty buffer may be longer, for example
-an echoed prompt."""
+"""Maximum length of the buffer for a client. A single write to an empty buffer may be longer, for
+example an echoed prompt."""
 DRAINED_POLL_S = 0.01
 LINGER_S = 3.0
 """Longest time for which the rest of a body is read and discarded before a connection is closed."""
@@ -157,8 +157,9 @@ class IdleConnections:
     def add_new(self, sock: Any) -> None:
         """Add a connection that has just been opened. A drain leaves it open for FIRST_REQUEST_S.
 
-        Clients send a request again if an old connection is closed before the response, but not if
-        a new one is. So the first request of a new connection is read and gets an error response.
+        If an old connection is closed before a response, clients send the request again. If a new
+        one is closed, they do not. So the first request of a new connection is read and gets an
+        error response.
         """
         self._sockets[sock] = time.monotonic() + FIRST_REQUEST_S
 

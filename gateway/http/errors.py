@@ -71,14 +71,14 @@ _PLAIN_CODES = {
 }
 """Status of an error of HTTP itself -> its code in the response."""
 DEFAULT_RETRY_S = 1
-"""Least value of the Retry-After header, in seconds."""
+"""Minimum value of the Retry-After header, in seconds."""
 CHALLENGE = 'Bearer realm="tidegate"'
 _VARIABLE = re.compile(r"<(?:\w+:)?(\w+)>")
 _NOT_LISTED = {"HEAD", "OPTIONS"}
 MAX_SIMILAR = 3
-"""Most similar paths that a 404 lists."""
+"""Maximum number of similar paths that a 404 lists."""
 MIN_SIMILARITY = 0.6
-"""Least similarity of a listed path to the requested one, as `difflib` measures it; 1: equal."""
+"""Minimum similarity of a listed path to the requested one, as `difflib` measures it; 1: equal."""
 _ALL_ROUTES = "GET /openapi.json lists all routes"
 
 

@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from protocol.errors import InvalidRequest
 
 MAX_STRINGS = 1 << 16
-"""Most strings (keys included), and most containers. Decoding 65,536 of each takes 20 ms."""
+"""Maximum number of strings (keys included), and also of containers. Decoding 65,536 of each takes
+20 ms."""
 MAX_VALUES = 200_000
-"""Most values besides a prompt's token ids. Decoding 200,000 takes about 10 ms."""
+"""Maximum number of values besides a prompt's token ids. Decoding 200,000 takes about 10 ms."""
 MAX_TOKEN_IDS = 1 << 20
-"""Most token ids in one body, for any context length and number of prompts."""
+"""Maximum number of token ids in one body, for any context length and number of prompts."""
 _MAX_WALK = 4096
-"""Most strings that are examined to find the field that exceeds a bound."""
+"""Maximum number of strings that are examined to find the field that exceeds a bound."""
 _RUN = 256
 """Number of consecutive strings that are skipped together if no container starts or ends there."""
 _BRACKETS = re.compile(rb"[\[\]{}]")
@@ -32,9 +33,9 @@ _KEY_NAME = re.compile(rb"[A-Za-z0-9_.-]{1,64}")
 class JsonBounds:
     """The bounds for one body."""
 
-    #: Most strings, keys included. The number of containers has the same bound.
+    #: Maximum number of strings, keys included. The number of containers has the same bound.
     max_strings: int = MAX_STRINGS
-    #: Most values.
+    #: Maximum number of values.
     max_values: int = MAX_VALUES
 
     @classmethod
@@ -58,7 +59,7 @@ class JsonCounter:
         self._num_values = 1
 
     def push(self, piece: bytes) -> str:
-        """Count the contents of `piece`. Return the bound that is exceeded in words, or ""."""
+        """Count the contents of `piece`. Return a phrase that names the exceeded bound, or ""."""
         parts, self._escape = _parts(self._escape + piece)
         outside = b"".join(parts[self._is_inside :: 2])
         self._is_inside ^= len(parts) % 2 == 0
@@ -79,7 +80,7 @@ def too_much(text: bytes, excess: str) -> InvalidRequest:
     """Return the error for a body that exceeds a bound.
 
     text    the body up to the place where it exceeds the bound
-    excess  the bound in words
+    excess  the phrase that `JsonCounter.push` returned
 
     The error names the field, unless `text` has so many strings that finding the field is slow.
     """
@@ -92,9 +93,9 @@ def too_much(text: bytes, excess: str) -> InvalidRequest:
 def open_field(text: bytes) -> str | None:
     """Return the path of the field in which the unfinished JSON `text` ends.
 
-    The path leads from the outermost object down to the first array or value. The result is None if
-    the text ends outside a field, or if a key in the path is not safe to show. The search goes
-    backwards from the end, along the keys of the objects that are still open.
+    The path consists of keys, from the outermost object down to the first field that is not an
+    object. The result is None if the text ends outside a field, or if a key in the path is not safe
+    to show. The search goes backwards from the end, along the keys of the objects that are open.
     """
     parts, _ = _parts(text)
     is_inside = len(parts) % 2 == 0

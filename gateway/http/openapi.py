@@ -1,4 +1,4 @@
-"""Builds the OpenAPI document from the operations of all routes. Pure."""
+"""Builds the OpenAPI document from the operations of all routes."""
 
 from __future__ import annotations
 

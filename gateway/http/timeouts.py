@@ -1,8 +1,8 @@
-"""Time limits of a request, from its fields, its headers and the operator's defaults. Pure.
+"""Computes the time limits of a request from its fields, its headers and the operator's defaults.
 
 OpenAI's and Anthropic's SDKs disconnect after a number of seconds without a byte, and they send
-that number in a header. If the response is sent as a whole, that is the total time for computing
-it. For a stream the number does not matter, because streams send keep-alives.
+that number in a header. If the response is sent as a whole, the answer must be complete within that
+time. For a stream the number does not matter, because streams send keep-alives.
 """
 
 from __future__ import annotations
