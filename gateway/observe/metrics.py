@@ -1,8 +1,9 @@
 """The metrics of a gateway, as Prometheus text. docs/metrics.md lists their names and meanings.
 
-Most metrics are sums over `RequestRecord`s. `Metrics.count` alone adds to them, when a request
-ends. So they agree with the access log, and they include aborted, refused and failed requests. The
-exceptions are `tidegate_open_answers` and a few counters of faults, which callers change directly.
+Most metrics are sums over `RequestRecord`s. Only `Metrics.count` adds to them, when a request ends.
+So they agree with the access log, and they include aborted, refused and failed requests. The
+exceptions are `tidegate_open_answers`, the time to release the resources of a disconnected client,
+and a few counters of faults, which callers change directly.
 
 A scrape returns the sums over all processes on the port. If there are several processes,
 `gunicorn_conf` sets PROMETHEUS_MULTIPROC_DIR before this module is imported. prometheus_client then
@@ -36,8 +37,8 @@ STAGES = {
     "decode": "decode_s",
     "preempted": "preempted_s",
 }
-"""Stage, a label of `tidegate_stage_seconds` -> field of Times. The time of the stage "tokenize" is
-not in Times, because the engine does not measure it."""
+"""Value of the label `stage` -> field of Times. The stage "tokenize" is not in Times, because the
+engine does not measure it."""
 
 
 class Metrics(GatewaySeries):
@@ -118,10 +119,10 @@ class Metrics(GatewaySeries):
 
 
 class _Collected(Collector):
-    """A collector of metrics that were collected before.
+    """A collector that returns metrics which were collected before.
 
-    They are needed twice, for their own names and for aliases, and reading the files of all
-    processes is slow.
+    Each metric is exported under its own name and under its aliases. Collecting the metrics only
+    once saves time, because it reads the files of all processes.
     """
 
     def __init__(self, metrics: Iterable[Metric]) -> None:

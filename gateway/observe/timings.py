@@ -1,8 +1,8 @@
 """The `timings` of a response, for requests with `"timings": true`.
 
-They are made from the same record as metrics and the access log. Fields that llama.cpp has too have
-its names and units (milliseconds), so that its clients show our speeds. If there are several
-choices, each time is that of the slowest choice, and the numbers of tokens are sums.
+They are made from the same record as metrics and the access log. Fields that llama.cpp also has use
+its names and units (milliseconds), so that clients of llama.cpp can show them. If there are several
+choices, each time is the time of the slowest choice, and the numbers of tokens are sums.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
     predicted_n: int
     #: Time from the first token to the last one.
     predicted_ms: float
-    #: Speed of the tokens after the first one of each choice.
+    #: Decoding time per token, not counting the first token of each choice.
     predicted_per_token_ms: float | None
     predicted_per_second: float | None
     #: Draft tokens.

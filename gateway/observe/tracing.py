@@ -3,10 +3,11 @@
 OpenTelemetry is imported only if --otlp-traces-endpoint is set. A finished request becomes one span
 with a child span for each stage. All of them are made from the request's record. Names follow the
 GenAI semantic conventions; the latency attributes are vLLM's. If the request has the header
-`traceparent`, its span is a child of the span in that header, and is sampled if that span is.
+`traceparent`, its span is a child of the span in that header, and is exported if the header marks
+that span as sampled.
 
 The engine reports how long each stage took, but not when it started. So each child span starts at
-the end of the one before, and the time after preemptions is added to the last one.
+the end of the previous one. The time lost to preemptions is added to the last span, "decode".
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ def tracing_to(endpoint: str, model_name: Callable[[], str]) -> Tracing | None:
     return Tracing(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)), model_name)
 
 
-# ---- pure
+# ---- the contents of spans
 
 
 def attributes_of(record: RequestRecord, model: str) -> Attributes:

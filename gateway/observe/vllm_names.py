@@ -1,8 +1,8 @@
 """vLLM's metric names, as aliases of our metrics, for dashboards, routers and autoscalers.
 
 An alias is computed from the samples of one of our metrics when `/metrics` is read. So it costs
-nothing per request and always agrees with its source. The aliases are always exported, because they
-only cost some bytes per scrape.
+nothing per request and always agrees with its source. There is no option to omit the aliases,
+because they only add some bytes to a scrape.
 
 Each alias has the labels `model_name` (the model's main name) and `engine` (the index of the
 engine). Sums over a gateway's requests have the engine "0". If vLLM's metric lacks one of our
@@ -91,8 +91,8 @@ ALIASES = (
 def aliased(ours: Iterable[Metric], model_name: str) -> Iterator[Metric]:
     """Yield all aliases of our metrics.
 
-    model_name  value of the label `model_name`; "" before a model was reported: there are no
-                aliases then
+    model_name  value of the label `model_name`. Before a model was reported it is "", and there are
+                no aliases
     """
     if not model_name:
         return
@@ -104,7 +104,7 @@ def aliased(ours: Iterable[Metric], model_name: str) -> Iterator[Metric]:
 
 
 def renamed(metric: Metric, name: str, alias: Alias, extra: Labels) -> Metric:
-    """Return `metric` under the name `name`, summed over the labels that `alias` lacks.
+    """Return `metric` under the name `name`, summed over the labels that `alias` does not keep.
 
     extra  labels that every sample gets
     """

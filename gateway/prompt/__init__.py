@@ -1,1 +1,1 @@
-"""Converts messages, given as decoded JSON, to a prompt as text or token ids. Pure."""
+"""Converts messages, given as decoded JSON, to a prompt as text or token ids."""

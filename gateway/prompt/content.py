@@ -88,10 +88,8 @@ def _role(message: Mapping[str, Any], traits: TemplateTraits, at: str) -> str:
 
 
 def _optional_text(message: dict[str, Any], field: str, at: str) -> None:
-    """Check that a field is a string. Remove it if it is null.
-
-    Templates only check whether the field exists.
-    """
+    """Check that a field is a string. Remove a field that is null, because templates only check
+    whether the field exists."""
     value = message.get(field)
     if value is None:
         message.pop(field, None)

@@ -42,7 +42,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
 class GenerationTag(Extension):
     """Parses `{% generation %}` blocks, which mark the model's text for training.
 
-    Here such a block has no effect besides its own scope of variables.
+    Here such a block only opens a scope for variables.
     """
 
     tags = {"generation"}

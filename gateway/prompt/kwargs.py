@@ -1,12 +1,12 @@
-"""The effective chat-template kwargs, from one pure function: `effective_kwargs`.
+"""Computes the effective chat-template kwargs (`effective_kwargs`).
 
-Rendering, parsers, grammars and all APIs use its result, so they agree on whether the model thinks
-before it answers.
+Rendering, parsers, grammars and all APIs use these kwargs, so they agree on whether the model
+thinks before it answers.
 
 Clients have many fields for requesting thinking, and templates have many variables for it. So the
 fields of a request become one `ThinkingOptions` (whether to think, and with which effort). These
-options become the variables and words that the model's template reads, as its `ThinkingProfile`
-says. Kwargs about thinking that the template does not read are dropped. Other kwargs are passed on
+options become the variables and words that the model's template reads, which its `ThinkingProfile`
+lists. Kwargs about thinking that the template does not read are dropped. Other kwargs are passed on
 unchanged.
 """
 
@@ -42,8 +42,8 @@ RESERVED = frozenset(
         "truncation",
     }
 )
-"""Names that are not allowed in `chat_template_kwargs`: a request sets them in other fields, or
-they would change how rendering works."""
+"""Names that are not allowed in `chat_template_kwargs`. Requests set them in other fields, or they
+are parameters of transformers' rendering function and not variables of a template."""
 
 KWARGS = "chat_template_kwargs"
 _ABOUT_THINKING = frozenset({*SWITCHES, MODE, EFFORT})
@@ -65,7 +65,7 @@ class ThinkingFields(msgspec.Struct, frozen=True, kw_only=True):
     thinking: Any = None
     #: A bool.
     enable_thinking: Any = None
-    #: The most reasoning tokens, or UNLIMITED.
+    #: Maximum number of reasoning tokens, or UNLIMITED.
     thinking_token_budget: Any = None
 
 
@@ -74,7 +74,7 @@ class ThinkingOptions(msgspec.Struct, frozen=True):
 
     #: Whether the model thinks before it answers.
     thinks: bool | None = None
-    #: The word in the request's `thinking_mode`, if the template distinguishes that word.
+    #: The word in the request's `thinking_mode`, if the template compares with that word.
     mode: str | None = None
     #: The reasoning effort.
     effort: str | None = None
@@ -86,7 +86,7 @@ class ThinkingOptions(msgspec.Struct, frozen=True):
         return ThinkingOptions(switch.thinks, switch.mode, effort)
 
     def with_derived_switch(self) -> ThinkingOptions:
-        """Return these options. If `thinks` is not specified, the effort decides it."""
+        """Return these options. If only the effort is specified, derive `thinks` from it."""
         if self.thinks is None and self.effort is not None:
             return ThinkingOptions(self.effort != "none", None, self.effort)
         return self
@@ -105,7 +105,7 @@ def effective_kwargs(
     server_defaults  the operator's default kwargs
     profile          the thinking options that the template reads
 
-    Whether the model thinks is decided by the first of these that is specified:
+    The first of these that is specified decides whether the model thinks:
 
     1. the request's switches, in its kwargs or in fields of their own;
     2. the request's effort: "none" turns thinking off, any other effort turns it on;
@@ -128,7 +128,7 @@ def effective_kwargs(
 
 
 def thinking_budget(fields: ThinkingFields) -> tuple[str, int] | None:
-    """Return (name of the request's field, most reasoning tokens); None if there is no limit.
+    """Return (name of the request's field, limit on reasoning tokens); None if there is no limit.
 
     Raises InvalidRequest, naming the field, if a value is invalid or two fields differ.
     """
@@ -176,7 +176,7 @@ def _check_names(kwargs: Iterable[str]) -> None:
 
 
 def _common_value(pairs: Iterable[tuple[str, Any]]) -> Any:
-    """Return the value of all (field, value) pairs; None if there are no pairs.
+    """Return the value that all (field, value) pairs have; None if there are no pairs.
 
     Raises InvalidRequest if two fields have different values.
     """
@@ -192,7 +192,8 @@ def _common_value(pairs: Iterable[tuple[str, Any]]) -> Any:
 def _switches(
     fields: ThinkingFields, kwargs: Mapping[str, Any], profile: ThinkingProfile
 ) -> Iterator[tuple[str, bool]]:
-    """Yield (field, whether it turns thinking on) for every field and kwarg that says so."""
+    """Yield (field, whether it turns thinking on) for every field and kwarg that turns thinking on
+    or off."""
     if fields.enable_thinking is not None:
         yield "enable_thinking", _flag(fields.enable_thinking, "enable_thinking")
     if fields.thinking is not None:
@@ -222,7 +223,7 @@ def _efforts(fields: ThinkingFields) -> Iterator[tuple[str, str]]:
 
 
 def _budgets(fields: ThinkingFields) -> Iterator[tuple[str, int]]:
-    """Yield (field, most reasoning tokens) for every field that sets a limit."""
+    """Yield (field, limit on reasoning tokens) for every field that sets a limit."""
     typed = fields.thinking if isinstance(fields.thinking, Mapping) else {}
     for field, budget in (
         ("thinking_token_budget", fields.thinking_token_budget),
@@ -310,7 +311,7 @@ def _template_kwargs(options: ThinkingOptions, profile: ThinkingProfile) -> dict
 def _template_effort(options: ThinkingOptions, profile: ThinkingProfile) -> str | None:
     """Return the template's word for the effort; None: the template's default applies.
 
-    If the template has no switch for thinking, its effort turns thinking on and off.
+    If the template has no switch for thinking, the word also turns thinking on or off.
     """
     off = next((word for word in profile.efforts if word in OFF_WORDS), None)
     if options.thinks is False:

@@ -1,8 +1,8 @@
-"""A chat template: compiled once, probed once, rendered for each request.
+"""Compiles a chat template, finds the form of messages that it needs, and renders it.
 
-Only the output of a template shows reliably in which form it needs messages. So `TemplateTraits`
-are not read from the template's source. They are found by rendering a few tiny conversations when
-the template is loaded.
+A template's source does not show reliably in which form the template needs messages. So when a
+template is loaded, a few tiny conversations are rendered, and its `TemplateTraits` are derived from
+the output. Only `TemplateTraits.developer` is read from the source.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class ChatTemplate(ParsedTemplate):
             raise InvalidRequest(cannot_render(str(error)), param=param) from error
 
     def render_variables(self, variables: Mapping[str, Any]) -> str:
-        """Return the template's output. Usually an error is one of RAISED_BY_TEMPLATES."""
+        """Return the template's output. Errors in it usually raise one of RAISED_BY_TEMPLATES."""
         context = self._template.new_context({**self._special_tokens, **variables})
         return "".join(self._template.root_render_func(context))
 
@@ -161,7 +161,7 @@ _NEEDLE = "n33dle"
 
 
 def _find_traits(template: ChatTemplate, source: str) -> TemplateTraits:
-    """Return the traits of a template, found by rendering tiny conversations."""
+    """Derive the traits of a template from its output for tiny conversations."""
     parts = _accepts_parts(template)
     null_content, string_arguments = _call_form(template)
     plain = [{"role": "user", "content": _NEEDLE}]
@@ -219,7 +219,7 @@ def _call_form(template: ChatTemplate) -> tuple[bool, bool]:
 
 
 def _conversation_with_call(null_content: bool, string_arguments: bool) -> list[Message]:
-    """Return a conversation with a tool call of this form. An argument's name is the needle."""
+    """Return a conversation with a tool call of this form. The name of its argument is _NEEDLE."""
     arguments: Any = f'{{"{_NEEDLE}": 1}}' if string_arguments else {_NEEDLE: 1}
     function = {"name": "find", "arguments": arguments}
     return [

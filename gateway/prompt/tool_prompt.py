@@ -1,8 +1,8 @@
 """Describes tools in the system message, for models whose chat template does not render tools.
 
 The system message lists the tools and explains how to call one. Earlier calls and their results
-become text in the same syntax. It is the syntax of the tool format `hermes`, by which the model's
-output is parsed.
+become text in the same syntax. This is the syntax of the tool format `hermes`, so the calls in the
+model's output can be parsed.
 """
 
 from __future__ import annotations
