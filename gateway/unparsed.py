@@ -1,7 +1,7 @@
 """Responses to requests that gunicorn could not parse or rejected itself.
 
 Such a request never reaches the application. Its response is the usual JSON error. The response
-quotes nothing of the request, because a bad request line may contain a prompt and a bad header may
+does not quote the request, because a bad request line may contain a prompt and a bad header may
 contain a key. These requests are logged and counted like all others, but without method and path.
 """
 
@@ -61,7 +61,7 @@ def _not_chunked(value: str) -> str | None:
 
 
 def _unsupported_coding(error: BaseException) -> str | None:
-    """Return the transfer coding that made parsing fail; None if parsing failed otherwise.
+    """Return the transfer coding that made parsing fail; None if it failed for another reason.
 
     If "chunked" does not follow a known coding, gunicorn raises InvalidHeader instead of
     UnsupportedTransferCoding. So the headers of the failed request are checked again.

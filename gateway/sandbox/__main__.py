@@ -9,9 +9,9 @@ has to be inspected:
               that the next call gets a process with a clean heap.
     CPU time  Each call has a timer, whose signal ends the process.
     files     No file can be written, and no core is dumped.
-    life      The process ends when its gateway ends, because its socket is closed. If a call is
-              open, the kernel sends SIGKILL. Signals for a whole process group (Ctrl-C) are blocked
-              from the start.
+    lifetime  When the gateway ends, Linux sends SIGKILL to this process. The process also ends when
+              its socket is closed. Signals for a whole process group (Ctrl-C) are blocked from the
+              start.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ MAX_MESSAGE_CHARS = 1_000
 RETIRE_BYTES = 64 << 20
 """If the process has grown by this much since its start, it ends after its call."""
 MAX_TEMPLATES = 16
-"""Most compiled templates that are kept."""
+"""Maximum number of compiled templates that are kept."""
 
 
 class Footprint:
@@ -74,7 +74,7 @@ class Footprint:
 
 
 def set_limits(footprint: Footprint, memory_bytes: int) -> None:
-    """Set the limits of files and memory: `memory_bytes` more than the current address space."""
+    """Forbid writing files. Limit the growth of the address space to `memory_bytes`."""
     for limit in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE):
         resource.setrlimit(limit, (0, 0))
     if sys.platform == "linux":
@@ -121,7 +121,7 @@ def _read_exactly(connection: socket.socket, size: int) -> bytearray | None:
 
 
 def _try_call(frame: bytearray) -> Reply:
-    """Run a call and return its reply, also if it raises an exception."""
+    """Run a call and return its reply. If it raises an exception, the reply reports that."""
     try:
         return _run_call(decode_call(frame))
     except MemoryError:
@@ -133,7 +133,7 @@ def _try_call(frame: bytearray) -> Reply:
 
 
 def _shortened(text: str) -> str:
-    """Return an error message without excess length and without halves of surrogate pairs."""
+    """Return an error message, truncated, with "?" for each half of a surrogate pair."""
     return text[:MAX_MESSAGE_CHARS].encode("utf-8", "replace").decode()
 
 

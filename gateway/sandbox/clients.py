@@ -1,8 +1,8 @@
-"""Chat templates and tokenizers, run in sandbox processes.
+"""Runs chat templates and tokenizers in sandbox processes.
 
 Templates that requests contain have a process of their own, with a short queue, so they cannot
 delay the model's own template. A model's tokenizer is tried before it is used. So a damaged, slow
-or huge tokenizer makes the start fail, instead of requests later.
+or huge tokenizer makes the start fail. Without the trial, requests would fail later.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from gateway.sandbox.process import LimitExceeded, SandboxProcess
 from protocol.errors import InvalidRequest
 
 FOREIGN_CPU_S = 1.0
-"""CPU time limit of one call for a request's own template. Other such calls wait for its end."""
+"""CPU time limit of one call for a request's own template. Only one such call runs at a time."""
 MAX_WAITING = 16
-"""Most calls for requests' own templates, open or waiting. Further requests are refused."""
+"""Maximum number of open calls for requests' own templates. Further requests are refused."""
 NICE = 5
-"""Added to the niceness of the process for requests' own templates, so that the server goes first.
+"""Added to the niceness of the process for requests' own templates, so the server has precedence.
 """
 TRIAL_CPU_S = 60.0
 """CPU time limit of a tokenizer's trial. Reading a vocabulary of 256,000 tokens takes a second."""

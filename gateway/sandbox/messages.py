@@ -1,7 +1,8 @@
-"""Calls to a sandbox process and its replies: frames on a socket between it and the gateway.
+"""Calls to a sandbox process, its replies, and their frames on the socket to the gateway.
 
-One call is open at a time. The reply to a call does not depend on earlier calls; these only make it
-faster. So if a process was killed, its call can be sent again to a new process.
+One call is open at a time. The reply to a call does not depend on earlier calls. So if a process
+was killed, its call can be sent again to a new process. (Earlier calls only fill the cache of
+compiled templates.)
 
 A frame is the length of a JSON text, in four bytes, followed by the text. It is not MessagePack,
 because a request may contain integers that are too large for MessagePack. If the highest bit of the

@@ -1,9 +1,9 @@
-"""Starts a sandbox process, sends it calls, and replaces it when it ends.
+"""Starts a sandbox process, sends calls to it, and replaces it when it ends.
 
 One call is open at a time; others wait. If a call exceeds its limits, the kernel or this module
 kills the process, and the call fails. Waiting calls are sent to the next process. A process may
-also end for a reason that the call did not cause. So a call is sent to a second process before it
-fails.
+also end for a reason that the call did not cause. In that case the call is sent to a second process
+before it fails.
 
 While a greenlet waits for a reply, the other greenlets of the gateway run.
 """
@@ -39,14 +39,14 @@ MEMORY_BYTES = 512 << 20
 """Default memory limit. A prompt of 16 million characters needs a quarter of it, in any script."""
 WALL_S = 30.0
 TRIES = 2
-"""Processes to which a call is sent before it fails."""
+"""Number of processes to which a call is sent before it fails."""
 _PIECE_BYTES = 1 << 20
 _ADDED = {"TOKENIZERS_PARALLELISM": "false"}
 """Environment variables added for the process. This one prevents a thread for each core, because
 each thread would reserve memory."""
 _INHERITED = ("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "PYTHONPATH", "TZ")
-"""Environment variables that the process inherits. It gets no others, because they may contain
-keys."""
+"""Environment variables that the process inherits. It does not inherit others, because they may
+contain keys."""
 _BLOCKED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """Signals that may be sent to a whole process group. The process blocks them, because its gateway
 may have requests to finish. It ends when its gateway ends."""
@@ -59,7 +59,7 @@ class LimitExceeded(Exception):
 class _Ended(Exception):
     """The process has ended.
 
-    is_final  the same call would end another process, too
+    is_final  whether the same call would end another process, too
     """
 
     def __init__(self, why: str, *, is_final: bool = False) -> None:
@@ -73,7 +73,7 @@ class SandboxProcess:
     cpu_s         CPU time limit of one call
     memory_bytes  limit of the memory that the process may use in addition to that at its start
     wall_s        time limit of one call, including the start of the process
-    max_waiting   most calls, open or waiting; None: no limit
+    max_waiting   maximum number of calls, including the open one; None: no limit
     nice          added to the gateway's own niceness
     """
 
@@ -100,7 +100,7 @@ class SandboxProcess:
 
     @property
     def pid(self) -> int | None:
-        """Id of the process that runs the next call; None if it was not started yet."""
+        """Process id of the current process; None if there is none."""
         return None if self._child is None else self._child.pid
 
     def start(self) -> None:
@@ -258,7 +258,7 @@ class _Child:
                 os.kill(self.pid, signal.SIGKILL)
 
     def reap(self) -> None:
-        """Wait until the process has ended. It was killed before, or has closed its socket."""
+        """Wait until the process has ended. Call this after `kill`, or if it closed its socket."""
         while self._status is None:
             try:
                 pid, status = os.waitpid(self.pid, os.WNOHANG)

@@ -3,8 +3,8 @@
 A run is a generation that continues without its client. `Database` has the blocking operations;
 `Store` runs them in a thread, in order. Invariants:
 
-- The events, the end and the response of a run change in one transaction, so readers always see
-  events that are complete and in order.
+- New events, the end and the response of a run are written in one transaction, so readers always
+  see events that are complete and in order.
 - A run ends once. A run whose lease has expired is dead: its process no longer generates it. The
   process that finds a dead run ends it. If the run's own process stores events after that, they are
   dropped, and `Database.append` returns the run as lost.
@@ -41,14 +41,14 @@ JOURNAL_BYTES = 16 << 20
 SWEEP_EVERY_S = 60.0
 """Interval at which old records are deleted."""
 EVICTED_AT_ONCE = 16
-"""Records that one transaction deletes to make room."""
+"""Number of records that one transaction deletes to make room."""
 SHARE_KEPT = 0.9
 """Share of `max_bytes` that may still be in use after making room."""
 
 T = TypeVar("T")
 Interrupt = Callable[[str, int, bytes | None], Interruption]
-"""Makes the end of a dead run. The arguments are the run's id, the number for its last event, and
-its stored response, if it has one."""
+"""Makes the last event and the final response of a dead run. The arguments are the run's id, the
+number of its last event, and its stored response, if it has one."""
 
 
 class BrokenChain(Exception):
@@ -155,7 +155,7 @@ class Database:
     def delete(self, response: str, owner: str) -> bool:
         """Delete a response and its run. Return False if `owner` has no such response.
 
-        If another process is generating the run, it notices that the run is gone and aborts it.
+        If another process is generating the run, that process aborts it when it next renews leases.
         """
         with self._writing():
             if self._one(queries.GET_RESPONSE, response, owner) is None:
@@ -219,7 +219,7 @@ class Database:
             self._execute(queries.CANCEL_RUN, run, owner)
 
     def want(self, run: str, until: float) -> None:
-        """Mark a run as wanted until this time, so that it is not aborted before."""
+        """Mark a run as wanted until the time `until`, so that it is not aborted earlier."""
         with self._writing():
             self._execute(queries.WANT_RUN, run, until)
 
@@ -241,10 +241,11 @@ class Database:
     # ---- internals
 
     def _end_of_dead_run(self, run: str, after: int) -> list[bytes]:
-        """Return the last event of a dead run, if its number is lower than `after`.
+        """Return the last event of an ended run, if its number is lower than `after`.
 
-        That is possible if the client got events that were never stored before the process died.
-        Without this, such a client would not get the end of the run.
+        The client may have received events that its process had not stored when it died. The stored
+        end of the run then has a lower number than the client's last event. It is returned anyway,
+        because otherwise the client would not receive the end of the run.
         """
         last = self._one(queries.LAST_EVENT, run)
         return [last[1]] if last is not None and last[0] < after else []

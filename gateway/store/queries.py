@@ -5,10 +5,10 @@
     events      the frames of each run so far
 
 A run is open until its `ended_at` is set. The process that generates it (`runner`) renews its
-lease. A run whose lease has expired is dead, and the process that finds it ends it. `wanted_until`
-is the time at which an open run is aborted. Clients that read the run extend it.
+lease. A run whose lease has expired is dead. The first process that finds a dead run ends it. An
+open run is aborted at the time `wanted_until`, which clients that read the run extend.
 
-Times are seconds since 1970, because other processes read them too, and the server after a restart.
+Times are seconds since 1970, because they are compared in other processes and after restarts.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class RunPage(msgspec.Struct, frozen=True):
     """The next frames of a run."""
 
     frames: list[bytes]
-    #: Whether the run has ended with these frames.
+    #: Whether these are the last frames of the run.
     is_last: bool
 
 

@@ -1,8 +1,8 @@
 """Resumable streams: the ids of their events, and reading a stream from the store.
 
-An event's id is `id: STREAM:NUMBER`; the events of a stream are numbered from 0. After event k, a
-resumed stream has the same bytes as the uninterrupted stream. Keep-alives have no number, because
-they are comments, not events.
+The line `id: STREAM:NUMBER` of an event contains its id. The events of a stream are numbered from
+0. A stream that is resumed after event k has the same bytes as the uninterrupted stream has after
+event k. Keep-alives have no number, because they are comments, not events.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def new_stream_id() -> str:
 
 
 def read_event_id(text: str) -> tuple[str, int] | None:
-    """Return (stream id, number) of an event id; None if it is not an id as this server makes."""
+    """Return (stream id, number) of an event id; None if `text` is not an id of this server."""
     found = _EVENT_ID.fullmatch(text.strip())
     return (found[1], int(found[2])) if found else None
 

@@ -5,9 +5,9 @@ in gevent's hub. The flusher is a greenlet that stores them: every FLUSH_S secon
 frames of all runs in one transaction. Every BEAT_S seconds it renews the leases of the runs, and
 checks whether another process has cancelled one of them.
 
-While the client that started a run is connected, it gets frames at once. It gets the last event
-only after the whole run is stored. A run that cannot be stored is aborted, because its client could
-not resume it.
+While the client that started a run is connected, frames are sent to it at once. Only the last event
+is held back until the whole run is stored. A run that cannot be stored is aborted, because its
+client could not resume it.
 """
 
 from __future__ import annotations
@@ -116,7 +116,8 @@ class DetachedRun:
         return batch
 
     def on_stored(self, batch: RunBatch) -> None:
-        """Note that `batch` was stored or has failed. Write the last event to the client if due."""
+        """Handle that `batch` was stored or has failed. If it ends the run, write the last event to
+        the client."""
         if batch.is_last:
             self.is_over = True
             self._write_last()
@@ -219,7 +220,7 @@ class Runs:
 
 
 def _is_unwanted(control: RunControl, now: float) -> bool:
-    """Return whether another process cancelled the run, or no client resumed it in time."""
+    """Return whether a client cancelled the run, or no client resumed it in time."""
     is_expired = control.wanted_until is not None and control.wanted_until < now
     return control.is_cancelled or is_expired
 

@@ -1,1 +1,1 @@
-"""Converts text to token ids and back. Pure: no sockets, no HTTP, no threads of its own."""
+"""Converts text to token ids and back, without sockets, HTTP or threads of its own."""

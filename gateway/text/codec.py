@@ -1,10 +1,10 @@
 """The bytes of each token, computed by a tokenizer's decoder.
 
-The decoder of a tokenizer is a list of steps that convert token strings to text. The decoders in
-use convert each token to bytes independently of the others; in addition, some strip blanks from the
-start of the whole text. `ByteCodec` is such a decoder, made once from its JSON description. It
-allows incremental decoding, because the bytes of successive tokens only have to be joined. For any
-other decoder `codec_of` returns None, and the caller must use the library `tokenizers`.
+The decoder of a tokenizer is a list of steps that convert token strings to text. Most decoders
+convert each token to bytes independently of the others. Some also strip blanks from the start of
+the whole text. `ByteCodec` is such a decoder, made once from its JSON description. It allows
+incremental decoding, because the bytes of successive tokens only have to be joined. For any other
+decoder `codec_of` returns None, and the caller must use the library `tokenizers`.
 
 One result differs from that of `tokenizers`. Some vocabularies have tokens for single bytes
 (`<0xE2>`). If a run of such tokens is not UTF-8 as a whole, `tokenizers` replaces every byte of the
@@ -37,7 +37,7 @@ class ByteCodec:
     first_steps: tuple[Step, ...]
     #: The character that is stripped from the start of a text; "": none.
     strip: str = ""
-    #: Most characters that are stripped.
+    #: Maximum number of characters that are stripped.
     strip_max: int = 0
 
     def token(self, text: str) -> bytes:
@@ -94,7 +94,8 @@ def _with_strip(
 ) -> ByteCodec | None:
     """Return the codec, given the steps `rest` that are applied to the whole text.
 
-    Only a strip at the start of the text can be done incrementally. For others the result is None.
+    Of these, only a strip at the start of the text can be done incrementally. If `rest` contains
+    another step, the result is None.
     """
     strip, strip_max = "", 0
     for description in rest:

@@ -1,8 +1,8 @@
 """Converts token ids to text, one delta at a time, in linear time.
 
-However the ids are cut into deltas, the joined texts equal the text of all ids decoded at once. No
-delta's text ends inside a character: the bytes of an unfinished character wait. Bytes that cannot
-become a character become U+FFFD, as do unfinished ones at the end.
+However the ids are cut into deltas, the joined texts equal the text of all ids decoded at once. The
+bytes of an unfinished character are held back, so no text ends inside a character. Bytes that are
+not UTF-8 become U+FFFD. An unfinished character at the end of the answer becomes U+FFFD, too.
 
 Each choice has one detokenizer, whose state is plain data. `ByteDetokenizer` joins bytes from a
 table. `WindowDetokenizer` is for tokenizers without a `ByteCodec`: it decodes the last few ids with
@@ -33,14 +33,15 @@ class ByteState(msgspec.Struct, frozen=True, tag="bytes"):
     pending: bytes
     #: Whether the text has a first token already.
     started: bool
-    #: Most blanks that may still be stripped from the start of the text.
+    #: Number of blanks that may still be stripped from the start of the text.
     strip_left: int
 
 
 class WindowState(msgspec.Struct, frozen=True, tag="window"):
     """The state of a `WindowDetokenizer`."""
 
-    #: The last token ids: first those whose text was returned, then those whose text may change.
+    #: The last token ids: first `context` ids whose text was returned, then ids whose text is not
+    #: final.
     ids: list[int]
     #: Number of ids whose text was returned.
     context: int
@@ -84,7 +85,7 @@ class TokenTable(dict[int, bytes]):
     def __missing__(self, token_id: int) -> bytes:
         text = self.spelling(token_id)
         if text is None:
-            return b""  # not cached, because a caller may ask for any number of unknown ids
+            return b""  # not cached, so that many unknown ids cannot fill the memory
         self[token_id] = data = self.codec.token(text)
         return data
 
@@ -141,7 +142,7 @@ class ByteDetokenizer:
         return b""
 
     def _stripped(self, text: str) -> str:
-        """Return `text`, the next text from the start, without the blanks that must be stripped."""
+        """Return `text` without the blanks that are stripped from the start of the whole text."""
         start, blank = 0, self._table.codec.strip
         while start < len(text) and self._strip_left and text[start] == blank:
             start += 1
@@ -154,8 +155,7 @@ class ByteDetokenizer:
 class WindowDetokenizer:
     """Decodes the last ids with and without the new ones. The difference is the new text.
 
-    decode  returns the text of all its ids, by the library `tokenizers`, with or without special
-            tokens as configured
+    decode  returns the text of a list of ids, decoded at once by the library `tokenizers`
     """
 
     __slots__ = ("_context", "_decode", "_ids")
@@ -196,9 +196,10 @@ class WindowDetokenizer:
         return text
 
     def _new_text(self) -> str:
-        """Return the text of the new ids, as it is after the context.
+        """Return the text that the new ids add to the text of the context.
 
-        A context of one token is enough for the rules about blanks that tokenizers in use have.
+        One token of context is enough: in the tokenizers in use, whether a token's blank is kept
+        depends on no more than one token before it.
         """
         before = self._decode(self._ids[: self._context])
         return self._decode(self._ids)[len(before) :]

@@ -89,7 +89,7 @@ class TextOffsets:
 
     A token that only completes a character has the offset of that character.
 
-    detokenizer  a new detokenizer with the options of the answer's own one
+    detokenizer  a new detokenizer with the same options as the one that makes the answer's text
     start        offset of the first token
     """
 
@@ -144,9 +144,9 @@ def _tops(
 
 
 def _token_key(tokenizer: Tokenizer, token_id: int) -> str:
-    """Return a token's key in a JSON object: its text, or its bytes if these are not valid UTF-8.
+    """Return a token's key in a JSON object: its text, or its bytes if they are not valid UTF-8.
 
-    So two tokens with different parts of a character have different keys.
+    So two tokens that spell different parts of a character have different keys.
     """
     data = tokenizer.token_bytes(token_id)
     try:
@@ -158,9 +158,8 @@ def _token_key(tokenizer: Tokenizer, token_id: int) -> str:
 def prompt_token_logprobs(
     tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], num_top: int
 ) -> list[Any]:
-    """Return the logprobs of a prompt in vLLM's shape: an object by token id for each token.
-
-    The first item is null, because the first token has no logprobs.
+    """Return the logprobs of a prompt in vLLM's shape: for each token, an object with token ids as
+    keys. The first item is null, because the first token has no logprobs.
 
     entries  the engine's logprobs of each token but the first
     num_top  number of most likely tokens; the engine may have sent more
@@ -171,7 +170,7 @@ def prompt_token_logprobs(
 def _by_token_id(
     tokenizer: Tokenizer, entry: TokenLogprobs, num_top: int
 ) -> dict[int, dict[str, Any]]:
-    """Return the logprob, rank and text of the most likely tokens and of the prompt's own one."""
+    """Return the logprob, rank and text of the most likely tokens and of the prompt's own token."""
     tops = zip(entry.top_ids[:num_top], entry.top_logprobs, strict=False)
     ranked = {i: (logprob, rank) for rank, (i, logprob) in enumerate(tops, start=1)}
     ranked[entry.token_id] = (entry.logprob, entry.rank)

@@ -1,18 +1,17 @@
 """Finds markers in a text that arrives in deltas of any length.
 
 The result does not depend on how the text is cut. The markers found are those that the regular
-expression `marker|marker|...` matches from left to right: the marker that starts first wins, and of
-several markers that start at the same place, the first one in the list. Text that may be part of a
-marker is held back. It is released as soon as that is impossible. At most as many characters as the
-longest marker has are held.
+expression `marker|marker|...` matches from left to right: the marker that starts first wins. If
+several markers start at the same place, the first one in the list wins. Text that may be part of a
+marker is held back until that is decided. The held text is never longer than the longest marker.
 
-The search uses the automaton of Aho and Corasick over characters, so its time is linear in the
-length of the text. If a marker is found while another one that started earlier may still complete,
-the found one has to wait. The characters after it are then read a second time. These are at most as
-many as the longest marker has.
+The search uses the Aho-Corasick automaton over characters, so its time is linear in the length of
+the text. A marker that was found has to wait while a marker that starts earlier may still complete.
+If the found marker wins in the end, the characters after it are read a second time. There are never
+more of these than the longest marker has.
 
-Text may be pushed as `part`: its characters can complete a marker, but outside a marker they are
-dropped.
+Text may be pushed with `part` set. Its characters can be part of a marker. Those outside all
+markers are dropped.
 """
 
 from __future__ import annotations
@@ -76,7 +75,8 @@ class MarkerSet:
     def _insert(self, marker: str, index: int) -> None:
         """Add a marker, unless it begins with an earlier marker of the list.
 
-        Such a marker can never win. Without them, the longer of two markers on a path always wins.
+        Such a marker can never win. So if two of the added markers match at the same place, the
+        longer one wins.
         """
         node = 0
         for char in marker:
@@ -120,7 +120,7 @@ class Scanner:
             self._parts = list(state.parts)
 
     def _reset(self, held: str) -> None:
-        """Forget everything but `held`, which is not read yet."""
+        """Return to the initial state. `held` is the next text, which is not read yet."""
         self._held = held
         self._parts = []
         self._node = 0
@@ -186,9 +186,9 @@ class Scanner:
         return released, marker, text[start + len(marker) :]
 
     def _release(self, text: str, end: int) -> str:
-        """Return `text` up to `end` without its parts, because that text is outside all markers.
+        """Return the text up to `end`, which is outside all markers, without the pieces to drop.
 
-        The parts after `end` are kept for the held text.
+        The rest of `_parts` is kept for the held text.
         """
         if not self._parts:
             return text[:end]
@@ -241,8 +241,8 @@ class Scanner:
         live_start  where the longest prefix of a marker that ends here starts; a marker that is not
                     complete yet cannot start before it
 
-        The best marker is certain if that start is later than its own. It is also certain if both
-        start at the same place and the prefix cannot become a longer marker.
+        The best marker is certain if `live_start` is after its own start. It is also certain if
+        both are equal and the prefix cannot become a longer marker.
         """
         if live_start > self._start:
             return True

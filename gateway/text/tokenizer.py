@@ -2,8 +2,8 @@
 
 The tokenizer is immutable. In particular truncation and padding are never set, because changing a
 shared tokenizer while it is used silently yields wrong ids. Encoding a long text is slow, so the
-caller may have it run in a thread (`offload`). There `encode_batch_fast` is used, which releases
-the GIL, unlike `encode`.
+caller may run it in a thread (`offload`). The thread calls `encode_batch_fast`, which releases the
+GIL. `encode` does not.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ Offload = Callable[[Callable[[], list[int]]], list[int]]
 INLINE_BYTES = 8_000
 """Texts with fewer bytes are not encoded in a thread. Encoding them takes less than 2 ms."""
 BYTES_PER_TOKEN = 32
-"""Most bytes of a text for each token of the model's context. Ordinary text has about four bytes
-per token. Longer texts are refused before they are encoded, because encoding a megabyte of the
-worst input takes more than half a second."""
+"""Maximum length of a text in bytes, for each token of the model's context. Ordinary text has about
+four bytes per token. Longer texts are refused before they are encoded, because encoding a megabyte
+of the worst input takes more than half a second."""
 
 
 class Tokenizer:
@@ -54,8 +54,8 @@ class Tokenizer:
         self.eos_token_ids = frozenset(card.eos_token_ids)
         self.max_text_bytes = max_text_bytes or BYTES_PER_TOKEN * card.context_tokens
         added = self._inner.get_added_tokens_decoder()
-        #: Id -> text of each added token. Added tokens are not part of the vocabulary proper. They
-        #: are found in a text before the rest of it is tokenized.
+        #: Id -> text of each added token. These are searched for in a text before the rest of the
+        #: text is tokenized.
         self.added_tokens = {i: token.content for i, token in added.items()}
         #: Ids of the added tokens that have no text if `skip_special_tokens` is set.
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
@@ -181,7 +181,7 @@ class Tokenizer:
 def _load(data: bytes) -> tokenizers.Tokenizer:
     """Return the tokenizer in a tokenizer.json, without truncation and padding.
 
-    Many files have settings for both from the training of the model. Raises ValueError.
+    Many files set both, because they were used in training. Raises ValueError.
     """
     try:
         inner = tokenizers.Tokenizer.from_buffer(data)
@@ -201,7 +201,7 @@ def _is_failure(error: BaseException) -> bool:
 
 
 def _codec_of(inner: tokenizers.Tokenizer) -> ByteCodec | None:
-    """Return the tokenizer's decoder as a codec; None if that is not possible."""
+    """Return the codec for the tokenizer's decoder; None if it has no decoder or no codec."""
     if inner.decoder is None:
         return None
     state = cast(Any, inner.decoder).__getstate__()

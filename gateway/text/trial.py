@@ -6,9 +6,9 @@ trusted yet.
 
 The library `tokenizers` does whatever a tokenizer.json describes. A normalizer that replaces "a"
 with a megabyte, or thirty normalizers that each double the text, would fill the memory when a short
-text is encoded. A decoder of that kind would fill it when an answer is decoded. So before the trial
-a bound on the growth of a text is computed from the description alone. The growth of tokenizers in
-use is far below MAX_GROWTH.
+text is encoded. Such a decoder would fill it when an answer is decoded. So before the trial, the
+most that a text can grow is computed from the description alone. The tokenizer is refused if this
+exceeds MAX_GROWTH. Tokenizers in use are far below that.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def _probes() -> Iterator[str]:
 # ---- growth
 
 MAX_GROWTH = 64
-"""Most characters that one character may become. Unicode's normal forms are not counted: one of
-them makes at most 18 characters, and applying it again changes nothing."""
+"""Maximum number of characters that one character may become. Unicode's normal forms are not
+counted: they make at most 18 characters of one, and applying them again changes nothing."""
 MAX_MAPPED_BYTES = 1_024
 """Longest replacement that is allowed in SentencePiece's compiled map."""
 
@@ -81,7 +81,7 @@ def check_growth(tokenizer: Mapping[str, Any]) -> None:
 
 
 def growth_of(part: Any) -> float:
-    """Return the most characters that a normalizer or decoder can make of one character."""
+    """Return a bound on the number of characters that a normalizer or decoder makes of one."""
     match part:
         case {"type": "Sequence", "normalizers": list(inner)}:
             return _growth_of_all(inner)
