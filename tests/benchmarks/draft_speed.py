@@ -6,8 +6,8 @@ Starts two servers with the default model, one without drafts and one with n-gra
 the same requests in short turns, so that the load of a shared machine affects both alike. Each pair
 of turns gives two ratios: one of elapsed time, and one of the CPU time of all processes of a side,
 which does not grow while other programs use the cores. Prints the median and the middle half of
-each. Then measures, in one process, the cost of a draft model that is hardly ever right (the model
-itself without most of its layers), and the bookkeeping of drafts alone.
+each. Then measures in one process the cost of a draft model that is hardly ever right (the model
+itself without most of its layers), and the engine's own time for drafts.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ COPY = "<|im_start|>user\nRepeat this word for word: {}<|im_end|>\n<|im_start|>a
 TEXT = "The ship left the harbour at dawn, and the gulls went with it as far as the lighthouse. "
 
 Ask = Callable[[list[list[int]], SamplingParams], None]
-"""Generates an answer for each of the prompts, all at once."""
+"""Function that generates the answers to all prompts at the same time."""
 
 
 @dataclass(frozen=True)
@@ -180,8 +180,7 @@ def num_weights(loaded: LoadedModel) -> int:
 
 
 def measure_bookkeeping(rows: int = 8, tokens: int = 400) -> None:
-    """Return the engine's time in microseconds per row and step, for an answer that never
-    repeats."""
+    """Print the engine's time in microseconds per row and step, for answers that never repeat."""
     for speculation in ("none", "ngram", "model"):
         bench = Bench(
             speculation=speculation,

@@ -1,4 +1,4 @@
-"""A fast scripted engine as a process of its own, to measure the gateway before it.
+"""A fast scripted engine as a process of its own, to measure the gateway in front of it.
 
     python -m tests.benchmarks.flowing_engine ADDRESS
 
@@ -56,12 +56,12 @@ class Order(msgspec.Struct):
 
 
 class FlowingEngine(ScriptedEngine):
-    """An engine whose steps are due every `step_s`. Late steps are made up for."""
+    """An engine whose steps are due every `step_s`. After a late step it catches up."""
 
     order = Order([], 1, 0.0)
     started_at: float | None = None
 
-    def take(self, order: Order) -> None:
+    def prepare(self, order: Order) -> None:
         self.order, self.started_at = order, None
         self.script = lambda generate: TokenReply([[token] for token in order.ids], "length", None)
 
@@ -115,7 +115,7 @@ def main() -> None:
             if line.strip() == "go":
                 engine.go()
             else:
-                engine.take(msgspec.convert(json.loads(line), Order))
+                engine.prepare(msgspec.convert(json.loads(line), Order))
 
 
 if __name__ == "__main__":

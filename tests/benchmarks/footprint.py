@@ -3,7 +3,7 @@
     python -m tests.benchmarks.footprint [MODEL]
 
 MODEL is a GGUF file, a directory or a name; the default is that of `tidegate serve`. The gateway
-runs without an engine (`--render-only`); it has tokenized a text and rendered a chat. The figure
+runs without an engine (`--render-only`). It first tokenizes a text and renders a chat. The figure
 includes pages of libraries that other processes share.
 """
 

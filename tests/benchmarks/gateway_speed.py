@@ -16,8 +16,8 @@ parses nothing. For each scene and rate (tokens/s of all streams) a line is prin
     gap        time between two arrivals at one client: median, 99th percentile and longest, in ms
     late       by how many ms the engine's last step was late
 
-This is a measurement, not a test. Other work on the machine hardly changes the CPU time, but the
-gaps.
+This is a measurement, not a test. Other work on the machine hardly changes the CPU time, but it
+makes the gaps longer.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ TOOL = {
 }
 MESSAGES = [{"role": "user", "content": "Tell me about the harbour."}]
 CHARS = 6
-"""More characters than any token of these texts has on average."""
+"""Characters to write per token. The tokens of these texts are shorter on average."""
 END = b"0\r\n\r\n"
 
 
@@ -117,7 +117,7 @@ SCENES = [
 
 @dataclass
 class ReceivedEvents:
-    """What all clients received.
+    """The events that all clients received.
 
     events    number of events
     gaps_s    times between two arrivals at one client
@@ -150,7 +150,7 @@ class ClientCrowd:
         while open_:
             for number, _ in poll.poll():
                 data = open_[number].recv(1 << 18)
-                assert data, f"a stream was cut off behind {ends[number]!r}"
+                assert data, f"a stream was cut off after {ends[number]!r}"
                 now = clock()
                 before = ends[number]
                 # An event ends with an empty line, which may come in two parts.
@@ -178,7 +178,7 @@ class GatewayBench:
         self._worker = worker
 
     def measure(self, scene: SpeedScene, streams: int, rate: float, seconds: float) -> str:
-        """One line; `rate`: tokens/s, of all streams."""
+        """Measure a scene at a rate, in tokens/s of all streams. Return its row."""
         length = int(rate * seconds / streams) + 1
         text = scene.says(length * CHARS)
         ids = self._tokenizer.encode(text, add_special_tokens=False)[:length]
@@ -245,7 +245,7 @@ def bench(formats: tuple[str, str]) -> Iterator[GatewayBench]:
 def measure(
     scenes: Sequence[SpeedScene], streams: int, rates: Sequence[float], seconds: float
 ) -> None:
-    """Measure one scene at a rate in tokens/s of all streams. Return its row."""
+    """Measure each scene at each rate, and print the rows."""
     for formats in dict.fromkeys(scene.formats for scene in scenes):
         with bench(formats) as here:
             for scene in (scene for scene in scenes if scene.formats == formats):

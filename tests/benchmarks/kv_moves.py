@@ -69,7 +69,7 @@ class MoveStepper:
             msgspec.json.encode(config).decode(),
         ]
         self.process = subprocess.Popen(words, cwd=ROOT, stderr=subprocess.DEVNULL)
-        ready = self._hear()
+        ready = self._receive()
         assert isinstance(ready, WorkerReady), ready
         self.ready = ready
         self.times_ms: list[float] = []
@@ -78,7 +78,7 @@ class MoveStepper:
 
     def export(self, blocks: range) -> None:
         """Export blocks. Call it before the first step."""
-        self._say(KVExport(lease=LEASE, blocks=Int32.of(blocks), readers=1 << 30))
+        self._send(KVExport(lease=LEASE, blocks=Int32.of(blocks), readers=1 << 30))
 
     def start(self) -> None:
         """Start to execute steps. Return after the first one, so earlier messages have been
@@ -100,16 +100,16 @@ class MoveStepper:
         plan = step_plan(1, bind=[init], rows=[(0, 0, len(PROMPT), True)], zero=[1, 2, 3])
         while not self._stop.is_set():
             started = perf_counter()
-            self._say(plan)
-            while not isinstance(self._hear(), StepResult):
+            self._send(plan)
+            while not isinstance(self._receive(), StepResult):
                 pass  # a report
             self.times_ms.append((perf_counter() - started) * 1e3)
             plan = step_plan(2, rows=[(0, len(PROMPT), 1, True)])
 
-    def _say(self, message: ToWorker) -> None:
+    def _send(self, message: ToWorker) -> None:
         self._socket.send_multipart([self._identity, *wire.encode(message)])
 
-    def _hear(self) -> FromWorker:
+    def _receive(self) -> FromWorker:
         self._identity, *frames = self._socket.recv_multipart()
         message: Any = wire.Decoder(FromWorker).decode(frames)
         return message
@@ -137,7 +137,7 @@ def measure(mover: Any) -> None:
     with pair(mover) as (stepper, worker):
         for size_mb in SIZES_MB:
             count = -(-size_mb * 1_000_000 // worker.shape.block_bytes)
-            move(worker, stepper, count)  # pages that nobody has touched
+            move(worker, stepper, count)  # warms up: the first transfer touches new pages
             speeds: list[float] = []
             calm: list[float] = []
             busy: list[float] = []
@@ -170,7 +170,7 @@ def steps_of(stepper: MoveStepper, times_ms: list[float]) -> Iterator[None]:
 
 
 def move(worker: Worker, stepper: MoveStepper, count: int) -> float:
-    """GB/s, from the order to the report."""
+    """Fetch `count` blocks. Return the speed in GB/s, from the order to the report."""
     job = len(worker.results)
     started = perf_counter()
     source = PeerSource(address=stepper.kv_address, lease=LEASE)

@@ -1,4 +1,4 @@
-"""Logprobs of given tokens by llama.cpp. Runs in an environment that has only llama-cpp-python.
+"""Computes logprobs of given tokens with llama.cpp. Its environment needs only llama-cpp-python.
 
 stdin: {"model": path, "tokens": [N ids]} as JSON. stdout: a JSON list with the natural logarithms
 of the probabilities of the last N - 1 tokens, each given all tokens before it.

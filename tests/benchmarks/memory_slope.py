@@ -35,13 +35,13 @@ from tests.support.server import Server
 from tests.support.tiny_checkpoint import write_roomy_llama
 
 FLAT = 16.0
-"""Largest slope in KiB per 1,000 requests, which is 16 bytes a request. Any object that is kept per
-request is larger: malloc's smallest piece has 32 bytes, an integer 28. One that is kept of every
-second request is noticed, too."""
+"""Largest slope in KiB per 1,000 requests, which is 16 bytes a request. Any object that is kept for
+each request is larger: malloc's smallest piece has 32 bytes, an integer 28. Even an object kept for
+every second request is noticed."""
 SAMPLES = 100
 LOOK_EVERY_S = 0.05
 KV_BLOCKS = 512
-"""So few blocks that the prefix cache, which grows until it is full, is full soon."""
+"""A small number, so that the prefix cache is soon full. It grows until then."""
 TEMPLATE = "{% for message in messages %}w1 {{ message.content }} {% endfor %}"
 
 
@@ -111,13 +111,13 @@ NAMES = {
     "-m engine_core": "engine",
     "-m worker": "worker",
 }
-"""Words of a command line -> name of the process. Parents come before children."""
+"""Words in the command line of a process -> its name."""
 
 
 def family_of(pid: int) -> list[MeasuredProcess]:
     """Return the supervisor and all of its descendants."""
     found = [MeasuredProcess("supervisor", pid)]
-    for child, line in descendants_of(pid):
+    for child, line in descendants_of(pid):  # the gunicorn master comes before its children
         (name,) = [name for words, name in NAMES.items() if words in line]
         is_second = name in (each.name for each in found)
         found.append(MeasuredProcess("gateway process" if is_second else name, child))
@@ -165,15 +165,15 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=100_000, help="number of requests")
     parser.add_argument("--clients", type=int, default=8, help="number of clients at the same time")
     parser.add_argument("--samples", type=Path, help="write all samples to this file, as JSON")
-    said = parser.parse_args()
+    options = parser.parse_args()
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        family, load = measure(write_roomy_llama(Path(folder)), said.requests, said.clients)
+        family, load = measure(write_roomy_llama(Path(folder)), options.requests, options.clients)
     took_s = time.monotonic() - began
-    print(f"{dict(load.ends)} in {took_s:.0f} s, {said.requests / took_s:.0f} a second")
+    print(f"{dict(load.ends)} in {took_s:.0f} s, {options.requests / took_s:.0f} a second")
     print("\n".join([*load.wrong[:10], *table(family)]))
-    if said.samples:
-        said.samples.write_bytes(msgspec.json.encode(family))
+    if options.samples:
+        options.samples.write_bytes(msgspec.json.encode(family))
     is_flat = all(process.trend(kind).is_flat for process in family for kind in ("rss", "own"))
     return 0 if is_flat and not load.wrong else 1
 

@@ -1,7 +1,7 @@
 """Open-loop load: sends requests at a fixed rate from a process of its own.
 
-The load generator must not share a process with what it measures. This one does nothing else, in as
-few steps as possible, and reports how late it was itself.
+The load generator must not share a process with the code that it measures. This program does
+nothing else, with as little work as possible, and reports how late it sent each request.
 
     python -m tests.benchmarks.offered PORT PER_S BEGIN UNTIL PROMPT ANSWER SEED
 
@@ -140,7 +140,7 @@ class OfferedCrowd:
         return len(self._selector.get_map())
 
     def send(self, request: bytes, tokens: int) -> None:
-        """`tokens`: of prompt and answer, if it is answered."""
+        """Send a request over a new connection. `tokens` is the size of its prompt and answer."""
         result = OfferedResult(time.monotonic(), tokens=tokens)
         self.results.append(result)
         try:
@@ -153,7 +153,7 @@ class OfferedCrowd:
         self._selector.register(sock, selectors.EVENT_READ, (result, bytearray()))
 
     def run(self, until: float) -> None:
-        """What comes until then (time.monotonic)."""
+        """Receive answers until the time `until` (time.monotonic)."""
         while (left_s := until - time.monotonic()) > 0:
             for key, _ in self._selector.select(left_s):
                 self._read(key)
@@ -185,7 +185,7 @@ class OfferedCrowd:
 
 
 def _read_answer(answer: bytes, result: OfferedResult) -> None:
-    """Read the whole answer."""
+    """Record the outcome in a complete HTTP response."""
     head, _, body = answer.partition(b"\r\n\r\n")
     lines = head.decode("latin-1").split("\r\n")
     if not body:

@@ -52,7 +52,8 @@ from tools.commands.keys import with_key, write
 
 FACTOR = 10
 USUAL, SMALL = OfferedLoad(256, 128), OfferedLoad(64, 16)
-"""A usual request; and one so small that refusing nine of ten is much of the server's work."""
+"""USUAL is a usual request. SMALL is so small that refusing nine of ten requests is a large part of
+the server's work."""
 STREAMS = 48
 CLOSED = f"a closed loop of {STREAMS}"
 START_S = 4.0
@@ -70,14 +71,14 @@ FLAT, FLAT_BYTES = 0.03, 8 * MIB
 
 
 @dataclass
-class Laws:
+class Promises:
     """The promises, and those that do not hold."""
 
     broken: list[str] = field(default_factory=list)
 
-    def expect(self, holds: bool, law: str) -> None:
+    def expect(self, holds: bool, promise: str) -> None:
         if not holds:
-            self.broken.append(law)
+            self.broken.append(promise)
 
 
 @dataclass(frozen=True)
@@ -120,38 +121,40 @@ def spread(seconds: Sequence[float]) -> str:
     return f"p50 {cuts[49]:.1f} ms, p99 {cuts[98]:.1f} ms, most {max(seconds) * 1e3:.1f} ms"
 
 
-async def overload(server: Server, load: OfferedLoad, seconds: float, laws: Laws) -> None:
+async def overload(server: Server, load: OfferedLoad, seconds: float, promises: Promises) -> None:
     """Offer too many requests. The capacity is measured before and after."""
     print(f"\nprompts of {load.prompt} tokens, answers of {load.answer}")
-    peaks = [await most(server, load, seconds)]
+    peaks = [await capacity(server, load, seconds)]
     before, requests_per_s = peaks[0]
-    print(f"at most        {before:.0f} tokens/s, {requests_per_s:.1f} requests/s ({CLOSED})")
+    print(f"capacity       {before:.0f} tokens/s, {requests_per_s:.1f} requests/s ({CLOSED})")
     begin = time.monotonic() + START_S
     until = begin + seconds / 6 + seconds
     offered, seen = await asyncio.gather(
         offered_elsewhere(server.port, FACTOR * requests_per_s, begin, until, load, seed=1),
         watched(server, until - seconds, until),
     )
-    peaks.append(await most(server, load, seconds))
+    peaks.append(await capacity(server, load, seconds))
     peak = sum(tokens for tokens, _ in peaks) / len(peaks)
     goodput, _ = done_per_s(offered.results, until - seconds, until)
     per_s = len(offered.results) / (until - begin)
     print(f"offered        {per_s:.1f} requests/s for {until - begin:.0f} s")
-    print(f"done           {goodput:.0f} tokens/s, {goodput / peak:.2f} of the most")
-    print(f"at most, after {peaks[1][0]:.0f} tokens/s")
-    law = f"goodput is {LEAST_GOODPUT} of the most, with prompts of {load.prompt}"
-    laws.expect(goodput >= LEAST_GOODPUT * peak, law)
-    tell_refusals(offered, laws)
-    print(f"who offered    {offered.cpu_s / (until - begin):.2f} cores")
+    print(f"done           {goodput:.0f} tokens/s, {goodput / peak:.2f} of the capacity")
+    print(f"capacity after {peaks[1][0]:.0f} tokens/s")
+    promise = f"goodput is at least {LEAST_GOODPUT} of the capacity, with prompts of {load.prompt}"
+    promises.expect(goodput >= LEAST_GOODPUT * peak, promise)
+    report_refusals(offered, promises)
+    print(f"load generator {offered.cpu_s / (until - begin):.2f} cores")
     for name, one in seen.items():
         quarter = len(one.sizes) // 4
         early, late = median(one.sizes[quarter : 2 * quarter]), median(one.sizes[3 * quarter :])
         sizes = f"{early / MIB:.1f} -> {late / MIB:.1f} MiB"
         print(f"{name:24} {sizes:>22}, {one.cores:.2f} cores")
-        laws.expect(late - early <= max(FLAT * early, FLAT_BYTES), f"the memory of {name} is flat")
+        promises.expect(
+            late - early <= max(FLAT * early, FLAT_BYTES), f"the memory of {name} is flat"
+        )
 
 
-async def most(server: Server, load: OfferedLoad, seconds: float) -> tuple[float, float]:
+async def capacity(server: Server, load: OfferedLoad, seconds: float) -> tuple[float, float]:
     """Return the capacity, (tokens, requests) per second, measured while all clients are busy."""
     client, names = OfferedClient(server.port), itertools.cycle(NAMES)
 
@@ -188,7 +191,7 @@ async def watched(server: Server, begin: float, until: float) -> dict[str, Overl
     return seen
 
 
-def tell_refusals(offered: Offered, laws: Laws) -> None:
+def report_refusals(offered: Offered, promises: Promises) -> None:
     result = offered.results
     refused = [one for one in result if one.status == REFUSED]
     others = {one.error or one.status for one in result if one.error or one.status != 200} - {
@@ -197,28 +200,28 @@ def tell_refusals(offered: Offered, laws: Laws) -> None:
     waits = [float(one.retry_after) for one in refused if one.retry_after]
     took = [one.status_at - one.sent_at for one in refused]
     print(f"refused        {len(refused)} of {len(result)}; any other status: {others or 'none'}")
-    laws.expect(not others, "nothing but 200 and 429")
-    laws.expect(len(waits) == len(refused) > 0, "Retry-After on each refusal")
+    promises.expect(not others, "nothing but 200 and 429")
+    promises.expect(len(waits) == len(refused) > 0, "Retry-After on each refusal")
     if len(took) < 2:
-        laws.expect(False, "enough refusals to tell how long they take")
+        promises.expect(False, "enough refusals to measure their time")
         return
     print(f"  after        {spread(took)}")
     print(f"  our lateness {spread(offered.late)} (of the process that timed them)")
     print(f"  Retry-After  on {len(waits)} of them, {min(waits):.0f} to {max(waits):.0f} s")
     in_time = quantiles(took, n=100)[98] <= MOST_REFUSAL_S
-    laws.expect(in_time, f"99 of 100 refusals within {MOST_REFUSAL_S * 1e3:.0f} ms")
+    promises.expect(in_time, f"99 of 100 refusals within {MOST_REFUSAL_S * 1e3:.0f} ms")
 
 
 async def first_token(client: OfferedClient, view: EngineView, length: int) -> tuple[float, int]:
-    """Return (seconds, tokens that the engine computed) until Bob's first token."""
+    """Return (seconds, tokens that the engine computed) until the first token of key bob."""
     before = view.stats().num_computed_tokens
     result = await client.ask("bob", length, 1)
     assert result.status == 200, f"not answered: {result.status} {result.error}"
     return result.first_at - result.sent_at, view.stats().num_computed_tokens - before
 
 
-async def flood(server: Server, times: int, laws: Laws) -> None:
-    """Measure Bob's time to first token alone and during the flood, in turns."""
+async def flood(server: Server, times: int, promises: Promises) -> None:
+    """Measure the time to first token of key bob alone and during the flood, in turns."""
     client, view = OfferedClient(server.port), EngineView(server.address)
     alone: dict[int, list[tuple[float, int]]] = {length: [] for length in LENGTHS}
     beside: dict[int, list[tuple[float, int]]] = {length: [] for length in LENGTHS}
@@ -235,7 +238,7 @@ async def flood(server: Server, times: int, laws: Laws) -> None:
             await flooding
         await asyncio.to_thread(view.wait_until_free, 120.0)
     view.close()
-    print(f"\nwhile {FLOOD_STREAMS} requests of {FLOOD_PROMPT} tokens are open of another key")
+    print(f"\nwhile another key has {FLOOD_STREAMS} open requests of {FLOOD_PROMPT} tokens")
     for length in LENGTHS:
         before, after = alone[length], beside[length]
         solo_s, flood_s = (median(s for s, _ in pairs) for pairs in (before, after))
@@ -245,8 +248,8 @@ async def flood(server: Server, times: int, laws: Laws) -> None:
             f"{flood_s / solo_s:.2f} times; computed until then "
             f"{solo:.0f} -> {flooded:.0f} tokens, {flooded / solo:.2f} times"
         )
-        law = f"a prompt of {length} waits at most {MOST_TIMES:.0f} times as long beside it"
-        laws.expect(flood_s <= MOST_TIMES * solo_s, law)
+        promise = f"a prompt of {length} waits at most {MOST_TIMES:.0f} times as long beside it"
+        promises.expect(flood_s <= MOST_TIMES * solo_s, promise)
 
 
 async def _flood(client: OfferedClient) -> list[OfferedResult]:
@@ -261,7 +264,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help="duration of each load")
     parser.add_argument("--times", type=int, default=9, help="number of measurements")
     parser.add_argument("options", nargs="*", help="options for `tidegate serve`, after --")
-    wanted, laws = parser.parse_args(), Laws()
+    wanted, promises = parser.parse_args(), Promises()
     with tempfile.TemporaryDirectory() as folder:
         keys, text = Path(folder) / "keys.toml", ""
         for name in NAMES:
@@ -269,11 +272,11 @@ def main() -> None:
         write(keys, text)
         with Server(*OPTIONS, "--api-keys", str(keys), *wanted.options) as server:
             for load in (USUAL, SMALL):
-                asyncio.run(overload(server, load, wanted.seconds, laws))
-            asyncio.run(flood(server, wanted.times, laws))
-    for law in laws.broken:
-        print(f"does not hold: {law}")
-    sys.exit(bool(laws.broken))
+                asyncio.run(overload(server, load, wanted.seconds, promises))
+            asyncio.run(flood(server, wanted.times, promises))
+    for promise in promises.broken:
+        print(f"does not hold: {promise}")
+    sys.exit(bool(promises.broken))
 
 
 if __name__ == "__main__":

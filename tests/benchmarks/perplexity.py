@@ -86,7 +86,7 @@ def tokens_of(loaded: LoadedModel, text: str) -> list[int]:
 
 
 def of_llama_cpp(python: str, model: Path, tokens: Sequence[int]) -> float:
-    """Return the same from llama.cpp, in a process of its own environment."""
+    """Return the perplexity that llama.cpp computes, in a process of its own environment."""
     asked = json.dumps({"model": str(model), "tokens": list(tokens)})
     done = subprocess.run(
         [python, str(THEIRS)], input=asked, text=True, capture_output=True, timeout=THEIR_TIMEOUT_S

@@ -28,7 +28,7 @@ FINISHED, REFUSED, LEFT = "finished", "refused", "left"
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class SmallRequest:
     """A request. If `leaves`, its client hangs up before the answer is complete."""
 
     path: str
@@ -37,32 +37,32 @@ class Wish:
     leaves: bool = False
 
 
-def wishes(dice: random.Random) -> Iterator[Wish]:
+def random_requests(dice: random.Random) -> Iterator[SmallRequest]:
     """Yield random requests without end."""
     while True:
         path = dice.choice((CHAT, COMPLETIONS, MESSAGES, RESPONSES, TOKENS, TOKENIZE))
         body = _body(path, dice)
         what = dice.random()
         if what < 0.05:
-            yield Wish(path, _spoiled(path, body, dice), is_bad=True)
+            yield SmallRequest(path, _spoiled(path, body, dice), is_bad=True)
         elif what < 0.10 and path != TOKENIZE:
             long = _body(path, dice, max_tokens=400)
-            yield Wish(path, {**long, "stream": dice.random() < 0.7}, leaves=True)
+            yield SmallRequest(path, {**long, "stream": dice.random() < 0.7}, leaves=True)
         else:
-            yield Wish(path, body)
+            yield SmallRequest(path, body)
 
 
 def _body(path: str, dice: random.Random, max_tokens: int = 0) -> dict[str, Any]:
     max_tokens = max_tokens or dice.randrange(1, 8)
     ids = [dice.randrange(3, VOCAB) for _ in range(dice.randrange(1, 40))]
     words = " ".join(f"w{number}" for number in ids)
-    said = [{"role": "user", "content": words}]
+    messages = [{"role": "user", "content": words}]
     if path == TOKENIZE:
         return {"prompt": words}
     bodies: dict[str, dict[str, Any]] = {
-        CHAT: {"messages": said, "max_tokens": max_tokens},
+        CHAT: {"messages": messages, "max_tokens": max_tokens},
         COMPLETIONS: {"prompt": words, "max_tokens": max_tokens},
-        MESSAGES: {"messages": said, "max_tokens": max_tokens, "model": NAME},
+        MESSAGES: {"messages": messages, "max_tokens": max_tokens, "model": NAME},
         RESPONSES: {"input": words, "max_output_tokens": max_tokens, "store": False},
         TOKENS: {"token_ids": ids, "sampling_params": {"max_tokens": max_tokens}},
     }
@@ -70,8 +70,7 @@ def _body(path: str, dice: random.Random, max_tokens: int = 0) -> dict[str, Any]
 
 
 def _spoiled(path: str, body: dict[str, Any], dice: random.Random) -> dict[str, Any]:
-    """Return a body that is refused: a field is missing, has a wrong type, or is not the
-    model's."""
+    """Return a body that is refused: all fields are missing, or one has a wrong type."""
     first = next(iter(body))
     return dice.choice([{}, {**body, first: 7}, {**body, first: None}, {**body, "model": 3}])
 
@@ -90,27 +89,27 @@ class SmallClient:
             self._socket.close()
         self._socket = None
 
-    def ask(self, wish: Wish) -> str:
+    def ask(self, request: SmallRequest) -> str:
         """Send one request, and return how it ended. Raises AssertionError if that was not
         expected."""
         if self._socket is None:
             self._socket = connect(self._port)
             self._file = self._socket.makefile("rb")
-        send_post(self._socket, wish.path, wish.body)
-        if wish.leaves and not wish.body["stream"]:
+        send_post(self._socket, request.path, request.body)
+        if request.leaves and not request.body["stream"]:
             self.close()
             return LEFT
         status, headers = read_head(self._file)
-        if wish.leaves and status == HTTPStatus.OK:
+        if request.leaves and status == HTTPStatus.OK:
             self._file.readline()
             self.close()
             return LEFT
         body = read_body(self._file, headers)
         if headers.get("connection", "").lower() == "close":
             self.close()
-        wanted = (400, 404, 422) if wish.is_bad else (200,)
-        assert status in wanted, f"{status} for {wish}: {body!r}"
-        return REFUSED if wish.is_bad else FINISHED
+        wanted = (400, 404, 422) if request.is_bad else (200,)
+        assert status in wanted, f"{status} for {request}: {body!r}"
+        return REFUSED if request.is_bad else FINISHED
 
 
 class SmallLoad:
@@ -136,7 +135,7 @@ class SmallLoad:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _client(self, seed: int) -> None:
-        stream = wishes(random.Random(seed))
+        stream = random_requests(random.Random(seed))
         with closing(SmallClient(self._port)) as client:
             while self._takes_one():
                 try:

@@ -93,7 +93,7 @@ def main() -> None:
             take_turn(who, pace, given.streams, given.seed + number, kept[who.name])
             shown = [Figures.of(name, seen) for name, seen in kept.items() if seen.ready_s]
             result = Comparison(setting, shown)
-            if given.json:  # after each turn: what was measured is kept, whatever comes next
+            if given.json:  # after each turn, so that a later failure loses nothing
                 file = msgspec.json.format(msgspec.json.encode(result), indent=1)
                 Path(given.json).write_bytes(file)
     print(f"{time.perf_counter() - began:6.0f} s  done\n")

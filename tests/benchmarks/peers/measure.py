@@ -67,4 +67,4 @@ async def _measure(url: str, configs: Mapping[str, BenchConfig], seed: int) -> d
         }
     finally:
         client.close()
-        await asyncio.sleep(0)  # closing is the loop's to do
+        await asyncio.sleep(0)  # lets the loop close the connections

@@ -73,9 +73,7 @@ def table(result: Comparison) -> str:
         for what, value in ROWS:
             of = [_value(server.loads.get(load), value) for server in result.servers]
             rows.append(_row(f"{load}: {what}", of, digits=1))
-    ready = [
-        min(server.ready_s) for server in result.servers
-    ]  # files read, kernels compiled before
+    ready = [min(server.ready_s) for server in result.servers]  # of a start with warm caches
     rows.append(_row("start to ready, best, s", ready, digits=1))
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
@@ -87,10 +85,10 @@ def _value(summary: Summary | None, of: Value) -> float | None:
 def _row(name: str, values: Sequence[float | None], *, digits: int) -> list[str]:
     ours = values[0]
     ratios = [ours / value if ours and value else None for value in values[1:]]
-    return [name, *(_told(v, digits) for v in values), *(_told(ratio, 2) for ratio in ratios)]
+    return [name, *(_format(v, digits) for v in values), *(_format(ratio, 2) for ratio in ratios)]
 
 
-def _told(value: float | None, digits: int) -> str:
+def _format(value: float | None, digits: int) -> str:
     return NOTHING if value is None else f"{value:,.{digits}f}"
 
 

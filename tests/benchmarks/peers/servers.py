@@ -98,12 +98,12 @@ def running(who: Competitor) -> Iterator[tuple[str, float]]:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     command = [word.format(port=port) for word in who.command]
-    with tempfile.TemporaryFile() as said:
+    with tempfile.TemporaryFile() as output:
         began = time.perf_counter()
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
-            stdout=said,
+            stdout=output,
             stderr=subprocess.STDOUT,
             env={**os.environ, **who.environment},
             start_new_session=True,
@@ -113,8 +113,8 @@ def running(who: Competitor) -> Iterator[tuple[str, float]]:
             while (answer := server.get(who.ready_path, 1.0)) is None or answer[0] != 200:
                 waited = time.perf_counter() - began
                 if process.poll() is not None or waited > START_TIMEOUT_S:
-                    said.seek(0)
-                    words = said.read().decode(errors="replace")[-LAST_CHARS:]
+                    output.seek(0)
+                    words = output.read().decode(errors="replace")[-LAST_CHARS:]
                     raise NoStart(f"{who.name} is not ready after {waited:.0f} s:\n{words}")
                 time.sleep(0.02)
             yield url, time.perf_counter() - began
