@@ -36,7 +36,7 @@ def prompt_tokens(usage: dict[str, Any]) -> int:
 
 
 def message_of(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the message that a stream adds up to. Checks the order of its events."""
+    """Return the message, put together from the events of a stream. Checks their order."""
     events = [event for event in events if event["type"] != "ping"]
     assert [e["type"] for e in events[-2:]] == ["message_delta", "message_stop"]
     msgspec.convert(events[0], MessageStart)

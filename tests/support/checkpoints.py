@@ -1,7 +1,7 @@
-"""Tiny random Llama checkpoints, written as their users get them: a directory, or one GGUF file.
+"""Tiny random Llama checkpoints, written as users get them: a directory, or one GGUF file.
 
-Everything comes from `transformers` and `gguf` themselves, so they are oracles for our readers.
-No two dimensions are equal: a transposed or misplaced tensor has the wrong shape.
+`transformers` and `gguf` write everything themselves, so they are oracles for our readers. No two
+dimensions are equal, so a transposed or misplaced tensor has the wrong shape.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def _add_tensor(
 
 
 def _add_rope_scaling(writer: GGUFWriter, config: Any) -> None:
-    """Write the rope scaling. GGUF files hold that of Llama 3 as one factor per pair."""
+    """Write the rope scaling. In GGUF files, the scaling of Llama 3 is one factor per pair."""
     rope = config.rope_parameters
     if rope["rope_type"] == "linear":
         writer.add_rope_scaling_type(RopeScalingType.LINEAR)

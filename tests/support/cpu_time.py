@@ -1,7 +1,7 @@
-"""CPU time of pure code. It is only ever compared with other CPU time of the same run.
+"""Measures CPU time of pure code, to compare it with other CPU time of the same run.
 
-A bound in seconds would measure the machine. Other processes only ever add time, so the least time
-of a few tries is used.
+A bound in seconds would depend on the machine. Other processes can only make a run slower, so the
+shortest of a few runs is used.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def answer(
     *,
     ignore_eos: bool = False,
 ) -> list[int]:
-    """Return the whole answer, computed without an engine: the oracle."""
+    """Return the expected answer to `prompt`, computed without an engine."""
     tokens = list(prompt)
     while len(tokens) < len(prompt) + max_tokens:
         tokens.append(sample(tokens, seed, None))
@@ -279,7 +279,7 @@ class Bench:
     outputs     (client, request) -> all of its outputs so far
     plans       all plans
     in_flight   plans that are not committed yet, oldest first
-    masks       masks of the oldest of these
+    masks       masks of the oldest plan in flight
     jobs        grammars that wait for `compile`
     refusals    requests that were refused because of their grammar
     """

@@ -336,9 +336,8 @@ def all_cuts(pieces: list[Piece], seed: int, num_random: int) -> Iterator[list[l
 
 @dataclass
 class FormatRow:
-    """Results for one sample: number of answers, of cuts of all answers, and of cuts with other
-    events than expected.
-    """
+    """Results for one sample: number of answers, of cuts of all answers, and of cuts with
+    unexpected events."""
 
     name: str
     fixtures: int = 0
@@ -446,7 +445,7 @@ def without_ids(events: Sequence[Event]) -> list[Event]:
 
 
 def cut_off(sample: Sample, fixture: Fixture, *, tokens: bool) -> Iterator[list[Event]]:
-    """Yield the events if the answer is cut off after each of its units."""
+    """Yield the events of the answer if it is cut off after 0, 1, 2, ... units."""
     words = lexicon(sample, tokens=tokens)
     pieces = units(fixture.text, words)
     for end in range(len(pieces) + 1):

@@ -16,7 +16,7 @@ from protocol.model_card import ModelCard
 
 EOS = 0
 SIGNS = "\n" + "".join(map(chr, range(0x20, 0x7F)))
-"""The characters that are tokens, from token 1, a line feed, and 2, a blank, to 96, a tilde."""
+"""The characters that are tokens. Token 1 is a line feed, token 2 a blank, token 96 a tilde."""
 MARKERS = {"<think>": 97, "</think>": 98, "<tool>": 99, "</tool>": 100, "[CALL]": 101, "word": 102}
 """Tokens of several characters. The last is a word, not a marker."""
 SPECIAL = {"<eos>", "<think>", "</think>"}

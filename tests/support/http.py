@@ -107,7 +107,7 @@ def _joined(left: Any, right: Any) -> Any:
 
 
 def fold_response(response: Any) -> dict[int, dict[str, Any]]:
-    """Return the same for a whole answer."""
+    """Return text, logprobs, token ids and finish of each choice of a whole answer."""
     return {
         choice["index"]: {
             "text": choice["message"]["content"] if "message" in choice else choice["text"],
@@ -157,7 +157,7 @@ def _add_delta(whole: dict[str, Any], delta: dict[str, Any]) -> None:
 
 
 def fold_chat_response(response: Any) -> dict[int, dict[str, Any]]:
-    """Return the same for a whole chat answer."""
+    """Return content, reasoning, calls, finish and warnings of each choice of a chat answer."""
     warnings = response.get("warnings", [])
     return {
         choice["index"]: {

@@ -27,7 +27,7 @@ ATOL = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 
 def native_kernels(name: str | None = None) -> NativeKernels:
-    """Return the kernels of one instruction set, or of the best. Skip the test without them."""
+    """Return the kernels of an instruction set, by default the best. Skip the test without them."""
     sets = [each for each in runnable(cpu_flags()) if name in (None, each.name)]
     if not sets:
         pytest.skip(f"this processor cannot run {name}")

@@ -180,7 +180,7 @@ class Peer:
         return int(last.split()[1])
 
     def resident_bytes(self) -> int:
-        """Return the memory of the process, without what it shares."""
+        """Return the resident memory of the process, without shared memory."""
         status = Path(f"/proc/{self.pid}/status").read_text().splitlines()
         (line,) = [line for line in status if line.startswith("RssAnon")]
         return int(line.split()[1]) * 1024

@@ -9,5 +9,5 @@ from tools.models.fetch import fetch, home
 
 
 def smollm2_gguf() -> Path:
-    """Return the path of SmolLM2-135M-Instruct as GGUF, fetched if need be. Raises Failure."""
+    """Return the path of SmolLM2-135M-Instruct as GGUF. Download it if needed. Raises Failure."""
     return fetch(CATALOGUE[DEFAULT], home())

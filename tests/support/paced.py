@@ -1,8 +1,9 @@
 """An engine on a simulated clock, to measure how long clients wait without waiting.
 
-A step takes `STEP_S`, and `TOKEN_S` for each of its tokens. If `costs` are given, steps take these,
-and the engine receives them as the worker's measured costs. As in the engine's own loop, several
-steps are in flight, and requests that arrive during a step are read at its end.
+A step takes `STEP_S`, and `TOKEN_S` for each of its tokens. If `costs` are given, they are the
+times of steps instead, and the engine receives them as the worker's measured costs. As in the
+engine's own loop, several steps are in flight, and requests that arrive during a step are read at
+its end.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def _padded(tables: Sequence[Sequence[int]], width: int) -> Tensor:
 
 
 def scattered(num_blocks: int, *sizes: int, seed: int = 0) -> list[list[int]]:
-    """Return a list of `size` random blocks for each size, without repeats and the null block."""
+    """Return a list of `size` random blocks for each size, without repeats or the null block."""
     generator = torch.Generator().manual_seed(seed)
     order = (torch.randperm(num_blocks - 1, generator=generator) + 1).tolist()
     starts = [sum(sizes[:i]) for i in range(len(sizes))]

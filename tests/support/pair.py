@@ -8,12 +8,12 @@ from tests.support.engines import Bench
 from tests.support.handover import EchoMover, KVNetwork
 
 PROMPT = list(range(1, 31))
-"""30 tokens: without the last one they fill 7 blocks of 4 and one position of another."""
+"""30 tokens. The first 29 fill 7 blocks of 4 and one position of another block."""
 
 
 class HandoffPair:
     def __init__(self, p: dict[str, Any] | None = None, d: dict[str, Any] | None = None) -> None:
-        """p, d: options of the two benches."""
+        """Create both benches, with the options `p` and `d`."""
         self.air = KVNetwork()
         self.p = Bench(place=self.air.member("p"), **{"role": "prefill", **(p or {})})
         self.d = Bench(place=self.air.member("d"), **{"role": "decode", **(d or {})})

@@ -82,7 +82,7 @@ KINDS: list[tuple[SamplingParams, Body | None]] = [
     (SamplingParams(temperature=1.5, logprobs=2, logprobs_of="sampling"), Regex(pattern="(no)+")),
     (SamplingParams(temperature=1.0, seed=3), ChoiceGrammar(choices=["abc", "abd", "xyzzy"])),
 ]
-"""(params, grammar). Each of them makes some field of a slot matter."""
+"""(params, grammar). In each row, the answer depends on other fields of the slot."""
 
 
 @dataclass(frozen=True)
@@ -123,8 +123,8 @@ def tiny_model(folder: Path, seed: int = 3) -> LoadedModel:
 
 
 def make_requests(seed: int, count: int = NUM_REQUESTS) -> list[RecordedRequest]:
-    """Return requests of all kinds. Their prompts begin like one of three conversations, so the
-    prefix cache has a part of many of them, and all but the last token of a third of them."""
+    """Return requests of all kinds. Their prompts begin like one of three conversations. So the
+    prefix cache has a part of many prompts, and all but the last token of a third of them."""
     chance = random.Random(seed)
     talks = [[chance.randrange(1, VOCAB) for _ in range(48)] for _ in range(3)]
     requests = []

@@ -1,6 +1,6 @@
 """The real engine and the real worker's runner in one process, without sockets.
 
-For tests of what is computed: the tokens, the batches, and the blocks.
+Tests check the tokens, batches and blocks that it computes.
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ def a_queued_response(
 def typed_events(data: bytes) -> list[dict[str, Any]]:
     """Return the events of a stream.
 
-    Checks that SSE names equal types, that numbers have no gap, and that only the last event is an
-    end.
+    Checks that SSE names equal types, that numbers have no gap, and that only the last event ends
+    the response.
     """
     frames = data.split(b"\n\n")
     assert frames.pop() == b"", "a stream ends with an empty line"
@@ -61,7 +61,7 @@ def kinds(events: list[dict[str, Any]]) -> list[str]:
 
 
 def items_of(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the output items that the deltas of a stream add up to."""
+    """Return the output items, put together from the deltas of a stream."""
     items: dict[int, dict[str, Any]] = {}
     for event in events:
         place: Any = event.get("output_index")

@@ -1,4 +1,4 @@
-"""A router before two real engines. The test decides when each request moves on.
+"""A router in front of two real engines. The test decides when each request moves on.
 
 The router's decisions are those of `gateway.engine.handoff`.
 """
@@ -32,8 +32,8 @@ class RouterCase:
 
     is_held    whether P's handle is not passed on to D yet
     kept       P's handle, while its lease is needed; else ""
-    passed     the handle that D received
-    end        the last report, which is the engine's acknowledgement after an abort
+    passed     the handle that was sent to D
+    end        the last report; after an abort, the engine's acknowledgement
     """
 
     prompt: list[int]
@@ -79,7 +79,7 @@ class RouterLine:
         self._dispatch(reports)
         wait_ms = TURN_MS
         while self._client.socket.poll(wait_ms):
-            # Probes too: one may be all that there is to read.
+            # This also reads probes, because a probe may be the only message.
             self._dispatch(self.session.receive(self._client.receive_any(), time.monotonic()))
             wait_ms = 0
 

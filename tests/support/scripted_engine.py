@@ -388,7 +388,7 @@ class ScriptedEngine:
         if isinstance(reply, ErrorInfo):
             self._send(client, Refused(request=message.request, error=reply))
             return
-        # Steps are not copied: while megabytes are, the engine is silent.
+        # Steps are not copied, because the engine sends nothing while it copies megabytes.
         talk = _Talk(client, message, deque(reply.steps), reply)
         self._talks[client, message.request] = talk
         self._send(client, Accepted(request=message.request))

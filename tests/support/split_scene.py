@@ -35,12 +35,13 @@ STOPPED_S = 600.0
 """Engines wait this long for a stopped worker, so none is given up while the scene is set up."""
 FREE_WITHIN_S = 60.0
 ANSWER_WITHIN_S = 60.0
-"""Time for the longest way to an answer: an engine is silent, then a request waits for a slot, its
-fetch fails, and its prompt is computed."""
+"""Time limit of the slowest answer: an engine is silent, then a request waits for a slot, its fetch
+fails, and its prompt is computed."""
 SET_UP_WITHIN_S = 60.0
 
 LONG_PROMPT, LONG_ANSWER = 300, 500
-"""Computed by P in several steps; streamed by D for longer than it takes to stop its worker."""
+"""P computes the long prompt in several steps. D streams the long answer for longer than it takes
+to stop its worker."""
 COMPUTED, KEPT, WAITS, FETCHED, GOES_ON = STATES = (
     "is computed by P",
     "is kept by P",
@@ -49,7 +50,8 @@ COMPUTED, KEPT, WAITS, FETCHED, GOES_ON = STATES = (
     "goes on",
 )
 SECOND = "is fetched, the second"
-"""It takes the last slot, for which another request waits. It must end like the first fetch."""
+"""State of a second request whose K/V is fetched. This request takes the last slot, for which
+another one waits. It must end like the first fetch."""
 
 
 def sized(state: str) -> tuple[int, int]:
@@ -98,7 +100,7 @@ class ScenePlace:
 
 
 class SplitEngines:
-    """The two engines, and what all scenes share.
+    """The two engines, and the objects that all scenes share.
 
     plain   the answers without a disturbance, by state
     """
@@ -252,7 +254,7 @@ def scene_of(split: SplitEngines) -> Iterator[SplitScene]:
     wire = Proxy(split.context, address, split.p.side.address + ".kv")
 
     def over_the_wire(case: RouterCase, handle: str) -> str:
-        """Return a handle with the proxy's address, but for the request that must not be held."""
+        """Return a handle with the proxy's address, except for the one request that is not held."""
         if case.max_tokens == LONG_ANSWER:
             return handle
         return split.seal.to_text(replace(split.seal.from_text(handle), address=address))

@@ -27,8 +27,8 @@ from tests.support.grammars import text_of
 from tests.support.handover import ClusterMember
 
 SPECULATING, WITH_A_MODEL = 100, 200
-"""Seeds from the first on use n-gram drafts, and from the second on a draft model. Their model
-repeats itself, so that drafts are often right."""
+"""Seeds from SPECULATING on use n-gram drafts, and seeds from WITH_A_MODEL on use a draft model.
+The main model then repeats itself, so that drafts are often right."""
 GRAMMARS: list[tuple[Body, str, str]] = [
     (ChoiceGrammar(choices=["abc", "abd", "xy"]), "abc|abd|xy", "(a|ab|x)?"),
     (Regex(pattern="[ab]{2,12}c"), "[ab]{2,12}c", "[ab]{0,12}"),

@@ -1,9 +1,8 @@
-"""Tiers without a worker, which do what `KVStore`, `KVUsed` and a fetch from a `TierSource`
-request.
+"""Tiers without a worker. They execute `KVStore`, `KVUsed` and fetches from a `TierSource`.
 
-They store what blocks held when the command arrived. So a block that was sent before it was
-written, or after it was reused, is loaded with wrong contents. From the command of a fetch until
-its report its blocks hold values that nobody may read.
+They store the contents that the blocks had when the command arrived. So a block that was sent
+before it was written, or after it was reused, is loaded with wrong contents. From the command of a
+fetch until its report, its blocks hold values that nobody may read.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A real model of a few thousand weights: embeddings, one attention layer, a paged cache.
 
-Its logits depend on every token and position before, so a wrong token, block or length shows. No
-dimension equals another, and none is 13: tests recognise per-slot tensors by that length.
+Its logits depend on every earlier token and position, so a wrong token, block or length changes
+them. No dimension equals another, and none is 13: tests recognise per-slot tensors by that length.
 """
 
 from __future__ import annotations

@@ -34,7 +34,8 @@ class TokenizerFamily:
     """How the tokenizers of a model family cut texts, without their vocabulary.
 
     splits    patterns; a text is cut by the first, its parts by the second, and so on
-    special   added tokens that stand for no text;  marks: added tokens that are text
+    special   added tokens without text
+    marks     added tokens that are text
     begins    whether an encoded text starts with the BOS token
     """
 
@@ -129,26 +130,27 @@ FAMILY_NAMES = (*FAMILIES, *REAL_NAMES)
 
 @cache
 def family_json(name: str) -> bytes:
-    """Return a tokenizer.json: of a family, or the published one of "real" and a family."""
+    """Return the tokenizer.json of a family; the published one if `name` starts with "real "."""
     if name in FAMILIES:
         return FAMILIES[name].build()
     return (REAL_TOKENIZERS / name.removeprefix("real ") / "tokenizer.json").read_bytes()
 
 
 def chat_template(name: str) -> str:
-    """Return the chat template of a family; `name` as for `family_json`."""
+    """Return the chat template of a family. "real " at the start of `name` is ignored."""
     return (DATA / "chat_templates" / f"{name.removeprefix('real ')}.jinja").read_text()
 
 
 def family_of(name: str) -> TokenizerFamily:
-    """Return the family; `name` as for `family_json`."""
+    """Return the family. "real " at the start of `name` is ignored."""
     return FAMILIES[name.removeprefix("real ")]
 
 
 def byte_fallback_json(*, decoder: str = "strip") -> bytes:
-    """A small SentencePiece-like tokenizer: words with a blank mark, `<0xNN>` for all else.
+    """Return a small tokenizer like SentencePiece's: words that start with a blank mark, and
+    `<0xNN>` for all other bytes.
 
-    decoder  "strip" as Llama 2, "metaspace" as T5, "wordpiece" for one that is no ByteCodec
+    decoder   "strip" as in Llama 2, "metaspace" as in T5; ByteCodec does not support "wordpiece"
     """
     words = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256))]
     words += ["▁", "▁Hello", "▁world", "Hello", ",", ".", "▁▁", "▁a▁b", "é", "ing", "##ing", "語"]
@@ -172,7 +174,7 @@ def byte_fallback_json(*, decoder: str = "strip") -> bytes:
 
 @cache
 def tokenizer_of(name: str) -> Tokenizer:
-    """The tokenizer of "smollm2" or of a family, made once for all tests."""
+    """Return the tokenizer of "smollm2" or of a family, made once for all tests."""
     if name == "smollm2":
         return Tokenizer(card_of(smollm2_tokenizer_json(), eos_token_ids=[2]))
     return Tokenizer(card_of(family_json(name)))
@@ -186,7 +188,7 @@ def smollm2_tokenizer_json() -> bytes:
 
 
 def card_of(tokenizer: bytes, **fields: Any) -> ModelCard:
-    """A card of a model that is nothing but its tokenizer."""
+    """Return the card of a model that consists of a tokenizer only."""
     known: dict[str, Any] = {
         "name": "test",
         "architecture": "LlamaForCausalLM",
@@ -199,14 +201,14 @@ def card_of(tokenizer: bytes, **fields: Any) -> ModelCard:
 
 
 def family_card(name: str) -> ModelCard:
-    """Return the card of a model that is nothing but a family's tokenizer and its end token."""
+    """Return the card of a model that consists of a family's tokenizer and its end token."""
     inner = hf.Tokenizer.from_buffer(family_json(name))
     end = inner.token_to_id(family_of(name).eos)
     return card_of(family_json(name), vocab_size=inner.get_vocab_size(), eos_token_ids=[end])
 
 
 def cuts(items: Any, seed: int) -> list[Any]:
-    """`items` (a string or a list) cut at random places; joined again they are the same."""
+    """Return `items`, a string or a list, cut into pieces at random places."""
     rng = random.Random(seed)
     pieces, start = [], 0
     while start < len(items):

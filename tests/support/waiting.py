@@ -1,4 +1,4 @@
-"""Waits for conditions. No test waits elsewhere, and none for a duration."""
+"""Waits for conditions. Tests wait only with these functions, never for a fixed time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 HANG_S = 60.0
-"""The longest that a test waits for anything: a bound against hanging, never a promise."""
+"""The longest time that a test waits for anything. It only keeps a test from hanging."""
 T = TypeVar("T")
 
 
@@ -29,7 +29,7 @@ def eventually(
 
 
 async def eventually_async(claim: Callable[[], Awaitable[T]], *, within_s: float = HANG_S) -> T:
-    """Return as `eventually` does. `claim` is awaited, which lets the loop run."""
+    """Return the first true value of the awaited `claim`, or its last value when the time is up."""
     give_up_at = time.monotonic() + within_s
     while not (value := await claim()) and time.monotonic() < give_up_at:
         pass

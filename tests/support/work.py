@@ -36,8 +36,8 @@ ROOT = Path(__file__).parents[2]
 RECORDED = ROOT / "tests" / "data" / "work.json"
 ROOMS = tuple(f"{ROOT}/{room}/" for room in ("protocol", "gateway", "engine_core", "worker"))
 ALLOWED = 1.05
-"""Most calls, relative to the recorded ones. It allows less than one more call per token of a plain
-stream."""
+"""Maximum number of calls, relative to the recorded number. It allows less than one more call per
+token of a plain stream."""
 
 Work = dict[str, float]
 """Function ("file:name") -> how often it is called per unit."""
@@ -55,7 +55,7 @@ class Scenario:
     run: Callable[[CountedWork], int]
 
     def work(self) -> Work:
-        """Return the calls of each function per unit, without those of a first, warming run."""
+        """Return the calls of each function per unit, in a second run. The first run warms up."""
         self.run(CountedWork())
         counted = CountedWork()
         units = self.run(counted)
@@ -248,11 +248,11 @@ def complaint(scenario: Scenario, recorded: Work, now: Work) -> str | None:
     rows = [f"  {recorded.get(name, 0.0):8.2f} -> {now[name]:8.2f}  {name}" for name in worst[:15]]
     return "\n".join(
         [
-            f"{scenario.name}: {total:.1f} calls per {scenario.unit}, where {before:.1f} were "
-            "recorded. What grew:",
+            f"{scenario.name}: {total:.1f} calls per {scenario.unit}; {before:.1f} were recorded. "
+            "These functions are called more often:",
             *rows,
-            "If it is worth it, record the new counts with `python -m tests.unit.test_work`, and "
-            "say in the commit what they buy.",
+            "If that is intended, record the new counts with `python -m tests.unit.test_work`, and "
+            "give the reason in the commit.",
         ]
     )
 

@@ -1,5 +1,6 @@
-"""Python runs this at the start of every program under test (`processes.Program` sees to it): one
-that unpickles a class or a function, whoever sent it, ends at once and says where."""
+"""Python imports this module at the start of every program under test, because `processes.Program`
+puts its folder on the path. A program that unpickles a class or a function prints its stack and
+exits at once."""
 
 import os
 import sys
@@ -8,11 +9,11 @@ import traceback
 EXIT_CODE = 97
 
 
-def _end_who_unpickles(event: str, _: object) -> None:
+def _exit_on_unpickling(event: str, _: object) -> None:
     if event == "pickle.find_class":
         traceback.print_stack()
         sys.stderr.flush()
         os._exit(EXIT_CODE)
 
 
-sys.addaudithook(_end_who_unpickles)
+sys.addaudithook(_exit_on_unpickling)
