@@ -71,7 +71,7 @@ class OpenGeneration:
         self.close.atexit = False
 
     def _output(self, report: Any) -> Output | None:
-        """Return `report` if it is an Output; None for Accepted. Raises the error in the report."""
+        """Return `report` if it is an Output, None if it is Accepted, else raise its error."""
         if isinstance(report, Accepted):
             return None
         self._ended = isinstance(report, Refused) or report.finish is not None
@@ -240,9 +240,8 @@ class BaseClient(ABC, Generic[AnyGeneration]):
         while self._outbox:
             try:
                 self._socket.send_multipart(wire.encode(self._outbox[0]), zmq.NOBLOCK)
-            except (
-                zmq.Again
-            ):  # the engine does not read; drop heartbeats, as the next tick repeats them
+            except zmq.Again:
+                # The engine does not read. Drop heartbeats, because the next tick repeats them.
                 kept = (m for m in self._outbox if not isinstance(m, Hello | Ping))
                 self._outbox = deque(kept)
                 return

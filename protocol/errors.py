@@ -30,8 +30,8 @@ import msgspec
 class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """An error as it is sent between processes. `code` is one of the codes in the tree above.
 
-    stands_s   for a refusal: seconds in which the engine would refuse every request of the same
-               account, so a client need not send one. 0: another request might be accepted
+    stands_s   for a refusal: seconds for which the engine refuses every request of the account,
+               so clients need not send any. 0: another request might be accepted
     """
 
     code: str

@@ -9,7 +9,7 @@ from __future__ import annotations
 from enum import IntEnum
 
 KILLED = 128
-"""Exit code of a process that a signal killed, minus the number of the signal."""
+"""The exit code of a process that a signal has killed is KILLED + the number of the signal."""
 
 DRAINED = "drained, "
 """Start of the last log line of an engine that was drained. The cause of the drain follows."""

@@ -58,14 +58,13 @@ class ThinkingBudget(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     engine writes the closing marker, token by token, and the model continues after the marker.
 
     most     largest number of tokens; 0: a block is closed as soon as it is opened
-    opens    markers that start a block. A marker without a special token starts a block only if
-             nothing but white space precedes it
+    opens    markers that start a block. A marker without a special token starts a block only at
+             the start of the answer or after another block, apart from white space
     closes   markers that end a block: `closes[i]` ends a block that `opens[i]` started; if there is
              no `closes[i]`, `closes[0]` does
     inside   the prompt ends inside a block, and `closes[0]` ends that block
 
-    The tokens of a marker that is spelt with several tokens count as thinking until the marker is
-    complete.
+    If a closing marker is spelt with several tokens, all of them except the last count as thinking.
     """
 
     most: int
@@ -166,7 +165,7 @@ class Pattern(_Form, frozen=True, tag="pattern"):
 
 
 class Until(_Form, frozen=True, tag="until"):
-    """Text without special tokens that matches `pattern`, and the first `end` after that text."""
+    """Text without special tokens that matches `pattern`, up to and including the first `end`."""
 
     end: str
     pattern: str = "(?s:.*)"
@@ -219,7 +218,7 @@ Body = JsonSchema | JsonObject | Regex | ChoiceGrammar | Lark | Gbnf | Structura
 class Grammar(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """The constraint on one answer.
 
-    body           None: free text, whose thinking `budget` limits
+    body           None: free text, in which `budget` limits the thinking
     before, after  fixed text before and after the body (`before` follows the thinking): markup that
                    some models write around every answer
     calls          tool calls in the model's own format: a second possibility, in place of `before`,
@@ -268,7 +267,7 @@ def check_grammar(grammar: Grammar) -> None:
 
 
 def forms_of(rules: Rules) -> Iterator[Form]:
-    """Yield all forms of `rules`, also nested ones. Raises InvalidRequest for too deep nesting."""
+    """Yield all forms of `rules`, nested ones too. Raises InvalidRequest if any is too deep."""
     waiting = [(form, 1) for form in (rules.start, *rules.rules.values())]
     while waiting:
         form, depth = waiting.pop()

@@ -15,7 +15,6 @@ def is_loopback(host: str) -> bool:
 
 
 def is_address(name: str) -> bool:
-    """Return whether `name` is an IP address."""
     try:
         ipaddress.ip_address(name)
     except ValueError:

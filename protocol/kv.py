@@ -37,8 +37,8 @@ from protocol.messages import Message
 KV_FIELD = "kv_transfer_params"
 """The HTTP field that carries a handle. Errors about a handle name this field as their `param`."""
 LEASE_BYTES = 16
-"""Number of random bytes in the name of a lease. The name cannot be guessed, so whoever presents it
-received it from an engine.
+"""Number of random bytes in the name of a lease. The name cannot be guessed, so a reader that
+presents it has received it from an engine.
 """
 
 
@@ -97,7 +97,7 @@ Source = PeerSource | TierSource
 
 
 class KVFetch(Message, frozen=True, kw_only=True):
-    """Engine -> worker D. Fetch K/V into `blocks`. Exactly one entry of a KVReport answers.
+    """Engine -> worker D. Fetch K/V into `blocks`. One entry of a KVReport answers it.
 
     job         the engine's number for this job, never used again
     source      where to fetch from: the exported block `first + i` of a PeerSource, or the block

@@ -99,7 +99,7 @@ class ZmqOffer(
 class NixlOffer(
     msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="nixl", omit_defaults=True
 ):
-    """P -> D. D can read P's cache through NIXL, with which it is registered.
+    """P -> D. P's cache is registered with NIXL, so D can read it through NIXL.
 
     agent       metadata of P's NIXL agent
     address     address of the cache in P's memory
@@ -142,7 +142,7 @@ class KVExpired(Message, frozen=True, kw_only=True):
 
 
 class KVUnlike(Message, frozen=True, kw_only=True):
-    """P -> D, answering KVOpen. D cannot read P's cache, for this reason."""
+    """P -> D, answering KVOpen. D cannot read P's cache; `reason` explains why."""
 
     reason: str
 

@@ -104,6 +104,6 @@ def attach_to_parent(number: signal.Signals) -> ParentPipe:
 
 
 def die_with_parent(number: signal.Signals) -> None:
-    """Request the signal `number` for when the thread that started this process ends (Linux)."""
+    """Make the kernel send signal `number` when the thread that started this process ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)

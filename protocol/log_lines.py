@@ -11,8 +11,8 @@ import msgspec
 
 LogStyle: TypeAlias = Literal["text", "color", "json"]
 FIELDS = "fields"
-"""Name of the attribute of a log record that contains the fields of its JSON line. A record with it
-needs no message.
+"""Name of the attribute of a log record that contains the fields of its JSON line. A record
+with this attribute needs no message.
 """
 
 _COLORS = {"DEBUG": "2", "INFO": "32", "WARNING": "33", "ERROR": "31", "CRITICAL": "1;31"}

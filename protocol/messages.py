@@ -72,7 +72,7 @@ class Generate(Message, frozen=True, kw_only=True):
     params: SamplingParams = SamplingParams()
     #: Requests share prefix-cache entries only within one namespace.
     namespace: str = ""
-    #: Requests with a lower value are started first; equal values in order of arrival.
+    #: A lower value moves the request forward in the queue (EngineConfig.priority_s).
     priority: int = 0
     #: The grammar that the answer must match. The answer ends with "stop" when it is complete.
     grammar: Grammar | None = None
@@ -80,7 +80,7 @@ class Generate(Message, frozen=True, kw_only=True):
     #: be unique.
     labels: list[str] = []
     #: 0: generate an answer. n > 0: only compute the K/V of the prompt without its last token, and
-    #: end with "length" and a handle (`Output.kv_handle`) with which n requests can go on (kv.py).
+    #: end with "length" and a handle (`Output.kv_handle`) from which n requests can continue.
     kv_readers: int = 0
     #: Continue from the K/V that this handle names. The handle must be for the same prompt.
     kv_handle: str = ""
@@ -203,7 +203,7 @@ class Welcome(Message, frozen=True, kw_only=True):
 
 
 class Loading(Message, frozen=True, kw_only=True):
-    """Engine -> client, answering Hello while the model is loading. Welcome follows then.
+    """Engine -> client, answering Hello while the model is loading. Welcome follows later.
 
     elapsed_s  seconds since the engine started
     """
@@ -255,20 +255,20 @@ class RequestStatus(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tru
     name: str
     #: The name of the client, from its Hello.
     client: str = ""
-    #: Name of the account that it is charged to.
+    #: Name of the account that the request is charged to; "": none.
     account: str = ""
     #: The field of Times that is growing now, without its unit: "queued", "decode", ...
     stage: str = ""
     #: Seconds since the request arrived.
     age_s: float = 0.0
-    #: Seconds of computation since its first token.
+    #: Seconds of computation since the first token of the answer.
     decode_s: float = 0.0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     #: Tokens of prompt and answer whose K/V has been computed.
     computed_tokens: int = 0
     generated_tokens: int = 0
-    #: The most tokens that its answer can have.
+    #: The most tokens that the answer can have.
     most_tokens: int = 0
     preemptions: int = 0
 
@@ -276,7 +276,7 @@ class RequestStatus(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tru
 class EngineStatus(Message, frozen=True, kw_only=True, tag="view"):
     """Engine -> client, answering GetStatus.
 
-    now_s      the engine's clock, in seconds; a rate is the growth of a counter per second of it
+    now_s      the engine's clock, in seconds, to compute rates from the counters of two answers
     num_open   number of open requests; `rows` has the oldest of them
     """
 

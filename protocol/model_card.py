@@ -48,7 +48,7 @@ _NEUTRAL = SamplingParams()
 
 
 def sampling_defaults(text: str) -> SamplingDefaults:
-    """Return the defaults in `text`: a JSON object of sampling parameters, or "" for none.
+    """Return the defaults in `text`, which is a JSON object of sampling parameters, or "".
 
     Raises ValueError with a message that names the bad parameter.
     """

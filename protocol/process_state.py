@@ -148,7 +148,7 @@ def explain_kill(number: Signals, num_before: int | None) -> str:
 
 
 def is_ending(pid: int) -> bool:
-    """Return whether a process has ended or is about to, which takes a large process a while."""
+    """Return whether a process has ended or is ending. A large process takes a while to end."""
     stat = read_stat(pid)
     if stat is None:
         return (PROC / "self").exists()

@@ -136,7 +136,7 @@ def _files(home: Path) -> Iterator[str]:
 
 
 def _owners(home: Path, paths: Iterable[str]) -> dict[str, str]:
-    """Return "NAME VERSION" of the other distribution that installed a path, for each such path."""
+    """Return path -> "NAME VERSION" of another distribution that installed it, for `paths`."""
     wanted = set(paths)
     found = {}
     for record in home.glob(f"*{_INFO}/RECORD"):

@@ -36,8 +36,8 @@ from protocol.wire import MAX_MESSAGE_BYTES
 MAX_IPC_PATH = 107
 """Most bytes in the path of a Unix socket, without the terminating zero (man 7 unix)."""
 SEND_QUEUE = 10_000
-"""Most frames queued for a peer that does not read. If the queue is full, sends fail at once, and
-the peer is treated as gone.
+"""Most messages queued for a peer that does not read. If the queue is full, sends fail at once,
+and the peer is treated as gone.
 """
 LINGER_MS = 500
 """Time during which a closed socket still sends its queued messages."""

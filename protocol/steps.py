@@ -57,9 +57,8 @@ class SlotInit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SlotRelease(msgspec.Struct, frozen=True, kw_only=True):
-    """A slot whose request ended or was preempted.
-
-    `generation` must be the one with which the slot was bound; the worker refuses any other.
+    """A slot whose request ended or was preempted. The worker refuses a `generation` other than the
+    one with which the slot was bound.
     """
 
     slot: int
@@ -79,8 +78,8 @@ class StepPlan(Message, frozen=True, kw_only=True):
     release: list[SlotRelease]
     #: Slots that get a request. One plan may release a slot and bind it again.
     bind: list[SlotInit]
-    #: [M], like `block_indexes` and `block_ids`: entry `index` of the slot's block table becomes
-    #: `id`. For slots that an earlier plan bound.
+    #: [M] slots that an earlier plan has bound. Entry `block_indexes[m]` of the block table of slot
+    #: `block_slots[m]` becomes `block_ids[m]`.
     block_slots: Int32
     block_indexes: Int32
     block_ids: Int32
@@ -88,7 +87,7 @@ class StepPlan(Message, frozen=True, kw_only=True):
     zero_blocks: Int32
     #: [R] slot of each row.
     row_slots: Int32
-    #: [R] first position to compute, which is the number of tokens that already have K/V.
+    #: [R] first position to compute. After the earlier plans, all positions before it have K/V.
     row_starts: Int32
     #: [R] number of positions to compute, >= 1.
     row_tokens: Int32
@@ -96,8 +95,8 @@ class StepPlan(Message, frozen=True, kw_only=True):
     row_samples: UInt8
     #: Number of rows with row_tokens == 1, which come first.
     num_decodes: int
-    #: [N] indexes into the sampled places, ascending, of the places where a grammar constrains the
-    #: token. A `Masks` message follows. None: there are no such places, and no `Masks` follows.
+    #: [N] ascending indexes of the sampled places where a grammar may constrain the token. A
+    #: `Masks` message follows. None: there are no such places, and no `Masks` follows.
     masked: Int32 | None = None
     #: [R] number of drafts, at the last positions of the row. A row with drafts samples. None: no
     #: row has drafts.
@@ -168,8 +167,8 @@ class StepResult(Message, frozen=True, kw_only=True):
     #: Sampled tokens, in the order of the rows that sample. A row without drafts has one token, a
     #: row with drafts those that became part of the answer.
     tokens: Int32
-    #: [N] indexes into the rows that sample, of the rows whose logits were not finite or where no
-    #: token was possible. The last token of such a row is 0 and must be ignored.
+    #: [N] indexes, among the rows that sample, of rows whose logits were not finite or for which no
+    #: token was possible. The last token of a failed row is 0 and must be ignored.
     failed: Int32
     #: [S] number of tokens of each row that samples, >= 1. None: the plan has no drafts, so each
     #: row has 1.
@@ -201,8 +200,8 @@ class WorkerReady(Message, frozen=True, kw_only=True):
     #: Time of the draft model per token, as a fraction of the main model's. None: there is no draft
     #: model.
     draft_cost: float | None = None
-    #: (rows, seconds) in ascending order: the time that the linear layers of a step with that many
-    #: rows take on this machine. Empty: not measured.
+    #: (tokens, seconds) in ascending order: the time that the linear layers of a step with that
+    #: many tokens take on this machine. Empty: not measured.
     step_costs: list[tuple[int, float]] = []
     #: How this worker transfers K/V (kv.py). None: it does not.
     kv: KVEndpoint | None = None
