@@ -280,9 +280,9 @@ class Engine:
     def _must_wait(self, *, is_shared: bool) -> bool:
         """Return whether the plans in flight must commit before the next step is planned.
 
-        This is so if the next step may preempt a request, or if its drafts depend on a result in
-        flight. The next step also waits for a long prefill step, or for any prefill step if
-        accounts share the engine. Then a request that arrives meanwhile can be part of it.
+        They must if the next step may preempt a request, or if its drafts depend on a result in
+        flight. The next step also waits for a long prefill step, and for any prefill step if
+        accounts share the engine: a request that arrives meanwhile can then be part of it.
         """
         scheduler = self.scheduler
         prompt_tokens = self._inflight.num_prompt_tokens
@@ -294,10 +294,11 @@ class Engine:
         )
 
     def masks(self) -> Masks | None:
-        """Return the masks of the oldest plan in flight on the first call, None on later calls.
+        """Return the masks of the oldest plan in flight.
 
-        A mask depends on all tokens before it, so it can be computed only after the previous plan
-        has committed. Return None if no grammar constrains the plan's rows.
+        Return None if they were returned already, or if no grammar constrains the plan's rows. A
+        mask depends on all tokens before it. So it can be computed only after the previous plan has
+        committed, when its own plan has become the oldest.
         """
         step = self._inflight.oldest
         if step is None or not step.needs_masks:
@@ -403,9 +404,10 @@ class Engine:
         return self._deadlines.next_at
 
     def tick(self, now: float) -> dict[bytes, Outputs]:
-        """Set the engine's clock to `now`, and end the requests that are past a deadline.
+        """Set the engine's clock to `now`, in seconds of a steady clock.
 
-        `now` is in seconds of a steady clock. Return the final Outputs per client.
+        Expire leases, and end the requests that are past a deadline. Return their final Outputs
+        per client.
         """
         self.kv_transfers.tick(now)
         self._accounts.now = self._clock.now = now
@@ -488,9 +490,9 @@ class Engine:
         return [(request.client, status_row(request)) for request in oldest]
 
     def worker_view(self) -> WorkerStatus:
-        """Return a description of the step that the worker computes: the oldest plan in flight.
+        """Describe the step that the worker computes, which is the oldest plan in flight.
 
-        It has the step's expected time, `expected_s`. The caller adds the measured times.
+        The caller adds the measured times.
         """
         step = self._inflight.oldest
         if step is None:

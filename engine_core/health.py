@@ -31,7 +31,7 @@ class Health:
     stopped_at: float | None = None
 
     def update(self, view: WorkerStatus, is_stopped: bool, now: float) -> bool:
-        """Update `trouble`, and return whether the worker became healthy or unhealthy.
+        """Update `trouble`, and return whether the worker has become healthy or unhealthy.
 
         Call this method a few times a second.
         """

@@ -370,7 +370,7 @@ class EngineLoop:
     def _send_trace_command(self) -> None:
         """Send the pending trace command, if there is one.
 
-        Call it only before a plan, or while no plan is in flight. No message may come between a
+        Call it only before a plan, or while no plan is in flight. A Trace may not come between a
         plan and its masks.
         """
         if (command := self._profiling.pop_command()) is not None:
@@ -381,9 +381,9 @@ class EngineLoop:
             self._worker.send(command)
 
     def _send_masks(self, engine: Engine) -> None:
-        """Send the masks of the oldest step in flight, unless they are sent or not needed.
+        """Send the masks of the oldest step in flight, unless they were sent or are not needed.
 
-        They are sent after their plan. A later plan may already have been sent before them.
+        The masks of a plan are sent after the plan, when all earlier plans have committed.
         """
         if (masks := engine.masks()) is not None:
             self._worker.send(masks)
@@ -422,7 +422,7 @@ class EngineLoop:
         )
 
     def _check_worker(self, now: float) -> None:
-        """Check the worker's health. If it has changed, send all clients a Pong with it.
+        """Check the worker's health. If it has changed, report it to all clients in a Pong.
 
         Raises WorkerLost if the worker was stopped for too long.
         """

@@ -38,7 +38,7 @@ class Mailbox:
         lease_s: float,
         on_client_lost: Callable[[bytes], None],
     ) -> None:
-        #: The loop polls it.
+        #: The ROUTER socket, which the loop polls.
         self.socket = sockets.bind_router(context, address, key, heartbeat=True)
         #: The clients that have sent Hello and have not left.
         self.clients = Clients(lease_s)

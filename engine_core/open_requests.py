@@ -61,7 +61,7 @@ class OpenRequests:
     def find_by_name(self, name: str) -> list[Request]:
         """Return the requests with the label `name`.
 
-        If no request has it, return the request without labels whose `Request.name` it is.
+        If there are none, return the request without labels whose `Request.name` is `name`.
         """
         if name in self._by_label:
             return list(self._by_label[name])

@@ -95,7 +95,7 @@ class Request:
     tokens: array[int]
     #: How many of `tokens` are the prompt.
     prompt_tokens: int
-    #: As sent by the client; `seed` and `max_total_tokens` below are resolved from it.
+    #: As sent by the client, or `max_tokens=0` if there are `kv_readers`.
     params: SamplingParams
     #: Sent by the client, or drawn on arrival. Seed and position determine each sampled token, so
     #: a preempted request continues with the same tokens.

@@ -6,8 +6,8 @@ The chain starts from a root hash of the model and the namespace. So if two hash
 tokens from position 0 on are equal, and so are the model and the namespace. A block is therefore
 never found from another namespace.
 
-If a prefix ends within a block, its last tokens are hashed in the same way. This hash differs from
-the hash of any full block, which has more tokens.
+If a prefix ends within a block, its last tokens are hashed in the same way. The result differs from
+the hash of every full block, because a full block has more tokens.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ class Prefixes:
         self._cache = cache
 
     def find(self, request: Request) -> list[int]:
-        """Return the cached blocks with the first tokens of the request, as many as are cached.
+        """Return the cached blocks that hold the first tokens of the request.
 
         The block with the last token is not used, because the step needs the logits of this token.
         A request with prompt logprobs uses no cached blocks, because it needs the logits of its

@@ -67,7 +67,7 @@ class GrammarCache:
     def find(self, grammar: Grammar) -> tuple[bytes, MatcherTemplate | None]:
         """Return the grammar's digest, and its template if it is cached.
 
-        Raises Overloaded if it is not cached and too many grammars wait to be compiled.
+        Raises Overloaded if the grammar is new and too many others wait to be compiled.
         """
         digest = grammar_digest(grammar)
         template = self._templates.get(digest)
@@ -87,7 +87,7 @@ class GrammarCache:
         self._waiters.setdefault(digest, []).append(request)
 
     def remove_waiter(self, request: Request) -> None:
-        """Remove a request that waits for its grammar. The grammar is compiled all the same."""
+        """Remove a request that waits for its grammar. The compilation continues."""
         for waiting in self._waiters.values():
             if request in waiting:
                 waiting.remove(request)

@@ -59,7 +59,7 @@ def regex(pattern: str) -> str:
 
 
 def any_of(items: Iterable[str]) -> str:
-    """Return the alternative of these items, without parentheses."""
+    """Return the Lark expression that matches one of `items`, without parentheses."""
     return " | ".join(items)
 
 

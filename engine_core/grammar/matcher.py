@@ -86,10 +86,10 @@ class Matcher:
             self._inner.consume_token(token)
 
     def forced_tokens(self, max_tokens: int) -> list[int]:
-        """Return the tokens of the text that must come next, at most `max_tokens`.
+        """Return the first tokens, at most `max_tokens`, of the only text that may come next.
 
-        They are empty if more than one text is possible. They are the usual tokens of the text, but
-        other tokens may spell the same text. So they are good drafts, but not certain.
+        Return [] if several texts may come next. The model may spell the text with other tokens, so
+        the returned tokens are good drafts, but not certain.
         """
         if self.forced is not None:
             return [self.forced]
@@ -120,9 +120,10 @@ class Matcher:
             yield walker
 
     def update_error(self) -> None:
-        """Compute a mask, which sets `error` if the mask cannot be computed.
+        """Compute the next mask, so that `error` is set if the mask cannot be computed.
 
-        If the mask was computed by a copy of this matcher (`walk`), only the copy has the error.
+        The step's mask may have been computed by a copy of this matcher (`walk`). Then only the
+        copy has the error.
         """
         if self._inner is not None and not self._inner.is_error():
             self._inner.compute_bitmask()

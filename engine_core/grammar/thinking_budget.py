@@ -35,8 +35,7 @@ MAX_CHARACTER_BYTES = 4
 class MarkerSpelling:
     """Converts between a model's tokens and bytes, in which markers have unique spellings."""
 
-    #: Return the bytes of a token. For a marker these are `MARK` and its id, so that no text equals
-    #: them.
+    #: Return the bytes of a token. Those of a marker are `MARK` and its id, which no text contains.
     token_bytes: Callable[[int], bytes]
     #: Return the bytes of a text in which markers are spelled out.
     text_bytes: Callable[[str], bytes]
@@ -116,7 +115,7 @@ class ThinkingBudgetTracker:
         places = ((self._tail.find(closer), closer) for closer in self._closers)
         ends = [at + len(closer) for at, closer in places if at >= 0]
         if ends:
-            self._spent -= 1  # the marker itself does not count
+            self._spent -= 1  # the token that completes the marker does not count
             self._inside, self._is_at_beginning = False, True
             self._tail = self._tail[min(ends) :]
 
@@ -134,7 +133,7 @@ class ThinkingBudgetTracker:
         )
 
     def _is_at_start(self, at: int) -> bool:
-        """Return whether only blanks precede `at` since the start, or since the last block.
+        """Return whether only blanks precede `at` since the answer's start or the last block.
 
         A marker written as plain text opens a block only there. Elsewhere it may be text about
         markup, or part of a call's arguments.
@@ -162,6 +161,6 @@ def is_cut(text: bytes) -> bool:
 
 
 def _overlap(tail: bytes, closer: bytes) -> int:
-    """Return how many first bytes of `closer` are the end of `tail`; fewer than all."""
+    """Return the length of the longest proper prefix of `closer` that `tail` ends with."""
     sizes = range(min(len(tail), len(closer) - 1), 0, -1)
     return next((size for size in sizes if tail.endswith(closer[:size])), 0)

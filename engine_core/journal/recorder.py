@@ -54,7 +54,7 @@ T = TypeVar("T")
 RAISED = b"raised"
 """Recorded instead of a digest if the engine raised an exception."""
 MIN_GRAMMARS = 256
-"""Stored grammars are pruned when their number exceeds this, plus twice the number last needed."""
+"""Stored grammars are pruned when there are this many more than twice those kept last time."""
 
 
 class RecordedEngine(Engine):

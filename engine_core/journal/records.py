@@ -47,7 +47,7 @@ class StartRecord(JournalRecord, frozen=True, kw_only=True, tag="began"):
     limits: Limits
     #: Time of the draft model per token, as a fraction of the main model's; 0: no draft model.
     draft_cost: float
-    #: (tokens, cost) of steps, as measured by the worker.
+    #: (tokens, seconds) of steps, as in WorkerReady.
     step_costs: list[tuple[int, float]] = []
     #: Names of the worker's tiers.
     tiers: list[str] = []

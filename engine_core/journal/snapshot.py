@@ -49,12 +49,12 @@ from protocol.sampling import SamplingParams
 from protocol.steps import SlotRelease, StepPlan
 
 FindTemplate = Callable[[bytes], MatcherTemplate]
-"""A function that returns the compiled grammar with a digest."""
+"""A function that returns the compiled grammar for a digest."""
 _PLAN: wire.Decoder[StepPlan] = wire.Decoder(StepPlan)
 
 
 class SnapshotPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base class. Decoding fails if a field is missing or unknown, as in another version."""
+    """Base class of all parts. Decoding fails if a field is missing or unknown."""
 
 
 class DraftingSnapshot(SnapshotPart, frozen=True, kw_only=True):

@@ -36,9 +36,9 @@ class Handle(msgspec.Struct, frozen=True, array_like=True):
     address: str
     #: Number of tokens with K/V, from position 0 on.
     num_tokens: int
-    #: Digest of the K/V's shape and dtype (KVEndpoint).
+    #: Digest of the K/V layout (KVEndpoint.layout).
     layout: bytes
-    #: The shape and dtype as text, for error messages.
+    #: The layout as text, for error messages.
     layout_text: str
     #: Hash of the model, the namespace and the tokens with K/V (blocks/hash.py).
     content: bytes

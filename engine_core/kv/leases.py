@@ -30,7 +30,7 @@ from protocol.arrays import Int32
 from protocol.kv import KVExport, KVWithdraw
 
 MAX_LEASED_SHARE = 0.5
-"""Leases may hold this share of all blocks while requests wait for blocks."""
+"""Largest share of all blocks that leases may hold while requests wait for blocks."""
 
 
 class LeaseState(Enum):

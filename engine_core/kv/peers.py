@@ -117,8 +117,8 @@ class Peers:
     def match(self, request: Request, num_blocks: int) -> Match | None:
         """Return the K/V that the request's handle offers beyond its first `num_blocks` blocks.
 
-        Return None if it offers no more, after a preemption, or if the request needs prompt
-        logprobs and so must compute its whole prompt.
+        Return None if the handle offers no more, if the request was preempted, or if it needs
+        prompt logprobs and so must compute its whole prompt.
         """
         handle = request.handle
         must_compute = request.num_preemptions or request.params.prompt_logprobs is not None

@@ -22,7 +22,10 @@ from protocol.arrays import Int32
 from protocol.kv import KVReport, KVStore, KVTierNews, KVUsed, TierSource
 
 RETRY_DECAY = 0.9
-"""Factor on the measured load time each time it prevents a fetch, so that loading is retried."""
+"""The measured load time is multiplied by this each time it prevents a fetch.
+
+So loading is retried in the end.
+"""
 
 
 @dataclass(slots=True)

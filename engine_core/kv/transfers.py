@@ -2,8 +2,8 @@
 
 Commands for the worker are collected in `commands`, in order. The loop sends them before the next
 plan, and before it sends Outputs to clients. So a block of an ended lease is reused only after its
-KVWithdraw was sent, and a client receives a handle only after its KVExport was sent. The current
-time is that of the last `tick`.
+KVWithdraw was sent, and a client receives a handle only after its KVExport was sent. The time of
+the last `tick` counts as the current time.
 """
 
 from __future__ import annotations

@@ -223,7 +223,7 @@ class Admission:
             or waiting.tokens <= max_tokens_ahead
             or waiting.max_tokens_before(request) <= max_tokens_ahead
         ):
-            return  # usual; the exact count below is O(waiting requests of the account)
+            return  # the usual case; the exact count below is O(waiting requests of the account)
         if (num_ahead := waiting.tokens_before(request)) > max_tokens_ahead:
             raise queue_timeout_error(request, num_ahead / rate, self.retry_after_s)
 

@@ -39,7 +39,7 @@ token budget for prompts, but at least 64 tokens.
 """
 SHORT_PROMPT_TOKENS, MAX_TIME_RATIO = 8, 2.0
 """If step costs are known, a shared step may take MAX_TIME_RATIO times as long as a step of
-SHORT_PROMPT_TOKENS. A short prompt then waits for half such a step on average, so it takes about
+SHORT_PROMPT_TOKENS. A short prompt then waits for half a shared step on average, so it takes about
 twice as long as it would alone.
 """
 MAX_TOKEN_COST_RATIO = 2.0
@@ -53,7 +53,7 @@ LONGER_RATIO = 1.05
 def squash(priority: int) -> float:
     """Map a priority to the interval (-1, 1). The order of priorities is kept.
 
-    The effect of a priority must be bounded, so that a long wait or little service outweighs it.
+    The effect of a priority is bounded, so that a long wait or little service can outweigh it.
     """
     return priority / (1 + abs(priority))
 
@@ -79,13 +79,13 @@ class FairShare:
     """Counts the tokens served to each account."""
 
     def __init__(self, limits: Limits, step_costs: Sequence[tuple[int, float]] = ()) -> None:
-        """Create it without accounts. `step_costs` is described in WorkerReady."""
+        """Start without accounts. WorkerReady describes `step_costs`."""
         longest = min(limits.max_len, MAX_CREDIT_STEPS * limits.token_budget)
         #: Maximum head start of an account, in tokens.
         self.max_credit = longest + limits.token_budget
         self._costs = StepCosts(step_costs) if step_costs else None
         #: Maximum number of prompt tokens in a step while accounts share the engine. If more
-        #: requests decode, their number is the maximum.
+        #: requests than this decode, the maximum is the number of decodes.
         self.shared_prefill_budget = prefill_budget_when_shared(limits.token_budget, self._costs)
         #: Highest service of an account at the time when one of its prompts was scheduled.
         self._level = 0.0
@@ -142,7 +142,7 @@ class FairShare:
         return min(max(usage.served, self._level - self.max_credit), self._level + self.max_credit)
 
     def on_scheduled(self, usage: AccountUsage) -> None:
-        """Raise the service level to this account's service, as its prompt is scheduled next."""
+        """Raise the service level to this account's service, because its prompt is scheduled."""
         self._level = max(self._level, usage.served)
 
 

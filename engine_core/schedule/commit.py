@@ -33,7 +33,7 @@ class CommittedTokens:
     finish: FinishReason | None = None
     #: Handle of the prompt's K/V, for its readers.
     kv_handle: str = ""
-    #: The error to send if `finish` is "error". None: `request_failure` returns it.
+    #: The error to send if `finish` is "error". None: send that of `request_failure`.
     error: ServingError | None = None
 
 
@@ -60,7 +60,7 @@ def commit_row(request: Request, count: int, row_result: RowResult) -> Committed
             break
     num_committed = len(committed.tokens)
     committed.logprobs = row_result.logprobs[:num_committed]
-    # A failed row may have NaN in any position, so none of its blocks are published.
+    # In a failed row, only the positions that gave a token are known to be free of NaN.
     num_rejected = row_result.num_rejected + len(row_result.tokens) - num_committed
     committed.num_valid = num_committed if row_result.failed else count - num_rejected
     committed.num_accepted = min(num_committed, row_result.num_accepted)

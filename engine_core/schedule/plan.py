@@ -25,7 +25,8 @@ class DraftCatchUp(NamedTuple):
 
     #: First position to compute; -1: none.
     start: int
-    #: Number of positions to compute; 0 if drafts are requested, which computes all known ones.
+    #: Number of positions to compute. If drafts are requested, it is 0: the draft model then
+    #: computes all known positions.
     num_tokens: int
     #: Number of tokens to draft after the row's sampled token.
     num_requested: int
@@ -131,7 +132,7 @@ def _masked_places(
 def _may_be_masked(request: Request, drafts: list[int]) -> bool:
     """Return whether a place of the request's row may need a mask.
 
-    After a token in flight or a draft, the state of the grammar is unknown, so it may.
+    The state of the grammar after a token in flight or a draft is not known yet.
     """
     matcher = request.matcher
     return matcher is not None and (matcher.constrains or bool(request.num_pending or drafts))

@@ -153,10 +153,10 @@ def _entries(columns: Logprobs) -> list[tuple[int, TokenLogprobs]]:
 
 
 def _drawn_rows(columns: Logprobs) -> dict[int, list[float]]:
-    """Return the rows of `columns.drawn` [D, 1 + K + A] by the index of their entry.
+    """Return {index of an entry: its row of `columns.drawn` [B, 1 + K + A]}.
 
-    They are the logprobs under the distribution that the token was drawn from. Only entries whose
-    request chose to get both distributions have them.
+    The rows are logprobs in the distribution that the token was drawn from. Only the B entries
+    whose request chose both distributions have a row.
     """
     if columns.drawn_at is None or columns.drawn is None:
         return {}

@@ -466,8 +466,8 @@ class Scheduler:
     def _allocate_for(self, request: Request, found: list[int]) -> bool:
         """Allocate blocks for all known tokens of the request.
 
-        The first of them are shared with the prefix cache: `found`. Return False, without
-        allocating any, if too few blocks are free even after leases have yielded.
+        The first of them are `found`, which are in the prefix cache. Return False, without
+        allocating any block, if too few are free even after leases have yielded.
         """
         missing = -(-len(request.tokens) // self.limits.block_tokens) - len(found)
         while missing > self.pool.num_free - sum(map(self.pool.is_free, found)):

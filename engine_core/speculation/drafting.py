@@ -13,8 +13,8 @@ highest:
   c is the cost of the draft model relative to the main model. The overhead of steps with drafts
   beyond these costs is estimated from step times (overhead.py).
 
-To draft for a request, a draft model must also compute its prompt. If its recent drafts were wrong,
-it is therefore used for few of the next requests.
+To draft for a request, a draft model must also compute the request's prompt. So if the draft
+model's recent drafts were wrong, it is used for few of the next requests.
 
 A step's drafts must be known when the step is planned. So no step is planned ahead while drafts are
 in flight, or while a request that is likely to get right drafts waits for a token.
@@ -146,7 +146,7 @@ class Speculation:
     """The draft policy of one engine.
 
     - draft_cost: cost of one draft by the draft model, in steps
-    - step_costs: (tokens, cost) of steps as measured by the worker; may be empty
+    - step_costs: (tokens, seconds) of steps as measured by the worker; may be empty
     """
 
     def __init__(

@@ -46,9 +46,9 @@ class StepTime:
 class StepTimes:
     """The step times for one range of row counts."""
 
-    #: Of steps without drafts.
+    #: The time of steps without drafts.
     plain: StepTime = field(default_factory=StepTime)
-    #: Of steps with drafts.
+    #: The time of steps with drafts.
     drafted: StepTime = field(default_factory=StepTime)
 
     def observe(self, value: float, *, is_drafted: bool) -> None:
