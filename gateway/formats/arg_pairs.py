@@ -8,11 +8,11 @@
 The states are:
 
     opened   after the marker of a group of calls, if the format has such a marker
-    name     in a call, before its first key: blanks and the name, or it is not a call
-    json     in a call that is a JSON object instead
+    name     in a call, before its first key: only the name and blanks may be here
+    json     in a call that is a JSON object instead of pairs
     call     in a call, between its pairs
     key      in a key
-    pair     after a key: its type, if the format has types, or its value follows
+    pair     after a key; the value follows, or first its type if the format has types
     type     in a type
     value    in a value
     doubt    after a marker that may have ended a value
@@ -21,13 +21,13 @@ The states are:
 
 Values are typed by the tool's schema (`argument_types`), or by the type that the model has written
 if the schema allows any type. `</arg_value>` ends a value only if another key or the call's end
-follows, possibly after blanks. Otherwise it is part of the value. A name contains no blanks.
+follows, possibly after blanks. Otherwise the tag is part of the value. A name contains no blanks.
 
 Some checkpoints have a suffix in their markers (`<tool_call:6124c78e>`); see `lexicon.with_suffix`.
 
-In the grammar, a type between key and value is optional, and the value has the type that is
-written. Some models write each tag on its own line, others write all tags on one line. The grammar
-admits both.
+In the grammar, a type between key and value is optional. If it is written, the value must have that
+type. Some models write each tag on its own line, others all tags on one line. The grammar admits
+both.
 
 Sources: the chat templates of GLM-4.5 to 4.7; for the others, vLLM's published parsers.
 """
@@ -283,7 +283,7 @@ class ArgPairs(CallSyntax, frozen=True, kw_only=True):
     call_close        marker that ends a call
     name_close        markers that may follow the name
     key, type, value  opening and closing markers of the parts of a pair; `type` may be empty
-    json_bodies       whether a call may be a JSON object instead
+    json_bodies       whether a call may be a JSON object instead of pairs
     bare_json         whether a parameter without a schema is JSON if its text is valid JSON
     suffixed          whether the markers may have a suffix, which is then found in the vocabulary
     """

@@ -1,13 +1,12 @@
-"""Arguments that are written as plain text, converted to JSON of the type that the tool's schema
-asks for.
+"""Converts arguments that are written as plain text to JSON, with the types of the tool's schema.
 
 The types of a value come from its schema: `type` (one or a list), `anyOf`, `oneOf`, `allOf`,
 `enum`, `const` and local `$ref`s. They are tried in the order null, boolean, integer, number,
 object, array. Text that fits none of the allowed types becomes a string, unchanged. So no value is
-lost, and a wrong value is emitted as the model wrote it. A value is emitted
+lost, and the client receives a wrong value as the model wrote it. A value is emitted
 
     as it arrives     if its only type is string, or its type is unknown
-    slightly later    if it is a string or null: it is held back while it may be `null`
+    slightly later    if it may be a string or null: it is held back while it may become `null`
     when complete     if it has any other type
 
 Objects and arrays in JSON are emitted unchanged. Those written as Python literals are rewritten as
@@ -55,8 +54,9 @@ PYTHON = Dialect(
 
 
 def kinds_of(schema: Any, root: Mapping[str, Any] | None = None) -> tuple[str, ...]:
-    """Return the JSON types that a schema allows, in the order in which they are tried; none if the
-    schema allows any type.
+    """Return the JSON types that a schema allows, in the order of ORDER.
+
+    Return () if the schema allows any type.
     """
     found: set[str] = set()
     _gather(schema, root or {}, found, MAX_REFS)
@@ -64,8 +64,8 @@ def kinds_of(schema: Any, root: Mapping[str, Any] | None = None) -> tuple[str, .
 
 
 def _gather(schema: Any, root: Mapping[str, Any], found: set[str], depth: int) -> None:
-    """Add the types that `schema` allows to `found`. `depth` limits how many references are
-    followed.
+    """Add the types that `schema` allows to `found`, down to `depth` levels of options and
+    references.
     """
     if not isinstance(schema, Mapping) or depth == 0:
         return
@@ -102,7 +102,7 @@ def _referred(ref: str, root: Mapping[str, Any]) -> Any:
 
 
 def resolved(schema: Any, root: Mapping[str, Any] | None) -> Any:
-    """Return the target of a schema that is a reference; return any other schema unchanged."""
+    """Return the schema that a reference leads to. Return any other schema unchanged."""
     for _ in range(MAX_REFS):
         ref = schema.get("$ref") if isinstance(schema, Mapping) else None
         if not isinstance(ref, str):
@@ -127,9 +127,7 @@ def _kind_of_value(value: Any) -> str:
 
 
 def schema_of(parameters: Mapping[str, Any] | None, key: str) -> Any:
-    """Return the schema of the argument `key`, or None if the tool's parameters have none
-    for it.
-    """
+    """Return the schema of the argument `key`, or None if the tool declares none for it."""
     if not isinstance(parameters, Mapping):
         return None
     properties = parameters.get("properties")
@@ -140,8 +138,11 @@ def schema_of(parameters: Mapping[str, Any] | None, key: str) -> Any:
 
 
 def typed_json(text: str, kinds: tuple[str, ...], *, bare_json: bool = False) -> str:
-    """Return a complete value as JSON of one of the types `kinds`. Without `kinds` the value is a
-    string, or JSON if `bare_json`.
+    """Return a complete value as JSON.
+
+    The value gets the first of the types `kinds` that its text fits. If it fits none of them, it is
+    a string. If `kinds` is empty, it is JSON if `bare_json` is set and the text is JSON other than
+    a string; otherwise it is a string.
     """
     trimmed = text.strip(BLANKS)
     if not kinds and bare_json and (found := json_text(trimmed)) is not None:
@@ -221,8 +222,8 @@ class ArgumentsWriter(msgspec.Struct):
     mode     how the current argument is emitted: "string" as it arrives, "nullable" once it is
              certainly not null, "typed" when complete; "" if there is no current argument
     kinds    types that the current argument may have
-    lead     whether the first character of its value has not been read
-    parts    the part of its value that is held back
+    lead     whether the first character of the value has not been read
+    parts    the part of the value that is held back
     tail     blanks that are markup if the value ends here, and part of the value otherwise
     """
 
@@ -254,8 +255,9 @@ class ArgumentsWriter(msgspec.Struct):
         self.count += 1
 
     def text(self, text: str, builder: EventBuilder, trim: Trim = "nothing") -> None:
-        """Add text to the current argument's value. `trim` is what is stripped from both ends of
-        the value.
+        """Add text to the value of the current argument.
+
+        `trim` is what is stripped from both ends of the value.
         """
         if self.lead and text:
             if trim == "newline":
@@ -270,8 +272,10 @@ class ArgumentsWriter(msgspec.Struct):
         self._value(text, builder)
 
     def _without_tail(self, text: str, blanks: str) -> str:
-        """Return the text without blanks at its end that may be markup. Blanks held back earlier
-        are returned before it, because they were not at the end.
+        """Return the text without blanks at its end, which may be markup and are held back.
+
+        Blanks held back by earlier calls are put before the text, because they turned out to be
+        part of the value.
         """
         solid = text.rstrip(blanks)
         if not solid and blanks == BLANKS:
@@ -326,8 +330,8 @@ class TypedCallState(CallParserState):
 class TypedCallParser(CallParser):
     """Base of parsers of calls whose values are plain text, typed by the tool's schema.
 
-    In the state "value", text is part of a value. In the state "doubt", a closing tag has been read
-    that may be part of the value; the text after it decides.
+    In the state "value", text is part of a value. In the state "doubt", a closing tag was read that
+    may end the value or be a part of it. The text after the tag decides.
     """
 
     @property
@@ -357,8 +361,10 @@ class TypedCallParser(CallParser):
         self.s.arguments.text(text, self.builder, self.trim)
 
     def in_doubt(self, text: str) -> str:
-        """Read text after a closing tag. Blanks leave the doubt; any other text shows that the tag
-        was part of the value.
+        """Read text after a closing tag in doubt.
+
+        After blanks the tag is still in doubt. Any other text shows that the tag is part of the
+        value.
         """
         s = self.s
         rest = text.lstrip(BLANKS)

@@ -9,8 +9,8 @@ Stop strings are searched for in content only. A stop string in reasoning or in 
 has no effect. A call or reasoning interrupts content, so no stop string spans it. If only one call
 is allowed, the answer ends with that call.
 
-Special tokens have no text here. The exception are those in the format's markers, which the format
-parser receives as `MarkerPart`s; they count as text inside a marker.
+Special tokens have no text here, unless `skip_special_tokens` is false. The format parser receives
+those that are markers or parts of markers as a `MarkerToken` or a `MarkerPart`.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
     starts_inside        whether the prompt has already opened the reasoning
     include_reasoning    whether reasoning is emitted; otherwise it is parsed and dropped
     parallel_tool_calls  if false, the answer ends with its first complete call
-    calls_or_text        whether the answer is either calls or text, never both; nothing in a text
-                         is then a call
+    calls_or_text        whether the answer is either calls or text, never both: a text then has no
+                         calls in it
     new_id               makes an id for a call to which the model gave none
     """
 
@@ -126,8 +126,9 @@ class ParserFactory:
             self.pieces = {token: MarkerToken(token, marker) for token, marker in markers}
 
     def format_parser(self, state: dict[str, Any] | None) -> FormatParser | None:
-        """Return a parser of the answer's format that continues from `state`; None if there is no
-        format.
+        """Return a parser of the answer's format that continues from `state`.
+
+        Return None if there is no format.
         """
         if self.answer is None:
             return None
@@ -231,14 +232,15 @@ class ChoiceParser:
         return len(self._waiting_ids)
 
     def release(self) -> OutputDelta:
-        """Return the waiting tokens before their text, for a caller that may hold back only
-        a few.
+        """Return the waiting tokens, whose text is still held back, for a caller that needs them
+        now.
         """
         return self._delta([])
 
     def push(self, output: Output) -> OutputDelta:
-        """Return the delta for one output of the engine. It is empty (and false) while all text is
-        held back.
+        """Return the delta for one output of the engine.
+
+        It is empty, and so false, while all text is held back.
         """
         if self.finished:
             return OutputDelta(num_after_end=len(output.tokens))
@@ -258,7 +260,7 @@ class ChoiceParser:
     def _push_each(self, output: Output) -> OutputDelta:
         """Push the output's tokens one at a time.
 
-        So if a stop string or a call ends the answer, it has the same tokens however they arrived.
+        So an answer that a stop string or a call ends has the same tokens however they arrived.
         """
         events: list[Event] = []
         ids: list[int] = []
@@ -273,10 +275,10 @@ class ChoiceParser:
         return OutputDelta(merged(events), ids, logprobs)
 
     def _textual(self, output: Output) -> list[int]:
-        """Return the tokens that have text or are markers.
+        """Return the tokens that have text or are markers: all except the stop token.
 
-        These are all tokens except a stop token that ended the answer. If that token is a marker,
-        it is returned too, because some formats end a call with it.
+        The stop token is returned, too, if it is a marker, because some formats end a call with it,
+        or if its text is wanted (`include_stop`).
         """
         last = output.stop_token
         if last is None or last in self._pieces or self._factory.options.include_stop:
@@ -299,8 +301,9 @@ class ChoiceParser:
         return events
 
     def _finish(self, *, complete: bool) -> list[Event]:
-        """Return the remaining events. `complete` is true if the model ended by itself and was not
-        cut off.
+        """Return the remaining events.
+
+        `complete` is false if the answer was cut off.
         """
         search = self._stop is not None and self._num_tokens > self._min_tokens
         rest = self._text(self._detokenizer.finish())
@@ -367,9 +370,7 @@ class ChoiceParser:
             self._is_last_call_done = not self._allows_many_calls
 
     def _flush(self, sent: list[Event]) -> None:
-        """Add to `sent` the content that was held back because it might have become a stop
-        string.
-        """
+        """Add to `sent` the content that was held back as the possible start of a stop string."""
         assert self._stop is not None
         if text := self._stop.finish():
             sent.append(Content(text))
@@ -391,8 +392,10 @@ class ChoiceParser:
 def end_of(
     output: Output, reason: str, eos_token_ids: Collection[int], matched: str | None = None
 ) -> Finished | Failed:
-    """Return the last event of an answer. It names the stop string `matched`. Without one it names
-    the stop token, unless that is one of the model's own end tokens.
+    """Return the last event of an answer.
+
+    It contains the stop string `matched`. If there is none, it contains the stop token, unless that
+    is one of the model's own end tokens.
     """
     if reason == "error":
         return Failed(output.error or _UNEXPLAINED)

@@ -23,8 +23,9 @@ from gateway.formats.lexicon import marker_suffix, suffixed_markers
 
 BAR = "\uff5c"
 ANY = ":*"
-"""In a sign: the suffix of this checkpoint's markers. If the checkpoint has no such suffix, the
-sign does not match.
+"""Placeholder in a sign for the suffix of this checkpoint's markers.
+
+If the checkpoint has no such suffix, the sign does not match.
 """
 
 
@@ -32,7 +33,7 @@ class DetectionRule(msgspec.Struct, frozen=True):
     """Chooses the format `name` if all its signs are present.
 
     texts   the signs, which are searched for in the template
-    alone   whether a token of the vocabulary counts as a sign: no other model has these tokens
+    alone   whether tokens of the vocabulary count as signs, because no other model has them
     family  tokens that suggest the format even if the template has no sign of it
     """
 
@@ -202,9 +203,7 @@ def _choose(rules: Sequence[DetectionRule], seen: _Evidence) -> _Choice:
 
 
 def _in_vocabulary(rule: DetectionRule, rules: Sequence[DetectionRule], seen: _Evidence) -> str:
-    """Return an addition to the explanation: whether the vocabulary supports the template's
-    choice.
-    """
+    """Return an addition to the explanation: whether the vocabulary supports the choice."""
     if tokens := [token for text in rule.texts if (token := seen.token(text))]:
         return f" ({_listed(tokens)} in the vocabulary, too)"
     for other in rules:

@@ -138,16 +138,12 @@ class EventBuilder:
             self._content_with_blanks(text)
 
     def passes_content(self, text: str) -> bool:
-        """Return whether `content(text)` would emit the non-empty `text` unchanged, as one
-        event.
-        """
+        """Return whether `content` would emit the non-empty `text` unchanged, as one event."""
         s = self.s
         return not s.blanks and not s.dropping and s.said and text[-1] not in BLANKS
 
     def passes_reasoning(self, text: str) -> bool:
-        """Return whether `reasoning(text)` would emit the non-empty `text` unchanged, as one
-        event.
-        """
+        """Return whether `reasoning` would emit the non-empty `text` unchanged, as one event."""
         s = self.s
         return not s.blanks and not s.dropping and text[-1] not in NEWLINES
 
@@ -185,9 +181,7 @@ class EventBuilder:
         self.s.blanks, self.s.dropping = [], NEWLINES
 
     def markup(self) -> None:
-        """Note a marker around the answer proper: drop the blanks before it and the newlines after
-        it.
-        """
+        """Drop the blanks before a marker around the answer proper, and the newlines after it."""
         self.s.blanks, self.s.dropping = [], NEWLINES
 
     def finish(self) -> None:
@@ -224,8 +218,9 @@ class EventBuilder:
         return self.s.num_calls
 
     def declares(self, name: str, *, surely: bool = False) -> bool:
-        """Return whether the request has a tool of this name. If the request's tools are unknown,
-        return `not surely`.
+        """Return whether the request has a tool `name`.
+
+        If the request's tools are unknown, return `not surely`.
         """
         return not surely if self._tools is None else name in self._tools
 
@@ -235,9 +230,7 @@ class EventBuilder:
         return tool.parameters if tool else None
 
     def start_call(self, name: str, call_id: str | None = None) -> None:
-        """Start a call. `call_id` is the id that the model wrote. If it is None, `drain` makes an
-        id.
-        """
+        """Start a call. If the model wrote no `call_id`, `drain` makes an id."""
         assert not self.s.open, "calls do not nest"
         s = self.s
         s.blanks, s.dropping, s.said, s.open = [], BLANKS, True, True
@@ -276,7 +269,7 @@ class EventBuilder:
         self.abandon_call()
 
     def abandon_call(self) -> None:
-        """Close the open call, if there is one, without an end event, because it was cut off."""
+        """Close the open call, if there is one, without emitting its end."""
         self.s.open, self.s.arguments = False, object_scan()
 
 

@@ -28,8 +28,9 @@ class Reasoning(msgspec.Struct, frozen=True, gc=False, tag=True):
 
 
 class ToolCall(msgspec.Struct, frozen=True, gc=False, tag=True):
-    """The start of a call. `index` counts the calls of this answer from 0; `id` is unique to the
-    call.
+    """The start of a call.
+
+    `index` counts the calls of this answer from 0. `id` is unique to the call.
     """
 
     index: int
@@ -45,9 +46,7 @@ class ToolArguments(msgspec.Struct, frozen=True, gc=False, tag=True):
 
 
 class ToolCallEnd(msgspec.Struct, frozen=True, gc=False, tag=True):
-    """The end of call `index`: the model has written the whole call. A call that was cut off has no
-    such event.
-    """
+    """The end of call `index`, which is complete. A call that was cut off has no such event."""
 
     index: int
 

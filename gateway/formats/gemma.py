@@ -50,7 +50,7 @@ ROUND = Dialect(
     outside_strings=True,
     word=re.compile(r"[^,:{}\[\]()]*+"),
 )
-"""The same dialect for calls whose arguments stand in parentheses."""
+"""GEMMA for calls whose arguments are in parentheses instead of braces."""
 
 
 class GemmaState(CallParserState):
@@ -61,12 +61,12 @@ class GemmaState(CallParserState):
     head: str = ""
     #: Name of the open call.
     name: str = ""
-    #: The arguments, without the strings that this parser reads.
+    #: Position in the arguments. Their strings are read by this parser, not by the scan.
     value: LiteralScan = msgspec.field(default_factory=LiteralScan)
-    #: Whether the object stands in parentheses.
+    #: Whether the object is in parentheses.
     round: bool = False
-    #: Types that the current string must be converted to. If there are any, it is held back in
-    #: `parts`.
+    #: Types to one of which the current string must be converted. If there are any, the string is
+    #: held back in `parts`.
     kinds: list[str] = []
     parts: list[str] = []
     #: Position in a string between ordinary quotes.
@@ -149,8 +149,9 @@ class GemmaParser(CallParser):
                 self._emit()
 
     def _kinds(self) -> list[str]:
-        """Return the types that the schema allows for the current argument; none if it allows a
-        string or any type.
+        """Return the types to which a string of the current argument must be converted.
+
+        There are none if the schema allows a string or any type.
         """
         parameters = self.builder.parameters(self.s.name)
         kinds = kinds_of(schema_of(parameters, self.s.value.key), parameters)
@@ -246,9 +247,7 @@ COMMA = LiteralForm(",")
 
 
 class Gemma(CallSyntax, frozen=True, kw_only=True):
-    """Markers of one variant of this syntax: `open` and `close` around a call, `quote` around a
-    string.
-    """
+    """Markers of one variant: `open` and `close` around a call, `quote` around a string."""
 
     PARSER = GemmaParser
 

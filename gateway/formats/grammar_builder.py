@@ -41,10 +41,10 @@ class NotWritable(ValueError):
 class AnswerFrame(msgspec.Struct, frozen=True):
     """Markup around the reasoning and around the answer proper.
 
-    opens   stands before a block of reasoning; "" if there is none, or if only the prompt opens it
-    closes  ends the block, and includes all markup up to the next part of the answer
-    before  stands before content
-    after   stands after content, without the marker that ends the whole answer
+    opens   markup before a block of reasoning; "" if there is none, or if only the prompt has it
+    closes  all markup between the block and the next part of the answer
+    before  markup before content
+    after   markup after content, without the marker that ends the whole answer
     """
 
     opens: str = ""
@@ -85,9 +85,7 @@ class GrammarBuilder:
         return self.rule("call", self.each_tool(write))
 
     def several(self, item: Form, between: Form | str = "") -> Form:
-        """Return a form for one or more of `item`, separated by `between`; exactly one if not
-        `many`.
-        """
+        """Return a form for one `item`. If `many`, more may follow, each after `between`."""
         return sequence(item, self.repeated(sequence(between, item)))
 
     def repeated(self, item: Form) -> Form:
@@ -109,9 +107,7 @@ class GrammarBuilder:
         return self.json({**(tool.parameters or {}), **ANY_OBJECT})
 
     def rule(self, hint: str, form: Form) -> GrammarRule:
-        """Add a rule for `form` and return it. Its name starts with `hint`. If an equal rule
-        exists, return that rule.
-        """
+        """Return a rule for `form`: an equal rule, or a new one whose name starts with `hint`."""
         for name, known in self._rules.items():
             if known == form:
                 return GrammarRule(name)
@@ -133,7 +129,7 @@ class GrammarBuilder:
 # ---- forms
 
 ANY_KEY = Pattern(r"[A-Za-z_][A-Za-z0-9_.\-]{0,63}")
-"""A name that no schema declares."""
+"""The name of an argument that the schema does not declare."""
 LINE_BREAK = Repeat(LiteralForm("\n"), 0, 1)
 """One line break, or none."""
 ANY_TEXT = Pattern("(?s:.*)")
@@ -141,8 +137,9 @@ ANY_TEXT = Pattern("(?s:.*)")
 
 
 def sequence(*parts: Form | str) -> Form:
-    """Return a form for the parts one after another. Neighbouring literals are joined, because
-    together they may spell a marker.
+    """Return a form for the parts one after another.
+
+    Neighbouring literals are joined, because together they may spell a marker.
     """
     items: list[Form] = []
     for part in parts:
@@ -179,9 +176,7 @@ def quoted(text: str) -> str:
 
 
 def pattern_not_starting_with(beginnings: Iterable[str]) -> str:
-    """Return a pattern of all texts that do not start, after leading blanks, with any of
-    `beginnings`.
-    """
+    """Return a pattern of texts that, after leading blanks, start with none of `beginnings`."""
     return rf"(?s:[ \t\r\n]*{_not_starting_with(set(beginnings), blanks=True)})"
 
 
@@ -209,7 +204,7 @@ def _char_pattern(char: str) -> str:
 
 
 class FreeText:
-    """Writes free text that contains calls and markers.
+    """Writes the grammar of free text that contains calls and markers.
 
     calls  opener -> form of what must follow it; empty if there are no calls
     marks  markers that have no meaning of their own and may occur anywhere. Spelt-out markers need
@@ -238,7 +233,7 @@ class FreeText:
         return sequence(*map(Repeat, steps), last)
 
     def not_starting_with(self, beginnings: Iterable[str]) -> Form:
-        """Return the form of such text that starts with none of `beginnings`."""
+        """Return the form of the same free text, if it starts with none of `beginnings`."""
         guard = pattern_not_starting_with(beginnings)
         steps = [sequence(self._mark(guard), self.anything())] if self.marks else []
         if self.calls:
@@ -274,8 +269,9 @@ def _grouped(calls: Mapping[str, Form], pieces: Iterable[str]) -> dict[str, Form
 
 
 def _spelt(opener: str, pieces: Iterable[str]) -> str:
-    """Return the part of an opener before its first special token. `pieces` are the special tokens'
-    texts.
+    """Return the part of an opener before its first special token.
+
+    `pieces` are the texts of the special tokens.
     """
     places = (opener.find(piece) for piece in pieces)
     return opener[: min((place for place in places if place >= 0), default=len(opener))]

@@ -13,22 +13,22 @@ The states are:
     reasoning  in a message of the model to itself
     call       in a message for a tool, whose body is the arguments' JSON
     tool       in a message for a tool, whose body has a tool syntax of its own
-    calls      in such a message, inside a group of calls
+    calls      in a message for a tool, inside a group of calls in that syntax
 
 The recipient decides the kind of a message. `to=functions.NAME` is a call, and so is `to=NAME` if
-NAME is a tool of the request. A message to any other tool, which the model only believes to have,
-is reasoning. Without a recipient the channel decides: `analysis` is reasoning, any other channel is
-content. In Muse's answers `to=self` is reasoning, `to=user` or no recipient is content, and any
-other recipient is a tool.
+NAME is a tool of the request. A message to any other tool is reasoning, because the request does
+not have that tool. Without a recipient the channel decides: `analysis` is reasoning, any other
+channel is content. In Muse's answers `to=self` is reasoning, `to=user` or no recipient is content,
+and any other recipient is a tool.
 
 An answer that starts without a header is content. Two neighbouring messages of one kind are joined
 with a line break. A spelt-out marker inside a string of the arguments has no meaning.
 
 A model may leave out the markers between two messages. So a channel marker in a text starts the
 next header, if the text after it can be a header. A role at the end of the text (`assistant`,
-perhaps with a recipient) belongs to that header, and is held back until something else follows.
-Between messages, a header need not start with `<|start|>`. If the role is there, `<|channel|>` may
-be missing as well:
+perhaps with a recipient) may belong to that header, so it is held back until something else
+follows. Between messages, a header need not start with `<|start|>`. If it starts with the role,
+`<|channel|>` may be missing as well:
 
     <|end|>assistantfinal<|message|>Hello.<|return|>
     <|end|>assistantcommentary to=functions.f json{"a": 1}<|call|>
@@ -85,9 +85,7 @@ FUNCTIONS = "functions."
 
 @cache
 def _header_start(channels: tuple[str, ...] = ()) -> re.Pattern[str]:
-    """Return the pattern of a header's text before its first marker. One of `channels` may follow
-    the role.
-    """
+    """Return the pattern of a header before its first marker. A channel may follow the role."""
     channel = rf"(?:(?:{'|'.join(channels)})\s*+)?+" if channels else ""
     return re.compile(rf"\s*+(?:{ROLE}\s*+{channel})?+(?:to=[\w.\-*]*+\s*+\w*+\s*+)?+")
 
@@ -163,9 +161,7 @@ class HarmonyParser(AnswerParser):
         return text[read:]
 
     def _message_text(self, text: str) -> None:
-        """Add content or reasoning. If it ends like a role of the next header, hold that end
-        back.
-        """
+        """Add content or reasoning. Hold back its end if that may be the next header's role."""
         s = self.s
         text = s.role + text
         end = _role_start(text)
@@ -204,9 +200,7 @@ class HarmonyParser(AnswerParser):
         return text
 
     def _no_header(self) -> None:
-        """Handle the text of the header so far, which turned out not to be a header, as text of a
-        message.
-        """
+        """Handle text that was read as a header, but is none, as text of a message."""
         s = self.s
         header, body, s.header, s.body = s.header, s.body, "", ""
         if not body:
@@ -220,8 +214,9 @@ class HarmonyParser(AnswerParser):
         self._message_text(rest)
 
     def _emit(self, text: str) -> None:
-        """Emit text of the current message. A line break separates it from a previous message of
-        the same kind.
+        """Emit text of the current message.
+
+        A line break separates the message from a previous one of the same kind.
         """
         s = self.s
         if s.at == "reasoning":
@@ -329,8 +324,9 @@ class HarmonyParser(AnswerParser):
             self._start_body("reasoning")
 
     def _channel(self, header: str) -> str:
-        """Return the header's text from the channel's name on. The channel's marker may be missing
-        after the role.
+        """Return the header's text from the channel's name on.
+
+        The channel's marker may be missing after the role.
         """
         named = header.partition(self.syntax.channel)[2]
         return (named or header.strip(BLANKS).removeprefix(ROLE)).strip(BLANKS)
@@ -414,9 +410,7 @@ class HarmonyParser(AnswerParser):
         self.builder.finish()
 
     def _end_last_call(self, complete: bool) -> None:
-        """End the last call. The marker after a call usually ends the answer as well, so it may be
-        missing.
-        """
+        """End the last call. Its closing marker may be missing, because it also ends the answer."""
         if complete and self.builder.s.arguments.is_object:
             self.builder.end_call()
         elif complete:
@@ -430,8 +424,9 @@ def _recipient(header: str) -> str:
 
 
 def _role_start(text: str) -> int:
-    """Return where a role starts that the end of the text may be a part of; the text's length if
-    there is none.
+    """Return the index of the role, or of the start of a role, with which `text` ends.
+
+    If `text` does not end so, return its length.
     """
     start = text.rfind(ROLE)
     if start >= 0 and ROLE_TEXT.fullmatch(text, start):
@@ -497,9 +492,7 @@ class Harmony(AnswerSyntax, frozen=True, kw_only=True):
         return sequence(head, stretch, optional(sequence(self.ends[0])))
 
     def write_strict(self, grammar: GrammarBuilder) -> Form:
-        """Return the grammar of messages of any kind. The last one is a message to the user, or
-        calls.
-        """
+        """Return the grammar of any messages. The last one is a message to the user, or calls."""
         ends = [end for end in self.ends if end != self.call_end]
         heads = either(map(sequence, (self._head(self.reasoning), *self._content_heads())))
         others = Repeat(sequence(heads, either(map(Until, ends)), self.start + ROLE))
@@ -509,9 +502,7 @@ class Harmony(AnswerSyntax, frozen=True, kw_only=True):
         return sequence(others, either((answer, calls)))
 
     def _write_json_call(self, tool: DeclaredTool, grammar: GrammarBuilder) -> Form:
-        """Return the grammar of one call. Models write the recipient after the channel, some
-        templates before it.
-        """
+        """Return the grammar of one call. The recipient may come before or after the channel."""
         recipient, channel = f" to={FUNCTIONS}{tool.name}", self.channel + self.call_channel
         head = either(map(sequence, (channel + recipient, recipient + channel)))
         kind = optional(sequence(self.in_header[-1]))

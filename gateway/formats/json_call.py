@@ -92,7 +92,8 @@ class JsonExtent(msgspec.Struct):
 
 
 class CallKeys(msgspec.Struct, frozen=True):
-    """The keys of an object that is a call. If a key has several spellings, models write the first.
+    """The keys of an object that is a call. If a key has several spellings, grammars write the
+    first.
 
     name         keys of the tool's name; if the value is an object instead of a string, the call's
                  keys are searched for in that object
@@ -155,10 +156,9 @@ class CallScan(msgspec.Struct):
         return self.value.quoted
 
     def passes(self, text: str) -> bool:
-        """Return whether `text` only continues a string in arguments that are emitted as they
-        arrive.
+        """Return whether `scan` would emit `text` unchanged and change no state.
 
-        `scan` would then emit `text` and change no state.
+        If so, `text` only continues a string in arguments that are emitted as they arrive.
         """
         value = self.value
         return (
@@ -296,8 +296,9 @@ class CallScan(msgspec.Struct):
             builder.arguments_delta(raw)
 
     def _finish(self, keys: CallKeys, builder: EventBuilder) -> None:
-        """End the call if it has started. With strict keys, the name of a declared tool starts a
-        call even without arguments.
+        """End the call if it has started.
+
+        If the keys are strict, a declared tool's name starts a call even without arguments.
         """
         if keys.strict and self.name is not None and builder.declares(self.name, surely=True):
             self._begin(builder)
@@ -320,9 +321,7 @@ def text_of(raw: str) -> str | None:
 
 
 def repaired_object(text: str) -> str | None:
-    """Return a whole text as a JSON object, repaired if necessary, or None if it cannot be
-    repaired.
-    """
+    """Return a whole text as a JSON object, repaired if necessary; None if that is impossible."""
     scan = object_scan()
     repaired = scan.push(text) + scan.finish()
     return repaired if scan.is_object else None

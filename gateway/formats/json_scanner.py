@@ -12,8 +12,8 @@ JSON is passed on unchanged. Some mistakes of models can only be meant as JSON, 
     a comma before a closing bracket                          is removed
     a missing last brace                                      is added by `finish`
 
-After any other mistake the rest of the text stays unchanged. A text without mistakes is accepted
-like by `json.loads`, but JSON nested deeper than MAX_DEPTH is always rejected.
+After any other mistake the rest of the text stays unchanged. A text without mistakes is accepted if
+`json.loads` accepts it, except that JSON nested deeper than MAX_DEPTH is rejected.
 
 Other dialects are rewritten. Strings get JSON's escapes. Numbers that JSON spells differently
 (`007`, `.5`, `1_000`, `0x1f`) get JSON's form. A word that is neither a number nor a constant
@@ -179,8 +179,7 @@ class LiteralScan(msgspec.Struct):
     stack: str = ""
     #: Whether the current token is a key.
     is_key: bool = False
-    #: The last key of the outermost object; unchanged by a key that is a string which the scan
-    #: reads.
+    #: The last key of the outermost object that was written with `complete_key`.
     key: str = ""
     #: The quotes that end the current string.
     quote: str = ""
@@ -196,12 +195,12 @@ class LiteralScan(msgspec.Struct):
 
     @property
     def is_blank(self) -> bool:
-        """Whether only blanks have been read; for a scan of an object."""
+        """Whether only blanks have been read. Use it only for a scan of an object."""
         return self.at == OBJECT
 
     @property
     def is_object(self) -> bool:
-        """Whether the object is complete; for a scan of an object."""
+        """Whether the object is complete. Use it only for a scan of an object."""
         return self.at == END
 
     @property
@@ -247,8 +246,9 @@ class LiteralScan(msgspec.Struct):
     # ---- JSON
 
     def push(self, text: str) -> str:
-        """Return the repaired JSON that is certain after `text`. Text that cannot be repaired is
-        returned unchanged.
+        """Return the repaired JSON that is certain after `text`.
+
+        Text that cannot be repaired is returned unchanged.
         """
         position, end = 0, len(text)
         while position < end and self.at != BROKEN:
@@ -372,9 +372,7 @@ class LiteralScan(msgspec.Struct):
         return end + 1
 
     def _quotes(self, text: str, position: int, dialect: Dialect) -> int:
-        """Read a character after one or two quotes. It decides between one quote, three quotes and
-        an empty string.
-        """
+        """Read the character that decides between one quote, three quotes and an empty string."""
         if text[position] == self.held[0]:
             self.held += text[position]
             if len(self.held) == 3:
@@ -442,8 +440,9 @@ class LiteralScan(msgspec.Struct):
             self._write(chr(code) if is_character else raw)
 
     def _write(self, text: str) -> None:
-        """Add `text` to the string. If half of a surrogate pair waits before it, write that half as
-        an escape.
+        """Add `text` to the string.
+
+        If half of a surrogate pair waits before it, that half is written as an escape.
         """
         if self.high:
             text, self.high = f"\\u{ord(self.high):04x}" + text, ""
@@ -510,9 +509,7 @@ class LiteralScan(msgspec.Struct):
         self.at = AFTER_BRACKET[symbol]
 
     def open_quoted(self) -> bool:
-        """Start a string that the caller reads, and return True. If no string may start here,
-        return False.
-        """
+        """Start a string that the caller reads. Return False if no string may start here."""
         if self.at not in KEYS and self.at not in VALUES:
             return False
         self.is_key, self.at = self.at in KEYS, QUOTED

@@ -8,15 +8,16 @@ marker.
 The states are:
 
     bound    after an opening marker that another marker must follow
-    opened   before an object or an array; any other text shows that this is not a call
+    opened   before an object or an array; if other text follows, this is not a call
     call     in a call's object
     array    in an array, between calls
     after    after a call or an array: the closing marker follows, or another opening one
     broken   in text that is not JSON, which is emitted unchanged up to the next marker
 
-A call ends with its closing brace, not with the marker after it. If a call's JSON breaks off, the
-call is emitted as far as it goes, if its name is known. Otherwise the whole group is content. After
-a marker that also occurs in ordinary text (`ambiguous`) there is no warning.
+A call ends with its closing brace, not with the marker after it. If a call's JSON is broken or
+incomplete but its name is known, the call is emitted with the text as it is. Otherwise everything
+after the last complete call is content, with a warning unless the opening marker also occurs in
+ordinary text (`ambiguous`).
 
 The grammar admits blanks between the items of an array, as any JSON does. Everything else is spelt
 as the chat templates spell it.
@@ -292,8 +293,9 @@ class JsonTags(CallSyntax, frozen=True, kw_only=True):
         return sequence(before, first, after)
 
     def _write_call(self, tool: DeclaredTool, grammar: GrammarBuilder, begun: str = "") -> Form:
-        """Return the grammar of one object, without `begun`: the start of the object that the
-        opener contains.
+        """Return the grammar of one object.
+
+        Its start `begun` is left out, because the opener contains it.
         """
         keys, name, arguments = self.keys, quoted(tool.name), grammar.arguments(tool)
         if keys.name_is_key:

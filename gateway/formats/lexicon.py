@@ -4,8 +4,8 @@ Generated tokens reach a parser as pieces of three types:
 
 - `MarkerToken`: a marker that the vocabulary has as one token. It is recognised by its id alone;
   the same letters spelt by other tokens are text.
-- `str`: text. A marker that consists of several ordinary tokens is found in it by
-  `markers.Scanner`.
+- `str`: text. `markers.Scanner` finds in it the markers that consist of several ordinary
+  tokens.
 - `MarkerPart`: a special token that is a part of such a spelt-out marker. It counts as text inside
   a marker, and has no text elsewhere.
 """
@@ -63,9 +63,7 @@ class Lexicon:
         return marker in self._by_id
 
     def automaton(self, markers: tuple[str, ...]) -> MarkerSet | None:
-        """Return a matcher for those of `markers` that are not tokens, or None if all are
-        tokens.
-        """
+        """Return a matcher for the `markers` that are not tokens; None if all are tokens."""
         if markers not in self._sets:
             spelt = [marker for marker in markers if marker not in self._by_id]
             self._sets[markers] = MarkerSet(spelt) if spelt else None

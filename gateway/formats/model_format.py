@@ -35,9 +35,7 @@ DESCRIBED = "hermes"
 """Name of the format that `prompt.tool_prompt` describes to the model."""
 _WHY_DESCRIBED = f"; so prompts describe tools in words, and calls are parsed as {DESCRIBED}"
 TAIL_CHARS = 1 << 16
-"""Number of characters at a prompt's end that are examined. No turn that an answer continues is
-longer.
-"""
+"""Number of characters at a prompt's end that are examined. Turns are assumed to be shorter."""
 
 
 class WrongOption(ValueError):
@@ -63,9 +61,7 @@ class AnswerStart(msgspec.Struct, frozen=True):
 
     @property
     def thinking(self) -> Thinking | None:
-        """Return the reasoning that may come before an answer with a grammar; None if none may
-        come.
-        """
+        """Return the reasoning that may come before an answer with a grammar, or None."""
         if self.bound is None or self.closed:
             return None
         frame = self.bound.frame()
@@ -298,9 +294,7 @@ def _why(tools: str, reasoning: str, found: Detected) -> str:
 
 
 _CONTROL_TOKEN = re.compile(rf"<[|{BAR}].*>|\[[A-Z_]+\]")
-"""Shape of markers that are one token, or consist of special tokens, in every model that writes
-them.
-"""
+"""Pattern of markers that models write as control tokens: as one token, or with special tokens."""
 _MIN_PART_CHARS = 3
 """Shortest token whose occurrence in a marker shows that the model has the marker."""
 
@@ -308,8 +302,7 @@ _MIN_PART_CHARS = 3
 def _check_markers(
     format: Format, tools: str, reasoning: str, card: ModelCard, tokenizer: Tokenizer
 ) -> None:
-    """Raise WrongOption if an option names a format that always starts with a control token, and
-    the model lacks that token.
+    """Raise WrongOption if an option names a format whose control tokens the model lacks.
 
     Other markers (`<tool_call>`) are not checked: a model may write them as ordinary text.
     """
@@ -336,9 +329,7 @@ def _calls_begin(format: Format) -> tuple[str, ...]:
 
 
 def _is_known(marker: str, template: str, tokenizer: Tokenizer) -> bool:
-    """Return whether the model's template has the marker, or its vocabulary has it as one token or
-    has a token that is a part of it.
-    """
+    """Return whether the template has the marker, or the vocabulary has it or a part of it."""
     if marker in template or tokenizer.token_id(marker) is not None:
         return True
     added = tokenizer.added_tokens.values()

@@ -117,9 +117,7 @@ class NamedJsonParser(CallParser):
         return self.builder.fast_arguments(text) if in_string and PLAIN.fullmatch(text) else None
 
     def _in_head(self, text: str) -> str:
-        """Read a kind, a name or an id, which are words. Any other text shows that this is not a
-        call.
-        """
+        """Read a kind, a name or an id. If the text is not a word, this is not a call."""
         s = self.s
         so_far = s.id if s.at == "id" else s.name
         word = WORD.match((so_far + text)[:MAX_NAME_CHARS])
@@ -136,9 +134,7 @@ class NamedJsonParser(CallParser):
         return text[read:]
 
     def _before_arguments(self, text: str) -> str:
-        """Skip blanks before the arguments or before another call. Handle other text, and return
-        it.
-        """
+        """Skip blanks before the arguments or another call. Return the text after the blanks."""
         s = self.s
         text = text[match_end(SPACE, text) :]
         if not text:
@@ -313,8 +309,8 @@ class NamedJson(CallSyntax, frozen=True, kw_only=True):
 
     def write_arguments(self, tool: DeclaredTool, grammar: GrammarBuilder) -> Form:
         """Return the grammar of a call after its name, up to the end of the call."""
-        before, behind = self.fence or ("", "")
-        end = self.fenced + behind + _first(self.call_close)
+        before, after = self.fence or ("", "")
+        end = self.fenced + after + _first(self.call_close)
         return sequence(before + self.fenced, grammar.arguments(tool), end)
 
 

@@ -20,7 +20,7 @@ value with elements is an array if the schema says so, or if all elements are ca
 Otherwise it is an object, in which a repeated name makes a list. Text between elements is dropped.
 A value without a schema has the type that its text has in JSON, and is emitted when complete. If
 the schema allows only a string, only the argument's own closing tag ends the value. Otherwise any
-closing tag ends the innermost element, whatever its name.
+closing tag, whatever its name, ends the innermost element.
 
 In the grammar, a string ends where the next tag starts. Elements in a value are the items of an
 array, or declared members, each at most once. The value of an undeclared name must be allowed to be
@@ -233,9 +233,7 @@ class NestedElementsParser(TypedCallParser):
 
 
 def child_schema(schema: Any, name: str, root: Mapping[str, Any] | None) -> Any:
-    """Return the schema of the element `name` inside a value with `schema`, or None if it
-    has none.
-    """
+    """Return the schema of the element `name` in a value with `schema`, or None."""
     schema = resolved(schema, root)
     if not isinstance(schema, Mapping):
         return None
@@ -331,8 +329,9 @@ class _ElementWriter:
         self._names: dict[str, str] = {}
 
     def argument(self, key: str | None, schema: Any, path: str) -> Form | None:
-        """Return the form of one argument, or None if its name cannot be written. The key None
-        stands for any undeclared name.
+        """Return the form of one argument, or None if its name cannot be written.
+
+        The key None stands for any undeclared name.
         """
         root = self.schemas.root
         if key is None:
@@ -371,8 +370,9 @@ class _ElementWriter:
         return sequence(self.opening, self._anything(), self.closing)
 
     def _must_be_free(self, schema: Any, path: str) -> None:
-        """Refuse a schema with limits for undeclared names, because a repeated name makes a list of
-        the values.
+        """Refuse a schema with limits for undeclared names.
+
+        A repeated name makes a list of its values, which the limits might not allow.
         """
         if not anything(self.schemas.cases(schema, path)):
             self.schemas.refuse(path, "additionalProperties")
@@ -463,8 +463,9 @@ def _is_tag(name: str) -> bool:
 
 
 def _any_name(taken: Sequence[str]) -> str:
-    """Return a pattern of element names that start with none of `taken`. The names in `taken` must
-    differ in their first letters.
+    """Return a pattern of element names that start with none of the words in `taken`.
+
+    These words must differ in their first letters.
     """
     firsts = "".join(word[0] for word in taken)
     ways = [rf"[^\s<>/{firsts}][^\s<>]{{0,63}}"]

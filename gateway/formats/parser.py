@@ -5,8 +5,8 @@ table lists for that state. It calls `on_text` and `on_marker` in the order of t
 do not depend on how the text was cut into pieces. Text is passed on as soon as it can no longer be
 part of a marker. Parsers never call the tokenizer; `lexicon` describes how markers arrive.
 
-All that a parser remembers is one struct of plain data, its `State`. It can be serialised between
-two pieces, so that another process can continue.
+All data that a parser stores between two pieces is one struct, its `State`. It can be serialised,
+so that another process can continue.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class FormatParser(ABC):
     """
 
     State: ClassVar[type[FormatParserState]]
-    #: The syntax that it parses; a subclass declares its type.
+    #: The syntax that the parser reads; a subclass declares its type.
     syntax: Any = None
     TEXT: ClassVar[Mapping[str, TextReader]] = {}
     UNSCANNED: ClassVar[frozenset[str]] = frozenset()
@@ -117,7 +117,7 @@ class FormatParser(ABC):
         return self.State() if state is None else msgspec.convert(state, self.State)
 
     def _handler_table(self) -> Mapping[str, Mapping[str, Handler]]:
-        """Return state -> marker -> handler. It is cached: every choice has a parser of its own."""
+        """Return state -> marker -> handler. The parsers of all choices share the cached table."""
         tables, key = self.context.lexicon.tables, (type(self), self.moves_key())
         if key not in tables:
             table: dict[str, dict[str, Handler]] = {}
@@ -276,7 +276,7 @@ class FormatParser(ABC):
 class CallParserState(FormatParserState):
     """Base of the states of call parsers.
 
-    raw  text read but not emitted. If it turns out not to be a call, it becomes content
+    raw  text read but not emitted, which becomes content if it is not the start of a call
     """
 
     raw: list[str] = []
@@ -321,8 +321,9 @@ class CallParser(FormatParser):
         self.s.raw = [marker]
 
     def fast_event(self, text: str) -> Event | None:
-        """Return the event for `text` if parsing it would change no state, else None. It is a
-        shortcut for long arguments.
+        """Return the event for `text` if parsing it would change no state, else None.
+
+        This is a shortcut for long arguments.
         """
         return None
 
@@ -411,7 +412,7 @@ class AnswerParser(FormatParser):
             self._update_scanner()
 
     def call_syntax(self) -> CallSyntax | None:
-        """Return the syntax of calls that has a parser of its own, or None if there is none."""
+        """Return the syntax of calls that `call_parser` reads, or None if there is none."""
         return None
 
     def call_context(self, context: ParserContext) -> ParserContext:
@@ -420,9 +421,7 @@ class AnswerParser(FormatParser):
 
     @abstractmethod
     def start(self, starts_inside: bool) -> None:
-        """Enter the first state. If `starts_inside`, the prompt has already opened the
-        reasoning.
-        """
+        """Enter the first state. `starts_inside` means that the prompt has opened the reasoning."""
 
     def on_calls_done(self) -> None:
         """Enter the state after a group of calls."""
@@ -483,9 +482,7 @@ class CallSyntax(Syntax, frozen=True, kw_only=True):
     PARSER: ClassVar[type[CallParser]]
 
     def openers(self) -> tuple[str, ...]:
-        """Return the markers that open a group anywhere in content; of two matches, the
-        first wins.
-        """
+        """Return the markers that open a group anywhere in content, in order of precedence."""
         raise NotImplementedError
 
     def start_openers(self) -> tuple[str, ...]:
@@ -518,8 +515,7 @@ class CallSyntax(Syntax, frozen=True, kw_only=True):
         raise NotImplementedError
 
     def write_values(self, grammar: GrammarBuilder) -> Form | None:
-        """Return the grammar of calls that start without a marker, like any JSON; None for other
-        syntaxes.
+        """Return the grammar of calls without a marker, as JSON values; None for other syntaxes.
 
         It is used if the answer may be calls or other JSON.
         """
@@ -527,15 +523,16 @@ class CallSyntax(Syntax, frozen=True, kw_only=True):
 
 
 class AnswerSyntax(Syntax, frozen=True, kw_only=True):
-    """A format that covers the whole answer. Its grammars start where the prompt or the reasoning
-    ends.
+    """A format that covers the whole answer.
+
+    Its grammars start where the prompt or the reasoning ends.
     """
 
     PARSER: ClassVar[type[AnswerParser]]
 
     @property
     def frames_content(self) -> bool:
-        """Whether content stands between markers."""
+        """Whether there are markers around content."""
         return True
 
     def parser(
@@ -558,7 +555,5 @@ class AnswerSyntax(Syntax, frozen=True, kw_only=True):
         raise NotImplementedError
 
     def write_strict(self, grammar: GrammarBuilder) -> Form:
-        """Return the grammar of messages of any kind, in which every call is a valid call of a
-        tool.
-        """
+        """Return the grammar of any messages in which every call is a valid call of a tool."""
         raise NotImplementedError

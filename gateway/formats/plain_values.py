@@ -2,9 +2,8 @@
 
 Every value is written so that the parser (`argument_types.typed_json`) reads it back unchanged:
 strings as they are; null, booleans, numbers, arrays and objects as JSON. The parser tries all types
-that the schema allows, in its own order. So a value that may be a string or another type is written
-only as text that is valid, whatever type it is read as. For this, a string must not start like a
-type that has limits.
+that the schema allows, in its own order, so it may read a string as another type. If that type has
+limits, the grammar admits only strings that do not start like a value of that type.
 
 A string without limits is any text up to the first marker that may end it. A string with limits
 does not contain the first character of such a marker. Inside JSON, no string contains a whole
@@ -75,8 +74,9 @@ class ValueEnd(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlainValues:
-    """Writes the grammars of one tool's plain-text values. `values` writes those of arrays and
-    objects.
+    """Writes the grammars of one tool's plain-text values.
+
+    `values` writes the grammars of arrays and objects.
     """
 
     def __init__(self, values: Values, ending: ValueEnd) -> None:
@@ -86,8 +86,9 @@ class PlainValues:
         self._careful = StringEscapes(never=char_ranges("".join(word[0] for word in ending.words)))
 
     def argument(self, key: str | None, schema: Any, path: str) -> Form:
-        """Return the form of one argument's value and the marker that ends it. The key None stands
-        for any undeclared name.
+        """Return the form of one argument's value and the marker that ends it.
+
+        The key None stands for any undeclared name.
         """
         root = self.schemas.root
         if key is None:
@@ -105,13 +106,14 @@ class PlainValues:
     def check_kinds(self, cases: Sequence[SchemaCase], kinds: Sequence[str], path: str) -> None:
         """Refuse a schema if the parser would try other types than the schema allows."""
         if {_kind(kind) for kind in kinds} != {_kind(case.kind) for case in cases}:
-            self.schemas.refuse(path, "type", "is missing, or too hidden to be read back by")
+            self.schemas.refuse(path, "type", "is missing, or too deeply nested for the parser")
 
     def of_cases(
         self, cases: Sequence[SchemaCase], kinds: Sequence[str], path: str, apart: Ranges = ()
     ) -> Form:
-        """Return the form of a value of one of `cases`. No string in it starts with a character in
-        `apart`.
+        """Return the form of a value of one of `cases`.
+
+        No string in it starts with a character in `apart`.
         """
         strings = [case for case in cases if case.kind == "string"]
         others = [case for case in cases if case.kind != "string"]
@@ -135,8 +137,9 @@ class PlainValues:
     def _beside_any_string(
         self, others: Sequence[SchemaCase], kinds: Sequence[str], path: str, apart: Ranges
     ) -> Form:
-        """Return the form of a value of `others`, which have limits, or of any string that is not
-        read as one of them.
+        """Return the form of a value of `others`, which have limits, or of any string.
+
+        The parser must not read the string as one of `others`.
         """
         taken = [*apart, *(span for case in others for span in FIRST_CHARS[case.kind])]
         first = StringEscapes(never=merged([*RESERVED_FIRST, *self._careful.never, *taken])).any()
@@ -152,9 +155,7 @@ class PlainValues:
         path: str,
         apart: Ranges,
     ) -> Form:
-        """Return the form of a string of `strings`, which have limits, or of a value of
-        `others`.
-        """
+        """Return the form of a value of `strings`, which have limits, or of `others`."""
         clashing = [case for case in others if not case.free or case.kind in CONTAINERS]
         taken = [*apart, *(span for case in clashing for span in FIRST_CHARS[case.kind])]
         texts = []

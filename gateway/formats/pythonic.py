@@ -99,9 +99,7 @@ class PythonicParser(CallParser):
         return self._next(rest) if rest else ""
 
     def _next(self, text: str) -> str:
-        """Read the first non-blank character outside of names and values. Return the text that was
-        not read.
-        """
+        """Read the first character of `text`, outside names and values. Return the unread text."""
         char, s = text[0], self.s
         match s.at, char:
             case "opened", "[" if self.syntax.brackets:
@@ -126,8 +124,8 @@ class PythonicParser(CallParser):
         return text[1:]
 
     def _in_word(self, text: str) -> str:
-        """Read a name, and the character after it that shows whether it is a tool or an
-        argument.
+        """Read the name of a tool or an argument, and the `(` or `=` after it. Return the unread
+        text.
         """
         s = self.s
         if not s.word.endswith(" "):
@@ -147,7 +145,7 @@ class PythonicParser(CallParser):
         return rest[1:]
 
     def _is_prose(self, name: str) -> bool:
-        """Return whether `name(` starts a list without a marker, and the request has no such
+        """Return whether `name(` is no call: it starts an unmarked list, and names no declared
         tool.
         """
         s = self.s
@@ -195,9 +193,7 @@ class PythonicParser(CallParser):
         self.s.at = "between"
 
     def _unexpected(self, text: str) -> str:
-        """Leave the list, or the call, because `text` does not continue it. Return `text`
-        unread.
-        """
+        """Leave the list or call, because `text` does not continue it. Return `text`."""
         s = self.s
         if s.raw:
             self.reject("text that looks like a list of tool calls and is not one")
@@ -274,7 +270,7 @@ class Pythonic(CallSyntax, frozen=True, kw_only=True):
     open      markers that start a list of calls
     close     markers that end it
     bare      whether a `[` at the start of an answer starts a list, too
-    brackets  whether the list stands in brackets; otherwise there is one call per line
+    brackets  whether the list is in brackets; otherwise there is one call per line
     """
 
     PARSER = PythonicParser

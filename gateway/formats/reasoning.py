@@ -51,8 +51,8 @@ class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):
     #: Whether the opener of a tool call always ends the block. In other formats, a call inside the
     #: block counts only if it names a tool of the request.
     calls_end_it: bool = False
-    #: Whether calls in the block are drafts, and so are text. This holds for answers that a grammar
-    #: prevents from ending inside the block.
+    #: Whether calls in the block are only drafts, which are emitted as text. Set for answers that a
+    #: grammar prevents from ending inside the block.
     drafts_calls: bool = False
     #: Markers that some models write before the answer proper; they are not content.
     wrap_open: tuple[str, ...] = ()
@@ -72,10 +72,10 @@ class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):
     identity: bool = False
     #: Whether an answer starts inside a block if the prompt has no block.
     default_inside: bool = False
-    #: Whether the request may ask for the reasoning to be repeated as content if the answer has no
-    #: content.
+    #: Whether a request may set `force_nonempty_content`: if the answer has no content, the
+    #: reasoning is repeated as content.
     may_force: bool = False
-    #: Whether the request asks for this.
+    #: Whether the request sets it.
     force_content: bool = False
     #: Whether the markers may have a suffix, which is then found in the vocabulary.
     suffixed: bool = False
@@ -116,8 +116,8 @@ BOUNDARY = re.compile(
     r"<\|[^|<>\s]{1,40}\|>|<\uff5c[^\uff5c<>]{1,40}\uff5c>|\[/?INST\]|</?s>"
     r"|<(?:start|end)_of_turn>|<\|?turn\|?>|<eos>|<assistant>"
 )
-"""Separators of turns in prompts. A reasoning marker before the last separator says nothing about
-the answer, because a user may have written it.
+"""Separators of turns in prompts. Only reasoning markers after the last separator belong to the
+answer: a user may have written the earlier ones.
 """
 
 
@@ -141,8 +141,9 @@ def reasoning_start(
 
 
 def ends_inside(prompt_tail: str, format: ReasoningFormat) -> bool | None:
-    """Return whether the last turn of the prompt leaves a block of reasoning open; None if that
-    turn has no block.
+    """Return whether the last turn of the prompt leaves a block of reasoning open.
+
+    Return None if the turn has no block.
     """
     turn = prompt_tail[_last_boundary(prompt_tail, format) :]
     opened = max((turn.rfind(marker) for marker in format.open), default=-1)
@@ -274,6 +275,4 @@ WHOLE: Mapping[str, ReasoningFormat] = {
     ),
     "muse_glimmer": ReasoningFormat(open=(" to=self<|message|>",), close=("<|eom|>",)),
 }
-"""Markers that open and close reasoning in prompts, for each tool format that covers the whole
-answer.
-"""
+"""The reasoning markers in prompts, for each tool format that covers the whole answer."""

@@ -62,9 +62,7 @@ REASONING_OF_ANSWER_SYNTAX: Mapping[str, str] = {
     "kimi_k3": "kimi_k3",
     "muse_glimmer": "muse_glimmer",
 }
-"""Reasoning format -> tool format, for reasoning that only a syntax for the whole answer can
-parse.
-"""
+"""Reasoning format -> the tool format that parses this reasoning, as a part of the answer."""
 
 
 class Format(msgspec.Struct, frozen=True):
@@ -114,7 +112,7 @@ class Format(msgspec.Struct, frozen=True):
         """Return all strings that the format searches for, including those in its patterns."""
         tools = self.tools
         openers = tools.openers() if isinstance(tools, CallSyntax) else ()
-        if isinstance(tools, ResponseTemplate):  # its anchor stands in the prompt
+        if isinstance(tools, ResponseTemplate):  # its anchor is part of prompts
             tools = msgspec.structs.replace(tools, anchor="")
         return {*_strings(tools), *_strings(self.reasoning), *openers}
 
@@ -161,11 +159,10 @@ class Format(msgspec.Struct, frozen=True):
 
 
 def format_of(tools: str | None, reasoning: str | None) -> Format:
-    """Return the format with these names. None means that no tool calls, or no reasoning, are
-    parsed.
+    """Return the format with these names. None: no tool calls, or no reasoning, are parsed.
 
-    Raise ValueError if a name is unknown, listing the known names, or if the two cannot be
-    combined.
+    Raise ValueError if the two cannot be combined, or if a name is unknown, listing the known
+    names.
     """
     if reasoning is not None and reasoning in REASONING_OF_ANSWER_SYNTAX:
         whole = REASONING_OF_ANSWER_SYNTAX[reasoning]
@@ -182,9 +179,7 @@ def format_of(tools: str | None, reasoning: str | None) -> Format:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Yield every string in `value`, a syntax as data. Escaped characters of patterns are
-    unescaped.
-    """
+    """Yield every string in `value`, a syntax as data. The escapes of patterns are resolved."""
     if isinstance(value, str):
         yield re.sub(r"\\(\W)", r"\1", value)
     elif isinstance(value, tuple):
@@ -213,9 +208,7 @@ def _named(table: Mapping[str, _Entry], name: str, kind: str) -> _Entry:
 
 
 class BoundFormat(msgspec.Struct, frozen=True):
-    """A format, and which of its markers are tokens of one vocabulary. All requests to a model
-    share it.
-    """
+    """A format and its markers in one vocabulary. All requests to a model share it."""
 
     format: Format
     lexicon: Lexicon
@@ -254,11 +247,10 @@ class BoundFormat(msgspec.Struct, frozen=True):
         return grammar.body(grammar.several(one, between))
 
     def required_calls_or_other(self, tools: Sequence[DeclaredTool], *, many: bool) -> Rules:
-        """Return `required_calls` for an answer that may have another form instead, such as JSON of
-        a response format.
+        """Return `required_calls` for an answer that may have another form instead.
 
-        The start of the answer shows which of the two it is. If calls start like any JSON, the
-        content of the JSON decides.
+        The other form is, for example, JSON of a response format. The start of the answer decides
+        between the two. If calls start like any JSON, the content of the JSON decides.
         """
         grammar, syntax = GrammarBuilder(self.lexicon, tools, many=many), self._syntax
         values = syntax.write_values(grammar) if isinstance(syntax, CallSyntax) else None
@@ -319,15 +311,11 @@ class BoundFormat(msgspec.Struct, frozen=True):
 
 
 BLANKS_BETWEEN = Pattern(r"[ \n]{1,4}")
-"""Blanks between two groups of calls. The number is bounded, because a model that is undecided
-could write blanks forever.
-"""
+"""Blanks between two groups of calls. Without a limit, a model could write blanks forever."""
 
 
 def preferred_opener(syntax: CallSyntax, lexicon: Lexicon) -> str:
-    """Return the opener that the model writes: the first that its vocabulary has as a token. If
-    it has none of them, return the first opener.
-    """
+    """Return the opener that the model writes: the first that is a token, or else the first."""
     if syntax.start_openers():
         return syntax.start_openers()[0]
     openers = syntax.openers()

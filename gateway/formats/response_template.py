@@ -7,8 +7,8 @@ A template lists the regions of an answer, the markers around them, and the kind
                                "repeats": true, "transform": {"function": "{content}"}},
                 "content": {"close": "<|im_end|>"}}}
 
-The field without an opening is all text outside the others. If there is no such field, that text is
-dropped. Bodies of thinking and content are text. Bodies of tool calls are one of:
+The field without an opening is all text outside the other fields. If there is no such field, that
+text is dropped. Bodies of thinking and content are text. Bodies of tool calls are one of:
 
     json         objects with a name and arguments, one or an array of them: JsonTags
     json         the arguments alone, with the name in the opening: NamedJson
@@ -19,8 +19,8 @@ So each template is a format that combines existing syntaxes. `response_template
 it from a checkpoint's data.
 
 Regions are emitted as they arrive, so a field that occurs several times is emitted each time. If
-the body is text, arguments get the types that the tool's schema asks for. Otherwise they have the
-types that the model wrote. The states are:
+the body is text, arguments get the types of the tool's schema. Otherwise they have the types that
+the model wrote. The states are:
 
     outside  between regions
     text     between regions, after text that is the whole answer (`ParserContext.calls_or_text`)
@@ -99,8 +99,8 @@ class RegionOpening(msgspec.Struct, frozen=True):
     literal   text that is searched for
     pattern   matches the whole opening, including the literal; "" if the literal is the whole
               opening
-    until     the literal that ends the opening; "" if it ends with a group
-    last      the character class of that group
+    until     the literal that ends the opening; "" if a group ends it
+    last      the character class of the group that ends the opening
     at_start  whether the region is open from the start of the answer, without any text
     """
 
@@ -111,8 +111,9 @@ class RegionOpening(msgspec.Struct, frozen=True):
     at_start: bool = False
 
     def head_end(self, text: str) -> int | None:
-        """Return where the match ends in `text`, which follows the literal. Return None if more
-        text is needed.
+        """Return the end of the match in `text`, which follows the literal.
+
+        Return None if more text is needed.
         """
         if self.until:
             found = text.find(self.until)
@@ -121,8 +122,7 @@ class RegionOpening(msgspec.Struct, frozen=True):
         return other.start() if other else None
 
     def written(self, name: str) -> list[str | None]:
-        """Return the parts of an opening with `name` in its group. None stands for a class of
-        characters.
+        """Return the parts of an opening with `name` in its group; None for a character class.
 
         Raise ValueError if the group does not match the name.
         """
@@ -139,8 +139,9 @@ class RegionOpening(msgspec.Struct, frozen=True):
         return parts
 
     def captures(self, head: str) -> dict[str, str] | None:
-        """Return the named groups, given the text `head` after the literal. Return None if the
-        pattern does not match.
+        """Return the named groups of the pattern's match, or None if it does not match.
+
+        `head` is the text after the literal.
         """
         found = re.fullmatch(self.pattern, self.literal + head, re.DOTALL)
         return found.groupdict() if found else None
@@ -167,8 +168,8 @@ class ResponseTemplateState(FormatParserState):
     """State of a `ResponseTemplateParser`.
 
     region   index of the open region; -1 outside
-    head     the text after the literal of an opening
-    literal  that literal
+    literal  the literal of the current opening
+    head     the text after this literal
     """
 
     at: str = "outside"
@@ -186,9 +187,7 @@ class ResponseTemplateParser(AnswerParser):
         return next((r.calls for r in self.syntax.regions if r.calls), None)
 
     def call_context(self, context: ParserContext) -> ParserContext:
-        """Return the context with the name marker as a token. Only the call parser gets this token,
-        so no text equals it.
-        """
+        """Return the context for the call parser, in which NAMED is a token that no text spells."""
         lexicon = Lexicon({**context.lexicon.tokens, NAME_TOKEN: NAMED})
         return msgspec.structs.replace(context, lexicon=lexicon)
 
@@ -232,8 +231,8 @@ class ResponseTemplateParser(AnswerParser):
         region = self.syntax.regions[s.region] if s.region >= 0 else self._outside
         if region is not None:
             self._emit(region.kind, text)
-            says = region.kind == "content" and text.strip(BLANKS)
-            if s.at == "outside" and says and self.context.calls_or_text:
+            is_answer = region.kind == "content" and text.strip(BLANKS)
+            if s.at == "outside" and is_answer and self.context.calls_or_text:
                 s.at = "text"
         return ""
 
@@ -380,9 +379,7 @@ class ResponseTemplate(AnswerSyntax, frozen=True, kw_only=True):
 
     @property
     def reasoning(self) -> ReasoningFormat | None:
-        """The markers with which a prompt opens and closes the thinking; None if the template has
-        none.
-        """
+        """The markers of thinking in prompts; None if the template has no thinking."""
         thinking = next((r for r in self.regions if r.kind == "thinking"), None)
         if thinking is None:
             return None
@@ -431,9 +428,7 @@ class ResponseTemplate(AnswerSyntax, frozen=True, kw_only=True):
         return found
 
     def _message_start(self) -> str:
-        """Return the text before every message except the first; "" if the regions are not
-        messages.
-        """
+        """Return the text before each message but the first; "" if regions are not messages."""
         thinking, content = self._region("thinking"), self._region("content")
         shared = thinking and content and content.open and set(thinking.close) & set(content.close)
         return self.anchor if shared else ""
@@ -462,7 +457,7 @@ def _opener(region: TemplateRegion | None) -> str:
 def _write_named_call(
     region: TemplateRegion, opening: RegionOpening, tool: DeclaredTool, grammar: GrammarBuilder
 ) -> Form:
-    """Return the grammar of a call whose name stands in the opening."""
+    """Return the grammar of a call whose opening contains the name."""
     try:
         parts = opening.written(tool.name)
     except ValueError as error:
@@ -480,8 +475,9 @@ def _write_named_call(
 
 
 def _closing_tag(opening: RegionOpening, close: str) -> str:
-    """Return the closing tag of the tag that contains the name, if the template does not mention
-    it.
+    """Return the closing tag of the tag that contains the name.
+
+    Return "" if no tag contains the name, or if `close` is already its closing tag.
     """
     found = NAME_TAG.search(opening.pattern)
     tag = f"</{found[1]}>" if found else ""
@@ -492,8 +488,10 @@ def _closing_tag(opening: RegionOpening, close: str) -> str:
 
 
 def pattern_atoms(pattern: str, whole: str) -> list[re.Match[str]]:
-    """Return the atoms of `pattern`. Raise ValueError if it has an unsupported part; `whole` is
-    named in the message.
+    """Return the atoms of `pattern`.
+
+    Raise ValueError if a part is not supported. The message shows `whole`, of which `pattern` is a
+    part.
     """
     atoms, at = [], 0
     while at < len(pattern):

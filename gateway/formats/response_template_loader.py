@@ -166,8 +166,9 @@ def _closes(field: Mapping[str, Any]) -> tuple[str, ...]:
 def _calls(
     field: Mapping[str, Any], opens: tuple[RegionOpening, ...], closes: tuple[str, ...]
 ) -> tuple[CallSyntax, str]:
-    """Return the syntax of the body, and the name of the pattern's group that matches the tool's
-    name.
+    """Return (syntax of the body, name of the group in the opening that matches the tool's name).
+
+    The group's name is "" if the body contains the tool's name.
     """
     literals = tuple(opening.literal for opening in opens)
     name, arguments = _shape(field)
@@ -197,9 +198,7 @@ def _calls(
 
 
 def _object(of: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Return the object under `key`, an empty one if there is none. Raise ValueError if it is not
-    an object.
-    """
+    """Return the object under `key`, empty if missing. Raise ValueError if it is no object."""
     found = of.get(key) or {}
     if not isinstance(found, Mapping):
         raise ValueError(f"`{key}` must be an object")
@@ -207,8 +206,9 @@ def _object(of: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def _shape(field: Mapping[str, Any]) -> tuple[str, str]:
-    """Return where a call's name and arguments are. Each is a group's name, or a path that starts
-    with `content`.
+    """Return the places of a call's name and arguments.
+
+    A place is the name of a group in the opening, or a path that starts with `content`.
     """
     transform = field.get("transform")
     if transform is None:
@@ -293,15 +293,14 @@ MAX_REPEATS = 4
 
 
 def openings(pattern: str) -> tuple[RegionOpening, ...]:
-    """Return the openings that `pattern` describes, one for each alternative. Raise ValueError if
-    it is not supported.
-    """
+    """Return one opening per alternative of `pattern`. Raise ValueError if it is not supported."""
     return tuple(_opening(alternative, pattern) for alternative in alternatives(pattern))
 
 
 def closings(pattern: str) -> tuple[str, ...]:
-    """Return the literals of a pattern that closes a region. Besides literals, it may have the end
-    of the answer as an alternative.
+    """Return the literals of a pattern that closes a region.
+
+    An alternative may also be the end of the answer, which is left out.
     """
     found = [_opening(part, pattern) for part in alternatives(pattern) if part not in ("$", r"\Z")]
     for opening in found:

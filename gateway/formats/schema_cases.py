@@ -33,9 +33,7 @@ SHAPES: Mapping[str, tuple[type, ...]] = {
     "properties": (Mapping,),
     "type": (str, list),
 }
-"""Keyword -> Python types that its value may have. Clients send a tool's schema, so it may be
-malformed.
-"""
+"""Keyword -> Python types of its value, to check the schemas that clients send."""
 
 MAX_CASES = 256
 """Most cases of one value. Nested options multiply."""
@@ -99,9 +97,7 @@ class Schemas:
         raise NotWritable(self.tool.name, path, f"{keyword!r} {why}")
 
     def cases(self, schema: Any, path: str) -> list[SchemaCase]:
-        """Return the cases of a schema, at least one. Raise NotWritable if it has none or cannot be
-        expressed.
-        """
+        """Return the cases of a schema, at least one. Raise NotWritable if that is impossible."""
         found = self._cases(self._flat(schema, path, MAX_REFS), path, MAX_REFS)
         kinds = {case.kind for case in found if case.free}
         distinct = {case.key(): case for case in found if case.free or case.kind not in kinds}
@@ -247,7 +243,7 @@ class Schemas:
         if "type" in flat:
             found = set(_types(flat["type"]))
             if not found <= set(ORDER):
-                self.refuse(path, "type", f"must be of {', '.join(ORDER)}")
+                self.refuse(path, "type", f"must be one of {', '.join(ORDER)}")
             found |= {"null"} if flat.get("nullable") is True else set()
         else:
             found = {kind for kind, keys in LIMITS.items() if any(key in flat for key in keys)}
@@ -255,9 +251,7 @@ class Schemas:
         return [kind for kind in ORDER if kind in found]
 
     def _fits(self, value: Any, limits: Limits, path: str) -> bool:
-        """Return whether an enumerated value is within the limits that the schema sets beside the
-        enumeration.
-        """
+        """Return whether an enumerated value is within the `limits` beside the enumeration."""
         for key, limit in limits.items():
             match key:
                 case "minLength" | "maxLength":
@@ -324,9 +318,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def _tags_differ(a: Limits, b: Limits, name: str) -> bool:
-    """Return whether the property `name` must have different values in two objects with these
-    limits.
-    """
+    """Return whether property `name` always differs between two objects with these limits."""
     values = []
     for limits in (a, b):
         schema = limits.get("properties", {}).get(name)

@@ -15,10 +15,9 @@ call parser reads, so markers of reasoning have no meaning there. A marker token
 is dropped from content. In reasoning it is kept as text, because a model may discuss markup there.
 
 A model may forget to close its reasoning before it calls a tool. So an opener of calls in reasoning
-starts a trial: the call parser reads on. If it finds the name of a tool of the request, this is a
-call. Otherwise the opener was text, and the text after it is read again as reasoning. A trial holds
-back at most MAX_TRIAL_CHARS characters. After such a call the reasoning continues until it is
-closed.
+starts a trial: the call parser reads the text after it. If it finds the name of a tool of the
+request, this is a call, after which the reasoning continues. Otherwise the opener was text, and the
+text after it is read again as reasoning. A trial holds back at most MAX_TRIAL_CHARS characters.
 """
 
 from __future__ import annotations
@@ -41,8 +40,7 @@ MAX_HEADER_CHARS = 128
 
 MAX_TRIAL_CHARS = 1024
 MAX_TRIAL_TOKENS = 8
-"""A call in reasoning must name its tool within this many characters, and within this many marker
-tokens.
+"""Limits of a trial: a call in reasoning must name its tool before the trial reaches one of them.
 """
 
 TEXT, TOKEN, PART = "text", "token", "part"
@@ -55,7 +53,7 @@ class StandardParserState(FormatParserState):
 
     thoughts  all reasoning so far; kept only if it may have to be repeated as content
     heading   the header so far
-    marked    whether any marker has been read; a text without markers has no header either
+    marked    whether any marker has been read; if not, what looks like a header is content
     inside    whether the current group of calls is inside reasoning
     opener    the opener of calls that started the current trial; "" outside of trials
     trial     the pieces read since that opener, which may have to be read again
@@ -305,9 +303,8 @@ class StandardParser(AnswerParser):
 
     def _try_call_token(self, marker: str) -> None:
         checkpoint = self.builder.checkpoint()
-        if (
-            marker in self.reasoning.open + self.reasoning.close
-        ):  # these occur in no call before its name
+        # A marker of reasoning never occurs in a call before the call's name.
+        if marker in self.reasoning.open + self.reasoning.close:
             self._give_up(checkpoint)
             self._again.append((TOKEN, marker))
         else:
@@ -367,9 +364,7 @@ class StandardParser(AnswerParser):
             super()._release_held()
 
     def _read_again(self) -> None:
-        """Read the pieces of a failed trial again. They may contain an opener that starts another
-        trial.
-        """
+        """Read the pieces of a failed trial again. An opener among them may start another trial."""
         self._update_scanner()
         while self._again:
             pieces, self._again = self._again, []
@@ -402,9 +397,7 @@ class StandardParser(AnswerParser):
         self.builder.finish()
 
     def _end_trial(self, complete: bool) -> bool:
-        """End the trial at the end of the answer. Return whether it was a call, so that the call
-        parser has ended, too.
-        """
+        """End the trial, because the answer ends. If it was a call, end that and return True."""
         s = self.s
         if not complete:  # it may be the start of a call, so it is dropped
             s.at, s.inside, s.opener, s.trial = REASONING, False, "", []

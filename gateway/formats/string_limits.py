@@ -40,8 +40,9 @@ class StringEscapes(msgspec.Struct, frozen=True):
     numbered: str = ""
 
     def one_of(self, ranges: Ranges) -> str:
-        """Return a pattern of one of these characters. If none of them can be written, the pattern
-        matches nothing.
+        """Return a pattern of one of these characters.
+
+        The pattern matches nothing if none of them can be written.
         """
         escaped = [sign for sign in self.escapes if contains(ranges, ord(sign))]
         special = merged([*self.never, *((ord(s), ord(s)) for s in self.escapes)])
@@ -53,8 +54,8 @@ class StringEscapes(msgspec.Struct, frozen=True):
         return options[0] if len(options) == 1 else f"(?:{'|'.join(options)})"
 
     def any(self, but: str = "") -> str:
-        """Return a pattern of any one character, except that no character of `but` may stand for
-        itself.
+        """Return a pattern of any one character. Those of `but` are admitted only as numbered
+        escapes.
         """
         one = self.one_of(without(ALL, char_ranges(but)))
         return f"(?:{one}|{self.numbered})" if self.numbered else one
@@ -66,9 +67,7 @@ class StringEscapes(msgspec.Struct, frozen=True):
         return "".join(self.escapes.get(sign, sign) for sign in text)
 
     def with_length(self, least: int, most: int | None) -> str:
-        """Return a pattern of `least` to `most` characters. If `most` is None, there is no upper
-        limit.
-        """
+        """Return a pattern of `least` to `most` characters; without a limit if `most` is None."""
         return f"{self.any()}{{{least},{'' if most is None else most}}}"
 
 
@@ -149,8 +148,9 @@ def free_of(words: Sequence[str], spelling: StringEscapes) -> str:
 
 
 def _next(tails: Sequence[str]) -> dict[str, list[str]]:
-    """Return character -> rests of the tails that start with it, without characters that complete a
-    word.
+    """Return character -> rests of the tails that start with it.
+
+    Characters that complete a word are left out.
     """
     found: dict[str, list[str]] = {}
     for tail in tails:
@@ -205,12 +205,13 @@ FORMATS = {
     "email": rf"^{_WORD}(?:\.{_WORD}){{0,3}}@{_LABEL}(?:\.{_LABEL}){{1,3}}$",
     "uri": "^[A-Za-z][A-Za-z0-9+.-]{0,31}://[A-Za-z0-9._~:/?#@!$&*+,;=-]+$",
 }
-"""`format` -> a pattern that admits only such strings, though perhaps not all of them."""
+"""`format` -> a pattern that admits only strings of this format, though perhaps not all."""
 
 
 def limited(spelling: StringEscapes, limits: Limits) -> str:
-    """Return a pattern of strings within the limits. Raise ValueError, naming the keyword, if that
-    is impossible.
+    """Return a pattern of strings within the limits.
+
+    Raise ValueError, naming the keyword, if that is impossible.
     """
     named = [key for key in ("pattern", "format") if key in limits]
     length = [key for key in ("minLength", "maxLength") if key in limits]

@@ -23,9 +23,7 @@ from gateway.formats.string_limits import CONTROLS, StringEscapes, char_ranges, 
 from protocol.grammar import Form, GrammarRule, LiteralForm, Pattern, Repeat, Until
 
 BLANKS = r"[ \n]{0,8}"
-"""Blanks inside JSON. The number is bounded, because a model that is undecided could write blanks
-forever.
-"""
+"""Blanks inside JSON. Without a limit, a model could write blanks forever."""
 EMPTY = LiteralForm("")
 WORDS = ("null", "true", "false")
 
@@ -198,8 +196,10 @@ class Values:
         return sequence(opens, _separated(item, comma, least, most), closes)
 
     def items(self, limits: Limits, path: str) -> tuple[list[Form], Form, int, int | None]:
-        """Return (forms of the items in fixed places, form of any other item, least and most number
-        of other items).
+        """Return the forms of an array's items, and their number.
+
+        The result is (forms of the items in fixed places, form of each other item, least and most
+        number of other items).
         """
         prefix = limits.get("prefixItems", [])
         first = [self.value(each, f"{path}.prefixItems[{n}]") for n, each in enumerate(prefix)]
@@ -251,8 +251,9 @@ class Values:
         return self._string({}, "parameters")
 
     def extra(self, limits: Limits, path: str) -> tuple[Any, int, int | None] | None:
-        """Return (schema of the values, least and most number of members) if an object may have
-        undeclared names, else None.
+        """Return (schema of the values, least and most number of members) of an object.
+
+        Return None if the object may have no undeclared names.
         """
         schema = limits.get("additionalProperties", True)
         if "properties" in limits or limits.get("required") or schema is False:
@@ -346,8 +347,9 @@ class QuotedStrings(msgspec.Struct, frozen=True):
         return self._between(inner)
 
     def limited(self, limits: Limits) -> str:
-        """Return a pattern of strings within the limits. Raise ValueError, naming the keyword, if
-        that is impossible.
+        """Return a pattern of strings within the limits.
+
+        Raise ValueError, naming the keyword, if that is impossible.
         """
         return self._between(limited(self._careful, limits))
 
@@ -382,7 +384,7 @@ ArgumentWriter = Callable[[str | None, Any, str], Form | None]
 """Function (name, schema, path) -> the form of one argument, or None if the format cannot write the
 name.
 
-The name None stands for any undeclared name; `schema` is then that of its value.
+The name None stands for any undeclared name; `schema` is then the schema of its value.
 """
 
 
@@ -397,9 +399,7 @@ def arguments_form(values: Values, write: ArgumentWriter, comma: Form | None = N
 
 
 def _refuse_kind(schemas: Schemas) -> bool:
-    """Refuse parameters whose declared type is not an object. Parameters without a type count as an
-    object.
-    """
+    """Refuse parameters whose type is not an object. Without a type they count as an object."""
     if schemas.root and "type" in schemas.root:
         schemas.refuse(PATH, "type", "must be 'object'")
     return False

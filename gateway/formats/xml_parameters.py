@@ -11,7 +11,7 @@
 
 The states are:
 
-    opened      after the opening marker: a call follows, or all of this is content
+    opened      after the opening marker: if no call follows, the marker is content
     between     after a call, still in its group
     call_tag    in a call's tag, up to its `>`
     call        in a call, outside its arguments
@@ -22,7 +22,7 @@ The states are:
 
 Values are typed by the tool's schema (`argument_types`). The text after a closing tag in a value
 decides whether the tag ends the value. `</parameter>` ends it only if an argument's tag, the call's
-end or the group's end follows, possibly after blanks. Otherwise it is part of the value.
+end or the group's end follows, possibly after blanks. Otherwise the tag is part of the value.
 `</function>` ends a value without a closing tag only if the group's end or another call follows. So
 a value may contain closing tags, but not two of them in the order in which they end a call. Text
 between arguments is dropped.
@@ -154,9 +154,7 @@ class XmlParametersParser(TypedCallParser):
             self._begin_value(name)
 
     def _name_in_tag(self) -> str | None:
-        """Return the name in the complete tag, or None if it has none. Store the tag's string
-        attribute.
-        """
+        """Return the name in the complete tag, or None. Store the attribute `string_key`."""
         s, tag = self.s, self.s.tag.strip()
         if not self.syntax.quoted:
             return tag if PLAIN_NAME.fullmatch(tag) else None
@@ -169,7 +167,9 @@ class XmlParametersParser(TypedCallParser):
         return attributes.get("name") if not text[end:].strip("/ \t") else None
 
     def _no_tag(self) -> None:
-        """Handle text that only looked like a tag. A call's is content, an argument's is
+        """Handle text that only looked like a tag.
+
+        If it looked like a call's tag, it is content. If it looked like an argument's, it is
         dropped.
         """
         s = self.s
@@ -218,8 +218,9 @@ class XmlParametersParser(TypedCallParser):
     # ---- markers
 
     def _doubt(self, marker: str) -> None:
-        """Handle a closing tag in a value. The text after it may decide whether it ends the
-        value.
+        """Handle a closing tag in a value.
+
+        If `doubts` is set, the text after the tag decides whether the tag ends the value.
         """
         if self.syntax.doubts:
             self.s.at, self.s.doubtful = "doubt", [marker]
@@ -239,8 +240,9 @@ class XmlParametersParser(TypedCallParser):
         (self._doubt if is_closing else self._group_ended)(marker)
 
     def _ends_value(self, marker: str) -> bool:
-        """Return whether `marker`, read after a closing tag in doubt, shows that the value has
-        ended. If so, end the value.
+        """Return whether `marker` shows that the closing tag in doubt ends the value.
+
+        If so, end the value.
         """
         s, x = self.s, self.syntax
         if marker == x.parameter_close or (marker in x.skip and s.doubtful[0] != x.call_close):
@@ -321,7 +323,7 @@ class XmlParameters(CallSyntax, frozen=True, kw_only=True):
     parameter_open: str = "<parameter="
     #: Marker that ends a value.
     parameter_close: str = "</parameter>"
-    #: Whether names stand in quotes, and other attributes may follow.
+    #: Whether names are in quotes, and other attributes may follow.
     quoted: bool = False
     #: Name of an attribute that marks a value as a string ("true") or as JSON ("false").
     string_key: str = ""
@@ -431,8 +433,9 @@ class XmlParameters(CallSyntax, frozen=True, kw_only=True):
 
 
 def _invoke(prefix: str = "", **options: Any) -> XmlParameters:
-    """Return the syntax `<invoke name="f"><parameter name="k">v</parameter></invoke>`. Each tag
-    starts with `prefix`.
+    """Return the syntax `<invoke name="f"><parameter name="k">v</parameter></invoke>`.
+
+    Each tag starts with `prefix`.
     """
     return XmlParameters(
         call_open=f"<{prefix}invoke name=",

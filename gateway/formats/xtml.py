@@ -57,9 +57,7 @@ NAME = re.compile(r"\w+")
 CHANNELS = ("think", "response", "tools")
 INSIDE = {"": CHANNELS, "think": CHANNELS, "response": CHANNELS, "tools": ("call",),
           "call": ("argument",), "argument": ()}  # fmt: skip
-"""Element -> elements that may open in it. A channel that opens in another channel ends that
-one.
-"""
+"""Element -> elements that may open in it. A channel ends the channel in which it opens."""
 
 
 class XtmlState(FormatParserState):
@@ -115,9 +113,7 @@ class XtmlParser(AnswerParser):
         return ""
 
     def _spill(self, text: str) -> None:
-        """Emit text between the calls, unless it is blank. Drop text in a call outside its
-        arguments.
-        """
+        """Emit text between calls, unless it is blank. Drop text between arguments."""
         s = self.s
         if self._in == "call" or not (s.spilt or text.strip(BLANKS)):
             return
@@ -272,9 +268,7 @@ class Xtml(AnswerSyntax, frozen=True, kw_only=True):
         return sequence(self._tag("tools"), call("1"), more, self._end_tag("tools"), end)
 
     def write_strict(self, grammar: GrammarBuilder) -> Form:
-        """Return the grammar of a response followed by calls. The prompt may have written the
-        response's opening tag.
-        """
+        """Return the grammar of a response and calls. The prompt may have opened the response."""
         required, opener = self.write_required(grammar), self._tag("tools")
         calls = grammar.rule("calls", required)
         end = LiteralForm(self._end_tag("message"))
