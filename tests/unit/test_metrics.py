@@ -6,8 +6,7 @@ import msgspec
 from prometheus_client.core import Metric
 
 from gateway.context import RequestContext
-from gateway.observe.engine_metrics import ENGINE_METRICS, engine_metrics
-from gateway.observe.metrics import Metrics
+from gateway.observe.metrics import ENGINE_METRICS, Metrics, engine_metrics
 from protocol.messages import Accepted, Output, Usage
 from protocol.stats import EngineStats
 from tests.support.answers import new_choice_group

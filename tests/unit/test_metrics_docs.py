@@ -11,8 +11,7 @@ from typing import Any
 import msgspec
 from prometheus_client.core import Metric
 
-from gateway.observe.engine_metrics import engine_metrics
-from gateway.observe.metrics import Metrics
+from gateway.observe.metrics import Metrics, engine_metrics
 from gateway.observe.vllm_names import ALIASES, PREFIX, aliased
 from protocol.stats import EngineStats
 
