@@ -24,8 +24,6 @@ from gateway.api.responses.translate import (
     ResponsesTranslation,
     chat_body,
     check_outputs,
-)
-from gateway.api.responses.truncation import (
     items_after,
     possible_cuts,
     render_fitting,
