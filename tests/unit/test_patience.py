@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.http.timeouts import RequestTimeouts, client_timeout_s
+from gateway.api.run import RequestTimeouts, client_timeout_s
 from protocol.config.gateway import GatewayConfig
 
 READ, ANY = "X-Stainless-Read-Timeout", "X-Stainless-Timeout"
