@@ -141,7 +141,6 @@ def _add_route(app: Flask, service: Service, route: Route) -> None:
 
 
 def _context() -> RequestContext:
-    """Return the context of the current request."""
     context: RequestContext = request.environ[CONTEXT]
     return context
 
@@ -197,7 +196,6 @@ def _record_listeners(service: Service, *, is_probe: bool) -> list[Callable[[Req
 
 
 def _request_head() -> RequestHead:
-    """Return the head of the current request."""
     return RequestHead(
         method=request.method,
         target=request.environ.get("RAW_URI", request.path),

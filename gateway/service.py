@@ -171,7 +171,6 @@ class Service:
                 self._end_groups()
 
     def _end_groups(self) -> None:
-        """End all open answers with an error."""
         for group in list(self._groups):
             group.fail(self._shutdown_error())
 

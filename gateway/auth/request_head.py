@@ -54,7 +54,6 @@ def path_error(path: str) -> str | None:
 
 
 def _has_control(text: str) -> bool:
-    """Return whether `text` contains an ASCII control character."""
     return any(letter < " " or letter == "\x7f" for letter in text)
 
 
@@ -109,7 +108,6 @@ class HostRule:
         return cls(frozenset(name.rstrip(".").lower() for name in (host, *allowed)))
 
     def admits(self, name: str) -> bool:
-        """Return whether requests to the host `name` are accepted."""
         if self.allowed is None or name in self.allowed:
             return True
         return name == "localhost" or name.endswith(".localhost") or is_address(name)

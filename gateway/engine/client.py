@@ -310,7 +310,6 @@ class ZmqEngineClient:
                 self._dispatch(self.session.on_disconnected())
 
     def _drain_all(self) -> None:
-        """Receive all messages that have arrived."""
         assert self._socket is not None
         while self._socket.poll(0):
             self._drain()

@@ -433,5 +433,4 @@ def _is_about_handle(request: _Request, error: ErrorInfo) -> bool:
 
 
 def _error_of(report: Report) -> ErrorInfo | None:
-    """Return the error in a report; None if it has none."""
     return report.error if isinstance(report, Refused | Output) else None

@@ -130,7 +130,6 @@ def merge_usage(decoded: Usage, computed: Usage | None) -> Usage:
 
 
 def _sum_of_times(first: Times | None, second: Times | None) -> Times | None:
-    """Return the sum of each stage's time."""
     if first is None or second is None:
         return first or second
     names = Times.__struct_fields__

@@ -54,7 +54,6 @@ class EnginePool:
 
 
 def _serves(engine: ZmqEngineClient, model: ModelCard | None) -> bool:
-    """Return whether the engine is ready and has this model."""
     own = engine.model
     if not engine.is_ready or own is None or model is None:
         return False

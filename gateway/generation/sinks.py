@@ -53,7 +53,6 @@ class BufferSink:
         self._events.append(lambda sink: sink.fail(error))
 
     def drain(self, sink: Sink) -> None:
-        """Emit all buffered events to `sink`."""
         events, self._events = self._events, []
         for emit in events:
             emit(sink)

@@ -39,7 +39,6 @@ class Timeline:
         self._at.setdefault(moment, time.monotonic())
 
     def has(self, moment: TimelineMoment) -> bool:
-        """Return whether the request has reached `moment`."""
         return moment in self._at
 
     def at_s(self, moment: TimelineMoment) -> float | None:

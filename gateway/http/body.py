@@ -110,7 +110,6 @@ class BodyMemory:
             self._admit()
 
     def release(self, num_bytes: int) -> None:
-        """Free reserved memory."""
         self._num_free += num_bytes
         self._admit()
 
@@ -376,7 +375,6 @@ def check_depth(value: Any, param: str) -> None:
 
 
 def _inside(value: Any) -> Iterable[Any]:
-    """Return the values directly inside an object or array."""
     if isinstance(value, dict):
         return value.values()
     return value if isinstance(value, list) else ()

@@ -153,7 +153,6 @@ class RouteSuggestions:
         }
 
     def not_found(self, method: str, path: str) -> str:
-        """Return the message of a 404."""
         requested = path[:MAX_SHOWN_CHARS].rstrip("/").lower()
         similar = get_close_matches(requested, self._methods, MAX_SIMILAR, MIN_SIMILARITY)
         message = f"there is no route {method} {printable(path)}"
@@ -163,6 +162,5 @@ class RouteSuggestions:
         return f"{message}; similar routes: {', '.join(routes)}; {_ALL_ROUTES}"
 
     def not_allowed(self, method: str, path: str, allowed: Iterable[str]) -> str:
-        """Return the message of a 405."""
         methods = ", ".join(sorted(set(allowed) - _NOT_LISTED))
         return f"{method} is not allowed on {printable(path)}; allowed: {methods}"

@@ -79,7 +79,6 @@ def _schemas(operations: Sequence[Operation]) -> tuple[dict[Any, Json], Json]:
 
 
 def _operation(operation: Operation, schemas: Mapping[Any, Json]) -> Json:
-    """Return the document's entry of one operation."""
     summary, _, description = operation.about.partition("\n")
     entry: Json = {
         "operationId": _identifier(operation),

@@ -162,6 +162,5 @@ class GatewaySeries:
         return self._add(Histogram, MetricSpec(name, help, labels, buckets))
 
     def _add(self, kind: type[M], spec: MetricSpec) -> M:
-        """Register and return a metric."""
         self.specs.append(spec)
         return spec.make(kind, self.registry)

@@ -120,7 +120,6 @@ def tracing_to(endpoint: str, model_name: Callable[[], str]) -> Tracing | None:
 
 
 def attributes_of(record: RequestRecord, model: str) -> Attributes:
-    """Return the attributes of a request's span."""
     attributes: Attributes = {
         "gen_ai.operation.name": OPERATIONS[record.route],
         "gen_ai.provider.name": PROVIDER,

@@ -43,7 +43,6 @@ _FINISH_REASONS = {
 
 
 def _stage(name: str, stage: str) -> Alias:
-    """Return the alias for the time of one stage."""
     return Alias([name], "tidegate_stage_seconds", only={"stage": stage})
 
 

@@ -60,7 +60,6 @@ def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _call(call: Mapping[str, Any]) -> str:
-    """Return a tool call as text."""
     function = call["function"]
     arguments = function["arguments"]
     written = arguments if isinstance(arguments, str) else _json(arguments)

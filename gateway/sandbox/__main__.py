@@ -58,11 +58,9 @@ class Footprint:
         self._file = open("/proc/self/statm", "rb") if sys.platform == "linux" else None  # noqa: SIM115
 
     def address_space(self) -> int:
-        """Return the size of the address space in bytes."""
         return self._pages()[0] * resource.getpagesize()
 
     def resident(self) -> int:
-        """Return the size of the resident memory in bytes."""
         return self._pages()[1] * resource.getpagesize()
 
     def _pages(self) -> tuple[int, int]:

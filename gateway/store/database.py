@@ -87,7 +87,6 @@ class Store:
             self._pool = None
 
     def _opened(self) -> Database:
-        """Return the database. Open it on the first call."""
         if self._database is None:
             self._database = self._open_database()
         return self._database
@@ -326,7 +325,6 @@ class Database:
         self._connection.executemany(statement, rows)
 
     def _one(self, statement: str, *values: Any) -> tuple[Any, ...] | None:
-        """Return the first row of a query, or None."""
         row: tuple[Any, ...] | None = self._connection.execute(statement, values).fetchone()
         return row
 

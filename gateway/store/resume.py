@@ -32,7 +32,6 @@ _EVENT_ID = re.compile(rf"({PREFIX}[0-9a-f]{{32}}):(\d{{1,18}})")
 
 
 def new_stream_id() -> str:
-    """Return a new unique stream id."""
     return PREFIX + uuid.uuid4().hex
 
 

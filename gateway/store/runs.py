@@ -72,7 +72,6 @@ class DetachedRun:
     # ---- for the hub
 
     def write(self, frames: Sequence[bytes]) -> None:
-        """Add frames to the run."""
         self._unstored += frames
         if self._outlet is not None:
             self._outlet.write(b"".join(frames))
@@ -257,7 +256,6 @@ class Persistence:
 
     @property
     def is_busy(self) -> bool:
-        """Whether this process has open runs."""
         return bool(len(self.runs))
 
     def close(self) -> None:

@@ -50,7 +50,6 @@ class ByteCodec:
 
 
 def _run(steps: tuple[Step, ...], text: str) -> bytes:
-    """Return the bytes of a token after all steps."""
     piece: Piece = text
     for step in steps:
         piece = step(piece)

@@ -126,7 +126,6 @@ class ChatDerendering:
         )
 
     def whole(self) -> bytes:
-        """Return the complete response."""
         response = _required(self._body.generate_response, "generate_response", "without stream")
         prompt = self._prompt(response.prompt_token_ids)
         prompt_request = self._preparation.parse_request(
@@ -245,7 +244,6 @@ class CompletionDerendering:
         )
 
     def whole(self) -> bytes:
-        """Return the complete response."""
         body = self._body
         responses = _required(body.generate_responses, "generate_responses", "without stream")
         completion = self._completion(self._request, self._whole_ids(responses))

@@ -275,7 +275,6 @@ def response_fault(error: ServingError) -> ResponseFault:
 
 
 def warnings_of(warnings: Sequence[OutputWarning]) -> list[AnswerWarning] | UnsetType:
-    """Return the `warnings` of a response; UNSET if there are none."""
     return [AnswerWarning.from_event(warning, None) for warning in warnings] or UNSET
 
 

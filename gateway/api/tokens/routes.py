@@ -85,7 +85,6 @@ def _tokenize_chat(service: Service, body: requests.TokenizeChatBody) -> Respons
     ),
 )
 def generate(service: Service, context: RequestContext) -> Response:
-    """Generate token ids from token ids."""
     with service.bodies.read(request, service.id_bounds()) as fields:
         body = convert(fields, GenerateBody)
         unknown = prepare.list_unknown_fields(fields)
