@@ -9,8 +9,9 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from tests.support.checkpoints import LLAMA3_ROPE, random_llama, write_directory, write_gguf
+from tests.support.checkpoints import LLAMA3_ROPE, random_llama, write_directory
 from tests.support.eager import EagerStepper, assert_same, expected, load, some_tokens
+from tests.support.gguf_files import write_gguf
 from tests.support.model import smollm2_gguf
 from worker.attention.reference import ReferenceAttention
 

@@ -15,7 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from protocol.model_card import SamplingDefaults
-from tests.support.checkpoints import TEMPLATE, VOCAB, random_llama, write_gguf
+from tests.support.checkpoints import TEMPLATE, VOCAB, random_llama
+from tests.support.gguf_files import write_gguf
 from worker.loading import gguf_weights
 from worker.loading.errors import UnusableModel
 from worker.loading.gguf_file import GGMLType, GGUFFile
@@ -164,10 +165,12 @@ def test_a_damaged_header_raises_nothing_but_unusable_model(
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        ({"llama.rope.scaling.type": "yarn"}, "rope scaling 'yarn' is not supported"),
+        ({"llama.rope.scaling.type": "longrope"}, "no tensor 'rope_factors_short.weight'"),
+        ({"llama.rope.scaling.type": "dynamic"}, "rope scaling 'dynamic' is not supported"),
+        ({"llama.rope.scaling.type": "yarn"}, "no 'llama.rope.scaling.factor'"),
         ({"llama.rope.scaling.attn_factor": 1.2}, "attn_factor is not supported"),
         ({"llama.rope.scaling.factor": -2.0}, "not above zero"),
-        ({"llama.expert_count": 8}, "mixtures of experts"),
+        ({"llama.expert_count": 8}, "no 'llama.expert_used_count'"),
     ],
     ids=str,
 )

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from protocol.config.worker import WorkerConfig
 from protocol.facts import GIB, ModelPlan
-from tests.support.checkpoints import random_llama, write_directory, write_gguf
+from tests.support.checkpoints import random_llama, write_directory
+from tests.support.gguf_files import write_gguf
 from tests.support.kernels import native_kernels
 from tests.support.sparse_checkpoint import write_sparse_llama
 from worker.kernels import sizes

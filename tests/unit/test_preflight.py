@@ -16,7 +16,8 @@ from msgspec.structs import replace
 
 from protocol.config.worker import WorkerConfig
 from protocol.facts import GIB, Preflight
-from tests.support.checkpoints import random_llama, write_gguf
+from tests.support.checkpoints import random_llama
+from tests.support.gguf_files import write_gguf
 from tests.support.sparse_checkpoint import write_sparse_llama
 from tests.support.tiny_checkpoint import write_tiny_llama
 from tools.models.preflight import limit

@@ -83,7 +83,7 @@ def _directory_header(path: Path) -> ModelHeader:
 def _gguf_header(path: Path) -> ModelHeader:
     file = GGUFFile(path)
     spec = gguf_spec(file)
-    tensors = ModelTensors(spec, gguf_names(spec))
+    tensors = ModelTensors(spec, gguf_names(file, spec))
     tensors.check({name: info.shape for name, info in file.tensors.items()})
     for name, info in file.tensors.items():
         if not info.kind.is_readable:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from worker.loading import gguf_header
 from worker.models.compiled import why_not
 from worker.models.families.family import ModelFamily
 from worker.models.families.registry import FAMILIES
@@ -9,11 +10,21 @@ from worker.models.families.registry import FAMILIES
 
 def table() -> str:
     """Return a Markdown table with a row for each family."""
-    lines = ["| family | `model_type` | a step on a CPU |", "|---|---|---|"]
+    lines = ["| family | `model_type` | in GGUF files | a step on a CPU |", "|---|---|---|---|"]
     lines += [
-        f"| `{each.architecture}` | `{each.model_type}` | {_path(each)} |" for each in FAMILIES
+        f"| `{each.architecture}` | `{each.model_type}` | {_gguf(each)} | {_path(each)} |"
+        for each in FAMILIES
     ]
     return "\n".join(lines)
+
+
+def _gguf(family: ModelFamily) -> str:
+    names = [
+        f"`{name}`"
+        for name, each in gguf_header.FAMILIES.items()
+        if family.architecture in each.families
+    ]
+    return ", ".join(names) or "not supported"
 
 
 def _path(family: ModelFamily) -> str:

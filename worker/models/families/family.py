@@ -56,8 +56,8 @@ DEFAULTS: dict[str, Any] = {
 class ConfigFields(Fields):
     """The fields of a config.json, with a value for each key that its family reads."""
 
-    def __init__(self, values: Mapping[str, Any], architecture: str) -> None:
-        super().__init__(values, "config.json")
+    def __init__(self, values: Mapping[str, Any], architecture: str, source: str) -> None:
+        super().__init__(values, source)
         self.architecture = architecture
 
     @property
@@ -170,8 +170,10 @@ class ModelFamily:
     #: Another name of a key -> the key.
     aliases: Mapping[str, str] = field(default_factory=dict)
 
-    def spec(self, config: Mapping[str, Any]) -> ModelSpec:
+    def spec(self, config: Mapping[str, Any], source: str = "config.json") -> ModelSpec:
         """Return the model that a parsed config.json describes.
+
+        source   name of the config in error messages
 
         Raises UnusableModel, naming the field.
         """
@@ -179,12 +181,12 @@ class ModelFamily:
         values = {**self.defaults, **values, **self.ignored}
         for key in self.defaults:
             if values[key] is None and not self.is_nullable(key):
-                raise UnusableModel(f"config.json: {key!r} is null")
+                raise UnusableModel(f"{source}: {key!r} is null")
         for key, supported in {**UNSUPPORTED, **self.only}.items():
             if (value := values.get(key)) not in supported:
                 raise UnusableModel(f"{key} {value!r:.80} is not supported for {self.model_type}")
         _refuse_quantised(values)
-        return self.read(ConfigFields(values, self.architecture))
+        return self.read(ConfigFields(values, self.architecture, source))
 
     def is_nullable(self, key: str) -> bool:
         """Return whether the key may be null."""

@@ -1,0 +1,72 @@
+"""Every model family as a GGUF file, against transformers: the logits are the same.
+
+The files are those of llama.cpp's converter (`tests.support.gguf_files`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gguf import MODEL_ARCH_NAMES
+
+from tests.support.eager import EagerStepper, assert_same, expected, load, some_tokens
+from tests.support.family_models import CASES, random_model
+from tests.support.gguf_files import ARCHITECTURES, write_gguf
+from worker.loading.gguf_header import FAMILIES
+
+NUM_TOKENS = 61
+UNSTORED = {
+    "granite": {"llama3 rope"},
+    "seed_oss": {"llama3 rope"},
+    "smollm3": {"windows", "all rotated", "none rotated", "every second"},
+    "mistral": {"window"},
+    "mixtral": {"window"},
+    "qwen2": {"windows", "llama3 rope"},
+    "qwen3": {"windows", "llama3 rope"},
+    "qwen3_moe": {"window", "dense layers", "every second layer"},
+    "gemma2": {"untied", "no caps", "all full"},
+    "gemma3_text": {"every second", "caps"},
+    "olmo2": {"llama3 rope"},
+    "gpt2": {"by layer", "unscaled", "gelu"},
+    "starcoder2": {"window"},
+    "cohere2": {"every second", "biases", "untied"},
+}
+"""Variants whose options llama.cpp's converter does not write, or refuses."""
+FIXED: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"norm_topk_prob": True},
+    "gemma2": {"query_pre_attn_scalar": 32},
+    "gemma3_text": {"query_pre_attn_scalar": 32},
+}
+"""Options that GGUF files do not store, with the only value that llama.cpp computes with."""
+STORED = [
+    (model_type, variant, changes | FIXED.get(model_type, {}))
+    for model_type, variant, changes in CASES
+    if model_type in ARCHITECTURES and variant not in UNSTORED.get(model_type, set())
+]
+
+
+def test_every_architecture_is_tried() -> None:
+    written = {MODEL_ARCH_NAMES[ARCHITECTURES[model_type]] for model_type, _, _ in STORED}
+    assert written == FAMILIES.keys()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "variant", "changes"), STORED, ids=[f"{a} {b}" for a, b, _ in STORED]
+)
+def test_logits_are_those_of_transformers(
+    tmp_path: Path, model_type: str, variant: str, changes: dict[str, Any]
+) -> None:
+    theirs, tokens = random_model(model_type, **changes), some_tokens(NUM_TOKENS)
+    loaded = load(write_gguf(tmp_path / "tiny.gguf", theirs))
+    logits = expected(theirs, tokens)
+    atol = 1e-4 * max(1.0, float(logits.abs().max()) / 10)
+    assert_same(EagerStepper(loaded, [tokens]).run([(30,), (1,), (30,)])[0], logits, atol)
+
+
+def test_older_files_with_a_tensor_for_each_expert_are_read(tmp_path: Path) -> None:
+    theirs, tokens = random_model("mixtral"), some_tokens(NUM_TOKENS)
+    path = write_gguf(tmp_path / "tiny.gguf", theirs, stacks_experts=False)
+    logits = expected(theirs, tokens)
+    assert_same(EagerStepper(load(path), [tokens]).run([(NUM_TOKENS,)])[0], logits)

@@ -1,0 +1,206 @@
+"""Tiny random checkpoints of every model family, with options of its config toggled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.support.checkpoints import VOCAB
+from worker.models.families.registry import FAMILIES
+
+MODEL_TYPES = [family.model_type for family in FAMILIES]
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 96,
+    "intermediate_size": 160,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.15,
+    "bos_token_id": 1,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
+"""No two dimensions are equal: a transposed or misplaced tensor has the wrong shape."""
+OWN_SIZES: dict[str, dict[str, Any]] = {
+    "llama": {"head_dim": 32},
+    "qwen3": {"head_dim": 32},
+    "qwen3_moe": {
+        "head_dim": 32,
+        "moe_intermediate_size": 48,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+    },
+    "mistral": {"head_dim": 32},
+    "ministral": {"head_dim": 32},
+    "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
+    "gemma2": {"head_dim": 32, "sliding_window": 24, "query_pre_attn_scalar": 40},
+    "gemma3_text": {"head_dim": 32, "sliding_window": 24, "query_pre_attn_scalar": 40},
+    "seed_oss": {"head_dim": 32},
+    "granite": {
+        "embedding_multiplier": 2.5,
+        "logits_scaling": 3.0,
+        "residual_multiplier": 0.4,
+        "attention_multiplier": 0.2,
+    },
+    "gpt2": {"n_inner": 160},
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 5000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0 + i / 10 for i in range(8)],
+    "long_factor": [2.0 + i for i in range(8)],
+    "original_max_position_embeddings": 128,
+}
+ROPES: dict[str, dict[str, Any]] = {
+    "linear rope": {"rope_parameters": LINEAR},
+    "llama3 rope": {"rope_parameters": LLAMA3},
+    "yarn rope": {"rope_parameters": YARN},
+}
+WINDOW = {"sliding_window": 24}
+BIASED = {"attention_bias": True}
+TIED = {"tie_word_embeddings": True}
+UNTIED = {"tie_word_embeddings": False}
+
+VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
+    "llama": {"tied": TIED, "biases": BIASED | {"mlp_bias": True}, **ROPES},
+    "granite": {"tied": TIED, "biases": BIASED | {"mlp_bias": True}, **ROPES},
+    "seed_oss": {
+        "tied": TIED,
+        "no biases": {"attention_bias": False},
+        "all biases": {"attention_out_bias": True, "mlp_bias": True},
+        **ROPES,
+    },
+    "smollm3": {
+        "untied": UNTIED,
+        "windows": {"use_sliding_window": True, **WINDOW},
+        "all rotated": {"no_rope_layers": [1, 1, 1, 1]},
+        "none rotated": {"no_rope_layers": [0, 0, 0, 0]},
+        "every second": {"no_rope_layer_interval": 2},
+        **ROPES,
+    },
+    "mistral": {"window": WINDOW, "no window": {"sliding_window": None}, "tied": TIED, **ROPES},
+    "ministral": {
+        "window": WINDOW,
+        "some windows": WINDOW | {"layer_types": ["sliding_attention", "full_attention"] * 2},
+        **ROPES,
+    },
+    "mixtral": {"window": WINDOW, "one expert": {"num_experts_per_tok": 1}, "tied": TIED},
+    "qwen2": {
+        "tied": TIED,
+        "windows": {"use_sliding_window": True, "max_window_layers": 2, **WINDOW},
+        **ROPES,
+    },
+    "qwen3": {
+        "tied": TIED,
+        "biases": BIASED,
+        "windows": {"use_sliding_window": True, "max_window_layers": 1, **WINDOW},
+        **ROPES,
+    },
+    "qwen3_moe": {
+        "renormalised": {"norm_topk_prob": True},
+        "dense layers": {"mlp_only_layers": [1], "decoder_sparse_step": 1},
+        "every second layer": {"decoder_sparse_step": 2},
+        "window": {"use_sliding_window": True, **WINDOW},
+        "biases": BIASED,
+    },
+    "gemma2": {
+        "untied": UNTIED,
+        "biases": BIASED,
+        "no caps": {"attn_logit_softcapping": None, "final_logit_softcapping": None},
+        "small caps": {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.5},
+        "all full": {"layer_types": ["full_attention"] * 4},
+    },
+    "gemma3_text": {
+        "untied": UNTIED,
+        "caps": {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.5},
+        "every second": {"sliding_window_pattern": 2},
+        "scaled": {
+            "rope_parameters": {
+                "full_attention": LINEAR | {"rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            }
+        },
+    },
+    "phi3": {
+        "window": WINDOW,
+        "tied": TIED,
+        "partial": {"partial_rotary_factor": 0.5},
+        "long rope": {"rope_parameters": LONG, "original_max_position_embeddings": 128},
+    },
+    "olmo2": {"tied": TIED, "biases": BIASED, **ROPES},
+    "olmo3": {"windows": WINDOW, "biases": BIASED | WINDOW},
+    "exaone4": {
+        "windows": WINDOW,
+        "no windows": {"sliding_window": None, "layer_types": ["full_attention"] * 4},
+        "every second": WINDOW | {"sliding_window_pattern": 2},
+        **ROPES,
+    },
+    "gpt2": {
+        "untied": UNTIED,
+        "by layer": {"scale_attn_by_inverse_layer_idx": True},
+        "unscaled": {"scale_attn_weights": False},
+        "gelu": {"activation_function": "gelu"},
+        "no inner": {"n_inner": None},
+    },
+    "gpt_neox": {
+        "one after the other": {"use_parallel_residual": False},
+        "no biases": {"attention_bias": False},
+        "whole heads": {"rotary_pct": 1.0},
+        "tied": TIED,
+    },
+    "starcoder2": {"window": WINDOW, "no biases": {"use_bias": False}, "untied": UNTIED},
+    "stablelm": {
+        "biases": {"use_qkv_bias": True},
+        "parallel": {"use_parallel_residual": True},
+        "half": {"partial_rotary_factor": 0.5},
+        "tied": TIED,
+    },
+    "cohere2": {
+        "windows": WINDOW,
+        "every second": WINDOW | {"sliding_window_pattern": 2},
+        "biases": BIASED | WINDOW,
+        "untied": UNTIED,
+        "scaled": {"logit_scale": 2.0},
+    },
+}
+CASES = [
+    (model_type, variant, changes)
+    for model_type in MODEL_TYPES
+    for variant, changes in {"plain": {}, **VARIANTS.get(model_type, {})}.items()
+]
+
+
+def random_model(model_type: str, **changes: Any) -> Any:
+    """Return transformers' model with random weights, biases and norms."""
+    settings = SIZES | OWN_SIZES.get(model_type, {}) | changes
+    if model_type == "gpt_neox":
+        del settings["num_key_value_heads"]
+    torch.manual_seed(5)
+    config = AutoConfig.for_model(model_type, **settings)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(0, 0.3)
+            elif parameter.ndim == 1:
+                parameter.uniform_(0.5, 1.5)
+    return model

@@ -1,0 +1,260 @@
+"""GGUF files of models of `transformers`, written as llama.cpp's converter writes them.
+
+The names of tensors are the package `gguf`'s own. Some options of a model have no place in its GGUF
+file, such as the window of a Qwen2; see UNSTORED in tests/differential/test_gguf_families.py.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf import (
+    MODEL_ARCH,
+    MODEL_ARCH_NAMES,
+    GGMLQuantizationType,
+    GGUFWriter,
+    RopeScalingType,
+    get_tensor_name_map,
+    quants,
+)
+from numpy.typing import NDArray
+from safetensors.numpy import load_file
+
+from tests.support.checkpoints import SPECIAL, TEMPLATE, tiny_tokenizer
+
+Array = NDArray[np.float32]
+Kinds = Callable[[str], GGMLQuantizationType]
+F32 = GGMLQuantizationType.F32
+ARCHITECTURES = {
+    "llama": MODEL_ARCH.LLAMA,
+    "mistral": MODEL_ARCH.LLAMA,
+    "mixtral": MODEL_ARCH.LLAMA,
+    "qwen2": MODEL_ARCH.QWEN2,
+    "qwen3": MODEL_ARCH.QWEN3,
+    "qwen3_moe": MODEL_ARCH.QWEN3MOE,
+    "gemma2": MODEL_ARCH.GEMMA2,
+    "gemma3_text": MODEL_ARCH.GEMMA3,
+    "phi3": MODEL_ARCH.PHI3,
+    "olmo2": MODEL_ARCH.OLMO2,
+    "olmo3": MODEL_ARCH.OLMO2,
+    "exaone4": MODEL_ARCH.EXAONE4,
+    "granite": MODEL_ARCH.GRANITE,
+    "smollm3": MODEL_ARCH.SMOLLM3,
+    "seed_oss": MODEL_ARCH.SEED_OSS,
+    "cohere2": MODEL_ARCH.COHERE2,
+    "starcoder2": MODEL_ARCH.STARCODER2,
+    "stablelm": MODEL_ARCH.STABLELM,
+    "gpt2": MODEL_ARCH.GPT2,
+    "gpt_neox": MODEL_ARCH.GPTNEOX,
+}
+"""model_type -> architecture of the GGUF file."""
+PERMUTED = frozenset({"llama", "mistral", "mixtral", "granite", "smollm3"})
+"""Model types whose rows of queries and keys the converter interleaves."""
+WITH_PATTERN = frozenset({"olmo3", "exaone4"})
+"""Model types for which the converter writes which layers have windows."""
+EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.(\w+)\.weight")
+
+
+def write_gguf(
+    path: Path,
+    model: Any,
+    kind: GGMLQuantizationType | Kinds = F32,
+    metadata: Mapping[str, float | str | int] | None = None,
+    *,
+    stacks_experts: bool = True,
+) -> Path:
+    """Write a model with the tiny tokenizer, and return `path`.
+
+    kind             type of the matrices, or a function from the tensor's name to its type; vectors
+                     are stored in float32
+    metadata         keys to add
+    stacks_experts   write the experts of a layer as one tensor, as today's converter does; older
+                     files have a tensor for each expert
+    """
+    config: Any = model.config
+    architecture = ARCHITECTURES[config.model_type]
+    writer = GGUFWriter(path, MODEL_ARCH_NAMES[architecture])
+    _add_facts(writer, config)
+    _add_own_facts(writer, config)
+    _add_rope(writer, config)
+    _add_tokenizer(writer)
+    kinds = kind if callable(kind) else lambda _: kind
+    names = get_tensor_name_map(architecture, config.num_hidden_layers)
+    for theirs, data in _tensors(model):
+        name = names.get_name(theirs, try_suffixes=(".weight", ".bias"))
+        assert name is not None, theirs
+        own = kinds(name) if data.ndim > 1 else F32
+        parts = {name: data}
+        if data.ndim == 3 and not stacks_experts:
+            part_name = name.replace("_exps.", ".{}.")
+            parts = {part_name.format(index): part for index, part in enumerate(data)}
+        for part_name, part in parts.items():
+            raw = quants.quantize(np.ascontiguousarray(part), own)
+            writer.add_tensor(part_name, raw, raw_dtype=own)
+    for key, value in (metadata or {}).items():
+        add = {float: writer.add_float32, int: writer.add_uint32, str: writer.add_string}
+        add[type(value)](key, value)  # type: ignore[operator]
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _add_tokenizer(writer: GGUFWriter) -> None:
+    vocab = sorted(tiny_tokenizer().get_vocab().items(), key=lambda item: item[1])
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list([piece for piece, _ in vocab])
+    writer.add_token_types([3 if piece in SPECIAL else 1 for piece, _ in vocab])
+    writer.add_token_merges(["Ġ t", "h e", "Ġt he"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(0)
+    writer.add_eot_token_id(2)
+    writer.add_chat_template(TEMPLATE)
+
+
+def _add_facts(writer: GGUFWriter, config: Any) -> None:
+    """Write the facts that all architectures have."""
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    inner = config.n_inner if config.model_type == "gpt2" else config.intermediate_size
+    writer.add_feed_forward_length(inner or 4 * config.hidden_size)
+    heads = config.num_attention_heads
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(getattr(config, "num_key_value_heads", None) or heads)
+    if head_dim := getattr(config, "head_dim", None):
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+    if (eps := getattr(config, "rms_norm_eps", None)) is not None:
+        writer.add_layer_norm_rms_eps(eps)
+    for name in ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"):
+        if (eps := getattr(config, name, None)) is not None:
+            writer.add_layer_norm_eps(eps)
+
+
+def _add_own_facts(writer: GGUFWriter, config: Any) -> None:
+    """Write the facts of the model's own architecture."""
+    match config.model_type:
+        case "mixtral" | "qwen3_moe":
+            writer.add_expert_count(config.num_local_experts)
+            writer.add_expert_used_count(config.num_experts_per_tok)
+            if config.model_type == "qwen3_moe":
+                writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        case "gemma2":
+            writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+            writer.add_final_logit_softcapping(config.final_logit_softcapping)
+            writer.add_sliding_window(config.sliding_window)
+        case "gemma3_text":
+            writer.add_sliding_window(config.sliding_window)
+        case "phi3":
+            writer.add_sliding_window(config.sliding_window or 0)
+        case "olmo3" | "exaone4" if config.sliding_window is not None:
+            writer.add_sliding_window(config.sliding_window)
+            slides = [kind == "sliding_attention" for kind in config.layer_types]
+            writer.add_sliding_window_pattern(slides)
+        case "granite":
+            writer.add_attention_scale(config.attention_multiplier)
+            writer.add_embedding_scale(config.embedding_multiplier)
+            writer.add_residual_scale(config.residual_multiplier)
+            writer.add_logit_scale(config.logits_scaling)
+        case "cohere2":
+            writer.add_logit_scale(config.logit_scale)
+            writer.add_sliding_window(config.sliding_window)
+        case "stablelm" | "gpt_neox":
+            writer.add_parallel_residual(config.use_parallel_residual)
+
+
+def _add_rope(writer: GGUFWriter, config: Any) -> None:
+    """Write the rotary embeddings. The scaling of Llama 3 becomes one factor for each pair."""
+    ropes = getattr(config, "rope_parameters", None)
+    if ropes is None:
+        return
+    rope = ropes.get("full_attention", ropes)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if sliding := ropes.get("sliding_attention"):
+        writer.add_rope_freq_base_swa(sliding["rope_theta"])
+    head_dim = getattr(config, "head_dim", None)
+    head_dim = head_dim or config.hidden_size // config.num_attention_heads
+    width = int(head_dim * (rope.get("partial_rotary_factor") or 1.0))
+    writer.add_rope_dimension_count(width)
+    match rope["rope_type"]:
+        case "linear":
+            writer.add_rope_scaling_type(RopeScalingType.LINEAR)
+            writer.add_rope_scaling_factor(rope["factor"])
+        case "yarn":
+            writer.add_rope_scaling_type(RopeScalingType.YARN)
+            writer.add_rope_scaling_factor(rope["factor"])
+            writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        case "longrope":
+            original = rope["original_max_position_embeddings"]
+            scale = config.max_position_embeddings / original
+            writer.add_rope_scaling_orig_ctx_len(original)
+            writer.add_rope_scaling_attn_factors(np.sqrt(1 + np.log(scale) / np.log(original)))
+            for name in ("long", "short"):
+                factors = np.array(rope[f"{name}_factor"], np.float32)
+                writer.add_tensor(f"rope_factors_{name}.weight", factors)
+        case "llama3":
+            writer.add_tensor("rope_freqs.weight", _llama3_factors(rope, width))
+
+
+def _llama3_factors(rope: Mapping[str, float], width: int) -> Array:
+    low = rope["original_max_position_embeddings"] / rope["low_freq_factor"]
+    high = rope["original_max_position_embeddings"] / rope["high_freq_factor"]
+    factors = []
+    for pair in range(width // 2):
+        length = 2 * np.pi * rope["rope_theta"] ** (2 * pair / width)
+        smooth = (low / length - 1) / (low / high - 1)
+        between = 1 / ((1 - smooth) / rope["factor"] + smooth)
+        factors.append(1.0 if length < high else rope["factor"] if length > low else between)
+    return np.array(factors, np.float32)
+
+
+def _tensors(model: Any) -> Iterator[tuple[str, Array]]:
+    """Yield name and content of each tensor. The experts of a layer become one tensor."""
+    config = model.config
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        weights = load_file(Path(folder) / "model.safetensors")
+    experts: dict[str, list[Array]] = {}
+    for name, data in sorted(weights.items(), key=lambda item: _expert_index(item[0])):
+        if found := EXPERT.fullmatch(name):
+            block, _, projection = found.groups()
+            block = re.sub(r".*layers\.(\d+)\.block_sparse_moe", r"layers.\1.feed_forward", block)
+            experts.setdefault(f"{block}.experts.{projection}.weight", []).append(data)
+        elif not (name == "lm_head.weight" and config.tie_word_embeddings):
+            yield name, _converted(config, name, data)
+    for name, parts in experts.items():
+        yield name, np.stack(parts)
+
+
+def _expert_index(name: str) -> int:
+    found = EXPERT.fullmatch(name)
+    return int(found[2]) if found else -1
+
+
+def _converted(config: Any, name: str, data: Array) -> Array:
+    """Return a tensor as the converter writes it."""
+    heads = {
+        "q_proj": config.num_attention_heads,
+        "k_proj": getattr(config, "num_key_value_heads", None),
+    }
+    if config.model_type in PERMUTED:
+        for projection, count in heads.items():
+            if projection in name:
+                halves = data.reshape(count, 2, len(data) // count // 2, *data.shape[1:])
+                return halves.swapaxes(1, 2).reshape(data.shape)
+    if config.model_type.startswith("gemma") and name.endswith("norm.weight"):
+        return data + 1
+    if config.model_type == "gpt2" and re.search(r"\.c_\w+\.weight$", name):
+        return data.T
+    if "query_key_value" in name:
+        by_head = data.reshape(config.num_attention_heads, 3, -1, *data.shape[1:])
+        return by_head.swapaxes(0, 1).reshape(data.shape)
+    return data
