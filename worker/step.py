@@ -206,7 +206,7 @@ class Runner:
     ) -> SampledTokens:
         """Verify the drafts, and return the sampled tokens that belong to the answers. The last one
         of each row is appended to its slot. The others equal their drafts, which are in the slot
-        already. Waits for the device."""
+        already. This waits for the device."""
         tokens, finite = choice.tokens.cpu().numpy(), choice.finite.cpu().numpy()
         verified = verify(tokens, finite, rows.drafts)
         last_places = verified.places[verified.last]

@@ -88,7 +88,7 @@ class PagedPlan:
 class TorchPagedAttention:
     """Attention over the paged cache with torch's own kernels.
 
-    dtype   the model's; masks have this dtype, so that no layer has to convert them
+    dtype   dtype of the model and of the masks, so that no layer has to convert a mask
     """
 
     def __init__(self, block_tokens: int, dtype: torch.dtype) -> None:

@@ -35,8 +35,8 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class BatchRows:
-    """The plan's rows, on the host. All arrays are [R] int64, but sampled, drafts_after and drafts
-    are [S] int64.
+    """The plan's rows, on the host. All arrays are int64. `sampled`, `drafts_after` and `drafts`
+    are [S], the others [R].
 
     starts         first position computed
     counts         number of positions computed

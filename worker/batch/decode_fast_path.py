@@ -36,8 +36,8 @@ def is_plain(plan: StepPlan, rows: BatchRows) -> bool:
 
 @dataclass(slots=True)
 class DecodeCall:
-    """Arguments and work memory of the compiled call for steps of R rows. Only the rows themselves
-    are set in each step.
+    """Arguments and work memory of the compiled call for steps of R rows. Each step sets
+    only the addresses of its slots, starts and results.
 
     hidden   [R * hidden] work memory, flat
     logits   [R * V] the result, flat

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 EXACT_FLOAT_BITS = 52
-"""A row's total weight stays below 2**52. So the total, and its product with u in [0, 1), fit a
-float64 exactly."""
+"""A row's total weight stays below 2**52. So a float64 represents it exactly, and its product with
+u in [0, 1) is below the total even after rounding."""
 CACHED_ROWS = 8
 """Number of rows that are processed together on the CPU. Their intermediate results fit into its
 cache."""

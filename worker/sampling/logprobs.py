@@ -37,8 +37,8 @@ CHUNK = 64
 class Scores:
     """Logprobs and ranks of N tokens.
 
-    logprobs [N] float32, ranks [N] int64       of the tokens themselves; rank 1 is the most likely
-    top_ids [N, K] int64, top_logprobs [N, K]   most likely first, equal ones by id; float32
+    logprobs [N] float32, ranks [N] int64       each token's own; rank 1 is the most likely token
+    top_ids [N, K] int64, top_logprobs [N, K]   the most likely tokens first, equal ones by id
     asked [N, A] float32                        logprobs of requested tokens
     """
 

@@ -1,5 +1,4 @@
-"""Lists the GPUs that NVIDIA's driver shows to this process, with their free memory. Needs no
-torch.
+"""Lists the GPUs that NVIDIA's driver shows to this process, with their free memory, without torch.
 
 CUDA_VISIBLE_DEVICES applies, as it does for torch. No context is created on a device, because a
 context takes time and device memory.

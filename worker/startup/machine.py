@@ -1,4 +1,4 @@
-"""Facts about this machine: CPU features, cores, memory, the torch build. Needs no torch.
+"""Facts about this machine: CPU features, cores, memory, the torch build. It does not import torch.
 
 Most functions only read facts. `dtype_name` and `choose_threads` decide, and take the facts as
 arguments.
@@ -147,7 +147,7 @@ def _statistic(text: str, name: str) -> int:
 
 def torch_build() -> tuple[str, str]:
     """Return the version of the installed torch, and the kind of GPU that it is built for: "cuda",
-    "hip" or "". Reads torch's version.py, because importing torch takes seconds."""
+    "hip" or "". This reads torch's version.py, because importing torch takes seconds."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return "", ""

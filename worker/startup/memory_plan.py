@@ -1,4 +1,4 @@
-"""Plans a model's memory: loaded weights, K/V cache and working memory. Pure, and needs no torch.
+"""Plans a model's memory (weights, K/V cache, working memory) by arithmetic alone, without torch.
 
 The plan is made from the headers of the files, before any weight is loaded. After loading, the
 worker calls `kv_budget` again with the memory that is then free. A server must be able to finish
@@ -28,8 +28,8 @@ from worker.models.spec import ModelSpec
 from worker.models.tensors import FusedMatrix, LayerTensors, ModelTensors
 
 AVERAGE_REQUEST_TOKENS = 1024
-"""Prompt and answer of an average request, in tokens. Determines the size of the cache if the user
-has not configured it."""
+"""Prompt and answer of an average request, in tokens. The default size of the cache follows from
+this number."""
 FREE_SHARE = 4
 """If the user has not configured the cache's size, the cache gets at most 1/FREE_SHARE of the free
 memory."""
@@ -235,7 +235,7 @@ def _affordable(options: WorkerConfig, wanted_len: int, block_bytes: int, free_b
 def _longer_or_shorter(
     options: WorkerConfig, needed: int, held: int, block_bytes: int, max_blocks: int
 ) -> str:
-    """Return advice: the options that give the cache more memory, if there is some, or that shorten
+    """Return advice: options that give the cache more memory, if that is possible, or that shorten
     requests."""
     blocks = -(-needed // options.block_tokens) + 1
     ways = []
@@ -299,8 +299,8 @@ def block_bytes(spec: ModelSpec, block_tokens: int, item_bytes: int) -> int:
 
 
 def work_bytes(model: PlannedModel, dtype: str, max_slots: int) -> int:
-    """Return the memory of the processes, the slots without their tokens, and the larger of a step
-    and loading."""
+    """Return the bytes of working memory: of the processes, of the slots without their tokens, and
+    of a step or of loading, whichever needs more."""
     spec = model.spec
     slots = 4 * max_slots * SLOT_NUMBERS
     heads = max(each.q_width + 2 * each.kv_width for each in spec.attentions)

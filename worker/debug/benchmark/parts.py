@@ -86,9 +86,9 @@ class WatchedModel(TimedPart):
 
 @contextmanager
 def watched_linears(model: Any, clock: PartsClock) -> Iterator[None]:
-    """Count calls of the layers' weights for `linears`, inside the `with` block. The compiled call
-    for the whole model is off meanwhile, because nothing can be timed within it; the layers are
-    computed one by one."""
+    """Add the time of calls of the layers' weights to the part `linears`, inside the `with` block.
+    The compiled call for the whole model is off meanwhile, because nothing can be timed within it;
+    the layers are computed one by one."""
     replaced: list[tuple[Any, str, Any]] = [(model, "whole", model.whole)]
     model.whole = None
     for layer in model.weights.layers:

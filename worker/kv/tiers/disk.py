@@ -70,8 +70,8 @@ class DamagedBlockFile(Exception):
 
 
 def make_header(layout: bytes, content: bytes, payload: Buffer) -> bytes:
-    """Return the header of a block's file, HEADER_BYTES long. Reads the whole payload, because the
-    header contains its digest."""
+    """Return the header of a block's file, HEADER_BYTES long. This reads the whole payload, because
+    the header contains its digest."""
     fields = _FIELDS.pack(MAGIC, VERSION, len(payload), layout, content)
     return fields + _digest(fields, payload)
 

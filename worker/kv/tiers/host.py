@@ -61,7 +61,8 @@ class HostMemory:
         return mark(self._rows.device)
 
     def _place(self, place: int) -> Tensor:
-        """Return the memory of a place, uint8 [R, P]. Allocates its slab at the first use."""
+        """Return the memory of a place, uint8 [R, P]. Allocate its slab if this is the first
+        use."""
         number, index = divmod(place, self._per_slab)
         slab = self._slabs.get(number)
         if slab is None:

@@ -143,7 +143,7 @@ class TierReader:
             self._host.publish(content, place)
 
     def _put(self, place: int, block: Ids) -> None:
-        """Copy a place to a block of the cache. Waits for the copy, so that `place` may be
+        """Copy a place to a block of the cache. Wait for the copy, so that `place` may be
         reused."""
         self._blocks.put(0, self._blocks.num_rows, block, self._memory.pieces(place))
         self._blocks.synchronize()

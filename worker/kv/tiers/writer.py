@@ -123,7 +123,7 @@ class TierWriter:
         return not self._unwritten or time.monotonic() > self._close_at
 
     def _receive(self) -> None:
-        """Apply every item that has arrived. Waits for one only if no block is left to write."""
+        """Apply every item that has arrived. Wait for an item only if no block is left to write."""
         is_idle = not self._unwritten and self._close_at is None
         try:
             while True:
