@@ -11,7 +11,7 @@ parses nothing. For each scene and rate (tokens/s of all streams) a line is prin
                and sent several tokens in one event
     us/event   CPU time of the gateway process, by `psutil`: in total and in the kernel, where it is
                mostly `send`
-    us/token   the same per token
+    us/token   CPU time of the gateway process per token
     busy       the share of one core that the gateway used
     gap        time between two arrivals at one client: median, 99th percentile and longest, in ms
     late       by how many ms the engine's last step was late

@@ -66,7 +66,7 @@ class Trend:
 
 
 def line_of(points: Sequence[tuple[int, float]]) -> Trend:
-    """Return the least-squares slope through (requests, KiB). Needs three points at least."""
+    """Return the least-squares slope through at least three points, (requests, KiB)."""
     count = len(points)
     mean_x = sum(x for x, _ in points) / count
     mean_y = sum(y for _, y in points) / count

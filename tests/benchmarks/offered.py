@@ -45,7 +45,7 @@ class OfferedLoad:
 class OfferedResult:
     """The result of one request.
 
-    sent_at   the time before the connection
+    sent_at   time just before the connection is opened
     tokens    tokens of prompt and answer, if the answer is whole
     error     error of the connection
     """

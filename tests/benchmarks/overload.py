@@ -1,9 +1,9 @@
 """Offers a server ten times its capacity, and lets one key flood it.
 
-A measurement, not a test: `python -m tests.benchmarks.overload` starts `tidegate serve` with the
-default model and two keys and measures its capacity in a closed loop. For a minute it offers ten
-times as many requests per second. Then one key sends a flood of long prompts while another sends a
-request now and then. Printed are:
+This is a measurement, not a test. `python -m tests.benchmarks.overload` starts `tidegate serve`
+with the default model and two keys, and measures its capacity in a closed loop. For a minute it
+offers ten times as many requests per second. Then one key sends a flood of long prompts while
+another sends a request now and then. Printed are:
 
 - the time of refusals;
 - the throughput, compared with the capacity;
@@ -72,7 +72,7 @@ FLAT, FLAT_BYTES = 0.03, 8 * MIB
 
 @dataclass
 class Promises:
-    """The promises, and those that do not hold."""
+    """Collects the promises that do not hold."""
 
     broken: list[str] = field(default_factory=list)
 

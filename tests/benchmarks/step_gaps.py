@@ -1,9 +1,9 @@
 """Measures how long the worker waits between steps, with one and two steps in flight, and 1 and 8
 streams.
 
-A measurement, not a test: `python -m tests.benchmarks.step_gaps` starts `tidegate serve` with the
-default model for each case, and prints the figures that its worker logs when it stops. Streams use
-ZeroMQ, so no HTTP process takes part.
+This is a measurement, not a test. `python -m tests.benchmarks.step_gaps` starts `tidegate serve`
+with the default model for each case, and prints the figures that its worker logs when it stops.
+Streams use ZeroMQ, so no HTTP process takes part.
 """
 
 from __future__ import annotations

@@ -232,7 +232,7 @@ def drafts_of(plan: StepPlan) -> list[list[int]]:
 
 
 def _possible(plan: StepPlan, masks: Masks | None) -> list[list[int] | None]:
-    """Return the tokens that each sampled position's mask allows; None for one without a mask."""
+    """Return the tokens that each sampled position's mask allows; None if it has no mask."""
     assert (masks is None) == (plan.masked is None), (
         "masks come only with a plan that has masked rows"
     )
@@ -490,7 +490,7 @@ class Bench:
     def step(self) -> dict[int, int] | None:
         """Make all plans that are possible, and finish the oldest.
 
-        Returns {slot: tokens} of that plan's rows, or None if there was nothing to do.
+        Return {slot: tokens} of that plan's rows, or None if there was nothing to do.
         """
         while self.plan() is not None:
             pass

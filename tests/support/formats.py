@@ -87,7 +87,7 @@ class Sample:
                 when they are spelt out; such prose is parsed only if the marker is a token
     spelt_ok    whether the format can also be parsed if no marker is a token
     max_calls   most calls of one group
-    only_first  whether calls count only before any content
+    only_first  whether calls are recognised only before any content
     trims       whether blanks at both ends of a string argument are markup
     tools       tools of the request; None: unknown
     """

@@ -16,7 +16,7 @@ class Proxy:
     """Forwards messages between readers at `address` and the worker at `target`.
 
     holds      returns whether a message, and all after it, must wait for `release`
-    replaces   returns the message to forward instead of one of the worker at `target`
+    replaces   returns the message to forward in place of a message from `target`
     num_held   how many messages were held
     """
 

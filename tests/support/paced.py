@@ -52,7 +52,7 @@ class Paced:
     """A Bench on a simulated clock.
 
     costs           (tokens, seconds) of steps, as measured
-    refusal_cache   the cache of a gateway before the engine; None: there is no gateway
+    refusal_cache   the cache of a gateway in front of the engine; None: there is no gateway
     options         options of Bench
     now             time of the clock, from 0
     num_early       requests that the gateway refused from its cache

@@ -250,7 +250,7 @@ def replay(
     """Yield the results of a new worker for the same plans and masks, step by step.
 
     block_poison   written into a block before it gets new content
-    zeroes         whether the plans' blocks are then zeroed
+    zeroes         whether the blocks that a plan names are then zeroed
     """
     slots = slot_table(MAX_LEN, BLOCK_TOKENS, max_slots, poison=poison, kind=kind)
     cache = new_cache(recorded.loaded, NUM_BLOCKS, BLOCK_TOKENS)

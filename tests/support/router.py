@@ -28,7 +28,7 @@ def greedy(max_tokens: int) -> SamplingParams:
 
 @dataclass(eq=False)
 class RouterCase:
-    """One request.
+    """A request that is sent to P and then to D.
 
     is_held    whether P's handle is not passed on to D yet
     kept       P's handle, while its lease is needed; else ""

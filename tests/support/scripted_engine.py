@@ -148,7 +148,7 @@ def text_of(ids: Iterable[int]) -> str:
 
 @dataclass
 class TokenReply:
-    """The token ids of each step, then an end. A step may be empty."""
+    """A scripted answer: the token ids of each step, and its end. A step may be empty."""
 
     steps: list[list[int]]
     finish: str = "stop"
@@ -205,7 +205,7 @@ class ScriptedEngine:
     is_paused        makes no steps, but answers messages
     ignores_aborts   ignores aborts, as if each arrived just after the end
     is_silent        answers nothing, as if the process hung
-    welcomes         answers Hello with Welcome; else with Loading, since `loading_s`
+    welcomes         answers Hello with Welcome; else with Loading, which reports `loading_s`
     generates        all requests received
     aborts           number of each aborted request -> time of its Abort
     num_steps        steps made

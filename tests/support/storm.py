@@ -3,8 +3,8 @@
 After each operation the engine's invariants are checked. The echo worker checks that attention
 reads exactly each request's own K/V. At the end, `check` compares each answer with its reference:
 
-- an answer without a grammar with the echo model's tokens;
-- an answer with a grammar with its pattern, and with the same request alone in an empty engine.
+- without a grammar: the echo model's tokens;
+- with a grammar: its pattern, and the answer to the same request alone in an empty engine.
 """
 
 from __future__ import annotations

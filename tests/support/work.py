@@ -104,7 +104,7 @@ def stream(
 ) -> int:
     """Stream a chat from the engine's outputs, one token a step, to its frames.
 
-    Returns the number of tokens.
+    Return the number of tokens.
 
     is_late   all outputs arrive before the first is processed
     is_slow   the client reads only after all outputs

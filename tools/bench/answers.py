@@ -223,7 +223,7 @@ class BenchAnswer:
     def fail(self, kind: str, message: str = "") -> None:
         """Record an error, unless one was recorded before.
 
-        kind   short text by which errors are counted
+        kind   short text; errors of the same kind are counted together
         """
         if not self.error:
             self.error, self.message = kind, message[:MESSAGE_CHARS]

@@ -209,7 +209,7 @@ async def accepted_fields(client: BenchClient, body: Mapping[str, Any]) -> froze
 
 
 def _kind(error: OSError) -> str:
-    """Return a short text for the kind of `error`, by which errors are counted."""
+    """Return the kind of `error` for `BenchAnswer.fail`."""
     if isinstance(error, ConnectionRefusedError):
         return "connection refused"
     if isinstance(error, ConnectionError):

@@ -152,7 +152,7 @@ def _header(line: str) -> tuple[str, str]:
 def _progress_bar(config: BenchConfig, load: BenchLoad, url: str) -> Iterator[Any]:
     """Show a progress bar inside the `with` block, if stderr is a terminal.
 
-    Yields the function to call with each answer.
+    Yield the function to call with each answer.
     """
     with tqdm(
         desc=f"{url}, {load}",

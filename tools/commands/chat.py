@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 class ChatTerminal:
-    """Reads lines from stdin and prints the answers. Prints notes only on a terminal."""
+    """Reads lines from stdin and prints the answers, and notes if stdout is a terminal."""
 
     def __init__(self, conversation: ChatSession) -> None:
         self._conversation = conversation

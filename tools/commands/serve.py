@@ -79,7 +79,7 @@ ENGINE_EXIT_CODES: dict[int, int] = {
 """Exit code of an engine -> exit code of the server, if the engine's failure ends the server."""
 GATEWAY_EXIT_CODES: dict[int, int] = {4: ExitCode.USAGE, ExitCode.BAD_MODEL: ExitCode.BAD_MODEL}
 """Exit code of gunicorn -> exit code of the server, if the failure of the gateways ends the server.
-gunicorn exits with 4 if the application cannot be created, such as if an option is wrong."""
+gunicorn exits with 4 if it cannot create the application, for example because of a wrong option."""
 CHECKED = (
     *("api_keys", "chat_template", "default_chat_template_kwargs", "default_sampling"),
     *("tool_format", "reasoning_format", "otlp_traces_endpoint", "cors_origin", "allowed_host"),

@@ -30,7 +30,6 @@ class WebServer:
     """A client of one HTTP server.
 
     url             "http://host:port", with an optional path prefix
-
     key             API key that is sent with every request; "": none
     waits_for_all   whether the server counts as ready only if all its engines are ready
 

@@ -48,7 +48,7 @@ PORT_IN_USE = ("a server already runs on port {}", "--port")
 
 @contextlib.contextmanager
 def holding(directory: Path, in_use: tuple[str, str] = PORT_IN_USE) -> Iterator[int]:
-    """Hold a run directory inside the `with` block, as `hold` does. Yields its descriptor.
+    """Hold a run directory inside the `with` block, as `hold` does. Yield its descriptor.
 
     The directories of killed servers are removed before the block, and this one after it. After an
     unexpected exception it is not removed, because child processes may still use its files.

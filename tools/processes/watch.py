@@ -110,7 +110,7 @@ class ReadinessPoller:
 def stop_signals() -> Iterator[socket.socket]:
     """Receive stop signals inside the `with` block. They do not end the process there.
 
-    Yields a socket from which the number of each signal can be read, as one byte. If SIGHUP was
+    Yield a socket from which the number of each signal can be read, as one byte. If SIGHUP was
     ignored before (nohup), it stays ignored.
     """
     receiver, sender = socket.socketpair()

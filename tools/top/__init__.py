@@ -1,5 +1,5 @@
 """The parts of `tidegate top`. The command itself is `tools.commands.top`.
 
-picture   draws the state of an engine as lines of text; does no I/O
+picture   draws the state of an engine as lines of text, without I/O
 screen    the terminal: size, keys, alternate screen
 """

@@ -1,4 +1,4 @@
-"""Draws the state of an engine, and rates between states, as lines of text. Does no I/O."""
+"""Draws the state of an engine, and rates between states, as lines of text, without I/O."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loads, the number of requests in each, and the order of the servers. Pure.
+"""The loads, the number of requests in each, and the order of the servers, without I/O.
 
 A slow server gets fewer requests, because the comparison would take hours otherwise. Only rates and
 percentiles are reported, which do not depend on the number of requests.

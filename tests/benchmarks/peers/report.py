@@ -47,7 +47,7 @@ class Comparison(msgspec.Struct, frozen=True):
     """The figures of a comparison.
 
     setting   one line that describes machine and versions
-    servers   ours first
+    servers   the figures of each server, Tidegate's first
     """
 
     setting: str
