@@ -41,7 +41,7 @@ _FAULTS: dict[type[errors.ParseException], tuple[int, str]] = {
 }
 """gunicorn's exception -> status and message."""
 _CODINGS = ("gzip", "x-gzip", "deflate", "compress", "x-compress", "identity", "br", "zstd")
-"""Transfer codings that an error may name. Any other text may be a secret."""
+"""Transfer codings that an error may name. Other values are not quoted: they may be secrets."""
 
 
 def check_transfer_coding(headers: Iterable[tuple[str, str]]) -> None:

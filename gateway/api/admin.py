@@ -44,11 +44,11 @@ class GatewayFacts(msgspec.Struct, frozen=True):
 
 
 class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine's state as of its last heartbeat. Fields are null if they are unknown, such as
-    before the first heartbeat.
+    """The engine's state, mostly from its last heartbeat. Unknown fields are null, for example all
+    of them before the first connection.
 
     epoch            identifies one run of the engine process; it changes when the engine restarts
-    silence_s        age of the last heartbeat
+    silence_s        seconds since the engine's last message
     steps            steps planned so far
     doing            the worker's activity in words, such as "idle"
     worker_step_s    age of the worker's current step
@@ -64,8 +64,8 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineState(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine of a disaggregated server. The counts are those of its last heartbeat. They are
-    null if the engine is not connected.
+    """One engine of a disaggregated server. The counts come from its last heartbeat. They are null
+    if the engine is not connected or has sent no heartbeat.
 
     why  the reason the engine is not ready; null if it is ready
     """
@@ -370,7 +370,7 @@ class EngineActivity(TypedDict, total=False):
 
 
 def engine_activity(stats: EngineStats | None, limits: Limits | None) -> EngineActivity:
-    """Return the engine's activity as of its last heartbeat; empty before the first one."""
+    """Return the engine's activity as of its last heartbeat; {} before the first heartbeat."""
     if stats is None or limits is None:
         return {}
     worker = stats.worker

@@ -236,7 +236,7 @@ def _close_after_end(runner: GenerationRunner, context: RequestContext) -> None:
 
 
 class FrameSource(Protocol):
-    """A source of SSE frames, such as a detached run. Both methods may be called from the hub."""
+    """A source of SSE frames, such as a detached run. Its methods may be called in gevent's hub."""
 
     def attach(self, outlet: Outlet) -> None:
         """Write the frames to `outlet` from now on."""

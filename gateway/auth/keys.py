@@ -91,7 +91,7 @@ class KeyWatch:
             log.info("reloaded %s: %d API keys are valid", self._path, len(self.keyring))
 
     def _read(self) -> Keyring:
-        """Return the keys of the options and of the file. Raises ValueError if it is invalid."""
+        """Return the keys of options and file. Raises ValueError if the file is invalid."""
         keys = api_keys.read(self._path) if self._path else {}
         if reserved := keys.keys() & self._options.keys():
             raise ValueError(f"{self._path}: the key name {min(reserved)!r} is reserved")

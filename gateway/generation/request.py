@@ -67,7 +67,7 @@ class PromptRequest:
     new_reasoning_counter: Callable[[], ReasoningCounter] | None = None
     #: Checks the answer's tool calls. If they do not follow `tool_choice`, a warning is added.
     tool_choice_check: ToolChoiceCheck | None = None
-    #: The grammar that the engine enforces; None: the answer is free.
+    #: The grammar that the engine enforces; None: the answer may be any text.
     grammar: Grammar | None = None
     #: If not 0, the engine only computes the prompt and keeps its K/V for this many requests. The
     #: answer has a handle and no tokens.
@@ -96,12 +96,12 @@ class Choice:
     request: int = 0
     is_accepted: bool = False
     is_ended: bool = False
-    #: The finish reason; "" until the choice ends, and if it was aborted.
+    #: The finish reason; "" until the choice ends, and also after the gateway has aborted it.
     finish: str = ""
     #: The usage that the engine reported last: with the first tokens, and again at the end.
     usage: Usage | None = None
-    #: Seconds from the start of the HTTP request to the report of `usage`; None if that came with
-    #: the last output.
+    #: Seconds from the start of the HTTP request to the report of `usage`; None if the report came
+    #: with the last output.
     usage_s: float | None = None
     #: Seconds from the start of the HTTP request until the choice finished; None if it has not, or
     #: if it failed.
@@ -137,9 +137,10 @@ class Choice:
             self.prompt_logprobs = output.prompt_logprobs
 
     def warn_if_unmet(self, check: ToolChoiceCheck, delta: OutputDelta) -> None:
-        """Note the tool calls in `delta`. If it ends the answer, add a warning if `check` fails.
+        """Record the tool calls in `delta`. If `delta` ends the choice and `check` fails, add a
+        warning before its last event.
 
-        The warning is inserted before the last event, which is the end.
+        A choice that was cut off or aborted gets no warning.
         """
         for event in delta.events:
             if isinstance(event, ToolCall):

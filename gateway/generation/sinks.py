@@ -19,8 +19,8 @@ from protocol.errors import ServingError
 from protocol.messages import Output, TokenLogprobs
 
 MAX_PENDING = 1 << 14
-"""Maximum number of tokens, and of alternative tokens (with logprobs), that are kept for one
-client: about 2 MB."""
+"""Maximum number of tokens, including alternative tokens in logprobs, that are kept for one client:
+about 2 MB."""
 MAX_UNPARSED = 256
 """Maximum number of unparsed outputs that are kept for one choice."""
 

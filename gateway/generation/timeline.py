@@ -35,7 +35,7 @@ class Timeline:
         self.tokenize_s = 0.0
 
     def note(self, moment: TimelineMoment) -> None:
-        """Record that the request has reached `moment` now. Later calls have no effect."""
+        """Record that the request has reached `moment` now, unless it has reached it before."""
         self._at.setdefault(moment, time.monotonic())
 
     def has(self, moment: TimelineMoment) -> bool:

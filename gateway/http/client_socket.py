@@ -190,7 +190,7 @@ class Outlet:
     `write` and `finish` may be called in the hub. `run`, which subclasses define, is called in the
     request's greenlet; it sends the buffer and returns at the end of the stream.
 
-    on_overflow     called when the client is disconnected because it does not read
+    on_overflow     called when a client is cut because it does not read, or because sending failed
     keep_alive      written after `keep_alive_s` seconds without another write
     send_timeout_s  longest time for which the client may read nothing while output waits for it
     """

@@ -123,7 +123,7 @@ class Metrics(GatewaySeries):
 
 
 class _Collected(Collector):
-    """A collector that returns metrics which were collected before.
+    """A collector that returns metrics that were collected before.
 
     Each metric is exported under its own name and under its aliases. Collecting the metrics only
     once saves time, because it reads the files of all processes.

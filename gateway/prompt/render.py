@@ -44,7 +44,7 @@ class PromptConversation:
 
 
 class ChatRenderer:
-    """Renders conversations with the model's templates and tokenizes the prompts. Immutable.
+    """Renders conversations with the model's templates and tokenizes the prompts.
 
     A model without a usable template can still complete text prompts. For such a model, `text` and
     `tokens` raise InvalidRequest with the reason.

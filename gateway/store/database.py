@@ -199,7 +199,7 @@ class Database:
     ) -> dict[str, RunControl]:
         """Renew the leases of this process's open runs.
 
-        Return the control of each open run. A run that was deleted has none.
+        Return the `RunControl` of each open run by its id. A deleted run has none.
 
         attended      runs with a connected client, which are marked as wanted
         wanted_until  time until which they are wanted

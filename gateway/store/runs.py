@@ -69,7 +69,7 @@ class DetachedRun:
         """Whether the client that started the run is connected, or will be attached soon."""
         return self._outlet is not None or self._early is not None
 
-    # ---- for the hub
+    # ---- called in gevent's hub
 
     def write(self, frames: Sequence[bytes]) -> None:
         self._unstored += frames
@@ -102,7 +102,7 @@ class DetachedRun:
         """Write no more frames to the client: it has disconnected, or it does not stream."""
         self._outlet = self._early = None
 
-    # ---- for the flusher
+    # ---- called by the flusher
 
     def batch(self) -> RunBatch | None:
         """Return the frames and the response that must be stored; None if nothing is new."""
@@ -115,8 +115,8 @@ class DetachedRun:
         return batch
 
     def on_stored(self, batch: RunBatch) -> None:
-        """Handle that `batch` was stored or has failed. If it ends the run, write the last event to
-        the client."""
+        """Handle a batch that was stored or could not be stored. If it ends the run, write the last
+        event to the client."""
         if batch.is_last:
             self.is_over = True
             self._write_last()

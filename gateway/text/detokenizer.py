@@ -131,7 +131,7 @@ class ByteDetokenizer:
     def _start(self, ids: Sequence[int]) -> bytes:
         """Return the bytes of the first `ids` of a text.
 
-        The first token that has text is decoded by its own rules.
+        The first token that has text is decoded by the codec's rules for a first token.
         """
         for i, token_id in enumerate(ids):
             text = self._table.spelling(token_id)

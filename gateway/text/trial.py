@@ -81,7 +81,10 @@ def check_growth(tokenizer: Mapping[str, Any]) -> None:
 
 
 def growth_of(part: Any) -> float:
-    """Return a bound on the number of characters that a normalizer or decoder makes of one."""
+    """Return a bound on the number of characters that a part makes of one character.
+
+    part  the JSON description of a normalizer or decoder
+    """
     match part:
         case {"type": "Sequence", "normalizers": list(inner)}:
             return _growth_of_all(inner)

@@ -39,7 +39,7 @@ class ChatConversation(msgspec.Struct):
     #: The path in the client's request at which each message starts.
     paths: list[str] = []
     warnings: list[OutputWarning] = []
-    #: The last turn is the assistant's, and the answer continues it.
+    #: Whether the last turn is the assistant's, so that the answer continues it.
     continues: bool = False
 
 

@@ -256,7 +256,7 @@ class AnsweredMessage(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class AnthropicEnvelope:
-    """The members of a message that do not depend on the answer, and options of its format."""
+    """The members of a message that do not depend on the answer, and options for the others."""
 
     #: The id in errors and headers. The message id contains it.
     request_id: str

@@ -146,8 +146,8 @@ class _BlockCollector:
 def whole_message(
     group: ChoiceGroup, events: Iterable[Event], envelope: AnthropicEnvelope
 ) -> bytes:
-    """Return the body of a 200. The group ended without an error; `events` are all events of its
-    one choice."""
+    """Return the complete message of a group that ended without an error, as JSON. `events` are
+    all events of its one choice."""
     collector = _BlockCollector()
     blocks = ContentBlocks(collector, shows_thinking=envelope.shows_thinking)
     for event in events:

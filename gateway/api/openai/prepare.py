@@ -177,8 +177,8 @@ class Preparation:
         return replace(self.parse_request(prompt, start), grammar=self._grammar(start))
 
     def parse_request(self, prompt: Prompt, start: AnswerStart) -> PromptRequest:
-        """Return the request for one prompt, without a grammar. Parsing an answer that exists
-        already needs none."""
+        """Return the request for one prompt, without a grammar. No grammar is needed to parse an
+        answer that was generated before."""
         body, model, plan = self.body, self.model, self.plan
         marks, inside = start.marks, start.inside
         new_counter = partial(ReasoningCounter, marks, starts_inside=inside) if marks else None

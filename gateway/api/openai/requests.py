@@ -174,7 +174,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
 class FormFields(SamplingFields, frozen=True, kw_only=True):
     """Structured output fields, in addition to each API's own field.
 
-    structured_outputs   one of json, json_object, regex, choice, grammar, structural_tag
+    structured_outputs   an object with json, json_object, regex, choice, grammar or structural_tag
     guided_json, guided_regex, guided_choice, guided_grammar   the same constraints, from older vLLM
     structural_tag       like the member of structured_outputs with this name
     regex, ebnf          from SGLang

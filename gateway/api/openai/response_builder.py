@@ -89,7 +89,7 @@ class OpenAIEnvelope:
 
 
 class ResponseBuilder(Protocol):
-    """Builds the structs of one route. An instance serves one response."""
+    """Builds the structs of one response, in the shape of one route."""
 
     #: The number of top tokens per sampled token; None: no logprobs.
     num_logprobs: int | None

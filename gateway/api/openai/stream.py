@@ -61,7 +61,7 @@ MAX_TEMPLATES = 1 << 10
 class ChunkStreamState(msgspec.Struct):
     """The state of a stream: plain data, so that another process can continue the stream."""
 
-    #: The first chunks were written.
+    #: Whether the first chunks were returned.
     has_started: bool = False
     #: Index of a choice -> the warnings to send with its finish chunk.
     warnings: dict[int, list[OutputWarning]] = {}
@@ -74,7 +74,7 @@ class ChunkOptions(TypedDict, total=False):
 
     #: Before [DONE], send a chunk with the total usage. All other chunks have `"usage":null`.
     includes_usage: bool
-    #: Add the usage so far of its choice to each chunk.
+    #: Add to each chunk the usage so far of the chunk's choice.
     repeats_usage: bool
     #: Add token ids to each chunk, and the prompt's token ids to the first chunk.
     includes_ids: bool
@@ -122,7 +122,8 @@ class AnswerChunks:
         return list(filter(None, map(self._opening, self._group.choices)))
 
     def push(self, choice: Choice, delta: OutputDelta) -> list[Any]:
-        """Return the chunks of `delta`, after the stream's first chunks if those are not sent."""
+        """Return the chunks of `delta`. Put the first chunks of the stream before them, unless
+        these were returned before."""
         events, builder = delta.events, self._builder
         if events and isinstance(events[0], Failed):  # the error is sent by `ChunkStream.fail`
             return []

@@ -55,7 +55,7 @@ _SCHEMA_MEMBERS = {"name", "description", "schema", "strict"}
 _OPTIONS = ("disable_any_whitespace", "disable_additional_properties")
 """Options of `structured_outputs` that clients of vLLM send. Only false is supported."""
 _SAFE_PATH = re.compile(r"[A-Za-z0-9_.$\[\]-]{1,200}")
-"""A path that is safe in a header."""
+"""Matches a path that is safe in a header. Ignored paths are listed in a header."""
 
 
 class AnswerForm(msgspec.Struct, frozen=True):
@@ -203,7 +203,8 @@ class FormReader:
         return None if value == "" else Gbnf(text=_text(value, at))
 
     def structural_tag(self, value: Any, at: str) -> Body:
-        """Parse `structures` of {begin, schema, end}, and the `triggers` that start one."""
+        """Parse an object with `structures`, each {begin, schema, end}, and `triggers`. A trigger
+        is the start of one or more `begin` texts. The grammar takes effect when it occurs."""
         value = as_object(_from_text(value, at), at)
         structures, triggers = value.get("structures"), value.get("triggers")
         if not isinstance(structures, list) or not isinstance(triggers, list):

@@ -114,7 +114,7 @@ class RecordedOutputs:
 def num_logprobs(choices: Sequence[GeneratedChoice]) -> int | None:
     """Return the number of top tokens per sampled token; None if there are no logprobs.
 
-    A list also contains the sampled token. If that is not a top token, it is not counted.
+    `top_logprobs` also contains the sampled token. It is not counted if it is not a top token.
     """
     counts = [
         len(token.top_logprobs) - ((token.rank or 0) > len(token.top_logprobs))

@@ -42,7 +42,7 @@ class RenderedRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 class DerenderedChatPart(ChatChunk, frozen=True, kw_only=True):
     """A chunk of a chat completion.
 
-    kv_transfer_params  those of the token endpoint's chunk
+    kv_transfer_params  copied from the token endpoint's chunk
     """
 
     kv_transfer_params: dict[str, Any] | UnsetType = UNSET
@@ -51,7 +51,7 @@ class DerenderedChatPart(ChatChunk, frozen=True, kw_only=True):
 class DerenderedCompletionPart(CompletionChunk, frozen=True, kw_only=True):
     """A chunk of a text completion.
 
-    kv_transfer_params  those of the token endpoint's chunk
+    kv_transfer_params  copied from the token endpoint's chunk
     """
 
     kv_transfer_params: dict[str, Any] | UnsetType = UNSET

@@ -258,7 +258,7 @@ class ResponseEvents:
         frames, self._frames = self._frames, []
         return frames
 
-    # ---- for the items
+    # ---- called by the open item
 
     def emit(self, kind: str, **members: Any) -> None:
         """Write an event of type `kind` with these members."""
@@ -275,7 +275,7 @@ class ResponseEvents:
         return item
 
     def next_place(self, kind: str) -> dict[str, Any]:
-        """Return the event members that identify the next item, which is of this kind."""
+        """Return the event members that identify the next item. `kind` is the item's type."""
         place = len(self._output)
         return {"item_id": item_id(kind, self.response.id, place), "output_index": place}
 

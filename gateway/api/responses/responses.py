@@ -27,7 +27,7 @@ from protocol.sampling import SamplingParams
 ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 FaultCode = Literal["server_error", "rate_limit_exceeded", "invalid_prompt"]
-"""OpenAI defines only these codes."""
+"""The error codes that OpenAI defines."""
 _FAULT_CODES: Mapping[int, FaultCode] = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
 """HTTP status -> error code. Other statuses are "server_error"."""
 

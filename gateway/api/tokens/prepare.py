@@ -153,7 +153,9 @@ def grammar_of(body: GenerateBody, model: ServedModel) -> Grammar | None:
     if body.grammar is not None:
         for field, is_there in ((STRUCTURED, form is not None), (BUDGET, limits)):
             if is_there:
-                raise InvalidRequest.at(field, "cannot be combined with grammar, which is complete")
+                raise InvalidRequest.at(
+                    field, "cannot be combined with grammar; set only one of them"
+                )
         check_grammar(body.grammar)
         return body.grammar
     if form is None and not limits:
@@ -182,8 +184,8 @@ def _answer_start(body: GenerateBody, model: ServedModel, *, calls: bool) -> Ans
 
 
 def _parsers(body: GenerateBody, model: ServedModel) -> OutputParserFactory:
-    """Return the parser factory. Stop strings apply to all text. In a rendered chat, they apply to
-    content only."""
+    """Return the parser factory. Stop strings apply to all text. If the prompt is a rendered chat
+    (`reasoning_parser_kwargs` is set), they apply to content only."""
     sampling = body.sampling_params
     if body.output_mode != "text" and not sampling.stop_strings:
         return TokenPassthroughFactory(model.card.eos_token_ids)

@@ -102,8 +102,8 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
     request_id       part of the response's id; the header X-Request-Id takes precedence
     token_ids        the prompt
     token_offsets    without effect; renderers send it
-    reasoning_ended  whether a structured answer starts with its format (true) or with reasoning
-                     (false); null: the end of the prompt decides
+    reasoning_ended  true: no reasoning precedes a structured answer; false: reasoning may precede;
+                     null: the end of the prompt decides
     reads_calls      if reasoning_parser_kwargs is set, whether to parse tool calls; stop strings do
                      not apply inside calls; null: true
     return_token_ids   include the prompt's token ids
