@@ -129,7 +129,7 @@ class Tag(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
 
 
 class Structural(_Body, frozen=True, tag="structural", kw_only=True):
-    """Free text with tags. Text that is one of `triggers` must continue as one of the tags whose
+    """Free text with tags. After one of `triggers`, the text must continue as one of the tags whose
     `begin` starts with that trigger.
 
     at_least_one   the answer has at least one tag

@@ -72,7 +72,7 @@ class KVDone(Message, frozen=True, kw_only=True):
 class ShmOffer(
     msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="shm", omit_defaults=True
 ):
-    """P -> D. D can map P's cache into its memory, if it runs as the same user on the same host.
+    """P -> D. D can map P's cache into its memory, if D runs as the same user on the same host.
 
     boot            id of the host's kernel boot. If D's host has another id, the other fields mean
                     nothing there

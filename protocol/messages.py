@@ -142,9 +142,7 @@ class Profile(Message, frozen=True, kw_only=True):
 
 
 class GetStatus(Message, frozen=True, kw_only=True, tag="look"):
-    """Client -> engine. Request the engine's status. The engine answers with EngineStatus, which it
-    computes only then.
-    """
+    """Client -> engine. Request the engine's status. The engine answers with EngineStatus."""
 
     request: int
     #: The most rows in the answer, up to 10,000. The oldest open requests come first.

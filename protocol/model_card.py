@@ -70,7 +70,7 @@ def sampling_defaults(text: str) -> SamplingDefaults:
 
 
 class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """Everything that a process without the model's files must know about the model."""
+    """Everything about the model that a process without the model's files needs."""
 
     #: The model's own name, or else the stem of its path. The default name in the API.
     name: str

@@ -202,8 +202,8 @@ class Session:
             case Accepted(request=request):
                 return [(request, message)] if self._is_answer(request, message) else []
             case Refused(request=-1, error=error):
-                # The engine could not read one of our messages, so it may not know all open
-                # requests. A new Hello makes it drop all requests of this client.
+                # The engine could not read one of our messages, so it may lack some open requests.
+                # A new Hello makes it drop all requests of this client.
                 self._last_sent_at = float("-inf")
                 return self._on_lost(
                     f"the engine could not read this client's message: {error.message}"

@@ -15,8 +15,8 @@ def compute_masks(matchers: Sequence[Matcher | None], vocab_size: int) -> Int32:
     """Return the masks [N, ceil(vocab_size / 32)], one row per matcher.
 
     Bit t % 32 of word t // 32 is token t. None instead of a matcher allows every token. A matcher
-    that fails allows no token, so its row of the step fails, and its `error` gives the reason. A
-    row takes tens of microseconds, during which the GIL is released.
+    that fails allows no token, so its row of the step fails, and the matcher's `error` gives the
+    reason. A row takes tens of microseconds, during which the GIL is released.
     """
     row_bytes = -(-vocab_size // 32) * WORD_BYTES
     bits = array("i", bytes(row_bytes * len(matchers)))

@@ -26,7 +26,7 @@ TAG_BYTES = 32
 
 
 class Handle(msgspec.Struct, frozen=True, array_like=True):
-    """Names the K/V that one engine (P) keeps for another (D). The client carries it, sealed."""
+    """Names the K/V that one engine (P) keeps for another (D). Clients pass on its sealed text."""
 
     #: The lease under which the K/V is kept.
     lease: bytes

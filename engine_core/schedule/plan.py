@@ -132,7 +132,8 @@ def _masked_places(
 def _may_be_masked(request: Request, drafts: list[int]) -> bool:
     """Return whether a place of the request's row may need a mask.
 
-    The state of the grammar after a token in flight or a draft is not known yet.
+    After a token in flight or a draft, the grammar's state is not known yet. So a mask may be
+    needed there.
     """
     matcher = request.matcher
     return matcher is not None and (matcher.constrains or bool(request.num_pending or drafts))

@@ -9,9 +9,9 @@ highest:
   the share of its checked drafts that were right.
 - Cost: n drafts in each of B rows make a step of B * (1 + n) tokens. The cost of a step by its
   number of tokens is measured on the worker (step_costs.py): a few more tokens cost almost nothing,
-  many more cost their multiplications. Each draft by a draft model adds c steps of B tokens, where
-  c is the cost of the draft model relative to the main model. The overhead of steps with drafts
-  beyond these costs is estimated from step times (overhead.py).
+  but the cost of many grows with their number. Each draft by a draft model adds c steps of B
+  tokens, where c is the cost of the draft model relative to the main model. The overhead of steps
+  with drafts beyond these costs is estimated from step times (overhead.py).
 
 To draft for a request, a draft model must also compute the request's prompt. So if the draft
 model's recent drafts were wrong, it is used for few of the next requests.

@@ -5,7 +5,7 @@ longer than this cost predicts: attention and sampling also run for each draft, 
 planned only after its result. The excess depends on the machine and its load. Therefore steps with
 and without drafts are timed, and the overhead is the ratio of their mean times per unit of
 predicted cost. It is estimated separately for each range of row counts, because the overhead at a
-few rows says nothing about that at many rows.
+few rows is no evidence for that at many rows.
 """
 
 from __future__ import annotations

@@ -433,7 +433,7 @@ class TokenPassthroughFactory:
 
 
 class TokenPassthrough:
-    """Parser of a choice for a request that wants only token ids, so nothing is held back.
+    """Parser of a choice whose client requested only token ids, so nothing is held back.
 
     Its deltas are those of a `ChoiceParser`, without text. Requests with stop strings need a
     `ChoiceParser`. After the end every push returns an empty delta, so late messages do no harm.

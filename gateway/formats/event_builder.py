@@ -101,7 +101,7 @@ class EventBuilder:
         return data
 
     def drain(self) -> list[Event]:
-        """Return the events built since the last call, and forget them."""
+        """Return the events built since the last call."""
         events, self.out = self.out, []
         if not self._lacks_ids:
             return events

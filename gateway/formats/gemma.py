@@ -12,9 +12,9 @@ The states are:
     broken   in text that is not such an object, which is emitted unchanged up to the closing marker
 
 A string has no escapes and lasts up to the next string marker. A string between ordinary quotes has
-JSON's escapes. A bare word is a number, true, false or null, or else a string. If the tool's schema
-does not allow a string, a string is read as a type that the schema allows, because some checkpoints
-write all values as strings.
+JSON's escapes. A bare word is a number, true, false or null, or else a string. If the schema of an
+argument does not allow a string, a string is read as a type that the schema allows, because some
+checkpoints write all values as strings.
 
 Some checkpoints leave out `call`, or write a parenthesis instead of the bracket.
 

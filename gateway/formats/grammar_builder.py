@@ -233,7 +233,9 @@ class FreeText:
         return sequence(*map(Repeat, steps), last)
 
     def not_starting_with(self, beginnings: Iterable[str]) -> Form:
-        """Return the form of the same free text, if it starts with none of `beginnings`."""
+        """Return the form of free text with calls and markers that starts with none of
+        `beginnings`.
+        """
         guard = pattern_not_starting_with(beginnings)
         steps = [sequence(self._mark(guard), self.anything())] if self.marks else []
         if self.calls:

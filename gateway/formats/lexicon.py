@@ -38,7 +38,9 @@ Piece = str | MarkerToken | MarkerPart
 
 
 class Lexicon:
-    """The tokens of one vocabulary that matter to a format. Parsers share it; it only caches.
+    """The tokens of one vocabulary that matter to a format.
+
+    All parsers share it. Only its caches change.
 
     tokens  token id -> marker
     parts   token id -> text, for special tokens that are parts of spelt-out markers
@@ -90,8 +92,8 @@ def suffixed_markers(text: str) -> list[str]:
 def with_suffix(marker: str, vocabulary: Collection[str]) -> str:
     """Return `marker`, which ends with ">", as a checkpoint with this vocabulary writes it.
 
-    Most markers of such a checkpoint have the suffix. If the vocabulary has a marker without the
-    suffix only, the marker is written without it.
+    Most markers of such a checkpoint have the suffix. A marker that the vocabulary has only without
+    the suffix is returned unchanged.
     """
     longer = marker.removesuffix(">") + marker_suffix(vocabulary) + ">"
     return marker if marker in vocabulary and longer not in vocabulary else longer

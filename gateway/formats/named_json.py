@@ -1,4 +1,4 @@
-"""Calls whose name stands between markers, followed by JSON arguments.
+"""Calls whose name is between markers, followed by JSON arguments.
 
     <|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>
     {"a": 1}<|tool_call_end|><|tool_calls_section_end|>

@@ -16,11 +16,12 @@ The states are:
 
 A mark (`]<]minimax[>[`) precedes every tag, so text may contain any tag without a mark. A value
 without elements is typed by the schema (`argument_types`), and a string is emitted as it arrives. A
-value with elements is an array if the schema says so, or if all elements are called `item`.
-Otherwise it is an object, in which a repeated name makes a list. Text between elements is dropped.
-A value without a schema has the type that its text has in JSON, and is emitted when complete. If
-the schema allows only a string, only the argument's own closing tag ends the value. Otherwise any
-closing tag, whatever its name, ends the innermost element.
+value with elements is an array if the schema allows one, or if all elements are called `item` and
+the schema allows no object. Otherwise it is an object, in which a repeated name makes a list. Text
+between elements is dropped. Without a schema, an argument is a string, and a nested element has the
+type that its text has in JSON; both are emitted when complete. If the schema allows only a string,
+only the argument's own closing tag ends the value. Otherwise any closing tag, whatever its name,
+ends the innermost element.
 
 In the grammar, a string ends where the next tag starts. Elements in a value are the items of an
 array, or declared members, each at most once. The value of an undeclared name must be allowed to be
@@ -247,7 +248,7 @@ def child_schema(schema: Any, name: str, root: Mapping[str, Any] | None) -> Any:
 
 
 def element_json(element: Element, root: Mapping[str, Any] | None, *, is_nested: bool) -> str:
-    """Return the JSON of a complete element."""
+    """Return the JSON of a complete element. `is_nested` is false for an argument itself."""
     kinds = kinds_of(element.schema, root)
     if element.children:
         names = {name for name, _ in element.children}
@@ -278,7 +279,7 @@ def _member(name: str, values: list[str]) -> str:
 class NestedElements(CallSyntax, frozen=True, kw_only=True):
     """Markup of this syntax.
 
-    mark   stands before every tag
+    mark   marker before every tag
     group  name of the element around all calls
     """
 

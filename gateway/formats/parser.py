@@ -38,8 +38,8 @@ class ParserContext(msgspec.Struct, frozen=True):
 
     tools          tools of the request; None: unknown, so any name is accepted
     new_id         makes an id for a call to which the model gave none
-    calls_or_text  whether the answer is either calls or text, never both; nothing in a text is then
-                   a call
+    calls_or_text  whether the answer is either calls or text, never both: a text then has no calls
+                   in it
     """
 
     lexicon: Lexicon

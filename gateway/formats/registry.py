@@ -215,7 +215,7 @@ class BoundFormat(msgspec.Struct, frozen=True):
 
     def with_drafts(self) -> BoundFormat:
         """Return the format for answers that a grammar prevents from ending inside their reasoning.
-        A call in the reasoning is then only a draft, and is text.
+        A call in the reasoning is then only a draft, which is emitted as text.
         """
         if self.format.reasoning is None:
             return self
@@ -264,8 +264,9 @@ class BoundFormat(msgspec.Struct, frozen=True):
         answer ends with its first call.
 
         An opener is never plain text. If a format's calls start like prose ("functools["), or like
-        JSON at the start of an answer, the model cannot write prose that starts so. Other markers
-        without a meaning of their own, such as those around the answer proper, may occur anywhere.
+        JSON at the start of an answer, the model cannot write prose that starts like calls. Other
+        markers without a meaning of their own, such as those around the answer proper, may occur
+        anywhere.
         """
         grammar, syntax = GrammarBuilder(self.lexicon, tools, many=many), self._syntax
         if isinstance(syntax, AnswerSyntax):
@@ -315,7 +316,11 @@ BLANKS_BETWEEN = Pattern(r"[ \n]{1,4}")
 
 
 def preferred_opener(syntax: CallSyntax, lexicon: Lexicon) -> str:
-    """Return the opener that the model writes: the first that is a token, or else the first."""
+    """Return the opener that the model writes.
+
+    This is the first opener for the start of an answer. If there is none, it is the first opener
+    that is a token, or else the first one.
+    """
     if syntax.start_openers():
         return syntax.start_openers()[0]
     openers = syntax.openers()

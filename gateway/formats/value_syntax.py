@@ -285,12 +285,11 @@ class Values:
         return [one for one in found if one[1] is not False or one[2]]
 
     def listed(self, members: Sequence[tuple[Form, bool]], comma: Form) -> Form:
-        """Return the form of members in order, with a comma between each two. `members` are (form,
-        required).
+        """Return the form of `members` in order, with a comma between each two.
 
-        The form starts with the first member that is written. `rests[n]` is the form of what
-        follows when member `n - 1` has been written, which is members from `n` on. Each member is a
-        rule, so the grammar contains it once.
+        `members` are (form, required). Any member may be the first that is written, if no required
+        one is before it. `rests[n]` is the form of the members from `n` on, each with a comma
+        before it. Each member is a rule, so the grammar contains its form only once.
         """
         shared = [(self._rule("member", form), required) for form, required in members]
         num = len(shared)

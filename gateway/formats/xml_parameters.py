@@ -27,8 +27,8 @@ end or the group's end follows, possibly after blanks. Otherwise the tag is part
 a value may contain closing tags, but not two of them in the order in which they end a call. Text
 between arguments is dropped.
 
-Text after a group is content again. If the syntax has no `open` marker, a group starts with a
-call's own tag. Such a tag counts only if it names a tool of the request.
+Text after a group is content again. If the syntax has no `open` marker, or if `bare` is set, a
+call's own tag may start a group. It does so only if it names a tool of the request.
 
 Sources: the chat templates of Qwen3-Coder, MiMo, Seed-OSS, MiniMax-M2 and DeepSeek-V3.2; for the
 others (dots, MiniCPM5, Muse, DeepSeek-V4 and V4.1, Step3) vLLM's published parsers.
