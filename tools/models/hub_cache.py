@@ -1,0 +1,85 @@
+"""The models in the cache of the Hugging Face Hub, found without its library and without a network.
+
+`tools.models.hub` describes the layout of the cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from tools.failure import Failure
+from tools.models.hub_files import RepoFile, choose_files
+from tools.models.names import MAIN, HubName
+from tools.models.records import SNAPSHOTS, PulledFile, PulledModel
+
+REPOSITORIES = "models--*--*"
+_COMMIT = re.compile(r"[0-9a-f]{40,64}")
+
+
+def repository_folder(cache: Path, repo: str) -> Path:
+    """Return the folder of the repository "owner/name" in `cache`."""
+    return cache / f"models--{repo.replace('/', '--')}"
+
+
+def cached_model(name: HubName, snapshot: Path) -> PulledModel:
+    """Return the model `name` in a snapshot of the cache. Its digests are not verified.
+
+    Raises Failure if the snapshot lacks files that the model needs.
+    """
+    kind, files = choose_files(name, _files(snapshot))
+    return PulledModel(
+        name=str(name),
+        kind=kind,
+        path=str(snapshot if kind == "safetensors" else snapshot / files[0].path),
+        files=[PulledFile(str(snapshot / file.path), file.size) for file in files],
+        commit=snapshot.name,
+    )
+
+
+def cached_models(cache: Path) -> Iterator[PulledModel]:
+    """Yield every model in the cache: each directory of safetensors and each GGUF file.
+
+    A snapshot that no branch or tag names has its commit in the name.
+    """
+    for repository in sorted(cache.glob(REPOSITORIES)):
+        owner, _, repo = repository.name.removeprefix("models--").partition("--")
+        revisions = _revisions(repository)
+        for snapshot in sorted((repository / SNAPSHOTS).glob("*")):
+            revision = revisions.get(snapshot.name, snapshot.name)
+            yield from _models_in(snapshot, HubName(repo=f"{owner}/{repo}", revision=revision))
+
+
+def _models_in(snapshot: Path, name: HubName) -> Iterator[PulledModel]:
+    with contextlib.suppress(Failure):
+        model = cached_model(name, snapshot)
+        if model.kind == "safetensors":
+            yield model
+    for file in _files(snapshot):
+        if file.path.endswith(".gguf"):
+            choice = HubName(repo=name.repo, revision=name.revision, choice=file.path)
+            with contextlib.suppress(Failure):
+                yield cached_model(choice, snapshot)
+
+
+def _revisions(repository: Path) -> dict[str, str]:
+    """Return commit -> branch or tag. `main` wins over others."""
+    found = {}
+    refs = repository / "refs"
+    for file in sorted(refs.rglob("*"), key=lambda file: file == refs / MAIN):
+        with contextlib.suppress(OSError, UnicodeError):
+            commit = file.read_text().strip()
+            if _COMMIT.fullmatch(commit):
+                found[commit] = str(file.relative_to(refs))
+    return found
+
+
+def _files(snapshot: Path) -> list[RepoFile]:
+    """Return the files of a snapshot. A link without content is skipped."""
+    found = (path for path in sorted(snapshot.rglob("*")) if path.is_file())
+    return [
+        RepoFile(path=path.relative_to(snapshot).as_posix(), size=path.stat().st_size)
+        for path in found
+    ]
