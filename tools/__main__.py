@@ -27,7 +27,9 @@ from tools.commands import (
     models,
     profile,
     ps,
+    pull,
     replay,
+    rm,
     serve,
     status,
     stop,
@@ -54,7 +56,7 @@ getting started:
   tidegate top                    watch the engine and its open requests
   tidegate doctor                 check this machine if something does not work
   tidegate bench                  measure latency and throughput
-  tidegate models                 list the built-in models and their files
+  tidegate models                 list the models in the cache and in the catalogue
 
 for the options of a command: tidegate serve --help
 """
@@ -87,7 +89,9 @@ COMMANDS: tuple[tuple[str, str, Tool], ...] = (
     ("keys", "add, list and revoke API keys", keys),
     ("profile", "trace the worker of a running server", profile),
     ("key", "create a cluster key", key),
-    ("models", "list the built-in models", models),
+    ("models", "list the models in the cache, and those of the catalogue", models),
+    ("pull", "download a model", pull),
+    ("rm", "remove models from the cache", rm),
 )
 """Name, summary and module of each command, in the order of `--help`."""
 

@@ -98,7 +98,7 @@ def test_a_local_path_is_a_model_if_it_looks_like_one(tmp_path: Path) -> None:
 def test_a_path_without_a_model_is_refused_in_words(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("no model")
     for name, words in (
-        ("qwen9-900b", DEFAULT),
+        ("smollm2", DEFAULT),
         (str(tmp_path), "no config.json"),
         (str(tmp_path / "notes.txt"), "neither a .gguf file"),
     ):

@@ -105,9 +105,10 @@ def test_servers_that_share_a_name_for_an_option_share_its_meaning() -> None:
     ("model", "said"),
     [
         ("smollm2", "no model 'smollm2': did you mean smollm2-135m?"),
-        ("HuggingFaceTB/SmolLM2-135M-Instruct", "did you mean smollm2-135m?"),
-        ("Qwen/Qwen3-0.6B", "hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B"),
-        ("qwen9-900b", "neither a path nor a name in the catalogue"),
+        ("zebra-900b", "neither a path, nor OWNER/REPO on the Hugging Face Hub, nor a name in"),
+        ("./Qwen/Qwen3-0.6B", "no file or directory ./Qwen/Qwen3-0.6B"),
+        ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B is not in the cache, and $HF_HUB_OFFLINE forbids"),
+        ("https://host/m.gguf", "a download by URL needs the file's digest"),
     ],
 )
 def test_a_model_that_is_not_here_is_refused_with_what_to_type(

@@ -1,33 +1,34 @@
 """`tidegate models`, and the argument MODEL of other commands.
 
-MODEL is a name from the catalogue, a .gguf file, or a Hugging Face directory. A catalogue name
-takes precedence over a directory of the same name; ./NAME selects the directory.
+MODEL is one of these, in this order of precedence; ./NAME always means a path:
+
+- a name from the catalogue
+- a .gguf file, or a Hugging Face directory
+- a model on the Hugging Face Hub, or a URL (`tools.models.names`)
 """
 
 from __future__ import annotations
 
 import argparse
-import re
 from difflib import get_close_matches
 from pathlib import Path
 
+import msgspec
+
 from protocol.exit_codes import ExitCode
 from tools.failure import Failure
-from tools.models.catalogue import CATALOGUE, DEFAULT
-from tools.models.fetch import (
-    PrintLine,
-    cached_file,
-    fetch,
-    home,
-    is_cached,
-    print_on_stderr,
-)
+from tools.models.catalogue import CATALOGUE, DEFAULT, HUB_MODELS, HubEntry
+from tools.models.fetch import PrintLine, fetch, home, megabytes, print_on_stderr
+from tools.models.pulling import parse_name, pulled_path
+from tools.models.records import PulledModel
+from tools.models.stored import hub_cache, stored_models
 
-DESCRIPTION = "List the built-in models: what they are, and where their files are."
+DESCRIPTION = "List the models in the cache, and the models of the catalogue."
 
 EXAMPLES = """\
 examples:
   tidegate models
+  tidegate models --json | jq -r '.[].path'       only the models in the cache
 """
 
 
@@ -38,47 +39,49 @@ def add_model(parser: argparse.ArgumentParser, *, default: str | None = None) ->
         nargs="?",
         default=default,
         metavar="MODEL",
-        help="a Hugging Face directory, a .gguf file, or a name from `tidegate models` "
-        f"(default {DEFAULT})",
+        help="a name from `tidegate models`, a Hugging Face directory, a .gguf file, or OWNER/REPO "
+        f"or OWNER/REPO:QUANTISATION on the Hugging Face Hub (default {DEFAULT})",
     )
 
 
 def resolve(
     model: str, cache: Path, print_line: PrintLine = print_on_stderr, *, text_only: bool = False
 ) -> Path:
-    """Return the absolute path of MODEL. Download a catalogue model first. Raises Failure.
+    """Return the absolute path of MODEL. Download the model first if necessary. Raises Failure.
 
-    cache        directory of downloaded models
+    cache        Tidegate's directory of downloads
     print_line   prints a line of progress
     text_only    accept a directory that contains only a tokenizer
     """
     if entry := CATALOGUE.get(model):
         return fetch(entry, cache, print_line)
     path = Path(model).expanduser().absolute()
-    if path.is_dir():
+    if path.is_dir() and model not in HUB_MODELS:
         needed = "tokenizer.json" if text_only else "config.json"
         if not (path / needed).is_file():
             raise _bad_model(f"{path} is not a Hugging Face model directory: it has no {needed}")
         return path
-    if not path.is_file():
+    if path.is_file() and model not in HUB_MODELS:
+        if path.suffix != ".gguf":
+            raise _bad_model(f"{path} is neither a .gguf file nor a Hugging Face directory")
+        return path
+    if model.startswith(("/", ".", "~")):
+        raise _bad_model(f"no file or directory {model}")
+    name = parse_name(model)
+    if name is None:
         raise _bad_model(f"no model {model!r}: {_suggestion(model)}")
-    if path.suffix != ".gguf":
-        raise _bad_model(f"{path} is neither a .gguf file nor a Hugging Face directory")
-    return path
+    return pulled_path(name, cache, print_line)
 
 
 def _suggestion(model: str) -> str:
-    """Return advice for a user whose MODEL is neither a path nor in the catalogue."""
-    hub = re.fullmatch(r"[\w.-]+/([\w.-]+)", model)
-    name = (hub[1] if hub else model).lower()
-    if close := get_close_matches(name, CATALOGUE, n=1, cutoff=0.5):
+    """Return advice for a user whose MODEL is neither a path nor a name."""
+    names = [*CATALOGUE, *HUB_MODELS]
+    if close := get_close_matches(model.lower(), names, n=1, cutoff=0.5):
         return f"did you mean {close[0]}?"
-    if hub:
-        return (
-            "models are not downloaded from the Hugging Face hub; download it first (hf download "
-            f"{model} --local-dir {hub[1]}), then give its directory"
-        )
-    return f"it is neither a path nor a name in the catalogue ({', '.join(CATALOGUE)})"
+    return (
+        "it is neither a path, nor OWNER/REPO on the Hugging Face Hub, nor a name in the catalogue "
+        "(tidegate models)"
+    )
 
 
 def _bad_model(message: str) -> Failure:
@@ -86,15 +89,49 @@ def _bad_model(message: str) -> Failure:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add nothing: the command has no arguments."""
+    parser.add_argument("--json", action="store_true", help="print the models in the cache as JSON")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the models of the catalogue, and where their files are."""
-    cache = home()
+    """Print the models in the cache, and the models of the catalogue."""
+    stored = stored_models(home())
+    if options.json:
+        print(
+            msgspec.json.format(msgspec.json.encode([_fields(model) for model in stored])).decode()
+        )
+        return 0
+    for model in stored:
+        print(f"{model.name}\n  {megabytes(model.size)}, {model.kind}; {model.path}")
+    if not stored:
+        print("no models in the cache yet")
+    print(f"\ncache: {home()}  (set $TIDEGATE_HOME to change it)")
+    if hub := hub_cache():
+        print(f"cache of the Hugging Face Hub: {hub}  (set $HF_HOME to change it)")
+    print("\nmodels to pull or serve by name; other names: tidegate pull --help")
     for entry in CATALOGUE.values():
-        where = str(cached_file(entry, cache)) if is_cached(entry, cache) else "not downloaded yet"
         print(f"{entry.name}\n  {entry.description}")
-        print(f"  {entry.licence}, {entry.file_bytes / 1e6:.0f} MB; {where}")
-    print(f"\ncache: {cache}  (set $TIDEGATE_HOME to change it)")
+        print(f"  {entry.licence}; {megabytes(entry.file_bytes)}")
+    for each in HUB_MODELS.values():
+        print(f"{each.name}\n  {_description(each)}")
     return 0
+
+
+def _description(entry: HubEntry) -> str:
+    """Return what is known about a model on the Hub before its download, in two lines."""
+    terms = "; terms to accept on its page" if entry.is_gated else ""
+    return (
+        f"{entry.source}: {entry.parameters / 1e9:.1f} billion parameters, "
+        f"{entry.context_tokens:,} tokens\n"
+        f"  {entry.licence}{terms}; weights need {entry.weight_bytes / 1e9:.1f} GB in bfloat16"
+    )
+
+
+def _fields(model: PulledModel) -> dict[str, object]:
+    return {
+        "name": model.name,
+        "kind": model.kind,
+        "size_bytes": model.size,
+        "path": model.path,
+        "licence": model.licence,
+        "commit": model.commit,
+    }

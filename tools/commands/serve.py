@@ -35,9 +35,10 @@ from tools.commands.models import add_model, resolve
 from tools.failure import Failure
 from tools.flags import add_flags, build
 from tools.http.web import KEY_VARIABLE, WebServer, local_url
-from tools.models.catalogue import CATALOGUE, DEFAULT
+from tools.models.catalogue import DEFAULT
 from tools.models.fetch import home
 from tools.models.preflight import ModelCheck, check_models, limit
+from tools.models.pulling import served_name
 from tools.processes import run_lock
 from tools.processes.children import Child, Command, module_command, run_module
 from tools.processes.supervisor import STOP_S
@@ -55,6 +56,7 @@ examples:
   tidegate serve                                  the default model, {DEFAULT}, on port 8000
   tidegate serve ~/models/qwen3-4b                a Hugging Face directory (safetensors)
   tidegate serve model.gguf --port 8001           a GGUF file, on another port
+  tidegate serve Qwen/Qwen3-0.6B                  a model on the Hugging Face Hub (tidegate pull)
   tidegate serve --max-len 4096 --max-slots 16    use less memory: shorter and fewer requests
   tidegate serve --served-name small --gateways 2
   tidegate serve --render-only DIRECTORY          render, derender and tokenize, without an engine
@@ -139,8 +141,9 @@ def plan(options: Mapping[str, Any], style: LogStyle = "text") -> Plan:
         gateway = wired(gateway, serve, engine, engines)
     except ValueError as error:
         raise Failure(str(error), exit_code=2) from None
-    has_name = worker.model in CATALOGUE and bool(engines or options["model"] or serve.render_only)
-    names = gateway.served_name or ([worker.model] if has_name else [])
+    name = served_name(worker.model)
+    has_name = bool(name and (engines or options["model"] or serve.render_only))
+    names = gateway.served_name or ([name] if name and has_name else [])
     store = gateway.response_store or str(home() / "responses" / f"{gateway.port}.db")
     if serve.kv_address:
         check_reachable(serve.kv_address, "--kv-address")

@@ -1,8 +1,11 @@
-"""The built-in models: where each one is downloaded from, and the digests of its files.
+"""The models that have a short name.
 
-`tools.models.fetch` downloads them. The weights are in a package on the Python index, because every
-machine on which Tidegate could be installed can reach the index. Only the file inside the package
-is kept. The package itself is not installed.
+The weights of the models in CATALOGUE are in a package on the Python index, because every machine
+on which Tidegate could be installed can reach the index. `tools.models.fetch` downloads them. Only
+the file inside the package is kept. The package itself is not installed.
+
+The models in HUB_MODELS are on the Hugging Face Hub. `tools.models.hub` downloads them. Sizes and
+digests of their files come from the Hub.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ DEFAULT = "smollm2-135m"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A built-in model. Digests are SHA-256, in hex."""
+    """A model in a package on the Python index. Digests are SHA-256, in hex."""
 
     #: The name that users give as MODEL.
     name: str
@@ -61,6 +64,57 @@ CATALOGUE: dict[str, Entry] = {
             file_bytes=98_362_432,
             sampling=SamplingDefaults(temperature=0.2, top_p=0.9),
             file_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        ),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubEntry:
+    """A model on the Hugging Face Hub."""
+
+    #: The name that users give as MODEL.
+    name: str
+    #: Name of the model on the Hub (`tools.models.names`).
+    source: str
+    #: Licence of the model, as its page gives it.
+    licence: str
+    #: Number of weights. An output layer that repeats the embeddings is not counted.
+    parameters: int
+    #: Longest text that the model's page promises, in tokens.
+    context_tokens: int
+    #: Whether the Hub gives the files only to users who accepted the model's terms.
+    is_gated: bool = False
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory of the weights in bfloat16."""
+        return 2 * self.parameters
+
+
+HUB_MODELS: dict[str, HubEntry] = {
+    entry.name: entry
+    for entry in (
+        HubEntry(
+            name="qwen3-0.6b",
+            source="Qwen/Qwen3-0.6B",
+            licence="apache-2.0",
+            parameters=596_049_920,
+            context_tokens=32_768,
+        ),
+        HubEntry(
+            name="qwen3-1.7b",
+            source="Qwen/Qwen3-1.7B",
+            licence="apache-2.0",
+            parameters=1_720_574_976,
+            context_tokens=32_768,
+        ),
+        HubEntry(
+            name="qwen3-4b",
+            source="Qwen/Qwen3-4B",
+            licence="apache-2.0",
+            parameters=4_022_468_096,
+            context_tokens=32_768,
         ),
     )
 }

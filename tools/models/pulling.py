@@ -1,0 +1,83 @@
+"""Finds a downloaded model by its name, or downloads it.
+
+The library of the Hugging Face Hub is imported only for a download.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from protocol.exit_codes import ExitCode
+from tools.failure import Failure
+from tools.models.catalogue import CATALOGUE, HUB_MODELS
+from tools.models.fetch import PrintLine
+from tools.models.names import HubName, UrlName, parse_hub_name, parse_url
+from tools.models.records import PulledModel, read_record
+
+NOT_INSTALLED = "huggingface_hub is not installed; try: pip install 'tidegate[hub]'"
+
+
+def parse_name(text: str) -> HubName | UrlName | None:
+    """Return the model on the Hub or the URL that `text` names; None if it names neither.
+
+    Raises Failure if `text` is a URL without a digest.
+    """
+    if entry := HUB_MODELS.get(text):
+        return parse_hub_name(entry.source)
+    try:
+        return parse_url(text) or parse_hub_name(text)
+    except ValueError as error:
+        raise Failure(str(error), exit_code=ExitCode.USAGE) from None
+
+
+def download_name(text: str) -> HubName | UrlName:
+    """Return what `text` names. Raises Failure if it is no name of a model to download."""
+    name = parse_name(text)
+    if name is None:
+        raise Failure(
+            f"no model {text!r}: it is not OWNER/REPO, not a URL, and not in the catalogue "
+            f"({', '.join([*CATALOGUE, *HUB_MODELS])})",
+            exit_code=ExitCode.BAD_MODEL,
+        )
+    return name
+
+
+def served_name(model: str) -> str | None:
+    """Return the name under which MODEL is served: as it was typed. None if MODEL is a path."""
+    if model in CATALOGUE or model in HUB_MODELS:
+        return model
+    if Path(model).expanduser().exists() or model.startswith(("http://", "https://")):
+        return None
+    name = parse_hub_name(model)
+    return None if name is None else str(name)
+
+
+def pulled_path(name: HubName | UrlName, home: Path, print_line: PrintLine) -> Path:
+    """Return the path of a downloaded model. Download the model if it is not in the cache.
+
+    Raises Failure if it cannot be downloaded.
+    """
+    model = read_record(home, str(name)) or pull_model(name, home, print_line)
+    return Path(model.path)
+
+
+def pull_model(name: HubName | UrlName, home: Path, print_line: PrintLine) -> PulledModel:
+    """Download a model, or bring it up to date, and return its record. Raises Failure."""
+    return _puller(name, home, print_line)()
+
+
+def _puller(
+    name: HubName | UrlName, home: Path, print_line: PrintLine
+) -> Callable[[], PulledModel]:
+    """Return a function that downloads a model. Raises Failure if the library is missing."""
+    try:
+        from tools.models.hub import HubDownloads
+        from tools.models.url import pull_url
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] not in ("huggingface_hub", "httpx2"):
+            raise
+        raise Failure(NOT_INSTALLED) from None
+    if isinstance(name, UrlName):
+        return lambda: pull_url(name, home, print_line)
+    return lambda: HubDownloads(home, print_line).pull(name)

@@ -1,0 +1,118 @@
+"""All models in the caches of this machine: from the catalogue, from the Hub, and from URLs."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from difflib import get_close_matches
+from pathlib import Path
+
+from protocol.exit_codes import ExitCode
+from tools.failure import Failure
+from tools.models.catalogue import CATALOGUE, HUB_MODELS
+from tools.models.fetch import cached_file, is_cached
+from tools.models.hub_cache import cached_models, repository_folder
+from tools.models.names import MAIN, parse_hub_name
+from tools.models.records import PulledFile, PulledModel, read_records, remove_model
+
+
+def hub_cache() -> Path | None:
+    """Return the directory of the Hub's cache; None if the Hub's library is not installed."""
+    try:
+        from huggingface_hub.constants import HF_HUB_CACHE
+    except ImportError:
+        return None
+    return Path(HF_HUB_CACHE)
+
+
+def stored_models(home: Path, cache: Path | None = None) -> list[PulledModel]:
+    """Return the models in `home` and in the Hub's cache.
+
+    cache   directory of the Hub's cache; None: that of this user
+
+    Models of the Hub's cache that other programs downloaded are included.
+    """
+    cache = cache or hub_cache()
+    records = read_records(home)
+    known = {model.path for model in records}
+    others = [model for model in cached_models(cache) if model.path not in known] if cache else []
+    return [*_catalogue_models(home), *records, *others]
+
+
+def _catalogue_models(home: Path) -> list[PulledModel]:
+    """Return the downloaded models of the catalogue that come from the package index."""
+    entries = [entry for entry in CATALOGUE.values() if is_cached(entry, home)]
+    files = [cached_file(entry, home) for entry in entries]
+    return [
+        PulledModel(
+            name=entry.name,
+            kind="GGUF",
+            path=str(file),
+            files=[PulledFile(str(file), entry.file_bytes, f"sha256 {entry.file_sha256}")],
+            licence=entry.licence,
+        )
+        for entry, file in zip(entries, files, strict=True)
+    ]
+
+
+def find_stored(name: str, models: Sequence[PulledModel]) -> list[PulledModel]:
+    """Return the stored models that `name` means: one, and other revisions of the same one.
+
+    name   a name that `tidegate models` lists, a name from the catalogue, a path, or a file name
+
+    Raises Failure if there is none, or if a file name is not unique.
+    """
+    wanted = HUB_MODELS[name].source if name in HUB_MODELS else name
+    parsed = parse_hub_name(wanted)
+    wanted = str(parsed) if parsed is not None else wanted
+    if found := [model for model in models if wanted in (model.name, model.path)]:
+        if parsed is not None and parsed.revision == MAIN:
+            found += [model for model in models if _is_revision_of(model.name, wanted)]
+        return found
+    found = [model for model in models if Path(model.path).name == wanted]
+    if len(found) == 1:
+        return found
+    if found:
+        choices = ", ".join(model.name for model in found)
+        raise _bad_model(f"{name} names several models: {choices}")
+    close = get_close_matches(name, [model.name for model in models], n=1, cutoff=0.5)
+    hint = f"did you mean {close[0]}?" if close else "see: tidegate models"
+    raise _bad_model(f"{name} is not in the cache; {hint}")
+
+
+def _is_revision_of(name: str, wanted: str) -> bool:
+    """Return whether two names differ only in the revision."""
+    parsed = parse_hub_name(name)
+    if parsed is None or parsed.revision == MAIN:
+        return False
+    return wanted == parsed.repo + (f":{parsed.choice}" if parsed.choice else "")
+
+
+def remove_stored(home: Path, models: Sequence[PulledModel], cache: Path | None = None) -> int:
+    """Remove models from the cache, but not the files that other models share.
+
+    Return the number of bytes freed. Raises OSError if a file cannot be removed.
+    """
+    paths = {model.path for model in models}
+    others = [model for model in stored_models(home, cache) if model.path not in paths]
+    freed = sum(remove_model(home, model, others) for model in models)
+    for model in models:
+        if model.name in CATALOGUE:
+            shutil.rmtree(Path(model.path).parent, ignore_errors=True)
+    return freed
+
+
+def remove_leftovers(name: str, cache: Path | None) -> bool:
+    """Remove the partial files of an interrupted download. Return whether there were any."""
+    parsed = parse_hub_name(name)
+    if parsed is None or cache is None:
+        return False
+    folder = repository_folder(cache, parsed.repo)
+    if not folder.is_dir() or any(folder.glob("snapshots/*/*")):
+        return False
+    shutil.rmtree(folder)
+    return True
+
+
+def _bad_model(message: str) -> Failure:
+    return Failure(message, exit_code=ExitCode.BAD_MODEL)
