@@ -5,7 +5,7 @@ side effects: `Handoff.on(event)` changes the state as the table `NEXT` says, an
 which `disaggregated.py` performs in order. The table ensures these invariants:
 
 - D gets at most two requests: one with P's handle and, if D cannot use the handle, one without;
-- if P was asked to compute the prompt, RELEASE is performed exactly once, however the request ends;
+- if a request uses P, RELEASE is performed exactly once, however the request ends;
 - after the end there are no actions, so late events change nothing.
 """
 

@@ -102,7 +102,7 @@ class ChoiceGroup:
 
         Raises the engine's refusal, or ClientGone if the client has disconnected.
         """
-        self.timeline.note(TimelineMoment.ASKED)
+        self.timeline.note(TimelineMoment.SENT)
         prompts = [Int32.of(prompt_request.prompt_ids) for prompt_request in self.prompt_requests]
         for choice in self.choices:
             request = choice.prompt_request

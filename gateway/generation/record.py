@@ -96,7 +96,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     #: A request without inference is "finished", too, if it got its response.
     end: End
     #: Wall-clock time of the start, in nanoseconds since 1970.
-    began_ns: int
+    started_ns: int
     #: Time from the start to the end of the response.
     took_s: float
     #: None if this is not an inference request.
@@ -126,7 +126,7 @@ def record_of(
         key=key,
         is_probe=is_probe,
         end=_end(status, inference),
-        began_ns=timeline.began_ns,
+        started_ns=timeline.started_ns,
         took_s=timeline.now_s,
         answer=inference,
     )
@@ -164,7 +164,7 @@ def answer_record(timeline: Timeline, group: ChoiceGroup) -> AnswerRecord:
         accepted_tokens=accepted,
         preemptions=sum(usage.preemptions for usage in usages),
         tokenize_s=timeline.tokenize_s,
-        asked_s=timeline.at_s(TimelineMoment.ASKED),
+        asked_s=timeline.at_s(TimelineMoment.SENT),
         first_token_s=timeline.at_s(TimelineMoment.FIRST_TOKEN),
         answered_s=now_s,
         times=slowest(choice.times for choice in choices if choice.times is not None),

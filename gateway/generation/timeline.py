@@ -14,8 +14,8 @@ from enum import Enum
 
 
 class TimelineMoment(Enum):
-    BEGAN = "began"  # the request's headers were read
-    ASKED = "asked"  # the choices were sent to the engine
+    STARTED = "started"  # the request's headers were read
+    SENT = "sent"  # the choices were sent to the engine
     ACCEPTED = "accepted"  # the engine has accepted all choices
     FIRST_TOKEN = "first_token"  # the engine has sent a token of any choice
     ANSWERED = "answered"  # all choices have ended, for any reason
@@ -25,12 +25,12 @@ class TimelineMoment(Enum):
 class Timeline:
     """The moments of one request. It starts when it is created."""
 
-    __slots__ = ("_at", "began_ns", "tokenize_s")
+    __slots__ = ("_at", "started_ns", "tokenize_s")
 
     def __init__(self) -> None:
-        self._at = {TimelineMoment.BEGAN: time.monotonic()}
+        self._at = {TimelineMoment.STARTED: time.monotonic()}
         #: Wall-clock time of the start, in nanoseconds since 1970.
-        self.began_ns = time.time_ns()
+        self.started_ns = time.time_ns()
         #: Time spent rendering templates and tokenizing.
         self.tokenize_s = 0.0
 
@@ -44,19 +44,19 @@ class Timeline:
     def at_s(self, moment: TimelineMoment) -> float | None:
         """Return the seconds from the start to `moment`; None if it has not been reached."""
         at = self._at.get(moment)
-        return None if at is None else at - self._at[TimelineMoment.BEGAN]
+        return None if at is None else at - self._at[TimelineMoment.STARTED]
 
     @property
     def now_s(self) -> float:
         """Seconds since the start; after the end, the seconds from the start to the end."""
         ended_s = self.at_s(TimelineMoment.ENDED)
-        return time.monotonic() - self._at[TimelineMoment.BEGAN] if ended_s is None else ended_s
+        return time.monotonic() - self._at[TimelineMoment.STARTED] if ended_s is None else ended_s
 
     @contextmanager
     def tokenizing(self) -> Iterator[None]:
         """Add the time spent inside the `with` block to `tokenize_s`."""
-        began = time.monotonic()
+        started_at = time.monotonic()
         try:
             yield
         finally:
-            self.tokenize_s += time.monotonic() - began
+            self.tokenize_s += time.monotonic() - started_at

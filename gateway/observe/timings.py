@@ -79,11 +79,11 @@ class MeasuredParser:
         return self._inner.may_stop
 
     def push(self, output: Output) -> OutputDelta:
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         try:
             return self._inner.push(output)
         finally:
-            self.spent_s += time.perf_counter() - began
+            self.spent_s += time.perf_counter() - started_at
 
 
 def measure(group: ChoiceGroup) -> None:

@@ -72,7 +72,7 @@ class Tracing:
             f"{OPERATIONS[record.route]} {model}".rstrip(),
             context=self._propagator.extract(carrier),
             kind=SpanKind.SERVER,
-            start_time=record.began_ns,
+            start_time=record.started_ns,
             attributes=attributes_of(record, model),
         )
         if record.end == "error":
@@ -81,7 +81,7 @@ class Tracing:
         for name, start_ns, end_ns in stages_of(record):
             stage = self._tracer.start_span(name, context=within, start_time=start_ns)
             stage.end(end_ns)
-        span.end(record.began_ns + _ns(record.took_s))
+        span.end(record.started_ns + _ns(record.took_s))
 
     def close(self) -> None:
         """Send pending spans, but give up after CLOSE_S.
@@ -181,7 +181,7 @@ def stages_of(record: RequestRecord) -> Iterator[tuple[str, int, int]]:
         ("decode", times.decode_s + times.preempted_s),
     ):
         if took_s > 0:
-            start_ns = record.began_ns + _ns(at_s)
+            start_ns = record.started_ns + _ns(at_s)
             yield name, start_ns, start_ns + _ns(took_s)
             at_s += took_s
 

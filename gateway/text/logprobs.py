@@ -47,33 +47,33 @@ def chat_logprobs(
     entries: Sequence[TokenLogprobs],
     *,
     num_top: int,
-    asked_ids: Sequence[int] = (),
+    extra_ids: Sequence[int] = (),
 ) -> list[ChatLogprob]:
     """Return the logprobs of generated tokens, one item per token.
 
     entries    the engine's logprobs of each token
     num_top    number of most likely tokens; the engine may have sent more
-    asked_ids  the request's `logprob_token_ids`; these tokens follow the most likely ones
+    extra_ids  the request's `logprob_token_ids`; these tokens follow the most likely ones
     """
-    return [_chat_logprob(tokenizer, entry, num_top, asked_ids) for entry in entries]
+    return [_chat_logprob(tokenizer, entry, num_top, extra_ids) for entry in entries]
 
 
-def likely(entry: TokenLogprobs, num_top: int, asked_ids: Sequence[int]) -> list[tuple[int, float]]:
+def likely(entry: TokenLogprobs, num_top: int, extra_ids: Sequence[int]) -> list[tuple[int, float]]:
     """Return (id, logprob) of the `num_top` most likely tokens, best first.
 
-    The tokens `asked_ids` follow, except those that are among the most likely ones.
+    The tokens `extra_ids` follow, except those that are among the most likely ones.
     """
     top = dict(zip(entry.top_ids[:num_top], entry.top_logprobs, strict=False))
-    if not asked_ids:
+    if not extra_ids:
         return list(top.items())
-    asked = zip(asked_ids, entry.asked_logprobs, strict=False)
-    return [*top.items(), *((i, logprob) for i, logprob in asked if i not in top)]
+    extra = zip(extra_ids, entry.asked_logprobs, strict=False)
+    return [*top.items(), *((i, logprob) for i, logprob in extra if i not in top)]
 
 
 def _chat_logprob(
-    tokenizer: Tokenizer, entry: TokenLogprobs, num_top: int, asked_ids: Sequence[int]
+    tokenizer: Tokenizer, entry: TokenLogprobs, num_top: int, extra_ids: Sequence[int]
 ) -> ChatLogprob:
-    top = likely(entry, num_top, asked_ids)
+    top = likely(entry, num_top, extra_ids)
     chosen = _top(tokenizer, entry.token_id, entry.logprob)
     tops = [_top(tokenizer, token_id, logprob) for token_id, logprob in top]
     return ChatLogprob(chosen.token, chosen.logprob, chosen.bytes, tops)
@@ -115,30 +115,30 @@ def completion_logprobs(
     *,
     offsets: TextOffsets,
     num_top: int,
-    asked_ids: Sequence[int] = (),
+    extra_ids: Sequence[int] = (),
 ) -> CompletionLogprobs:
     """Return the logprobs of `token_ids` in the shape of the completions API.
 
     entries    the engine's logprobs of each token; None for a prompt's first token
     offsets    computes the offsets of the tokens
     num_top    number of most likely tokens; the engine may have sent more
-    asked_ids  the request's `logprob_token_ids`
+    extra_ids  the request's `logprob_token_ids`
     """
     return CompletionLogprobs(
         text_offset=[offsets.next(token_id) for token_id in token_ids],
         token_logprobs=[json_logprob(entry.logprob) if entry else None for entry in entries],
         tokens=[_token_key(tokenizer, token_id) for token_id in token_ids],
         top_logprobs=[
-            _tops(tokenizer, entry, num_top, asked_ids) if entry else None for entry in entries
+            _tops(tokenizer, entry, num_top, extra_ids) if entry else None for entry in entries
         ],
     )
 
 
 def _tops(
-    tokenizer: Tokenizer, entry: TokenLogprobs, num_top: int, asked_ids: Sequence[int]
+    tokenizer: Tokenizer, entry: TokenLogprobs, num_top: int, extra_ids: Sequence[int]
 ) -> dict[str, float]:
     """Return the logprobs of the most likely tokens, the requested ones and the chosen one."""
-    pairs = likely(entry, num_top, asked_ids)
+    pairs = likely(entry, num_top, extra_ids)
     pairs.append((entry.token_id, entry.logprob))
     return {_token_key(tokenizer, token_id): json_logprob(logprob) for token_id, logprob in pairs}
 

@@ -25,7 +25,7 @@ RECORD = RequestRecord(
     status=429,
     key="ci",
     end="refused",
-    began_ns=12,
+    started_ns=12,
     took_s=0.0123456789,
     answer=None,
 )

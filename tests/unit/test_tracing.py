@@ -64,7 +64,7 @@ def a_record(**changes: Any) -> RequestRecord:
         "status": 200,
         "key": "",
         "end": "finished",
-        "began_ns": BEGAN_NS,
+        "started_ns": BEGAN_NS,
         "took_s": 16.5,
         "answer": ANSWER,
     }

@@ -79,10 +79,10 @@ def _params(
 
 def _prompt_logprobs(body: Body) -> int | None:
     """Return the larger of `prompt_logprobs` and, if the prompt is echoed, `logprobs`."""
-    asked = [body.prompt_logprobs]
+    counts = [body.prompt_logprobs]
     if isinstance(body, CompletionBody) and body.echo:
-        asked.append(body.logprobs)
-    return max((count for count in asked if count is not None), default=None)
+        counts.append(body.logprobs)
+    return max((count for count in counts if count is not None), default=None)
 
 
 def nth_seed(seed: int | None, place: int) -> int | None:

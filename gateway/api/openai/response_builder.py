@@ -144,7 +144,7 @@ class ChatResponseBuilder:
         in_batch: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
-        self._asked_ids = logprob_token_ids
+        self._extra_ids = logprob_token_ids
         self._in_batch = in_batch
         self.num_logprobs = num_logprobs
         self.prompt_ids_on_top = not in_batch
@@ -183,7 +183,7 @@ class ChatResponseBuilder:
         if self.num_logprobs is None:
             return None
         items = chat_logprobs(
-            self._tokenizer, delta.logprobs, num_top=self.num_logprobs, asked_ids=self._asked_ids
+            self._tokenizer, delta.logprobs, num_top=self.num_logprobs, extra_ids=self._extra_ids
         )
         return ChatLogprobs(items, None)
 
@@ -250,7 +250,7 @@ class CompletionResponseBuilder:
         logprob_token_ids: Sequence[int] = (),
     ) -> None:
         self._tokenizer = tokenizer
-        self._asked_ids = logprob_token_ids
+        self._extra_ids = logprob_token_ids
         self._options = options
         self._prompts = prompts
         self._offsets: dict[int, TextOffsets] = {}
@@ -286,7 +286,7 @@ class CompletionResponseBuilder:
             entries,
             offsets=self.offsets(choice.index),
             num_top=self.num_logprobs,
-            asked_ids=self._asked_ids,
+            extra_ids=self._extra_ids,
         )
 
     def offsets(self, index: int, state: tuple[DetokenizerState, int] | None = None) -> TextOffsets:

@@ -53,7 +53,7 @@ class RecordedOutputs:
 
     at            path of the response or chunk in the request
     num_logprobs  number of top tokens in the derendered response; None: it has no logprobs
-    asked_ids     further token ids whose logprobs the derendered response has
+    extra_ids     further token ids whose logprobs the derendered response has
     """
 
     def __init__(
@@ -62,13 +62,13 @@ class RecordedOutputs:
         model: ServedModel,
         *,
         num_logprobs: int | None,
-        asked_ids: Sequence[int],
+        extra_ids: Sequence[int],
         usage: GenerateUsage | None = None,
     ) -> None:
         self._at = at
         self._model = model
         self._num_logprobs = num_logprobs
-        self._asked_ids = asked_ids
+        self._extra_ids = extra_ids
         self._usage = usage
 
     def output(self, part: GeneratedChoice, params: SamplingParams, place: int) -> Output:
@@ -108,7 +108,7 @@ class RecordedOutputs:
                 f"must have one item per token ({len(part.token_ids):,}), because "
                 f"the request has logprobs; got {len(content):,}",
             )
-        return [to_token_logprobs(token, self._num_logprobs, self._asked_ids) for token in content]
+        return [to_token_logprobs(token, self._num_logprobs, self._extra_ids) for token in content]
 
 
 def num_logprobs(choices: Sequence[GeneratedChoice]) -> int | None:
@@ -134,9 +134,9 @@ def _stop_token(
     return ids[-1] if ids and ids[-1] in ends else None
 
 
-def to_token_logprobs(token: ChosenToken, num_top: int, asked_ids: Sequence[int]) -> TokenLogprobs:
+def to_token_logprobs(token: ChosenToken, num_top: int, extra_ids: Sequence[int]) -> TokenLogprobs:
     """Return the engine's logprobs of a sampled token: the inverse of `tokens.stream.chosen_token`.
-    Missing logprobs of `asked_ids` become NaN."""
+    Missing logprobs of `extra_ids` become NaN."""
     logprob_of = {top.token_id: top.logprob for top in token.top_logprobs}
     others = {
         top.rank: (top.token_id, top.logprob)
@@ -153,7 +153,7 @@ def to_token_logprobs(token: ChosenToken, num_top: int, asked_ids: Sequence[int]
         token.rank or 0,
         [token_id for token_id, _ in tops],
         [logprob for _, logprob in tops],
-        [logprob_of.get(token_id, math.nan) for token_id in asked_ids],
+        [logprob_of.get(token_id, math.nan) for token_id in extra_ids],
     )
 
 

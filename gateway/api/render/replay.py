@@ -81,7 +81,7 @@ class DerenderCase:
     def outputs(self, at: str, usage: Any) -> RecordedOutputs:
         logprob_ids = self.request.logprob_token_ids or ()
         return RecordedOutputs(
-            at, self.model, num_logprobs=self.num_logprobs, asked_ids=logprob_ids, usage=usage
+            at, self.model, num_logprobs=self.num_logprobs, extra_ids=logprob_ids, usage=usage
         )
 
 

@@ -115,7 +115,7 @@ class GenerateEnvelope:
         if not self.includes_text:
             return TokensLogprobs([chosen_token(entry, logprob_ids) for entry in entries])
         content = chat_logprobs(
-            self.tokenizer, entries, num_top=sampling.logprobs, asked_ids=logprob_ids
+            self.tokenizer, entries, num_top=sampling.logprobs, extra_ids=logprob_ids
         )
         return ChatLogprobs(content, None)
 
@@ -124,7 +124,7 @@ def text_of(events: Sequence[Event]) -> str:
     return "".join(event.text for event in events if isinstance(event, Content))
 
 
-def chosen_token(entry: TokenLogprobs, asked_ids: Sequence[int]) -> ChosenToken:
+def chosen_token(entry: TokenLogprobs, extra_ids: Sequence[int]) -> ChosenToken:
     """Return a sampled token with its top tokens.
 
     The top tokens are the sampled token, the most likely tokens by rank, and the tokens of
@@ -137,7 +137,7 @@ def chosen_token(entry: TokenLogprobs, asked_ids: Sequence[int]) -> ChosenToken:
         zip(entry.top_ids, entry.top_logprobs, strict=True), start=1
     ):
         tops.setdefault(token_id, _top(token_id, logprob, rank, drawn))
-    for token_id, logprob in zip(asked_ids, entry.asked_logprobs, strict=False):
+    for token_id, logprob in zip(extra_ids, entry.asked_logprobs, strict=False):
         tops.setdefault(token_id, _top(token_id, logprob, None, drawn))
     return ChosenToken(**msgspec.structs.asdict(chosen), top_logprobs=list(tops.values()))
 
