@@ -345,8 +345,8 @@ class DisaggregatedClient:
     def _with_merged_usage(self, request: _Request, output: Output) -> Output:
         """Return `output` with the usage of P and D together.
 
-        D's first usage also shows whether D used P's K/V. So handovers and fallbacks are counted
-        here.
+        D's first usage also shows whether D used P's K/V. So this method also counts the request as
+        a handover or a fallback.
         """
         prefill, usage = request.prefill, output.usage
         if prefill is None or usage is None:

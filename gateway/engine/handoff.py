@@ -115,13 +115,13 @@ class Handoff:
 
 
 def merge_usage(decoded: Usage, computed: Usage | None) -> Usage:
-    """Return the usage of the whole request, given D's and P's own usages.
+    """Return the usage of the whole request, from the usages that D and P reported.
 
-    decoded   D's usage; its `cached_tokens` are all tokens that D did not compute
+    decoded   D's usage; its `cached_tokens` are all prompt tokens that D did not compute
     computed  P's usage; None if P computed nothing
 
-    The result's `fetched_tokens` are those that P computed for this request: all that D did not
-    compute, except the tokens that P found in its own cache. The times of both engines add up.
+    The result's `fetched_tokens` are the tokens that P computed for this request: those that D did
+    not compute, less those that P found in its own cache. The times are sums over both engines.
     """
     found = min(decoded.cached_tokens, computed.cached_tokens if computed else 0)
     times = _sum_of_times(computed.times if computed else None, decoded.times)

@@ -107,9 +107,9 @@ def _with_strip(
 
 
 def _step_of(description: Mapping[str, Any]) -> tuple[Step, Step] | None:
-    """Return (step for every token but the first, step for the first token) of a description.
+    """Return (step for every token but the first, step for the first token).
 
-    The result is None if this kind of step is not supported.
+    description  JSON description of one step of a decoder; if it is not supported, return None
     """
     match description:
         case {"type": "ByteFallback"}:

@@ -87,8 +87,8 @@ class Preparation:
             form = None
         #: The field that an error names if the engine refuses the grammar.
         self.form_field: str = form.field if form else _schema_field(self.plan)
-        #: The grammar of the answer's text; None: free text, or a tool call is required. If the
-        #: model may call tools, an answer is either tool calls or text that matches the form.
+        #: The grammar of the answer's text; None if any text is allowed or a tool call is required.
+        #: If the model may call tools, the answer is either tool calls or matches this grammar.
         self.form: Body | None = form.body if form else None
         self._template = self._own_template(trusts_template)
         self._check_tools()
