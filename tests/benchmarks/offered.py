@@ -35,7 +35,7 @@ def key_of(name: str) -> str:
 
 @dataclass(frozen=True)
 class OfferedLoad:
-    """The tokens of each request's prompt and answer."""
+    """The numbers of tokens in each request's prompt and answer."""
 
     prompt: int
     answer: int
@@ -185,7 +185,7 @@ class OfferedCrowd:
 
 
 def _read_answer(answer: bytes, result: OfferedResult) -> None:
-    """Record the outcome in a complete HTTP response."""
+    """Parse a complete HTTP response, and record its outcome in `result`."""
     head, _, body = answer.partition(b"\r\n\r\n")
     lines = head.decode("latin-1").split("\r\n")
     if not body:

@@ -67,7 +67,8 @@ MOST_REFUSAL_S = 0.05
 LEAST_GOODPUT = 0.9
 MOST_TIMES = 2.0
 FLAT, FLAT_BYTES = 0.03, 8 * MIB
-"""Largest growth of memory between the second quarter of the overload and the last."""
+"""Memory may grow by the larger of this share and these bytes, between the second quarter of the
+overload and the last."""
 
 
 @dataclass
@@ -110,7 +111,8 @@ def _name(process: psutil.Process) -> str:
 
 
 def done_per_s(result: Sequence[OfferedResult], begun: float, until: float) -> tuple[float, float]:
-    """Return (tokens, requests) per second of the requests that finished in that time."""
+    """Return (tokens, requests) per second of the requests that finished between `begun` and
+    `until`."""
     done = [one for one in result if one.tokens and begun <= one.ended_at <= until]
     seconds = until - begun
     return sum(one.tokens for one in done) / seconds, len(done) / seconds

@@ -39,7 +39,7 @@ SLOW = {
     "slices": "{{ [1] | slice(10 ** 12, 0) | list }}",
     "deep values as text": _DEEP + "{% for i in range(99999) %}{{ n.x | string }}{% endfor %}",
 }
-"""Killed for their time, or for their memory on a fast machine."""
+"""Templates that are killed for their time, or for their memory on a fast machine."""
 
 LARGE = {
     "a constant text": "{{ 'a' * 10 ** 12 }}",
@@ -57,7 +57,7 @@ LARGE = {
     "a wide indent": "{{ [1] | tojson(indent=10 ** 10) }}",
     "batches": "{{ [1] | batch(10 ** 12, 0) | list }}",
 }
-"""Refused for their memory, at once."""
+"""Templates that are refused at once because of their memory."""
 
 REFUSED = {
     "a macro of itself": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
@@ -74,4 +74,4 @@ REFUSED = {
     "attributes in a format": "{{ '{0.__class__.__mro__}'.format('') }}",
     "globals": "{{ cycler.__init__.__globals__ }}",
 }
-"""Refused by Python or by Jinja, without reaching a limit."""
+"""Templates that Python or Jinja refuses, before they reach a limit."""

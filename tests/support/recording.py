@@ -44,9 +44,9 @@ MAX_LEN = 64
 TOKEN_BUDGET = 24
 NUM_REQUESTS = 200
 FETCH_STEPS = 2
-"""Steps between two ends of fetches."""
+"""A fetch ends every FETCH_STEPS steps."""
 FAILURE_STEPS = 16
-"""Steps between two fetches that fail."""
+"""A fetch fails every FAILURE_STEPS steps."""
 
 GREEDY = SamplingParams(temperature=0.0)
 KINDS: list[tuple[SamplingParams, Body | None]] = [

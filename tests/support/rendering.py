@@ -114,7 +114,7 @@ class Trip:
     # ---- the API itself
 
     def chat(self) -> tuple[dict[str, Any], list[Any]]:
-        """Return (whole answer, events of the stream)."""
+        """Answer the chat itself. Return (whole answer, events of the stream)."""
         body = msgspec.json.decode(encode(self.body), type=requests.ChatBody)
         preparation = Preparation(body, self.model)
         ask = preparation.prompt_request(preparation.prompt(body.messages))
@@ -177,7 +177,7 @@ class Trip:
         return decoded
 
     def generate(self, rendered: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
-        """Return (whole answer, events of the stream)."""
+        """Generate from a rendered request. Return (whole answer, events of the stream)."""
         body = msgspec.json.decode(
             encode(rendered | {"stream_options": {"include_usage": True}}), type=GenerateBody
         )

@@ -129,7 +129,7 @@ class RequestStorm:
             self.constrained[client, number] = grammar
 
     def grammar(self) -> tuple[Body, str, str]:
-        """Return a known grammar mostly, or a new one, or one that is refused."""
+        """Return a grammar: usually a known one, sometimes a new one or one that is refused."""
         choice = self.random.random()
         if choice < 0.05:
             return BAD, "", ""
@@ -163,7 +163,8 @@ class RequestStorm:
             self.bench.abort(number, client=client)
 
     def abort_by_label(self) -> None:
-        """Abort by labels that several clients' requests may share, and by one that none has."""
+        """Abort by labels that requests of several clients may share, and by a label that none
+        has."""
         names = [*self.random.sample(LABELS, 2), "nobody"]
         known = {
             name: any(name in r.labels for r in self.bench.engine.open_requests) for name in names

@@ -133,7 +133,7 @@ class BenchConfig(Config, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if (self.dataset == "file") != bool(self.file):
-            raise ValueError("dataset file and file must be used together")
+            raise ValueError("file and the dataset of the same name must be used together")
         if self.requests and self.duration_s:
             raise ValueError("requests and duration_s cannot be used together")
         if self.rate and len(self.concurrency) > 1:

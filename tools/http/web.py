@@ -17,7 +17,7 @@ KEY_VARIABLE = "TIDEGATE_API_KEY"
 
 @dataclass(frozen=True, slots=True)
 class ServerReadiness:
-    """Whether a server is ready, as it reports it."""
+    """Whether a server is ready, as the server reports."""
 
     is_ready: bool
     #: Name of the model, if the server is ready.

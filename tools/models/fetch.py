@@ -167,7 +167,7 @@ def _download(entry: Entry, folder: Path, print_line: PrintLine) -> Path:
 
 
 def _watch(pip: subprocess.Popen[bytes], folder: Path, entry: Entry, print_line: PrintLine) -> None:
-    """Show the progress of the download, the size of the largest file, until pip ends."""
+    """Show the progress of the download until pip ends: the size of the largest file."""
     with progress_bar(entry.wheel_bytes, f"downloading {entry.name}", print_line) as bar:
         while True:
             try:

@@ -82,7 +82,7 @@ def hold(directory: Path, in_use: tuple[str, str] = PORT_IN_USE) -> int:
         except FileNotFoundError:  # another process has just removed the directory
             lock = None
         except OSError as error:
-            raise Failure(f"no run directory: {error}") from None
+            raise Failure(f"cannot use the run directory: {error}") from None
         if lock is not None:
             os.ftruncate(lock, 0)
             describe(lock, LockFacts())
@@ -139,7 +139,7 @@ def remove(directory: Path) -> list[str]:
 
 
 def remove_stale(base: Path) -> None:
-    """Remove the run directories in `base` that no process holds, as their servers were killed."""
+    """Remove the run directories in `base` that no process holds: those of killed servers."""
     for directory in [lock.parent for lock in base.glob(f"*/{LOCK}")]:
         with contextlib.suppress(OSError):
             lock = _try_lock(directory)

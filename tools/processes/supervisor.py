@@ -35,7 +35,7 @@ STOP_S = 5.0
 exit.
 """
 UNUSED_STOP_S = 1.0
-"""The same number of seconds for a server that was not ready yet, so no client waits for an
+"""STOP_S for a server that was not ready yet. It is shorter, because no client waits for an
 answer."""
 SAME_SIGNAL_S = 0.5
 """Stop signals within this many seconds count as one, because `timeout` and service managers may

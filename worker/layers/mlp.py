@@ -1,6 +1,6 @@
 """MLPs: plain, gated, and mixtures of experts.
 
-Legend: N rows, I intermediate, E experts.
+Legend: N rows, I intermediate size, E experts.
 """
 
 from __future__ import annotations

@@ -212,9 +212,9 @@ def kv_budget(
     held = (num_blocks - 1) * options.block_tokens
     needed = options.max_len or options.block_tokens
     if held < needed:
+        limit = f"less than max_len ({needed:,})" if options.max_len else "too few for a request"
         raise NotEnoughMemory(
-            f"{num_blocks:,} KV blocks hold {max(held, 0):,} tokens, "
-            f"less than max_len ({needed:,})",
+            f"{num_blocks:,} KV blocks hold {max(held, 0):,} tokens, {limit}",
             remedy=_longer_or_shorter(options, needed, held, block_bytes, max_blocks),
         )
     return KVBudget(num_blocks, min(wanted_len, held))

@@ -57,7 +57,7 @@ class MoverFactory:
             try:
                 return self._from_offer(offer, ids, theirs, request)
             except TransferLost as error:
-                log.info("cannot use %s: %s", _name(offer), error)
+                log.info("cannot use the mover %s: %s", _name(offer), error)
         return self._from_offer(found[-1], ids, theirs, request)
 
     def _from_offer(
