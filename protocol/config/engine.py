@@ -43,8 +43,8 @@ class EngineConfig(Config, frozen=True, kw_only=True):
     draft_width: Annotated[
         int,
         about(
-            "number of tokens that doubles the time of a step, to limit drafts; 0: measure it, or "
-            "32 if that is not possible",
+            "tokens with which a step takes twice the time of a short step, used to limit drafts; "
+            "0: measure it, or 32 if that is not possible",
             ge=0,
             le=1 << 16,
         ),
@@ -87,8 +87,8 @@ class EngineConfig(Config, frozen=True, kw_only=True):
     priority_s: Annotated[
         float,
         about(
-            "most seconds of waiting that a priority can be worth: priority p moves a request back "
-            "by p / (1 + |p|) of this, and a negative p moves it forward",
+            "limit on the effect of priorities: a request with priority p is queued as if it had "
+            "arrived p / (1 + |p|) times this many seconds later; earlier if p is negative",
             ge=0,
             le=86400,
         ),
