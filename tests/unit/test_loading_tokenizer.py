@@ -7,7 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, normalizers, processors, trainers
+from tokenizers import (
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 from tests.support.checkpoints import SPECIAL, tiny_tokenizer
 from tests.support.gguf_tokenizers import TEXTS, as_metadata, assert_same, rebuilt
@@ -23,6 +32,58 @@ def test_the_default_pretokenizer_is_gpt2() -> None:
     unnamed = as_metadata(original, "default")
     del unnamed["pre"]
     assert_same(rebuilt(unnamed), tiny_tokenizer())
+
+
+PUBLISHED = {
+    "tekken": (
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
+        r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
+    "gpt-4o": (
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+        r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
+    "seed-coder": (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}|"
+        r" ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
+    "dbrx": (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
+}
+"""`tokenizer.ggml.pre` -> the pattern in the published tokenizer.json of the family."""
+
+
+def rebuilt_json(pre: str) -> dict[str, Any]:
+    whole: dict[str, Any] = json.loads(
+        rebuilt(as_metadata(json.loads(tiny_tokenizer().to_str()), pre)).to_str()
+    )
+    return whole
+
+
+@pytest.mark.parametrize("pre", PUBLISHED)
+def test_words_are_split_as_in_the_published_tokenizer(pre: str) -> None:
+    steps = rebuilt_json(pre)["pre_tokenizer"]["pretokenizers"]
+    ours = pre_tokenizers.Split(Regex(steps[0]["pattern"]["Regex"]), "isolated")
+    theirs = pre_tokenizers.Split(Regex(PUBLISHED[pre]), "isolated")
+    assert steps[0]["behavior"] == "Isolated"
+    assert len(steps) == 2
+    assert not steps[1]["use_regex"]
+    for text in TEXTS:
+        assert ours.pre_tokenize_str(text) == theirs.pre_tokenize_str(text)
+
+
+def test_command_r_normalizes_and_splits_off_each_digit() -> None:
+    whole = rebuilt_json("command-r")
+    assert whole["normalizer"] == {"type": "NFC"}
+    digits, by_words = whole["pre_tokenizer"]["pretokenizers"]
+    assert digits == {"type": "Digits", "individual_digits": True}
+    assert by_words["use_regex"]
 
 
 @pytest.mark.parametrize(("bos", "eos"), [(True, False), (False, True), (True, True)])
@@ -90,7 +151,7 @@ def test_the_merges_of_a_sentencepiece_vocabulary_are_rebuilt_from_its_scores() 
     ("changes", "message"),
     [
         ({"model": "bert"}, "'bert'"),
-        ({"pre": "tekken"}, "'tekken'"),
+        ({"pre": "kimi-k2"}, "'kimi-k2'"),
         ({"merges": ["Ġ nothing"]}, "merge 'Ġ nothing'"),
         ({"merges": ["Ġ"]}, "merge 'Ġ'"),
         ({"merges": "Ġ t"}, "merges is missing, or is not a list"),

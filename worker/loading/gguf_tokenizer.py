@@ -10,7 +10,7 @@ dicts, because the library that reads it runs in the gateway.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -23,10 +23,22 @@ from worker.loading.text import TOOL_USE, TextFacts
 Part = dict[str, Any]
 
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_BLANKS = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*" + _BLANKS
 _WORD = r"|[^\r\n\p{L}\p{N}]?\p{L}+"
 LLAMA3_SPLIT = _CONTRACTIONS + _WORD + r"|\p{N}{1,3}" + _REST
 QWEN2_SPLIT = _CONTRACTIONS + _WORD + r"|\p{N}" + _REST
+SEED_SPLIT = _CONTRACTIONS + _WORD + r"|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+" + _BLANKS
+_UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+_BEFORE_WORD = r"[^\r\n\p{L}\p{N}]?"
+_CASED_WORDS = (
+    rf"{_BEFORE_WORD}[{_UPPER}]*[{_LOWER}]+%s|{_BEFORE_WORD}[{_UPPER}]+[{_LOWER}]*%s|\p{{N}}%s"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*"
+)
+"""Words that end where a capital letter follows a small one. Holes: what may follow each of the two
+kinds of words, and how many digits stay together."""
+TEKKEN_SPLIT = _CASED_WORDS % ("", "", "") + _BLANKS
+GPT4O_SPLIT = _CASED_WORDS % (f"{_CONTRACTIONS}?", f"{_CONTRACTIONS}?", "{1,3}") + _BLANKS
 
 
 def _bytes(*, use_regex: bool) -> Part:
@@ -67,19 +79,25 @@ class Family:
 
 
 GPT2 = Family((_bytes(use_regex=True),))
-SMOLLM = Family(({"type": "Digits", "individual_digits": True}, _bytes(use_regex=True)))
+DIGITS = Family(({"type": "Digits", "individual_digits": True}, _bytes(use_regex=True)))
+COHERE = replace(DIGITS, normalizer={"type": "NFC"})
 LLAMA3 = Family((_split(LLAMA3_SPLIT), _bytes(use_regex=False)), ignore_merges=True, adds_bos=True)
+DBRX = replace(LLAMA3, ignore_merges=False, adds_bos=False)
 QWEN2 = Family((_split(QWEN2_SPLIT), _bytes(use_regex=False)), normalizer={"type": "NFC"})
+SEED = Family((_split(SEED_SPLIT), _bytes(use_regex=False)))
+TEKKEN = Family((_split(TEKKEN_SPLIT), _bytes(use_regex=False)), ignore_merges=True, adds_bos=True)
+GPT4O = Family((_split(GPT4O_SPLIT), _bytes(use_regex=False)))
 
 FAMILIES = {
-    "default": GPT2,
-    "gpt-2": GPT2,
-    "smollm": SMOLLM,
-    "llama-bpe": LLAMA3,
-    "llama3": LLAMA3,
-    "llama-v3": LLAMA3,
-    "qwen2": QWEN2,
-    "deepseek-r1-qwen": QWEN2,
+    **dict.fromkeys(("default", "gpt-2", "phi-2", "olmo", "exaone4", "granite-docling"), GPT2),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "codeshell", "exaone"), DIGITS),
+    "command-r": COHERE,
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3"), LLAMA3),
+    **dict.fromkeys(("dbrx", "smaug-bpe"), DBRX),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"), QWEN2),
+    "seed-coder": SEED,
+    "tekken": TEKKEN,
+    **dict.fromkeys(("gpt-4o", "llama4"), GPT4O),
 }
 """Value of `tokenizer.ggml.pre` -> family."""
 
@@ -184,10 +202,10 @@ def _merges_by_score(vocab: dict[str, int], scores: list[float]) -> list[list[st
     ranked = []
     for piece, index in vocab.items():
         for cut in range(1, len(piece)):
-            left, right = piece[:cut], piece[cut:]
-            if left in vocab and right in vocab:
+            left = piece[:cut]
+            if left in vocab and (right := piece[cut:]) in vocab:
                 ranked.append((-scores[index], -cut, index, left, right))
-    ranked.sort(key=lambda merge: merge[:3])
+    ranked.sort()  # an index and a cut occur together once, so the texts are never compared
     return [[left, right] for *_, left, right in ranked]
 
 
