@@ -9,16 +9,14 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import tokenizers
-import torch
 
 from protocol.client import Client
 from protocol.errors import InvalidRequest
 from protocol.grammar import Body, ChoiceGrammar, Grammar, JsonSchema, Regex, Thinking
 from protocol.sampling import SamplingParams
 from tests.support.grammars import schema, signs_tokenizer, text_of
-from tests.support.model import smollm2_gguf
 from tests.support.processes import Program
-from tests.support.replica import Replica, load
+from tests.support.replica import Replica, replica_as_served
 from tests.support.tiny_checkpoint import write_tiny_llama
 from tests.support.waiting import eventually
 
@@ -27,11 +25,8 @@ from tests.support.waiting import eventually
 
 @pytest.fixture(scope="module")
 def replica() -> Iterator[Replica]:
-    """Return a replica with one thread, because two would wait for each other on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield Replica(load(smollm2_gguf(), torch.bfloat16), max_slots=16)
-    torch.set_num_threads(before)
+    with replica_as_served() as replica:
+        yield replica
 
 
 @pytest.fixture(scope="module")

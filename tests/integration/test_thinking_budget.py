@@ -7,13 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 import tokenizers
-import torch
 
 from protocol.grammar import ChoiceGrammar, Grammar, JsonSchema, Thinking, ThinkingBudget
 from protocol.sampling import SamplingParams
 from tests.support.grammars import schema
-from tests.support.model import smollm2_gguf
-from tests.support.replica import Replica, load
+from tests.support.replica import Replica, replica_as_served
 
 ANSWERS = 12
 BUDGET = 20
@@ -23,11 +21,8 @@ TOKEN, SPELT = "<file_sep>", "</think>"
 
 @pytest.fixture(scope="module")
 def replica() -> Iterator[Replica]:
-    """Return a replica with one thread, because two would wait for each other on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield Replica(load(smollm2_gguf(), torch.bfloat16))
-    torch.set_num_threads(before)
+    with replica_as_served() as replica:
+        yield replica
 
 
 def thoughts(replica: Replica, grammar: Grammar, prompt: str, closes: str) -> list[tuple[int, str]]:

@@ -6,7 +6,8 @@ Tests check the tokens, batches and blocks that it computes.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -27,14 +28,18 @@ from protocol.messages import Accepted, Generate, Limits, Output
 from protocol.sampling import SamplingParams
 from protocol.steps import Masks, StepPlan, StepResult
 from tests.support.handover import ClusterMember, EchoMover
+from tests.support.model import smollm2_gguf
 from tests.support.tiny_model import new_slots
 from worker.attention.select import select_attention
 from worker.debug.slot_registry import Poison
 from worker.draft.model import DraftModel
+from worker.kernels.select import select_kernels
 from worker.kv.cache import KVCache
 from worker.models.load import LoadedModel, load_model
 from worker.slots.fields import slot_fields
 from worker.slots.table import SlotTable
+from worker.startup.device import choose_dtype
+from worker.startup.machine import cpu_flags
 from worker.step import Runner
 
 CLIENT = b"test"
@@ -248,6 +253,21 @@ class Replica:
         numbers = [self.add(prompt, params) for prompt in prompts]
         self.run()
         return [self.tokens(number) for number in numbers]
+
+
+@contextmanager
+def replica_as_served(*, max_slots: int = 16) -> Iterator[Replica]:
+    """Yield a replica of the default model with the dtype and kernels that a server would choose.
+
+    It uses one thread, because two would wait for each other on a busy machine.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    cpu, flags = torch.device("cpu"), cpu_flags()
+    kernels = select_kernels("auto", cpu, cpu_flags=flags)
+    loaded = load(smollm2_gguf(), choose_dtype("auto", cpu, cpu_flags=flags), kernels=kernels)
+    yield Replica(loaded, max_slots=max_slots)
+    torch.set_num_threads(before)
 
 
 def slot_table(
