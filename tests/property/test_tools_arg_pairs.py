@@ -12,7 +12,7 @@ from gateway.formats.events import OutputWarning, ToolCall, ToolCallEnd
 from gateway.formats.lexicon import marker_suffix
 from gateway.formats.reasoning import THINK
 from gateway.formats.registry import Format
-from tests.support.format_tools import TYPED_TOOLS, arguments_of, plain, said
+from tests.support.format_tools import TYPED_TOOLS, arguments_of, parsed_events, plain
 from tests.support.formats import Call, Sample, content, dumps, reasoning_writer
 
 Writer = Callable[[Sequence[Call], int], str]
@@ -67,7 +67,9 @@ EACH = pytest.mark.parametrize("sample", SAMPLES, ids=[s.name for s in SAMPLES])
 
 
 def say(name: str, text: str, tools: Any = TYPED_TOOLS, tokens: bool = True) -> list[Any]:
-    return said(sample(name, FORMATS[name], pairs(FORMATS[name])), text, tools=tools, tokens=tokens)
+    return parsed_events(
+        sample(name, FORMATS[name], pairs(FORMATS[name])), text, tools=tools, tokens=tokens
+    )
 
 
 def one(value: str, key: str = "z", name: str = "types") -> str:

@@ -12,7 +12,7 @@ from gateway.formats.events import Content, OutputWarning, ToolArguments, ToolCa
 from gateway.formats.gemma import FORMATS, Gemma
 from gateway.formats.reasoning import THINK
 from gateway.formats.registry import Format
-from tests.support.format_tools import TYPED_TOOLS, arguments_of, said
+from tests.support.format_tools import TYPED_TOOLS, arguments_of, parsed_events
 from tests.support.formats import (
     Call,
     Fixture,
@@ -57,7 +57,7 @@ EACH = pytest.mark.parametrize("sample", SAMPLES, ids=[s.name for s in SAMPLES])
 
 
 def say(text: str, tools: Any = TYPED_TOOLS, tokens: bool = True) -> list[Any]:
-    return said(SAMPLES[0], text, tools=tools, tokens=tokens)
+    return parsed_events(SAMPLES[0], text, tools=tools, tokens=tokens)
 
 
 def call(body: str) -> str:

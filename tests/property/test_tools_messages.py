@@ -20,7 +20,7 @@ from gateway.formats.events import (
 )
 from gateway.formats.harmony import FORMATS, MAX_HEADER_CHARS
 from gateway.formats.registry import Format
-from tests.support.format_tools import TYPED_TOOLS, arguments_of, plain, said, tool
+from tests.support.format_tools import TYPED_TOOLS, arguments_of, parsed_events, plain, tool
 from tests.support.formats import (
     Call,
     ContentPart,
@@ -117,7 +117,7 @@ def cases(sample: Sample) -> list[Fixture]:
 
 
 def say(sample: Sample, text: str, tools: Any = None, *, inside: bool = False) -> list[Any]:
-    return said(sample, text, tools=tools, inside=inside)
+    return parsed_events(sample, text, tools=tools, inside=inside)
 
 
 SCRAPS = (

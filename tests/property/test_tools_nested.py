@@ -13,7 +13,7 @@ from gateway.formats.events import OutputWarning, ToolArguments, ToolCall, ToolC
 from gateway.formats.named_json import plamo_begin, plamo_end
 from gateway.formats.reasoning import THINK
 from gateway.formats.registry import Format
-from tests.support.format_tools import arguments_of, said, tool
+from tests.support.format_tools import arguments_of, parsed_events, tool
 from tests.support.formats import (
     Call,
     Sample,
@@ -92,7 +92,7 @@ EACH = pytest.mark.parametrize("sample", SAMPLES, ids=[s.name for s in SAMPLES])
 
 
 def say(text: str, tools: Any = TOOLS) -> list[Any]:
-    return said(M3, text, tools=tools, tokens=False)
+    return parsed_events(M3, text, tools=tools, tokens=False)
 
 
 def call(body: str) -> str:

@@ -27,7 +27,7 @@ from gateway.formats.json_scanner import LiteralScan, json_number
 from gateway.formats.pythonic import FORMATS
 from gateway.formats.reasoning import THINK
 from gateway.formats.registry import Format
-from tests.support.format_tools import arguments_of, said
+from tests.support.format_tools import arguments_of, parsed_events
 from tests.support.formats import (
     JOINT,
     Call,
@@ -85,7 +85,9 @@ BEHIND_TEXT = ("text before a call", "reasoning before")
 
 
 def say(name: str, text: str, tools: Sequence[DeclaredTool] | None = None) -> list[Any]:
-    return said(next(sample for sample in SAMPLES if sample.name == name), text, tools=tools)
+    return parsed_events(
+        next(sample for sample in SAMPLES if sample.name == name), text, tools=tools
+    )
 
 
 @EACH

@@ -17,7 +17,7 @@ from gateway.formats.response_template import RegionOpening
 from gateway.formats.response_template_loader import closings, load, openings
 from gateway.formats.xml_parameters import XmlParameters
 from tests.property.test_tools_gemma import literal
-from tests.support.format_tools import TYPED_TOOLS, plain, said
+from tests.support.format_tools import TYPED_TOOLS, parsed_events, plain
 from tests.support.formats import (
     Call,
     ContentPart,
@@ -172,7 +172,7 @@ def cases(sample: Sample) -> list[Fixture]:
 
 
 def say(name: str, text: str, *, inside: bool = False) -> list[Any]:
-    return said(sample(name), text, tools=TYPED_TOOLS, inside=inside, tokens=False)
+    return parsed_events(sample(name), text, tools=TYPED_TOOLS, inside=inside, tokens=False)
 
 
 def test_text_that_only_starts_like_an_opening_is_outside_text() -> None:

@@ -12,7 +12,7 @@ from gateway.formats.events import Content, OutputWarning, ToolArguments, ToolCa
 from gateway.formats.reasoning import THINK
 from gateway.formats.registry import Format
 from gateway.formats.xml_parameters import FORMATS
-from tests.support.format_tools import TYPED_TOOLS, arguments_of, plain, said, tool
+from tests.support.format_tools import TYPED_TOOLS, arguments_of, parsed_events, plain, tool
 from tests.support.formats import Call, Sample, content, lexicon, reasoning_writer
 
 Writer = Callable[[Sequence[Call], int], str]
@@ -112,7 +112,7 @@ EACH = pytest.mark.parametrize("sample", SAMPLES, ids=[s.name for s in SAMPLES])
 
 
 def say(name: str, text: str, tools: Any = TYPED_TOOLS, tokens: bool = True) -> list[Any]:
-    return said(sample(name), text, tools=tools, tokens=tokens)
+    return parsed_events(sample(name), text, tools=tools, tokens=tokens)
 
 
 def qwen(body: str) -> str:

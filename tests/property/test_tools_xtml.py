@@ -17,7 +17,7 @@ from gateway.formats.events import (
 )
 from gateway.formats.registry import Format
 from gateway.formats.xtml import FORMATS
-from tests.support.format_tools import arguments_of, plain, said
+from tests.support.format_tools import arguments_of, parsed_events, plain
 from tests.support.formats import (
     Call,
     ContentPart,
@@ -79,7 +79,7 @@ def cases() -> list[Fixture]:
 
 
 def say(text: str, *, inside: bool = False, tokens: bool = True) -> list[Any]:
-    return said(K3, text, inside=inside, tokens=tokens)
+    return parsed_events(K3, text, inside=inside, tokens=tokens)
 
 
 def argument(value: str, type_: str, key: str = "k") -> str:

@@ -39,7 +39,7 @@ def arguments_of(events: Sequence[Any]) -> list[Any]:
     return [json.loads(e.fragment) for e in events if type(e).__name__ == "ToolArguments"]
 
 
-def said(
+def parsed_events(
     sample: Sample,
     text: str,
     *,

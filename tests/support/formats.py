@@ -187,8 +187,8 @@ def written(sample: Sample, name: str, parts: Sequence[Part]) -> Fixture:
     text, index = "", 0
     for part in parts:
         match part:
-            case ContentPart(said):
-                text += said
+            case ContentPart(prose):
+                text += prose
             case ReasoningPart(thought):
                 assert sample.think is not None
                 text += sample.think(thought)
@@ -204,8 +204,8 @@ def expected(sample: Sample, parts: Sequence[Part]) -> list[Event]:
     ours = itertools.count(1)
     for part in parts:
         match part:
-            case ContentPart(said):
-                events.append(Content(said.replace(JOINT, "")))
+            case ContentPart(prose):
+                events.append(Content(prose.replace(JOINT, "")))
             case ReasoningPart(thought):
                 events.append(Reasoning(thought.replace(JOINT, "")))
             case calls:
@@ -405,10 +405,10 @@ def _check_cuts(
 ) -> None:
     pieces = units(fixture.text, words)
     for deltas in all_cuts(pieces, row.fixtures, num_random):
-        said = read(sample, deltas, words, fixture)
-        row.compare(said, fixture.events, partial(difference, fixture, deltas, said))
-    said = read(sample, [[p] for p in pieces], words, fixture, moving=True)
-    row.compare(said, fixture.events, lambda: f"{fixture.name}: moved to another process")
+        found = read(sample, deltas, words, fixture)
+        row.compare(found, fixture.events, partial(difference, fixture, deltas, found))
+    found = read(sample, [[p] for p in pieces], words, fixture, moving=True)
+    row.compare(found, fixture.events, lambda: f"{fixture.name}: moved to another process")
 
 
 def _check_cut_short(row: FormatRow, sample: Sample, fixture: Fixture, words: Lexicon) -> None:
@@ -429,10 +429,10 @@ def _check_cut_short(row: FormatRow, sample: Sample, fixture: Fixture, words: Le
         shown = content(short.events).rstrip()
         row.compare(whole.startswith(shown), True, partial("{0.name}: markup".format, short))
         one_by_one.push(pieces[end - 1 : end])
-        said = one_by_one.moved().finish()
-        row.compare(said, short.events, partial(difference, short, [[p] for p in head], said))
-        said = read(sample, [head[:at], head[at:]], words, short)
-        row.compare(said, short.events, partial(difference, short, [head[:at], head[at:]], said))
+        found = one_by_one.moved().finish()
+        row.compare(found, short.events, partial(difference, short, [[p] for p in head], found))
+        found = read(sample, [head[:at], head[at:]], words, short)
+        row.compare(found, short.events, partial(difference, short, [head[:at], head[at:]], found))
 
 
 def means_the_same_spelt_out(sample: Sample, fixture: Fixture) -> bool:
@@ -442,11 +442,11 @@ def means_the_same_spelt_out(sample: Sample, fixture: Fixture) -> bool:
     return "prose" not in fixture.name
 
 
-def difference(fixture: Fixture, deltas: Sequence[Sequence[Piece]], said: list[Event]) -> str:
+def difference(fixture: Fixture, deltas: Sequence[Sequence[Piece]], found: list[Event]) -> str:
     """Return a description of a cut with unexpected events."""
     return (
         f"{fixture.name}, cut into {len(deltas)}: {[joined(d) for d in deltas][:6]}\n"
-        f"  found    {said}\n  expected {fixture.events}"
+        f"  found    {found}\n  expected {fixture.events}"
     )
 
 
