@@ -288,7 +288,7 @@ def joined(pieces: Sequence[Piece]) -> list[Piece]:
 
 @dataclass
 class Reading:
-    """A parser that reads one answer, and its events so far. `state` is where it continues."""
+    """A parser that reads one answer, and its events so far. It starts from `state`."""
 
     sample: Sample
     words: Lexicon
@@ -311,7 +311,7 @@ class Reading:
             self.events += self.parser.push(piece)
 
     def moved(self) -> Reading:
-        """Return a new parser that continues here. This one is not changed."""
+        """Return a new parser that continues from this state. This one is not changed."""
         state = msgspec.msgpack.encode(parser_state(self.parser))
         return replace(self, state=state, ids=copy(self.ids), events=[*self.events])
 

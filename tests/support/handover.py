@@ -131,7 +131,7 @@ class EchoMover:
             fault = fault or "expired"
         if fault:
             spoil(self._kv, order, self._block_tokens)
-            return KVReport(failed=[KVFailure(job, fault, "as the test wants it")])
+            return KVReport(failed=[KVFailure(job, fault, "by request of the test")])
         assert export is not None
         wanted = export.blocks[source.first :][: len(order.blocks)]
         for theirs, ours in zip(wanted, order.blocks.tolist(), strict=True):

@@ -6,7 +6,7 @@ _DOUBLED = (
     "{% set n = namespace(x=['aaaaaaaa']) %}"
     "{% for i in range(30) %}{% set n.x = [n.x, n.x] %}{% endfor %}"
 )
-"""A list of 30 short lists that stands for 2**30 strings."""
+"""A list of 30 short lists that represents 2**30 strings."""
 _OTHER = _DOUBLED.replace("n.x", "m.x").replace("set n ", "set m ")
 _DEEP = "{% set n = namespace(x=()) %}{% for i in range(99999) %}{% set n.x = (n.x,) %}{% endfor %}"
 _LONG = "{% set long = 'a ' * 3000000 %}"

@@ -217,7 +217,7 @@ def test_a_failed_fetch_is_an_error_with_its_reason_if_configured() -> None:
     error = pair.d.last_output(number).error
     assert error.code == "step_failed"
     assert error.message == (
-        "the prompt's K/V could not be fetched (unreachable: as the test wants it)"
+        "the prompt's K/V could not be fetched (unreachable: by request of the test)"
     )
     assert pair.d.engine.is_idle
 

@@ -21,7 +21,7 @@ import msgspec
 from tests.benchmarks.peers import servers
 from tests.benchmarks.peers.measure import Turns, take_turn
 from tests.benchmarks.peers.plan import STREAMS, Pace, turns
-from tests.benchmarks.peers.report import Comparison, Figures, tell
+from tests.benchmarks.peers.report import Comparison, Figures, print_report
 from tests.support.model import smollm2_gguf
 
 EXAMPLE = """\
@@ -83,21 +83,21 @@ def main() -> None:
     gguf = given.gguf or smollm2_gguf()
     all_of_them = competitors(given, gguf)
     setting = f"{gguf.name}; {len(servers.cores())} cores, {_processor()}; {given.rounds} rounds"
-    kept = {who.name: Turns() for who in all_of_them}
+    kept = {competitor.name: Turns() for competitor in all_of_them}
     result = Comparison(setting, [])
     began = time.perf_counter()
     for number, order in enumerate(turns(all_of_them, given.rounds)):
-        for who in order:
-            print(f"{time.perf_counter() - began:6.0f} s  {who.name}", flush=True)
-            pace = Pace(who.per_stream * given.share)
-            take_turn(who, pace, given.streams, given.seed + number, kept[who.name])
+        for competitor in order:
+            print(f"{time.perf_counter() - began:6.0f} s  {competitor.name}", flush=True)
+            pace = Pace(competitor.per_stream * given.share)
+            take_turn(competitor, pace, given.streams, given.seed + number, kept[competitor.name])
             shown = [Figures.of(name, seen) for name, seen in kept.items() if seen.ready_s]
             result = Comparison(setting, shown)
             if given.json:  # after each turn, so that a later failure loses nothing
                 file = msgspec.json.format(msgspec.json.encode(result), indent=1)
                 Path(given.json).write_bytes(file)
     print(f"{time.perf_counter() - began:6.0f} s  done\n")
-    tell(result, given.svg)
+    print_report(result, given.svg)
 
 
 def _processor() -> str:

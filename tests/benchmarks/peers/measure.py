@@ -31,11 +31,13 @@ class Turns:
     configs: dict[str, BenchConfig] = field(default_factory=dict)
 
 
-def take_turn(who: Competitor, pace: Pace, streams: Sequence[int], seed: int, turns: Turns) -> None:
+def take_turn(
+    competitor: Competitor, pace: Pace, streams: Sequence[int], seed: int, turns: Turns
+) -> None:
     """Start a server, run all loads, and add the results to `turns`. `seed` is the same for all
     servers of a round."""
-    configs = loads(streams if who.has_curve else [], pace)
-    with running(who) as (url, ready_s), asyncio.Runner(loop_factory=StampedLoop) as runner:
+    configs = loads(streams if competitor.has_curve else [], pace)
+    with running(competitor) as (url, ready_s), asyncio.Runner(loop_factory=StampedLoop) as runner:
         runs = runner.run(_measure(url, configs, seed))
     turns.ready_s.append(ready_s)
     turns.configs |= configs

@@ -111,7 +111,7 @@ def _curve(server: Figures) -> list[Point]:
     ]
 
 
-def tell(result: Comparison, svg_file: str) -> None:
+def print_report(result: Comparison, svg_file: str) -> None:
     print(f"{result.setting}\n\n{table(result)}")
     for server in result.servers:
         for load, summary in server.loads.items():
@@ -128,7 +128,7 @@ def main() -> None:
         "--svg", default="", metavar="FILE", help="draw latency against throughput into FILE"
     )
     options = parser.parse_args()
-    tell(msgspec.json.decode(options.figures.read_bytes(), type=Comparison), options.svg)
+    print_report(msgspec.json.decode(options.figures.read_bytes(), type=Comparison), options.svg)
 
 
 if __name__ == "__main__":

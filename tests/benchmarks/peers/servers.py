@@ -93,11 +93,11 @@ def llama_cpp(binary: Path, gguf: Path) -> Competitor:
 
 
 @contextlib.contextmanager
-def running(who: Competitor) -> Iterator[tuple[str, float]]:
+def running(competitor: Competitor) -> Iterator[tuple[str, float]]:
     """Start a server, and yield (URL, seconds until it was ready). Raises NoStart."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    command = [word.format(port=port) for word in who.command]
+    command = [word.format(port=port) for word in competitor.command]
     with tempfile.TemporaryFile() as output:
         began = time.perf_counter()
         process = subprocess.Popen(
@@ -105,17 +105,17 @@ def running(who: Competitor) -> Iterator[tuple[str, float]]:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **who.environment},
+            env={**os.environ, **competitor.environment},
             start_new_session=True,
         )
         try:
             server = WebServer(url)
-            while (answer := server.get(who.ready_path, 1.0)) is None or answer[0] != 200:
+            while (answer := server.get(competitor.ready_path, 1.0)) is None or answer[0] != 200:
                 waited = time.perf_counter() - began
                 if process.poll() is not None or waited > START_TIMEOUT_S:
                     output.seek(0)
                     words = output.read().decode(errors="replace")[-LAST_CHARS:]
-                    raise NoStart(f"{who.name} is not ready after {waited:.0f} s:\n{words}")
+                    raise NoStart(f"{competitor.name} is not ready after {waited:.0f} s:\n{words}")
                 time.sleep(0.02)
             yield url, time.perf_counter() - began
         finally:
