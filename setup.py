@@ -37,6 +37,9 @@ WORKER = [
 HUB = [  # downloads from the Hugging Face Hub; `tokenizers` requires it as well
     "huggingface_hub>=2,<3",
 ]
+TRANSFORMERS = [  # architectures without a family of ours (docs/models.md)
+    "transformers>=5.23,<6",
+]
 OTEL = [  # request traces (docs/metrics.md)
     "opentelemetry-exporter-otlp-proto-http>=1.27,<2",
     "opentelemetry-sdk>=1.27,<2",
@@ -61,7 +64,6 @@ TEST = [  # the Makefile also installs instructor, without its dependencies
     "requests>=2.32,<3",
     "ruff>=0.14,<1",
     "schemathesis>=4.10,<5",
-    "transformers>=4.56,<6",
     "types-pyyaml>=6,<7",
     "types-tqdm>=4.66,<5",
 ]
@@ -93,7 +95,8 @@ setup(
         "nixl": ["nixl-cu12>=1.5,<2"],
         "otel": OTEL,
         "hub": HUB,
+        "transformers": TRANSFORMERS,
         "all": GATEWAY + ENGINE + WORKER + HUB,
-        "test": GATEWAY + ENGINE + WORKER + HUB + TEST,
+        "test": GATEWAY + ENGINE + WORKER + HUB + TRANSFORMERS + TEST,
     },
 )

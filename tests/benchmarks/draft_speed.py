@@ -144,8 +144,10 @@ def in_process(replica: Replica) -> DraftSide:
 def without_most_layers(loaded: LoadedModel) -> LoadedModel:
     """Return a draft model with the same vocabulary and only a few layers. It is hardly ever
     right."""
+    assert isinstance(loaded.model, DecoderModel)
     weights = replace(loaded.model.weights, layers=loaded.model.weights.layers[:DRAFT_LAYERS])
-    config = replace(loaded.spec, layers=loaded.spec.layers[:DRAFT_LAYERS])
+    spec = loaded.model.spec
+    config = replace(spec, layers=spec.layers[:DRAFT_LAYERS])
     return LoadedModel(DecoderModel(config, weights), loaded.card, config)
 
 
@@ -176,6 +178,7 @@ def measure_draft_model(loaded: LoadedModel, kinds: Sequence[DraftLoad], turns: 
 
 
 def num_weights(loaded: LoadedModel) -> int:
+    assert isinstance(loaded.model, DecoderModel)
     return sum(tensor.numel() for tensor in loaded.model.weights.tensors())
 
 

@@ -265,6 +265,7 @@ def test_a_key_has_the_same_meaning_as_in_transformers(tmp_path: Path, case: Def
             spec_of(case)
         return
     ours = load(path)
+    assert isinstance(ours.spec, ModelSpec)
     assert_same_config(ours.spec, theirs.config)
     rope, rotary = ours.spec.layers[0].attention.rope, theirs.model.rotary_emb
     assert rope is not None

@@ -85,7 +85,9 @@ def fields_of(result: StepResult) -> list[object]:
 
 
 def load(folder: Path, kernels: NativeKernels, dtype: torch.dtype) -> DecoderModel:
-    return load_model(folder, dtype=dtype, device=CPU, kernels=kernels, weights="packed").model
+    model = load_model(folder, dtype=dtype, device=CPU, kernels=kernels, weights="packed").model
+    assert isinstance(model, DecoderModel)
+    return model
 
 
 @pytest.fixture(scope="module")

@@ -28,6 +28,7 @@ from worker.kv.cache import block_bytes
 from worker.loading.errors import NotEnoughMemory, UnusableModel
 from worker.loading.header import read_header
 from worker.models.load import load_model
+from worker.models.spec import ModelSpec
 from worker.startup import device, machine
 from worker.startup.memory_plan import (
     DTYPE_BYTES,
@@ -240,6 +241,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def test_planned_weights_equal_the_loaded_weights(model: Path, form: Any, dtype: Any) -> None:
     loaded = load_model(model, dtype=dtype, device=CPU, kernels=native_kernels(), weights=form)
     name = str(dtype).removeprefix("torch.")
+    assert isinstance(loaded.spec, ModelSpec)
     packs = is_packed(loaded.spec, form, has_kernels=True)
     assert weights_bytes(planned(model, packs=packs), name) == loaded.card.weights_bytes
 

@@ -1,9 +1,10 @@
-"""docs/models.md against the table of families."""
+"""docs/models.md against the table of families and the lists of other architectures."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from worker.models.architectures import documented
 from worker.models.families.__main__ import table
 
 DOCS = Path(__file__).parents[2] / "docs" / "models.md"
@@ -13,3 +14,9 @@ def test_the_documented_families_are_the_supported_ones() -> None:
     """Update the page with `python -m worker.models.families`."""
     _, _, rest = DOCS.read_text().partition("<!-- families -->\n")
     assert rest.partition("\n<!-- /families -->")[0] == table()
+
+
+def test_the_documented_architectures_are_those_of_the_lists() -> None:
+    """Update the page with `python -m worker.models.architectures`."""
+    _, _, rest = DOCS.read_text().partition("<!-- transformers -->\n")
+    assert rest.partition("\n<!-- /transformers -->")[0] == documented()

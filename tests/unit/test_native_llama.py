@@ -26,7 +26,7 @@ from worker.kernels.sets import INSTRUCTION_SETS
 from worker.kv.cache import KVCache
 from worker.layers.hybrid_linear import NEVER
 from worker.loading.errors import UnusableModel
-from worker.loading.header import read_header
+from worker.loading.header import ModelHeader, read_header
 from worker.loading.weights import load_weights
 from worker.models.decoder import DecoderModel
 from worker.models.load import LoadedModel, load_model, open_weights
@@ -105,6 +105,7 @@ def test_steps_of_many_rows_use_dense_weights_with_the_same_answers(
     """The steps have 14 and 9 rows, so both, one or none of them uses dense weights."""
     kernels = native_kernels()
     header = read_header(directory)
+    assert isinstance(header, ModelHeader)
     make = maker(kernels, "auto")
     weights = load_weights(
         header.tensors, open_weights(header), dtype=torch.bfloat16, device=CPU, make=make

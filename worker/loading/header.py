@@ -1,4 +1,5 @@
-"""Reads a model's header: everything in its files except the weights. Needs no torch.
+"""Reads a model's header: everything in its files except the weights. Needs torch only for a model
+that transformers computes.
 
 Reading checks that the tensors match the spec and that every feature is supported. So an unusable
 model is refused here, before a server starts.
@@ -9,7 +10,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from worker.loading.errors import UnusableModel
 from worker.loading.fields import Fields, read_json
@@ -18,11 +21,15 @@ from worker.loading.gguf_header import gguf_names, gguf_spec
 from worker.loading.gguf_tokenizer import gguf_text
 from worker.loading.safetensors_files import DTYPE_BYTES, PICKLES, SafetensorsFiles, weight_files
 from worker.loading.text import TextFacts, directory_text
+from worker.models.architectures import TransformersArchitecture, TransformersSpec, fallback
 from worker.models.families.registry import find_family
 from worker.models.spec import ModelSpec
 from worker.models.tensors import ModelTensors, without_prefix
 
 log = logging.getLogger(__name__)
+
+ADAPTER = "adapter_config.json"
+"""transformers would load the adapter that this file describes into the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +58,27 @@ class ModelHeader:
         return self.text.tokenizer
 
 
-def read_header(path: Path) -> ModelHeader:
+@dataclass(frozen=True, slots=True)
+class TransformersHeader:
+    """Everything in the files of a model that transformers computes, except the weights."""
+
+    name: str
+    spec: TransformersSpec
+    text: TextFacts
+    folder: Path
+    #: The weight files, in a fixed order.
+    paths: list[Path]
+
+    @property
+    def vocab_size(self) -> int:
+        return self.spec.vocab_size
+
+    @property
+    def tokenizer(self) -> bytes:
+        return self.text.tokenizer
+
+
+def read_header(path: Path) -> ModelHeader | TransformersHeader:
     """Read a Hugging Face directory or a GGUF file. Raises UnusableModel with the reason."""
     if path.is_dir():
         return _directory_header(path)
@@ -65,8 +92,11 @@ def read_header(path: Path) -> ModelHeader:
     return _gguf_header(path)
 
 
-def _directory_header(path: Path) -> ModelHeader:
+def _directory_header(path: Path) -> ModelHeader | TransformersHeader:
     config = read_json(path / "config.json")
+    architecture = fallback(config)
+    if architecture is not None:
+        return _transformers_header(path, config, architecture)
     family = find_family(config)
     spec = family.spec(config)
     paths = weight_files(path)
@@ -78,6 +108,26 @@ def _directory_header(path: Path) -> ModelHeader:
     kinds = {name: tensor.dtype for name, tensor in files.tensors.items()}
     _check_kinds(kinds, DTYPE_BYTES)
     return ModelHeader(path.resolve().name, tensors, files, kinds, text, paths)
+
+
+def _transformers_header(
+    path: Path, config: dict[str, Any], architecture: TransformersArchitecture
+) -> TransformersHeader:
+    if (path / ADAPTER).exists():
+        raise UnusableModel(f"{path / ADAPTER} describes an adapter, which is not supported")
+    paths = weight_files(path)
+    kinds = {name: tensor.dtype for name, tensor in SafetensorsFiles(paths).tensors.items()}
+    _check_kinds(kinds, DTYPE_BYTES)
+    if find_spec("transformers") is None:
+        raise UnusableModel(
+            f"{architecture.name} is computed by transformers, which is not installed",
+            remedy="pip install 'tidegate[transformers]'",
+        )
+    from worker.models import hf  # imports torch and transformers, which take seconds
+
+    spec = hf.describe(architecture, {"model_type": architecture.model_type, **config})
+    text = directory_text(path, Fields(config, "config.json"), spec.vocab_size)
+    return TransformersHeader(path.resolve().name, spec, text, path, paths)
 
 
 def _gguf_header(path: Path) -> ModelHeader:

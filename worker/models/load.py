@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,14 +15,19 @@ from worker.kernels.base import Kernels
 from worker.kernels.reference import TorchKernels
 from worker.layers.mlp import ExpertMlp
 from worker.loading.digest import digest
+from worker.loading.errors import UnusableModel
 from worker.loading.gguf_file import GGUFFile
 from worker.loading.gguf_weights import GGUFWeights
-from worker.loading.header import ModelHeader, read_header
+from worker.loading.header import ModelHeader, TransformersHeader, read_header
 from worker.loading.huggingface import SafetensorsWeights
 from worker.loading.weights import WeightSource, load_weights
+from worker.models.architectures import TransformersSpec
 from worker.models.decoder import DecoderModel, DecoderWeights
 from worker.models.spec import ModelSpec
 from worker.models.weight_layout import fitting, maker, settle
+
+if TYPE_CHECKING:
+    from worker.models.hf import TransformersModel
 
 log = logging.getLogger(__name__)
 
@@ -30,9 +36,9 @@ log = logging.getLogger(__name__)
 class LoadedModel:
     """A model that is ready to compute."""
 
-    model: DecoderModel
+    model: DecoderModel | TransformersModel
     card: ModelCard
-    spec: ModelSpec
+    spec: ModelSpec | TransformersSpec
     step_costs: list[tuple[int, float]] = field(default_factory=list)
 
 
@@ -52,14 +58,42 @@ def load_model(
     measurements   directory that caches measured times between starts; None disables the cache
     """
     header = read_header(Path(path))
+    if isinstance(header, TransformersHeader):
+        return _load_transformers(header, dtype, device, kernels or TorchKernels(), weights)
     spec = header.spec
     kernels = fitting(kernels or TorchKernels(), spec)
     make = maker(kernels, weights)
     source = open_weights(header)
     loaded = load_weights(header.tensors, source, dtype=dtype, device=device, make=make)
     costs = settle(spec, loaded, dtype, kernels, measurements)
-    card = _card(header, loaded, dtype)
+    memory = {tensor.data_ptr(): tensor.nbytes for tensor in loaded.tensors()}
+    card = _card(
+        header,
+        dtype,
+        num_parameters=_num_parameters(loaded, tied=spec.tied_embeddings),
+        weights_bytes=sum(memory.values()),
+    )
     return LoadedModel(DecoderModel(spec, loaded, kernels), card, spec, costs)
+
+
+def _load_transformers(
+    header: TransformersHeader,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: Kernels,
+    weights: WeightForm,
+) -> LoadedModel:
+    if weights == "packed":
+        raise UnusableModel("packed weights are not possible for models that transformers computes")
+    from worker.models import hf  # imports transformers, which takes seconds
+
+    spec = header.spec
+    model = hf.load(spec, header.folder, dtype=dtype, device=device, kernels=kernels)
+    card = _card(
+        header, dtype, num_parameters=spec.num_parameters, weights_bytes=model.weights_bytes
+    )
+    log.info("%s is computed by transformers, with our attention", spec.architecture)
+    return LoadedModel(model, card, spec)
 
 
 def open_weights(header: ModelHeader) -> WeightSource:
@@ -69,9 +103,14 @@ def open_weights(header: ModelHeader) -> WeightSource:
     return SafetensorsWeights(header.files)
 
 
-def _card(header: ModelHeader, weights: DecoderWeights, dtype: torch.dtype) -> ModelCard:
+def _card(
+    header: ModelHeader | TransformersHeader,
+    dtype: torch.dtype,
+    *,
+    num_parameters: int,
+    weights_bytes: int,
+) -> ModelCard:
     text = header.text
-    memory = {tensor.data_ptr(): tensor.nbytes for tensor in weights.tensors()}
     return ModelCard(
         name=header.name,
         architecture=header.spec.architecture,
@@ -88,8 +127,8 @@ def _card(header: ModelHeader, weights: DecoderWeights, dtype: torch.dtype) -> M
         response_template=text.response_template,
         defaults=text.defaults,
         dtype=str(dtype).removeprefix("torch."),
-        num_parameters=_num_parameters(weights, tied=header.spec.tied_embeddings),
-        weights_bytes=sum(memory.values()),
+        num_parameters=num_parameters,
+        weights_bytes=weights_bytes,
         license=text.license,
     )
 

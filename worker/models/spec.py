@@ -7,7 +7,7 @@ compiled kernels (whole_step.py) read nothing else, so a new family changes neit
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 from worker.loading.errors import UnusableModel
 from worker.models.rope_config import RopeConfig
@@ -17,6 +17,28 @@ MAX_LAYERS = 1 << 12
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 LayerOrder = Literal["pre", "post", "both", "parallel", "parallel_one_norm"]
+
+
+class ModelFacts(Protocol):
+    """What a worker needs to know about a model, however its steps are computed.
+
+    Every layer has the same key/value heads.
+    """
+
+    @property
+    def architecture(self) -> str: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def hidden(self) -> int: ...
+    @property
+    def context_tokens(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,7 @@ from worker.kv.transfer.shared_memory import SharedMemory
 from worker.loading.errors import UnusableModel
 from worker.loading.text import check_draft
 from worker.models.load import LoadedModel, load_model
-from worker.models.spec import ModelSpec
+from worker.models.spec import ModelFacts
 from worker.slots.fields import slot_fields
 from worker.slots.table import SlotField, SlotTable
 from worker.startup import device as devices
@@ -55,8 +55,8 @@ def assemble(config: WorkerConfig, timing: StartupTiming) -> tuple[Runner, Worke
     kernels = select_kernels(config.kernels, device, cpu_flags=cpu_flags)
     loaded, draft = _load(config, timing, dtype, device, kernels)
     with timing("reserve memory"):
-        models = [loaded.spec] if draft is None else [loaded.spec, draft.spec]
-        shapes = [_cache_shape(model, config) for model in models]
+        models = [loaded] if draft is None else [loaded, draft]
+        shapes = [_cache_shape(model.spec, config) for model in models]
         budget = kv_budget(
             config,
             context_tokens=loaded.card.context_tokens,
@@ -196,7 +196,7 @@ def _threads(config: WorkerConfig) -> int:
     )
 
 
-def _cache_shape(model: ModelSpec, config: WorkerConfig) -> tuple[int, int, int, int]:
+def _cache_shape(model: ModelFacts, config: WorkerConfig) -> tuple[int, int, int, int]:
     """Return (layers, tokens per block, K/V heads, head dim)."""
     return model.num_layers, config.block_tokens, model.num_kv_heads, model.head_dim
 

@@ -23,8 +23,9 @@ from protocol.sampling import (
 )
 from worker.kernels import sizes
 from worker.loading.errors import NotEnoughMemory, UnusableModel
+from worker.models.architectures import TransformersSpec
 from worker.models.compiled import is_fitting
-from worker.models.spec import ModelSpec
+from worker.models.spec import ModelFacts, ModelSpec
 from worker.models.tensors import FusedMatrix, LayerTensors, ModelTensors
 
 AVERAGE_REQUEST_TOKENS = 1024
@@ -74,6 +75,17 @@ class PlannedModel:
 
 
 @dataclass(frozen=True, slots=True)
+class PlannedTransformersModel:
+    """Facts that the plan needs about a model that transformers computes."""
+
+    name: str
+    spec: TransformersSpec
+
+
+AnyPlanned = PlannedModel | PlannedTransformersModel
+
+
+@dataclass(frozen=True, slots=True)
 class KVBudget:
     """Size of the K/V cache. `num_blocks` includes the null block. `max_len` is the longest prompt
     plus answer of one request, in tokens."""
@@ -97,7 +109,7 @@ def is_packed(spec: ModelSpec, form: WeightForm, *, has_kernels: bool) -> bool:
 
 def plan_memory(
     options: WorkerConfig,
-    models: Sequence[PlannedModel],
+    models: Sequence[AnyPlanned],
     *,
     device: str,
     dtype: str,
@@ -246,8 +258,10 @@ def _longer_or_shorter(
     return ", or ".join(ways) or "use a smaller model"
 
 
-def weights_bytes(model: PlannedModel, dtype: str) -> int:
+def weights_bytes(model: AnyPlanned, dtype: str) -> int:
     """Return the size of a model's weights after loading, in bytes."""
+    if isinstance(model, PlannedTransformersModel):
+        return model.spec.num_parameters * DTYPE_BYTES[dtype]
     spec, item, head = model.spec, DTYPE_BYTES[dtype], model.tensors.head
     # Norms with an offset are float32.
     norm_item = DTYPE_BYTES["float32"] if spec.norm.offset else item
@@ -283,8 +297,10 @@ def _block_format(matrix: FusedMatrix, model: PlannedModel) -> int | None:
     return BLOCK_FORMATS.get(kinds.pop()) if len(kinds) == 1 else None
 
 
-def expanded_kinds(model: PlannedModel) -> set[str]:
+def expanded_kinds(model: AnyPlanned) -> set[str]:
     """Return the quantised types of matrices that are expanded to the dtype at loading."""
+    if isinstance(model, PlannedTransformersModel):
+        return set()
     matrices = [matrix for layer in model.layers for matrix in layer.matrices]
     found: set[str] = set()
     for matrix in [*matrices, model.tensors.head]:
@@ -293,39 +309,59 @@ def expanded_kinds(model: PlannedModel) -> set[str]:
     return found - PLAIN_KINDS
 
 
-def block_bytes(spec: ModelSpec, block_tokens: int, item_bytes: int) -> int:
+def block_bytes(spec: ModelFacts, block_tokens: int, item_bytes: int) -> int:
     """Return the memory of one KV block: its keys and values in all layers."""
     return 2 * spec.num_layers * block_tokens * spec.num_kv_heads * spec.head_dim * item_bytes
 
 
-def work_bytes(model: PlannedModel, dtype: str, max_slots: int) -> int:
+def work_bytes(model: AnyPlanned, dtype: str, max_slots: int) -> int:
     """Return the bytes of working memory: of the processes, of the slots without their tokens, and
     of a step or of loading, whichever needs more."""
     spec = model.spec
     slots = 4 * max_slots * SLOT_NUMBERS
-    heads = max(each.q_width + 2 * each.kv_width for each in spec.attentions)
-    inner = max(layer.mlp.intermediate * layer.mlp.top_k for layer in spec.layers)
-    widths = 4 * spec.hidden + heads + 3 * inner
+    widths = 4 * spec.hidden + _inner_widths(spec)
     logits = LOGITS_COPIES * max_slots * spec.vocab_size
     step = 4 * (STEP_TOKENS * widths + logits)
+    return PROCESS_BYTES + slots + max(step, _loading_bytes(model, dtype))
+
+
+def _inner_widths(spec: ModelSpec | TransformersSpec) -> int:
+    """Return the numbers inside a layer's attention and MLP for one token."""
+    if isinstance(spec, TransformersSpec):
+        heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+        return heads + 3 * spec.inner
+    heads = max(each.q_width + 2 * each.kv_width for each in spec.attentions)
+    return heads + 3 * max(layer.mlp.intermediate * layer.mlp.top_k for layer in spec.layers)
+
+
+def _loading_bytes(model: AnyPlanned, dtype: str) -> int:
+    """Return the memory of temporary copies while weights are loaded."""
+    spec, item = model.spec, DTYPE_BYTES[dtype]
+    if isinstance(model, PlannedTransformersModel):
+        # A tensor may be read in another dtype, or in parts that are then fused.
+        return model.spec.largest_tensor * max(item, DTYPE_BYTES["float32"])
+    if not model.is_packed:
+        return 0
     # A matrix that is packed from plain numbers exists twice while it is packed.
     largest = max(m.rows * m.columns for layer in model.layers for m in layer.matrices)
-    largest = max(largest, spec.vocab_size * spec.hidden * (not spec.tied_embeddings))
-    loading = largest * DTYPE_BYTES[dtype] if model.is_packed else 0
-    return PROCESS_BYTES + slots + max(step, loading)
+    return max(largest, spec.vocab_size * spec.hidden * (not model.spec.tied_embeddings)) * item
 
 
 def _form(dtype: str, expanded: Sequence[str]) -> str:
     return dtype + (f", expanded from {', '.join(expanded)}" if expanded else "")
 
 
-def _smaller(model: PlannedModel, dtype: str, expanded: Sequence[str]) -> str:
+def _smaller(model: AnyPlanned, dtype: str, expanded: Sequence[str]) -> str:
     """Return advice: how to make the weights smaller for this model and dtype."""
     ways = []
     if dtype == "float32" and weights_bytes(model, "bfloat16") < weights_bytes(model, "float32"):
         ways.append("--dtype bfloat16")
     kept = ", ".join(BLOCK_FORMATS)
-    if model.is_packed and (expanded or PLAIN_KINDS & set(model.kinds.values())):
+    if (
+        isinstance(model, PlannedModel)
+        and model.is_packed
+        and (expanded or PLAIN_KINDS & set(model.kinds.values()))
+    ):
         ways.append(f"a GGUF file of type {kept}, which stay packed")
     return "use " + ", or ".join([*ways, "a smaller model"])
 

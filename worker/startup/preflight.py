@@ -20,11 +20,16 @@ from protocol.facts import ModelPlan, Preflight
 from protocol.model_card import ModelCard
 from worker.kernels.library import is_compiled, runnable
 from worker.loading.errors import REMEDY, NotEnoughMemory, UnusableModel
-from worker.loading.header import ModelHeader, read_header
+from worker.loading.header import ModelHeader, TransformersHeader, read_header
 from worker.loading.text import check_draft
 from worker.startup import cuda_driver, machine
 from worker.startup.card import card_of_text
-from worker.startup.memory_plan import PlannedModel, is_packed, plan_memory
+from worker.startup.memory_plan import (
+    PlannedModel,
+    PlannedTransformersModel,
+    is_packed,
+    plan_memory,
+)
 
 CPU = "cpu"
 
@@ -51,7 +56,7 @@ def preflight(configs: Sequence[WorkerConfig]) -> Preflight:
     return Preflight(plans=plans, card=next(iter(cards), None))
 
 
-def _card(header: ModelHeader) -> ModelCard:
+def _card(header: ModelHeader | TransformersHeader) -> ModelCard:
     return card_of_text(
         header.name,
         header.spec.architecture,
@@ -61,7 +66,11 @@ def _card(header: ModelHeader) -> ModelCard:
     )
 
 
-def _plan(config: WorkerConfig, header: ModelHeader, taken: defaultdict[str, int]) -> ModelPlan:
+def _plan(
+    config: WorkerConfig,
+    header: ModelHeader | TransformersHeader,
+    taken: defaultdict[str, int],
+) -> ModelPlan:
     headers = [header]
     if config.draft_model:
         headers.append(read_header(Path(config.draft_model)))
@@ -79,7 +88,16 @@ def _plan(config: WorkerConfig, header: ModelHeader, taken: defaultdict[str, int
     )
 
 
-def _planned(header: ModelHeader, config: WorkerConfig, *, has_kernels: bool) -> PlannedModel:
+def _planned(
+    header: ModelHeader | TransformersHeader, config: WorkerConfig, *, has_kernels: bool
+) -> PlannedModel | PlannedTransformersModel:
+    if isinstance(header, TransformersHeader):
+        if config.weights == "packed":
+            raise UnusableModel(
+                "packed weights are not possible for models that transformers computes",
+                remedy="serve without --weights packed",
+            )
+        return PlannedTransformersModel(header.name, header.spec)
     packs = is_packed(header.spec, config.weights, has_kernels=has_kernels)
     return PlannedModel(header.name, header.tensors, header.kinds, packs)
 

@@ -1,0 +1,281 @@
+"""Every architecture that transformers computes with our attention: tiny random checkpoints give
+the logits of transformers alone, however the work is cut."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from protocol.sampling import SamplingParams
+from tests.support.checkpoints import VOCAB, write_directory
+from tests.support.eager import (
+    BLOCK_TOKENS,
+    CPU,
+    EagerStepper,
+    assert_same,
+    expected,
+    load,
+    some_tokens,
+)
+from tests.support.kernels import native_kernels
+from tests.support.replica import Replica
+from worker.attention.native_paged import NativePagedAttention
+from worker.attention.select import select_attention
+from worker.loading.errors import UnusableModel
+from worker.loading.header import TransformersHeader, read_header
+from worker.models.architectures import CHECKED
+from worker.models.hf import TransformersModel
+from worker.models.load import load_model
+from worker.startup.memory_plan import PlannedTransformersModel, weights_bytes
+
+NUM_TOKENS = 61
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.15,
+    "bos_token_id": 1,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
+"""Sizes of every model. No two dimensions are equal: a misplaced tensor has the wrong shape."""
+OPTIONAL: dict[str, Any] = {
+    "intermediate_size": 160,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "sliding_window": 24,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 64,
+    "num_experts": 5,
+    "num_local_experts": 5,
+    "n_routed_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_num_experts": 5,
+    "moe_k": 2,
+    "moe_topk": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "attention_bias": True,
+    "use_qk_norm": True,
+}
+"""Values for keys that only some configs have."""
+OWN: dict[str, dict[str, Any]] = {
+    "biogpt": {"intermediate_size": 160},
+    "codegen": {"num_attention_heads": 8, "rotary_dim": 8, "n_inner": 160},
+    "ctrl": {"dff": 160},
+    "dots1": {"max_window_layers": 2},
+    "gpt_neo": {"window_size": 24, "attention_types": [[["global", "local"], 2]]},
+    "gptj": {"rotary_dim": 8, "n_inner": 160},
+    "granitemoe": {"attention_multiplier": 0.2, "residual_multiplier": 0.4},
+    "granitemoeshared": {"attention_multiplier": 0.2, "residual_multiplier": 0.4},
+    "helium": {"head_dim": 16},
+    "opt": {"ffn_dim": 160, "word_embed_proj_dim": 96},
+    "qwen2_moe": {"use_sliding_window": True, "max_window_layers": 2},
+}
+"""Values that an architecture needs, or that switch on more of it."""
+
+
+def random_model(model_type: str, **changes: Any) -> Any:
+    """Return transformers' model with random weights, biases and norms."""
+    config_class = transformers.CONFIG_MAPPING[model_type]
+    known = {*config_class().to_dict(), *config_class.attribute_map}
+    optional = {key: value for key, value in OPTIONAL.items() if key in known}
+    settings = SIZES | optional | OWN.get(model_type, {}) | changes
+    config = config_class(**settings)
+    architecture = next(name for name, kind in CHECKED.items() if kind == model_type)
+    torch.manual_seed(5)
+    model = getattr(transformers, architecture)(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(0, 0.3)
+            elif parameter.ndim == 1:
+                parameter.uniform_(0.5, 1.5)
+    return model
+
+
+def tolerance(logits: torch.Tensor) -> float:
+    return 1e-4 * max(1.0, float(logits.abs().max()) / 10)
+
+
+@pytest.mark.parametrize("model_type", CHECKED.values())
+def test_logits_are_those_of_transformers_alone(tmp_path: Path, model_type: str) -> None:
+    """A request is computed whole, in chunks, token by token, and in a batch with two others."""
+    theirs, tokens = random_model(model_type), some_tokens(NUM_TOKENS)
+    requests = [some_tokens(count, seed=count) for count in (50, 9, 33)]
+    alone = [expected(theirs, each) for each in (tokens, *requests)]
+    loaded = load(write_directory(tmp_path, theirs))
+    for steps in [(61,)], [(7,), (1,), (30,), (23,)], [(40,), *[(1,)] * 21]:
+        ours = EagerStepper(loaded, [tokens]).run(steps)[0]
+        assert_same(ours, alone[0], tolerance(alone[0]))
+    batched = [(20, 8, 0), (1, 1, 30), (28, 0, 1), (1, 0, 1), (0, 0, 1)]
+    for ours, logits in zip(EagerStepper(loaded, requests).run(batched), alone[1:], strict=True):
+        assert_same(ours, logits, tolerance(logits))
+
+
+NATIVE = {"gpt_bigcode": {"hidden_size": 192}}
+"""Values that give a head dim which the compiled kernels support."""
+
+
+@pytest.mark.parametrize("model_type", ["gemma", "cohere2_moe", "gpt_bigcode", "vaultgemma"])
+def test_the_compiled_kernels_compute_attention(tmp_path: Path, model_type: str) -> None:
+    theirs = random_model(model_type, **NATIVE.get(model_type, {}))
+    path, tokens = write_directory(tmp_path, theirs), some_tokens(NUM_TOKENS)
+    loaded = load_model(path, dtype=torch.float32, device=CPU, kernels=native_kernels())
+    attention = select_attention(BLOCK_TOKENS, dtype=torch.float32, kernels=loaded.model.kernels)
+    assert isinstance(attention, NativePagedAttention)
+    logits = expected(theirs, tokens)
+    for steps in [(61,)], [(7,), (1,), (30,), (23,)]:
+        ours = EagerStepper(loaded, [tokens], attention).run(steps)[0]
+        assert_same(ours, logits, 3 * tolerance(logits))
+
+
+@pytest.mark.parametrize("model_type", ["olmo", "phimoe"])
+def test_rotary_scalings_are_computed(tmp_path: Path, model_type: str) -> None:
+    ropes: dict[str, dict[str, Any]] = {
+        "olmo": {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0},
+        "phimoe": {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1.0 + i / 10 for i in range(8)],
+            "long_factor": [2.0 + i for i in range(8)],
+            "short_mscale": 1.2,
+            "long_mscale": 1.3,
+        },
+    }
+    rope = ropes[model_type] | {"original_max_position_embeddings": 128}
+    theirs, tokens = random_model(model_type, rope_parameters=rope), some_tokens(NUM_TOKENS)
+    loaded = load(write_directory(tmp_path, theirs))
+    assert loaded.spec.context_tokens == (128 if rope["rope_type"] == "longrope" else 512)
+    logits = expected(theirs, tokens)
+    ours = EagerStepper(loaded, [tokens]).run([(7,), (1,), (30,), (23,)])[0]
+    assert_same(ours, logits, tolerance(logits))
+
+
+@pytest.fixture(scope="module")
+def olmo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_directory(tmp_path_factory.mktemp("olmo"), random_model("olmo"))
+
+
+@pytest.mark.parametrize("speculation", ["none", "ngram", "model"])
+def test_answers_are_those_of_transformers_with_drafts_and_preemption(
+    olmo: Path, speculation: str
+) -> None:
+    """The prompts share their first tokens, so the prefix cache is used as well."""
+    theirs = transformers.OlmoForCausalLM.from_pretrained(olmo).eval()
+    start = some_tokens(20)
+    prompts = [start + some_tokens(count, seed=count) for count in (3, 9, 15, 21)]
+    replica = Replica(
+        load(olmo),
+        token_budget=16,
+        num_blocks=28,
+        block_tokens=BLOCK_TOKENS,
+        options={"speculation": speculation},
+        draft=load(olmo) if speculation == "model" else None,
+    )
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    answers = [*replica.answers(prompts[:1], params), *replica.answers(prompts[1:], params)]
+    stats = replica.engine.stats()
+    assert stats.num_preemptions > 0
+    assert speculation != "model" or stats.num_accepted_tokens > 0
+    for prompt, answer in zip(prompts, answers, strict=True):
+        logits = expected(theirs, prompt + answer)[len(prompt) - 1 : -1]
+        assert logits.argmax(-1).tolist() == answer
+
+
+def test_the_planned_weights_are_those_that_are_loaded(olmo: Path) -> None:
+    header = read_header(olmo)
+    assert isinstance(header, TransformersHeader)
+    planned = weights_bytes(PlannedTransformersModel(header.name, header.spec), "float32")
+    card = load(olmo).card
+    assert 0 <= card.weights_bytes - planned < 10_000  # buffers, such as rotary frequencies
+    assert card.num_parameters * 4 == planned
+
+
+def refusal(path: Path, **config: Any) -> str:
+    """Return the error of the model with `config` changed."""
+    file = path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    with pytest.raises(UnusableModel) as refused:
+        load(path)
+    assert "\n" not in refused.value.message
+    return refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"num_hidden_layers": 5}, "tensor 'model.layers.4."),
+        ({"num_hidden_layers": 3}, "is not a tensor of the model"),
+        ({"intermediate_size": 128}, "mlp.down_proj.weight' has another shape"),
+        ({"hidden_size": "many"}, "transformers cannot read config.json"),
+        ({"num_attention_heads": 7}, "transformers"),
+        ({"auto_map": {"AutoConfig": "configuration.Own"}}, "names code of the model's directory"),
+    ],
+)
+def test_files_that_do_not_fit_the_class_are_refused(
+    olmo: Path, tmp_path: Path, config: dict[str, Any], message: str
+) -> None:
+    path = Path(shutil.copytree(olmo, tmp_path / "olmo"))
+    assert message in refusal(path, **config)
+
+
+def test_code_beside_the_weights_is_never_run(olmo: Path, tmp_path: Path) -> None:
+    path, mark = Path(shutil.copytree(olmo, tmp_path / "olmo")), tmp_path / "was run"
+    for name in ("modeling_olmo.py", "configuration_olmo.py", "__init__.py"):
+        (path / name).write_text(f"open({str(mark)!r}, 'w')")
+    load(path)
+    assert not mark.exists()
+
+
+def test_an_adapter_beside_the_weights_is_refused(olmo: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(olmo, tmp_path / "olmo"))
+    (path / "adapter_config.json").write_text("{}")
+    assert "describes an adapter" in refusal(path)
+
+
+def test_without_transformers_the_extra_is_named(
+    olmo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.loading.header.find_spec", lambda _: None)
+    with pytest.raises(UnusableModel, match="transformers, which is not installed") as refused:
+        read_header(olmo)
+    assert "tidegate[transformers]" in refused.value.remedy
+
+
+def test_packed_weights_are_refused(olmo: Path) -> None:
+    with pytest.raises(UnusableModel, match="packed weights are not possible"):
+        load_model(olmo, dtype=torch.float32, device=CPU, weights="packed")
+
+
+ATTENTION: dict[str, dict[str, Any]] = {
+    "a mask": {"attention_mask": torch.zeros(1, 1, 2, 2)},
+    "'s_aux'": {"s_aux": torch.zeros(6)},
+    "later tokens": {"is_causal": False},
+    "a window of 0 tokens": {"sliding_window": 0},
+}
+
+
+@pytest.mark.parametrize(("message", "arguments"), ATTENTION.items())
+def test_an_argument_that_our_attention_does_not_compute_is_refused(
+    olmo: Path, message: str, arguments: dict[str, Any]
+) -> None:
+    loaded = load(olmo)
+    assert isinstance(loaded.model, TransformersModel)
+    function = loaded.model.function
+
+    def changed(*states: Any, **named: Any) -> Any:
+        return function(*states[:4], **(named | arguments))
+
+    transformers.AttentionInterface.register(function.name, changed)
+    with pytest.raises(UnusableModel, match=message):
+        EagerStepper(loaded, [[1, 2]]).step(2)

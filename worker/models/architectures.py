@@ -1,0 +1,238 @@
+"""The architectures that transformers computes with our paged attention (hf.py), and those that
+cannot be served, each with the reason. Needs no torch.
+
+A causal decoder of transformers 5.23 is a family of ours (families/), in CHECKED, or in REFUSED; a
+test compares the lists. An architecture is served only if a differential test covers it, because a
+class can change the result in ways that its signature does not show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from worker.loading.errors import UnusableModel
+from worker.models.families.registry import FAMILIES
+
+CHECKED: dict[str, str] = {
+    "AfmoeForCausalLM": "afmoe",
+    "ApertusForCausalLM": "apertus",
+    "ArceeForCausalLM": "arcee",
+    "AriaTextForCausalLM": "aria_text",
+    "BeamForCausalLM": "beam",
+    "BioGptForCausalLM": "biogpt",
+    "BitNetForCausalLM": "bitnet",
+    "CTRLLMHeadModel": "ctrl",
+    "CodeGenForCausalLM": "codegen",
+    "Cohere2MoeForCausalLM": "cohere2_moe",
+    "CohereForCausalLM": "cohere",
+    "CwmForCausalLM": "cwm",
+    "Dots1ForCausalLM": "dots1",
+    "Ernie4_5ForCausalLM": "ernie4_5",
+    "Ernie4_5_MoeForCausalLM": "ernie4_5_moe",
+    "ExaoneMoeForCausalLM": "exaone_moe",
+    "FlexOlmoForCausalLM": "flex_olmo",
+    "GPTBigCodeForCausalLM": "gpt_bigcode",
+    "GPTJForCausalLM": "gptj",
+    "GPTNeoForCausalLM": "gpt_neo",
+    "GemmaForCausalLM": "gemma",
+    "Glm4ForCausalLM": "glm4",
+    "Glm4MoeForCausalLM": "glm4_moe",
+    "GlmForCausalLM": "glm",
+    "GraniteMoeForCausalLM": "granitemoe",
+    "GraniteMoeSharedForCausalLM": "granitemoeshared",
+    "HYV3ForCausalLM": "hy_v3",
+    "HeliumForCausalLM": "helium",
+    "HunYuanDenseV1ForCausalLM": "hunyuan_v1_dense",
+    "HunYuanMoEV1ForCausalLM": "hunyuan_v1_moe",
+    "HyperCLOVAXForCausalLM": "hyperclovax",
+    "Jais2ForCausalLM": "jais2",
+    "Kolibri1ForCausalLM": "kolibri1",
+    "LagunaForCausalLM": "laguna",
+    "MellumForCausalLM": "mellum",
+    "MiniMaxM2ForCausalLM": "minimax_m2",
+    "Ministral3ForCausalLM": "ministral3",
+    "ModernBertDecoderForCausalLM": "modernbert-decoder",
+    "NanoChatForCausalLM": "nanochat",
+    "NemotronForCausalLM": "nemotron",
+    "OPTForCausalLM": "opt",
+    "OlmoForCausalLM": "olmo",
+    "OlmoeForCausalLM": "olmoe",
+    "PersimmonForCausalLM": "persimmon",
+    "PhiForCausalLM": "phi",
+    "PhimoeForCausalLM": "phimoe",
+    "Qwen2MoeForCausalLM": "qwen2_moe",
+    "SolarOpenForCausalLM": "solar_open",
+    "VaultGemmaForCausalLM": "vaultgemma",
+}
+"""Architecture -> its `model_type`, for each architecture that tests/differential checks."""
+
+OWN_ATTENTION = frozenset({"CodeGenForCausalLM", "GPTJForCausalLM", "GPTNeoForCausalLM"})
+"""Architectures whose attention modules call their own method `_attn`, which hf.py replaces."""
+
+MASKED_WINDOWS = frozenset({"PhimoeForCausalLM", "Qwen2MoeForCausalLM"})
+"""Architectures whose windows are only in their masks, not in the arguments of attention. hf.py
+takes them from the attention module or the config."""
+
+_REFUSED: dict[str, str] = {
+    "it uses multi-head latent attention, which has no plain keys and values": """
+        AXK1ForCausalLM AXK2ForCausalLM DeepseekV2ForCausalLM DeepseekV3ForCausalLM
+        DeepseekV32ForCausalLM Dots3NoteForCausalLM Glm4MoeLiteForCausalLM GlmMoeDsaForCausalLM
+        HYV4ForCausalLM LongcatFlashForCausalLM MiniCPM3ForCausalLM YoutuForCausalLM
+    """,
+    "it has state-space, recurrent, convolution or linear attention layers": """
+        BailingHybridForCausalLM BambaForCausalLM FalconH1ForCausalLM FalconMambaForCausalLM
+        GraniteMoeHybridForCausalLM Inkling2ForCausalLM InklingForCausalLM JambaForCausalLM
+        KimiLinearForCausalLM Lfm2ForCausalLM Lfm2MoeForCausalLM Lfm3ForCausalLM Mamba2ForCausalLM
+        MambaForCausalLM MiniMaxForCausalLM NemotronHForCausalLM OlmoHybridForCausalLM
+        Qwen3NextForCausalLM Qwen3_5ForCausalLM Qwen3_5MoeForCausalLM Qwen4ExpForCausalLM
+        RecurrentGemmaForCausalLM RwkvForCausalLM Zamba2ForCausalLM ZambaForCausalLM
+        ZayaForCausalLM xLSTMForCausalLM
+    """,
+    "it is an encoder-decoder, or the decoder of one": """
+        BartForCausalLM BartForConditionalGeneration BigBirdPegasusForCausalLM
+        BlenderbotForCausalLM BlenderbotSmallForCausalLM MBartForCausalLM
+        MBartForConditionalGeneration MarianForCausalLM MT5ForConditionalGeneration
+        MusicgenForCausalLM MusicgenMelodyForCausalLM MvpForCausalLM PLBartForCausalLM
+        PegasusForCausalLM ProphetNetForCausalLM T5ForConditionalGeneration TrOCRForCausalLM
+        WhisperForCausalLM WhisperForConditionalGeneration
+    """,
+    "it is an encoder, whose attention sees later tokens": """
+        BertForMaskedLM BertGenerationDecoder BertLMHeadModel BertModel BigBirdForCausalLM
+        CamembertForCausalLM Data2VecTextForCausalLM ElectraForCausalLM ErnieForCausalLM
+        MegatronBertForCausalLM ReformerModelWithLMHead RemBertForCausalLM RoCBertForCausalLM
+        RoFormerForCausalLM RobertaForCausalLM RobertaPreLayerNormForCausalLM XLMRobertaForCausalLM
+        XLMRobertaXLForCausalLM XLMWithLMHeadModel XLNetLMHeadModel XmodForCausalLM
+        CpmAntForCausalLM
+    """,
+    "its layers share keys and values, or have different shapes of them": """
+        Gemma3nForCausalLM Gemma4AssistantForCausalLM Gemma4ForCausalLM
+        Gemma4UnifiedAssistantForCausalLM Gemma4UnifiedForCausalLM HrmTextForCausalLM
+        MiMoV2FlashForCausalLM
+    """,
+    "its attention has sinks, which paged attention does not compute": """
+        FlintForCausalLM GptOssForCausalLM GraniteMoeSWAForCausalLM GraniteSWAForCausalLM
+    """,
+    "its attention is sparse or chunked, or has a mask of its own": """
+        DeepseekV4ForCausalLM DogeForCausalLM Llama4ForCausalLM MiniMaxM3VLForCausalLM
+    """,
+    "it computes attention twice in a layer, or by experts": """
+        DiffLlamaForCausalLM JetMoeForCausalLM
+    """,
+    "its class computes attention itself, without transformers' attention interface": """
+        BloomForCausalLM FalconForCausalLM GPTNeoXJapaneseForCausalLM MptForCausalLM
+        OpenAIGPTLMHeadModel XGLMForCausalLM
+    """,
+    "its class reads an attribute that its config lacks": "DbrxForCausalLM",
+    "it is a model of images or audio, or works on bytes": """
+        BltForCausalLM CohereCompassForCausalLM Emu3ForCausalLM FuyuForCausalLM
+        Gemma3ForConditionalGeneration Gemma3nForConditionalGeneration
+        Gemma4ForConditionalGeneration Gemma4UnifiedForConditionalGeneration GitForCausalLM
+        GotOcr2ForConditionalGeneration MllamaForCausalLM MoshiForCausalLM
+        MossTranscribeDiarizeForConditionalGeneration Phi4MultimodalForCausalLM
+    """,
+}
+REFUSED: dict[str, str] = {
+    name: reason for reason, names in _REFUSED.items() for name in names.split()
+}
+"""Architecture -> why it cannot be served, as the second half of a sentence."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransformersSpec:
+    """The facts about a model that transformers computes. It implements ModelFacts."""
+
+    architecture: str
+    vocab_size: int
+    hidden: int
+    context_tokens: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    num_parameters: int
+    #: Numbers in the largest tensor.
+    largest_tensor: int
+    #: Numbers that the widest layer besides the head computes for one token.
+    inner: int
+    #: All of config.json as JSON. The model's digest covers it.
+    config: str
+
+
+@dataclass(frozen=True, slots=True)
+class TransformersArchitecture:
+    """An architecture of CHECKED."""
+
+    name: str
+    model_type: str
+
+
+def fallback(config: Mapping[str, Any]) -> TransformersArchitecture | None:
+    """Return the architecture of a parsed config.json if transformers computes it. Return None if
+    the families have to read the config or refuse it.
+
+    Raises UnusableModel, with the reason, for an architecture that cannot be served.
+    """
+    architectures, model_type = config.get("architectures"), config.get("model_type")
+    if isinstance(architectures, list) and len(architectures) == 1:
+        name = str(architectures[0])
+    elif architectures is None:
+        name = next((name for name, kind in CHECKED.items() if kind == model_type), "")
+    else:
+        return None
+    if any(name == family.architecture for family in FAMILIES):
+        return None
+    if name in REFUSED:
+        raise UnusableModel(f"architecture {architectures!r:.80} is not supported: {REFUSED[name]}")
+    if name not in CHECKED:
+        return None
+    if model_type not in (None, CHECKED[name]):
+        raise UnusableModel(
+            f"config.json contradicts itself: {name} has the model_type {CHECKED[name]!r}, not "
+            f"{model_type!r:.80}",
+            remedy="correct 'architectures' or 'model_type'",
+        )
+    _check_values(config, name)
+    return TransformersArchitecture(name, CHECKED[name])
+
+
+def _check_values(config: Mapping[str, Any], name: str) -> None:
+    """Raise UnusableModel for keys that would run foreign code or change the result."""
+    if config.get("auto_map"):
+        raise UnusableModel(
+            "config.json names code of the model's directory (auto_map), which is never run",
+            remedy=f"remove 'auto_map' if the files fit transformers' own {name}",
+        )
+    for key, supported in UNSUPPORTED.items():
+        if (value := config.get(key)) not in supported:
+            raise UnusableModel(f"{key} {value!r:.80} is not supported for {name}")
+
+
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "quantization_config": (None,),
+    "use_bidirectional_attention": (None, False),
+    "is_causal": (None, True),
+    "is_encoder_decoder": (None, False),
+    "add_cross_attention": (None, False),
+    "per_layer_config": (None,),
+}
+"""Keys that any class may have, with the values that are supported."""
+
+
+def documented() -> str:
+    """Return the two lists of docs/models.md as Markdown: architectures that transformers computes,
+    and a table of the refused ones with their reasons."""
+    ours = {family.architecture for family in FAMILIES}
+    checked = ", ".join(f"`{name}`" for name in sorted(CHECKED.keys() - ours))
+    rows = [
+        f"| {reason} | {', '.join(f'`{name}`' for name in names.split() if name not in ours)} |"
+        for reason, names in _REFUSED.items()
+    ]
+    return "\n".join(
+        [checked, "", "| not supported, because | architectures |", "|---|---|", *rows]
+    )
+
+
+if __name__ == "__main__":
+    print(documented())
