@@ -15,8 +15,8 @@ from tools.models.stored import (
 )
 
 DESCRIPTION = """\
-Remove models from the cache. Files that another model in the cache shares stay. A server that runs
-keeps its model in memory, but cannot restart.
+Remove models from the cache. Files that another model in the cache shares stay. A running server
+keeps its model in memory, but cannot be restarted.
 """
 
 EXAMPLES = """\

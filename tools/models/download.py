@@ -21,7 +21,7 @@ from tools.failure import Failure
 PARTIAL = ".partial"
 PIECE_BYTES = 1 << 20
 RETRIES = 5
-"""Lost connections in a row, without a byte received between them, after which a download fails."""
+"""Retries in a row, without a byte received between them, after which a download fails."""
 RETRY_S = 1.0
 
 
@@ -71,7 +71,7 @@ class Source(Protocol):
     """A file on a server."""
 
     def open(self, offset: int) -> AbstractContextManager[Body]:
-        """Request the file from `offset` on. Raises ConnectionLost, or Failure for good."""
+        """Request the file from `offset` on. Raises ConnectionLost if a retry may help."""
 
 
 def partial_of(target: Path) -> Path:

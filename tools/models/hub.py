@@ -69,7 +69,7 @@ _SHA256, _SHA1 = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{40}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubModel:
-    """What the Hub reports about a model, and which of its files are needed."""
+    """Facts about a model from the Hub, and the files of it that are needed."""
 
     name: HubName
     commit: str
@@ -115,7 +115,7 @@ class HubDownloads:
         """
         with self._failures(name):
             if is_offline_mode():
-                return self._from_cache(name, "$HF_HUB_OFFLINE forbids to download it")
+                return self._from_cache(name, "$HF_HUB_OFFLINE forbids a download")
             try:
                 found = self._find(name)
             except (httpx2.TransportError, ConnectionLost) as error:
@@ -124,7 +124,7 @@ class HubDownloads:
             return self._download(found)
 
     def _find(self, name: HubName) -> HubModel:
-        """Return what the Hub reports about a model."""
+        """Return the facts about a model from the Hub."""
         api = HfApi(endpoint=self._endpoint)
         info = api.model_info(
             name.repo, revision=name.revision, files_metadata=True, timeout=HF_HUB_ETAG_TIMEOUT
@@ -286,7 +286,7 @@ class HubDownloads:
             ) from None
         except RemoteEntryNotFoundError:
             raise _no_download(
-                f"a file of {name.repo} has gone meanwhile", "run the command again"
+                f"a file of {name.repo} was removed meanwhile", "run the command again"
             ) from None
         except HfHubHTTPError as error:
             status = error.response.status_code

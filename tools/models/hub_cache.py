@@ -65,7 +65,7 @@ def _models_in(snapshot: Path, name: HubName) -> Iterator[PulledModel]:
 
 
 def _revisions(repository: Path) -> dict[str, str]:
-    """Return commit -> branch or tag. `main` wins over others."""
+    """Return commit -> branch or tag; `main` if this is one of several for a commit."""
     found = {}
     refs = repository / "refs"
     for file in sorted(refs.rglob("*"), key=lambda file: file == refs / MAIN):

@@ -1,7 +1,7 @@
-"""Which files of a repository on the Hugging Face Hub make up a model.
+"""Chooses the files of a repository on the Hugging Face Hub that make up a model.
 
 Only files that are data are chosen. Pickles (*.bin, *.pt), Python files and everything else in the
-repository are never downloaded. Nothing here reads files or uses the network.
+repository are never downloaded. This module reads no files and does not use the network.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def parse_name(text: str) -> HubName | UrlName | None:
 
 
 def download_name(text: str) -> HubName | UrlName:
-    """Return what `text` names. Raises Failure if it is no name of a model to download."""
+    """Return the parsed name of a model to download. Raises Failure if `text` is no such name."""
     name = parse_name(text)
     if name is None:
         raise Failure(

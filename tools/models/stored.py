@@ -56,7 +56,7 @@ def _catalogue_models(home: Path) -> list[PulledModel]:
 
 
 def find_stored(name: str, models: Sequence[PulledModel]) -> list[PulledModel]:
-    """Return the stored models that `name` means: one, and other revisions of the same one.
+    """Return the stored model that `name` denotes, and its other revisions.
 
     name   a name that `tidegate models` lists, a name from the catalogue, a path, or a file name
 
