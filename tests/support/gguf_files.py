@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
 from tests.support.checkpoints import SPECIAL, TEMPLATE, tiny_tokenizer
+from worker.loading.gguf_file import GGMLType
 
 Array = NDArray[np.float32]
 Kinds = Callable[[str], GGMLQuantizationType]
@@ -94,8 +95,7 @@ def write_gguf(
             part_name = name.replace("_exps.", ".{}.")
             parts = {part_name.format(index): part for index, part in enumerate(data)}
         for part_name, part in parts.items():
-            raw = quants.quantize(np.ascontiguousarray(part), own)
-            writer.add_tensor(part_name, raw, raw_dtype=own)
+            writer.add_tensor(part_name, _quantized(part, own), raw_dtype=own)
     for key, value in (metadata or {}).items():
         add = {float: writer.add_float32, int: writer.add_uint32, str: writer.add_string}
         add[type(value)](key, value)  # type: ignore[operator]
@@ -104,6 +104,16 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _quantized(values: Array, kind: GGMLQuantizationType) -> NDArray[Any]:
+    """Return the bytes of a tensor; of types to which `gguf` cannot quantise, random ones."""
+    try:
+        return quants.quantize(np.ascontiguousarray(values), kind)
+    except NotImplementedError:
+        own = GGMLType(kind)
+        raw = random_blocks(own, values.size // own.block[0])
+        return raw.reshape(*values.shape[:-1], -1)
 
 
 def _add_tokenizer(writer: GGUFWriter) -> None:
@@ -258,3 +268,36 @@ def _converted(config: Any, name: str, data: Array) -> Array:
         by_head = data.reshape(config.num_attention_heads, 3, -1, *data.shape[1:])
         return by_head.swapaxes(0, 1).reshape(data.shape)
     return data
+
+
+def random_blocks(kind: GGMLType, count: int) -> NDArray[np.uint8]:
+    """Return blocks [count, bytes] of random integers, whose numbers are about as large as those of
+    a model's weights. The package `gguf` cannot quantise to K-quants."""
+    random = np.random.default_rng(kind)
+    raw = random.integers(0, 256, (count, kind.block[1]), dtype=np.uint8)
+    size = SCALES.get(kind, 0.01)
+    scales = random.uniform(size / 2, size, (count, 2)).astype(np.float16).view(np.uint8)
+    match kind:
+        case GGMLType.MXFP4:
+            raw[:, 0] = random.integers(120, 124, count)
+        case GGMLType.Q3_K | GGMLType.Q6_K:
+            raw[:, -2:] = scales[:, :2]
+        case GGMLType.Q2_K:
+            raw[:, -4:] = scales
+        case GGMLType.Q4_1 | GGMLType.Q4_K | GGMLType.Q5_K | GGMLType.Q5_1:
+            raw[:, :4] = scales
+        case _:
+            raw[:, :2] = scales[:, :2]
+    return raw
+
+
+SCALES = {
+    GGMLType.Q2_K: 0.01,
+    GGMLType.Q3_K: 0.002,
+    GGMLType.Q4_K: 0.0005,
+    GGMLType.Q5_K: 0.0002,
+    GGMLType.Q6_K: 0.00005,
+    GGMLType.IQ4_NL: 0.002,
+    GGMLType.IQ4_XS: 0.0001,
+}
+"""Scales of K-quants are multiplied by integers of their sub-blocks."""

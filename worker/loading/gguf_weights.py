@@ -9,6 +9,7 @@ from torch import Tensor
 
 from worker.loading.gguf_file import GGMLType, GGUFFile
 from worker.loading.quant_blocks import BLOCK_WEIGHTS, BlockKind, QuantBlocks, dequantized
+from worker.loading.reblocked import reblocked, target
 
 PIECE_ITEMS = 1 << 18
 """Numbers dequantised at once: few enough for the CPU's caches, but enough to hide the cost of the
@@ -31,11 +32,14 @@ class GGUFWeights:
 
     def blocks(self, name: str, index: int | None = None) -> QuantBlocks | None:
         info = self._file.tensors[name]
-        if info.kind.name not in BlockKind.__members__:
+        kind = target(info.kind)
+        if kind is None:
             return None
         rows, columns = info.shape[-2:]
-        raw = _raw(self._file, name, index).reshape(rows, columns // BLOCK_WEIGHTS, -1)
-        return QuantBlocks(BlockKind[info.kind.name], raw)
+        raw = _raw(self._file, name, index)
+        if kind.name != info.kind.name:
+            raw = _reblocked(raw, info.kind)
+        return QuantBlocks(kind, raw.reshape(rows, columns // BLOCK_WEIGHTS, -1))
 
 
 def read_tensor(file: GGUFFile, name: str, target: Tensor, index: int | None = None) -> None:
@@ -54,6 +58,17 @@ def read_tensor(file: GGUFFile, name: str, target: Tensor, index: int | None = N
         with np.errstate(all="ignore"):
             values = _dequantized(blocks[first : first + step], kind)
         flat[first * block_items :][: values.size].copy_(torch.from_numpy(values))
+
+
+def _reblocked(raw: NDArray[np.uint8], kind: GGMLType) -> NDArray[np.uint8]:
+    """Return the blocks that the kernels compute with, from the bytes of a matrix."""
+    block_items, block_bytes = kind.block
+    blocks, step = raw.reshape(-1, block_bytes), PIECE_ITEMS // block_items
+    pieces = [
+        reblocked(kind, blocks[first : first + step], _dequantized)
+        for first in range(0, len(blocks), step)
+    ]
+    return np.concatenate(pieces)
 
 
 def _raw(file: GGUFFile, name: str, index: int | None) -> NDArray[np.uint8]:

@@ -47,11 +47,46 @@ class QuantBlocks:
 
 
 def stacked(parts: list[QuantBlocks | None]) -> QuantBlocks | None:
-    """Stack the parts by rows. Return None if one is missing or not sound, or if kinds differ."""
+    """Stack the parts by rows. Return None if one is missing or not sound.
+
+    If their kinds differ, the others are rounded to Q8_0, which is wider than all other kinds.
+    """
     found = [part for part in parts if part is not None and part.is_sound]
-    if len(found) < len(parts) or len({part.kind for part in found}) != 1:
+    if len(found) < len(parts):
         return None
+    if len({part.kind for part in found}) > 1:
+        found = [_as_q8(part) for part in found]
     return QuantBlocks(found[0].kind, np.concatenate([part.raw for part in found]))
+
+
+def _as_q8(blocks: QuantBlocks) -> QuantBlocks:
+    if blocks.kind is BlockKind.Q8_0:
+        return blocks
+    rows, groups, size = blocks.raw.shape
+    values = dequantized(blocks.kind, blocks.raw.reshape(-1, size))
+    return QuantBlocks(BlockKind.Q8_0, q8_blocks(values).reshape(rows, groups, -1))
+
+
+def q8_blocks(
+    values: NDArray[np.float32], unit: NDArray[np.float32] | None = None
+) -> NDArray[np.uint8]:
+    """Return Q8_0 blocks [N, 34] of numbers [N, 32].
+
+    unit   [N] the scales; None: a 127th of each block's largest number, so that numbers are rounded
+           to 1/254 of it
+
+    A block whose numbers or scale are not finite gets such a scale.
+    """
+    with np.errstate(all="ignore"):
+        if unit is None:
+            unit = np.abs(values).max(axis=1) / np.float32(127)
+        scales = unit.astype(np.float16)
+        multiples = np.rint(values / scales.astype(np.float32)[:, None])
+        integers = np.nan_to_num(multiples.clip(-127, 127)).astype(np.int8)
+    blocks = np.empty((len(values), 2 + BLOCK_WEIGHTS), np.uint8)
+    blocks[:, :2] = scales.view(np.uint8).reshape(-1, 2)
+    blocks[:, 2:] = integers.view(np.uint8)
+    return blocks
 
 
 def dequantized(kind: BlockKind, raw: NDArray[np.uint8]) -> NDArray[np.float32]:

@@ -35,8 +35,16 @@ FREE_SHARE = 4
 """If the user has not configured the cache's size, the cache gets at most 1/FREE_SHARE of the free
 memory."""
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
+PACKED_AS = {
+    **dict.fromkeys(("Q4_0", "Q4_1", "Q8_0"), ""),
+    "Q4_K": "Q4_1",
+    **dict.fromkeys(("Q2_K", "Q3_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K"), "Q8_0"),
+    **dict.fromkeys(("IQ4_NL", "IQ4_XS", "MXFP4"), "Q8_0"),
+}
+"""Quantised types whose matrices stay packed -> the type that they are packed as; "": the same. A
+test compares this with loading/reblocked.py, which is not imported here because it needs numpy."""
 BLOCK_FORMATS = {"Q4_0": sizes.Q4, "Q4_1": sizes.Q4, "Q8_0": sizes.Q8}
-"""Quantised types whose matrices stay packed, and the kernels' format for each type."""
+"""The kernels' format of each type."""
 DENSE_FORMATS = {"bfloat16": sizes.BF16, "float32": sizes.F32}
 PLAIN_KINDS = frozenset({"F32", "F16", "BF16"})
 """Number types that are not quantised."""
@@ -292,9 +300,13 @@ def _can_pack(matrix: FusedMatrix, model: PlannedModel) -> bool:
 
 
 def _block_format(matrix: FusedMatrix, model: PlannedModel) -> int | None:
-    """Return the packed format of a matrix whose parts all have one quantised type, else None."""
+    """Return the packed format of a matrix whose parts are all quantised, else None. Parts of
+    different types are packed as Q8_0."""
     kinds = {model.kinds[name] for name in matrix.names}
-    return BLOCK_FORMATS.get(kinds.pop()) if len(kinds) == 1 else None
+    if not kinds <= PACKED_AS.keys():
+        return None
+    found = {PACKED_AS[kind] or kind for kind in kinds}
+    return BLOCK_FORMATS[found.pop()] if len(found) == 1 else sizes.Q8
 
 
 def expanded_kinds(model: AnyPlanned) -> set[str]:
@@ -356,13 +368,12 @@ def _smaller(model: AnyPlanned, dtype: str, expanded: Sequence[str]) -> str:
     ways = []
     if dtype == "float32" and weights_bytes(model, "bfloat16") < weights_bytes(model, "float32"):
         ways.append("--dtype bfloat16")
-    kept = ", ".join(BLOCK_FORMATS)
     if (
         isinstance(model, PlannedModel)
         and model.is_packed
         and (expanded or PLAIN_KINDS & set(model.kinds.values()))
     ):
-        ways.append(f"a GGUF file of type {kept}, which stay packed")
+        ways.append("a GGUF file of type Q4_K or Q8_0, which stay packed")
     return "use " + ", or ".join([*ways, "a smaller model"])
 
 
