@@ -27,6 +27,7 @@ from tests.support.kernels import native_kernels
 from tests.support.replica import Replica
 from worker.attention.native_paged import NativePagedAttention
 from worker.attention.select import select_attention
+from worker.kv.cache import KVCache
 from worker.loading.errors import UnusableModel
 from worker.loading.header import TransformersHeader, read_header
 from worker.models.architectures import CHECKED
@@ -73,12 +74,14 @@ OWN: dict[str, dict[str, Any]] = {
     "codegen": {"num_attention_heads": 8, "rotary_dim": 8, "n_inner": 160},
     "ctrl": {"dff": 160},
     "dots1": {"max_window_layers": 2},
+    "falcon": {"ffn_hidden_size": 160},
     "gpt_neo": {"window_size": 24, "attention_types": [[["global", "local"], 2]]},
     "gptj": {"rotary_dim": 8, "n_inner": 160},
     "granitemoe": {"attention_multiplier": 0.2, "residual_multiplier": 0.4},
     "granitemoeshared": {"attention_multiplier": 0.2, "residual_multiplier": 0.4},
     "helium": {"head_dim": 16},
     "opt": {"ffn_dim": 160, "word_embed_proj_dim": 96},
+    "stablelm": {"qk_layernorm": True},
     "qwen2_moe": {"use_sliding_window": True, "max_window_layers": 2},
 }
 """Values that an architecture needs, or that switch on more of it."""
@@ -137,6 +140,21 @@ def test_the_compiled_kernels_compute_attention(tmp_path: Path, model_type: str)
     for steps in [(61,)], [(7,), (1,), (30,), (23,)]:
         ours = EagerStepper(loaded, [tokens], attention).run(steps)[0]
         assert_same(ours, logits, 3 * tolerance(logits))
+
+
+@pytest.mark.parametrize("model_type", ["codegen", "falcon", "gemma", "gpt_neo", "gptj"])
+def test_bfloat16_is_as_exact_as_in_transformers(tmp_path: Path, model_type: str) -> None:
+    """Some of these classes compute queries and keys in float32."""
+    theirs, tokens = random_model(model_type), some_tokens(NUM_TOKENS)
+    path, exact = write_directory(tmp_path, theirs), expected(theirs, tokens)
+    loaded = load_model(path, dtype=torch.bfloat16, device=CPU)
+    attention = select_attention(BLOCK_TOKENS, dtype=torch.bfloat16)
+    stepper, spec = EagerStepper(loaded, [tokens], attention), loaded.spec
+    shape = (spec.num_layers, stepper.cache.num_blocks, BLOCK_TOKENS, spec.num_kv_heads)
+    stepper.cache = KVCache(*shape, spec.head_dim, torch.bfloat16, CPU)
+    ours = stepper.run([(30,), (1,), (30,)])[0]
+    rounded = expected(theirs.to(torch.bfloat16), tokens).float()
+    assert (ours - exact).norm() <= 1.5 * (rounded - exact).norm() + 0.01 * exact.norm()
 
 
 @pytest.mark.parametrize("model_type", ["olmo", "phimoe"])

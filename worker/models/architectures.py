@@ -32,6 +32,7 @@ CHECKED: dict[str, str] = {
     "Ernie4_5ForCausalLM": "ernie4_5",
     "Ernie4_5_MoeForCausalLM": "ernie4_5_moe",
     "ExaoneMoeForCausalLM": "exaone_moe",
+    "FalconForCausalLM": "falcon",
     "FlexOlmoForCausalLM": "flex_olmo",
     "GPTBigCodeForCausalLM": "gpt_bigcode",
     "GPTJForCausalLM": "gptj",
@@ -64,12 +65,21 @@ CHECKED: dict[str, str] = {
     "PhimoeForCausalLM": "phimoe",
     "Qwen2MoeForCausalLM": "qwen2_moe",
     "SolarOpenForCausalLM": "solar_open",
+    "StableLmForCausalLM": "stablelm",
     "VaultGemmaForCausalLM": "vaultgemma",
 }
 """Architecture -> its `model_type`, for each architecture that tests/differential checks."""
 
 OWN_ATTENTION = frozenset({"CodeGenForCausalLM", "GPTJForCausalLM", "GPTNeoForCausalLM"})
 """Architectures whose attention modules call their own method `_attn`, which hf.py replaces."""
+
+INLINE_ATTENTION = {"FalconForCausalLM": "FalconAttention"}
+"""Architectures whose attention modules, of the given class, call torch's attention directly. hf.py
+intercepts that call."""
+
+BEYOND_FAMILIES: dict[str, tuple[str, Any]] = {"StableLmForCausalLM": ("qk_layernorm", True)}
+"""Architecture of a family -> a key and its value that the family does not read. transformers
+computes models with that value."""
 
 MASKED_WINDOWS = frozenset({"PhimoeForCausalLM", "Qwen2MoeForCausalLM"})
 """Architectures whose windows are only in their masks, not in the arguments of attention. hf.py
@@ -121,7 +131,7 @@ _REFUSED: dict[str, str] = {
         DiffLlamaForCausalLM JetMoeForCausalLM
     """,
     "its class computes attention itself, without transformers' attention interface": """
-        BloomForCausalLM FalconForCausalLM GPTNeoXJapaneseForCausalLM MptForCausalLM
+        BloomForCausalLM GPTNeoXJapaneseForCausalLM MptForCausalLM
         OpenAIGPTLMHeadModel XGLMForCausalLM
     """,
     "its class reads an attribute that its config lacks": "DbrxForCausalLM",
@@ -181,7 +191,7 @@ def fallback(config: Mapping[str, Any]) -> TransformersArchitecture | None:
         name = next((name for name, kind in CHECKED.items() if kind == model_type), "")
     else:
         return None
-    if any(name == family.architecture for family in FAMILIES):
+    if _has_family(name, config):
         return None
     if name in REFUSED:
         raise UnusableModel(f"architecture {architectures!r:.80} is not supported: {REFUSED[name]}")
@@ -195,6 +205,12 @@ def fallback(config: Mapping[str, Any]) -> TransformersArchitecture | None:
         )
     _check_values(config, name)
     return TransformersArchitecture(name, CHECKED[name])
+
+
+def _has_family(name: str, config: Mapping[str, Any]) -> bool:
+    """Return whether a family of ours has to read the config, or refuse it."""
+    key, value = BEYOND_FAMILIES.get(name, ("", True))
+    return any(name == family.architecture for family in FAMILIES) and config.get(key) != value
 
 
 def _check_values(config: Mapping[str, Any], name: str) -> None:
@@ -215,6 +231,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "is_causal": (None, True),
     "is_encoder_decoder": (None, False),
     "add_cross_attention": (None, False),
+    "alibi": (None, False),
     "per_layer_config": (None,),
 }
 """Keys that any class may have, with the values that are supported."""
@@ -223,8 +240,8 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 def documented() -> str:
     """Return the two lists of docs/models.md as Markdown: architectures that transformers computes,
     and a table of the refused ones with their reasons."""
-    ours = {family.architecture for family in FAMILIES}
-    checked = ", ".join(f"`{name}`" for name in sorted(CHECKED.keys() - ours))
+    ours = {family.architecture for family in FAMILIES} - BEYOND_FAMILIES.keys()
+    checked = ", ".join(f"`{name}`{_condition(name)}" for name in sorted(CHECKED.keys() - ours))
     rows = [
         f"| {reason} | {', '.join(f'`{name}`' for name in names.split() if name not in ours)} |"
         for reason, names in _REFUSED.items()
@@ -232,6 +249,14 @@ def documented() -> str:
     return "\n".join(
         [checked, "", "| not supported, because | architectures |", "|---|---|", *rows]
     )
+
+
+def _condition(name: str) -> str:
+    """Return the value that a config must have so that transformers computes the model."""
+    if name not in BEYOND_FAMILIES:
+        return ""
+    key, value = BEYOND_FAMILIES[name]
+    return f" (if `{key}` is {str(value).lower()})"
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
@@ -41,6 +42,7 @@ from worker.kernels.reference import TorchKernels
 from worker.kv.cache import KVCache
 from worker.loading.errors import FETCH_AGAIN, UnusableModel
 from worker.models.architectures import (
+    INLINE_ATTENTION,
     MASKED_WINDOWS,
     OWN_ATTENTION,
     TransformersArchitecture,
@@ -127,7 +129,7 @@ class PagedFunction:
         plan = step.plan(self._window(module, sliding_window))
         out = step.attention.run(q.contiguous(), *caches, plan, scale=scaling, soft_cap=softcap)
         step.num_done += 1
-        return out[None].to(query.dtype), None
+        return out[None].to(value.dtype), None
 
     def check_complete(self, step: PagedStep) -> None:
         """Raise UnusableModel unless every layer has computed its attention."""
@@ -198,7 +200,7 @@ class TransformersModel:
         self._given = GivenStates()
         path = next(path for path, each in model.named_modules() if each is self._decoder)
         model.set_submodule(path, self._given)
-        _use(function, model, self._decoder, spec.architecture)
+        _install(function, function.name, spec.architecture, model.config, self._decoder)
 
     @torch.inference_mode()
     def __call__(
@@ -246,12 +248,10 @@ def describe(architecture: TransformersArchitecture, values: Mapping[str, Any]) 
     probe = _registered(_probe)
     try:
         with torch.device("meta"), MetaValues(), torch.inference_mode():
-            config._attn_implementation = "eager" if name in OWN_ATTENTION else probe
+            config._attn_implementation = _initial(name, probe)
             model = getattr(transformers, name)(config)
             decoder = _decoder(model)
-            config._attn_implementation = probe
-            if name in OWN_ATTENTION:
-                _replace_attention(_probe, decoder)
+            _install(_probe, probe, name, config, decoder)
             ids = torch.zeros(2, dtype=torch.int64)
             _forward(decoder, ids, ids)
     except Probed as probed:
@@ -298,7 +298,7 @@ def load(
             path,
             config=_config(architecture, values),
             dtype=dtype,
-            attn_implementation="eager" if name in OWN_ATTENTION else function.name,
+            attn_implementation=_initial(name, function.name),
             use_safetensors=True,
             local_files_only=True,
             trust_remote_code=False,
@@ -355,17 +355,51 @@ def _forward(decoder: Any, token_ids: Tensor, positions: Tensor) -> Any:
     return decoder(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
 
 
-def _use(function: PagedFunction, model: Any, decoder: nn.Module, architecture: str) -> None:
-    """Make the attention of every layer call `function`."""
-    model.config._attn_implementation = function.name
-    if architecture in OWN_ATTENTION:
-        _replace_attention(function, decoder)
+def _initial(architecture: str, registered: str) -> str:
+    """Return the name of the attention with which a model has to be built. Classes that do not look
+    their attention up by name accept only transformers' own names."""
+    if architecture in INLINE_ATTENTION:
+        return "sdpa"
+    return "eager" if architecture in OWN_ATTENTION else registered
 
 
-def _replace_attention(function: AttentionFunction, decoder: Any) -> None:
+def _install(
+    function: AttentionFunction, registered: str, architecture: str, config: Any, decoder: Any
+) -> None:
+    """Make the attention of every layer of `decoder` call `function`, whose registered name is
+    `registered`."""
+    if architecture not in INLINE_ATTENTION:
+        config._attn_implementation = registered
     for module in decoder.modules():
-        if hasattr(module, "_attn"):
+        if architecture in OWN_ATTENTION and hasattr(module, "_attn"):
             module._attn = partial(_own_attention, function, module)
+        if type(module).__name__ == INLINE_ATTENTION.get(architecture):
+            module.forward = partial(_inline_attention, function, module, module.forward)
+
+
+def _inline_attention(
+    function: AttentionFunction, module: Any, forward: Any, *positional: Any, **named: Any
+) -> Any:
+    """Return what an attention module of INLINE_ATTENTION computes, with our attention."""
+    with InlineAttention(function, module):
+        return forward(*positional, **named)
+
+
+class InlineAttention(TorchFunctionMode):
+    """Replaces torch's attention by `function`. The causal mask that it receives is not needed."""
+
+    def __init__(self, function: AttentionFunction, module: Any) -> None:
+        super().__init__()
+        self._function = function
+        self._module = module
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        query, key, value = args
+        scale = (kwargs or {}).get("scale")
+        out, _weights = self._function(self._module, query, key, value, scaling=scale)
+        return out.transpose(1, 2)
 
 
 def _own_attention(
