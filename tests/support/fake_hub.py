@@ -107,10 +107,10 @@ class FakeHub:
             protocol_version = "HTTP/1.1"
 
             def do_GET(self) -> None:
-                hub._answer(self, with_body=True)
+                hub.answer(self, with_body=True)
 
             def do_HEAD(self) -> None:
-                hub._answer(self, with_body=False)
+                hub.answer(self, with_body=False)
 
             def log_message(self, format: str, *args: object) -> None:
                 pass
@@ -148,7 +148,7 @@ class FakeHub:
             if method == "GET" and "/cdn/" in path and path.endswith(suffix)
         ]
 
-    def _answer(self, request: BaseHTTPRequestHandler, *, with_body: bool) -> None:
+    def answer(self, request: BaseHTTPRequestHandler, *, with_body: bool) -> None:
         path = unquote(urlsplit(request.path).path)
         wanted = request.headers.get("Range", "")
         self.requests.append((request.command, path, wanted))
