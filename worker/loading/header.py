@@ -20,7 +20,7 @@ from worker.loading.gguf_file import GGUFFile
 from worker.loading.gguf_header import gguf_names, gguf_spec
 from worker.loading.gguf_tokenizer import gguf_text
 from worker.loading.safetensors_files import DTYPE_BYTES, PICKLES, SafetensorsFiles, weight_files
-from worker.loading.text import TextFacts, directory_text
+from worker.loading.text import TextFacts, directory_name, directory_text
 from worker.models.architectures import TransformersArchitecture, TransformersSpec, fallback
 from worker.models.families.registry import find_family
 from worker.models.spec import ModelSpec
@@ -107,7 +107,7 @@ def _directory_header(path: Path) -> ModelHeader | TransformersHeader:
     tensors.check({name: tensor.shape for name, tensor in files.tensors.items()})
     kinds = {name: tensor.dtype for name, tensor in files.tensors.items()}
     _check_kinds(kinds, DTYPE_BYTES)
-    return ModelHeader(path.resolve().name, tensors, files, kinds, text, paths)
+    return ModelHeader(directory_name(path), tensors, files, kinds, text, paths)
 
 
 def _transformers_header(
@@ -127,7 +127,7 @@ def _transformers_header(
 
     spec = hf.describe(architecture, {"model_type": architecture.model_type, **config})
     text = directory_text(path, Fields(config, "config.json"), spec.vocab_size)
-    return TransformersHeader(path.resolve().name, spec, text, path, paths)
+    return TransformersHeader(directory_name(path), spec, text, path, paths)
 
 
 def _gguf_header(path: Path) -> ModelHeader:

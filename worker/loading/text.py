@@ -48,6 +48,19 @@ TEMPLATE_FILE, TEMPLATE_FOLDER = "chat_template.jinja", "additional_chat_templat
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
 
 
+def directory_name(path: Path) -> str:
+    """Return the name of the model in a directory: the directory's own name.
+
+    In the cache of the Hugging Face Hub, models--OWNER--REPO/snapshots/COMMIT, it is the name of
+    the repository.
+    """
+    found = path.resolve()
+    repository = found.parent.parent.name
+    if found.parent.name == "snapshots" and repository.startswith("models--"):
+        return repository.rpartition("--")[2]
+    return found.name
+
+
 def directory_text(path: Path, config: Fields, vocab_size: int | None = None) -> TextFacts:
     """Return the tokenizer, templates and defaults of a Hugging Face directory.
 

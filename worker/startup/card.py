@@ -21,7 +21,7 @@ from worker.loading.errors import REMEDY, UnusableModel
 from worker.loading.fields import Fields, read_json
 from worker.loading.gguf_file import GGUFFile
 from worker.loading.gguf_tokenizer import gguf_text
-from worker.loading.text import TextFacts, directory_text, token_ids
+from worker.loading.text import TextFacts, directory_name, directory_text, token_ids
 
 UNKNOWN_CONTEXT = 1 << 20
 """Context length if the model's files give none."""
@@ -46,7 +46,7 @@ def _directory_card(path: Path) -> ModelCard:
     highest = max(token_ids(read_json(path / "tokenizer.json")).values(), default=-1)
     context = described.integer("max_position_embeddings", 0)
     return card_of_text(
-        path.resolve().name,
+        directory_name(path),
         (config.get("architectures") or [""])[0],
         text,
         vocab_size=described.integer("vocab_size", 0) or highest + 1,
