@@ -93,6 +93,8 @@ class FakeHub:
         self.authorizations: dict[str, str] = {}
         #: The next responses with content break off after so many bytes each.
         self.cuts: list[int] = []
+        #: Responses with content stop after so many bytes, and the connection stays open.
+        self.stalls_after: int | None = None
         #: Whether the server ignores Range headers.
         self.ignores_ranges = False
         #: The next responses with content are refused as by a busy server.
@@ -117,6 +119,7 @@ class FakeHub:
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
+        self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,))
 
     @property
@@ -128,6 +131,7 @@ class FakeHub:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self._stopped.set()
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
@@ -218,7 +222,11 @@ class FakeHub:
             headers["Content-Range"] = f"bytes {start}-{end - 1}/{len(content)}"
         status = 206 if "Content-Range" in headers else 200
         cut = self.cuts.pop(0) if self.cuts and with_body else None
+        if self.stalls_after is not None:
+            cut = self.stalls_after
         _send(request, status, headers, content[start:end], with_body, cut)
+        if self.stalls_after is not None and with_body:
+            self._stopped.wait()
 
 
 def refuse(request: BaseHTTPRequestHandler, status: int, code: str) -> None:

@@ -16,8 +16,9 @@ import pytest
 
 from tools.commands.models import resolve
 from tools.failure import Failure
-from tools.models.catalogue import CATALOGUE, DEFAULT, Entry
+from tools.models.catalogue import CATALOGUE, DEFAULT, HUB_MODELS, Entry, HubEntry
 from tools.models.fetch import (
+    ProgressLines,
     cached_file,
     fetch,
     home,
@@ -26,6 +27,7 @@ from tools.models.fetch import (
     print_on_stderr,
     progress_bar,
 )
+from tools.models.pulling import parse_name
 from tools.terminal import Terminal
 
 CONTENT = b"GGUF and some weights"
@@ -53,6 +55,16 @@ def test_every_catalogue_entry_has_digests(entry: Entry) -> None:
     assert CATALOGUE[entry.name] is entry
     assert entry.file.endswith(".gguf")
     assert entry.licence
+
+
+@pytest.mark.parametrize("entry", HUB_MODELS.values(), ids=lambda entry: entry.name)
+def test_every_model_on_the_hub_has_a_name_that_can_be_pulled(entry: HubEntry) -> None:
+    assert HUB_MODELS[entry.name] is entry
+    name = parse_name(entry.name)
+    assert str(name) == entry.source
+    assert entry.name not in CATALOGUE
+    assert entry.licence
+    assert entry.weight_bytes == 2 * entry.parameters > entry.context_tokens > 0
 
 
 def test_the_default_model_is_in_the_catalogue() -> None:
@@ -98,7 +110,7 @@ def test_a_local_path_is_a_model_if_it_looks_like_one(tmp_path: Path) -> None:
 def test_a_path_without_a_model_is_refused_in_words(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("no model")
     for name, words in (
-        ("smollm2", DEFAULT),
+        ("smollm2-135", DEFAULT),
         (str(tmp_path), "no config.json"),
         (str(tmp_path / "notes.txt"), "neither a .gguf file"),
     ):
@@ -137,6 +149,16 @@ def test_without_a_terminal_progress_is_a_line_for_each_quarter(
             bar.update(5_000_000)
     lines = [f"downloading it: {n} of 40 MB" for n in (0, 10, 20, 30, 40)]
     assert capsys.readouterr().err == "\n".join(lines) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("total", "shown"), [(8_000_000, ["0.0", "8.0 of 8.0 MB"]), (2_500_000_000, ["0.0 of 2.5 GB"])]
+)
+def test_small_and_large_sizes_have_one_decimal(total: int, shown: list[str]) -> None:
+    lines: list[str] = []
+    with ProgressLines(total, "it", lines.append) as bar:
+        bar.update(total)
+    assert all(any(part in line for line in lines) for part in shown)
 
 
 def test_progress_is_a_json_line_if_the_log_is_json(capsys: pytest.CaptureFixture[str]) -> None:

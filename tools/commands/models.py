@@ -18,7 +18,7 @@ import msgspec
 from protocol.exit_codes import ExitCode
 from tools.failure import Failure
 from tools.models.catalogue import CATALOGUE, DEFAULT, HUB_MODELS, HubEntry
-from tools.models.fetch import PrintLine, fetch, home, megabytes, print_on_stderr
+from tools.models.fetch import PrintLine, fetch, format_size, home, print_on_stderr
 from tools.models.pulling import parse_name, pulled_path
 from tools.models.records import PulledModel
 from tools.models.stored import hub_cache, stored_models
@@ -76,8 +76,8 @@ def resolve(
 def _suggestion(model: str) -> str:
     """Return advice for a user whose MODEL is neither a path nor a name."""
     names = [*CATALOGUE, *HUB_MODELS]
-    if close := get_close_matches(model.lower(), names, n=1, cutoff=0.5):
-        return f"did you mean {close[0]}?"
+    if close := get_close_matches(model.lower(), names, n=3, cutoff=0.5):
+        return f"did you mean {' or '.join(close)}?"
     return (
         "it is neither a path, nor OWNER/REPO on the Hugging Face Hub, nor a name in the catalogue "
         "(tidegate models)"
@@ -101,7 +101,7 @@ def run(options: argparse.Namespace) -> int:
         )
         return 0
     for model in stored:
-        print(f"{model.name}\n  {megabytes(model.size)}, {model.kind}; {model.path}")
+        print(f"{model.name}\n  {format_size(model.size)}, {model.kind}; {model.path}")
     if not stored:
         print("no models in the cache yet")
     print(f"\ncache: {home()}  (set $TIDEGATE_HOME to change it)")
@@ -110,7 +110,7 @@ def run(options: argparse.Namespace) -> int:
     print("\nmodels to pull or serve by name; other names: tidegate pull --help")
     for entry in CATALOGUE.values():
         print(f"{entry.name}\n  {entry.description}")
-        print(f"  {entry.licence}; {megabytes(entry.file_bytes)}")
+        print(f"  {entry.licence}; {format_size(entry.file_bytes)}")
     for each in HUB_MODELS.values():
         print(f"{each.name}\n  {_description(each)}")
     return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from tools.failure import Failure
-from tools.models.fetch import home, megabytes
+from tools.models.fetch import format_size, home
 from tools.models.stored import (
     find_stored,
     hub_cache,
@@ -41,5 +41,5 @@ def run(options: argparse.Namespace) -> int:
             freed = remove_stored(home(), found)
         except OSError as error:
             raise Failure(f"cannot remove {name}: {error}") from None
-        print(f"removed {name}: {megabytes(freed)} freed")
+        print(f"removed {name}: {format_size(freed)} freed")
     return 0

@@ -79,9 +79,10 @@ class HubEntry:
     source: str
     #: Licence of the model, as its page gives it.
     licence: str
-    #: Number of weights. An output layer that repeats the embeddings is not counted.
+    #: Number of weights, rounded if the model's page rounds it. An output layer that repeats the
+    #: embeddings is not counted.
     parameters: int
-    #: Longest text that the model's page promises, in tokens.
+    #: Longest text that the model was trained for, in tokens.
     context_tokens: int
     #: Whether the Hub gives the files only to users who accepted the model's terms.
     is_gated: bool = False
@@ -95,6 +96,41 @@ class HubEntry:
 HUB_MODELS: dict[str, HubEntry] = {
     entry.name: entry
     for entry in (
+        HubEntry(
+            name="smollm2-360m",
+            source="HuggingFaceTB/SmolLM2-360M-Instruct",
+            licence="apache-2.0",
+            parameters=360_000_000,
+            context_tokens=8192,
+        ),
+        HubEntry(
+            name="smollm2-1.7b",
+            source="HuggingFaceTB/SmolLM2-1.7B-Instruct",
+            licence="apache-2.0",
+            parameters=1_700_000_000,
+            context_tokens=8192,
+        ),
+        HubEntry(
+            name="smollm3-3b",
+            source="HuggingFaceTB/SmolLM3-3B",
+            licence="apache-2.0",
+            parameters=3_075_100_928,
+            context_tokens=65_536,
+        ),
+        HubEntry(
+            name="qwen2.5-0.5b",
+            source="Qwen/Qwen2.5-0.5B-Instruct",
+            licence="apache-2.0",
+            parameters=494_032_768,
+            context_tokens=32_768,
+        ),
+        HubEntry(
+            name="qwen2.5-1.5b",
+            source="Qwen/Qwen2.5-1.5B-Instruct",
+            licence="apache-2.0",
+            parameters=1_540_000_000,
+            context_tokens=32_768,
+        ),
         HubEntry(
             name="qwen3-0.6b",
             source="Qwen/Qwen3-0.6B",
@@ -115,6 +151,42 @@ HUB_MODELS: dict[str, HubEntry] = {
             licence="apache-2.0",
             parameters=4_022_468_096,
             context_tokens=32_768,
+        ),
+        HubEntry(
+            name="qwen3-8b",
+            source="Qwen/Qwen3-8B",
+            licence="apache-2.0",
+            parameters=8_190_735_360,
+            context_tokens=32_768,
+        ),
+        HubEntry(
+            name="olmo2-1b",
+            source="allenai/OLMo-2-0425-1B-Instruct",
+            licence="apache-2.0",
+            parameters=1_500_000_000,
+            context_tokens=4096,
+        ),
+        HubEntry(
+            name="granite3.1-2b",
+            source="ibm-granite/granite-3.1-2b-instruct",
+            licence="apache-2.0",
+            parameters=2_500_000_000,
+            context_tokens=131_072,
+        ),
+        HubEntry(
+            name="mistral-7b",
+            source="mistralai/Mistral-7B-Instruct-v0.3",
+            licence="apache-2.0",
+            parameters=7_200_000_000,
+            context_tokens=32_768,
+        ),
+        HubEntry(
+            name="llama3.2-1b",
+            source="meta-llama/Llama-3.2-1B-Instruct",
+            licence="llama3.2",
+            parameters=1_230_000_000,
+            context_tokens=131_072,
+            is_gated=True,
         ),
     )
 }

@@ -126,13 +126,15 @@ def check_space(needed: int, folder: Path, remedy: str) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise Failure(
-            f"not enough space in {folder}: {megabytes(needed)} needed, {megabytes(free)} free; "
-            f"free some space, or {remedy}"
+            f"not enough space in {folder}: {format_size(needed)} needed, "
+            f"{format_size(free)} free; free some space, or {remedy}"
         )
 
 
-def megabytes(size: int) -> str:
-    """Return a size in bytes as text: "93 MB", "0.3 MB"."""
+def format_size(size: int) -> str:
+    """Return a size in bytes as text: "1.5 GB", "93 MB", "0.3 MB"."""
+    if size >= 1e9:
+        return f"{size / 1e9:.1f} GB"
     return f"{size / 1e6:.0f} MB" if size >= 1e7 else f"{size / 1e6:.1f} MB"
 
 
@@ -284,7 +286,8 @@ class ProgressLines:
         quarters = int(4 * self.n / max(self._total, 1))
         if quarters > self._quarters:
             self._quarters = quarters
-            self._print_line(f"{self._title}: {self.n / 1e6:.0f} of {megabytes(self._total)}")
+            done, total = self.n / (1e9 if self._total >= 1e9 else 1e6), format_size(self._total)
+            self._print_line(f"{self._title}: {done:.{'1' if '.' in total else '0'}f} of {total}")
 
 
 def progress_bar(total: int, title: str, print_line: PrintLine) -> tqdm[NoReturn] | ProgressLines:

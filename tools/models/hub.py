@@ -51,7 +51,7 @@ from huggingface_hub.utils import build_hf_headers, disable_progress_bars
 from protocol.exit_codes import ExitCode
 from tools.failure import Failure
 from tools.models.download import Checksum, ConnectionLost, download, partial_bytes
-from tools.models.fetch import PrintLine, check_space, locked, megabytes, progress_bar
+from tools.models.fetch import PrintLine, check_space, format_size, locked, progress_bar
 from tools.models.http_file import HttpFile
 from tools.models.hub_cache import cached_model, repository_folder
 from tools.models.hub_files import Kind, RepoFile, choose_files
@@ -61,8 +61,9 @@ from tools.models.records import PulledFile, PulledModel, read_records, write_re
 OTHER_DISK = "set $HF_HOME to a directory on another disk"
 LOCAL = (
     "to serve a model on this machine: tidegate serve PATH, a .gguf file or a Hugging Face "
-    "directory; to use a mirror: set $HF_ENDPOINT"
+    "directory"
 )
+MIRROR = "to use a mirror: set $HF_ENDPOINT"
 _COMMIT = re.compile(r"[0-9a-f]{40}(?:[0-9a-f]{24})?")
 _SHA256, _SHA1 = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{40}")
 
@@ -115,12 +116,13 @@ class HubDownloads:
         """
         with self._failures(name):
             if is_offline_mode():
-                return self._from_cache(name, "$HF_HUB_OFFLINE forbids a download")
+                reason = "$HF_HUB_OFFLINE forbids a download"
+                return self._from_cache(name, reason, f"unset it, or {LOCAL}")
             try:
                 found = self._find(name)
             except (httpx2.TransportError, ConnectionLost) as error:
                 reason = f"{self._endpoint} cannot be reached ({_one_line(error)})"
-                return self._from_cache(name, reason)
+                return self._from_cache(name, reason, f"{LOCAL}; {MIRROR}")
             return self._download(found)
 
     def _find(self, name: HubName) -> HubModel:
@@ -130,7 +132,7 @@ class HubDownloads:
             name.repo, revision=name.revision, files_metadata=True, timeout=HF_HUB_ETAG_TIMEOUT
         )
         if info.sha is None or not _COMMIT.fullmatch(info.sha):
-            raise _no_download(f"{self._endpoint} reports no commit of {name.repo}", LOCAL)
+            raise _no_download(f"{self._endpoint} reports no commit of {name.repo}", MIRROR)
         kind, files = choose_files(name, list(_repo_files(info)))
         return HubModel(name=name, commit=info.sha, licence=_licence(info), kind=kind, files=files)
 
@@ -138,7 +140,7 @@ class HubDownloads:
         count = "1 file" if len(model.files) == 1 else f"{len(model.files)} files"
         licence = f"licence {model.licence}" if model.licence else "no licence given"
         page = f"{self._endpoint}/{model.name.repo}"
-        self._print_line(f"{model.name}: {licence}; {megabytes(model.size)} in {count} ({page})")
+        self._print_line(f"{model.name}: {licence}; {format_size(model.size)} in {count} ({page})")
         folder = self._home / "models"
         folder.mkdir(parents=True, exist_ok=True)
         lock = folder / f".{model.name.repo.replace('/', '--')}.lock"
@@ -235,10 +237,10 @@ class HubDownloads:
             raise _no_download(f"{model.name.repo} has changed meanwhile", "run the command again")
         return path
 
-    def _from_cache(self, name: HubName, reason: str) -> PulledModel:
+    def _from_cache(self, name: HubName, reason: str, remedy: str) -> PulledModel:
         """Return a model that is in the cache, and print why it is used.
 
-        Raises Failure with `reason` if the model is not in the cache.
+        Raises Failure with `reason` and `remedy` if the model is not in the cache.
         """
         try:
             folder = Path(
@@ -251,7 +253,7 @@ class HubDownloads:
             )
             model = cached_model(name, folder)
         except (LocalEntryNotFoundError, Failure):
-            raise _no_download(f"{name} is not in the cache, and {reason}", LOCAL) from None
+            raise _no_download(f"{name} is not in the cache, and {reason}", remedy) from None
         self._print_line(f"{reason}; using the files in {folder}")
         return model
 
