@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Protocol
@@ -96,6 +97,7 @@ COMMANDS: tuple[tuple[str, str, Tool], ...] = (
 """Name, summary and module of each command, in the order of `--help`."""
 
 
+@cache
 def build_parser() -> argparse.ArgumentParser:
     parser = OneLineParser(prog="tidegate", description=DESCRIPTION, epilog=EXAMPLES)
     parser.add_argument("--version", action="version", version=f"tidegate {version('tidegate')}")

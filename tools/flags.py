@@ -18,6 +18,7 @@ import sys
 import textwrap
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NoReturn, TypeVar, get_args
 
 import msgspec
@@ -140,7 +141,8 @@ class OneLineParser(argparse.ArgumentParser):
         sys.exit(2)
 
 
-def flags_of(config: type[msgspec.Struct]) -> list[Flag]:
+@cache
+def flags_of(config: type[msgspec.Struct]) -> Sequence[Flag]:
     """Return the options for the fields of a config struct, in their order."""
     described = inspect.type_info(config)
     assert isinstance(described, inspect.StructType)
