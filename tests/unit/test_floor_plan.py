@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -126,11 +127,18 @@ def files(room: str) -> Iterator[Path]:
     yield from found
 
 
+@cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    """Return everything in a file, the module first."""
+    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+
+
+@cache
 def imported_by(path: Path) -> set[str]:
     """The top-level packages that a file imports, anywhere in it."""
     own = path.relative_to(ROOT).parts[0]
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             names |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -157,7 +165,7 @@ def test_no_room_reads_a_format_that_runs_code(room: str) -> None:
 def test_no_room_calls_what_reads_or_writes_such_a_format(room: str) -> None:
     for path in files(room):
         node: Any
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
             assert name not in UNSAFE_NAMES, f"{path.relative_to(ROOT)}:{node.lineno} uses {name}"
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
@@ -182,7 +190,7 @@ def test_in_the_gateway_only_its_doors_know_flask() -> None:
 def test_no_view_takes_state_from_flasks_globals() -> None:
     """Views get the request's context as an argument."""
     for path in files("gateway"):
-        nodes = list(ast.walk(ast.parse(path.read_text())))
+        nodes = nodes_of(path)
         imports = [n for n in nodes if isinstance(n, ast.ImportFrom) and n.module == "flask"]
         names = {alias.name for node in imports for alias in node.names}
         names |= {ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute)}
@@ -199,7 +207,7 @@ def test_what_the_gateway_makes_of_text_knows_no_socket_and_no_greenlet(folder: 
 def gateway_imports(path: Path) -> set[str]:
     """The gateway's modules and folders that a file of it imports, anywhere in it."""
     modules = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -251,7 +259,7 @@ def test_only_listed_files_catch_every_exception() -> None:
         str(path.relative_to(ROOT))
         for room in ROOMS
         for path in files(room)
-        if any(map(catches_everything, ast.walk(ast.parse(path.read_text()))))
+        if any(map(catches_everything, nodes_of(path)))
     }
     assert found == set(BROAD_EXCEPTS)
 
@@ -262,7 +270,7 @@ def test_only_listed_files_read_the_environment() -> None:
     found = set()
     node: Any
     for path in (path for room in ROOMS for path in files(room)):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             is_use = isinstance(node, ast.Attribute) and node.attr in names
             if is_use and getattr(node.value, "id", "") == "os":
                 found.add(str(path.relative_to(ROOT)))
@@ -275,7 +283,9 @@ def test_only_listed_files_read_the_environment() -> None:
 @pytest.mark.parametrize("room", ROOMS)
 def test_every_file_says_what_its_law_is(room: str) -> None:
     for path in files(room):
-        law = ast.get_docstring(ast.parse(path.read_text()))
+        module = nodes_of(path)[0]
+        assert isinstance(module, ast.Module)
+        law = ast.get_docstring(module)
         assert law, f"{path.relative_to(ROOT)} has no docstring"
 
 
