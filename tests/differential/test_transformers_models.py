@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 
+from protocol.config.worker import WorkerConfig
 from protocol.sampling import SamplingParams
 from tests.support.checkpoints import VOCAB, write_directory
 from tests.support.eager import (
@@ -34,6 +35,7 @@ from worker.models.architectures import CHECKED
 from worker.models.hf import TransformersModel
 from worker.models.load import load_model
 from worker.startup.memory_plan import PlannedTransformersModel, weights_bytes
+from worker.startup.preflight import preflight
 
 NUM_TOKENS = 61
 SIZES: dict[str, Any] = {
@@ -73,6 +75,16 @@ OWN: dict[str, dict[str, Any]] = {
     "biogpt": {"intermediate_size": 160},
     "codegen": {"num_attention_heads": 8, "rotary_dim": 8, "n_inner": 160},
     "ctrl": {"dff": 160},
+    "dbrx": {
+        "d_model": 96,
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
+        "ffn_config": {
+            "hidden_size": 96,
+            "ffn_hidden_size": 160,
+            "moe_num_experts": 5,
+            "moe_top_k": 2,
+        },
+    },
     "dots1": {"max_window_layers": 2},
     "falcon": {"ffn_hidden_size": 160},
     "gpt_neo": {"window_size": 24, "attention_types": [[["global", "local"], 2]]},
@@ -217,6 +229,25 @@ def test_the_planned_weights_are_those_that_are_loaded(olmo: Path) -> None:
     card = load(olmo).card
     assert 0 <= card.weights_bytes - planned < 10_000  # buffers, such as rotary frequencies
     assert card.num_parameters * 4 == planned
+
+
+def test_the_check_before_the_start_plans_the_memory(olmo: Path) -> None:
+    found = preflight([WorkerConfig(model=str(olmo), max_slots=4, device="cpu", dtype="float32")])
+    assert not found.error
+    (plan,) = found.plans
+    assert (plan.architecture, plan.context_tokens) == ("OlmoForCausalLM", 512)
+    assert plan.weights_bytes == load(olmo).card.num_parameters * 4
+    assert plan.kv_bytes > 0
+
+
+def test_outputs_that_the_config_asks_for_are_not_computed(olmo: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(olmo, tmp_path / "olmo"))
+    config = json.loads((path / "config.json").read_text())
+    config |= {"output_attentions": True, "output_hidden_states": True, "return_dict": False}
+    (path / "config.json").write_text(json.dumps(config))
+    tokens = some_tokens(NUM_TOKENS)
+    plain, changed = (EagerStepper(load(each), [tokens]).run([(61,)])[0] for each in (olmo, path))
+    assert torch.equal(plain, changed)
 
 
 def refusal(path: Path, **config: Any) -> str:

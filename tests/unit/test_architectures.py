@@ -11,6 +11,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from worker.loading.errors import UnusableModel
 from worker.models.architectures import (
     CHECKED,
+    INLINE_ATTENTION,
     MASKED_WINDOWS,
     OWN_ATTENTION,
     REFUSED,
@@ -45,7 +46,7 @@ def test_every_decoder_of_transformers_is_computed_or_refused_with_a_reason() ->
 
 def test_no_architecture_is_both_computed_and_refused() -> None:
     assert not CHECKED.keys() & REFUSED.keys()
-    assert CHECKED.keys() >= OWN_ATTENTION | MASKED_WINDOWS
+    assert CHECKED.keys() >= OWN_ATTENTION | MASKED_WINDOWS.keys() | INLINE_ATTENTION.keys()
     assert len(set(CHECKED.values())) == len(CHECKED)
 
 
@@ -86,6 +87,12 @@ def test_a_key_that_would_run_code_or_change_the_result_is_refused(
 @pytest.mark.parametrize("architecture", sorted(OURS))
 def test_a_family_is_preferred(architecture: str) -> None:
     assert fallback({"architectures": [architecture]}) is None
+
+
+def test_what_a_family_does_not_read_is_left_to_transformers() -> None:
+    found = fallback({"architectures": ["StableLmForCausalLM"], "qk_layernorm": True})
+    assert found is not None
+    assert found.model_type == "stablelm"
 
 
 def test_the_model_type_suffices() -> None:

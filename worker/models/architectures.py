@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from worker.loading.errors import UnusableModel
 from worker.models.families.registry import FAMILIES
@@ -28,6 +28,7 @@ CHECKED: dict[str, str] = {
     "Cohere2MoeForCausalLM": "cohere2_moe",
     "CohereForCausalLM": "cohere",
     "CwmForCausalLM": "cwm",
+    "DbrxForCausalLM": "dbrx",
     "Dots1ForCausalLM": "dots1",
     "Ernie4_5ForCausalLM": "ernie4_5",
     "Ernie4_5_MoeForCausalLM": "ernie4_5_moe",
@@ -81,9 +82,12 @@ BEYOND_FAMILIES: dict[str, tuple[str, Any]] = {"StableLmForCausalLM": ("qk_layer
 """Architecture of a family -> a key and its value that the family does not read. transformers
 computes models with that value."""
 
-MASKED_WINDOWS = frozenset({"PhimoeForCausalLM", "Qwen2MoeForCausalLM"})
+MASKED_WINDOWS: dict[str, Literal["config", "module"]] = {
+    "PhimoeForCausalLM": "config",
+    "Qwen2MoeForCausalLM": "module",
+}
 """Architectures whose windows are only in their masks, not in the arguments of attention. hf.py
-takes them from the attention module or the config."""
+reads `sliding_window` of the config, or of each attention module."""
 
 _REFUSED: dict[str, str] = {
     "it uses multi-head latent attention, which has no plain keys and values": """
@@ -111,30 +115,29 @@ _REFUSED: dict[str, str] = {
     "it is an encoder, whose attention sees later tokens": """
         BertForMaskedLM BertGenerationDecoder BertLMHeadModel BertModel BigBirdForCausalLM
         CamembertForCausalLM Data2VecTextForCausalLM ElectraForCausalLM ErnieForCausalLM
-        MegatronBertForCausalLM ReformerModelWithLMHead RemBertForCausalLM RoCBertForCausalLM
+        MegatronBertForCausalLM RemBertForCausalLM RoCBertForCausalLM
         RoFormerForCausalLM RobertaForCausalLM RobertaPreLayerNormForCausalLM XLMRobertaForCausalLM
         XLMRobertaXLForCausalLM XLMWithLMHeadModel XLNetLMHeadModel XmodForCausalLM
         CpmAntForCausalLM
     """,
     "its layers share keys and values, or have different shapes of them": """
         Gemma3nForCausalLM Gemma4AssistantForCausalLM Gemma4ForCausalLM
-        Gemma4UnifiedAssistantForCausalLM Gemma4UnifiedForCausalLM HrmTextForCausalLM
-        MiMoV2FlashForCausalLM
+        Gemma4UnifiedAssistantForCausalLM Gemma4UnifiedForCausalLM MiMoV2FlashForCausalLM
     """,
     "its attention has sinks, which paged attention does not compute": """
         FlintForCausalLM GptOssForCausalLM GraniteMoeSWAForCausalLM GraniteSWAForCausalLM
     """,
     "its attention is sparse or chunked, or has a mask of its own": """
         DeepseekV4ForCausalLM DogeForCausalLM Llama4ForCausalLM MiniMaxM3VLForCausalLM
+        ReformerModelWithLMHead
     """,
-    "it computes attention twice in a layer, or by experts": """
-        DiffLlamaForCausalLM JetMoeForCausalLM
+    "it computes a layer's attention more than once, or with experts": """
+        DiffLlamaForCausalLM HrmTextForCausalLM JetMoeForCausalLM
     """,
     "its class computes attention itself, without transformers' attention interface": """
         BloomForCausalLM GPTNeoXJapaneseForCausalLM MptForCausalLM
         OpenAIGPTLMHeadModel XGLMForCausalLM
     """,
-    "its class reads an attribute that its config lacks": "DbrxForCausalLM",
     "it is a model of images or audio, or works on bytes": """
         BltForCausalLM CohereCompassForCausalLM Emu3ForCausalLM FuyuForCausalLM
         Gemma3ForConditionalGeneration Gemma3nForConditionalGeneration

@@ -59,6 +59,13 @@ IGNORED_ARGUMENTS = frozenset(
     }
 )
 """Arguments of an attention function that do not change its result. Any other one must be None."""
+OUTPUTS = {
+    "output_attentions": False,
+    "output_hidden_states": False,
+    "output_router_logits": False,
+    "return_dict": True,
+}
+"""What a class returns besides its result, whatever config.json says."""
 NUMBERS = itertools.count()
 """Numbers for the names under which attention functions are registered."""
 
@@ -85,7 +92,9 @@ class PagedFunction:
     """The attention function of one model, as transformers calls it."""
 
     def __init__(self, spec: TransformersSpec) -> None:
+        #: The name under which transformers finds it.
         self.name = _registered(self)
+        #: None between steps.
         self.step: PagedStep | None = None
         self._spec = spec
 
@@ -146,10 +155,10 @@ class PagedFunction:
 
     def _window(self, module: Any, argument: int | None) -> int | None:
         """Return the layer's window. `argument` is the one that the module passes."""
-        window = argument
-        if window is None and self._spec.architecture in MASKED_WINDOWS:
-            is_uniform = self._spec.architecture == "PhimoeForCausalLM"
-            window = getattr(module.config if is_uniform else module, "sliding_window", None)
+        window, place = argument, MASKED_WINDOWS.get(self._spec.architecture)
+        if window is None and place is not None:
+            owner = module.config if place == "config" else module
+            window = getattr(owner, "sliding_window", None)
         if window is not None and window < 1:
             raise self.misfit(f"a window of {window} tokens is not possible")
         return window
@@ -339,8 +348,9 @@ def _config(architecture: TransformersArchitecture, values: Mapping[str, Any]) -
         config = transformers.CONFIG_MAPPING[architecture.model_type].from_dict(dict(values))
     except Exception as error:
         raise UnusableModel(f"transformers cannot read config.json: {_one_line(error)}") from error
-    if getattr(config, "output_router_logits", False):
-        config.output_router_logits = False  # they are needed for training only
+    for key, value in OUTPUTS.items():
+        if hasattr(config, key):
+            setattr(config, key, value)
     return config
 
 
