@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +17,7 @@ from tools.failure import Failure
 from tools.models.download import download
 from tools.models.hub import HubDownloads
 from tools.models.names import UrlName, parse_hub_name
+from tools.models.preflight import check_config
 from tools.models.records import PulledModel, read_record, write_record
 from tools.models.stored import find_stored, remove_leftovers, remove_stored, stored_models
 from tools.models.url import pull_url
@@ -41,12 +42,19 @@ class Desk:
     def __init__(self, hub: FakeHub, folder: Path) -> None:
         self.hub, self.home, self.cache = hub, folder / "home", folder / "hub"
         self.lines: list[str] = []
+        self.check_config: Callable[[Path], object] = lambda file: None
 
     def pull(self, name: str, endpoint: str = "") -> PulledModel:
         parsed = parse_hub_name(name)
         assert parsed is not None
         url = endpoint or self.hub.url
-        downloads = HubDownloads(self.home, self.lines.append, endpoint=url, cache=self.cache)
+        downloads = HubDownloads(
+            self.home,
+            self.lines.append,
+            endpoint=url,
+            cache=self.cache,
+            check_config=self.check_config,
+        )
         return downloads.pull(parsed)
 
     def refusal(self, name: str, endpoint: str = "") -> str:
@@ -166,7 +174,7 @@ def test_a_server_that_ignores_ranges_sends_the_file_anew(desk: Desk) -> None:
     assert Path(model.path).read_bytes() == GGUFS["pool-Q4_0.gguf"]
 
 
-def test_a_busy_server_is_asked_again(desk: Desk) -> None:
+def test_a_request_to_a_busy_server_is_repeated(desk: Desk) -> None:
     desk.hub.busy = 2
     assert set(content_of(desk.pull("tide/pool"))) == PULLED
 
@@ -236,6 +244,29 @@ def test_without_a_network_one_line_names_the_remedies(desk: Desk) -> None:
     assert "$HF_ENDPOINT" in text
 
 
+def test_a_model_that_cannot_be_served_is_refused_before_its_weights_are_downloaded(
+    desk: Desk,
+) -> None:
+    desk.hub.repos["tide/pool"].files["config.json"] = b'{"model_type": "mamba"}'
+    desk.check_config = check_config
+    for _ in range(2):  # the second time, config.json is in the cache
+        assert "mamba" in desk.refusal("tide/pool")
+        assert desk.hub.downloads("model.safetensors") == []
+
+
+@pytest.mark.parametrize("is_forged", [False, True])
+def test_a_file_too_large_for_plain_http_is_downloaded_by_the_library_and_verified(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, is_forged: bool
+) -> None:
+    monkeypatch.setattr("tools.models.hub.MAX_HTTP_DOWNLOAD_SIZE", 50_000)
+    if not is_forged:
+        assert set(content_of(desk.pull("tide/pool"))) == PULLED
+        return
+    desk.hub.repos["tide/pool"].forged["model.safetensors"] = "0" * 64
+    assert f"its sha256 {'0' * 64} is wrong" in desk.refusal("tide/pool")
+    assert not any("0" * 64 in blob.name for blob in desk.blobs())
+
+
 # ---- the cache
 def test_without_a_network_a_model_in_the_cache_is_used(desk: Desk) -> None:
     model = desk.pull("tide/pool")
@@ -257,7 +288,7 @@ def test_in_offline_mode_the_cache_is_used_and_nothing_is_requested(
     assert desk.hub.requests == []
 
 
-def test_a_spoilt_file_that_no_record_vouches_for_is_downloaded_again(desk: Desk) -> None:
+def test_a_spoilt_file_without_a_record_is_downloaded_again(desk: Desk) -> None:
     model = desk.pull("tide/pool")
     shutil.rmtree(desk.home)
     weights = Path(model.path) / "model.safetensors"
@@ -347,7 +378,7 @@ def gguf_url(hub: FakeHub, sha256: str = "") -> UrlName:
 
 
 def test_a_url_is_downloaded_resumed_and_verified(desk: Desk) -> None:
-    desk.hub.cuts = [1, 3000]  # the first response tells the size
+    desk.hub.cuts = [1, 3000]  # the first response gives the size
     model = pull_url(gguf_url(desk.hub), desk.home, desk.lines.append)
     assert Path(model.path).read_bytes() == GGUFS["pool-Q4_0.gguf"]
     assert desk.hub.ranges(".gguf") == ["bytes=0-0", "", "bytes=3000-"]

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,7 +54,7 @@ from tools.models.download import Checksum, ConnectionLost, download, partial_by
 from tools.models.fetch import PrintLine, check_space, format_size, locked, progress_bar
 from tools.models.http_file import HttpFile
 from tools.models.hub_cache import cached_model, repository_folder
-from tools.models.hub_files import Kind, RepoFile, choose_files
+from tools.models.hub_files import CONFIG, Kind, RepoFile, choose_files
 from tools.models.names import HubName
 from tools.models.records import PulledFile, PulledModel, read_records, write_record
 
@@ -87,10 +87,12 @@ class HubModel:
 class HubDownloads:
     """Downloads models from one server into one cache.
 
-    home         Tidegate's directory, for the records of complete models
-    print_line   prints a line of progress
-    endpoint     URL of the server
-    cache        directory of the Hub's cache
+    home          Tidegate's directory, for the records of complete models
+    print_line    prints a line of progress
+    endpoint      URL of the server
+    cache         directory of the Hub's cache
+    check_config  called with the path of a config.json before weights are downloaded. It raises
+                  Failure if the model cannot be served
     """
 
     def __init__(
@@ -100,10 +102,12 @@ class HubDownloads:
         *,
         endpoint: str = ENDPOINT,
         cache: Path | None = None,
+        check_config: Callable[[Path], object] = lambda file: None,
     ) -> None:
         self._home, self._print_line = home, print_line
         self._endpoint = endpoint.rstrip("/")
         self._cache = cache or Path(HF_HUB_CACHE)
+        self._check_config = check_config
         disable_progress_bars()  # ours counts all files of a model
 
     def pull(self, name: HubName) -> PulledModel:
@@ -174,21 +178,28 @@ class HubDownloads:
         folder.mkdir(parents=True, exist_ok=True)
         check_space(space, folder, OTHER_DISK)
         total = sum(file.size for file in needed)
+        config = next((file for file in model.files if file.path == CONFIG), None)
+        if config is not None and config not in blobs:  # left by an earlier download
+            self._check_config(self._content(model, config))
         with progress_bar(total, f"downloading {model.name}", self._print_line) as bar:
             for file, blob in blobs.items():
-                if file.size > MAX_HTTP_DOWNLOAD_SIZE:
-                    self._download_huge(model, file, blob)
-                    bar.update(file.size)
-                    continue
-                url = hf_hub_url(
-                    model.name.repo, file.path, revision=model.commit, endpoint=self._endpoint
-                )
-                source = HttpFile(url, build_hf_headers())
-                download(
-                    source, blob, size=file.size, checksum=_checksum(file), on_bytes=bar.update
-                )
+                self._transfer(model, file, blob, bar.update)
+                if file == config:  # small files come first
+                    self._check_config(blob)
 
-    def _download_huge(self, model: HubModel, file: RepoFile, blob: Path) -> None:
+    def _transfer(
+        self, model: HubModel, file: RepoFile, blob: Path, on_bytes: Callable[[int], object]
+    ) -> None:
+        """Download one file to `blob`. `on_bytes` is called with the number of bytes received."""
+        if file.size > MAX_HTTP_DOWNLOAD_SIZE:
+            self._transfer_huge(model, file, blob)
+            on_bytes(file.size)
+            return
+        url = hf_hub_url(model.name.repo, file.path, revision=model.commit, endpoint=self._endpoint)
+        source = HttpFile(url, build_hf_headers())
+        download(source, blob, size=file.size, checksum=_checksum(file), on_bytes=on_bytes)
+
+    def _transfer_huge(self, model: HubModel, file: RepoFile, blob: Path) -> None:
         """Download a file that the Hub serves only through its own storage protocol (Xet).
 
         Raises Failure if the digest is wrong.
@@ -207,10 +218,9 @@ class HubDownloads:
 
         A file whose size or digest is wrong is removed.
         """
-        blob = self._blob(model, file)
-        path = self._snapshot(model) / file.path
-        present = next((each for each in (blob, path) if each.is_file()), None)
-        if present is None or present.stat().st_size != file.size:
+        blob, path = self._blob(model, file), self._snapshot(model) / file.path
+        present = self._content(model, file)
+        if not present.is_file() or present.stat().st_size != file.size:
             _remove(blob, path)
             return False
         if PulledFile(str(path), file.size, str(_checksum(file))) in verified:
@@ -262,6 +272,11 @@ class HubDownloads:
 
     def _snapshot(self, model: HubModel) -> Path:
         return self._repository(model) / "snapshots" / model.commit
+
+    def _content(self, model: HubModel, file: RepoFile) -> Path:
+        """Return the path of a file's content. The Hub's library may store it without a link."""
+        blob = self._blob(model, file)
+        return blob if blob.is_file() else self._snapshot(model) / file.path
 
     def _blob(self, model: HubModel, file: RepoFile) -> Path:
         return self._repository(model) / "blobs" / _checksum(file).value

@@ -10,6 +10,7 @@ import hashlib
 import os
 import subprocess
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Self
 
 import msgspec
@@ -48,6 +49,18 @@ def check_models(workers: Sequence[WorkerConfig]) -> Preflight:
     if found.error:
         raise Failure(f"{found.error}; {found.remedy}", exit_code=ExitCode.BAD_MODEL)
     return found
+
+
+def check_config(file: Path) -> None:
+    """Raise Failure if a worker cannot serve the model that a config.json describes.
+
+    A process of the worker reads the file. If the process fails, the model is not refused: this
+    machine may only download it.
+    """
+    command = module_command("worker.startup.check_config", str(file))
+    done = run_module("checking the model's config.json", command, timeout_s=TIMEOUT_S)
+    if done.code == ExitCode.BAD_MODEL:
+        raise Failure(done.error, exit_code=ExitCode.BAD_MODEL)
 
 
 class ModelCheck:

@@ -13,6 +13,7 @@ from tools.failure import Failure
 from tools.models.catalogue import CATALOGUE, HUB_MODELS
 from tools.models.fetch import PrintLine
 from tools.models.names import HubName, UrlName, parse_hub_name, parse_url
+from tools.models.preflight import check_config
 from tools.models.records import PulledModel, read_record
 
 NOT_INSTALLED = "huggingface_hub is not installed; try: pip install 'tidegate[hub]'"
@@ -80,4 +81,4 @@ def _puller(
         raise Failure(NOT_INSTALLED) from None
     if isinstance(name, UrlName):
         return lambda: pull_url(name, home, print_line)
-    return lambda: HubDownloads(home, print_line).pull(name)
+    return lambda: HubDownloads(home, print_line, check_config=check_config).pull(name)
