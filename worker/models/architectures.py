@@ -38,6 +38,7 @@ CHECKED: dict[str, str] = {
     "GPTBigCodeForCausalLM": "gpt_bigcode",
     "GPTJForCausalLM": "gptj",
     "GPTNeoForCausalLM": "gpt_neo",
+    "GPTNeoXJapaneseForCausalLM": "gpt_neox_japanese",
     "GemmaForCausalLM": "gemma",
     "Glm4ForCausalLM": "glm4",
     "Glm4MoeForCausalLM": "glm4_moe",
@@ -71,8 +72,14 @@ CHECKED: dict[str, str] = {
 }
 """Architecture -> its `model_type`, for each architecture that tests/differential checks."""
 
-OWN_ATTENTION = frozenset({"CodeGenForCausalLM", "GPTJForCausalLM", "GPTNeoForCausalLM"})
-"""Architectures whose attention modules call their own method `_attn`, which hf.py replaces."""
+OWN_ATTENTION: dict[str, str] = {
+    "CodeGenForCausalLM": "scale_attn",
+    "GPTJForCausalLM": "scale_attn",
+    "GPTNeoForCausalLM": "",
+    "GPTNeoXJapaneseForCausalLM": "norm_factor",
+}
+"""Architectures whose attention modules call their own method `_attn`, which hf.py replaces. The
+value is the module's attribute that divides the scores; empty: they are not divided."""
 
 INLINE_ATTENTION = {"FalconForCausalLM": "FalconAttention"}
 """Architectures whose attention modules, of the given class, call torch's attention directly. hf.py
@@ -135,8 +142,7 @@ _REFUSED: dict[str, str] = {
         DiffLlamaForCausalLM HrmTextForCausalLM JetMoeForCausalLM
     """,
     "its class computes attention itself, without transformers' attention interface": """
-        BloomForCausalLM GPTNeoXJapaneseForCausalLM MptForCausalLM
-        OpenAIGPTLMHeadModel XGLMForCausalLM
+        BloomForCausalLM MptForCausalLM OpenAIGPTLMHeadModel XGLMForCausalLM
     """,
     "it is a model of images or audio, or works on bytes": """
         BltForCausalLM CohereCompassForCausalLM Emu3ForCausalLM FuyuForCausalLM

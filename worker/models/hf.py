@@ -382,7 +382,9 @@ def _install(
         config._attn_implementation = registered
     for module in decoder.modules():
         if architecture in OWN_ATTENTION and hasattr(module, "_attn"):
-            module._attn = partial(_own_attention, function, module)
+            divisor = OWN_ATTENTION[architecture]
+            scale = 1.0 / float(getattr(module, divisor)) if divisor else 1.0
+            module._attn = partial(_own_attention, function, module, scale)
         if type(module).__name__ == INLINE_ATTENTION.get(architecture):
             module.forward = partial(_inline_attention, function, module, module.forward)
 
@@ -413,12 +415,17 @@ class InlineAttention(TorchFunctionMode):
 
 
 def _own_attention(
-    function: AttentionFunction, module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any
+    function: AttentionFunction,
+    module: Any,
+    scale: float,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *_: Any,
 ) -> tuple[Tensor, None]:
     """Return the attention [1, H, T, D] as the method `_attn` of OWN_ATTENTION does.
 
-    Scores are divided by `scale_attn`; GPT-Neo has none and does not scale them. Its local layers
-    have windows.
+    The mask that `_attn` receives is not needed. The local layers of GPT-Neo have windows.
     """
     is_local = getattr(module, "attention_type", "") == "local"
     out, _weights = function(
@@ -426,7 +433,7 @@ def _own_attention(
         query,
         key,
         value,
-        scaling=1.0 / float(getattr(module, "scale_attn", 1.0)),
+        scaling=scale,
         sliding_window=module.config.window_size if is_local else None,
     )
     return out.transpose(1, 2), None
