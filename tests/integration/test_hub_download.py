@@ -356,6 +356,15 @@ def test_what_an_interrupted_download_left_can_be_removed(desk: Desk) -> None:
     assert not remove_leftovers("tide/pool-gguf:Q4_0", desk.cache)
 
 
+def test_partial_files_can_be_removed_beside_a_complete_model(desk: Desk) -> None:
+    model = desk.pull("tide/pool-gguf:Q4_0")
+    desk.hub.cuts = [1000] + [0] * 20
+    desk.refusal("tide/pool-gguf:Q8_0")
+    assert remove_leftovers("tide/pool-gguf:Q8_0", desk.cache)
+    assert desk.partials() == []
+    assert model.is_complete()
+
+
 def test_a_model_that_is_not_in_the_cache_cannot_be_removed(desk: Desk) -> None:
     desk.pull("tide/pool")
     models = stored_models(desk.home, desk.cache)
@@ -386,6 +395,7 @@ def test_a_url_is_downloaded_resumed_and_verified(desk: Desk) -> None:
     assert pull_url(gguf_url(desk.hub), desk.home, desk.lines.append) == model
     assert desk.hub.requests == []
     models = stored_models(desk.home, desk.cache)
+    assert find_stored(f"{model.name}#sha256={'0' * 64}", models) == [model]
     remove_stored(desk.home, find_stored("pool-Q4_0.gguf", models), desk.cache)
     assert not Path(model.path).exists()
 

@@ -33,13 +33,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Remove the models, each one with all its revisions. Raises Failure at the first problem."""
     for name in options.models:
-        if remove_leftovers(name, hub_cache()):
-            print(f"removed what an interrupted download of {name} had left")
-            continue
-        found = find_stored(name, stored_models(home()))
         try:
-            freed = remove_stored(home(), found)
+            freed = _remove(name)
         except OSError as error:
             raise Failure(f"cannot remove {name}: {error}") from None
-        print(f"removed {name}: {format_size(freed)} freed")
+        if freed is None:
+            print(f"removed the partial files of an interrupted download of {name}")
+        else:
+            print(f"removed {name}: {format_size(freed)} freed")
     return 0
+
+
+def _remove(name: str) -> int | None:
+    """Remove a model, and return the number of bytes freed; None if it was not complete.
+
+    Raises Failure if it is not in the cache at all, and OSError if a file cannot be removed.
+    """
+    try:
+        found = find_stored(name, stored_models(home()))
+    except Failure:
+        if remove_leftovers(name, hub_cache()):
+            return None
+        raise
+    return remove_stored(home(), found)

@@ -10,10 +10,18 @@ from pathlib import Path
 from protocol.exit_codes import ExitCode
 from tools.failure import Failure
 from tools.models.catalogue import CATALOGUE, HUB_MODELS
+from tools.models.download import PARTIAL
 from tools.models.fetch import cached_file, is_cached
 from tools.models.hub_cache import cached_models, repository_folder
 from tools.models.names import MAIN, parse_hub_name
-from tools.models.records import PulledFile, PulledModel, read_records, remove_model
+from tools.models.records import (
+    BLOBS,
+    SNAPSHOTS,
+    PulledFile,
+    PulledModel,
+    read_records,
+    remove_model,
+)
 
 
 def hub_cache() -> Path | None:
@@ -62,9 +70,8 @@ def find_stored(name: str, models: Sequence[PulledModel]) -> list[PulledModel]:
 
     Raises Failure if there is none, or if a file name is not unique.
     """
-    wanted = HUB_MODELS[name].source if name in HUB_MODELS else name
-    parsed = parse_hub_name(wanted)
-    wanted = str(parsed) if parsed is not None else wanted
+    parsed = parse_hub_name(_source(name))
+    wanted = str(parsed) if parsed is not None else name.partition("#sha256")[0]
     if found := [model for model in models if wanted in (model.name, model.path)]:
         if parsed is not None and parsed.revision == MAIN:
             found += [model for model in models if _is_revision_of(model.name, wanted)]
@@ -103,15 +110,31 @@ def remove_stored(home: Path, models: Sequence[PulledModel], cache: Path | None 
 
 
 def remove_leftovers(name: str, cache: Path | None) -> bool:
-    """Remove the partial files of an interrupted download. Return whether there were any."""
-    parsed = parse_hub_name(name)
+    """Remove the partial files of an interrupted download. Return whether there were any.
+
+    name    a name on the Hub, or a name from the catalogue
+    cache   directory of the Hub's cache; None if there is none
+
+    Raises OSError if a file cannot be removed.
+    """
+    parsed = parse_hub_name(_source(name))
     if parsed is None or cache is None:
         return False
     folder = repository_folder(cache, parsed.repo)
-    if not folder.is_dir() or any(folder.glob("snapshots/*/*")):
+    if not folder.is_dir():
         return False
-    shutil.rmtree(folder)
-    return True
+    if not any((folder / SNAPSHOTS).glob("*/*")):  # nothing but leftovers
+        shutil.rmtree(folder)
+        return True
+    partials = list((folder / BLOBS).glob(f"*{PARTIAL}"))
+    for partial in partials:
+        partial.unlink()
+    return bool(partials)
+
+
+def _source(name: str) -> str:
+    """Return the name on the Hub of a model in the catalogue; of other models, `name` itself."""
+    return HUB_MODELS[name].source if name in HUB_MODELS else name
 
 
 def _bad_model(message: str) -> Failure:
