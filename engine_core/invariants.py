@@ -59,10 +59,9 @@ def _check_blocks(scheduler: Scheduler, requests: list[Request], leases: KVLease
     holders = leases.holders + Counter(b for request in requests for b in request.blocks)
     assert NULL_BLOCK not in holders, "the null block is held"
     for block in range(1, len(pool.holders)):
-        assert pool.holders[block] == holders[block], f"block {block}: wrong number of holders"
-        assert pool.is_free(block) == (not holders[block]), (
-            f"block {block}: not either free or held"
-        )
+        num_holders = holders.get(block, 0)
+        assert pool.holders[block] == num_holders, f"block {block}: wrong number of holders"
+        assert pool.is_free(block) == (not num_holders), f"block {block}: not either free or held"
     for request in requests:
         covered = len(request.blocks) * scheduler.limits.block_tokens
         assert covered >= request.num_computed, f"{request.number}: computed beyond its blocks"
@@ -91,17 +90,21 @@ def _check_content(scheduler: Scheduler, requests: list[Request]) -> None:
     size = scheduler.limits.block_tokens
     findable = scheduler.pool.cache.items()
     for request in requests:
+        found = [index for index, block in enumerate(request.blocks) if block in findable]
+        if not found:
+            continue
         fresh: list[bytes] = []
         root = root_hash(scheduler.prefixes.hashes.model_digest, request.namespace)
-        extend_hashes(fresh, root, request.tokens, size, len(request.tokens) // size)
-        for index, block in enumerate(request.blocks):
-            if block in findable:
-                assert findable[block] == fresh[index], f"block {block}: wrong content"
-                end = (index + 1) * size
-                assert end <= request.num_computed, f"block {block}: not computed"
-                is_draft_computed = request.uses_draft_model and bool(
-                    scheduler.pool.cache.num_draft_computed([block])
-                )
-                assert not is_draft_computed or end <= request.num_draft_computed, (
-                    f"block {block}: not computed by the draft model"
-                )
+        num_full = min(found[-1] + 1, len(request.tokens) // size)
+        extend_hashes(fresh, root, request.tokens, size, num_full)
+        for index in found:
+            block = request.blocks[index]
+            assert findable[block] == fresh[index], f"block {block}: wrong content"
+            end = (index + 1) * size
+            assert end <= request.num_computed, f"block {block}: not computed"
+            is_draft_computed = request.uses_draft_model and bool(
+                scheduler.pool.cache.num_draft_computed([block])
+            )
+            assert not is_draft_computed or end <= request.num_draft_computed, (
+                f"block {block}: not computed by the draft model"
+            )

@@ -102,7 +102,6 @@ class RequestStorm:
             self.abort_by_label()
         else:
             self.drop()
-        self.bench.engine.check()
 
     def add(self) -> None:
         client = self.random.choice([b"a", b"b", b"c"])
@@ -121,6 +120,7 @@ class RequestStorm:
             labels=self.random.choices(LABELS, k=self.random.randrange(3)),
             account=self.random.choice(ACCOUNTS),
         )
+        self.bench.check()
         if isinstance(number, Refused):
             self.refused += 1
             return
@@ -175,6 +175,7 @@ class RequestStorm:
     def drop(self) -> None:
         client = self.random.choice([b"a", b"b", b"c"])
         self.bench.engine.on_client_lost(client)
+        self.bench.check()
         self.dropped |= {key for key in self.asked if key[0] == client}
 
     def finish_all(self) -> None:
