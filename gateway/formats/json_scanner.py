@@ -110,8 +110,9 @@ def word_json(word: str) -> str:
 class Dialect(msgspec.Struct, frozen=True, kw_only=True):
     """How a syntax spells literals.
 
-    The scanner keeps a stack of symbols, one for each open bracket. A symbol is the bracket that
-    JSON has at this place. The symbol `(` stands for an object that is written between parentheses.
+    `opens` and `closes` map the syntax's brackets to symbols, of which the scanner keeps a stack,
+    one for each open bracket. A symbol decides what is written as JSON: `{` is an object, `[` an
+    array, and `(` an object that the syntax writes between parentheses.
     """
 
     #: Opening bracket -> its symbol.

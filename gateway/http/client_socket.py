@@ -173,7 +173,8 @@ class IdleConnections:
         self._sockets.pop(sock, None)
 
     def close(self) -> None:
-        """Shut down all idle connections, so that the server's pending reads get EOF.
+        """Shut down the idle connections, so that the server's pending reads get EOF. Those that
+        were opened less than FIRST_REQUEST_S ago stay open (see `add_new`).
 
         gevent's own `shutdown` would raise an error in those reads, which the server would log.
         """

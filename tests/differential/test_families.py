@@ -96,6 +96,18 @@ def test_the_compiled_kernels_give_the_same_logits(
         assert_same(EagerStepper(loaded, [tokens], attention).run(steps)[0], logits, atol)
 
 
+def test_a_score_far_above_its_cap_is_as_large_as_the_cap(tmp_path: Path) -> None:
+    """e to the power of two scores over the cap would be infinite."""
+    changes = {"query_pre_attn_scalar": 1, "attn_logit_softcapping": 2.5, "initializer_range": 0.5}
+    theirs, tokens = random_model("gemma2", hidden_size=192, **changes), some_tokens(100)
+    path, kernels = write_directory(tmp_path, theirs), native_kernels()
+    loaded = load_model(path, dtype=torch.float32, device=CPU, kernels=kernels, weights="packed")
+    attention = select_attention(BLOCK_TOKENS, dtype=torch.float32, kernels=loaded.model.kernels)
+    logits = expected(theirs, tokens)
+    atol = 1e-3 * float(logits.abs().max())
+    assert_same(EagerStepper(loaded, [tokens], attention).run([(99,), (1,)])[0], logits, atol)
+
+
 @pytest.mark.parametrize("model_type", ["gemma2", "qwen3", "cohere2"])
 def test_the_reference_attention_gives_the_same_logits(tmp_path: Path, model_type: str) -> None:
     theirs, tokens = random_model(model_type, sliding_window=16), some_tokens(40)

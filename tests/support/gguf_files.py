@@ -273,7 +273,7 @@ def _converted(config: Any, name: str, data: Array) -> Array:
 def random_blocks(kind: GGMLType, count: int) -> NDArray[np.uint8]:
     """Return blocks [count, bytes] of random integers, whose numbers are about as large as those of
     a model's weights. The package `gguf` cannot quantise to K-quants."""
-    random = np.random.default_rng(kind)
+    random = np.random.default_rng([kind, count])
     raw = random.integers(0, 256, (count, kind.block[1]), dtype=np.uint8)
     size = SCALES.get(kind, 0.01)
     scales = random.uniform(size / 2, size, (count, 2)).astype(np.float16).view(np.uint8)

@@ -64,7 +64,8 @@ def test_other_types_are_rounded_to_a_fraction_of_the_largest_number(kind: GGMLT
     raw = random_blocks(kind, BLOCKS)
     theirs = numbers(raw, kind)
     largest = np.abs(theirs).max(axis=1, keepdims=True)
-    assert (np.abs(after(raw, kind) - theirs) <= largest * 0.6 / 127).all()
+    step = 127 * 2.0**-25  # of the smallest float16 scales
+    assert (np.abs(after(raw, kind) - theirs) <= largest * 0.6 / 127 + step).all()
 
 
 @pytest.mark.parametrize("kind", [GGMLType.Q4_K, *EXACT, *sorted(ROUNDED)], ids=lambda k: k.name)

@@ -70,12 +70,13 @@ def _as_q8(blocks: QuantBlocks) -> QuantBlocks:
 def q8_blocks(
     values: NDArray[np.float32], unit: NDArray[np.float32] | None = None
 ) -> NDArray[np.uint8]:
-    """Return Q8_0 blocks [N, 34] of numbers [N, 32].
+    """Quantise numbers [N, 32] to Q8_0 blocks [N, 34].
 
-    unit   [N] the scales; None: a 127th of each block's largest number, so that numbers are rounded
-           to 1/254 of it
+    unit   [N] the scale of each block; None: its largest absolute number / 127, so that no number
+           changes by more than 1/254 of it
 
-    A block whose numbers or scale are not finite gets such a scale.
+    Scales are stored as float16. One that is not finite is stored as it is; without `unit`, this
+    is so if the block has an infinity or NaN.
     """
     with np.errstate(all="ignore"):
         if unit is None:

@@ -113,9 +113,13 @@ def settle(
 
 
 def may_be_dense(layer: Sequence[HybridLinear], dtype: torch.dtype, layers: int) -> bool:
-    """Return whether dense copies may be made: only in bfloat16, and only if they fit into memory.
+    """Return whether the model may have dense copies of its packed weights.
 
-    In float32 packed weights are exact, so only those are used.
+    They need bfloat16, a processor on which oneDNN multiplies it, and free memory for all layers.
+    In float32, packed weights are exact, and no copies are made.
+
+    layer    the linears of one layer
+    layers   the number of layers
     """
     if dtype != torch.bfloat16 or not prepacked.is_possible():
         return False

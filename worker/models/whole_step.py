@@ -93,7 +93,8 @@ class WholePass:
         return cls(spec, weights, weights.head.matrix, kernels)
 
     def is_for(self, tokens: int) -> bool:
-        """Return whether this pass computes a step of `tokens` tokens, instead of dense weights."""
+        """Return whether this pass computes a step of `tokens` tokens. Longer steps, for which
+        dense weights are faster, are computed by operation."""
         return tokens < self._from_rows
 
     def __call__(self, token_ids: Tensor, plan: NativePlan, cache: KVCache) -> Tensor:

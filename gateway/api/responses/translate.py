@@ -79,8 +79,13 @@ class ResponsesTranslation(msgspec.Struct, frozen=True):
         return translate_error(error, self.request_path)
 
     def request_path(self, name: str) -> str:
-        """Return the path in the client's request of the chat field `name`. Its longest known
-        prefix is replaced."""
+        """Translate the path `name` of a field of the chat into the field's path in the client's
+        request.
+
+        The longest prefix of `name` that is a key of `paths` is replaced by its value. A field from
+        an earlier response becomes `previous_response_id`. Without such a prefix, the patterns of
+        _REQUEST_PATHS apply; if none matches, `name` is returned unchanged.
+        """
         for end in sorted({len(name), *(m.start() for m in re.finditer(r"[.\[]", name))})[::-1]:
             if (own := self.paths.get(name[:end])) is not None:
                 return PREVIOUS if own.startswith(PREVIOUS) else own + name[end:]

@@ -60,7 +60,8 @@ template <class N> struct Attend {
 INLINE void cap_scores(float *scores, int64_t count, float cap) {
     for (int64_t j = 0; j < count; j += LANES) {
         const Floats power = exponential(load(scores + j) * (2.0f / cap));
-        store(scores + j, cap * (power - 1.0f) / (power + 1.0f)); // tanh(x) = (e^2x - 1) / (e^2x + 1)
+        // tanh(x) = (e^2x - 1) / (e^2x + 1); first the quotient, because the power may be near infinity
+        store(scores + j, cap * ((power - 1.0f) / (power + 1.0f)));
     }
 }
 

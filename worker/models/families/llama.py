@@ -45,7 +45,12 @@ def read_granite(config: ConfigFields) -> ModelSpec:
 
 
 def read_smollm3(config: ConfigFields) -> ModelSpec:
-    """`no_rope_layers` has 0 for each layer without positions."""
+    """Return the model that a config of SmolLM3 describes. Some of its layers have no rotary
+    embeddings.
+
+    Despite its name, `no_rope_layers` has 1 for a layer with rotary embeddings and 0 for one
+    without. Without this key, every `no_rope_layer_interval`-th layer has none.
+    """
     bias, mlp = config.flag("attention_bias"), config.mlp(bias=config.flag("mlp_bias"))
     window = config.window if config.flag("use_sliding_window") else None
     rotates = config.get("no_rope_layers")
