@@ -106,7 +106,7 @@ def test_servers_that_share_a_name_for_an_option_share_its_meaning() -> None:
     [
         ("smollm2", "no model 'smollm2': did you mean smollm2-"),
         ("zebra-900b", "neither a path, nor OWNER/REPO on the Hugging Face Hub, nor a name in"),
-        ("./Qwen/Qwen3-0.6B", "no file or directory ./Qwen/Qwen3-0.6B"),
+        ("./Qwen/Qwen3-0.6B", "no model './Qwen/Qwen3-0.6B': no such file or directory"),
         ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B is not in the cache, and $HF_HUB_OFFLINE forbids"),
         ("https://host/m.gguf", "a download by URL needs the file's digest"),
     ],

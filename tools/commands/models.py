@@ -66,7 +66,7 @@ def resolve(
             raise _bad_model(f"{path} is neither a .gguf file nor a Hugging Face directory")
         return path
     if model.startswith(("/", ".", "~")):
-        raise _bad_model(f"no file or directory {model}")
+        raise _bad_model(f"no model {model!r}: no such file or directory")
     name = parse_name(model)
     if name is None:
         raise _bad_model(f"no model {model!r}: {_suggestion(model)}")
