@@ -263,8 +263,16 @@ def test_a_file_too_large_for_plain_http_is_downloaded_by_the_library_and_verifi
         assert set(content_of(desk.pull("tide/pool"))) == PULLED
         return
     desk.hub.repos["tide/pool"].forged["model.safetensors"] = "0" * 64
-    assert f"its sha256 {'0' * 64} is wrong" in desk.refusal("tide/pool")
+    assert f"its digest is not sha256 {'0' * 64}" in desk.refusal("tide/pool")
     assert not any("0" * 64 in blob.name for blob in desk.blobs())
+
+
+def test_a_file_that_the_server_names_by_another_etag_is_verified(desk: Desk) -> None:
+    desk.hub.etags["model.safetensors"] = "another-etag"
+    assert set(content_of(desk.pull("tide/pool"))) == PULLED
+    desk.hub.repos["tide/pool-gguf"].forged["pool-Q4_0.gguf"] = "0" * 64
+    desk.hub.etags["pool-Q4_0.gguf"] = "another-etag"
+    assert "is not the expected file" in desk.refusal("tide/pool-gguf:Q4_0")
 
 
 # ---- the cache

@@ -99,6 +99,8 @@ class FakeHub:
         self.ignores_ranges = False
         #: The next responses with content are refused as by a busy server.
         self.busy = 0
+        #: Path -> the ETag of a large file, if it is not the file's digest.
+        self.etags: dict[str, str] = {}
         #: Whether every token is refused.
         self.refuses_tokens = False
         #: The server that large files are redirected to; "": this one.
@@ -194,7 +196,7 @@ class FakeHub:
             headers = {
                 "Location": f"{self.cdn or self.url}/cdn{request.path}",
                 "X-Repo-Commit": repo.commit,
-                "X-Linked-Etag": f'"{repo.digest(path)}"',
+                "X-Linked-Etag": f'"{self.etags.get(path, repo.digest(path))}"',
                 "X-Linked-Size": str(repo.size(path)),
             }
             _send(request, 302, headers, b"", with_body)

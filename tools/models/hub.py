@@ -192,24 +192,27 @@ class HubDownloads:
     ) -> None:
         """Download one file to `blob`. `on_bytes` is called with the number of bytes received."""
         if file.size > MAX_HTTP_DOWNLOAD_SIZE:
-            self._transfer_huge(model, file, blob)
+            self._transfer_huge(model, file)
             on_bytes(file.size)
             return
         url = hf_hub_url(model.name.repo, file.path, revision=model.commit, endpoint=self._endpoint)
         source = HttpFile(url, build_hf_headers())
         download(source, blob, size=file.size, checksum=_checksum(file), on_bytes=on_bytes)
 
-    def _transfer_huge(self, model: HubModel, file: RepoFile, blob: Path) -> None:
+    def _transfer_huge(self, model: HubModel, file: RepoFile) -> None:
         """Download a file that the Hub serves only through its own storage protocol (Xet).
 
         Raises Failure if the digest is wrong.
         """
-        path = Path(self._link(model, file))
-        if not _checksum(file).matches(path):
-            path.unlink()
-            blob.unlink(missing_ok=True)
-            message = f"{file.path} is not the expected file: its {_checksum(file)} is wrong"
-            raise Failure(message, exit_code=ExitCode.NO_DOWNLOAD)
+        self._check_digest(file, Path(self._link(model, file)))
+
+    def _check_digest(self, file: RepoFile, path: Path) -> None:
+        """Raise Failure, and remove the file at `path` and its content, if its digest is wrong."""
+        if _checksum(file).matches(path):
+            return
+        _remove(path.resolve(), path)
+        message = f"{file.path} is not the expected file: its digest is not {_checksum(file)}"
+        raise Failure(message, exit_code=ExitCode.NO_DOWNLOAD)
 
     def _is_present(self, model: HubModel, file: RepoFile, verified: Container[PulledFile]) -> bool:
         """Return whether the content of a file is in the cache with the right digest.
@@ -234,7 +237,8 @@ class HubDownloads:
     def _link(self, model: HubModel, file: RepoFile) -> str:
         """Return the path of a file in the cache. huggingface_hub links it to its content.
 
-        Raises Failure if the repository has a new commit since its files were listed.
+        Raises Failure if the repository has a new commit since its files were listed, or if the
+        server gives the file another name in the cache (ETag) and its digest is wrong.
         """
         path = hf_hub_download(
             model.name.repo,
@@ -245,6 +249,9 @@ class HubDownloads:
         )
         if Path(path) != self._snapshot(model) / file.path:
             raise _no_download(f"{model.name.repo} has changed meanwhile", "run the command again")
+        blob = self._blob(model, file)
+        if not (blob.is_file() and blob.samefile(path)):  # downloaded again by the library
+            self._check_digest(file, Path(path))
         return path
 
     def _from_cache(self, name: HubName, reason: str, remedy: str) -> PulledModel:
