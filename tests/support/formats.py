@@ -500,8 +500,10 @@ unchanged.
 """
 
 
-def seconds(sample: Sample, text: str, *, tokens: bool = False, step: int = 4) -> float:
-    """Return the CPU time to read a text in deltas of `step` characters, the best of three."""
+def seconds(
+    sample: Sample, text: str, *, tokens: bool = False, step: int = 4, tries: int = 3
+) -> float:
+    """Return the least CPU time of a few tries to read a text in deltas of `step` characters."""
     words = lexicon(sample, tokens=tokens)
 
     def read_all() -> None:
@@ -510,7 +512,16 @@ def seconds(sample: Sample, text: str, *, tokens: bool = False, step: int = 4) -
             machine.push(text[at : at + step])
         machine.finish()
 
-    return best_cpu_s(read_all, tries=3)
+    return best_cpu_s(read_all, tries=tries)
+
+
+def check_cost(sample: Sample, texts: Sequence[str]) -> None:
+    """Raise AssertionError if reading hostile texts of the length of PLAIN costs too much, in each
+    of three tries.
+    """
+    most = PLAIN_RATIO * seconds(sample, PLAIN, step=64)
+    times = (sum(seconds(sample, text, step=64, tries=1) for text in texts) for _ in range(3))
+    assert any(time < most for time in times)
 
 
 def reasoning_writer(reasoning: ReasoningFormat) -> Callable[[str], str]:

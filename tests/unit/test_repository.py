@@ -90,12 +90,14 @@ PRIVATE_PATH = re.compile(r"(protocol|gateway|engine_core|worker|tools)[\w.]*\._
 
 @pytest.fixture(scope="module")
 def nodes_of_tests(tracked: list[Path]) -> list[tuple[str, ast.AST]]:
-    """(file and line, node) of everything in the tests."""
+    """(file and line, node) of everything in the tests that may be a private name or a sleep."""
+    kinds = (ast.Attribute, ast.ImportFrom, ast.Constant, ast.Call)
     return [
-        (f"{path}:{getattr(node, 'lineno', 0)}", node)
+        (f"{path}:{node.lineno}", node)
         for path in tracked
         if path.parts[0] == "tests" and path.suffix == ".py" and (ROOT / path).exists()
         for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8")))
+        if isinstance(node, kinds)
     ]
 
 
