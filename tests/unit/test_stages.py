@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests import stages
-from tests.stages import Stage, main, read_report
+from tests.stages import Stage, main
 
 FOUND = {
     "good": "def test_good(): pass\n",
@@ -39,17 +39,3 @@ def test_every_stage_runs_although_the_first_one_fails(capfd: pytest.CaptureFixt
         ["ok", "skipped", "1", "skipped"],
     ]
     assert rows[3].endswith("test_bad::test_bad")
-
-
-@pytest.mark.usefixtures("three")
-def test_arguments_go_to_every_stage_and_a_stage_without_a_match_is_good(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    assert main(["-k", "test_good"]) == 0
-    assert capfd.readouterr().out.count("no test matches") == 2
-
-
-def test_a_stage_without_a_report_has_no_counts(tmp_path: Path) -> None:
-    (tmp_path / "cut.xml").write_text("<testsuites><testsuite")
-    assert read_report(tmp_path / "cut.xml") == ({}, [])
-    assert read_report(tmp_path / "none.xml") == ({}, [])
