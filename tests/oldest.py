@@ -30,7 +30,7 @@ TESTS = (
     "tests/integration/test_gateway_streams.py",
     "tests/integration/test_slow_readers.py",
     "tests/integration/test_gateway_lifecycle.py::"
-    "test_a_drain_lets_streams_end_closes_idle_connections_and_takes_nothing_new",
+    "test_a_drain_finishes_streams_and_accepts_nothing_new",
 )
 
 

@@ -63,17 +63,21 @@ STAGES = (
 
 @dataclass
 class StageResult:
-    """The result of one stage. `counts` is empty if pytest wrote no report."""
+    """The result of one stage. `counts` is empty if pytest wrote no report.
+
+    may_be_empty   whether arguments choose tests, of which a stage may have none
+    """
 
     stage: Stage
     exit_code: int
     seconds: float
+    may_be_empty: bool
     counts: dict[str, int] = field(default_factory=dict)
     failed: list[str] = field(default_factory=list)
 
     @property
     def is_good(self) -> bool:
-        return self.exit_code in (PASSED, NO_TEST_MATCHES)
+        return self.exit_code == PASSED or (self.exit_code == NO_TEST_MATCHES and self.may_be_empty)
 
     def line(self) -> str:
         """Return one row of the summary."""
@@ -110,7 +114,7 @@ def run(stage: Stage, arguments: Sequence[str]) -> StageResult:
         command = [*stage.program, *options, *stage.arguments, *arguments]
         exit_code = subprocess.run(command).returncode
         seconds = time.monotonic() - started
-        return StageResult(stage, exit_code, seconds, *read_report(report))
+        return StageResult(stage, exit_code, seconds, bool(arguments), *read_report(report))
 
 
 def summary(results: Sequence[StageResult]) -> str:

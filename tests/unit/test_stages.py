@@ -39,3 +39,16 @@ def test_every_stage_runs_although_the_first_one_fails(capfd: pytest.CaptureFixt
         ["ok", "skipped", "1", "skipped"],
     ]
     assert rows[3].endswith("test_bad::test_bad")
+
+
+@pytest.mark.parametrize(("arguments", "code"), [([], 1), (["-k", "nothing"], 0)])
+def test_a_stage_without_tests_fails_unless_arguments_choose_tests(
+    arguments: list[str], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A test that a stage names may have been renamed."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    (tmp_path / "test_none.py").touch()
+    options = ["-q", "-c", str(tmp_path / "pytest.ini"), str(tmp_path / "test_none.py")]
+    monkeypatch.setattr(stages, "STAGES", [Stage("empty", "a test", options)])
+    assert main(arguments) == code
