@@ -145,9 +145,8 @@ class PythonicParser(CallParser):
         return rest[1:]
 
     def _is_prose(self, name: str) -> bool:
-        """Return whether `name(` is no call: it starts an unmarked list, and names no declared
-        tool.
-        """
+        """Return whether `name(` is prose, because it starts a list without a marker and `name` is
+        no declared tool."""
         s = self.s
         return s.bare and s.at == "name" and bool(s.raw) and not self.builder.declares(name)
 

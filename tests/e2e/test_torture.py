@@ -7,6 +7,7 @@ share one server.
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ import pytest
 from tests.benchmarks.memory_slope import measure
 from tests.benchmarks.small_requests import FINISHED, LEFT, REFUSED
 from tests.support.tiny_checkpoint import write_roomy_llama
-from tests.torture.kill_storm import ABORTED, FAILED, storm
+from tests.torture.kill_storm import ABORTED, FAILED, end_of_stream, storm
 from tests.torture.signals import (
     CELLS,
     DECODE,
@@ -27,6 +28,7 @@ from tests.torture.signals import (
     PREFILLER,
     SPLIT,
     SPLIT_RESTARTS,
+    START,
     STOP,
     SUPERVISOR,
     WORKER,
@@ -109,6 +111,44 @@ def test_every_stream_of_a_split_ends_with_an_answer_or_an_error_and_done(
             assert not rows[-1].complaints(SLACK), f"{rows}\n{scene.output}"
         scene.stop(rows[-1])
         assert not rows[-1].complaints(SLACK), f"{rows}\n{scene.output}"
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [],
+        [b"data: [DONE]"],
+        [b'data: {"choices": [{"finish_reason": "stop"}]}'],
+        [b'data: {"error": {}}', b'data: {"error": {}}', b"data: [DONE]"],
+        [b'data: {"error": {}}', b"data: [DONE]", b'data: {"error": {}}'],
+    ],
+)
+def test_a_stream_without_exactly_one_end_is_an_error(lines: list[bytes]) -> None:
+    with pytest.raises(ValueError, match="end"):
+        end_of_stream(lines)
+
+
+def test_every_cell_has_an_expected_result_that_is_checked() -> None:
+    for cell in CELLS:
+        fate = fate_of(cell)
+        ends = [] if cell.moment in (START, IDLE) else ["error: the worker was killed"] * 2
+        well = TortureRow(
+            cell, ends=ends, end_s=0.5, unready_s=0.5, again_s=None if fate.codes else 2.0
+        )
+        well.code = min(fate.codes, default=None)
+        assert well.complaints() == []
+        assert replace(well, orphans=[7]).complaints() == ["left behind: [7]"]
+        assert replace(well, code=77, again_s=None).complaints()
+        if fate.is_unready:
+            assert replace(well, unready_s=2.5).complaints() == ["unready after 2.50"]
+            assert replace(well, unready_s=2.5).complaints(slack=2) == []
+        if ends:
+            assert replace(well, ends=[*ends, ""]).complaints() == ["an open stream never ended"]
+            broken = replace(well, ends=[*ends, "broken: reset"])
+            assert bool(broken.complaints()) != fate.breaks
+        if ends and fate.is_error:
+            assert replace(well, ends=["finished"]).complaints()
+            assert replace(well, end_s=5.5).complaints()
 
 
 def test_only_the_death_of_the_gateway_process_may_break_streams_off() -> None:

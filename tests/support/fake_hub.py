@@ -91,9 +91,9 @@ class FakeHub:
         self.requests: list[tuple[str, str, str]] = []
         #: The Authorization headers of all requests, by path.
         self.authorizations: dict[str, str] = {}
-        #: The next responses with content break off after so many bytes each.
+        #: For each of the next responses with content: after how many bytes it is cut off.
         self.cuts: list[int] = []
-        #: Responses with content stop after so many bytes, and the connection stays open.
+        #: Bytes of content after which a response stops, while its connection stays open.
         self.stalls_after: int | None = None
         #: Whether the server ignores Range headers.
         self.ignores_ranges = False
@@ -244,7 +244,7 @@ def _send(
     with_body: bool,
     cut: int | None = None,
 ) -> None:
-    """Send a response. If `cut` is given, close the connection after so many bytes of the body."""
+    """Send a response. If `cut` is given, close the connection after `cut` bytes of the body."""
     request.send_response(status)
     for key, value in headers.items():
         request.send_header(key, value)

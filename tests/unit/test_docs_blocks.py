@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from protocol.bench import PARTS
+from tests.support import docs_blocks
 from tests.support.docs_blocks import (
     COMMANDS,
     LANGUAGES,
@@ -18,6 +19,7 @@ from tests.support.docs_blocks import (
     SHELL,
     Block,
     all_blocks,
+    blocks_of,
     commands_of,
 )
 from tools.__main__ import build_parser, join_bench_step
@@ -64,6 +66,24 @@ def test_a_command_of_ours_has_the_options_that_it_is_shown_with(block: Block) -
         options, unknown = build_parser().parse_known_args(join_bench_step(shlex.split(command)))
         assert callable(options.run)
         assert not unknown, f"{block}: tidegate {command}"
+
+
+def test_a_page_is_cut_into_its_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(docs_blocks, "ROOT", tmp_path)
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# Title\n\n```console\n$ tidegate ps \\\n    --json\n{}\na$ tidegate stop  # b\n```\n\n"
+        "<!-- not run: it never ends -->\n```sh\nmake serve\n```\n"
+    )
+    first, second = blocks_of(page)
+    assert (str(first), first.language, first.reason) == ("page.md:4", "console", "")
+    assert first.script == "tidegate ps \\\n    --json\ntidegate stop  # b"
+    assert list(commands_of(first.script)) == ["ps      --json", "stop"]
+    assert (str(second), second.script, second.reason) == (
+        "page.md:12",
+        "make serve\n",
+        "it never ends",
+    )
 
 
 # ---- the output that docs/bench.md shows

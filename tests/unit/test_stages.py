@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests import stages
-from tests.stages import Stage, main
+from tests.stages import Stage, main, read_report
 
 FOUND = {
     "good": "def test_good(): pass\n",
@@ -41,9 +41,22 @@ def test_every_stage_runs_although_the_first_one_fails(capfd: pytest.CaptureFixt
     assert rows[3].endswith("test_bad::test_bad")
 
 
-@pytest.mark.parametrize(("arguments", "code"), [([], 1), (["-k", "nothing"], 0)])
+@pytest.mark.usefixtures("three")
+def test_arguments_go_to_every_stage_and_a_stage_without_a_match_is_good(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["-k", "test_good"]) == 0
+    assert capfd.readouterr().out.count("no test matches") == 2
+
+
+def test_a_stage_without_a_report_has_no_counts(tmp_path: Path) -> None:
+    (tmp_path / "cut.xml").write_text("<testsuites><testsuite")
+    assert read_report(tmp_path / "cut.xml") == ({}, [])
+    assert read_report(tmp_path / "none.xml") == ({}, [])
+
+
 def test_a_stage_without_tests_fails_unless_arguments_choose_tests(
-    arguments: list[str], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A test that a stage names may have been renamed."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
@@ -51,4 +64,4 @@ def test_a_stage_without_tests_fails_unless_arguments_choose_tests(
     (tmp_path / "test_none.py").touch()
     options = ["-q", "-c", str(tmp_path / "pytest.ini"), str(tmp_path / "test_none.py")]
     monkeypatch.setattr(stages, "STAGES", [Stage("empty", "a test", options)])
-    assert main(arguments) == code
+    assert main([]) == 1

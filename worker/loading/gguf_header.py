@@ -261,7 +261,8 @@ def _gemma3(metadata: Metadata) -> Config:
 
 
 def _gemma_scale(metadata: Metadata, *, largest: int) -> float:
-    """The largest model, known by its number of layers, divides scores by another number."""
+    """Return the number whose root divides the scores. The largest model of a family has its own
+    number, and GGUF files show only by the number of layers that a model is the largest."""
     if metadata.num_layers == largest:
         return metadata.integer("embedding_length") // max(metadata.num_heads, 1)
     return metadata.head_dim
@@ -488,8 +489,8 @@ def gguf_spec(file: GGUFFile) -> ModelSpec:
 
 
 def _with_layers(spec: ModelSpec, metadata: Metadata) -> ModelSpec:
-    """Return `spec` with what the tensors tell about its layers: biases, and factors of the rotary
-    frequencies."""
+    """Return `spec` with the biases and the factors of rotary frequencies that the file has tensors
+    for."""
     tensors = metadata.file.tensors
 
     def has_bias(*names: str) -> bool:

@@ -65,7 +65,7 @@ OUTPUTS = {
     "output_router_logits": False,
     "return_dict": True,
 }
-"""What a class returns besides its result, whatever config.json says."""
+"""Options of a config that decide what else a class returns. They replace those of config.json."""
 NUMBERS = itertools.count()
 """Numbers for the names under which attention functions are registered."""
 

@@ -1,4 +1,4 @@
-"""What a forward pass needs to know about a model. Needs no torch.
+"""The description of a model that a forward pass follows. Needs no torch.
 
 A family (families/) reads its config into a `ModelSpec`. The eager decoder (decoder.py) and the
 compiled kernels (whole_step.py) read nothing else, so a new family changes neither of them.
@@ -20,7 +20,7 @@ LayerOrder = Literal["pre", "post", "both", "parallel", "parallel_one_norm"]
 
 
 class ModelFacts(Protocol):
-    """What a worker needs to know about a model, however its steps are computed.
+    """Facts about a model that a worker needs, whether our decoder or transformers computes it.
 
     Every layer has the same key/value heads.
     """
