@@ -122,7 +122,8 @@ class RegionOpening(msgspec.Struct, frozen=True):
         return other.start() if other else None
 
     def written(self, name: str) -> list[str | None]:
-        """Return the parts of an opening with `name` in its group; None for a character class.
+        """Return the literal texts of an opening whose group is `name`, in order. None stands for a
+        class of characters between them.
 
         Raise ValueError if the group does not match the name.
         """

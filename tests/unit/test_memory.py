@@ -316,6 +316,8 @@ def test_a_plan_adds_up_and_fits(large: PlannedModel) -> None:
         (200, {"max_len": 131072}, "less than max_len", "^--kv-memory-gib 40.0[0-9], or --max-len"),
         (150, {"kv_memory_gib": 60}, "60.00 GiB; .* are free", "--kv-memory-gib [0-9.]+, or less"),
         (150, {"kv_blocks": 1 << 20}, "KV blocks take", "--kv-blocks [0-9]+, or less"),
+        (200, {"kv_blocks": 1}, "hold 0 tokens, too few for a request", "^--kv-blocks 2$"),
+        (200, {"kv_blocks": 9, "max_len": 256}, "less than max_len", "^--kv-blocks 17, or --max-"),
     ],
     ids=str,
 )

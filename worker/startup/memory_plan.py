@@ -260,7 +260,8 @@ def _longer_or_shorter(
     blocks = -(-needed // options.block_tokens) + 1
     ways = []
     if blocks <= max_blocks:
-        ways.append(f"--kv-memory-gib {_round_up(blocks * block_bytes / GIB)}")
+        memory = f"--kv-memory-gib {_round_up(blocks * block_bytes / GIB)}"
+        ways.append(f"--kv-blocks {blocks}" if options.kv_blocks else memory)
     if held >= options.block_tokens:
         ways.append(f"--max-len {held}")
     return ", or ".join(ways) or "use a smaller model"

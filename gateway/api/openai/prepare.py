@@ -174,9 +174,9 @@ class Preparation:
     def prompt_request(self, prompt: Prompt) -> PromptRequest:
         """Return the request for one prompt, with its grammar."""
         start = self.answer_start(prompt)
-        return replace(self.parse_request(prompt, start), grammar=self._grammar(start))
+        return replace(self.request_without_grammar(prompt, start), grammar=self._grammar(start))
 
-    def parse_request(self, prompt: Prompt, start: AnswerStart) -> PromptRequest:
+    def request_without_grammar(self, prompt: Prompt, start: AnswerStart) -> PromptRequest:
         """Return the request for one prompt, without a grammar. No grammar is needed to parse an
         answer that was generated before."""
         body, model, plan = self.body, self.model, self.plan

@@ -128,7 +128,7 @@ class ChatDerendering:
     def whole(self) -> bytes:
         response = _required(self._body.generate_response, "generate_response", "without stream")
         prompt = self._prompt(response.prompt_token_ids)
-        prompt_request = self._preparation.parse_request(
+        prompt_request = self._preparation.request_without_grammar(
             prompt, self._preparation.answer_start(prompt)
         )
         self._check_counts(prompt_request)
@@ -150,7 +150,7 @@ class ChatDerendering:
             state = opened(body.stream_state, key)
             prompt = Prompt(state.ending, [], self._kwargs)
             start = preparation.answer_start(prompt)
-        prompt_request = preparation.parse_request(prompt, start)
+        prompt_request = preparation.request_without_grammar(prompt, start)
         self._check_counts(prompt_request)
         derendered, state = derendered_chunk(
             self._case(), prompt_request, state, chunk, is_first=body.stream_state is None
