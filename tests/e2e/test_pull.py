@@ -68,6 +68,7 @@ def test_a_model_is_pulled_served_without_a_network_listed_and_removed(
     code, out, _ = tidegate(environment, "models", "--json")
     (listed,) = json.loads(out)
     assert (code, listed["name"], listed["path"]) == (0, "tide/tiny", path)
+    assert (listed["error"], listed["max_len"] > 0, listed["weights_bytes"] > 0) == ("", True, True)
     assert "model       tiny" in tidegate(environment, "doctor", "tide/tiny")[1]
 
     assert tidegate(environment, "rm", "tide/tiny")[0] == 0

@@ -20,7 +20,8 @@ from tests.support.checkpoints import random_llama
 from tests.support.gguf_files import write_gguf
 from tests.support.sparse_checkpoint import write_sparse_llama
 from tests.support.tiny_checkpoint import write_tiny_llama
-from tools.models.preflight import limit
+from tools.commands.models import memory_line
+from tools.models.preflight import limit, preflight_each
 from worker.loading.errors import UnusableModel
 from worker.startup import cuda_driver, machine
 from worker.startup.preflight import choose_device, preflight
@@ -52,6 +53,17 @@ def test_neither_torch_nor_numpy_is_imported(tmp_path: Path, is_gguf: bool) -> N
     assert lines[1] == "[]"
     (plan,) = msgspec.json.decode(lines[0], type=Preflight).plans
     assert plan.name in (tmp_path.name, "tiny")
+
+
+def test_alternatives_are_checked_as_if_each_were_alone(tmp_path: Path, tiny: Path) -> None:
+    (tmp_path / "large").mkdir()
+    large = write_sparse_llama(tmp_path / "large", num_hidden_layers=1000)
+    one, none, again = preflight_each([str(tiny), str(large), str(tiny)])
+    assert [each.is_memory for each in (one, none, again)] == [False, True, False]
+    assert replace(again.plans[0], free_bytes=0) == replace(one.plans[0], free_bytes=0)
+    assert memory_line(one).startswith("takes ")
+    assert "; requests of up to " in memory_line(one)
+    assert memory_line(none) == f"cannot be served here: {none.error}; {none.remedy}"
 
 
 def test_the_plan_is_for_this_machine(tiny: Path) -> None:

@@ -16,19 +16,25 @@ from pathlib import Path
 import msgspec
 
 from protocol.exit_codes import ExitCode
+from protocol.facts import Preflight
 from tools.failure import Failure
 from tools.models.catalogue import CATALOGUE, DEFAULT, HUB_MODELS, HubEntry
 from tools.models.fetch import PrintLine, fetch, format_size, home, print_on_stderr
+from tools.models.preflight import preflight_each
 from tools.models.pulling import parse_name, pulled_path
 from tools.models.records import PulledModel
 from tools.models.stored import hub_cache, stored_models
 
-DESCRIPTION = "List the models in the cache, and the models of the catalogue."
+DESCRIPTION = (
+    "List the models in the cache, with the memory that each needs on this machine, and the models "
+    "of the catalogue."
+)
 
 EXAMPLES = """\
 examples:
   tidegate models
   tidegate models --json | jq -r '.[].path'       only the models in the cache
+  tidegate models --json | jq -r '.[] | select(.error == "") | .name'    only those that fit here
 """
 
 
@@ -95,13 +101,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the models in the cache, and the models of the catalogue."""
     stored = stored_models(home())
+    found = preflight_each([model.path for model in stored]) if stored else []
     if options.json:
-        print(
-            msgspec.json.format(msgspec.json.encode([_fields(model) for model in stored])).decode()
-        )
+        fields = [_fields(model, each) for model, each in zip(stored, found, strict=True)]
+        print(msgspec.json.format(msgspec.json.encode(fields)).decode())
         return 0
-    for model in stored:
+    for model, each in zip(stored, found, strict=True):
         print(f"{model.name}\n  {format_size(model.size)}, {model.kind}; {model.path}")
+        print(f"  {memory_line(each)}")
     if not stored:
         print("no models in the cache yet")
     print(f"\ncache: {home()}  (set $TIDEGATE_HOME to change it)")
@@ -111,8 +118,8 @@ def run(options: argparse.Namespace) -> int:
     for entry in CATALOGUE.values():
         print(f"{entry.name}\n  {entry.description}")
         print(f"  {entry.licence}; {format_size(entry.file_bytes)}")
-    for each in HUB_MODELS.values():
-        print(f"{each.name}\n  {_description(each)}")
+    for hub_entry in HUB_MODELS.values():
+        print(f"{hub_entry.name}\n  {_description(hub_entry)}")
     return 0
 
 
@@ -126,7 +133,19 @@ def _description(entry: HubEntry) -> str:
     )
 
 
-def _fields(model: PulledModel) -> dict[str, object]:
+def memory_line(found: Preflight) -> str:
+    """Return the memory that a model takes on this machine, or why it cannot be served here."""
+    if found.error:
+        return f"cannot be served here: {found.error}; {found.remedy}"
+    (plan,) = found.plans
+    total = plan.weights_bytes + plan.kv_bytes + plan.work_bytes
+    parts = f"{format_size(plan.weights_bytes)} of weights, {format_size(plan.kv_bytes)} of K/V"
+    limit = f"requests of up to {plan.max_len:,} tokens"
+    return f"takes {format_size(total)} of memory by default ({parts}); {limit}"
+
+
+def _fields(model: PulledModel, found: Preflight) -> dict[str, object]:
+    plan = next(iter(found.plans), None)
     return {
         "name": model.name,
         "kind": model.kind,
@@ -134,4 +153,9 @@ def _fields(model: PulledModel) -> dict[str, object]:
         "path": model.path,
         "licence": model.licence,
         "commit": model.commit,
+        "weights_bytes": plan.weights_bytes if plan else None,
+        "kv_bytes": plan.kv_bytes if plan else None,
+        "work_bytes": plan.work_bytes if plan else None,
+        "max_len": plan.max_len if plan else None,
+        "error": found.error,
     }

@@ -33,11 +33,26 @@ def preflight(workers: Sequence[WorkerConfig]) -> Preflight:
 
     Raises Failure if the check itself fails.
     """
-    command = module_command("worker.startup.preflight", msgspec.json.encode(workers).decode())
+    return msgspec.json.decode(_preflight_output(workers), type=Preflight)
+
+
+def preflight_each(models: Sequence[str]) -> list[Preflight]:
+    """Return for each model path the plan of a server with default options, or why it cannot serve
+    the model.
+
+    Raises Failure if the check itself fails.
+    """
+    workers = [WorkerConfig(model=model) for model in models]
+    return msgspec.json.decode(_preflight_output(workers, "--each"), type=list[Preflight])
+
+
+def _preflight_output(workers: Sequence[WorkerConfig], *options: str) -> bytes:
+    configs = msgspec.json.encode(workers).decode()
+    command = module_command("worker.startup.preflight", *options, configs)
     done = run_module("reading the model's files", command, timeout_s=TIMEOUT_S)
     if done.code:
         raise Failure(f"reading the model's files failed: {done.error}")
-    return msgspec.json.decode(done.output, type=Preflight)
+    return done.output
 
 
 def check_models(workers: Sequence[WorkerConfig]) -> Preflight:

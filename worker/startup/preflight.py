@@ -1,8 +1,14 @@
-"""`python -P -m worker.startup.preflight CONFIGS`: check whether workers can serve their models.
+"""Checks whether workers can serve their models.
 
-CONFIGS is a JSON list of WorkerConfig, one for each worker of a server. Only the headers of the
-files are read, and memory is planned. No weight is read and torch is not imported, so a failure
-shows within a moment. The output is a `Preflight` as JSON.
+    python -P -m worker.startup.preflight CONFIGS
+    python -P -m worker.startup.preflight --each CONFIGS
+
+CONFIGS is a JSON list of WorkerConfig. Without `--each` they are the workers of one server, and the
+output is one `Preflight` as JSON. With `--each` they are alternatives: each worker is checked as if
+it were alone, and the output is a list of `Preflight`.
+
+Only the headers of the files are read, and memory is planned. No weight is read and torch is not
+imported, so a failure shows within a moment.
 """
 
 from __future__ import annotations
@@ -32,6 +38,7 @@ from worker.startup.memory_plan import (
 )
 
 CPU = "cpu"
+EACH = "--each"
 
 
 def preflight(configs: Sequence[WorkerConfig]) -> Preflight:
@@ -151,8 +158,10 @@ def has_compiled_kernels(config: WorkerConfig, device: str, flags: frozenset[str
 
 def main() -> int:
     logging.disable()  # the worker will log the same lines when it loads the model
-    configs = msgspec.json.decode(sys.argv[1], type=list[WorkerConfig])
-    sys.stdout.write(msgspec.json.encode(preflight(configs)).decode() + "\n")
+    *options, configs_json = sys.argv[1:]
+    configs = msgspec.json.decode(configs_json, type=list[WorkerConfig])
+    found = [preflight([each]) for each in configs] if EACH in options else preflight(configs)
+    sys.stdout.write(msgspec.json.encode(found).decode() + "\n")
     return 0
 
 
