@@ -268,7 +268,6 @@ def refusal(path: Path, **config: Any) -> str:
         ({"intermediate_size": 128}, "mlp.down_proj.weight' has another shape"),
         ({"hidden_size": "many"}, "transformers cannot read config.json"),
         ({"num_attention_heads": 7}, "transformers"),
-        ({"auto_map": {"AutoConfig": "configuration.Own"}}, "names code of the model's directory"),
     ],
 )
 def test_files_that_do_not_fit_the_class_are_refused(
@@ -278,12 +277,18 @@ def test_files_that_do_not_fit_the_class_are_refused(
     assert message in refusal(path, **config)
 
 
-def test_code_beside_the_weights_is_never_run(olmo: Path, tmp_path: Path) -> None:
+def test_code_beside_the_weights_is_never_run(
+    olmo: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path, mark = Path(shutil.copytree(olmo, tmp_path / "olmo")), tmp_path / "was run"
     for name in ("modeling_olmo.py", "configuration_olmo.py", "__init__.py"):
         (path / name).write_text(f"open({str(mark)!r}, 'w')")
+    named = {"AutoConfig": "configuration_olmo.C", "AutoModelForCausalLM": "modeling_olmo.M"}
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"auto_map": named}))
     load(path)
     assert not mark.exists()
+    assert "names code of the model's directory (auto_map), which is never run" in caplog.text
 
 
 def test_an_adapter_beside_the_weights_is_refused(olmo: Path, tmp_path: Path) -> None:

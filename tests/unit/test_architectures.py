@@ -71,17 +71,23 @@ def test_a_refusal_names_the_reason(architecture: str, reason: str) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"auto_map": {"AutoModelForCausalLM": "modeling.Olmo"}}, "auto_map"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention True"),
         ({"is_causal": False}, "is_causal False"),
         ({"model_type": "llama"}, "has the model_type 'olmo', not 'llama'"),
     ],
 )
-def test_a_key_that_would_run_code_or_change_the_result_is_refused(
+def test_a_key_that_would_change_the_result_is_refused(
     values: dict[str, Any], message: str
 ) -> None:
     assert message in refusal(architectures=["OlmoForCausalLM"], **values)
+
+
+def test_an_architecture_is_served_though_its_config_names_code() -> None:
+    config = {"model_type": "olmo", "auto_map": {"AutoModelForCausalLM": "modeling.Olmo"}}
+    found = fallback({"architectures": ["OlmoForCausalLM"], **config})
+    assert found is not None
+    assert found.name == "OlmoForCausalLM"
 
 
 @pytest.mark.parametrize("architecture", sorted(OURS))

@@ -94,6 +94,11 @@ def read_header(path: Path) -> ModelHeader | TransformersHeader:
 
 def _directory_header(path: Path) -> ModelHeader | TransformersHeader:
     config = read_json(path / "config.json")
+    if config.get("auto_map"):
+        log.warning(
+            "config.json names code of the model's directory (auto_map), which is never run; the "
+            "model is computed like others of its architecture"
+        )
     architecture = fallback(config)
     if architecture is not None:
         return _transformers_header(path, config, architecture)

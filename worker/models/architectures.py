@@ -223,12 +223,7 @@ def _has_family(name: str, config: Mapping[str, Any]) -> bool:
 
 
 def _check_values(config: Mapping[str, Any], name: str) -> None:
-    """Raise UnusableModel for keys that would run foreign code or change the result."""
-    if config.get("auto_map"):
-        raise UnusableModel(
-            "config.json names code of the model's directory (auto_map), which is never run",
-            remedy=f"remove 'auto_map' if the files fit transformers' own {name}",
-        )
+    """Raise UnusableModel for keys that would change the result."""
     for key, supported in UNSUPPORTED.items():
         if (value := config.get(key)) not in supported:
             raise UnusableModel(f"{key} {value!r:.80} is not supported for {name}")
