@@ -87,10 +87,13 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "dots1": {"max_window_layers": 2},
     "falcon": {"ffn_hidden_size": 160},
+    "flint": {"mlp_only_layers": [0]},
     "gpt_neo": {"window_size": 24, "attention_types": [[["global", "local"], 2]]},
     "gptj": {"rotary_dim": 8, "n_inner": 160},
     "granitemoe": {"attention_multiplier": 0.2, "residual_multiplier": 0.4},
     "granitemoeshared": {"attention_multiplier": 0.2, "residual_multiplier": 0.4},
+    "granitemoe_swa": {"attention_multiplier": 0.2, "layer_rope_theta": [1e4, 0, 500.0, 0]},
+    "granite_swa": {"attention_multiplier": 0.2, "layer_rope_theta": [1e4, 0, 500.0, 0]},
     "helium": {"head_dim": 16},
     "opt": {"ffn_dim": 160, "word_embed_proj_dim": 96},
     "stablelm": {"qk_layernorm": True},
@@ -141,7 +144,9 @@ NATIVE = {"gpt_bigcode": {"hidden_size": 192}}
 """Values that give a head dim which the compiled kernels support."""
 
 
-@pytest.mark.parametrize("model_type", ["gemma", "cohere2_moe", "gpt_bigcode", "vaultgemma"])
+@pytest.mark.parametrize(
+    "model_type", ["gemma", "cohere2_moe", "flint", "gpt_bigcode", "vaultgemma"]
+)
 def test_the_compiled_kernels_compute_attention(tmp_path: Path, model_type: str) -> None:
     theirs = random_model(model_type, **NATIVE.get(model_type, {}))
     path, tokens = write_directory(tmp_path, theirs), some_tokens(NUM_TOKENS)
@@ -313,7 +318,8 @@ def test_packed_weights_are_refused(olmo: Path) -> None:
 
 ATTENTION: dict[str, dict[str, Any]] = {
     "a mask": {"attention_mask": torch.zeros(1, 1, 2, 2)},
-    "'s_aux'": {"s_aux": torch.zeros(6)},
+    r"it has \[5\] sinks for 6 heads": {"s_aux": torch.zeros(5)},
+    "'position_bias'": {"position_bias": torch.zeros(6)},
     "later tokens": {"is_causal": False},
     "a window of 0 tokens": {"sliding_window": 0},
 }

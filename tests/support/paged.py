@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -101,9 +102,16 @@ class PagedCase:
     def batch(self, padding: int = 0) -> AttentionBatch:
         return attention_batch(self.rows, self.block_tokens, padding=padding)
 
-    def attend(self, attention: Attention, padding: int = 0) -> Tensor:
-        plan = attention.plan(self.batch(padding))
-        return attention.run(self.queries(), *self.cache().layer(0), plan)
+    def sinks(self) -> Tensor:
+        """Return sinks [H], some of which outweigh all keys together."""
+        return torch.randn(self.heads, generator=torch.Generator().manual_seed(5)) * 4
+
+    def attend(
+        self, attention: Attention, padding: int = 0, window: int | None = None, **scoring: Any
+    ) -> Tensor:
+        """Return the attention of all rows. `scoring` are options of `Attention.run`."""
+        plan = attention.plan(self.batch(padding), window)
+        return attention.run(self.queries(), *self.cache().layer(0), plan, **scoring)
 
 
 def case_of(

@@ -58,7 +58,6 @@ def test_no_architecture_is_both_computed_and_refused() -> None:
         ("T5ForConditionalGeneration", "encoder-decoder"),
         ("BertForMaskedLM", "sees later tokens"),
         ("Gemma3nForCausalLM", "share keys and values"),
-        ("GraniteSWAForCausalLM", "sinks"),
         ("BloomForCausalLM", "computes attention itself"),
     ],
 )

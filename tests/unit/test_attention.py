@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -40,14 +41,28 @@ def cases(draw: st.DrawFn) -> PagedCase:
     )
 
 
+@st.composite
+def scorings(draw: st.DrawFn, case: st.SearchStrategy[PagedCase]) -> tuple[PagedCase, Any]:
+    """Return a case, and options of `PagedCase.attend`."""
+    drawn = draw(case)
+    return drawn, {
+        "window": draw(st.sampled_from([None, None, 1, 5, 40, 300])),
+        "scale": draw(st.sampled_from([None, 0.3])),
+        "soft_cap": draw(st.sampled_from([None, None, 2.0])),
+        "sinks": drawn.sinks() if draw(st.booleans()) else None,
+    }
+
+
 @settings(max_examples=60, deadline=None)
-@given(cases(), st.integers(0, 9))
+@given(scorings(cases()), st.integers(0, 9))
 def test_any_mix_of_rows_equals_the_reference_and_reads_no_foreign_block(
-    case: PagedCase, padding: int
+    scored: tuple[PagedCase, Any], padding: int
 ) -> None:
-    expected = case.attend(ReferenceAttention())
+    case, scoring = scored
+    expected = case.attend(ReferenceAttention(), **scoring)
     assert expected.isfinite().all()
-    torch.testing.assert_close(case.attend(paged(case), padding), expected, rtol=0, atol=1e-5)
+    ours = case.attend(paged(case), padding, **scoring)
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
 
 
 def test_the_reference_is_softmax_over_the_visible_positions() -> None:
@@ -59,6 +74,9 @@ def test_the_reference_is_softmax_over_the_visible_positions() -> None:
     weights = ((keys * case.queries()[0, 0]).sum(-1) / 8**0.5).exp()
     expected = (weights / weights.sum()) @ values
     torch.testing.assert_close(case.attend(ReferenceAttention())[0, 0], expected)
+    sink = torch.tensor([0.7])
+    expected = (weights / (weights.sum() + sink.exp())) @ values
+    torch.testing.assert_close(case.attend(ReferenceAttention(), sinks=sink)[0, 0], expected)
 
 
 @pytest.mark.parametrize("padding", [1, 2, 5, 30])
@@ -130,21 +148,32 @@ def native(name: str, case: PagedCase) -> NativePagedAttention:
 
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=25)
-@given(case=native_cases(), padding=st.integers(0, 9))
+@given(scored=scorings(native_cases()), padding=st.integers(0, 9))
 def test_compiled_attention_equals_the_reference_for_any_mix_of_rows(
-    name: str, case: PagedCase, padding: int
+    name: str, scored: tuple[PagedCase, Any], padding: int
 ) -> None:
-    ours = case.attend(native(name, case), padding)
-    assert_near(ours, case.attend(ReferenceAttention()))
+    case, scoring = scored
+    ours = case.attend(native(name, case), padding, **scoring)
+    assert_near(ours, case.attend(ReferenceAttention(), **scoring))
+
+
+@pytest.mark.parametrize("name", ["torch", *NAMES])
+def test_a_sink_far_from_all_scores_leaves_all_weight_or_none(name: str) -> None:
+    """e to the power of the difference is infinite, or zero."""
+    case = paged_case((700, 1), (3, 1), (30, 40), group=1, zeroed=True)
+    attention = paged(case) if name == "torch" else native(name, case)
+    ours = case.attend(attention, sinks=torch.tensor([-1e4, 1e4]))
+    assert_near(ours[:, 0], case.attend(attention)[:, 0])
+    assert torch.equal(ours[:, 1], torch.zeros_like(ours[:, 1]))
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
 def test_compiled_attention_in_bfloat16_differs_only_by_rounding(name: str, head_dim: int) -> None:
     case = paged_case((0, 1), (17, 1), (700, 1), (30, 90), head_dim=head_dim, dtype=torch.bfloat16)
-    theirs = case.attend(ReferenceAttention())
+    theirs = case.attend(ReferenceAttention(), sinks=case.sinks())
     assert theirs.isfinite().all()
-    assert_near(case.attend(native(name, case)), theirs)
+    assert_near(case.attend(native(name, case), sinks=case.sinks()), theirs)
 
 
 @pytest.mark.usefixtures("threads")

@@ -53,12 +53,15 @@ class Attention(Protocol):
         *,
         scale: float | None = None,
         soft_cap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Return one layer's attention [T, H, D] for q [T, H, D] and its caches [B, block_tokens,
         H_kv, D], which hold the step's own keys and values already.
 
         scale      factor of the scores; None: D ** -0.5
         soft_cap   scores become `soft_cap * tanh(score / soft_cap)`
+        sinks      [H] float32: a score of each head that joins the softmax and has no value, so
+                   that the weights of the keys add up to less than 1; None: no sinks
 
         Query head h reads key/value head h // (H / H_kv).
         """

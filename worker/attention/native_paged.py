@@ -41,7 +41,8 @@ class NativePagedAttention:
         *,
         scale: float | None = None,
         soft_cap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        scoring = scoring_struct(scale, soft_cap, plan.window)
+        scoring = scoring_struct(scale, soft_cap, plan.window, sinks, heads=q.shape[1])
         return self._kernels.attend(q, k_cache, v_cache, plan.rows, scoring)

@@ -32,6 +32,7 @@ class ReferenceAttention:
         *,
         scale: float | None = None,
         soft_cap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         out, batch = torch.empty_like(q), plan.batch
         scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -44,13 +45,20 @@ class ReferenceAttention:
                 end = unseen + token - start + 1
                 first = 0 if plan.window is None else max(end - plan.window, 0)
                 seen = slice(first, end)
-                result = _attend(q[token].float(), keys[seen], values[seen], scale, soft_cap)
+                visible = (q[token].float(), keys[seen], values[seen])
+                result = _attend(*visible, scale=scale, soft_cap=soft_cap, sinks=sinks)
                 out[token] = result.to(q.dtype)
         return out
 
 
 def _attend(
-    q: Tensor, keys: Tensor, values: Tensor, scale: float, soft_cap: float | None
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    scale: float,
+    soft_cap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Return the attention [H, D] of q [H, D] to keys and values [N, H_kv, D], all of them
     visible."""
@@ -61,5 +69,8 @@ def _attend(
         scores = keys[:, head // group] @ q[head] * scale
         if soft_cap is not None:
             scores = soft_cap * torch.tanh(scores / soft_cap)
-        out[head] = torch.softmax(scores, 0) @ values[:, head // group]
+        if sinks is not None:
+            scores = torch.cat([scores, sinks[head : head + 1]])
+        weights = torch.softmax(scores, 0)[: len(keys)]
+        out[head] = weights @ values[:, head // group]
     return out

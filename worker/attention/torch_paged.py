@@ -30,8 +30,8 @@ from torch.nn.functional import pad, scaled_dot_product_attention, softmax
 
 from worker.attention.base import AttentionBatch
 
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""`_attend` with its scale and soft cap bound: (q, k, v, mask) -> attention."""
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
+"""`_attend` with its scale and soft cap bound: (q, k, v, mask, sinks) -> attention."""
 MAX_GATHERED_TOKENS = 1 << 11
 """Most tokens gathered for one group; a longer row is a group by itself. The copied keys and values
 then fit into the CPU's and the allocator's caches. With 16 rows of 1,000 tokens, this is three
@@ -110,20 +110,22 @@ class TorchPagedAttention:
         *,
         scale: float | None = None,
         soft_cap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         attend = partial(_attend, scale=scale, soft_cap=soft_cap)
         if not plan.spans and len(plan.groups) == 1 and plan.groups[0].rows is None:
-            return _decode(q, k_cache, v_cache, plan.groups[0], attend)
+            return _decode(q, k_cache, v_cache, plan.groups[0], attend, sinks)
         out = torch.empty_like(q)
         for group in plan.groups:
             if group.rows is None:
                 num_rows = group.mask.shape[0]
-                out[:num_rows] = _decode(q[:num_rows], k_cache, v_cache, group, attend)
+                out[:num_rows] = _decode(q[:num_rows], k_cache, v_cache, group, attend, sinks)
             else:
                 chosen = q.index_select(0, group.rows)
-                out.index_copy_(0, group.rows, _decode(chosen, k_cache, v_cache, group, attend))
+                result = _decode(chosen, k_cache, v_cache, group, attend, sinks)
+                out.index_copy_(0, group.rows, result)
         for span in plan.spans:
-            _prefill(out, q, k_cache, v_cache, span, attend)
+            _prefill(out, q, k_cache, v_cache, span, attend, sinks)
         return out
 
     def _decode_groups(self, batch: AttentionBatch) -> Iterator[tuple[list[int], int]]:
@@ -187,7 +189,12 @@ def _first_blocks(table: Tensor, m: int) -> Tensor:
 
 
 def _decode(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, group: DecodeGroup, attend: Attend
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    group: DecodeGroup,
+    attend: Attend,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Return the attention [b, H, D] of q [b, H, D] in the rows of a group. The G heads that share
     keys become G queries of one head, so that their keys are read once."""
@@ -196,38 +203,66 @@ def _decode(
     k = k_cache.index_select(0, group.blocks).view(b, num_keys, kv_heads, head_dim).transpose(1, 2)
     v = v_cache.index_select(0, group.blocks).view(b, num_keys, kv_heads, head_dim).transpose(1, 2)
     shared_by = heads // kv_heads
-    grouped = pad(
-        q.reshape(b, kv_heads, shared_by, head_dim), (0, 0, 0, -shared_by % QUERY_MULTIPLE)
-    )
-    out = attend(grouped, k, v, group.mask)
+    padding = -shared_by % QUERY_MULTIPLE
+    grouped = pad(q.reshape(b, kv_heads, shared_by, head_dim), (0, 0, 0, padding))
+    if sinks is not None:
+        sinks = pad(sinks.view(kv_heads, shared_by, 1), (0, 0, 0, padding))
+    out = attend(grouped, k, v, group.mask, sinks)
     return out[:, :, :shared_by].reshape(b, heads, head_dim)
 
 
 def _prefill(
-    out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, span: PrefillSpan, attend: Attend
+    out: Tensor,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    span: PrefillSpan,
+    attend: Attend,
+    sinks: Tensor | None,
 ) -> None:
     """Write the attention of a span's tiles into their rows of `out`, [T, H, D] like q."""
     k = k_cache.index_select(0, span.blocks).flatten(0, 1).transpose(0, 1)[None]  # [1, H_kv, N, D]
     v = v_cache.index_select(0, span.blocks).flatten(0, 1).transpose(0, 1)[None]
+    sinks = None if sinks is None else sinks[:, None, None]
     for tile in span.tiles:
         queries = q[tile.start : tile.stop].transpose(0, 1)[None]
         keys, values = k[:, :, : tile.num_keys], v[:, :, : tile.num_keys]
-        answer = attend(queries, keys, values, tile.mask)
+        answer = attend(queries, keys, values, tile.mask, sinks)
         out[tile.start : tile.stop] = answer[0].transpose(0, 1)
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *, scale: float | None, soft_cap: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    sinks: Tensor | None,
+    *,
+    scale: float | None,
+    soft_cap: float | None,
 ) -> Tensor:
     """Return the attention [b, H, n, D] of q [b, H, n, D] to k and v [b, H_kv, N, D], under a mask
-    that is added to the scores [b, H, n, N]."""
+    that is added to the scores [b, H, n, N]. Sinks are [H, n or 1, 1]."""
     is_grouped = q.shape[1] != k.shape[1]
-    if soft_cap is None:
+    if soft_cap is None and sinks is None:
         return scaled_dot_product_attention(
             q, k, v, attn_mask=mask, scale=scale, enable_gqa=is_grouped
         )
     if is_grouped:
         k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], 1) for part in (k, v))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    scores = (q @ k.transpose(2, 3)).float().mul_(scale / soft_cap).tanh_().mul_(soft_cap)
-    return softmax(scores.add_(mask), dim=-1).to(v.dtype) @ v
+    scores = (q @ k.transpose(2, 3)).float()
+    if soft_cap is None:
+        scores.mul_(scale).add_(mask)
+    else:
+        scores.mul_(scale / soft_cap).tanh_().mul_(soft_cap).add_(mask)
+    weights = softmax(scores, dim=-1) if sinks is None else _softmax_with(sinks, scores)
+    return weights.to(v.dtype) @ v
+
+
+def _softmax_with(sinks: Tensor, scores: Tensor) -> Tensor:
+    """Return the weights of scores [b, H, n, N] float32, in their memory, with sinks [H, n or 1, 1]
+    in the denominator."""
+    peak = torch.maximum(scores.amax(-1, keepdim=True), sinks)
+    weights = scores.sub_(peak).exp_()
+    return weights.div_(weights.sum(-1, keepdim=True).add_((sinks - peak).exp_()))

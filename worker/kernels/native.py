@@ -75,9 +75,20 @@ def batch_struct(batch: AttentionBatch, block_tokens: int) -> structs.CRows:
     )
 
 
-def scoring_struct(scale: float, soft_cap: float | None, window: int | None) -> structs.CScoring:
-    """Return how attention scores are made, for `paged_attention` or a layer."""
-    return structs.CScoring(scale, soft_cap or 0.0, window or 0)
+def scoring_struct(
+    scale: float,
+    soft_cap: float | None,
+    window: int | None,
+    sinks: Tensor | None = None,
+    *,
+    heads: int,
+) -> structs.CScoring:
+    """Return how attention scores are made, for `paged_attention` or a layer.
+
+    sinks   [heads] float32; the struct points at them, and must not outlive them
+    """
+    assert sinks is None or (sinks.shape == (heads,) and sinks.dtype == torch.float32)
+    return structs.CScoring(scale, soft_cap or 0.0, window or 0, address(sinks))
 
 
 class NativeKernels:

@@ -37,9 +37,14 @@ class CPacked(Structure):
 
 
 class CScoring(Structure):
-    """How scores are made; zero means no soft cap, or no window."""
+    """How scores are made; zero means no soft cap, no window, or no sinks."""
 
-    _fields_ = [("scale", c_double), ("soft_cap", c_double), ("window", c_int64)]
+    _fields_ = [
+        ("scale", c_double),
+        ("soft_cap", c_double),
+        ("window", c_int64),
+        ("sinks", c_void_p),
+    ]
 
 
 class CLayer(Structure):

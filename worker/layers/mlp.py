@@ -28,6 +28,14 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 }
 
 
+def _clamped_swiglu(gate_up: Tensor, spec: MlpSpec) -> Tensor:
+    """Return the activation [N, I] of gate_up [N, 2 I], which is overwritten."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate.clamp_(max=spec.limit)
+    up.clamp_(min=-spec.limit, max=spec.limit).add_(1)
+    return torch.sigmoid(spec.alpha * gate).mul_(gate).mul_(up)
+
+
 @dataclass(slots=True)
 class Mlp:
     """An MLP, or one expert. `gate_up` returns the gate's items [N, I] and then the up projection's
@@ -42,6 +50,8 @@ class Mlp:
         inner = self.gate_up(x)
         if self.spec.is_gated and self.spec.activation == "silu":
             return self.down(kernels.silu_mul(inner))
+        if self.spec.activation == "clamped_swiglu":
+            return self.down(_clamped_swiglu(inner, self.spec))
         act = ACTIVATIONS[self.spec.activation]
         if not self.spec.is_gated:
             return self.down(act(inner))

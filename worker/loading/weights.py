@@ -28,6 +28,7 @@ from worker.models.tensors import (
     ModelTensors,
     NormTensor,
     RowOrder,
+    VectorTensor,
 )
 
 
@@ -118,6 +119,7 @@ class _Loader:
             qkv=self._fused(tensors.qkv),
             q_norm=self._norm_or_none(tensors.q_norm, norm),
             k_norm=self._norm_or_none(tensors.k_norm, norm),
+            sinks=self._sinks(tensors.sinks),
             output=self._fused(tensors.output),
             post_attention_norm=self._norm_or_none(tensors.post_attention_norm, norm),
             mlp_norm=self._norm_or_none(tensors.mlp_norm, norm),
@@ -148,6 +150,13 @@ class _Loader:
             self._source.read_into(f"{tensor.name}.bias", bias)
         return Norm(spec, weight.add_(spec.offset), bias)
 
+    def _sinks(self, tensor: VectorTensor | None) -> Tensor | None:
+        if tensor is None:
+            return None
+        sinks = torch.empty(tensor.size, dtype=torch.float32, device=self._device)
+        self._source.read_into(tensor.name, sinks)
+        return sinks
+
     def _fused(self, matrix: FusedMatrix) -> Linear:
         return self._make(
             Matrix(
@@ -160,7 +169,7 @@ class _Loader:
     def _blocks(self, part: MatrixPart) -> QuantBlocks | None:
         if part.is_transposed:
             return None
-        blocks = self._source.blocks(f"{part.name}.weight", part.index)
+        blocks = self._source.blocks(part.weight, part.index)
         if blocks is None or part.order is None:
             return blocks
         order, raw = part.order, blocks.raw
@@ -173,7 +182,7 @@ class _Loader:
         whole = self._empty(matrix.rows, matrix.columns)
         targets = torch.split(whole, [part.rows for part in matrix.parts])
         for part, target in zip(matrix.parts, targets, strict=True):
-            self._read(f"{part.name}.weight", target, part, matrix.columns)
+            self._read(part.weight, target, part, matrix.columns)
         return whole
 
     def _bias(self, matrix: FusedMatrix) -> Tensor | None:
@@ -182,7 +191,7 @@ class _Loader:
         whole = self._empty(matrix.rows)
         targets = torch.split(whole, [part.rows for part in matrix.parts])
         for part, target in zip(matrix.parts, targets, strict=True):
-            self._read(f"{part.name}.bias", target, part, None)
+            self._read(part.bias, target, part, None)
         return whole
 
     def _read(self, name: str, target: Tensor, part: MatrixPart, columns: int | None) -> None:

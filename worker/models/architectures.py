@@ -35,6 +35,7 @@ CHECKED: dict[str, str] = {
     "ExaoneMoeForCausalLM": "exaone_moe",
     "FalconForCausalLM": "falcon",
     "FlexOlmoForCausalLM": "flex_olmo",
+    "FlintForCausalLM": "flint",
     "GPTBigCodeForCausalLM": "gpt_bigcode",
     "GPTJForCausalLM": "gptj",
     "GPTNeoForCausalLM": "gpt_neo",
@@ -44,7 +45,9 @@ CHECKED: dict[str, str] = {
     "Glm4MoeForCausalLM": "glm4_moe",
     "GlmForCausalLM": "glm",
     "GraniteMoeForCausalLM": "granitemoe",
+    "GraniteMoeSWAForCausalLM": "granitemoe_swa",
     "GraniteMoeSharedForCausalLM": "granitemoeshared",
+    "GraniteSWAForCausalLM": "granite_swa",
     "HYV3ForCausalLM": "hy_v3",
     "HeliumForCausalLM": "helium",
     "HunYuanDenseV1ForCausalLM": "hunyuan_v1_dense",
@@ -130,9 +133,6 @@ _REFUSED: dict[str, str] = {
     "its layers share keys and values, or have different shapes of them": """
         Gemma3nForCausalLM Gemma4AssistantForCausalLM Gemma4ForCausalLM
         Gemma4UnifiedAssistantForCausalLM Gemma4UnifiedForCausalLM MiMoV2FlashForCausalLM
-    """,
-    "its attention has sinks, which paged attention does not compute": """
-        FlintForCausalLM GptOssForCausalLM GraniteMoeSWAForCausalLM GraniteSWAForCausalLM
     """,
     "its attention is sparse or chunked, or has a mask of its own": """
         DeepseekV4ForCausalLM DogeForCausalLM Llama4ForCausalLM MiniMaxM3VLForCausalLM

@@ -35,6 +35,7 @@ class DecoderLayer:
     """Weights of a layer. A layer without a norm has None in its place.
 
     qkv     [(H + 2 H_kv) * D, hidden]: queries, keys, values
+    sinks   [H] float32
     q_norm  of each head [D], or of all together [H * D]; k_norm likewise
     """
 
@@ -43,6 +44,7 @@ class DecoderLayer:
     qkv: Linear
     q_norm: Norm | None
     k_norm: Norm | None
+    sinks: Tensor | None
     output: Linear
     post_attention_norm: Norm | None
     mlp_norm: Norm | None
@@ -63,6 +65,8 @@ class DecoderLayer:
     def tensors(self) -> Iterator[Tensor]:
         for norm in self.norms:
             yield from norm.tensors()
+        if self.sinks is not None:
+            yield self.sinks
         for linear in (self.qkv, self.output):
             yield from linear.tensors()
         yield from self.mlp.tensors()
@@ -134,6 +138,7 @@ class DecoderModel:
                 plans[spec.attention.window],
                 scale=spec.attention.scale,
                 soft_cap=spec.attention.soft_cap,
+                sinks=layer.sinks,
             )
             delta = self._scaled(layer.output(seen.flatten(1)), layer.post_attention_norm)
             if spec.order in ("parallel", "parallel_one_norm"):

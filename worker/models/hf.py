@@ -109,12 +109,14 @@ class PagedFunction:
         softcap: float | None = None,
         sliding_window: int | None = None,
         is_causal: bool | None = None,
+        s_aux: Tensor | None = None,
         **others: Any,
     ) -> tuple[Tensor, None]:
         """Return the attention [1, T, H, D] of one layer, and None in place of its weights.
 
         query        [1, H, T, D]
         key, value   [1, H_kv, T, D]
+        s_aux        [H]: sinks (attention/base.py)
 
         Writes the keys and values to the cache. Raises UnusableModel for an argument that our
         attention does not compute.
@@ -130,13 +132,16 @@ class PagedFunction:
         for name, argument in others.items():
             if argument is not None and name not in IGNORED_ARGUMENTS:
                 raise self.misfit(f"it passes {name!r} to attention")
-        self._check_shapes(query, key, value)
+        self._check_shapes(query, key, value, s_aux)
         dtype = step.cache.k.dtype
         q, k, v = (part[0].transpose(0, 1).to(dtype) for part in (query, key, value))
         step.cache.write(step.num_done, k, v, step.batch.slot_mapping)
         caches = step.cache.layer(step.num_done)
         plan = step.plan(self._window(module, sliding_window))
-        out = step.attention.run(q.contiguous(), *caches, plan, scale=scaling, soft_cap=softcap)
+        sinks = None if s_aux is None else s_aux.float().contiguous()
+        out = step.attention.run(
+            q.contiguous(), *caches, plan, scale=scaling, soft_cap=softcap, sinks=sinks
+        )
         step.num_done += 1
         return out[None].to(value.dtype), None
 
@@ -163,7 +168,9 @@ class PagedFunction:
             raise self.misfit(f"a window of {window} tokens is not possible")
         return window
 
-    def _check_shapes(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+    def _check_shapes(
+        self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
+    ) -> None:
         spec, tokens = self._spec, query.shape[2]
         if query.shape != (1, spec.num_heads, tokens, spec.head_dim):
             raise self.misfit(f"its layers have queries of different shapes: {list(query.shape)}")
@@ -172,6 +179,8 @@ class PagedFunction:
                 f"keys have the shape {list(key.shape)} and values {list(value.shape)}; "
                 f"{spec.num_kv_heads} heads of {spec.head_dim} are expected"
             )
+        if sinks is not None and sinks.shape != (spec.num_heads,):
+            raise self.misfit(f"it has {list(sinks.shape)} sinks for {spec.num_heads} heads")
 
 
 class DecoderOutput(MoeModelOutputWithPast):

@@ -15,7 +15,7 @@ from worker.models.rope_config import RopeConfig
 MAX_DIMENSION = 1 << 24
 MAX_LAYERS = 1 << 12
 
-Activation = Literal["silu", "gelu", "gelu_tanh"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "clamped_swiglu"]
 LayerOrder = Literal["pre", "post", "both", "parallel", "parallel_one_norm"]
 
 
@@ -72,6 +72,8 @@ class AttentionSpec:
     qk_norm: Literal["none", "head", "projection"] = "none"
     #: Scores become `soft_cap * tanh(score / soft_cap)`.
     soft_cap: float | None = None
+    #: Whether a learned score of each head joins the softmax, without a value of its own.
+    sinks: bool = False
 
     @property
     def q_width(self) -> int:
@@ -84,17 +86,25 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MlpSpec:
-    """The MLP of one layer: `down(act(gate) * up)` if it is gated, else `down(act(up))`."""
+    """The MLP of one layer: `down(act(gate) * up)` if it is gated, else `down(act(up))`.
+
+    With `clamped_swiglu` it is `down(gate * sigmoid(alpha * gate) * (up + 1))`, with the gate at
+    most `limit` and up within `limit` of zero.
+    """
 
     intermediate: int
     activation: Activation = "silu"
     is_gated: bool = True
+    #: Whether the projections of each expert, and the router, have biases.
     bias: bool = False
     #: 1: a plain MLP. More: a router chooses `top_k` experts of this shape for each token.
     num_experts: int = 1
     top_k: int = 1
     #: Whether the weights of the chosen experts are divided by their sum.
     renormalize: bool = True
+    #: Only of `clamped_swiglu`.
+    alpha: float = 0.0
+    limit: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

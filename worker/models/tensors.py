@@ -6,7 +6,7 @@ The loader, the header check and the memory plan use this list. Needs no torch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from worker.loading.errors import FETCH_AGAIN, UnusableModel
 from worker.models.spec import LayerSpec, ModelSpec
@@ -28,13 +28,18 @@ def interleaved(heads: int, width: int) -> RowOrder:
     return RowOrder((heads, width // 2, 2), (0, 2, 1))
 
 
+Endings = tuple[str, str]
+ENDINGS: Endings = (".weight", ".bias")
+"""Ends of the names of weights and biases."""
+
+
 @dataclass(frozen=True, slots=True)
 class TensorNames:
     """Names of a model's tensors in its files.
 
     A role is a tensor's place in the model. In its name, `{i}` is the index of the layer and `{e}`
     that of the expert. Without `{e}`, the tensor of an expert's role holds all experts, with the
-    expert as its first axis. Names have no ending: `.weight` and `.bias` are added.
+    expert as its first axis. Names have no ending: those of ENDINGS are added, or a role's own.
     """
 
     roles: Mapping[str, str]
@@ -42,6 +47,10 @@ class TensorNames:
     orders: Mapping[str, RowOrder] = field(default_factory=dict)
     #: Roles of matrices that the file stores as [in, out].
     transposed: frozenset[str] = frozenset()
+    #: Names of weights that the file stores as [out, in], whatever their role.
+    by_rows: frozenset[str] = frozenset()
+    #: Role -> ends of the names of its weight and its bias.
+    endings: Mapping[str, Endings] = field(default_factory=dict)
     #: Ends of names of tensors that follow from the config, in older checkpoints.
     computed: tuple[str, ...] = ("rotary_emb.inv_freq",)
     #: Start of names that some files leave out.
@@ -70,6 +79,7 @@ USUAL = {
     "v": "model.layers.{i}.self_attn.v_proj",
     "q_norm": "model.layers.{i}.self_attn.q_norm",
     "k_norm": "model.layers.{i}.self_attn.k_norm",
+    "sinks": "model.layers.{i}.self_attn.sinks",
     "output": "model.layers.{i}.self_attn.o_proj",
     "mlp_norm": "model.layers.{i}.post_attention_layernorm",
     "gate": "model.layers.{i}.mlp.gate_proj",
@@ -95,10 +105,28 @@ class MatrixPart:
     is_transposed: bool = False
     index: int | None = None
     of: int = 1
+    endings: Endings = ENDINGS
+
+    @property
+    def weight(self) -> str:
+        """Return the name of the weight."""
+        return self.name + self.endings[0]
+
+    @property
+    def bias(self) -> str:
+        """Return the name of the bias."""
+        return self.name + self.endings[1]
 
     def shape(self, columns: int) -> Shape:
         """Return the shape of the weight in the file."""
-        shape = (columns, self.rows) if self.is_transposed else (self.rows, columns)
+        return self._stacked((columns, self.rows) if self.is_transposed else (self.rows, columns))
+
+    @property
+    def bias_shape(self) -> Shape:
+        """Return the shape of the bias in the file."""
+        return self._stacked((self.rows,))
+
+    def _stacked(self, shape: Shape) -> Shape:
         return shape if self.index is None else (self.of, *shape)
 
 
@@ -117,14 +145,14 @@ class FusedMatrix:
     @property
     def names(self) -> list[str]:
         """Return the names of the weights."""
-        return [f"{part.name}.weight" for part in self.parts]
+        return [part.weight for part in self.parts]
 
     def tensors(self) -> Iterator[tuple[str, Shape]]:
         """Yield name and shape of each weight and bias in the file."""
         for part in self.parts:
-            yield f"{part.name}.weight", part.shape(self.columns)
+            yield part.weight, part.shape(self.columns)
             if self.has_bias:
-                yield f"{part.name}.bias", (part.rows,)
+                yield part.bias, part.bias_shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +170,14 @@ class NormTensor:
 
 
 @dataclass(frozen=True, slots=True)
+class VectorTensor:
+    """A vector [size], with its whole name."""
+
+    name: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
 class MlpTensors:
     """An MLP, or one expert. `gate_up` is the gate's rows, then up's; without a gate only up's."""
 
@@ -151,7 +187,7 @@ class MlpTensors:
 
 @dataclass(frozen=True, slots=True)
 class LayerTensors:
-    """The tensors of a layer. A model without a norm has None in its place.
+    """The tensors of a layer. A model without a norm, or without sinks, has None in its place.
 
     mlps   the MLP, or the experts
     """
@@ -160,6 +196,7 @@ class LayerTensors:
     qkv: FusedMatrix
     q_norm: NormTensor | None
     k_norm: NormTensor | None
+    sinks: VectorTensor | None
     output: FusedMatrix
     post_attention_norm: NormTensor | None
     mlp_norm: NormTensor | None
@@ -183,6 +220,8 @@ class LayerTensors:
         each of them."""
         for norm in self.norms:
             yield from norm.tensors()
+        if self.sinks is not None:
+            yield self.sinks.name, (self.sinks.size,)
         for matrix in (*self.matrices, *((self.router,) if self.router else ())):
             yield from matrix.tensors()
 
@@ -251,6 +290,7 @@ class ModelTensors:
             qkv=FusedMatrix(qkv, hidden, attention.qkv_bias),
             q_norm=q_norm,
             k_norm=k_norm,
+            sinks=self._sinks(index, attention.num_heads) if attention.sinks else None,
             output=FusedMatrix(self._parts(index, {"output": hidden}), q, attention.output_bias),
             post_attention_norm=norms.get("post_attention_norm"),
             mlp_norm=norms.get("mlp_norm"),
@@ -298,11 +338,16 @@ class ModelTensors:
             self.names.roles[role].format(i=index), head_dim if by_head else heads * head_dim
         )
 
+    def _sinks(self, index: int, heads: int) -> VectorTensor:
+        name = self.names.roles["sinks"].format(i=index)
+        return VectorTensor(name + self.names.endings.get("sinks", ENDINGS)[0], heads)
+
     def _router(self, layer: LayerSpec, index: int) -> FusedMatrix | None:
         experts = layer.mlp.num_experts
         if experts == 1:
             return None
-        return FusedMatrix(self._parts(index, {"router": experts}), self.spec.hidden)
+        parts = self._parts(index, {"router": experts})
+        return FusedMatrix(parts, self.spec.hidden, layer.mlp.bias)
 
     def _mlps(self, layer: LayerSpec, index: int) -> tuple[MlpTensors, ...]:
         mlp = layer.mlp
@@ -333,13 +378,15 @@ class ModelTensors:
     def _part(self, role: str, rows: int, index: int, expert: int | None, of: int) -> MatrixPart:
         names, template = self.names, self.names.roles[role]
         is_stacked = expert is not None and "{e}" not in template
+        name, endings = template.format(i=index, e=expert), names.endings.get(role, ENDINGS)
         return MatrixPart(
-            name=template.format(i=index, e=expert),
+            name=name,
             rows=rows,
             order=names.orders.get(role),
-            is_transposed=role in names.transposed,
+            is_transposed=role in names.transposed and name + endings[0] not in names.by_rows,
             index=expert if is_stacked else None,
             of=of,
+            endings=endings,
         )
 
 
@@ -349,4 +396,4 @@ def without_prefix(names: TensorNames, found: Sequence[str]) -> TensorNames:
     if not prefix or any(name.startswith(prefix) for name in found):
         return names
     roles = {role: name.removeprefix(prefix) for role, name in names.roles.items()}
-    return TensorNames(roles, names.orders, names.transposed, names.computed)
+    return replace(names, roles=roles)

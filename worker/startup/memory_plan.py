@@ -279,10 +279,13 @@ def weights_bytes(model: AnyPlanned, dtype: str) -> int:
     for layer in model.layers:
         for norm in layer.norms:
             total += norm.size * (norm_item + norm.has_bias * item)
+        if layer.sinks is not None:
+            total += layer.sinks.size * DTYPE_BYTES["float32"]
         for matrix in layer.matrices:
             total += _matrix_bytes(matrix, model, dtype) + matrix.has_bias * matrix.rows * item
         if layer.router is not None:
-            total += layer.router.rows * layer.router.columns * item
+            router = layer.router
+            total += router.rows * (router.columns + router.has_bias) * item
     # A tied head that stays dense is the embedding itself.
     is_shared = spec.tied_embeddings and not _can_pack(head, model)
     return total + (0 if is_shared else _matrix_bytes(head, model, dtype))

@@ -40,10 +40,16 @@ struct Scoring {
     double scale;    // factor of the scores
     double soft_cap; // scores become soft_cap * tanh(score / soft_cap); 0: they stay as they are
     int64_t window;  // a query sees this many last keys, its own included; 0: all
+    const float *sinks; // [H]: a score of each head that joins the softmax without a value; null: none
 
     // Returns the first key that the query at position `last` sees.
     INLINE int64_t first_key(int64_t last) const {
         return window && last >= window ? last + 1 - window : 0;
+    }
+
+    // Returns the sum of a head's weights e^(score - peak), including its sink, from the sum of its keys.
+    INLINE float with_sink(int64_t head, float peak, float total) const {
+        return sinks ? total + std::exp(sinks[head] - peak) : total;
     }
 };
 
@@ -295,19 +301,22 @@ void decode_piece(const Attend<N> &a, const Rows &rows, const Item &item, int64_
     }
 }
 
-// Writes the output [D] of a query head: combines its pieces in the order of their keys.
+// Writes the output [D] of query head `head`, which is number `g` of those that share a key/value head:
+// combines its pieces in the order of their keys.
 template <class N>
-INLINE void combine(const Partial *parts, int64_t count, int64_t head, int64_t dim, N *out) {
-    float peak = parts[0].peak[head], total = 0;
+INLINE void combine(const Attend<N> &a, const Partial *parts, int64_t count, int64_t head, N *out) {
+    const int64_t dim = a.heads.dim, g = head % (a.heads.heads / a.heads.kv_heads);
+    float peak = parts[0].peak[g], total = 0;
     for (int64_t i = 1; i < count; i++)
-        peak = parts[i].peak[head] > peak ? parts[i].peak[head] : peak;
+        peak = parts[i].peak[g] > peak ? parts[i].peak[g] : peak;
     alignas(64) float sums[MAX_DIM] = {};
     for (int64_t i = 0; i < count; i++) {
-        const float share = std::exp(parts[i].peak[head] - peak);
-        total += share * parts[i].total[head];
+        const float share = std::exp(parts[i].peak[g] - peak);
+        total += share * parts[i].total[g];
         for (int64_t d = 0; d < dim; d += LANES)
-            store(sums + d, load(sums + d) + share * load(parts[i].sums + head * dim + d));
+            store(sums + d, load(sums + d) + share * load(parts[i].sums + g * dim + d));
     }
+    total = a.scoring.with_sink(head, peak, total);
     for (int64_t d = 0; d < dim; d += LANES) store(out + d, load(sums + d) / total);
 }
 
@@ -332,8 +341,9 @@ void decode_item(const Attend<N> &a, const Rows &rows, const Item &item, int64_t
     alignas(64) float own[MAX_GROUP * (MAX_DIM + 2)];
     const Partial part = partial_at(own, 0, h);
     decode_piece(a, rows, item, kv_head, prefetch_size, part);
-    N *out = a.out + (rows.row_starts[item.row] * h.heads + kv_head * group) * h.dim;
-    for (int64_t g = 0; g < group; g++) combine(&part, 1, g, h.dim, out + g * h.dim);
+    N *out = a.out + rows.row_starts[item.row] * h.heads * h.dim;
+    for (int64_t head = kv_head * group; head < (kv_head + 1) * group; head++)
+        combine(a, &part, 1, head, out + head * h.dim);
 }
 
 // Finishes a row of several pieces, items[0, count), after all of them are computed.
@@ -347,7 +357,7 @@ void join_row(const Attend<N> &a, const Rows &rows, const Item *items, int64_t c
         for (int64_t i = 0; i < count; i++)
             parts[i] = partial_at(partials, items[i].partial * h.kv_heads + head / group, h);
         N *out = a.out + (rows.row_starts[items[0].row] * h.heads + head) * h.dim;
-        combine(parts.data(), count, head % group, h.dim, out);
+        combine(a, parts.data(), count, head, out);
     }
 }
 

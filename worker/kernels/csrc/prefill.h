@@ -156,10 +156,11 @@ void prefill_item(const Attend<N> &a, const Rows &rows, const Item &item, int64_
         }
     }
     for (int64_t query = 0; query < queries; query++) {
-        N *out = a.out + ((item.first + query / group) * h.heads + kv_head * group + query % group) * h.dim;
+        const int64_t head = kv_head * group + query % group;
+        N *out = a.out + ((item.first + query / group) * h.heads + head) * h.dim;
         const float *sums = s.sums.data() + query * h.dim;
-        for (int64_t d = 0; d < h.dim; d += LANES)
-            store(out + d, load(sums + d) / s.totals[query]);
+        const float total = a.scoring.with_sink(head, s.peaks[query], s.totals[query]);
+        for (int64_t d = 0; d < h.dim; d += LANES) store(out + d, load(sums + d) / total);
     }
 }
 
