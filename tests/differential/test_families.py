@@ -76,6 +76,7 @@ BY_OPERATION: dict[str, dict[str, Any]] = {
     "mixtral": WINDOW,
     "cohere2": WINDOW,
     "olmo2": {},
+    "gpt_oss": {},
 }
 """Families of which the compiled kernels compute single operations: attention at least."""
 

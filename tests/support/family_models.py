@@ -47,6 +47,12 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "attention_multiplier": 0.2,
     },
     "gpt2": {"n_inner": 160},
+    "gpt_oss": {
+        "head_dim": 32,
+        "sliding_window": 24,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+    },
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
 LLAMA3 = {
@@ -180,6 +186,14 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "biases": BIASED | WINDOW,
         "untied": UNTIED,
         "scaled": {"logit_scale": 2.0},
+    },
+    "gpt_oss": {
+        "no biases": {"attention_bias": False},
+        "all full": {"layer_types": ["full_attention"] * 4},
+        "clamped": {"swiglu_limit": 0.5, "swiglu_alpha": 3.0},
+        "one expert": {"num_experts_per_tok": 1},
+        "tied": TIED,
+        **ROPES,
     },
 }
 CASES = [

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from worker.loading.errors import UnusableModel
 from worker.loading.fields import Fields
@@ -101,17 +103,24 @@ class RopeConfig:
             raise UnusableModel(f"rotary embeddings need an even width, not {self.width}")
 
 
-def rope_config(config: Fields, head_dim: int, *, partial: float | None = None) -> RopeConfig:
+def rope_config(
+    config: Fields,
+    head_dim: int,
+    *,
+    partial: float | None = None,
+    default: Mapping[str, Any] | None = None,
+) -> RopeConfig:
     """Return the rotary embeddings of a config.json. Raises UnusableModel, naming the field.
 
     partial   the default share of each head that is rotated, for architectures that read
               `partial_rotary_factor`; for others it must be 1
+    default   parameters of a config that has none; None: no scaling
 
     `rope_scaling` replaces `rope_parameters` as a whole if it is not empty: the two are not
     merged. The `rope_theta` at the top level is used if the replacing object has none.
     """
     name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-    rope = Fields(config.get(name) or {}, name)
+    rope = Fields(config.get(name, default or {}), name)
     if any(isinstance(value, dict) for value in rope.values()):
         raise UnusableModel(f"{name} must be the same in all layers; others are not supported")
     theta = rope.number("rope_theta") if "rope_theta" in rope else config.number("rope_theta")

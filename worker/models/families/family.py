@@ -82,9 +82,11 @@ class ConfigFields(Fields):
         """Return `sliding_window`; null means none."""
         return None if self.get("sliding_window") is None else self.integer("sliding_window")
 
-    def rope(self, *, partial: float | None = None) -> RopeConfig:
-        """Return the rotary embeddings; for `partial` see rope_config."""
-        return rope_config(self, self.head_dim, partial=partial)
+    def rope(
+        self, *, partial: float | None = None, default: Mapping[str, Any] | None = None
+    ) -> RopeConfig:
+        """Return the rotary embeddings; for `partial` and `default` see rope_config."""
+        return rope_config(self, self.head_dim, partial=partial, default=default)
 
     def attention(self, rope: RopeConfig | None, **changes: Any) -> AttentionSpec:
         """Return plain attention with `changes`."""
@@ -169,6 +171,8 @@ class ModelFamily:
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     #: Another name of a key -> the key.
     aliases: Mapping[str, str] = field(default_factory=dict)
+    #: Methods of `quantization_config` whose files can be read.
+    quantizations: frozenset[str] = frozenset()
 
     def spec(self, config: Mapping[str, Any], source: str = "config.json") -> ModelSpec:
         """Return the model that a parsed config.json describes.
@@ -185,7 +189,7 @@ class ModelFamily:
         for key, supported in {**UNSUPPORTED, **self.only}.items():
             if (value := values.get(key)) not in supported:
                 raise UnusableModel(f"{key} {value!r:.80} is not supported for {self.model_type}")
-        _refuse_quantised(values)
+        _refuse_quantised(values, self.quantizations)
         return self.read(ConfigFields(values, self.architecture, source))
 
     def is_nullable(self, key: str) -> bool:
@@ -205,9 +209,11 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 """Keys of several classes that change the result, with the values that do not."""
 
 
-def _refuse_quantised(values: Mapping[str, Any]) -> None:
+def _refuse_quantised(values: Mapping[str, Any], supported: frozenset[str]) -> None:
     if (quantized := values.get("quantization_config")) is not None:
         method = Fields(quantized, "quantization_config").get("quant_method")
+        if method in supported:
+            return
         raise UnusableModel(f"safetensors quantised with {method!r} are not supported")
 
 

@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from worker.loading.errors import UnusableModel
-from worker.models.families import gemma, gpt, llama, mistral, olmo, phi, qwen
+from worker.models.families import gemma, gpt, gpt_oss, llama, mistral, olmo, phi, qwen
 from worker.models.families.family import ModelFamily
 
 FAMILIES: tuple[ModelFamily, ...] = tuple(
-    family for module in (llama, mistral, qwen, gemma, phi, olmo, gpt) for family in module.FAMILIES
+    family
+    for module in (llama, mistral, qwen, gemma, phi, olmo, gpt, gpt_oss)
+    for family in module.FAMILIES
 )
 
 
