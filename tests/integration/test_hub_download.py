@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,9 +41,10 @@ class Desk:
     """Downloads from a fake hub into directories of its own, and keeps the lines printed."""
 
     def __init__(self, hub: FakeHub, folder: Path) -> None:
-        self.hub, self.home, self.cache = hub, folder / "home", folder / "hub"
+        self.hub, self.folder = hub, folder
+        self.home, self.cache = folder / "home", folder / "hub"
         self.lines: list[str] = []
-        self.check_config: Callable[[Path], object] = lambda file: None
+        self.check_config: Callable[[Path], object] | None = None
 
     def pull(self, name: str, endpoint: str = "") -> PulledModel:
         parsed = parse_hub_name(name)
@@ -252,6 +254,42 @@ def test_a_model_that_cannot_be_served_is_refused_before_its_weights_are_downloa
     for _ in range(2):  # the second time, config.json is in the cache
         assert "mamba" in desk.refusal("tide/pool")
         assert desk.hub.downloads("model.safetensors") == []
+
+
+@pytest.mark.parametrize("is_url", [False, True])
+def test_a_gguf_file_that_cannot_be_served_is_refused_after_its_first_bytes(
+    desk: Desk, is_url: bool
+) -> None:
+    content = gguf_start("mamba") + bytes(3_000_000)
+    desk.hub.repos["tide/pool-gguf"].files["pool-Q4_0.gguf"] = content
+    desk.check_config = check_config
+    url = gguf_url(desk.hub, hashlib.sha256(content).hexdigest())
+
+    def pull() -> None:
+        if is_url:
+            pull_url(url, desk.home, desk.lines.append, check_config)
+        else:
+            desk.pull("tide/pool-gguf:Q4_0")
+
+    with pytest.raises(Failure, match="'mamba' is not supported in GGUF files"):
+        pull()
+    assert not any(file.stat().st_size for file in desk.folder.rglob("*") if file.is_file())
+
+
+def test_a_gguf_file_whose_start_can_be_served_is_downloaded(desk: Desk) -> None:
+    content = gguf_start("llama") + bytes(3_000_000)
+    desk.hub.repos["tide/pool-gguf"].files["pool-Q4_0.gguf"] = content
+    desk.check_config = check_config
+    assert Path(desk.pull("tide/pool-gguf:Q4_0").path).read_bytes() == content
+
+
+def gguf_start(architecture: str) -> bytes:
+    """Return the header of a GGUF file whose only entry is the architecture."""
+    key, value = (
+        struct.pack("<Q", len(text)) + text
+        for text in (b"general.architecture", architecture.encode())
+    )
+    return struct.pack("<4sIQQ", b"GGUF", 3, 0, 1) + key + struct.pack("<I", 8) + value
 
 
 @pytest.mark.parametrize("is_forged", [False, True])

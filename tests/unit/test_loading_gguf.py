@@ -19,7 +19,7 @@ from tests.support.checkpoints import TEMPLATE, VOCAB, random_llama
 from tests.support.gguf_files import write_gguf
 from worker.loading import gguf_weights
 from worker.loading.errors import UnusableModel
-from worker.loading.gguf_file import GGMLType, GGUFFile
+from worker.loading.gguf_file import GGMLType, GGUFFile, architecture_at_start
 from worker.loading.gguf_weights import read_tensor
 from worker.loading.header import read_header
 from worker.models.load import load_model
@@ -48,6 +48,15 @@ def raw_tensor(kind: Kind, rows: int, columns: int) -> Any:
     at = block_bytes - 2 if at_end else 16 * 5 if kind is Kind.Q2_K else 0
     blocks[:, at : at + 4] = scales[: 2 if at_end else 4]
     return blocks.reshape(rows, -1)
+
+
+@pytest.mark.parametrize(("num_bytes", "found"), [(20, None), (60, None), (4096, "llama")])
+def test_the_architecture_is_read_from_an_incomplete_file(
+    tiny: Path, tmp_path: Path, num_bytes: int, found: str | None
+) -> None:
+    start = tmp_path / "start"
+    start.write_bytes(tiny.read_bytes()[:num_bytes])
+    assert architecture_at_start(start) == found
 
 
 @pytest.mark.parametrize("kind", [*PLAIN, *BLOCKS, *K_QUANTS], ids=lambda kind: kind.name)

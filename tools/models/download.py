@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -20,6 +21,9 @@ from tools.failure import Failure
 
 PARTIAL = ".partial"
 PIECE_BYTES = 1 << 20
+START_BYTES = 1 << 20
+"""Bytes at the start of a GGUF file that contain its architecture, and that the counts of its
+tensors and metadata, which are checked against the file's size, do not exceed."""
 RETRIES = 5
 """Retries in a row, without a byte received between them, after which a download fails."""
 RETRY_S = 1.0
@@ -142,6 +146,25 @@ def download(
         message = f"{target.name} is not the expected file: {found} instead of {expected}"
         raise Failure(message, exit_code=ExitCode.NO_DOWNLOAD)
     partial.replace(target)
+
+
+def check_start(source: Source, target: Path, check: Callable[[Path], object]) -> None:
+    """Call `check` with a temporary file that contains the first bytes of a GGUF file.
+
+    Do nothing if a download to `target` was started before, or if the connection is lost: the
+    download repeats the request. Raises the exceptions of `check`.
+    """
+    if partial_bytes(target):
+        return
+    with tempfile.NamedTemporaryFile(dir=target.parent) as start:
+        try:
+            with source.open(0) as body:
+                while start.tell() < START_BYTES and (piece := next(body.pieces, b"")):
+                    start.write(piece)
+        except ConnectionLost:
+            return
+        start.flush()
+        check(Path(start.name))
 
 
 def _hash_file(file: Path, digest: Any) -> None:

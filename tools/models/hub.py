@@ -50,7 +50,13 @@ from huggingface_hub.utils import build_hf_headers, disable_progress_bars
 
 from protocol.exit_codes import ExitCode
 from tools.failure import Failure
-from tools.models.download import Checksum, ConnectionLost, download, partial_bytes
+from tools.models.download import (
+    Checksum,
+    ConnectionLost,
+    check_start,
+    download,
+    partial_bytes,
+)
 from tools.models.fetch import PrintLine, check_space, format_size, locked, progress_bar
 from tools.models.http_file import HttpFile
 from tools.models.hub_cache import cached_model, repository_folder
@@ -91,8 +97,8 @@ class HubDownloads:
     print_line    prints a line of progress
     endpoint      URL of the server
     cache         directory of the Hub's cache
-    check_config  called with the path of a config.json before weights are downloaded. It raises
-                  Failure if the model cannot be served
+    check_config  called before weights are downloaded, with the path of a config.json or of the
+                  start of a GGUF file. It raises Failure if the model cannot be served
     """
 
     def __init__(
@@ -102,7 +108,7 @@ class HubDownloads:
         *,
         endpoint: str = ENDPOINT,
         cache: Path | None = None,
-        check_config: Callable[[Path], object] = lambda file: None,
+        check_config: Callable[[Path], object] | None = None,
     ) -> None:
         self._home, self._print_line = home, print_line
         self._endpoint = endpoint.rstrip("/")
@@ -179,13 +185,17 @@ class HubDownloads:
         check_space(space, folder, OTHER_DISK)
         total = sum(file.size for file in needed)
         config = next((file for file in model.files if file.path == CONFIG), None)
+        check = self._check_config or (lambda file: None)
         if config is not None and config not in blobs:  # left by an earlier download
-            self._check_config(self._content(model, config))
+            check(self._content(model, config))
+        if model.kind == "GGUF" and self._check_config:
+            ((file, blob),) = blobs.items()
+            check_start(self._source(model, file), blob, check)
         with progress_bar(total, f"downloading {model.name}", self._print_line) as bar:
             for file, blob in blobs.items():
                 self._transfer(model, file, blob, bar.update)
                 if file == config:  # small files come first
-                    self._check_config(blob)
+                    check(blob)
 
     def _transfer(
         self, model: HubModel, file: RepoFile, blob: Path, on_bytes: Callable[[int], object]
@@ -195,9 +205,17 @@ class HubDownloads:
             self._transfer_huge(model, file)
             on_bytes(file.size)
             return
+        download(
+            self._source(model, file),
+            blob,
+            size=file.size,
+            checksum=_checksum(file),
+            on_bytes=on_bytes,
+        )
+
+    def _source(self, model: HubModel, file: RepoFile) -> HttpFile:
         url = hf_hub_url(model.name.repo, file.path, revision=model.commit, endpoint=self._endpoint)
-        source = HttpFile(url, build_hf_headers())
-        download(source, blob, size=file.size, checksum=_checksum(file), on_bytes=on_bytes)
+        return HttpFile(url, build_hf_headers())
 
     def _transfer_huge(self, model: HubModel, file: RepoFile) -> None:
         """Download a file that the Hub serves only through its own storage protocol (Xet).

@@ -67,13 +67,15 @@ def check_models(workers: Sequence[WorkerConfig]) -> Preflight:
 
 
 def check_config(file: Path) -> None:
-    """Raise Failure if a worker cannot serve the model that a config.json describes.
+    """Raise Failure if a worker cannot serve a model.
+
+    file   the model's config.json, or the start of its GGUF file
 
     A process of the worker reads the file. If the process fails, the model is not refused: this
     machine may only download it.
     """
     command = module_command("worker.startup.check_config", str(file))
-    done = run_module("checking the model's config.json", command, timeout_s=TIMEOUT_S)
+    done = run_module("checking the model's header", command, timeout_s=TIMEOUT_S)
     if done.code == ExitCode.BAD_MODEL:
         raise Failure(done.error, exit_code=ExitCode.BAD_MODEL)
 

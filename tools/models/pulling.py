@@ -80,5 +80,5 @@ def _puller(
             raise
         raise Failure(NOT_INSTALLED) from None
     if isinstance(name, UrlName):
-        return lambda: pull_url(name, home, print_line)
+        return lambda: pull_url(name, home, print_line, check_config)
     return lambda: HubDownloads(home, print_line, check_config=check_config).pull(name)

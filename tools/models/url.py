@@ -7,23 +7,31 @@ This module imports huggingface_hub, for its HTTP client. Import it only before 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
 from protocol.exit_codes import ExitCode
 from tools.failure import Failure
-from tools.models.download import Checksum, ConnectionLost, download, partial_bytes
+from tools.models.download import Checksum, ConnectionLost, check_start, download, partial_bytes
 from tools.models.fetch import OTHER_DISK, PrintLine, check_space, locked, progress_bar
 from tools.models.http_file import HttpFile
 from tools.models.names import UrlName
 from tools.models.records import PulledFile, PulledModel, write_record
 
 
-def pull_url(name: UrlName, home: Path, print_line: PrintLine) -> PulledModel:
+def pull_url(
+    name: UrlName,
+    home: Path,
+    print_line: PrintLine,
+    check_config: Callable[[Path], object] | None = None,
+) -> PulledModel:
     """Download the file of a URL unless it is in `home`, and return its record.
 
-    print_line   prints a line of progress
+    print_line     prints a line of progress
+    check_config   called with the path of the file's start before the rest is downloaded. It raises
+                   Failure if the model cannot be served
 
     Raises Failure, in one line with a remedy, if the file cannot be downloaded or stored.
     """
@@ -33,7 +41,7 @@ def pull_url(name: UrlName, home: Path, print_line: PrintLine) -> PulledModel:
         file.parent.mkdir(parents=True, exist_ok=True)
         with locked(file.parent / ".lock", name.file, print_line):
             if not (file.is_file() and checksum.matches(file)):
-                _download(name, file, checksum, print_line)
+                _download(name, file, checksum, print_line, check_config)
         pulled = PulledModel(
             name=str(name),
             kind="GGUF",
@@ -54,12 +62,20 @@ def pull_url(name: UrlName, home: Path, print_line: PrintLine) -> PulledModel:
     return pulled
 
 
-def _download(name: UrlName, file: Path, checksum: Checksum, print_line: PrintLine) -> None:
+def _download(
+    name: UrlName,
+    file: Path,
+    checksum: Checksum,
+    print_line: PrintLine,
+    check_config: Callable[[Path], object] | None,
+) -> None:
     source = HttpFile(name.url, {})
     size = source.size()
     if size is None:
         raise _failure(f"the server of {name.url} does not report its size", "use another server")
     check_space(size - partial_bytes(file), file.parent, OTHER_DISK)
+    if check_config is not None:
+        check_start(source, file, check_config)
     with progress_bar(size, f"downloading {name.file}", print_line) as bar:
         download(source, file, size=size, checksum=checksum, on_bytes=bar.update)
 

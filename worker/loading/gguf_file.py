@@ -101,6 +101,7 @@ LENGTH = struct.Struct("<Q")
 MIN_STRING_BYTES = LENGTH.size
 MIN_PAIR_BYTES = 8 + 4 + 1
 MIN_TENSOR_BYTES = 8 + 4 + 4 + 8
+ARCHITECTURE = "general.architecture"
 TRUNCATED = "the header ends early: the file is truncated"
 
 SCALARS = {
@@ -143,6 +144,7 @@ class GGUFFile:
         self.path = path
         data = _mapped(path)
         header = _Header(data, path)
+        header.read()
         #: Key -> int, float, bool, str, or a list of them.
         self.metadata = header.metadata
         #: Name -> TensorInfo.
@@ -161,6 +163,17 @@ class GGUFFile:
         info = self.tensors[name]
         # The mapping is copy-on-write because torch requires writable memory. Nothing writes to it.
         return np.frombuffer(self._data, np.uint8, info.num_bytes, info.offset)
+
+
+def architecture_at_start(path: Path) -> str | None:
+    """Return the architecture that a GGUF file names, even if the file ends within its metadata.
+
+    Return None if the architecture is not in the bytes that are there, or if the file is damaged.
+    """
+    try:
+        return _Header(_mapped(path), path).architecture()
+    except UnusableModel:
+        return None
 
 
 def _mapped(path: Path) -> mmap.mmap:
@@ -182,22 +195,39 @@ class _Header:
         self._at = 0
         self.metadata: dict[str, Any] = {}
         self.tensors: dict[str, TensorInfo] = {}
+
+    def read(self) -> None:
+        """Fill `metadata` and `tensors`."""
+        num_tensors, num_pairs = self._counts()
+        for _ in range(num_pairs):
+            self._read_pair()
+        self._read_tensors(num_tensors)
+
+    def architecture(self) -> str | None:
+        """Return the architecture without reading the entries after it, which may be missing."""
+        _, num_pairs = self._counts()
+        for _ in range(num_pairs):
+            if self._read_pair() == ARCHITECTURE:
+                return str(self.metadata[ARCHITECTURE])
+        return None
+
+    def _counts(self) -> tuple[int, int]:
+        """Return the numbers of tensors and of metadata entries."""
         if self._take(4) != MAGIC:
-            raise UnusableModel(f"{path} is not a GGUF file")
+            raise UnusableModel(f"{self._path} is not a GGUF file")
         version = self._unsigned(4)
         if version not in VERSIONS:
             raise self._damaged(f"version {version} is not one of {VERSIONS}")
         num_tensors = self._count(8, MIN_TENSOR_BYTES, "tensors")
-        num_pairs = self._count(8, MIN_PAIR_BYTES, "metadata entries")
-        self._read_metadata(num_pairs)
-        self._read_tensors(num_tensors)
+        return num_tensors, self._count(8, MIN_PAIR_BYTES, "metadata entries")
 
-    def _read_metadata(self, num_pairs: int) -> None:
-        for _ in range(num_pairs):
-            key = self._string()
-            if key in self.metadata:
-                raise self._damaged(f"metadata key {key!r} appears twice")
-            self.metadata[key] = self._value(self._unsigned(4))
+    def _read_pair(self) -> str:
+        """Read a metadata entry and return its key."""
+        key = self._string()
+        if key in self.metadata:
+            raise self._damaged(f"metadata key {key!r} appears twice")
+        self.metadata[key] = self._value(self._unsigned(4))
+        return key
 
     def _read_tensors(self, count: int) -> None:
         """Read the tensor table. Its offsets count from the first aligned byte after the table."""

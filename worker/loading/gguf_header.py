@@ -452,6 +452,16 @@ FAMILIES = {
 """`general.architecture` -> how it is read."""
 
 
+def gguf_family(architecture: str) -> GGUFFamily:
+    """Return how files of an architecture are read. Raises UnusableModel if it is not supported."""
+    if family := FAMILIES.get(architecture):
+        return family
+    raise UnusableModel(
+        f"architecture {architecture!r} is not supported in GGUF files; supported: "
+        f"{', '.join(FAMILIES)}"
+    )
+
+
 def gguf_names(file: GGUFFile, spec: ModelSpec) -> TensorNames:
     """Return the names of the tensors in the file of a model."""
     family = FAMILIES[file.metadata["general.architecture"]]
@@ -471,13 +481,7 @@ def gguf_names(file: GGUFFile, spec: ModelSpec) -> TensorNames:
 def gguf_spec(file: GGUFFile) -> ModelSpec:
     """Return the model that the metadata describe. Raises UnusableModel, naming the key."""
     metadata = Metadata(file)
-    family = FAMILIES.get(metadata.architecture)
-    if family is None:
-        known = ", ".join(FAMILIES)
-        raise UnusableModel(
-            f"architecture {metadata.architecture!r} is not supported in GGUF files; "
-            f"supported: {known}"
-        )
+    family = gguf_family(metadata.architecture)
     if "token_embd.weight" not in file.tensors:
         raise UnusableModel(f"{file.path} holds no tensor 'token_embd.weight'")
     config = {"architectures": [family.family(metadata)], **_common(metadata)}

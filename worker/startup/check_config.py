@@ -1,8 +1,8 @@
-"""`python -P -m worker.startup.check_config FILE`: check whether a config.json can be served.
+"""`python -P -m worker.startup.check_config FILE`: check whether a model can be served.
 
-This needs no weights, so a model that is not supported is found before they are downloaded. If the
-model is not supported, the exit code is that of ExitCode.BAD_MODEL, and stderr has the reason and
-the remedy in one line. torch is not imported.
+FILE is a config.json or the start of a GGUF file. This needs no weights, so a model that is not
+supported is found before they are downloaded. If the model is not supported, the exit code is that
+of ExitCode.BAD_MODEL, and stderr has the reason and the remedy in one line. torch is not imported.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from pathlib import Path
 from protocol.exit_codes import ExitCode
 from worker.loading.errors import UnusableModel
 from worker.loading.fields import read_json
+from worker.loading.gguf_file import MAGIC, architecture_at_start
+from worker.loading.gguf_header import gguf_family
 from worker.models.architectures import fallback
 from worker.models.families.registry import find_family
 
@@ -20,10 +22,22 @@ REMEDY = "use another model"
 
 
 def check_config(file: Path) -> None:
-    """Raise UnusableModel if the config.json in `file` describes a model that is not supported."""
+    """Raise UnusableModel if `file` describes a model that is not supported.
+
+    file   a config.json, or a GGUF file of which only the first bytes may be there
+    """
+    if _is_gguf(file):
+        if architecture := architecture_at_start(file):
+            gguf_family(architecture)
+        return
     config = read_json(file)
     if fallback(config) is None:
         find_family(config).spec(config)
+
+
+def _is_gguf(file: Path) -> bool:
+    with file.open("rb") as source:
+        return source.read(len(MAGIC)) == MAGIC
 
 
 def main() -> int:
