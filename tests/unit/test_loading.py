@@ -159,7 +159,7 @@ def test_the_digest_of_a_large_file_covers_its_size_both_ends_and_samples(
         ("model_type", "granite", "not 'granite'"),
         ("hidden_act", "relu", "hidden_act 'relu'"),
         ("per_layer_config", {"0": {}}, "per_layer_config {'0': {}} is not supported"),
-        ("quantization_config", {"quant_method": "gptq"}, "'gptq'"),
+        ("quantization_config", {"quant_method": "aqlm"}, "'aqlm'"),
         ("rope_parameters", {"rope_type": "linear"}, "no 'factor'"),
         ("rope_parameters", [1], "rope_parameters is not an object"),
         ("hidden_size", "96", "'hidden_size' is '96', not an integer"),

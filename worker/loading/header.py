@@ -19,6 +19,8 @@ from worker.loading.fields import Fields, read_json
 from worker.loading.gguf_file import GGUFFile
 from worker.loading.gguf_header import gguf_names, gguf_spec
 from worker.loading.gguf_tokenizer import gguf_text
+from worker.loading.quantization import PACKED_AS, Quantization, read_quantization
+from worker.loading.quantized_layers import QuantizedFiles
 from worker.loading.safetensors_files import DTYPE_BYTES, PICKLES, SafetensorsFiles, weight_files
 from worker.loading.text import TextFacts, directory_name, directory_text
 from worker.models.architectures import TransformersArchitecture, TransformersSpec, fallback
@@ -44,6 +46,8 @@ class ModelHeader:
     text: TextFacts
     #: The weight files, in a fixed order.
     paths: list[Path]
+    #: The quantised layers of a Hugging Face directory; None if it has none.
+    quantized: QuantizedFiles | None = None
 
     @property
     def spec(self) -> ModelSpec:
@@ -109,10 +113,31 @@ def _directory_header(path: Path) -> ModelHeader | TransformersHeader:
     files = SafetensorsFiles(paths)
     names = without_prefix(family.names(spec), list(files.tensors))
     tensors = _untied_if_heads_differ(ModelTensors(spec, names), files)
-    tensors.check({name: tensor.shape for name, tensor in files.tensors.items()})
-    kinds = {name: tensor.dtype for name, tensor in files.tensors.items()}
-    _check_kinds(kinds, DTYPE_BYTES)
-    return ModelHeader(directory_name(path), tensors, files, kinds, text, paths)
+    quantization = read_quantization(config, family.quantizations)
+    quantized = None
+    if quantization is None:
+        shapes = {name: tensor.shape for name, tensor in files.tensors.items()}
+        kinds = {name: tensor.dtype for name, tensor in files.tensors.items()}
+    else:
+        quantized = _quantized(quantization, tensors, files)
+        shapes, kinds = quantized.shapes(), quantized.kinds()
+    tensors.check(shapes)
+    _check_kinds(kinds, DTYPE_BYTES if quantized is None else (*DTYPE_BYTES, *PACKED_AS))
+    return ModelHeader(directory_name(path), tensors, files, kinds, text, paths, quantized)
+
+
+def _quantized(
+    quantization: Quantization, tensors: ModelTensors, files: SafetensorsFiles
+) -> QuantizedFiles:
+    if tensors.names.transposed:
+        raise UnusableModel(
+            f"quantised safetensors of {tensors.spec.architecture} are not supported"
+        )
+    if quantization.quantizes_activations:
+        log.info(
+            "the model was made for quantised activations; here only its weights are quantised"
+        )
+    return QuantizedFiles(quantization, tensors, files)
 
 
 def _transformers_header(

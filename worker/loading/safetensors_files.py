@@ -18,6 +18,8 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DTYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 """Bytes per number of the supported types."""
+QUANTIZED_BYTES = {"I8": 1, "F8_E4M3": 1, "F8_E8M0": 1, "I32": 4, "I64": 8}
+"""Bytes per number of types that only quantised layers have."""
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 HEADER_SIZE_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
@@ -78,6 +80,13 @@ class SafetensorsFiles:
                 == others[second.begin + at : second.begin + min(at + PIECE_BYTES, size)]
                 for at in range(0, size, PIECE_BYTES)
             )
+
+    def content(self, name: str) -> bytes:
+        """Return a copy of the tensor's bytes."""
+        stored = self.tensors[name]
+        with stored.path.open("rb") as file:
+            file.seek(stored.begin)
+            return file.read(stored.end - stored.begin)
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -143,7 +152,8 @@ def _stored(path: Path, name: str, entry: Any, start: int) -> StoredTensor:
     except msgspec.ValidationError as error:
         raise _damaged(path, f"the header's entry of {name!r}: {error}") from error
     begin, end = stored.data_offsets
-    num_bytes, item_bytes = end - begin, DTYPE_BYTES.get(stored.dtype)
+    num_bytes = end - begin
+    item_bytes = (DTYPE_BYTES | QUANTIZED_BYTES).get(stored.dtype)
     if num_bytes < 0 or (item_bytes and num_bytes != item_bytes * math.prod(stored.shape)):
         raise _damaged(path, f"the size of {name!r} does not match its shape")
     return StoredTensor(path, stored.dtype, tuple(stored.shape), start + begin, start + end)

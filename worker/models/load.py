@@ -100,7 +100,8 @@ def open_weights(header: ModelHeader) -> WeightSource:
     """Return the source that reads the weights of the model with this header."""
     if isinstance(header.files, GGUFFile):
         return GGUFWeights(header.files)
-    return SafetensorsWeights(header.files)
+    quantized = header.quantized
+    return SafetensorsWeights(header.files, quantized.layers if quantized else None)
 
 
 def _card(
@@ -110,11 +111,13 @@ def _card(
     num_parameters: int,
     weights_bytes: int,
 ) -> ModelCard:
-    text = header.text
+    text, facts = header.text, repr(header.spec)
+    if isinstance(header, ModelHeader) and header.quantized is not None:
+        facts += repr(header.quantized.quantization)
     return ModelCard(
         name=header.name,
         architecture=header.spec.architecture,
-        digest=digest(header.paths, text.tokenizer, repr(header.spec).encode()),
+        digest=digest(header.paths, text.tokenizer, facts.encode()),
         vocab_size=header.spec.vocab_size,
         context_tokens=header.spec.context_tokens,
         tokenizer=text.tokenizer,

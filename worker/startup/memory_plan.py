@@ -22,6 +22,7 @@ from protocol.sampling import (
     MAX_STOP_TOKEN_IDS,
 )
 from worker.kernels import sizes
+from worker.loading import quantization
 from worker.loading.errors import NotEnoughMemory, UnusableModel
 from worker.models.architectures import TransformersSpec
 from worker.models.compiled import is_fitting
@@ -45,6 +46,8 @@ PACKED_AS = {
 test compares this with loading/reblocked.py, which is not imported here because it needs numpy."""
 BLOCK_FORMATS = {"Q4_0": sizes.Q4, "Q4_1": sizes.Q4, "Q8_0": sizes.Q8}
 """The kernels' format of each type."""
+STORED_AS = PACKED_AS | quantization.PACKED_AS
+"""The same with the types of quantised safetensors."""
 DENSE_FORMATS = {"bfloat16": sizes.BF16, "float32": sizes.F32}
 PLAIN_KINDS = frozenset({"F32", "F16", "BF16"})
 """Number types that are not quantised."""
@@ -307,9 +310,9 @@ def _block_format(matrix: FusedMatrix, model: PlannedModel) -> int | None:
     """Return the packed format of a matrix whose parts are all quantised, else None. Parts of
     different types are packed as Q8_0."""
     kinds = {model.kinds[name] for name in matrix.names}
-    if not kinds <= PACKED_AS.keys():
+    if not kinds <= STORED_AS.keys():
         return None
-    found = {PACKED_AS[kind] or kind for kind in kinds}
+    found = {STORED_AS[kind] or kind for kind in kinds}
     return BLOCK_FORMATS[found.pop()] if len(found) == 1 else sizes.Q8
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from worker.loading.errors import UnusableModel
 from worker.loading.fields import Fields
+from worker.loading.quantization import read_quantization
 from worker.models.rope_config import LongRopeScaling, RopeConfig, rope_config
 from worker.models.spec import (
     Activation,
@@ -171,7 +172,7 @@ class ModelFamily:
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     #: Another name of a key -> the key.
     aliases: Mapping[str, str] = field(default_factory=dict)
-    #: Methods of `quantization_config` whose files can be read.
+    #: Methods of `quantization_config` that only this family has.
     quantizations: frozenset[str] = frozenset()
 
     def spec(self, config: Mapping[str, Any], source: str = "config.json") -> ModelSpec:
@@ -189,7 +190,7 @@ class ModelFamily:
         for key, supported in {**UNSUPPORTED, **self.only}.items():
             if (value := values.get(key)) not in supported:
                 raise UnusableModel(f"{key} {value!r:.80} is not supported for {self.model_type}")
-        _refuse_quantised(values, self.quantizations)
+        read_quantization(values, self.quantizations)  # refuses other methods early
         return self.read(ConfigFields(values, self.architecture, source))
 
     def is_nullable(self, key: str) -> bool:
@@ -207,14 +208,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "clip_qkv": (None,),
 }
 """Keys of several classes that change the result, with the values that do not."""
-
-
-def _refuse_quantised(values: Mapping[str, Any], supported: frozenset[str]) -> None:
-    if (quantized := values.get("quantization_config")) is not None:
-        method = Fields(quantized, "quantization_config").get("quant_method")
-        if method in supported:
-            return
-        raise UnusableModel(f"safetensors quantised with {method!r} are not supported")
 
 
 def every(interval: int, *, regular: str = SLIDING, last: str = FULL) -> Callable[[int], str]:

@@ -1,0 +1,68 @@
+"""Safetensors quantised with GPTQ, AWQ, compressed-tensors and FP8: the logits are those of
+transformers with the numbers that the formats stand for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from tests.support.eager import (
+    BLOCK_TOKENS,
+    CPU,
+    EagerStepper,
+    assert_same,
+    expected,
+    load,
+    some_tokens,
+)
+from tests.support.family_models import random_model
+from tests.support.kernels import native_kernels
+from tests.support.quantized_files import FORMATS, write_quantized
+from worker.attention.select import select_attention
+from worker.models.load import load_model
+
+TOKENS = some_tokens(24)
+
+
+def reference(dense: Path) -> Tensor:
+    return expected(AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32), TOKENS)
+
+
+def scale_of(logits: Tensor) -> float:
+    return max(1.0, float(logits.abs().max()) / 10)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_logits_are_those_of_the_numbers_and_packed_nearly_so(
+    tmp_path: Path, name: str
+) -> None:
+    model = random_model("llama", num_hidden_layers=2)
+    ours, dense = write_quantized(tmp_path, model, FORMATS[name])
+    logits = reference(dense)
+    assert_same(EagerStepper(load(ours), [TOKENS]).run([(24,)])[0], logits, 1e-4 * scale_of(logits))
+    kernels = native_kernels()
+    loaded = load_model(ours, dtype=torch.float32, device=CPU, kernels=kernels, weights="packed")
+    attention = select_attention(BLOCK_TOKENS, dtype=torch.float32, kernels=loaded.model.kernels)
+    found = EagerStepper(loaded, [TOKENS], attention).run([(23,), (1,)])[0]
+    errors = (found - logits).norm(dim=1) / logits.norm(dim=1)
+    assert errors.median() <= 0.05
+
+
+FUSED = {
+    "phi3": "gptq 4 bits, v2, asymmetric",
+    "gpt_neox": "packed 4 bits",
+    "qwen3_moe": "fp8 blocks",
+    "mixtral": "awq",
+}
+
+
+@pytest.mark.parametrize("model_type", FUSED)
+def test_fused_layers_and_experts_are_quantised_too(tmp_path: Path, model_type: str) -> None:
+    model = random_model(model_type, num_hidden_layers=2)
+    ours, dense = write_quantized(tmp_path, model, FORMATS[FUSED[model_type]])
+    logits = reference(dense)
+    assert_same(EagerStepper(load(ours), [TOKENS]).run([(24,)])[0], logits, 1e-4 * scale_of(logits))
