@@ -25,6 +25,7 @@ from protocol.config.engine import EngineConfig
 from protocol.exit_codes import DRAINED, ExitCode
 from protocol.lifeline import attach_to_parent
 from protocol.log_lines import log_to_stderr
+from protocol.start_gate import wait_at_gate
 
 log = logging.getLogger("engine_core")
 
@@ -57,6 +58,7 @@ def run(config: EngineConfig) -> int:
         sockets.check_address(config.address, key)
         journal = None
         if config.journal:
+            wait_at_gate()  # a new file removes an old one, which a refused model must not do
             journal = Writer(Path(config.journal), config.journal_mib << 20)
             log.info("journal: %s", journal.path)
     except (ValueError, OSError) as error:

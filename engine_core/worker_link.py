@@ -22,6 +22,7 @@ from protocol.errors import WireError
 from protocol.exit_codes import ExitCode
 from protocol.lifeline import Lifeline
 from protocol.process_state import explain_kill, is_stopped, num_oom_kills
+from protocol.start_gate import gate_descriptors
 from protocol.steps import FromWorker, Stop, ToWorker, WorkerFailed, WorkerReady
 
 log = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ class WorkerLink:
             [sys.executable, "-P", "-m", "worker", "--config", settings],
             stdin=subprocess.DEVNULL,
             env={**os.environ, **self._lifeline.environment},
-            pass_fds=self._lifeline.child_ends,
+            pass_fds=[*self._lifeline.child_ends, *gate_descriptors()],
         )
         self._lifeline.on_started()
         self.death = os.pidfd_open(self._process.pid)

@@ -25,6 +25,7 @@ from gunicorn.workers.ggevent import GeventWorker
 from protocol.config.gateway import GatewayConfig
 from protocol.exit_codes import ExitCode
 from protocol.lifeline import attach_to_parent, die_with_parent
+from protocol.start_gate import wait_at_gate
 
 _parent = attach_to_parent(signal.SIGTERM)
 
@@ -154,6 +155,7 @@ def post_worker_init(worker: Any) -> None:
     service.obstacle = takeover_obstacle(worker)
     service.is_draining = lambda: not worker.alive
     service.give_up = _give_up
+    wait_at_gate()
     service.start()
 
 

@@ -25,6 +25,7 @@ from protocol.devices import DeviceInUse
 from protocol.exit_codes import ExitCode
 from protocol.lifeline import attach_to_parent
 from protocol.log_lines import log_to_stderr
+from protocol.start_gate import wait_at_gate
 from protocol.steps import FromWorker, ToWorker, WorkerFailed
 from worker.loading.errors import NotEnoughMemory, UnusableModel
 from worker.startup.timing import StartupTiming
@@ -76,6 +77,7 @@ def run(
             from worker.startup.assembly import assemble
             from worker.startup.device import lock_device
         gc.freeze()  # later collections skip the million objects that the imports created
+        wait_at_gate()
         with contextlib.ExitStack() as stack:
             stack.enter_context(lock_device(config))
             runner, ready = assemble(config, timing)

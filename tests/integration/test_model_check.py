@@ -13,13 +13,12 @@ from protocol.exit_codes import ExitCode
 from tests.support.processes import is_alive
 from tests.support.scripted_engine import scripted_card
 from tools.failure import Failure
-from tools.models.preflight import ModelCheck
+from tools.models.preflight import ModelCheck, without_trial
 
 
-def test_the_digest_of_a_tokenizer_that_was_tried_is_in_the_config() -> None:
+def test_the_digest_of_a_tokenizer_that_is_tried_before_is_in_the_config() -> None:
     card = scripted_card()
-    with ModelCheck(GatewayConfig(port=9001)) as check:
-        config = check.run(card)
+    config = without_trial(GatewayConfig(port=9001), card)
     digest = hashlib.sha256(card.tokenizer).hexdigest()
     assert config == GatewayConfig(port=9001, tried_tokenizer=digest)
 

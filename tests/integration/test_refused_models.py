@@ -1,8 +1,8 @@
-"""`tidegate serve` refuses a model that cannot be served, in one line, before anything is
-started."""
+"""`tidegate serve` refuses a model that cannot be served: in one line, and leaving no file."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -76,6 +76,20 @@ def test_a_model_that_cannot_be_served_is_refused_in_one_line(
     assert len(lines) == 1
     assert lines[0].startswith("tidegate: ")
     assert message in lines[0]
+
+
+def test_a_refused_tokenizer_leaves_no_file(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    model = write_tiny_llama(tmp_path / "model")
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    split = {"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "invert": False}
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer | {"pre_tokenizer": split}))
+    files = ("--journal", str(tmp_path / "j"), "--response-store", str(tmp_path / "store.db"))
+    code, lines = serve(tmp_path, str(model), "--port", "9182", *files)
+    assert (code, len(lines)) == (ExitCode.BAD_MODEL, 1), lines
+    assert "the model's tokenizer cannot be used" in lines[0]
+    left = [path for path in tmp_path.rglob("*") if path.is_file() and model not in path.parents]
+    assert left == []
 
 
 def test_an_engine_refuses_a_model_as_a_server_does(tmp_path: Path) -> None:

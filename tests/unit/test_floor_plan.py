@@ -87,6 +87,7 @@ ENVIRONMENT = {
     # Configuration.
     "protocol/config/gateway.py": "the config of a gateway process",
     "protocol/lifeline.py": "the pipes to the parent process",
+    "protocol/start_gate.py": "the pipe from the supervisor",
     "protocol/sockets.py": "the directory of the sockets",
     "tools/models/fetch.py": "the cache directory, and the environment of pip",
     "tools/terminal.py": "whether to print colours",

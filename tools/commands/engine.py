@@ -26,14 +26,13 @@ from tools.commands.serve import (
     check_key,
     check_kv_disk,
     engine_command,
-    log_limits,
 )
 from tools.failure import Failure
 from tools.flags import add_flags, build
 from tools.http.web import ServerReadiness
 from tools.models.catalogue import DEFAULT
 from tools.models.fetch import home
-from tools.models.preflight import check_models
+from tools.models.preflight import check_models, log_limits
 from tools.processes import run_lock
 from tools.processes.children import Child
 from tools.processes.topology import check_reachable, in_cluster, with_model

@@ -1,7 +1,8 @@
 """`tidegate serve`: starts a server from the command line.
 
 `run` does, in this order: make the configs from the options (`plan`), lock the run directory, find
-the model and check it, and start the processes and watch them until they end (`supervise`).
+the model, start the processes and check the model meanwhile (`_check_model`), and watch the
+processes until they end (`supervise`).
 
 `tools.processes.topology` decides which engines to start, and `tools.processes.supervisor` what to
 do while the processes run.
@@ -27,7 +28,6 @@ from protocol.config.gateway import GatewayConfig
 from protocol.config.serve import ServeConfig
 from protocol.config.worker import WorkerConfig
 from protocol.exit_codes import ExitCode
-from protocol.facts import ModelPlan
 from protocol.log_lines import LogStyle
 from protocol.model_card import read_card
 from protocol.sockets import engine_address, run_directory
@@ -37,10 +37,17 @@ from tools.flags import add_flags, build
 from tools.http.web import KEY_VARIABLE, WebServer, local_url
 from tools.models.catalogue import DEFAULT
 from tools.models.fetch import home
-from tools.models.preflight import ModelCheck, check_models, limit
+from tools.models.preflight import (
+    ModelCheck,
+    check_models,
+    log_limits,
+    without_trial,
+    write_card,
+)
 from tools.models.pulling import served_name
 from tools.processes import run_lock
 from tools.processes.children import Child, Command, module_command, run_module
+from tools.processes.gated_start import GatedStart
 from tools.processes.supervisor import STOP_S
 from tools.processes.topology import Engines, check_reachable, engines_of, wired, with_model
 from tools.processes.watch import supervise
@@ -88,7 +95,6 @@ CHECKED = (
 )
 """Fields of GatewayConfig whose values only the gateway's code can check."""
 CHECK_TIMEOUT_S = 60
-CARD_TIMEOUT_S = 120
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,9 +183,17 @@ def commands(plan: Plan, *, lock: int) -> list[Command]:
 
     lock   descriptor of the lock of the run directory, which the children inherit
     """
+    return [gateway_command(plan, lock), *engine_commands(plan, lock)]
+
+
+def engine_commands(plan: Plan, lock: int) -> list[Command]:
+    return [engine_command(name, engine, lock) for name, engine in plan.engines.items()]
+
+
+def gateway_command(plan: Plan, lock: int) -> Command:
     # gunicorn adds the working directory to sys.path. The run directory contains no Python files.
     conf = f"--config={_folder_of('gateway') / 'gunicorn_conf.py'}"
-    gateway = Command(
+    return Command(
         "gateway",
         module_command("gunicorn", conf, "gateway.app:create_app()"),
         environment=plan.gateway.to_environment(),
@@ -191,8 +205,6 @@ def commands(plan: Plan, *, lock: int) -> list[Command]:
         survivors_s=STOP_S,
         log_format=plan.gateway.log_format,
     )
-    engines = [engine_command(name, engine, lock) for name, engine in plan.engines.items()]
-    return [gateway, *engines]
 
 
 def engine_command(name: str, engine: EngineConfig, lock: int) -> Command:
@@ -225,7 +237,10 @@ def run(options: argparse.Namespace) -> int:
             key_file.unlink(missing_ok=True)
             write_cluster_key(str(key_file))
         _describe(lock, planned, planned.gateway.served_name)
-        return _serve(_with_model_path(planned, terminal), lock, started, terminal)
+        found = _with_model_path(planned, terminal)
+        with GatedStart() as start:
+            checked = _check_model(found, start, lock, terminal)
+        return _serve(checked, start.children, lock, started, terminal)
 
 
 def _describe(lock: int, plan: Plan, names: Sequence[str | None]) -> None:
@@ -277,10 +292,7 @@ def _check_gateway(config: GatewayConfig) -> None:
 
 
 def _with_model_path(plan: Plan, terminal: Terminal) -> Plan:
-    """Download the model if necessary, check it, and return the plan with its path.
-
-    Raises Failure if the model cannot be served.
-    """
+    """Download the model if necessary, and return the plan with its path. Raises Failure."""
     render_only = plan.serve.render_only
     if not plan.engines and not render_only:
         return plan
@@ -288,44 +300,38 @@ def _with_model_path(plan: Plan, terminal: Terminal) -> Plan:
     path = resolve(plan.engine.worker.model, home(), print_line, text_only=render_only)
     draft = "" if render_only else plan.engine.worker.draft_model
     engine = with_model(plan.engine, path, resolve(draft, home(), print_line) if draft else None)
-    found = replace(plan, engine=engine)
-    with ModelCheck(plan.gateway) as check:
-        if render_only:
-            file = _write_card(engine.worker, plan.directory / run_lock.CARD_FILE)
-            gateway = check.run(read_card(file).card)
-            return replace(found, gateway=msgspec.structs.replace(gateway, card=str(file)))
-        models = check_models([each.worker for each in found.engines.values()])
-        assert models.card is not None
-        gateway = check.run(models.card)
-    log_limits(models.plans, terminal)
-    return replace(found, gateway=gateway)
+    return replace(plan, engine=engine)
 
 
-def log_limits(plans: Iterable[ModelPlan], terminal: Terminal) -> None:
-    """Log the limits on the length of requests that the plans contain, each one once."""
-    for message in dict.fromkeys(limit(plan) for plan in plans):
-        if message is not None:
-            terminal.log(message)
+def _check_model(plan: Plan, start: GatedStart, lock: int, terminal: Terminal) -> Plan:
+    """Check whether the model can be served, and return the plan with the gateway's final config.
 
-
-def _write_card(worker: WorkerConfig, file: Path) -> Path:
-    """Write the card of the worker's model to `file`, and return `file`. Raises Failure.
-
-    A worker process does this, because only the worker reads model files.
+    The processes are started meanwhile, each as soon as its config is known. Raises Failure if the
+    model cannot be served.
     """
-    model, sampling = worker.model, worker.recommended_sampling
-    command = module_command(
-        "worker.startup.card",
-        *(model, str(file), f"--max-len={worker.max_len}"),
-        f"--recommended-sampling={msgspec.json.encode(sampling).decode()}",
-    )
-    done = run_module(f"reading {model}", command, timeout_s=CARD_TIMEOUT_S)
-    if done.code:
-        raise Failure(done.error or f"cannot read {model}", exit_code=ExitCode.BAD_MODEL)
-    return file
+    if not plan.engines and not plan.serve.render_only:
+        return plan
+    start.start(engine_commands(plan, lock))
+    gateway, plans = plan.gateway, []
+    with ModelCheck(gateway) as check:
+        if plan.serve.render_only:
+            file = write_card(plan.engine.worker, plan.directory / run_lock.CARD_FILE)
+            gateway = msgspec.structs.replace(gateway, card=str(file))
+            card = read_card(file).card
+        else:
+            found = check_models([each.worker for each in plan.engines.values()])
+            assert found.card is not None
+            plans, card = found.plans, found.card
+        checked = replace(plan, gateway=without_trial(gateway, card))
+        start.start([gateway_command(checked, lock)])
+        check.run(card)
+    log_limits(plans, terminal)
+    return checked
 
 
-def _serve(plan: Plan, lock: int, started: float, terminal: Terminal) -> int:
+def _serve(
+    plan: Plan, children: Sequence[Child], lock: int, started: float, terminal: Terminal
+) -> int:
     has_model = bool(plan.engines or plan.serve.render_only)
 
     def log_start(children: Sequence[Child]) -> None:
@@ -340,6 +346,7 @@ def _serve(plan: Plan, lock: int, started: float, terminal: Terminal) -> int:
         commands(plan, lock=lock),
         WebServer(plan.url, plan.key, waits_for_all=plan.serve.split),
         terminal,
+        started=children,
         start_timeout_s=plan.serve.start_timeout_s,
         drain_s=plan.gateway.drain_s,
         max_restarts=plan.serve.max_restarts,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -22,6 +22,7 @@ from protocol.facts import ModelPlan, Preflight
 from protocol.model_card import ModelCard
 from tools.failure import Failure
 from tools.processes.children import last_error_line, module_command, run_module
+from tools.terminal import Terminal
 
 TIMEOUT_S = 120
 MODEL_CHECK_TIMEOUT_S = 300
@@ -108,8 +109,8 @@ class ModelCheck:
         self._process.kill()
         self._process.communicate()
 
-    def run(self, card: ModelCard) -> GatewayConfig:
-        """Check a model. Return the gateway's config, with the digest of the tested tokenizer.
+    def run(self, card: ModelCard) -> None:
+        """Check a model.
 
         Raises Failure, in one line with a remedy, if a gateway cannot serve the model.
         """
@@ -127,8 +128,12 @@ class ModelCheck:
             lines = errors.decode(errors="replace").splitlines()
             reason = last_error_line(lines) or f"exit code {code}"
             raise Failure(f"checking the model's tokenizer failed: {reason}")
-        tried = hashlib.sha256(card.tokenizer).hexdigest()
-        return msgspec.structs.replace(self._config, tried_tokenizer=tried)
+
+
+def without_trial(config: GatewayConfig, card: ModelCard) -> GatewayConfig:
+    """Return the config of a gateway that does not try the tokenizer of `card` itself."""
+    tried = hashlib.sha256(card.tokenizer).hexdigest()
+    return msgspec.structs.replace(config, tried_tokenizer=tried)
 
 
 def limit(plan: ModelPlan) -> str | None:
@@ -139,3 +144,27 @@ def limit(plan: ModelPlan) -> str | None:
             f"{plan.context_tokens:,} tokens (--max-len, --kv-memory-gib)"
         )
     return None
+
+
+def log_limits(plans: Iterable[ModelPlan], terminal: Terminal) -> None:
+    """Log the limits on the length of requests that the plans contain, each one once."""
+    for message in dict.fromkeys(limit(plan) for plan in plans):
+        if message is not None:
+            terminal.log(message)
+
+
+def write_card(worker: WorkerConfig, file: Path) -> Path:
+    """Write the card of the worker's model to `file`, and return `file`. Raises Failure.
+
+    A worker process does this, because only the worker reads model files.
+    """
+    model, sampling = worker.model, worker.recommended_sampling
+    command = module_command(
+        "worker.startup.card",
+        *(model, str(file), f"--max-len={worker.max_len}"),
+        f"--recommended-sampling={msgspec.json.encode(sampling).decode()}",
+    )
+    done = run_module(f"reading {model}", command, timeout_s=TIMEOUT_S)
+    if done.code:
+        raise Failure(done.error or f"cannot read {model}", exit_code=ExitCode.BAD_MODEL)
+    return file

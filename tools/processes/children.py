@@ -118,12 +118,21 @@ class Child:
             pass
         self._pass_on(b"", [self._unfinished])
         reason = self._reason(code)
+        self._close()
+        server_code = self._command.exit_codes.get(code, self._command.exit_code)
+        return ProcessExit(self.name, code, reason, server_code)
+
+    def discard(self) -> None:
+        """Kill the child's process group and wait for the child. Print none of its output."""
+        self.send(signal.SIGKILL)
+        self._process.wait()
+        self._close()
+
+    def _close(self) -> None:
         os.close(self.pidfd)
         self._lifeline.close()
         assert self._process.stdout is not None
         self._process.stdout.close()
-        server_code = self._command.exit_codes.get(code, self._command.exit_code)
-        return ProcessExit(self.name, code, reason, server_code)
 
     def _reason(self, code: int) -> str:
         """Return why the child ended: the cause that it reported, or an error in its last lines.

@@ -297,6 +297,7 @@ def supervise(
     server: ReadinessProbe,
     terminal: Terminal,
     *,
+    started: Sequence[Child] = (),
     start_timeout_s: float,
     drain_s: float,
     max_restarts: int = 0,
@@ -309,6 +310,7 @@ def supervise(
 
     commands          the processes, in the order in which a drain stops them
     server            checks whether the server is ready
+    started           those of the processes that were started already
     start_timeout_s   time until the server must be ready
     drain_s           time in which open requests may finish
     max_restarts      limit of a `RestartPolicy`
@@ -326,7 +328,8 @@ def supervise(
             restarts=RestartPolicy(max_restarts),
             restarts_children=[each.name for each in commands if each.restarts_children],
         )
-        children = [Child(command) for command in commands]
+        running = {child.name: child for child in started}
+        children = [running.get(command.name) or Child(command) for command in commands]
         on_started(children)
         with ReadinessPoller(server) as readiness:
             return Watch(
