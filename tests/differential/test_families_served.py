@@ -1,0 +1,45 @@
+"""Every model family in a real engine: greedy answers are those of transformers, with prompts in
+chunks, a shared prefix, preemptions and drafts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from protocol.sampling import SamplingParams
+from tests.support.checkpoints import write_directory
+from tests.support.eager import BLOCK_TOKENS, expected, some_tokens
+from tests.support.family_models import MODEL_TYPES, VARIANTS, random_model
+from tests.support.replica import Replica, load
+
+TIE = 1e-4
+PARAMS = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_greedy_answers_are_those_of_transformers(tmp_path: Path, model_type: str) -> None:
+    """A model has windows if its family does. An answer may contain another token than transformers
+    chooses if their logits are a tie."""
+    variants = VARIANTS[model_type]
+    changes = variants.get("windows", variants.get("window", {}))
+    theirs, start = random_model(model_type, **changes), some_tokens(20)
+    prompts = [start + some_tokens(count, seed=count) for count in (3, 9, 15, 21)]
+    loaded = load(write_directory(tmp_path, theirs))
+    replica = Replica(
+        loaded,
+        token_budget=16,
+        num_blocks=28,
+        block_tokens=BLOCK_TOKENS,
+        options={"speculation": "model"},
+        draft=loaded,
+    )
+    answers = [*replica.answers(prompts[:1], PARAMS), *replica.answers(prompts[1:], PARAMS)]
+    stats = replica.engine.stats()
+    assert stats.num_preemptions > 0
+    assert stats.num_accepted_tokens > 0
+    assert stats.num_cached_tokens > 0
+    for prompt, answer in zip(prompts, answers, strict=True):
+        logits = expected(theirs, prompt + answer)[len(prompt) - 1 : -1]
+        chosen = logits.gather(1, logits.new_tensor(answer).long()[:, None])[:, 0]
+        assert (logits.amax(1) - chosen).max() <= TIE * max(1.0, float(logits.abs().max()))
