@@ -155,7 +155,7 @@ def post_worker_init(worker: Any) -> None:
     service.obstacle = takeover_obstacle(worker)
     service.is_draining = lambda: not worker.alive
     service.give_up = _give_up
-    wait_at_gate()
+    wait_at_gate(keep_alive=worker.notify)  # gunicorn kills a worker that is silent for `timeout`
     service.start()
 
 

@@ -11,7 +11,8 @@ ends the wait of every process, however many read from the pipe.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import select
+from collections.abc import Callable, Mapping
 
 VARIABLE = "TIDEGATE_START_GATE"
 """Environment variable with the file descriptor of the reading end."""
@@ -45,7 +46,11 @@ def gate_descriptors() -> list[int]:
     return [int(fd)] if fd else []
 
 
-def wait_at_gate() -> None:
-    """Wait until the gate of this process is open. Return at once if it has none."""
+def wait_at_gate(keep_alive: Callable[[], object] = lambda: None, every_s: float = 5) -> None:
+    """Wait until the gate of this process is open. Return at once if it has none.
+
+    keep_alive   called every `every_s` seconds during the wait
+    """
     for fd in gate_descriptors():
-        os.read(fd, 1)
+        while not select.select([fd], [], [], every_s)[0]:
+            keep_alive()

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from protocol.exit_codes import ExitCode
+from protocol.start_gate import VARIABLE, StartGate, wait_at_gate
 from tests.support.processes import is_alive
 from tools.failure import Failure
 from tools.processes.children import Child, Command
@@ -52,3 +53,11 @@ def test_a_failure_kills_the_processes_without_output(capfd: pytest.CaptureFixtu
         raise Failure("refused")
     assert not is_alive(start.children[0].pid)
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_waiting_process_reports_that_it_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = StartGate()
+    inherited = os.dup(gate.fd)
+    monkeypatch.setenv(VARIABLE, str(inherited))
+    wait_at_gate(gate.open, every_s=0.001)
+    os.close(inherited)
