@@ -82,7 +82,7 @@ class DecodeFastPath:
         outside its slot.
         """
         table, count = self._slots, len(slots)
-        max_tokens = table.fields["token_ids"].width
+        max_tokens = min(table.fields["token_ids"].width, self._whole.max_positions + 1)
         if starts.min() < 0 or starts.max() >= max_tokens - 1:
             raise ValueError(f"a row exceeds {max_tokens} tokens")
         call = self._call

@@ -47,10 +47,29 @@ class CScoring(Structure):
     ]
 
 
+class CNorm(Structure):
+    """A norm; its weight is null if there is none."""
+
+    _fields_ = [
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        ("is_layer", c_int64),
+        ("is_float", c_int64),
+    ]
+
+
+class CRope(Structure):
+    _fields_ = [("inv_freq", c_void_p), ("width", c_int64), ("factor", c_double)]
+
+
 class CLayer(Structure):
     _fields_ = [
-        ("attention_norm", c_void_p),
-        ("mlp_norm", c_void_p),
+        ("attention_norm", CNorm),
+        ("post_attention_norm", CNorm),
+        ("mlp_norm", CNorm),
+        ("post_mlp_norm", CNorm),
+        ("q_norm", CNorm),
+        ("k_norm", CNorm),
         ("qkv", CPacked),
         ("output", CPacked),
         ("gate_up", CPacked),
@@ -59,21 +78,24 @@ class CLayer(Structure):
         ("output_bias", c_void_p),
         ("gate_up_bias", c_void_p),
         ("down_bias", c_void_p),
-        ("q_norm", c_void_p),
-        ("k_norm", c_void_p),
         ("k_cache", c_void_p),
         ("v_cache", c_void_p),
         ("scoring", CScoring),
         ("q_norm_width", c_int64),
         ("k_norm_width", c_int64),
-        ("is_rotated", c_int64),
+        ("rope", c_int64),
+        ("activation", c_int64),
+        ("is_gated", c_int64),
+        ("is_parallel", c_int64),
     ]
 
 
 class CForward(Structure):
     _fields_ = [
         ("layers", c_void_p),
+        ("ropes", c_void_p),
         ("num_layers", c_int64),
+        ("num_ropes", c_int64),
         ("tokens", c_int64),
         ("hidden", c_int64),
         ("inner", c_int64),
@@ -83,7 +105,7 @@ class CForward(Structure):
         ("positions", c_void_p),
         ("slot_mapping", c_void_p),
         ("embedding", c_void_p),
-        ("inv_freq", c_void_p),
+        ("position_embedding", c_void_p),
         ("x", c_void_p),
         ("cos", c_void_p),
         ("sin", c_void_p),
@@ -92,8 +114,8 @@ class CForward(Structure):
         ("attended", c_void_p),
         ("gate_up", c_void_p),
         ("active", c_void_p),
+        ("delta", c_void_p),
         ("eps", c_double),
-        ("rope_factor", c_double),
         ("embedding_scale", c_double),
         ("residual_scale", c_double),
     ]
@@ -101,7 +123,7 @@ class CForward(Structure):
 
 class CHead(Structure):
     _fields_ = [
-        ("norm", c_void_p),
+        ("norm", CNorm),
         ("weight", CPacked),
         ("eps", c_double),
         ("scale", c_double),

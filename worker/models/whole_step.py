@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import sys
 from collections.abc import Sequence
 from ctypes import byref
 from itertools import accumulate
@@ -27,9 +28,11 @@ from worker.kernels.packed import PackedLinear, PackedMatrix
 from worker.kv.cache import KVCache
 from worker.layers.hybrid_linear import NEVER, HybridLinear
 from worker.layers.linear import Linear
+from worker.layers.norm import Norm
 from worker.layers.rope import attention_factor, inverse_frequencies
 from worker.models.compiled import why_not
-from worker.models.spec import ModelSpec
+from worker.models.rope_config import RopeConfig
+from worker.models.spec import Activation, ModelSpec
 
 if TYPE_CHECKING:
     from worker.models.decoder import DecoderLayer, DecoderWeights
@@ -38,6 +41,9 @@ log = logging.getLogger(__name__)
 
 ALIGNMENT = 64
 KEPT_BYTES = 64 << 20
+FLOAT_BYTES = 4
+ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh")
+"""The activations, in the order of csrc/activation.h."""
 
 
 class WholePass:
@@ -50,33 +56,40 @@ class WholePass:
     def __init__(
         self, spec: ModelSpec, weights: DecoderWeights, head: PackedMatrix, kernels: NativeKernels
     ) -> None:
-        attention = spec.layers[0].attention
-        rope = next((each.rope for each in spec.attentions if each.rope is not None), None)
         self._spec = spec
-        self._attention = attention
+        self._attention = spec.layers[0].attention
         self._weights = weights
         self.kernels = kernels
-        self.dtype_code = dtype_code(weights.embedding, weights.norm.weight)
-        self._inv_freq = torch.zeros(attention.head_dim // 2)
-        self._rope_factor = 1.0
-        if rope is not None:
-            self._inv_freq = inverse_frequencies(rope)
-            self._rope_factor = attention_factor(rope)
-        self._heads = structs.CHeads(
-            attention.num_heads, attention.num_kv_heads, attention.head_dim
+        dtype = weights.embedding.dtype
+        self.dtype_code = dtype_code(weights.embedding)
+        ropes = [*dict.fromkeys(each.rope for each in spec.attentions if each.rope is not None)]
+        self._frequencies = [inverse_frequencies(rope) for rope in ropes]
+        self._ropes = (structs.CRope * len(ropes))(
+            *(
+                structs.CRope(address(inv_freq), rope.width, attention_factor(rope))
+                for rope, inv_freq in zip(ropes, self._frequencies, strict=True)
+            )
         )
-        self._layers = (structs.CLayer * len(weights.layers))(*map(_layer, weights.layers))
+        self._layers = (structs.CLayer * len(weights.layers))(
+            *(_layer(layer, ropes, dtype) for layer in weights.layers)
+        )
         self.head = structs.CHead(
-            address(weights.norm.weight),
+            _norm(weights.norm, dtype),
             head.struct,
             spec.norm.eps,
             spec.logits_scale,
             spec.logits_soft_cap or 0.0,
         )
+        # Rounded to the model's dtype, as in training.
+        scale = torch.tensor(spec.embedding_scale, dtype=dtype)
+        self._embedding_scale = float(scale)
+        self._has_post_norms = any(layer.post_attention_norm for layer in weights.layers)
         self._from_rows = min(map(_from_rows, weights.layers))
         self._memory = PassMemory()
         self._cache = 0
         self.vocab = len(weights.embedding)
+        #: Positions that can be computed.
+        self.max_positions = spec.learned_positions or sys.maxsize
 
     @classmethod
     def of(cls, spec: ModelSpec, weights: DecoderWeights, kernels: Kernels) -> Self | None:
@@ -102,6 +115,8 @@ class WholePass:
         count, batch = len(token_ids), plan.batch
         if not 0 <= int(token_ids.min()) <= int(token_ids.max()) < self.vocab:
             raise ValueError("a token is not in the vocabulary")
+        if int(batch.positions.max()) >= self.max_positions:
+            raise ValueError(f"a position exceeds the {self.max_positions} learned ones")
         assert count == len(batch.positions) == len(batch.slot_mapping)
         assert token_ids.dtype == batch.positions.dtype == torch.int64
         hidden = torch.empty(count, self._spec.hidden)
@@ -118,7 +133,7 @@ class WholePass:
         assert hidden.dtype == torch.float32
         assert hidden.shape[1:] == (self._spec.hidden,)
         logits = torch.empty(len(hidden), self.head.weight.outputs)
-        (normed,) = self._memory.take([hidden.numel() * self._weights.norm.weight.itemsize])
+        (normed,) = self._memory.take([hidden.numel() * self._weights.embedding.itemsize])
         self.kernels.library.logits(
             self.dtype_code,
             torch.get_num_threads(),
@@ -135,31 +150,34 @@ class WholePass:
         spec, attention = self._spec, self._attention
         inner, size = spec.layers[0].mlp.intermediate, self._weights.embedding.itemsize
         self.use_cache(cache)
-        widths = (
-            attention.head_dim,
-            attention.head_dim,
-            spec.hidden,
-            attention.q_width + 2 * attention.kv_width,
-            attention.q_width,
-            2 * inner,
-            inner,
-        )
-        names = ("cos", "sin", "normed", "qkv", "attended", "gate_up", "active")
-        scratch = memory.take([count * width * size for width in widths])
+        turned = len(self._ropes) * attention.head_dim
+        widths = {
+            "cos": turned,
+            "sin": turned,
+            "normed": spec.hidden,
+            "qkv": attention.q_width + 2 * attention.kv_width,
+            "attended": attention.q_width,
+            "gate_up": 2 * inner,
+            "active": inner,
+        }
+        sizes = {name: count * width * size for name, width in widths.items()}
+        sizes["delta"] = count * spec.hidden * FLOAT_BYTES * self._has_post_norms
+        scratch = dict(zip(sizes, memory.take([*sizes.values()]), strict=True))
         return structs.CForward(
             layers=ctypes.addressof(self._layers),
+            ropes=ctypes.addressof(self._ropes),
             num_layers=len(self._layers),
+            num_ropes=len(self._ropes),
             tokens=count,
             hidden=spec.hidden,
             inner=inner,
-            heads=self._heads,
+            heads=structs.CHeads(attention.num_heads, attention.num_kv_heads, attention.head_dim),
             embedding=address(self._weights.embedding),
-            inv_freq=address(self._inv_freq),
+            position_embedding=address(self._weights.positions),
             eps=spec.norm.eps,
-            rope_factor=self._rope_factor,
-            embedding_scale=spec.embedding_scale,
+            embedding_scale=self._embedding_scale,
             residual_scale=spec.residual_scale,
-            **dict(zip(names, scratch, strict=True)),
+            **scratch,
         )
 
     def use_cache(self, cache: KVCache) -> None:
@@ -192,18 +210,22 @@ class PassMemory:
         return [start + end for end in (0, *ends[:-1])]
 
 
-def _layer(layer: DecoderLayer) -> structs.CLayer:
-    assert layer.attention_norm is not None
-    assert layer.mlp_norm is not None
+def _layer(layer: DecoderLayer, ropes: Sequence[RopeConfig], dtype: torch.dtype) -> structs.CLayer:
     linears = [_packed(_linear(slot)) for slot in layer.linears]
-    attention, q_norm, k_norm = layer.spec.attention, layer.q_norm, layer.k_norm
+    matrices = [linear.matrix.struct for linear in linears]
+    biases = [address(linear.bias) for linear in linears]
+    names = ("qkv", "output", "gate_up", "down")
+    attention, mlp = layer.spec.attention, layer.spec.mlp
+    q_norm, k_norm = layer.q_norm, layer.k_norm
     return structs.CLayer(
-        address(layer.attention_norm.weight),
-        address(layer.mlp_norm.weight),
-        *(linear.matrix.struct for linear in linears),
-        *(address(linear.bias) for linear in linears),
-        q_norm=None if q_norm is None else address(q_norm.weight),
-        k_norm=None if k_norm is None else address(k_norm.weight),
+        attention_norm=_norm(layer.attention_norm, dtype),
+        post_attention_norm=_norm(layer.post_attention_norm, dtype),
+        mlp_norm=_norm(layer.mlp_norm, dtype),
+        post_mlp_norm=_norm(layer.post_mlp_norm, dtype),
+        q_norm=_norm(q_norm, dtype),
+        k_norm=_norm(k_norm, dtype),
+        **dict(zip(names, matrices, strict=True)),
+        **dict(zip((f"{name}_bias" for name in names), biases, strict=True)),
         scoring=scoring_struct(
             attention.scale,
             attention.soft_cap,
@@ -213,7 +235,21 @@ def _layer(layer: DecoderLayer) -> structs.CLayer:
         ),
         q_norm_width=0 if q_norm is None else q_norm.weight.numel(),
         k_norm_width=0 if k_norm is None else k_norm.weight.numel(),
-        is_rotated=attention.rope is not None,
+        rope=-1 if attention.rope is None else ropes.index(attention.rope),
+        activation=ACTIVATIONS.index(mlp.activation),
+        is_gated=mlp.is_gated,
+        is_parallel=layer.spec.order in ("parallel", "parallel_one_norm"),
+    )
+
+
+def _norm(norm: Norm | None, dtype: torch.dtype) -> structs.CNorm:
+    if norm is None:
+        return structs.CNorm()
+    assert norm.weight.dtype in (dtype, torch.float32)
+    assert norm.bias is None or norm.bias.dtype == dtype
+    is_float = norm.weight.dtype == torch.float32
+    return structs.CNorm(
+        address(norm.weight), address(norm.bias), norm.spec.kind == "layer", is_float
     )
 
 

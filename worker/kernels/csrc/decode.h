@@ -11,7 +11,7 @@ namespace {
 
 // The final norm and the output head.
 struct Head {
-    const void *norm; // [hidden]
+    Norm norm; // [hidden]
     Packed weight;
     double eps, scale, soft_cap; // as in Scoring, of the logits
 };
@@ -64,7 +64,7 @@ INLINE void compute_logits(Team &team, const Head &head, const float *x, int64_t
                            float *y) {
     const int64_t hidden = head.weight.inputs;
     team.share(rows, [&](int64_t t) {
-        norm_row(x + t * hidden, (const N *)head.norm, normed + t * hidden, hidden, (float)head.eps);
+        norm_row<N>(x + t * hidden, head.norm, normed + t * hidden, hidden, (float)head.eps);
     });
     linear(team, Linear<N, float>{normed, head.weight, nullptr, y, rows, STORE});
     if (head.scale == 1 && head.soft_cap == 0) return;

@@ -1,44 +1,76 @@
-// The operations between linears: norm, rotation, writing to the cache, activation.
+// The operations between linears: norms, rotation, writing to the cache. Activations: activation.h.
 // They compute one row (a token) at a time in float, and round where torch rounds.
 //
-// Legend: T tokens, H query heads, H_kv key/value heads, D head dim, I intermediate.
+// Legend: T tokens, H query heads, H_kv key/value heads, D head dim.
 #pragma once
 
 #include "team.h"
 
 namespace {
 
-// Computes out = x / sqrt(mean(x^2) + eps) * weight. `size` is a multiple of 16.
-template <class X, class N>
-INLINE void norm_row(const X *x, const N *weight, N *out, int64_t size, float eps) {
-    Floats squares[4] = {};
+// A norm of one place of the model.
+struct Norm {
+    const void *weight; // [size]; null: there is no norm
+    const void *bias;   // [size], in the model's number type, or null
+    int64_t is_layer;   // whether the mean is subtracted
+    int64_t is_float;   // whether the weight is float, whatever the model's number type is
+};
+
+// Returns the sum of f(v) over the vectors v of x.
+template <class X, class F> INLINE float sum_over(const X *x, int64_t size, F &&f) {
+    Floats sums[4] = {};
     int64_t i = 0;
     for (; i + 4 * LANES <= size; i += 4 * LANES)
-        for (int j = 0; j < 4; j++) {
-            Floats v = load(x + i + j * LANES);
-            squares[j] += v * v;
-        }
-    for (; i < size; i += LANES) {
-        Floats v = load(x + i);
-        squares[0] += v * v;
+        for (int j = 0; j < 4; j++) sums[j] += f(load(x + i + j * LANES));
+    for (; i < size; i += LANES) sums[0] += f(load(x + i));
+    return sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
+}
+
+// Computes out = x / sqrt(mean(x^2) + eps) * weight. `size` is a multiple of 16.
+template <class X, class W, class N>
+INLINE void rms_row(const X *x, const W *weight, N *out, int64_t size, float eps) {
+    const float mean = sum_over(x, size, [](Floats v) { return v * v; }) / (float)size;
+    const Floats scale = splat(1.0f / std::sqrt(mean + eps));
+    for (int64_t i = 0; i < size; i += LANES) store(out + i, load(x + i) * scale * load(weight + i));
+}
+
+// Computes out = (x - mean(x)) / sqrt(variance(x) + eps) * weight + bias. `size` is a multiple of 16.
+template <class X, class W, class B, class N>
+INLINE void layer_norm_row(const X *x, const W *weight, const B *bias, N *out, int64_t size, float eps) {
+    const Floats mean = splat(sum_over(x, size, [](Floats v) { return v; }) / (float)size);
+    const float variance =
+        sum_over(x, size, [&](Floats v) { return (v - mean) * (v - mean); }) / (float)size;
+    const Floats scale = splat(1.0f / std::sqrt(variance + eps));
+    for (int64_t i = 0; i < size; i += LANES) {
+        const Floats v = (load(x + i) - mean) * scale * load(weight + i);
+        store(out + i, bias ? v + load(bias + i) : v);
     }
-    float mean = sum((squares[0] + squares[1]) + (squares[2] + squares[3])) / (float)size;
-    Floats scale = splat(1.0f / std::sqrt(mean + eps));
-    for (i = 0; i < size; i += LANES) store(out + i, load(x + i) * scale * load(weight + i));
+}
+
+// Computes a norm of any kind, in a model of number type N. x and out may be the same.
+template <class N, class X, class Y>
+void norm_row(const X *x, const Norm &norm, Y *out, int64_t size, float eps) {
+    const float *wide = (const float *)norm.weight;
+    const N *weight = (const N *)norm.weight, *bias = (const N *)norm.bias;
+    if (norm.is_layer && norm.is_float) layer_norm_row(x, wide, bias, out, size, eps);
+    else if (norm.is_layer) layer_norm_row(x, weight, bias, out, size, eps);
+    else if (norm.is_float) rms_row(x, wide, out, size, eps);
+    else rms_row(x, weight, out, size, eps);
 }
 
 // Computes x += delta.
-template <class N> INLINE void add_row(N *x, const N *delta, int64_t size) {
+template <class X, class N> INLINE void add_row(X *x, const N *delta, int64_t size) {
     for (int64_t i = 0; i < size; i += LANES) store(x + i, load(x + i) + load(delta + i));
 }
 
-// Computes out = silu(gate) * up. gate_up [2 I] is gate, then up.
-template <class N> INLINE void silu_row(const N *gate_up, N *out, int64_t inner) {
-    for (int64_t i = 0; i < inner; i += LANES) {
-        Floats gate = load(gate_up + i);
-        Floats silu = as_stored(N{}, gate / (1.0f + exponential(-gate)));
-        store(out + i, silu * load(gate_up + inner + i));
-    }
+// Computes x += delta * scale.
+INLINE void add_scaled_row(float *x, const float *delta, int64_t size, float scale) {
+    for (int64_t i = 0; i < size; i += LANES) store(x + i, load(x + i) + load(delta + i) * scale);
+}
+
+// Writes x to `out`, in the number type of `out`.
+template <class X, class N> INLINE void convert_row(const X *x, N *out, int64_t size) {
+    for (int64_t i = 0; i < size; i += LANES) store(out + i, load(x + i));
 }
 
 // Rotates a head. `from` and `to` may be the same. cos and sin [D] are those of layers/rope.py, with the
@@ -55,6 +87,24 @@ INLINE void rotate_head(const N *from, N *to, const N *cos, const N *sin, int64_
     }
 }
 
+constexpr int MAX_DIM = 256; // largest head dim
+
+// Rotates the first `width` items of a head, and leaves the others. `from` and `to` may be the same. cos
+// and sin [D] are as for `rotate_head`, and then 1 and 0 for items that are not rotated.
+template <class N>
+INLINE void rotate_part(const N *from, N *to, const N *cos, const N *sin, int64_t dim, int64_t width) {
+    const size_t half = (size_t)width / 2, rest = (size_t)(dim - width);
+    alignas(64) float x[MAX_DIM], partners[MAX_DIM];
+    for (int64_t i = 0; i < dim; i += LANES) store(x + i, load(from + i));
+    memcpy(partners, x + half, half * sizeof(float));
+    memcpy(partners + half, x, half * sizeof(float));
+    memcpy(partners + width, x + width, rest * sizeof(float));
+    for (int64_t i = 0; i < dim; i += LANES) {
+        const Floats own = as_stored(N{}, load(x + i) * load(cos + i));
+        store(to + i, own + load(partners + i) * load(sin + i));
+    }
+}
+
 // Numbers of query heads and key/value heads, and the head dim.
 struct Heads {
     int64_t heads, kv_heads, dim;
@@ -62,8 +112,8 @@ struct Heads {
 
 // Replaces `heads` heads of `dim` numbers by their norms, `width` numbers at a time: one head, or all.
 template <class N>
-INLINE void norm_heads(N *x, const N *weight, int64_t heads, int64_t dim, int64_t width, float eps) {
-    for (int64_t at = 0; at < heads * dim; at += width) norm_row(x + at, weight, x + at, width, eps);
+INLINE void norm_heads(N *x, const Norm &norm, int64_t heads, int64_t dim, int64_t width, float eps) {
+    for (int64_t at = 0; at < heads * dim; at += width) norm_row<N>(x + at, norm, x + at, width, eps);
 }
 
 // Writes one token's keys and values to the cache without rotating them.
@@ -75,21 +125,21 @@ INLINE void cache_row(const N *qkv, N *k_cache, N *v_cache, int64_t slot, const 
     memcpy(v_cache + slot * width, keys + width, (size_t)width * sizeof(N));
 }
 
-// Rotates one token's queries in place, and writes its rotated keys and its values to the cache.
+// Rotates the first `rotated` items of one token's queries in place, and writes its keys, rotated
+// likewise, and its values to the cache.
 //
 // qkv: [(H + 2 H_kv) D]. k_cache, v_cache: one layer, [tokens, H_kv, D]. slot: the token's index in them.
 template <class N>
-INLINE void rotate_and_cache_row(
-    N *qkv, const N *cos, const N *sin, N *k_cache, N *v_cache, int64_t slot, const Heads &h
-) {
-    for (int64_t i = 0; i < h.heads; i++) {
-        N *head = qkv + i * h.dim;
-        rotate_head(head, head, cos, sin, h.dim);
-    }
+INLINE void rotate_and_cache_row(N *qkv, const N *cos, const N *sin, N *k_cache, N *v_cache, int64_t slot,
+                                 const Heads &h, int64_t rotated) {
+    auto rotate = [&](const N *from, N *to) {
+        if (rotated == h.dim) rotate_head(from, to, cos, sin, h.dim);
+        else rotate_part(from, to, cos, sin, h.dim, rotated);
+    };
+    for (int64_t i = 0; i < h.heads; i++) rotate(qkv + i * h.dim, qkv + i * h.dim);
     const N *keys = qkv + h.heads * h.dim;
     const int64_t width = h.kv_heads * h.dim;
-    for (int64_t i = 0; i < h.kv_heads; i++)
-        rotate_head(keys + i * h.dim, k_cache + slot * width + i * h.dim, cos, sin, h.dim);
+    for (int64_t i = 0; i < h.kv_heads; i++) rotate(keys + i * h.dim, k_cache + slot * width + i * h.dim);
     memcpy(v_cache + slot * width, keys + width, (size_t)width * sizeof(N));
 }
 

@@ -1,46 +1,59 @@
-// The Llama forward pass, from token ids to the output of the last layer, in one call that wakes the
-// threads once.
+// The forward pass of a decoder, from token ids to the output of the last layer, in one call that wakes
+// the threads once.
 //
-// The code follows models/llama.py line by line, with packed weights. One thing differs: x, to which
+// The code follows models/decoder.py line by line, with packed weights. One thing differs: x, to which
 // every layer adds, is float, because some of its numbers are so large that bfloat16 would lose what is
-// added.
+// added. Norms, orders and activations are chosen once for each row or layer, outside of the inner loops.
 //
 // Legend: T tokens, H query heads, H_kv key/value heads, D head dim, I intermediate.
 #pragma once
 
+#include "activation.h"
 #include "linear.h"
 #include "prefill.h"
 
 namespace {
 
+// A rotary embedding of some layers.
+struct Rope {
+    const float *inv_freq; // [width / 2]: radians by which a pair rotates per position
+    int64_t width;         // items of each head that are rotated
+    double factor;         // of cos and sin
+};
+
 // Weights and cache of one layer.
 struct Layer {
-    const void *attention_norm, *mlp_norm; // [hidden]
+    Norm attention_norm, post_attention_norm, mlp_norm, post_mlp_norm; // [hidden]
+    Norm q_norm, k_norm;                                               // [q_norm_width], [k_norm_width]
     Packed qkv, output, gate_up, down;
     const void *qkv_bias, *output_bias, *gate_up_bias, *down_bias; // [outputs], or null
-    const void *q_norm, *k_norm; // [q_norm_width], [k_norm_width], or null
     void *k_cache, *v_cache; // of this layer: [B, block_tokens, H_kv, D]
     Scoring scoring;
     int64_t q_norm_width, k_norm_width; // D, or all heads together
-    int64_t is_rotated;
+    int64_t rope;        // index of the rotary embedding; -1: queries and keys are not rotated
+    int64_t activation;  // of the MLP (activation.h)
+    int64_t is_gated;    // whether the MLP has a gate; without one, gate_up [T, I] is up alone
+    int64_t is_parallel; // whether the MLP reads the layer's input: mlp_norm of it, or attention_norm
 };
 
 // The arguments of a forward pass.
 struct Forward {
     const Layer *layers;
-    int64_t num_layers, tokens, hidden, inner;
+    const Rope *ropes;
+    int64_t num_layers, num_ropes, tokens, hidden, inner;
     Heads heads;
     Rows rows;
     const int64_t *ids, *positions, *slot_mapping; // [T]
-    const void *embedding;         // [V, hidden]
-    const float *inv_freq;         // [D / 2]: radians by which a pair rotates per position
-    float *x;                      // [T, hidden]: the output
-    void *cos, *sin;               // scratch memory: [T, D]
-    void *normed;                  // scratch memory: [T, hidden]
-    void *qkv;                     // scratch memory: [T, (H + 2 H_kv) D]
-    void *attended;                // scratch memory: [T, H D], the output of attention
-    void *gate_up, *active;        // scratch memory: [T, 2 I], [T, I]
-    double eps, rope_factor, embedding_scale, residual_scale;
+    const void *embedding;          // [V, hidden]
+    const void *position_embedding; // [positions, hidden], or null
+    float *x;                       // [T, hidden]: the output
+    void *cos, *sin;                // scratch memory: [num_ropes, T, D]
+    void *normed;                   // scratch memory: [T, hidden]
+    void *qkv;                      // scratch memory: [T, (H + 2 H_kv) D]
+    void *attended;                 // scratch memory: [T, H D], the output of attention
+    void *gate_up, *active;         // scratch memory: [T, 2 I], [T, I]
+    float *delta;                   // scratch memory: [T, hidden], the input of norms after blocks
+    double eps, embedding_scale, residual_scale;
 };
 
 // The forward pass in number type N. All threads of the team call `run`.
@@ -56,72 +69,110 @@ template <class N> struct Pass {
     N *normed() const { return (N *)f.normed; }
     float *x() const { return f.x; }
 
-    // Returns the most phases (team.h) of a pass: one at the start, and ten per layer. Of these, five are
-    // for attention and its linears, four for the MLP, and one combines rows of several pieces.
-    int64_t num_phases() const { return 1 + f.num_layers * 10; }
+    // Returns the most phases (team.h) of a pass: one at the start, and twelve per layer. Of these, five
+    // are for attention and its linears, four for the MLP, two for norms after them, and one combines
+    // rows of several pieces.
+    int64_t num_phases() const { return 1 + f.num_layers * 12; }
 
-    // Writes a token's embedding to x, and the cos and sin of its position (layers/rope.py).
+    // Writes a token's embedding to x, and the cos and sin of its position.
     INLINE void start_row(int64_t t) {
         const N *row = (const N *)f.embedding + f.ids[t] * f.hidden;
-        for (int64_t i = 0; i < f.hidden; i += LANES) store(x() + t * f.hidden + i, load(row + i) * (float)f.embedding_scale);
-        const int64_t half = f.heads.dim / 2;
-        N *cos = (N *)f.cos + t * f.heads.dim, *sin = (N *)f.sin + t * f.heads.dim;
-        alignas(64) float c[MAX_DIM / 2], s[MAX_DIM / 2];
-        for (int64_t i = 0; i < half; i++) {
-            const float angle = (float)f.positions[t] * f.inv_freq[i];
-            c[i] = std::cos(angle) * (float)f.rope_factor;
-            s[i] = std::sin(angle) * (float)f.rope_factor;
-        }
-        for (int64_t i = 0; i < half; i += LANES) {
-            store(cos + i, load(c + i));
-            store(cos + half + i, load(c + i));
-            store(sin + i, -load(s + i));
-            store(sin + half + i, load(s + i));
-        }
+        float *to = x() + t * f.hidden;
+        for (int64_t i = 0; i < f.hidden; i += LANES) store(to + i, load(row + i) * (float)f.embedding_scale);
+        if (f.position_embedding)
+            add_row(to, (const N *)f.position_embedding + f.positions[t] * f.hidden, f.hidden);
+        for (int64_t r = 0; r < f.num_ropes; r++) turn_row(r, t);
     }
 
-    INLINE void norm(Team &team, const void *weight) {
+    // Writes the cos and sin of a token's position for one rotary embedding (layers/rope.py).
+    INLINE void turn_row(int64_t r, int64_t t) {
+        const Rope &rope = f.ropes[r];
+        const int64_t dim = f.heads.dim, half = rope.width / 2, at = (r * f.tokens + t) * dim;
+        alignas(64) float c[MAX_DIM], s[MAX_DIM];
+        for (int64_t i = 0; i < half; i++) {
+            const float angle = (float)f.positions[t] * rope.inv_freq[i];
+            c[i] = c[half + i] = std::cos(angle) * (float)rope.factor;
+            s[half + i] = std::sin(angle) * (float)rope.factor;
+            s[i] = -s[half + i];
+        }
+        for (int64_t i = rope.width; i < dim; i++) c[i] = 1, s[i] = 0;
+        convert_row(c, (N *)f.cos + at, dim);
+        convert_row(s, (N *)f.sin + at, dim);
+    }
+
+    // Writes the input of a block to `normed`: the norm of x, or x itself if there is no norm.
+    INLINE void norm_x(int64_t t, const Norm &norm) {
+        N *to = normed() + t * f.hidden;
+        if (norm.weight) norm_row<N>(x() + t * f.hidden, norm, to, f.hidden, (float)f.eps);
+        else convert_row(x() + t * f.hidden, to, f.hidden);
+    }
+
+    INLINE void norm(Team &team, const Norm &norm) {
+        team.share(f.tokens, [&](int64_t t) { norm_x(t, norm); });
+    }
+
+    // Normalises and rotates a token's queries and keys, and writes keys and values to the cache.
+    INLINE void place_row(const Layer &layer, int64_t t) {
+        const Heads &h = f.heads;
+        N *row = (N *)f.qkv + t * (h.heads + 2 * h.kv_heads) * h.dim;
+        N *k = (N *)layer.k_cache, *v = (N *)layer.v_cache;
+        if (layer.q_norm.weight) {
+            norm_heads(row, layer.q_norm, h.heads, h.dim, layer.q_norm_width, (float)f.eps);
+            norm_heads(row + h.heads * h.dim, layer.k_norm, h.kv_heads, h.dim, layer.k_norm_width,
+                       (float)f.eps);
+        }
+        if (layer.rope < 0) return cache_row(row, k, v, f.slot_mapping[t], h);
+        const int64_t at = (layer.rope * f.tokens + t) * h.dim;
+        rotate_and_cache_row(row, (const N *)f.cos + at, (const N *)f.sin + at, k, v, f.slot_mapping[t], h,
+                             f.ropes[layer.rope].width);
+    }
+
+    // Adds the result of a block to x: its last linear, through the norm after the block if there is one.
+    INLINE void add(Team &team, const N *input, const Packed &weight, const void *bias, const Norm &post) {
+        const float scale = (float)f.residual_scale;
+        linear(team, Linear<N, float>{input, weight, (const N *)bias, post.weight ? f.delta : x(), f.tokens,
+                                      post.weight ? STORE : ADD, scale});
+        if (!post.weight) return;
         team.share(f.tokens, [&](int64_t t) {
-            norm_row(x() + t * f.hidden, (const N *)weight, normed() + t * f.hidden, f.hidden, (float)f.eps);
+            float *delta = f.delta + t * f.hidden;
+            norm_row<N>(delta, post, delta, f.hidden, (float)f.eps);
+            add_scaled_row(x() + t * f.hidden, delta, f.hidden, scale);
         });
     }
 
+    // Adds attention to x. Before that, writes the MLP's input to `normed` if the layer is parallel: the
+    // linear of queries, keys and values is the last one to read attention's input.
     INLINE void attention(Team &team, const Layer &layer) {
-        const int64_t dim = f.heads.dim, width = (f.heads.heads + 2 * f.heads.kv_heads) * dim;
+        const int64_t width = (f.heads.heads + 2 * f.heads.kv_heads) * f.heads.dim;
         N *qkv = (N *)f.qkv, *k = (N *)layer.k_cache, *v = (N *)layer.v_cache;
+        const bool norms_again = layer.is_parallel && layer.mlp_norm.weight;
         norm(team, layer.attention_norm);
         linear(team, Linear<N, N>{normed(), layer.qkv, (const N *)layer.qkv_bias, qkv, f.tokens, STORE});
         team.share(f.tokens, [&](int64_t t) {
-            const N *cos = (const N *)f.cos + t * dim, *sin = (const N *)f.sin + t * dim;
-            N *row = qkv + t * width;
-            if (layer.q_norm) {
-                const Heads &h = f.heads;
-                norm_heads(row, (const N *)layer.q_norm, h.heads, dim, layer.q_norm_width, (float)f.eps);
-                norm_heads(row + h.heads * dim, (const N *)layer.k_norm, h.kv_heads, dim,
-                           layer.k_norm_width, (float)f.eps);
-            }
-            if (layer.is_rotated) rotate_and_cache_row(row, cos, sin, k, v, f.slot_mapping[t], f.heads);
-            else cache_row(row, k, v, f.slot_mapping[t], f.heads);
+            place_row(layer, t);
+            if (norms_again) norm_x(t, layer.mlp_norm);
         });
         attend(team, Attend<N>{qkv, (N *)f.attended, k, v, width, f.heads, layer.scoring}, f.rows, work, partials.data());
-        linear(team, Linear<N, float>{(N *)f.attended, layer.output, (const N *)layer.output_bias, x(), f.tokens, ADD, (float)f.residual_scale});
+        add(team, (const N *)f.attended, layer.output, layer.output_bias, layer.post_attention_norm);
     }
 
     INLINE void mlp(Team &team, const Layer &layer) {
         N *gate_up = (N *)f.gate_up, *active = (N *)f.active;
-        norm(team, layer.mlp_norm);
+        const int64_t width = layer.is_gated ? 2 * f.inner : f.inner;
         linear(team, Linear<N, N>{normed(), layer.gate_up, (const N *)layer.gate_up_bias, gate_up, f.tokens, STORE});
         team.share(f.tokens, [&](int64_t t) {
-            silu_row(gate_up + t * 2 * f.inner, active + t * f.inner, f.inner);
+            activate_row(layer.activation, layer.is_gated, gate_up + t * width, active + t * f.inner, f.inner);
         });
-        linear(team, Linear<N, float>{active, layer.down, (const N *)layer.down_bias, x(), f.tokens, ADD, (float)f.residual_scale});
+        add(team, active, layer.down, layer.down_bias, layer.post_mlp_norm);
     }
 
     void run(Team &team) {
         team.share(f.tokens, [&](int64_t t) { start_row(t); });
         for (int64_t i = 0; i < f.num_layers; i++) {
-            attention(team, f.layers[i]);
-            mlp(team, f.layers[i]);
+            const Layer &layer = f.layers[i];
+            attention(team, layer);
+            if (!layer.is_parallel) norm(team, layer.mlp_norm);
+            mlp(team, layer);
         }
     }
 };

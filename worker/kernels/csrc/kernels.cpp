@@ -1,4 +1,4 @@
-// The functions that Python calls (native.py, packed.py, models/llama_native.py), with C names and
+// The functions that Python calls (native.py, packed.py, models/whole_step.py), with C names and
 // plain structs. Numbers are bfloat16 or float.
 //
 // This file is compiled once for each instruction set, each time into another library. So code for a
@@ -24,7 +24,7 @@ extern "C" {
 #define EXPORT __attribute__((visibility("default")))
 
 // Increase this when a signature or struct changes: Python uses only libraries with its own version.
-EXPORT int64_t kernels_version() { return 6; }
+EXPORT int64_t kernels_version() { return 7; }
 
 // Sets the entry point GOMP_parallel of the OpenMP runtime that torch has loaded.
 EXPORT void set_runtime(void *parallel) { runtime() = (Parallel)parallel; }
@@ -38,7 +38,7 @@ EXPORT void add_norm(int64_t numbers, int64_t threads, int64_t rows, int64_t siz
             team.share(rows, [&](int64_t t) {
                 N *row = (N *)x + t * size;
                 if (delta) add_row(row, (const N *)delta + t * size, size);
-                norm_row(row, (const N *)weight, (N *)out + t * size, size, (float)eps);
+                rms_row(row, (const N *)weight, (N *)out + t * size, size, (float)eps);
             });
         });
     });
@@ -51,7 +51,7 @@ EXPORT void silu_mul(int64_t numbers, int64_t threads, int64_t rows, int64_t inn
         using N = decltype(zero);
         together(threads, 1, [&](Team &team) {
             team.share(rows, [&](int64_t t) {
-                silu_row((const N *)gate_up + t * 2 * inner, (N *)out + t * inner, inner);
+                gated_row<Silu>((const N *)gate_up + t * 2 * inner, (N *)out + t * inner, inner);
             });
         });
     });
@@ -70,7 +70,7 @@ EXPORT void place_kv(int64_t numbers, int64_t threads, int64_t rows, const Heads
             team.share(rows, [&](int64_t t) {
                 const N *c = (const N *)cos + t * h.dim, *s = (const N *)sin + t * h.dim;
                 rotate_and_cache_row((N *)qkv + t * (h.heads + 2 * h.kv_heads) * h.dim, c, s, (N *)k_cache,
-                          (N *)v_cache, slots[t], h);
+                          (N *)v_cache, slots[t], h, h.dim);
             });
         });
     });

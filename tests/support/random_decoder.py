@@ -1,0 +1,71 @@
+"""Decoders of any spec with random weights, without files."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from protocol.config.worker import WeightForm
+from worker.kernels.base import Kernels
+from worker.kernels.native import NativeKernels
+from worker.loading.quant_blocks import QuantBlocks
+from worker.loading.weights import load_weights
+from worker.models.decoder import DecoderModel
+from worker.models.rope_config import RopeConfig
+from worker.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, NormSpec
+from worker.models.tensors import ModelTensors, names_of
+from worker.models.weight_layout import maker
+
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER, VOCAB = 96, 6, 2, 32, 160, 70
+ROPE = RopeConfig(HEAD_DIM, 1e4)
+ROLES = {
+    "positions": "positions",
+    "post_attention_norm": "layers.{i}.post_attention_norm",
+    "mlp_norm": "layers.{i}.mlp_norm",
+    "post_mlp_norm": "layers.{i}.post_mlp_norm",
+}
+
+
+class RandomTensors:
+    """A source that makes up each tensor, the same one for the same name. All numbers are exact in
+    bfloat16."""
+
+    def read_into(self, name: str, target: Tensor, index: int | None = None) -> None:
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {index}".encode()))
+        values = torch.randn(target.shape, generator=generator)
+        is_norm = "norm" in name and name.endswith("weight")
+        target.copy_((values * 0.1 + 1 if is_norm else values * 0.15).bfloat16())
+
+    def blocks(self, name: str, index: int | None = None) -> QuantBlocks | None:
+        return None
+
+
+def attention(**changes: Any) -> AttentionSpec:
+    sizes: dict[str, Any] = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim": HEAD_DIM}
+    return AttentionSpec(**sizes | {"rope": ROPE, "scale": HEAD_DIM**-0.5} | changes)
+
+
+def mlp(**changes: Any) -> MlpSpec:
+    return MlpSpec(**{"intermediate": INNER} | changes)
+
+
+def model_spec(*layers: LayerSpec, **changes: Any) -> ModelSpec:
+    sizes: dict[str, Any] = {"vocab_size": VOCAB, "hidden": HIDDEN, "context_tokens": 64}
+    rest = {"architecture": "Random", "norm": NormSpec(eps=1e-5), "layers": layers}
+    return ModelSpec(**sizes | rest | changes)
+
+
+def random_decoder(spec: ModelSpec, kernels: Kernels, dtype: torch.dtype) -> DecoderModel:
+    """Return a decoder with packed weights for compiled kernels, else with dense ones."""
+    form: WeightForm = "packed" if isinstance(kernels, NativeKernels) else "dense"
+    weights = load_weights(
+        ModelTensors(spec, names_of(ROLES)),
+        RandomTensors(),
+        dtype=dtype,
+        device=torch.device("cpu"),
+        make=maker(kernels, form),
+    )
+    return DecoderModel(spec, weights, kernels)

@@ -1,0 +1,131 @@
+"""The compiled step gives the results of the eager decoder for everything that a spec can say."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.kernels import NAMES, assert_near, native_kernels
+from tests.support.paged import PagedRow, attention_batch, scattered
+from tests.support.random_decoder import (
+    HEAD_DIM,
+    HIDDEN,
+    attention,
+    mlp,
+    model_spec,
+    random_decoder,
+)
+from worker.attention.select import select_attention
+from worker.kernels.reference import TorchKernels
+from worker.kv.cache import KVCache
+from worker.models.compiled import why_not
+from worker.models.decoder import DecoderModel
+from worker.models.rope_config import LinearScaling, RopeConfig
+from worker.models.spec import LayerSpec, ModelSpec, NormSpec
+
+BLOCK_TOKENS = 4
+LAYER_NORM = NormSpec(kind="layer", eps=1e-5, bias=True)
+HALF_TURNED = RopeConfig(HEAD_DIM // 4, 1e4)
+PLAIN = LayerSpec(attention=attention(), mlp=mlp())
+UNGATED = mlp(is_gated=False, activation="gelu", bias=True)
+
+SPECS = {
+    "norms before blocks": model_spec(PLAIN, residual_scale=0.4, logits_scale=0.3),
+    "norms after blocks": model_spec(
+        LayerSpec(attention=attention(qk_norm="projection"), mlp=mlp(), order="post"),
+        LayerSpec(
+            attention=attention(rope=None, qk_norm="head", sinks=True), mlp=mlp(), order="post"
+        ),
+        residual_scale=0.4,
+    ),
+    "norms around blocks": model_spec(
+        LayerSpec(
+            attention=attention(qk_norm="head", soft_cap=2.0, window=5),
+            mlp=mlp(activation="gelu_tanh"),
+            order="both",
+        ),
+        LayerSpec(
+            attention=attention(rope=RopeConfig(HEAD_DIM, 1e6, LinearScaling(4.0))),
+            mlp=mlp(activation="gelu"),
+            order="both",
+        ),
+        norm=NormSpec(eps=1e-5, offset=1.0),
+        embedding_scale=HIDDEN**0.5,
+        logits_soft_cap=1.5,
+    ),
+    "layer norms": model_spec(
+        LayerSpec(attention=attention(rope=None, qkv_bias=True, output_bias=True), mlp=UNGATED),
+        LayerSpec(attention=attention(rope=None), mlp=UNGATED),
+        norm=LAYER_NORM,
+        learned_positions=64,
+    ),
+    "layer norms with an offset": model_spec(
+        PLAIN, norm=NormSpec(kind="layer", eps=1e-5, offset=1.0)
+    ),
+    "parallel, two norms": model_spec(
+        LayerSpec(attention=attention(rope=HALF_TURNED), mlp=UNGATED, order="parallel"),
+        LayerSpec(attention=attention(rope=HALF_TURNED), mlp=mlp(), order="parallel"),
+        norm=LAYER_NORM,
+        residual_scale=0.7,
+    ),
+    "parallel, one norm": model_spec(
+        LayerSpec(attention=attention(), mlp=mlp(), order="parallel_one_norm"),
+        LayerSpec(attention=attention(rope=None), mlp=mlp(), order="parallel_one_norm"),
+        norm=NormSpec(kind="layer", eps=1e-5),
+    ),
+    "mixed": model_spec(
+        LayerSpec(attention=attention(), mlp=mlp(is_gated=False, activation="silu")),
+        LayerSpec(attention=attention(window=3), mlp=mlp(), order="both"),
+        LayerSpec(attention=attention(rope=HALF_TURNED), mlp=mlp(), order="parallel"),
+    ),
+}
+
+
+def results(model: DecoderModel, dtype: torch.dtype) -> list[Tensor]:
+    """Return the logits of two steps, which mix decode rows and chunks, and the cache."""
+    spec, blocks = model.spec, scattered(16, 4, 4, 4)
+    assert (model.whole is None) == isinstance(model.kernels, TorchKernels)
+    shape = (spec.num_layers, 16, BLOCK_TOKENS, spec.num_kv_heads, spec.head_dim)
+    cache = KVCache(*shape, dtype, torch.device("cpu"))
+    attend = select_attention(BLOCK_TOKENS, dtype=dtype, kernels=model.kernels)
+    steps = [
+        [PagedRow(0, 1, blocks[2]), PagedRow(0, 9, blocks[0]), PagedRow(0, 5, blocks[1])],
+        [PagedRow(9, 1, blocks[0]), PagedRow(1, 1, blocks[2]), PagedRow(5, 8, blocks[1])],
+    ]
+    found = []
+    for rows in steps:
+        tokens = torch.arange(sum(row.count for row in rows)) * 7 % spec.vocab_size
+        hidden = model(tokens, attention_batch(rows, BLOCK_TOKENS), cache, attend)
+        found.append(model.logits(hidden))
+    return [*found, cache.k.float(), cache.v.float()]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_a_compiled_step_equals_the_eager_one(name: str, spec: ModelSpec) -> None:
+    """In bfloat16, where every layer rounds, it may be off by as much as the eager one."""
+    native, exact = native_kernels(name), torch.float32
+    truth = results(random_decoder(spec, TorchKernels(), exact), exact)
+    for one, other in zip(results(random_decoder(spec, native, exact), exact), truth, strict=True):
+        assert_near(one, other)
+    rounded = torch.bfloat16
+    ours = results(random_decoder(spec, native, rounded), rounded)
+    theirs = results(random_decoder(spec, TorchKernels(), rounded), rounded)
+    for one, other, right in zip(ours, theirs, truth, strict=True):
+        assert (one - right).std() < 1.1 * (other - right).std()
+
+
+def test_positions_beyond_the_learned_ones_are_refused() -> None:
+    model = random_decoder(SPECS["layer norms"], native_kernels(), torch.float32)
+    cache = KVCache(2, 20, BLOCK_TOKENS, 2, HEAD_DIM, torch.float32, torch.device("cpu"))
+    attend = select_attention(BLOCK_TOKENS, dtype=torch.float32, kernels=model.kernels)
+    batch = attention_batch([PagedRow(63, 2, list(range(17)))], BLOCK_TOKENS)
+    with pytest.raises(ValueError, match="exceeds the 64 learned"):
+        model(torch.tensor([1, 2]), batch, cache, attend)
+
+
+def test_a_step_that_one_call_cannot_compute_is_refused_in_words() -> None:
+    assert why_not(model_spec(PLAIN, head_bias=True)) == "its output head has a bias"
+    wide = LayerSpec(attention=attention(), mlp=mlp(intermediate=320))
+    assert why_not(model_spec(PLAIN, wide)) == "its layers have different sizes"
