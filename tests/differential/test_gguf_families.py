@@ -32,6 +32,7 @@ UNSTORED = {
     "gpt2": {"by layer", "unscaled", "gelu"},
     "starcoder2": {"window"},
     "cohere2": {"every second", "biases", "untied"},
+    "gpt_oss": {"all full", "clamped", "yarn rope"},
 }
 """Variants whose options llama.cpp's converter does not write, or refuses."""
 FIXED: dict[str, dict[str, Any]] = {

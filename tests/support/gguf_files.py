@@ -52,6 +52,7 @@ ARCHITECTURES = {
     "stablelm": MODEL_ARCH.STABLELM,
     "gpt2": MODEL_ARCH.GPT2,
     "gpt_neox": MODEL_ARCH.GPTNEOX,
+    "gpt_oss": MODEL_ARCH.GPT_OSS,
 }
 """model_type -> architecture of the GGUF file."""
 PERMUTED = frozenset({"llama", "mistral", "mixtral", "granite", "smollm3"})
@@ -89,7 +90,7 @@ def write_gguf(
     for theirs, data in _tensors(model):
         name = names.get_name(theirs, try_suffixes=(".weight", ".bias"))
         assert name is not None, theirs
-        own = kinds(name) if data.ndim > 1 else F32
+        own = kinds(name) if data.ndim > 1 and not name.endswith(".bias") else F32
         parts = {name: data}
         if data.ndim == 3 and not stacks_experts:
             part_name = name.replace("_exps.", ".{}.")
@@ -152,9 +153,12 @@ def _add_facts(writer: GGUFWriter, config: Any) -> None:
 def _add_own_facts(writer: GGUFWriter, config: Any) -> None:
     """Write the facts of the model's own architecture."""
     match config.model_type:
-        case "mixtral" | "qwen3_moe":
+        case "mixtral" | "qwen3_moe" | "gpt_oss":
             writer.add_expert_count(config.num_local_experts)
             writer.add_expert_used_count(config.num_experts_per_tok)
+            if config.model_type == "gpt_oss":
+                writer.add_expert_feed_forward_length(config.intermediate_size)
+                writer.add_sliding_window(config.sliding_window)
             if config.model_type == "qwen3_moe":
                 writer.add_expert_feed_forward_length(config.moe_intermediate_size)
         case "gemma2":
@@ -239,7 +243,7 @@ def _tensors(model: Any) -> Iterator[tuple[str, Array]]:
             block = re.sub(r".*layers\.(\d+)\.block_sparse_moe", r"layers.\1.feed_forward", block)
             experts.setdefault(f"{block}.experts.{projection}.weight", []).append(data)
         elif not (name == "lm_head.weight" and config.tie_word_embeddings):
-            yield name, _converted(config, name, data)
+            yield from _converted(config, name, data)
     for name, parts in experts.items():
         yield name, np.stack(parts)
 
@@ -249,8 +253,23 @@ def _expert_index(name: str) -> int:
     return int(found[2]) if found else -1
 
 
-def _converted(config: Any, name: str, data: Array) -> Array:
-    """Return a tensor as the converter writes it."""
+def _converted(config: Any, name: str, data: Array) -> Iterator[tuple[str, Array]]:
+    """Yield a tensor as the converter writes it. The gate and up projections of gpt-oss, which
+    alternate in one tensor, become two."""
+    if config.model_type != "gpt_oss" or ".experts." not in name:
+        end = ".weight" if name.endswith("sinks") else ""
+        yield name + end, _ordered(config, name, data)
+        return
+    name = name + ".weight" if not name.endswith("_bias") else name.removesuffix("_bias") + ".bias"
+    data = data.swapaxes(-1, -2) if name.endswith(".weight") else data
+    if "gate_up_proj" in name:
+        yield name.replace("gate_up_proj", "gate_proj"), data[:, ::2]
+        yield name.replace("gate_up_proj", "up_proj"), data[:, 1::2]
+    else:
+        yield name, data
+
+
+def _ordered(config: Any, name: str, data: Array) -> Array:
     heads = {
         "q_proj": config.num_attention_heads,
         "k_proj": getattr(config, "num_key_value_heads", None),

@@ -18,7 +18,7 @@ from worker.loading.quant_blocks import (
 from worker.loading.reblocked import ROUNDED, UNITS, reblocked, target
 from worker.startup.memory_plan import PACKED_AS
 
-EXACT = sorted(UNITS)
+EXACT = sorted([*UNITS, GGMLType.MXFP4])
 BLOCKS = 200
 
 

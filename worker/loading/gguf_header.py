@@ -239,6 +239,17 @@ def _qwen3_moe(metadata: Metadata) -> Config:
     return _rms(metadata) | experts
 
 
+def _gpt_oss(metadata: Metadata) -> Config:
+    """The ramp of yarn is not rounded to whole pairs here, which GGUF files do not say."""
+    rope = _rope(metadata)
+    return {
+        **_rms(metadata),
+        **_windows(metadata, 2),
+        **_experts(metadata),
+        "rope_parameters": rope | {"truncate": False} if rope["rope_type"] == "yarn" else rope,
+    }
+
+
 def _gemma2(metadata: Metadata) -> Config:
     return {
         **_rms(metadata),
@@ -341,6 +352,7 @@ ROLES = {
     "q": LAYER + "attn_q",
     "k": LAYER + "attn_k",
     "v": LAYER + "attn_v",
+    "sinks": LAYER + "attn_sinks",
     "q_norm": LAYER + "attn_q_norm",
     "k_norm": LAYER + "attn_k_norm",
     "output": LAYER + "attn_output",
@@ -446,6 +458,11 @@ FAMILIES = {
         families=("GPT2LMHeadModel",),
         config=_gpt2,
         roles=FUSED_QKV | {"positions": "position_embd"},
+    ),
+    "gpt-oss": GGUFFamily(
+        families=("GptOssForCausalLM",),
+        config=_gpt_oss,
+        roles={"mlp_norm": LAYER + "post_attention_norm"},
     ),
     "gptneox": GGUFFamily(families=("GPTNeoXForCausalLM",), config=_gpt_neox, roles=FUSED_QKV),
 }

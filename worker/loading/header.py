@@ -8,7 +8,7 @@ model is refused here, before a server starts.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,20 +16,29 @@ from typing import Any
 
 from worker.loading.errors import UnusableModel
 from worker.loading.fields import Fields, read_json
-from worker.loading.gguf_file import GGUFFile
+from worker.loading.gguf_file import GGMLType, GGUFFile
 from worker.loading.gguf_header import gguf_names, gguf_spec
 from worker.loading.gguf_tokenizer import gguf_text
 from worker.loading.quantization import PACKED_AS, Quantization, read_quantization
 from worker.loading.quantized_layers import QuantizedFiles
-from worker.loading.safetensors_files import DTYPE_BYTES, PICKLES, SafetensorsFiles, weight_files
+from worker.loading.safetensors_files import (
+    BLOCKS,
+    DTYPE_BYTES,
+    PICKLES,
+    SCALES,
+    SafetensorsFiles,
+    find_packed,
+    weight_files,
+)
 from worker.loading.text import TextFacts, directory_name, directory_text
 from worker.models.architectures import TransformersArchitecture, TransformersSpec, fallback
 from worker.models.families.registry import find_family
 from worker.models.spec import ModelSpec
-from worker.models.tensors import ModelTensors, without_prefix
+from worker.models.tensors import ModelTensors, Shape, without_prefix
 
 log = logging.getLogger(__name__)
 
+MXFP4 = GGMLType.MXFP4.name
 ADAPTER = "adapter_config.json"
 """transformers would load the adapter that this file describes into the model."""
 
@@ -112,17 +121,18 @@ def _directory_header(path: Path) -> ModelHeader | TransformersHeader:
     text = directory_text(path, Fields(config, "config.json"), spec.vocab_size)
     files = SafetensorsFiles(paths)
     names = without_prefix(family.names(spec), list(files.tensors))
-    tensors = _untied_if_heads_differ(ModelTensors(spec, names), files)
     quantization = read_quantization(config, family.quantizations)
+    shapes, kinds = _contents(files, config)
+    names = replace(names, by_rows=frozenset(n for n, kind in kinds.items() if kind == MXFP4))
+    tensors = _untied_if_heads_differ(ModelTensors(spec, names), files)
     quantized = None
     if quantization is None:
-        shapes = {name: tensor.shape for name, tensor in files.tensors.items()}
-        kinds = {name: tensor.dtype for name, tensor in files.tensors.items()}
+        _check_kinds({n: kind for n, kind in kinds.items() if n in files.tensors}, DTYPE_BYTES)
     else:
         quantized = _quantized(quantization, tensors, files)
         shapes, kinds = quantized.shapes(), quantized.kinds()
     tensors.check(shapes)
-    _check_kinds(kinds, DTYPE_BYTES if quantized is None else (*DTYPE_BYTES, *PACKED_AS))
+    _check_kinds(kinds, (*DTYPE_BYTES, *PACKED_AS, MXFP4))
     return ModelHeader(directory_name(path), tensors, files, kinds, text, paths, quantized)
 
 
@@ -138,6 +148,27 @@ def _quantized(
             "the model was made for quantised activations; here only its weights are quantised"
         )
     return QuantizedFiles(quantization, tensors, files)
+
+
+def _contents(
+    files: SafetensorsFiles, config: Mapping[str, Any]
+) -> tuple[dict[str, Shape], dict[str, str]]:
+    """Return the shape and the number type of each tensor.
+
+    If the config says that there are matrices in MXFP4, the two tensors of each are one of type
+    MXFP4. The files show which ones these are.
+    """
+    found = dict(files.tensors)
+    packed: dict[str, Shape] = {}
+    if (config.get("quantization_config") or {}).get("quant_method") == "mxfp4":
+        packed = find_packed(found)
+    for name in packed:
+        if name in found:
+            raise UnusableModel(f"the files hold tensor {name!r} in two forms")
+        del found[name + BLOCKS], found[name + SCALES]
+    kinds = {name: tensor.dtype for name, tensor in found.items()}
+    shapes = {name: tensor.shape for name, tensor in found.items()}
+    return shapes | packed, kinds | dict.fromkeys(packed, MXFP4)
 
 
 def _transformers_header(

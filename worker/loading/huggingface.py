@@ -11,10 +11,14 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 from torch import Tensor
 
-from worker.loading.quant_blocks import QuantBlocks
+from worker.loading import mxfp4
+from worker.loading.quant_blocks import BLOCK_WEIGHTS, BlockKind, QuantBlocks
 from worker.loading.quantized_layers import QuantizedLayer
 from worker.loading.quantized_weights import QuantizedMatrix
-from worker.loading.safetensors_files import SafetensorsFiles
+from worker.loading.safetensors_files import BLOCK_BYTES, BLOCKS, SCALES, SafetensorsFiles
+
+PIECE_BLOCKS = 1 << 13
+"""Blocks dequantised at once: few enough for the CPU's caches."""
 
 BYTES = {torch.float8_e4m3fn: torch.uint8, torch.int32: torch.uint32}
 """Types that are read as others, because numpy lacks them or their bits are needed."""
@@ -24,6 +28,8 @@ class SafetensorsWeights:
     """A WeightSource over safetensors files, from which each tensor is loaded when it is read.
 
     quantized   the quantised layers, by the name of the weight
+
+    Another tensor that is not in the files is one in MXFP4, with the ends of its two parts.
     """
 
     def __init__(
@@ -37,12 +43,38 @@ class SafetensorsWeights:
         if name in self._quantized:
             for first, values in self._matrix(name).pieces():
                 target[first : first + len(values)].copy_(torch.from_numpy(values))
-            return
-        file = self._files[name]
-        target.copy_(file.get_tensor(name) if index is None else file.get_slice(name)[index])
+        elif name in self._files:
+            target.copy_(self._read(name, index))
+        else:
+            self._read_mxfp4(name, target, index)
 
     def blocks(self, name: str, index: int | None = None) -> QuantBlocks | None:
-        return self._matrix(name).blocks() if name in self._quantized else None
+        if name in self._quantized:
+            return self._matrix(name).blocks()
+        if name in self._files:
+            return None
+        blocks, scales = self._mxfp4(name, index)
+        raw = mxfp4.q8_0(mxfp4.integers(blocks), scales)
+        rows = self._read(name + SCALES, index).shape[0]
+        return QuantBlocks(BlockKind.Q8_0, raw.reshape(rows, -1, raw.shape[1]))
+
+    def _read_mxfp4(self, name: str, target: Tensor, index: int | None) -> None:
+        blocks, scales = self._mxfp4(name, index)
+        rows = target.view(-1, BLOCK_WEIGHTS)
+        for first in range(0, len(blocks), PIECE_BLOCKS):
+            piece = slice(first, first + PIECE_BLOCKS)
+            values = mxfp4.values(mxfp4.integers(blocks[piece]), scales[piece])
+            rows[piece].copy_(torch.from_numpy(values))
+
+    def _mxfp4(self, name: str, index: int | None) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Return the blocks [N, 16] and scales [N] of a matrix."""
+        blocks = self._read(name + BLOCKS, index).reshape(-1, BLOCK_BYTES)
+        return blocks.numpy(), self._read(name + SCALES, index).reshape(-1).numpy()
+
+    def _read(self, name: str, index: int | None) -> Tensor:
+        file = self._files[name]
+        found: Tensor = file.get_tensor(name) if index is None else file.get_slice(name)[index]
+        return found
 
     def _matrix(self, name: str) -> QuantizedMatrix:
         return QuantizedMatrix(self._quantized[name], self._array)

@@ -2,7 +2,7 @@
 
     Q4_K                    Q4_1   the same integers; scales and minima are rounded to float16
     Q3_K, Q5_0, IQ4_NL      Q8_0   the same numbers
-    MXFP4                   Q8_0   the same numbers, if their scales are float16 numbers
+    MXFP4                   Q8_0   the same numbers, if their halved scales are float16 numbers
     Q2_K, Q5_1, Q5_K,       Q8_0   rounded to 1/254 of a block's largest number, a small part of
     Q6_K, IQ4_XS                   the type's own error
 
@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from worker.loading.gguf_file import GGMLType
+from worker.loading.mxfp4 import gguf_integers, q8_0
 from worker.loading.quant_blocks import BLOCK_WEIGHTS, BlockKind, q8_blocks
 
 Bytes = NDArray[np.uint8]
@@ -38,7 +39,6 @@ UNITS: dict[GGMLType, Callable[[Bytes], Floats]] = {
     GGMLType.Q5_0: lambda raw: _half(raw[:, :2])[:, 0],
     GGMLType.IQ4_NL: lambda raw: _half(raw[:, :2])[:, 0],
     GGMLType.Q3_K: lambda raw: _repeated(_half(raw[:, -2:])[:, 0]),
-    GGMLType.MXFP4: lambda raw: np.ldexp(np.float32(1), raw[:, 0].astype(np.int32) - 128),
 }
 """Type -> the numbers of which all weights of a block of 32 are multiples, up to 128 times."""
 ROUNDED = frozenset({GGMLType.Q2_K, GGMLType.Q5_1, GGMLType.Q5_K, GGMLType.Q6_K, GGMLType.IQ4_XS})
@@ -50,7 +50,7 @@ def target(kind: GGMLType) -> BlockKind | None:
         return BlockKind[kind.name]
     if kind is GGMLType.Q4_K:
         return BlockKind.Q4_1
-    return BlockKind.Q8_0 if kind in UNITS or kind in ROUNDED else None
+    return BlockKind.Q8_0 if kind in UNITS or kind in ROUNDED or kind is GGMLType.MXFP4 else None
 
 
 def reblocked(kind: GGMLType, raw: Bytes, dequantize: Callable[[Bytes, GGMLType], Floats]) -> Bytes:
@@ -62,6 +62,8 @@ def reblocked(kind: GGMLType, raw: Bytes, dequantize: Callable[[Bytes, GGMLType]
     """
     if kind is GGMLType.Q4_K:
         return _q4_k(raw)
+    if kind is GGMLType.MXFP4:
+        return q8_0(gguf_integers(raw[:, 1:]), raw[:, 0])
     values = dequantize(raw, kind).reshape(-1, BLOCK_WEIGHTS)
     return q8_blocks(values, UNITS[kind](raw) if kind in UNITS else None)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import mmap
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,8 +19,12 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DTYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 """Bytes per number of the supported types."""
-QUANTIZED_BYTES = {"I8": 1, "F8_E4M3": 1, "F8_E8M0": 1, "I32": 4, "I64": 8}
+QUANTIZED_BYTES = {"I8": 1, "U8": 1, "F8_E4M3": 1, "F8_E8M0": 1, "I32": 4, "I64": 8}
 """Bytes per number of types that only quantised layers have."""
+BLOCKS, SCALES = "_blocks", "_scales"
+"""Ends of the names of the two tensors of a matrix in MXFP4 (mxfp4.py), of type U8."""
+BLOCK_BYTES, BLOCK_NUMBERS = 16, 32
+"""Bytes of a block of MXFP4 without its scale, and the numbers in it."""
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 HEADER_SIZE_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
@@ -87,6 +92,29 @@ class SafetensorsFiles:
         with stored.path.open("rb") as file:
             file.seek(stored.begin)
             return file.read(stored.end - stored.begin)
+
+
+def find_packed(tensors: Mapping[str, StoredTensor]) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each matrix that the tensors hold in MXFP4, by its name without an end.
+
+    Raises UnusableModel for blocks without scales of the same shape.
+    """
+    found = {}
+    for whole, blocks in tensors.items():
+        name = whole.removesuffix(BLOCKS)
+        if name == whole or blocks.dtype != "U8":
+            continue
+        scales = tensors.get(name + SCALES)
+        if scales is None:
+            raise UnusableModel(
+                f"tensor {name + SCALES!r} is missing from the files", remedy=FETCH_AGAIN
+            )
+        if scales.dtype != "U8" or blocks.shape != (*scales.shape, BLOCK_BYTES):
+            raise UnusableModel(
+                f"{whole} has shape {blocks.shape}, its scales {scales.shape}: this is not MXFP4"
+            )
+        found[name] = (*scales.shape[:-1], sum(scales.shape[-1:]) * BLOCK_NUMBERS)
+    return found
 
 
 def weight_files(path: Path) -> list[Path]:
