@@ -39,6 +39,13 @@ ELSEWHERE: list[tuple[Any, ...]] = []
 """Rows of the table below from the processes that ran tests for this one (`--numprocesses`)."""
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run files with tests that are marked `long` first. If one of them started last, one process
+    would run it while the others had nothing to do."""
+    long = {item.path for item in items if item.get_closest_marker("long")}
+    items.sort(key=lambda item: item.path not in long)
+
+
 @pytest.fixture(params=[1, 2, 3])
 def threads(request: pytest.FixtureRequest) -> Iterator[None]:
     """Once with each of so many threads of torch."""

@@ -21,6 +21,7 @@ from tests import oldest
 PYTEST = (sys.executable, "-m", "pytest")
 OPTIONS = ("-ra", "--durations=10")
 PASSED, NO_TEST_MATCHES = 0, 5  # pytest's exit codes
+INTEGRATION = Path(__file__).parent / "integration"
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,18 @@ class Stage:
     program: Sequence[str] = PYTEST
 
 
+def files_at_a_time(count: int) -> list[str]:
+    """Return the options that run a file's tests in one process, and files in their order."""
+    return ["--numprocesses", str(count), "--dist", "loadfile", "--no-loadscope-reorder"]
+
+
+def files_with(words: str) -> list[str]:
+    """Return the integration tests that contain `words`. pytest would first import all of them."""
+    return [
+        str(file) for file in sorted(INTEGRATION.rglob("test_*.py")) if words in file.read_text()
+    ]
+
+
 STAGES = (
     Stage(
         "unit and property",
@@ -39,24 +52,24 @@ STAGES = (
     ),
     Stage(
         "integration",
-        "real processes, which mostly wait: two files at a time",
-        ["-v", "--numprocesses", "2", "--dist", "loadfile", "-m", "not alone", "tests/integration"],
+        "real processes, which mostly wait: four files at a time",
+        ["-v", *files_at_a_time(4), "-m", "not alone", "tests/integration"],
     ),
     Stage(
         "alone",
         "tests that compare moments: one at a time",
-        ["-v", "-m", "alone", "tests/integration"],
+        ["-v", "-m", "alone", *files_with("mark.alone")],
     ),
     Stage(
         "oldest gunicorn and gevent",
         "streams rest on private details of both: both ends of their ranges are tested",
-        ["--numprocesses", "2", "--dist", "loadfile", "-m", "not alone", *oldest.TESTS],
+        [*files_at_a_time(3), "-m", "not alone", *oldest.TESTS],
         (sys.executable, "-m", "tests.oldest"),
     ),
     Stage(
         "real model and whole servers",
-        "servers as users start them, and the default model: two files at a time",
-        ["-v", "--numprocesses", "2", "--dist", "loadfile", "tests/differential", "tests/e2e"],
+        "servers as users start them, and the default model: three files at a time",
+        ["-v", *files_at_a_time(3), "tests/differential", "tests/e2e"],
     ),
 )
 

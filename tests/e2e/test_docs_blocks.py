@@ -18,6 +18,8 @@ import pytest
 from tests.support.docs_blocks import PAGES, PYTHON, ROOT, SHELL, Block, blocks_of
 from tests.support.server import Server
 
+pytestmark = pytest.mark.long
+
 RUN_S = 300.0
 """A bound against hanging."""
 SHIMS = {

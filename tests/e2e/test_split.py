@@ -23,6 +23,8 @@ from tests.support.reference import GOLDEN
 from tests.support.server import Server
 from tests.support.waiting import eventually
 
+pytestmark = pytest.mark.long
+
 GENERATE = "/inference/v1/generate"
 NUM_REQUESTS, MOST_TOKENS, SHORT_PROMPT = 200, 5, 20
 TIE = 1e-3

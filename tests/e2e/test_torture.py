@@ -39,6 +39,8 @@ from tests.torture.signals import (
 )
 from tests.torture.templates import TemplateTarget
 
+pytestmark = pytest.mark.long
+
 SLACK = 5.0
 """Factor for all time limits, because the test machine may be busy. The command has none."""
 

@@ -21,6 +21,8 @@ from tests.support.http import connect, exchange, read_body, read_head, send_pos
 from tests.support.scripted_engine import ScriptedEngine, TokenReply, ids_of, text_of, text_reply
 from tests.support.waiting import eventually
 
+pytestmark = pytest.mark.long
+
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HI = [{"role": "user", "content": "hi"}]
 

@@ -31,6 +31,8 @@ from tests.support.split_scene import (
 )
 from tests.support.tiny_checkpoint import write_tiny_llama
 
+pytestmark = pytest.mark.long
+
 DOCUMENT = Path(__file__).parents[2] / "docs" / "split.md"
 BEGIN, END = "<!-- tests/integration/test_split_faults.py -->\n", "<!-- end -->\n"
 
