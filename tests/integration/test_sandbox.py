@@ -23,6 +23,8 @@ from tests.support.processes import descendants_of, is_alive
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.waiting import eventually
 
+pytestmark = pytest.mark.long
+
 USER = [{"role": "user", "content": "hi"}]
 PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 ENDLESS = SLOW["loops within loops"]
@@ -40,6 +42,13 @@ def templates() -> Iterator[TemplateProcesses]:
 def limited() -> Iterator[SandboxProcess]:
     """Yield a process for hostile templates, with a shorter time limit than usual."""
     with closing(SandboxProcess(cpu_s=LITTLE_CPU_S)) as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def lasting() -> Iterator[SandboxProcess]:
+    """Yield a process with the usual limits, for templates that do not end it."""
+    with closing(SandboxProcess()) as process:
         yield process
 
 
@@ -64,15 +73,15 @@ def test_a_template_that_goes_beyond_its_limits_is_refused(
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_template_that_fails_is_refused_and_its_process_goes_on(
-    limited: SandboxProcess, name: str
+    lasting: SandboxProcess, name: str
 ) -> None:
-    limited.start()
-    before = limited.pid
+    lasting.start()
+    before = lasting.pid
     with pytest.raises((ValueError, InvalidRequest)) as caught:
-        rendered(SandboxedTemplate(limited, REFUSED[name], {}))
+        rendered(SandboxedTemplate(lasting, REFUSED[name], {}))
     assert len(str(caught.value)) < 2_000
-    assert rendered(SandboxedTemplate(limited, PLAIN, {})) == "<user>hi"
-    assert limited.pid == before
+    assert rendered(SandboxedTemplate(lasting, PLAIN, {})) == "<user>hi"
+    assert lasting.pid == before
 
 
 def test_a_message_that_makes_a_template_slow_is_refused_by_its_field(
