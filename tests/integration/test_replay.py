@@ -41,8 +41,11 @@ from worker.debug.slot_registry import Poison
 from worker.slots.fields import slot_fields
 from worker.slots.table import RestPolicy, SlotField, SlotTable, SlotWrite
 
+pytestmark = pytest.mark.long
+
 SEED = 15
 TURN_STEPS = 40
+"""Steps that a replay executes before the next one's turn."""
 FIELDS = {f.name: f for f in slot_fields(MAX_LEN, MAX_LEN // BLOCK_TOKENS)}
 MODES: dict[str, Poison | None] = {"reuse": None, **{p.name.lower(): p for p in Poison}}
 ELSEWHERE = "read only for rows with bad words, for which it is written: num_bad_words is the guard"
@@ -224,13 +227,17 @@ def first_difference(
     return None
 
 
-def caught_by(recorded: Recording, expected: list[StepResult], kind: type[SlotTable]) -> str:
+def caught_by(
+    recorded: Recording,
+    expected: list[StepResult],
+    kind: type[SlotTable],
+    modes: Iterable[str] = tuple(reversed(MODES)),
+) -> str:
     """Return a mode that detects the leak, and how; "" if no mode does. The modes take turns, the
     wildest first, because a mode that detects a leak usually does so early, and the others need not
     continue then."""
     replays = {
-        mode: replay(recorded, recorded.steps, poison=poison, kind=kind)
-        for mode, poison in reversed(MODES.items())
+        mode: replay(recorded, recorded.steps, poison=MODES[mode], kind=kind) for mode in modes
     }
     for start in range(0, len(expected), TURN_STEPS):
         right = expected[start : start + TURN_STEPS]
@@ -242,10 +249,13 @@ def caught_by(recorded: Recording, expected: list[StepResult], kind: type[SlotTa
 
 @pytest.mark.timeout(1200)  # half a minute alone; much longer on busy cores
 def test_the_replays_detect_each_reset_that_is_left_out(recorded, expected):
+    """Survivors are looked for in the wildest mode only, because a search that finds nothing takes
+    the longest."""
     caught = {}
     for name, way in ways():
         kind = type("Careless", (Careless,), {"field": name, "way": way})
-        caught[name, way] = caught_by(recorded, expected, kind)
+        modes = ("wild",) if (name, way) in SURVIVORS else tuple(reversed(MODES))
+        caught[name, way] = caught_by(recorded, expected, kind, modes)
         print(f"{name:20} {way:7} {caught[name, way] or 'undetected'}")
     assert {pair for pair, modes in caught.items() if not modes} == SURVIVORS.keys()
 
