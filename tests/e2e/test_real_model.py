@@ -21,7 +21,9 @@ from tests.support.prompts import NUM_TOKENS
 from tests.support.reference import GOLDEN
 from tests.support.server import Server
 
-STREAMS, STREAM_TOKENS = 64, 128
+pytestmark = pytest.mark.long
+
+STREAMS, STREAM_TOKENS = 64, 40
 DISCONNECTS = 200
 MODEL = "tidegate-test"
 
@@ -101,7 +103,7 @@ def test_whole_and_streamed_answers_are_equal(exact_client: OpenAI) -> None:
 
 
 def test_sixty_four_streams_get_each_their_own_answer(client: OpenAI, view: EngineView) -> None:
-    """Each stream requests its own token 128 times, by a bias that leaves no other choice."""
+    """Each stream requests its own token 40 times, by a bias that leaves no other choice."""
 
     def ask(number: int) -> tuple[list[int], str, Any]:
         wanted = 1000 + 7 * number
@@ -132,6 +134,52 @@ def test_sixty_four_streams_get_each_their_own_answer(client: OpenAI, view: Engi
         assert usage.completion_tokens == STREAM_TOKENS
         assert usage.prompt_tokens == 1 + 3 * number
     view.wait_until_free()
+
+
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [
+        ("required", {"alarm", "light"}),
+        ({"type": "function", "function": {"name": "alarm"}}, {"alarm"}),
+    ],
+    ids=["required", "named"],
+)
+def test_required_calls_are_made_at_temperature_1(
+    client: OpenAI, choice: Any, names: set[str]
+) -> None:
+    """tests/integration/test_required_calls.py has a hundred, of random weights."""
+    tools: Any = [
+        {
+            "type": "function",
+            "function": {
+                "name": name,
+                "parameters": {
+                    "type": "object",
+                    "properties": {"hour": {"type": "integer", "minimum": 0, "maximum": 23}},
+                    "required": ["hour"],
+                    "additionalProperties": False,
+                },
+            },
+        }
+        for name in ("alarm", "light")
+    ]
+    answer = client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "Is it going to rain?"}],
+        tools=tools,
+        tool_choice=choice,
+        parallel_tool_calls=False,
+        temperature=1,
+        seed=1,
+        max_tokens=60,
+        n=8,
+    )
+    for each in answer.choices:
+        assert each.finish_reason == "tool_calls"
+        (call,) = each.message.tool_calls or []
+        assert call.type == "function"
+        assert call.function.name in names
+        assert json.loads(call.function.arguments)["hour"] in range(24)
 
 
 def test_greedy_answers_over_http_equal_transformers(exact_client: OpenAI) -> None:

@@ -1,5 +1,8 @@
-"""A required call is made in a hundred of a hundred requests, by the real default model at
-temperature 1. Such a small model hardly ever calls a tool by itself."""
+"""A required call is made in a hundred of a hundred requests, by a model with the tokens of the
+default model and random weights. Such a model never calls a tool by itself.
+
+tests/e2e/test_real_model.py has a few calls of the default model.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,10 @@ import pytest
 import requests
 
 from tests.support.server import Server
+from tests.support.tiny_checkpoint import write_babbling_llama
 
 ANSWERS = 100
-AT_ONCE = 25
+AT_ONCE = 50
 
 WEATHER = {
     "city": {"type": "string", "maxLength": 12},
@@ -60,8 +64,9 @@ SATISFIES = {"weather": is_weather, "alarm": is_alarm}
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with Server("--max-slots", str(AT_ONCE), "--threads", "1") as server:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    model = str(write_babbling_llama(tmp_path_factory.mktemp("babbling")))
+    with Server("--max-slots", str(AT_ONCE), "--threads", "1", model=model) as server:
         yield server
 
 

@@ -1,9 +1,10 @@
-"""Thinking budgets with the real default model: its own tokenizer, real masks, real samples."""
+"""Thinking budgets with the tokens of the default model and random weights: real masks, and samples
+that cut characters wherever they can be cut."""
 
 from __future__ import annotations
 
+import codecs
 import json
-from collections.abc import Iterator
 
 import pytest
 import tokenizers
@@ -11,7 +12,9 @@ import tokenizers
 from protocol.grammar import ChoiceGrammar, Grammar, JsonSchema, Thinking, ThinkingBudget
 from protocol.sampling import SamplingParams
 from tests.support.grammars import schema
-from tests.support.replica import Replica, replica_as_served
+from tests.support.replica import Replica, load
+from tests.support.tiny_checkpoint import write_babbling_llama
+from tests.support.tokenizers import tokenizer_of
 
 ANSWERS = 12
 BUDGET = 20
@@ -20,9 +23,8 @@ TOKEN, SPELT = "<file_sep>", "</think>"
 
 
 @pytest.fixture(scope="module")
-def replica() -> Iterator[Replica]:
-    with replica_as_served() as replica:
-        yield replica
+def replica(tmp_path_factory: pytest.TempPathFactory) -> Replica:
+    return Replica(load(write_babbling_llama(tmp_path_factory.mktemp("babbling"))))
 
 
 def thoughts(replica: Replica, grammar: Grammar, prompt: str, closes: str) -> list[tuple[int, str]]:
@@ -39,12 +41,22 @@ def thoughts(replica: Replica, grammar: Grammar, prompt: str, closes: str) -> li
         assert replica.outputs[number][-1].finish in ("stop", "length")
         tokens = replica.tokens(number)
         whole = tokenizer.decode(tokens, skip_special_tokens=False)
-        assert "\ufffd" not in whole.partition(closes)[0], "a character was cut"
+        check_last_character(tokens, closes)
         texts = [tokenizer.decode(tokens[:n], skip_special_tokens=False) for n in range(61)]
         begins = next((n for n, text in enumerate(texts) if text.endswith(closes)), None)
         assert begins is not None, whole
         answers.append((begins - len(tokenizer.encode(closes).ids), whole.partition(closes)[2]))
     return answers
+
+
+def check_last_character(tokens: list[int], closes: str) -> None:
+    """Check that the bytes before `closes` do not end within a character."""
+    text_of = tokenizer_of("smollm2").token_bytes
+    thought, _, _ = b"".join(map(text_of, tokens)).partition(closes.encode())
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    decoder.decode(thought)
+    rest, _ = decoder.getstate()
+    assert not rest, f"a character was cut: {thought!r}"
 
 
 PROMPT = "<|im_start|>user\nWhat is 2 + 2? 😀<|im_end|>\n<|im_start|>assistant\n"

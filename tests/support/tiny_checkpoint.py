@@ -8,6 +8,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from tests.support.model import smollm2_gguf
+from worker.loading.fields import Fields
+from worker.loading.gguf_file import GGUFFile
+from worker.loading.gguf_tokenizer import gguf_text
+
 VOCAB = 97
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -30,15 +35,33 @@ CONFIG = {
 
 def write_tiny_llama(folder: Path, seed: int = 3, **changes: object) -> Path:
     """Write config.json, tokenizer.json and model.safetensors to `folder`, and return it."""
-    (folder / "config.json").write_text(json.dumps(CONFIG | changes))
+    config = CONFIG | changes
+    (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer.json").write_text(json.dumps(tiny_tokenizer_json()))
-    save_file(_weights(seed), folder / "model.safetensors", metadata={"format": "pt"})
+    weights = _weights(seed, int(str(config["vocab_size"])))
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
 def write_roomy_llama(folder: Path) -> Path:
     """Write a model with a context long enough for answers that outlast a test."""
     return write_tiny_llama(folder, max_position_embeddings=16384)
+
+
+def write_babbling_llama(folder: Path) -> Path:
+    """Write a model with the tokenizer and the chat template of the default model.
+
+    Its weights are random, so it says anything that it may say: an answer that a grammar does not
+    hold is wrong sooner than one of the default model, and takes a hundredth of the time.
+    """
+    vocab_size = 49152
+    path = smollm2_gguf()
+    text = gguf_text(Fields(GGUFFile(path).metadata, str(path)), vocab_size)
+    write_tiny_llama(folder, vocab_size=vocab_size, max_position_embeddings=2048)
+    (folder / "tokenizer.json").write_bytes(text.tokenizer)
+    assert text.chat_template is not None
+    (folder / "chat_template.jinja").write_text(text.chat_template)
+    return folder
 
 
 def tiny_tokenizer_json() -> dict[str, object]:
@@ -52,13 +75,14 @@ def tiny_tokenizer_json() -> dict[str, object]:
     }
 
 
-def _weights(seed: int) -> dict[str, torch.Tensor]:
+def _weights(seed: int, vocab_size: int) -> dict[str, torch.Tensor]:
     random = torch.Generator().manual_seed(seed)
 
     def weight(out: int, width: int) -> torch.Tensor:
         return torch.randn(out, width, generator=random) * 0.2
 
-    weights = {"model.embed_tokens.weight": weight(VOCAB, 32), "model.norm.weight": torch.ones(32)}
+    weights = {"model.embed_tokens.weight": weight(vocab_size, 32)}
+    weights["model.norm.weight"] = torch.ones(32)
     for layer in range(2):
         at = f"model.layers.{layer}"
         weights[f"{at}.input_layernorm.weight"] = torch.ones(32)
