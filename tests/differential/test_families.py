@@ -66,8 +66,6 @@ def test_requests_in_one_batch_do_not_see_each_other(tmp_path: Path, model_type:
         assert_same(ours, logits, 1e-4 * max(1.0, float(logits.abs().max()) / 10))
 
 
-MIXTURES = ("mixtral", "qwen3_moe", "gpt_oss")
-"""Families of which the compiled kernels compute single operations: attention at least."""
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "smollm3": [{"use_sliding_window": True, **WINDOW}],
     "mistral": [WINDOW],
@@ -75,6 +73,10 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "mixtral": [WINDOW],
     "qwen2": [{"use_sliding_window": True, "max_window_layers": 2, **WINDOW}],
     "gemma3_text": [{"sliding_window_pattern": 2}],
+    "qwen3_moe": [
+        {"moe_intermediate_size": 64},
+        {"moe_intermediate_size": 64, "norm_topk_prob": True, "mlp_only_layers": [1]},
+    ],
     "phi3": [{}, {"partial_rotary_factor": 0.5}],
     "olmo3": [WINDOW],
     "exaone4": [WINDOW],
@@ -100,10 +102,10 @@ def test_the_compiled_kernels_give_the_same_logits(
     theirs, tokens = random_model(model_type, **sizes), some_tokens(300)
     path, kernels = write_directory(tmp_path, theirs), native_kernels()
     loaded = load_model(path, dtype=torch.float32, device=CPU, kernels=kernels, weights="packed")
-    assert (loaded.model.whole is not None) == (model_type not in MIXTURES)
+    assert loaded.model.whole is not None
     attention = select_attention(BLOCK_TOKENS, dtype=torch.float32, kernels=loaded.model.kernels)
     logits = expected(theirs, tokens)
-    atol = 3e-4 * max(1.0, float(logits.abs().max()) / 10)
+    atol = 4e-4 * max(1.0, float(logits.abs().max()) / 10)
     for steps in [(300,)], [(7,), (1,), (260,), (12,), *[(1,)] * 20]:
         assert_same(EagerStepper(loaded, [tokens], attention).run(steps)[0], logits, atol)
 

@@ -28,6 +28,7 @@ BLOCK_TOKENS = 4
 LAYER_NORM = NormSpec(kind="layer", eps=1e-5, bias=True)
 HALF_TURNED = RopeConfig(HEAD_DIM // 4, 1e4)
 PLAIN = LayerSpec(attention=attention(), mlp=mlp())
+CLAMPED = {"activation": "clamped_swiglu", "alpha": 1.7, "limit": 0.8}
 UNGATED = mlp(is_gated=False, activation="gelu", bias=True)
 
 SPECS = {
@@ -74,6 +75,15 @@ SPECS = {
         LayerSpec(attention=attention(rope=None), mlp=mlp(), order="parallel_one_norm"),
         norm=NormSpec(kind="layer", eps=1e-5),
     ),
+    "experts": model_spec(
+        LayerSpec(attention=attention(), mlp=mlp(num_experts=5, top_k=2)),
+        LayerSpec(
+            attention=attention(),
+            mlp=mlp(num_experts=40, top_k=3, renormalize=False, bias=True, **CLAMPED),
+        ),
+        LayerSpec(attention=attention(), mlp=mlp(intermediate=320)),
+        residual_scale=0.7,
+    ),
     "mixed": model_spec(
         LayerSpec(attention=attention(), mlp=mlp(is_gated=False, activation="silu")),
         LayerSpec(attention=attention(window=3), mlp=mlp(), order="both"),
@@ -116,6 +126,23 @@ def test_a_compiled_step_equals_the_eager_one(name: str, spec: ModelSpec) -> Non
         assert (one - right).std() < 1.1 * (other - right).std()
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_row_has_the_same_bits_alone_and_beside_rows_of_other_experts(name: str) -> None:
+    dtype = torch.bfloat16
+    model = random_decoder(SPECS["experts"], native_kernels(name), dtype)
+    attend = select_attention(BLOCK_TOKENS, dtype=dtype, kernels=model.kernels)
+    rows = [PagedRow(0, 1, [block]) for block in range(9)]
+
+    def hidden(first: int, end: int) -> Tensor:
+        cache = KVCache(3, 9, BLOCK_TOKENS, 2, HEAD_DIM, dtype, torch.device("cpu"))
+        batch = attention_batch(rows[first:end], BLOCK_TOKENS)
+        return model(torch.arange(first, end) * 7, batch, cache, attend)
+
+    together = hidden(0, 9)
+    assert torch.equal(together, torch.cat([hidden(i, i + 1) for i in range(9)]))
+    assert torch.equal(together[4:], hidden(4, 9))
+
+
 def test_positions_beyond_the_learned_ones_are_refused() -> None:
     model = random_decoder(SPECS["layer norms"], native_kernels(), torch.float32)
     cache = KVCache(2, 20, BLOCK_TOKENS, 2, HEAD_DIM, torch.float32, torch.device("cpu"))
@@ -127,5 +154,5 @@ def test_positions_beyond_the_learned_ones_are_refused() -> None:
 
 def test_a_step_that_one_call_cannot_compute_is_refused_in_words() -> None:
     assert why_not(model_spec(PLAIN, head_bias=True)) == "its output head has a bias"
-    wide = LayerSpec(attention=attention(), mlp=mlp(intermediate=320))
-    assert why_not(model_spec(PLAIN, wide)) == "its layers have different sizes"
+    other = LayerSpec(attention=attention(num_heads=4), mlp=mlp())
+    assert why_not(model_spec(PLAIN, other)) == "its layers have different sizes"

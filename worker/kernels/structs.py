@@ -62,6 +62,21 @@ class CRope(Structure):
     _fields_ = [("inv_freq", c_void_p), ("width", c_int64), ("factor", c_double)]
 
 
+class CActivation(Structure):
+    """The activation of an MLP; alpha and limit are those of a clamped SwiGLU."""
+
+    _fields_ = [("kind", c_int64), ("is_gated", c_int64), ("alpha", c_double), ("limit", c_double)]
+
+
+class CMlp(Structure):
+    _fields_ = [
+        ("gate_up", CPacked),
+        ("down", CPacked),
+        ("gate_up_bias", c_void_p),
+        ("down_bias", c_void_p),
+    ]
+
+
 class CLayer(Structure):
     _fields_ = [
         ("attention_norm", CNorm),
@@ -72,21 +87,22 @@ class CLayer(Structure):
         ("k_norm", CNorm),
         ("qkv", CPacked),
         ("output", CPacked),
-        ("gate_up", CPacked),
-        ("down", CPacked),
+        ("router", CPacked),
         ("qkv_bias", c_void_p),
         ("output_bias", c_void_p),
-        ("gate_up_bias", c_void_p),
-        ("down_bias", c_void_p),
+        ("router_bias", c_void_p),
+        ("mlps", c_void_p),
         ("k_cache", c_void_p),
         ("v_cache", c_void_p),
         ("scoring", CScoring),
+        ("activation", CActivation),
         ("q_norm_width", c_int64),
         ("k_norm_width", c_int64),
         ("rope", c_int64),
-        ("activation", c_int64),
-        ("is_gated", c_int64),
         ("is_parallel", c_int64),
+        ("num_experts", c_int64),
+        ("top_k", c_int64),
+        ("renormalize", c_int64),
     ]
 
 
@@ -98,7 +114,6 @@ class CForward(Structure):
         ("num_ropes", c_int64),
         ("tokens", c_int64),
         ("hidden", c_int64),
-        ("inner", c_int64),
         ("heads", CHeads),
         ("rows", CRows),
         ("ids", c_void_p),
@@ -115,6 +130,9 @@ class CForward(Structure):
         ("gate_up", c_void_p),
         ("active", c_void_p),
         ("delta", c_void_p),
+        ("scores", c_void_p),
+        ("gathered", c_void_p),
+        ("parts", c_void_p),
         ("eps", c_double),
         ("embedding_scale", c_double),
         ("residual_scale", c_double),

@@ -13,7 +13,7 @@ import ctypes
 import logging
 import sys
 from collections.abc import Sequence
-from ctypes import byref
+from ctypes import Array, byref
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Self
 
@@ -24,10 +24,11 @@ from worker.attention.native_paged import NativePlan
 from worker.kernels import structs
 from worker.kernels.base import Kernels
 from worker.kernels.native import NativeKernels, address, dtype_code, scoring_struct
-from worker.kernels.packed import PackedLinear, PackedMatrix
+from worker.kernels.packed import PackedLinear, PackedMatrix, pack_dense
 from worker.kv.cache import KVCache
 from worker.layers.hybrid_linear import NEVER, HybridLinear
-from worker.layers.linear import Linear
+from worker.layers.linear import Dense, Linear
+from worker.layers.mlp import ExpertMlp, Mlp
 from worker.layers.norm import Norm
 from worker.layers.rope import attention_factor, inverse_frequencies
 from worker.models.compiled import why_not
@@ -42,7 +43,7 @@ log = logging.getLogger(__name__)
 ALIGNMENT = 64
 KEPT_BYTES = 64 << 20
 FLOAT_BYTES = 4
-ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh")
+ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh", "clamped_swiglu")
 """The activations, in the order of csrc/activation.h."""
 
 
@@ -70,9 +71,16 @@ class WholePass:
                 for rope, inv_freq in zip(ropes, self._frequencies, strict=True)
             )
         )
+        self._routers = [_router(layer.mlp, kernels) for layer in weights.layers]
+        self._mlps = [_mlps(layer) for layer in weights.layers]
         self._layers = (structs.CLayer * len(weights.layers))(
             *(_layer(layer, ropes, dtype) for layer in weights.layers)
         )
+        for layer, router, mlps in zip(self._layers, self._routers, self._mlps, strict=True):
+            layer.mlps = ctypes.addressof(mlps)
+            if router is not None:
+                layer.router = router.matrix.struct
+                layer.router_bias = address(router.bias)
         self.head = structs.CHead(
             _norm(weights.norm, dtype),
             head.struct,
@@ -83,7 +91,10 @@ class WholePass:
         # Rounded to the model's dtype, as in training.
         scale = torch.tensor(spec.embedding_scale, dtype=dtype)
         self._embedding_scale = float(scale)
-        self._has_post_norms = any(layer.post_attention_norm for layer in weights.layers)
+        self._uses_delta = any(
+            layer.post_attention_norm is not None or layer.spec.mlp.num_experts > 1
+            for layer in weights.layers
+        )
         self._from_rows = min(map(_from_rows, weights.layers))
         self._memory = PassMemory()
         self._cache = 0
@@ -148,7 +159,9 @@ class WholePass:
     def forward(self, count: int, cache: KVCache, memory: PassMemory) -> structs.CForward:
         """Return the struct of a step of `count` tokens, except the fields of tokens and rows."""
         spec, attention = self._spec, self._attention
-        inner, size = spec.layers[0].mlp.intermediate, self._weights.embedding.itemsize
+        size, mlps = self._weights.embedding.itemsize, [layer.mlp for layer in spec.layers]
+        inner = max(mlp.top_k * mlp.intermediate for mlp in mlps)
+        assigned = max(mlp.top_k if mlp.num_experts > 1 else 0 for mlp in mlps)
         self.use_cache(cache)
         turned = len(self._ropes) * attention.head_dim
         widths = {
@@ -159,9 +172,12 @@ class WholePass:
             "attended": attention.q_width,
             "gate_up": 2 * inner,
             "active": inner,
+            "scores": max(mlp.num_experts for mlp in mlps),
+            "gathered": assigned * spec.hidden,
         }
         sizes = {name: count * width * size for name, width in widths.items()}
-        sizes["delta"] = count * spec.hidden * FLOAT_BYTES * self._has_post_norms
+        sizes["delta"] = count * spec.hidden * FLOAT_BYTES * self._uses_delta
+        sizes["parts"] = count * assigned * spec.hidden * FLOAT_BYTES
         scratch = dict(zip(sizes, memory.take([*sizes.values()]), strict=True))
         return structs.CForward(
             layers=ctypes.addressof(self._layers),
@@ -170,7 +186,6 @@ class WholePass:
             num_ropes=len(self._ropes),
             tokens=count,
             hidden=spec.hidden,
-            inner=inner,
             heads=structs.CHeads(attention.num_heads, attention.num_kv_heads, attention.head_dim),
             embedding=address(self._weights.embedding),
             position_embedding=address(self._weights.positions),
@@ -211,10 +226,8 @@ class PassMemory:
 
 
 def _layer(layer: DecoderLayer, ropes: Sequence[RopeConfig], dtype: torch.dtype) -> structs.CLayer:
-    linears = [_packed(_linear(slot)) for slot in layer.linears]
-    matrices = [linear.matrix.struct for linear in linears]
-    biases = [address(linear.bias) for linear in linears]
-    names = ("qkv", "output", "gate_up", "down")
+    """Return the struct of a layer without its router and MLPs."""
+    qkv, output = _packed(layer.qkv), _packed(layer.output)
     attention, mlp = layer.spec.attention, layer.spec.mlp
     q_norm, k_norm = layer.q_norm, layer.k_norm
     return structs.CLayer(
@@ -224,8 +237,10 @@ def _layer(layer: DecoderLayer, ropes: Sequence[RopeConfig], dtype: torch.dtype)
         post_mlp_norm=_norm(layer.post_mlp_norm, dtype),
         q_norm=_norm(q_norm, dtype),
         k_norm=_norm(k_norm, dtype),
-        **dict(zip(names, matrices, strict=True)),
-        **dict(zip((f"{name}_bias" for name in names), biases, strict=True)),
+        qkv=qkv.matrix.struct,
+        output=output.matrix.struct,
+        qkv_bias=address(qkv.bias),
+        output_bias=address(output.bias),
         scoring=scoring_struct(
             attention.scale,
             attention.soft_cap,
@@ -236,10 +251,39 @@ def _layer(layer: DecoderLayer, ropes: Sequence[RopeConfig], dtype: torch.dtype)
         q_norm_width=0 if q_norm is None else q_norm.weight.numel(),
         k_norm_width=0 if k_norm is None else k_norm.weight.numel(),
         rope=-1 if attention.rope is None else ropes.index(attention.rope),
-        activation=ACTIVATIONS.index(mlp.activation),
-        is_gated=mlp.is_gated,
+        activation=structs.CActivation(
+            ACTIVATIONS.index(mlp.activation), mlp.is_gated, mlp.alpha, mlp.limit
+        ),
         is_parallel=layer.spec.order in ("parallel", "parallel_one_norm"),
+        num_experts=mlp.num_experts,
+        top_k=mlp.top_k,
+        renormalize=mlp.renormalize,
     )
+
+
+def _mlps(layer: DecoderLayer) -> Array[structs.CMlp]:
+    """Return the structs of a layer's MLP, or of its experts."""
+    mlps = [(_packed(each.gate_up), _packed(each.down)) for each in layer.mlp.experts]
+    return (structs.CMlp * len(mlps))(
+        *(
+            structs.CMlp(
+                gate_up.matrix.struct,
+                down.matrix.struct,
+                address(gate_up.bias),
+                address(down.bias),
+            )
+            for gate_up, down in mlps
+        )
+    )
+
+
+def _router(mlp: Mlp | ExpertMlp, kernels: NativeKernels) -> PackedLinear | None:
+    """Return a packed copy of the router of a mixture of experts, which is dense elsewhere."""
+    if not isinstance(mlp, ExpertMlp):
+        return None
+    router = mlp.router
+    assert isinstance(router, Dense)
+    return PackedLinear(kernels, pack_dense(kernels, router.weight), router.bias)
 
 
 def _norm(norm: Norm | None, dtype: torch.dtype) -> structs.CNorm:

@@ -8,8 +8,13 @@
 
 namespace {
 
-// Values of Layer::activation.
-enum Activation : int64_t { SILU = 0, GELU = 1, GELU_TANH = 2 };
+enum ActivationKind : int64_t { SILU = 0, GELU = 1, GELU_TANH = 2, CLAMPED_SWIGLU = 3 };
+
+// The activation of a layer's MLP.
+struct Activation {
+    int64_t kind, is_gated;
+    double alpha, limit; // of CLAMPED_SWIGLU
+};
 
 struct Silu {
     static INLINE Floats of(Floats x) { return x / (1.0f + exponential(-x)); }
@@ -59,6 +64,20 @@ template <class Act, class N> INLINE void ungated_row(const N *up, N *out, int64
     for (int64_t i = 0; i < inner; i += LANES) store(out + i, Act::of(load(up + i)));
 }
 
+// Computes out = gate * sigmoid(alpha * gate) * (up + 1), with the gate at most `limit` and up within
+// `limit` of zero. gate_up [2 I] is gate, then up.
+template <class N>
+INLINE void clamped_swiglu_row(const N *gate_up, N *out, int64_t inner, float alpha, float limit) {
+    const Floats most = splat(limit);
+    for (int64_t i = 0; i < inner; i += LANES) {
+        Floats gate = load(gate_up + i), up = load(gate_up + inner + i);
+        gate = gate > most ? most : gate;
+        up = up > most ? most : up;
+        up = up < -most ? -most : up;
+        store(out + i, gate / (1.0f + exponential(-alpha * gate)) * (up + 1.0f));
+    }
+}
+
 template <class Act, class N>
 INLINE void activate_row_as(bool is_gated, const N *from, N *out, int64_t inner) {
     if (is_gated) gated_row<Act>(from, out, inner);
@@ -67,10 +86,11 @@ INLINE void activate_row_as(bool is_gated, const N *from, N *out, int64_t inner)
 
 // Computes an activation of one row: of gate and up [2 I], or of up [I] alone.
 template <class N>
-INLINE void activate_row(int64_t activation, bool is_gated, const N *from, N *out, int64_t inner) {
-    if (activation == SILU) activate_row_as<Silu>(is_gated, from, out, inner);
-    else if (activation == GELU) activate_row_as<Gelu>(is_gated, from, out, inner);
-    else activate_row_as<GeluTanh>(is_gated, from, out, inner);
+INLINE void activate_row(const Activation &a, const N *from, N *out, int64_t inner) {
+    if (a.kind == SILU) activate_row_as<Silu>(a.is_gated, from, out, inner);
+    else if (a.kind == GELU) activate_row_as<Gelu>(a.is_gated, from, out, inner);
+    else if (a.kind == GELU_TANH) activate_row_as<GeluTanh>(a.is_gated, from, out, inner);
+    else clamped_swiglu_row(from, out, inner, (float)a.alpha, (float)a.limit);
 }
 
 } // namespace

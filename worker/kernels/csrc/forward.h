@@ -5,12 +5,14 @@
 // every layer adds, is float, because some of its numbers are so large that bfloat16 would lose what is
 // added. Norms, orders and activations are chosen once for each row or layer, outside of the inner loops.
 //
-// Legend: T tokens, H query heads, H_kv key/value heads, D head dim, I intermediate.
+// Legend: T tokens, H query heads, H_kv key/value heads, D head dim, I intermediate size of a layer's MLP
+// or experts, E experts, K experts chosen for each token (1 without a mixture).
 #pragma once
 
 #include "activation.h"
 #include "linear.h"
 #include "prefill.h"
+#include "routing.h"
 
 namespace {
 
@@ -21,26 +23,34 @@ struct Rope {
     double factor;         // of cos and sin
 };
 
+// Weights of an MLP, or of one expert.
+struct Mlp {
+    Packed gate_up, down;
+    const void *gate_up_bias, *down_bias; // [outputs], or null
+};
+
 // Weights and cache of one layer.
 struct Layer {
     Norm attention_norm, post_attention_norm, mlp_norm, post_mlp_norm; // [hidden]
     Norm q_norm, k_norm;                                               // [q_norm_width], [k_norm_width]
-    Packed qkv, output, gate_up, down;
-    const void *qkv_bias, *output_bias, *gate_up_bias, *down_bias; // [outputs], or null
+    Packed qkv, output, router;                           // the router only of a mixture: E outputs
+    const void *qkv_bias, *output_bias, *router_bias;     // [outputs], or null
+    const Mlp *mlps;                                      // [E], or one
     void *k_cache, *v_cache; // of this layer: [B, block_tokens, H_kv, D]
     Scoring scoring;
+    Activation activation;
     int64_t q_norm_width, k_norm_width; // D, or all heads together
-    int64_t rope;        // index of the rotary embedding; -1: queries and keys are not rotated
-    int64_t activation;  // of the MLP (activation.h)
-    int64_t is_gated;    // whether the MLP has a gate; without one, gate_up [T, I] is up alone
-    int64_t is_parallel; // whether the MLP reads the layer's input: mlp_norm of it, or attention_norm
+    int64_t rope;         // index of the rotary embedding; -1: queries and keys are not rotated
+    int64_t is_parallel;  // whether the MLP reads the layer's input: mlp_norm of it, or attention_norm
+    int64_t num_experts, top_k; // 1 without a mixture
+    int64_t renormalize;  // whether the weights of a token's experts are divided by their sum
 };
 
 // The arguments of a forward pass.
 struct Forward {
     const Layer *layers;
     const Rope *ropes;
-    int64_t num_layers, num_ropes, tokens, hidden, inner;
+    int64_t num_layers, num_ropes, tokens, hidden;
     Heads heads;
     Rows rows;
     const int64_t *ids, *positions, *slot_mapping; // [T]
@@ -51,8 +61,11 @@ struct Forward {
     void *normed;                   // scratch memory: [T, hidden]
     void *qkv;                      // scratch memory: [T, (H + 2 H_kv) D]
     void *attended;                 // scratch memory: [T, H D], the output of attention
-    void *gate_up, *active;         // scratch memory: [T, 2 I], [T, I]
-    float *delta;                   // scratch memory: [T, hidden], the input of norms after blocks
+    void *gate_up, *active;         // scratch memory: [T K, 2 I], [T K, I]
+    float *delta;                   // scratch memory: [T, hidden], results that are not in x yet
+    void *scores;                   // scratch memory: [T, E], of a router
+    void *gathered;                 // scratch memory: [T K, hidden], the inputs of experts
+    float *parts;                   // scratch memory: [T K, hidden], the results of experts
     double eps, embedding_scale, residual_scale;
 };
 
@@ -61,18 +74,22 @@ template <class N> struct Pass {
     const Forward &f;
     const Work work;
     std::vector<float> partials;
+    // Of each layer. A thread that is late may enter a phase when the others compute a later layer, and has
+    // to find the same number of items as they did.
+    std::vector<Routing> routings;
 
     explicit Pass(const Forward &forward) : f(forward), work(forward.rows) {
         partials.resize((size_t)(work.num_partials * f.heads.kv_heads * partial_floats(f.heads)));
+        for (int64_t i = 0; i < f.num_layers; i++)
+            routings.emplace_back(f.tokens, f.layers[i].num_experts, f.layers[i].top_k);
     }
 
     N *normed() const { return (N *)f.normed; }
     float *x() const { return f.x; }
 
-    // Returns the most phases (team.h) of a pass: one at the start, and twelve per layer. Of these, five
-    // are for attention and its linears, four for the MLP, two for norms after them, and one combines
-    // rows of several pieces.
-    int64_t num_phases() const { return 1 + f.num_layers * 12; }
+    // Returns the most phases (team.h) of a pass: one at the start, and sixteen per layer. Of these, seven
+    // are for attention, its linears and norms, one for the MLP's norm, and eight for experts.
+    int64_t num_phases() const { return 1 + f.num_layers * 16; }
 
     // Writes a token's embedding to x, and the cos and sin of its position.
     INLINE void start_row(int64_t t) {
@@ -132,12 +149,14 @@ template <class N> struct Pass {
         const float scale = (float)f.residual_scale;
         linear(team, Linear<N, float>{input, weight, (const N *)bias, post.weight ? f.delta : x(), f.tokens,
                                       post.weight ? STORE : ADD, scale});
-        if (!post.weight) return;
-        team.share(f.tokens, [&](int64_t t) {
-            float *delta = f.delta + t * f.hidden;
-            norm_row<N>(delta, post, delta, f.hidden, (float)f.eps);
-            add_scaled_row(x() + t * f.hidden, delta, f.hidden, scale);
-        });
+        if (post.weight) team.share(f.tokens, [&](int64_t t) { add_delta(t, post); });
+    }
+
+    // Adds a token's row of `delta` to x, through the norm after the block if there is one.
+    INLINE void add_delta(int64_t t, const Norm &post) {
+        float *delta = f.delta + t * f.hidden;
+        if (post.weight) norm_row<N>(delta, post, delta, f.hidden, (float)f.eps);
+        add_scaled_row(x() + t * f.hidden, delta, f.hidden, (float)f.residual_scale);
     }
 
     // Adds attention to x. Before that, writes the MLP's input to `normed` if the layer is parallel: the
@@ -157,13 +176,56 @@ template <class N> struct Pass {
     }
 
     INLINE void mlp(Team &team, const Layer &layer) {
-        N *gate_up = (N *)f.gate_up, *active = (N *)f.active;
-        const int64_t width = layer.is_gated ? 2 * f.inner : f.inner;
-        linear(team, Linear<N, N>{normed(), layer.gate_up, (const N *)layer.gate_up_bias, gate_up, f.tokens, STORE});
-        team.share(f.tokens, [&](int64_t t) {
-            activate_row(layer.activation, layer.is_gated, gate_up + t * width, active + t * f.inner, f.inner);
+        const Mlp &mlp = layer.mlps[0];
+        N *gate_up = (N *)f.gate_up;
+        linear(team, Linear<N, N>{normed(), mlp.gate_up, (const N *)mlp.gate_up_bias, gate_up, f.tokens, STORE});
+        activate(team, layer, f.tokens);
+        add(team, (const N *)f.active, mlp.down, mlp.down_bias, layer.post_mlp_norm);
+    }
+
+    // Computes the activations of `rows` rows.
+    INLINE void activate(Team &team, const Layer &layer, int64_t rows) {
+        const int64_t width = layer.mlps[0].gate_up.outputs, inner = layer.mlps[0].down.inputs;
+        team.share(rows, [&](int64_t i) {
+            activate_row(layer.activation, (const N *)f.gate_up + i * width, (N *)f.active + i * inner, inner);
         });
-        add(team, active, layer.down, layer.down_bias, layer.post_mlp_norm);
+    }
+
+    // Adds a mixture of experts to x. The results of a token's experts are added in the experts' order.
+    INLINE void experts(Team &team, const Layer &layer, Routing &routing) {
+        const int64_t top_k = layer.top_k, hidden = f.hidden, inner = layer.mlps[0].down.inputs;
+        const int64_t width = layer.mlps[0].gate_up.outputs;
+        N *scores = (N *)f.scores, *gathered = (N *)f.gathered;
+        linear(team, Linear<N, N>{normed(), layer.router, (const N *)layer.router_bias, scores, f.tokens, STORE});
+        team.share(f.tokens, [&](int64_t t) {
+            routing.choose(t, scores + t * layer.num_experts, layer.renormalize);
+        });
+        team.share(1, [&](int64_t) { routing.group(); });
+        team.share(f.tokens, [&](int64_t t) {
+            for (int64_t i = t * top_k; i < (t + 1) * top_k; i++)
+                memcpy(gathered + routing.places[(size_t)i] * hidden, normed() + t * hidden,
+                       (size_t)hidden * sizeof(N));
+        });
+        linears(team, layer.num_experts, [&](int64_t e) {
+            const Mlp &mlp = layer.mlps[e];
+            const int64_t first = routing.starts[(size_t)e], rows = routing.starts[(size_t)e + 1] - first;
+            return Linear<N, N>{gathered + first * hidden, mlp.gate_up, (const N *)mlp.gate_up_bias,
+                                (N *)f.gate_up + first * width, rows, STORE};
+        });
+        activate(team, layer, f.tokens * top_k);
+        linears(team, layer.num_experts, [&](int64_t e) {
+            const Mlp &mlp = layer.mlps[e];
+            const int64_t first = routing.starts[(size_t)e], rows = routing.starts[(size_t)e + 1] - first;
+            return Linear<N, float>{(const N *)f.active + first * inner, mlp.down, (const N *)mlp.down_bias,
+                                    f.parts + first * hidden, rows, STORE};
+        });
+        team.share(f.tokens, [&](int64_t t) {
+            memset(f.delta + t * hidden, 0, (size_t)hidden * sizeof(float));
+            for (int64_t i = t * top_k; i < (t + 1) * top_k; i++)
+                add_scaled_row(f.delta + t * hidden, f.parts + routing.places[(size_t)i] * hidden, hidden,
+                               routing.weights[(size_t)i]);
+            add_delta(t, layer.post_mlp_norm);
+        });
     }
 
     void run(Team &team) {
@@ -172,7 +234,8 @@ template <class N> struct Pass {
             const Layer &layer = f.layers[i];
             attention(team, layer);
             if (!layer.is_parallel) norm(team, layer.mlp_norm);
-            mlp(team, layer);
+            if (layer.num_experts > 1) experts(team, layer, routings[(size_t)i]);
+            else mlp(team, layer);
         }
     }
 };

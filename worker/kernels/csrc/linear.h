@@ -297,32 +297,60 @@ void linear_item(const Linear<X, Y> &l, int64_t panel, int64_t first, int64_t co
     for (int64_t m = 0; m < count; m++) finish(l, first + m, panel * PANEL, s.sums + m * PANEL);
 }
 
-// Computes a linear. All threads of the team call this. An item is one panel for one block of rows; all
-// panels of a block precede those of the next block.
-template <class X, class Y> INLINE void linear(Team &team, const Linear<X, Y> &l) {
-    constexpr bool PAIRS = HAS_PAIRS && sizeof(X) == 2;
+// The scratch memory of this thread.
+inline RowScratch &row_scratch() {
     static thread_local RowScratch scratch;
-    RowScratch &s = scratch;
+    return scratch;
+}
+
+// Returns the items of a linear. An item is one panel for one block of rows; all panels of a block
+// precede those of the next block.
+template <class X, class Y> INLINE int64_t items_of(const Linear<X, Y> &l) {
+    return panels_of(l.weight.outputs) * ((l.rows + BLOCK_ROWS - 1) / BLOCK_ROWS);
+}
+
+// Computes an item. block: the block of which the scratch memory holds the rows; -1 if none.
+template <class X, class Y>
+INLINE void compute_item(const Linear<X, Y> &l, int64_t item, RowScratch &s, int64_t &block) {
+    constexpr bool PAIRS = HAS_PAIRS && sizeof(X) == 2;
     const int64_t panels = panels_of(l.weight.outputs), inputs = l.weight.inputs;
-    const int64_t blocks = (l.rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
-    int64_t block = -1;
-    team.share(panels * blocks, [&](int64_t item) {
-        const int64_t first = item / panels * BLOCK_ROWS;
-        const int64_t count = l.rows - first < BLOCK_ROWS ? l.rows - first : BLOCK_ROWS;
-        const X *x = l.x + first * inputs;
-        if (block != item / panels) {
-            block = item / panels;
-            s.xsums.resize((size_t)(count * inputs / GROUP));
-            if (l.weight.format == Q4) sum_groups(x, count * inputs / GROUP, s.xsums.data());
-            if constexpr (!PAIRS && sizeof(X) == 2) {
-                s.x.resize((size_t)(count * inputs));
-                for (int64_t i = 0; i < count * inputs; i += LANES) store(s.x.data() + i, load(x + i));
-            }
+    const int64_t first = item / panels * BLOCK_ROWS;
+    const int64_t count = l.rows - first < BLOCK_ROWS ? l.rows - first : BLOCK_ROWS;
+    const X *x = l.x + first * inputs;
+    if (block != item / panels) {
+        block = item / panels;
+        s.xsums.resize((size_t)(count * inputs / GROUP));
+        if (l.weight.format == Q4) sum_groups(x, count * inputs / GROUP, s.xsums.data());
+        if constexpr (!PAIRS && sizeof(X) == 2) {
+            s.x.resize((size_t)(count * inputs));
+            for (int64_t i = 0; i < count * inputs; i += LANES) store(s.x.data() + i, load(x + i));
         }
-        if constexpr (PAIRS) linear_item<ByPairs>(l, item % panels, first, count, x, s);
-        else if constexpr (sizeof(X) == 2)
-            linear_item<ByFloats>(l, item % panels, first, count, s.x.data(), s);
-        else linear_item<ByFloats>(l, item % panels, first, count, x, s);
+    }
+    if constexpr (PAIRS) linear_item<ByPairs>(l, item % panels, first, count, x, s);
+    else if constexpr (sizeof(X) == 2)
+        linear_item<ByFloats>(l, item % panels, first, count, s.x.data(), s);
+    else linear_item<ByFloats>(l, item % panels, first, count, x, s);
+}
+
+// Computes a linear. All threads of the team call this.
+template <class X, class Y> INLINE void linear(Team &team, const Linear<X, Y> &l) {
+    RowScratch &s = row_scratch();
+    int64_t block = -1;
+    team.share(items_of(l), [&](int64_t item) { compute_item(l, item, s, block); });
+}
+
+// Computes the linears linear_of(0), ..., linear_of(count - 1) in one phase. All threads of the team call
+// this.
+template <class LinearOf> INLINE void linears(Team &team, int64_t count, LinearOf &&linear_of) {
+    RowScratch &s = row_scratch();
+    int64_t total = 0, index = 0, first = 0, block = -1; // first: the first item of linear `index`
+    for (int64_t i = 0; i < count; i++) total += items_of(linear_of(i));
+    team.share(total, [&](int64_t item) { // the items of one thread are ascending
+        for (int64_t items; item >= first + (items = items_of(linear_of(index))); index++) {
+            first += items;
+            block = -1;
+        }
+        compute_item(linear_of(index), item - first, s, block);
     });
 }
 
