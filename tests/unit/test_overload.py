@@ -223,8 +223,8 @@ def test_a_newcomer_waits_for_one_long_step_or_two_short_ones(
     full_s, waits = costs[-1][1], []
     for place in range(10):
         paced = in_large_steps(flood=True, costs=costs)
-        paced.at(3.0 + place * full_s / 10, lambda them=paced: them.ask(8, 1, BOB))  # type: ignore[misc]
-        paced.run(4.0)
+        paced.at(1.5 + place * full_s / 10, lambda them=paced: them.ask(8, 1, BOB))  # type: ignore[misc]
+        paced.run(2.5)
         waits += [one.wait_s for one in paced.asked if one.prompt_tokens == 8]
     assert most - 1 < max(waits) / full_s <= most + 0.2 + (most > 1)
     per_s = paced.bench.engine.stats().num_computed_tokens / paced.now
