@@ -114,12 +114,9 @@ def merged(events: Iterable[Event]) -> list[Event]:
 
 
 def _text_of(event: Event) -> str | None:
-    match event:
-        case Content(text) | Reasoning(text):
-            return text
-        case ToolArguments(_, fragment):
-            return fragment
-    return None
+    if type(event) is Content or type(event) is Reasoning:
+        return event.text
+    return event.fragment if type(event) is ToolArguments else None
 
 
 def _continues(before: Event, event: Event) -> bool:

@@ -60,6 +60,9 @@ class Lexicon:
         self._sets: dict[tuple[str, ...], MarkerSet | None] = {}
         self.tables: dict[Hashable, dict[str, dict[str, Callable[[Any, str], None]]]] = {}
         """Parser -> state -> marker -> handler: a cache of `FormatParser`."""
+        self.automata: dict[Hashable, dict[str, MarkerSet | None]] = {}
+        """Parser -> state -> automaton of its markers: a cache of `FormatParser`."""
+        self._extended: dict[tuple[int, str], Lexicon] = {}
 
     def is_token(self, marker: str) -> bool:
         return marker in self._by_id
@@ -70,6 +73,13 @@ class Lexicon:
             spelt = [marker for marker in markers if marker not in self._by_id]
             self._sets[markers] = MarkerSet(spelt) if spelt else None
         return self._sets[markers]
+
+    def with_token(self, token_id: int, marker: str) -> Lexicon:
+        """Return a lexicon in which `marker` is a token, too. It is cached, with its own caches."""
+        added = token_id, marker
+        if added not in self._extended:
+            self._extended[added] = Lexicon({**self.tokens, token_id: marker}, self.parts)
+        return self._extended[added]
 
 
 # ---- markers with a suffix

@@ -107,7 +107,9 @@ class FormatParser(ABC):
         self.context = context
         self.builder = builder
         self.s = self._memory(state)
-        self._handlers = self._handler_table()
+        key = type(self), self.moves_key()
+        self._handlers = self._handler_table(key)
+        self._automata = context.lexicon.automata.setdefault(key, {})
         self._scanner: Scanner | None = None
         self._scans = ""  # the state that `_scanner` was made for
         self._make_scanner(self.s.held)
@@ -116,9 +118,9 @@ class FormatParser(ABC):
     def _memory(self, state: Mapping[str, Any] | None) -> Any:
         return self.State() if state is None else msgspec.convert(state, self.State)
 
-    def _handler_table(self) -> Mapping[str, Mapping[str, Handler]]:
-        """Return state -> marker -> handler. The parsers of all choices share the cached table."""
-        tables, key = self.context.lexicon.tables, (type(self), self.moves_key())
+    def _handler_table(self, key: Hashable) -> Mapping[str, Mapping[str, Handler]]:
+        """Return state -> marker -> handler. All parsers with this key share the cached table."""
+        tables = self.context.lexicon.tables
         if key not in tables:
             table: dict[str, dict[str, Handler]] = {}
             for at, rows in self.moves().items():
@@ -268,8 +270,10 @@ class FormatParser(ABC):
 
     def _make_scanner(self, held: ScannerState) -> None:
         at = self._scans = self.s.at
-        markers = () if at in self.UNSCANNED else tuple(self._handlers.get(at, ()))
-        automaton = self.context.lexicon.automaton(markers)
+        if at not in self._automata:
+            markers = () if at in self.UNSCANNED else tuple(self._handlers.get(at, ()))
+            self._automata[at] = self.context.lexicon.automaton(markers)
+        automaton = self._automata[at]
         self._scanner = Scanner(automaton, held) if automaton else None
 
 
@@ -459,7 +463,7 @@ class AnswerParser(FormatParser):
         return self.read_calls(part) if self.s.at == "calls" else ""
 
 
-class Syntax(msgspec.Struct, frozen=True, kw_only=True):
+class Syntax(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     """Base of the descriptions of formats: markers and options, as data.
 
     The parser and the grammar both follow this description. A subclass overrides the methods that

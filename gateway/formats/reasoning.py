@@ -37,7 +37,7 @@ class Switch(msgspec.Struct, frozen=True):
         return self.default
 
 
-class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):
+class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     """The markup of one model family's reasoning."""
 
     #: Markers that start a block of reasoning.

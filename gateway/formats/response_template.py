@@ -57,7 +57,7 @@ from gateway.formats.grammar_builder import (
     without_prefix,
 )
 from gateway.formats.json_tags import JsonTags
-from gateway.formats.lexicon import Lexicon, MarkerPart
+from gateway.formats.lexicon import MarkerPart
 from gateway.formats.named_json import NamedJson
 from gateway.formats.parser import (
     AnswerParser,
@@ -189,7 +189,7 @@ class ResponseTemplateParser(AnswerParser):
 
     def call_context(self, context: ParserContext) -> ParserContext:
         """Return the context for the call parser, in which NAMED is a token that no text spells."""
-        lexicon = Lexicon({**context.lexicon.tokens, NAME_TOKEN: NAMED})
+        lexicon = context.lexicon.with_token(NAME_TOKEN, NAMED)
         return msgspec.structs.replace(context, lexicon=lexicon)
 
     @cached_property

@@ -10,6 +10,9 @@ the text. A marker that was found has to wait while a marker that starts earlier
 If the found marker wins in the end, the characters after it are read a second time. There are never
 more of these than the longest marker has.
 
+If no text is held, a regular expression finds the first complete marker of a long delta. The
+automaton then reads only the end of the delta, where a marker may be incomplete.
+
 Text may be pushed with `part` set. Its characters can be part of a marker. Those outside all
 markers are dropped.
 """
@@ -19,6 +22,7 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 
 import msgspec
 
@@ -63,6 +67,8 @@ class MarkerSet:
         if not markers or not all(markers):
             raise ValueError("markers must be strings of at least one character")
         self.markers = tuple(markers)
+        self.longest = max(map(len, markers))
+        self.indices: dict[str, int] = {}  # marker -> its index, without markers that never win
         self.children: list[dict[str, int]] = [{}]
         self.depth = [0]
         self.found = [NONE]
@@ -89,7 +95,13 @@ class MarkerSet:
                 self.found.append(NONE)
             node = self.children[node][char]
         if self.found[node] == NONE:
-            self.found[node] = index
+            self.found[node] = self.indices[marker] = index
+
+    @cached_property
+    def complete(self) -> re.Pattern[str]:
+        """A pattern of all markers. The longest one that matches at a place wins."""
+        longest_first = sorted(self.indices, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, longest_first)))
 
     def _link(self) -> None:
         """Compute `fail` breadth first, because it needs the values of all shorter prefixes."""
@@ -115,8 +127,8 @@ class Scanner:
         self._set = markers
         self._parts: list[tuple[int, int]] = []  # as in ScannerState
         self._reset("")
-        if state is not None:  # reading the held text again restores the automaton's position
-            self.next(state.held)
+        if state is not None and state.held:
+            self.next(state.held)  # restores the automaton's position
             self._parts = list(state.parts)
 
     def _reset(self, held: str) -> None:
@@ -175,13 +187,13 @@ class Scanner:
             at = len(text) - self._set.depth[self._node]
             self._held = text[at:]
             self._start -= at
-            return self._release(text, at), None, ""
+            return self._release(text, at) if self._parts else text[:at], None, ""
         if self._best == NONE:
             released = self._release(text, len(text))
             self._reset("")
             return released, None, ""
         marker, start = self._set.markers[self._best], self._start
-        released = self._release(text, start)
+        released = self._release(text, start) if self._parts else text[:start]
         self._reset("")
         return released, marker, text[start + len(marker) :]
 
@@ -190,8 +202,6 @@ class Scanner:
 
         The rest of `_parts` is kept for the held text.
         """
-        if not self._parts:
-            return text[:end]
         kept, at = [], 0
         for start, stop in self._parts:
             kept.append(text[at : min(start, end)])
@@ -213,6 +223,13 @@ class Scanner:
             automaton.found,
         )
         markers, node, end = automaton.markers, self._node, len(text)
+        last = end - automaton.longest  # a marker that starts here or earlier is not cut off
+        if last >= 0 and not self._held:
+            whole = automaton.complete.search(text)
+            if whole and whole.start() <= last:
+                self._best, self._start = automaton.indices[whole[0]], whole.start()
+                return whole.end()
+            position = last + 1
         while position < end:
             if node == 0:
                 opening = automaton.opening.search(text, position)
