@@ -16,7 +16,6 @@ import itertools
 import json
 import random
 from collections.abc import Callable, Iterator, Sequence
-from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -279,10 +278,14 @@ def joined(pieces: Sequence[Piece]) -> list[Piece]:
     try:
         return ["".join(pieces)]  # type: ignore[arg-type]
     except TypeError:  # some pieces are markers
-        found: list[Piece] = []
-    for spelt_out, run in itertools.groupby(pieces, lambda piece: isinstance(piece, str)):
-        together = list(run)
-        found += ["".join(together)] if spelt_out else together  # type: ignore[arg-type]
+        markers = [at for at, piece in enumerate(pieces) if type(piece) is not str]
+    found: list[Piece] = []
+    start = 0
+    for at in (*markers, len(pieces)):
+        if at > start:
+            found.append("".join(pieces[start:at]))  # type: ignore[arg-type]
+        found += pieces[at : at + 1]
+        start = at + 1
     return found
 
 
@@ -294,17 +297,21 @@ class Reading:
     words: Lexicon
     fixture: Fixture
     state: bytes | None = None
-    ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    num_ids: int = 0
     events: list[Event] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.parser = self.sample.format.parser(
             self.words,
             tools=self.sample.tools,
-            new_id=lambda: f"call_{next(self.ids)}",
+            new_id=self.new_id,
             starts_inside=self.fixture.starts_inside,
             state=None if self.state is None else msgspec.msgpack.decode(self.state),
         )
+
+    def new_id(self) -> str:
+        self.num_ids += 1
+        return f"call_{self.num_ids}"
 
     def push(self, delta: Sequence[Piece]) -> None:
         for piece in joined(delta):
@@ -313,7 +320,7 @@ class Reading:
     def moved(self) -> Reading:
         """Return a new parser that continues from this state. This one is not changed."""
         state = msgspec.msgpack.encode(parser_state(self.parser))
-        return replace(self, state=state, ids=copy(self.ids), events=[*self.events])
+        return Reading(self.sample, self.words, self.fixture, state, self.num_ids, [*self.events])
 
     def finish(self) -> list[Event]:
         """Return the merged events of the whole answer."""
