@@ -29,6 +29,7 @@ from tools.commands import (
     profile,
     ps,
     pull,
+    quantize,
     replay,
     rm,
     serve,
@@ -92,6 +93,7 @@ COMMANDS: tuple[tuple[str, str, Tool], ...] = (
     ("key", "create a cluster key", key),
     ("models", "list the models in the cache, and those of the catalogue", models),
     ("pull", "download a model", pull),
+    ("quantize", "write a model as a smaller GGUF file", quantize),
     ("rm", "remove models from the cache", rm),
 )
 """Name, summary and module of each command, in the order of `--help`."""

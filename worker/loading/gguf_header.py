@@ -481,10 +481,15 @@ def gguf_family(architecture: str) -> GGUFFamily:
 
 def gguf_names(file: GGUFFile, spec: ModelSpec) -> TensorNames:
     """Return the names of the tensors in the file of a model."""
-    family = FAMILIES[file.metadata["general.architecture"]]
-    roles = {**ROLES, **family.roles}
+    names = architecture_names(file.metadata["general.architecture"], spec)
     if "blk.0.ffn_gate.0.weight" in file.tensors:
-        roles |= OLD_EXPERTS
+        return replace(names, roles={**names.roles, **OLD_EXPERTS})
+    return names
+
+
+def architecture_names(architecture: str, spec: ModelSpec) -> TensorNames:
+    """Return the names of the tensors in today's files of an architecture."""
+    family = gguf_family(architecture)
     orders: dict[str, RowOrder] = {}
     if family.is_interleaved:
         attention = spec.layers[0].attention
@@ -492,7 +497,8 @@ def gguf_names(file: GGUFFile, spec: ModelSpec) -> TensorNames:
             "q": interleaved(attention.num_heads, attention.head_dim),
             "k": interleaved(attention.num_kv_heads, attention.head_dim),
         }
-    return TensorNames(roles, orders=orders, computed=(ROPE_FREQS, LONG_FACTORS, SHORT_FACTORS))
+    computed = (ROPE_FREQS, LONG_FACTORS, SHORT_FACTORS)
+    return TensorNames({**ROLES, **family.roles}, orders=orders, computed=computed)
 
 
 def gguf_spec(file: GGUFFile) -> ModelSpec:

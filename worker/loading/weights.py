@@ -182,7 +182,7 @@ class _Loader:
         whole = self._empty(matrix.rows, matrix.columns)
         targets = torch.split(whole, [part.rows for part in matrix.parts])
         for part, target in zip(matrix.parts, targets, strict=True):
-            self._read(part.weight, target, part, matrix.columns)
+            read_part(self._source, part.weight, target, part, matrix.columns)
         return whole
 
     def _bias(self, matrix: FusedMatrix) -> Tensor | None:
@@ -191,23 +191,30 @@ class _Loader:
         whole = self._empty(matrix.rows)
         targets = torch.split(whole, [part.rows for part in matrix.parts])
         for part, target in zip(matrix.parts, targets, strict=True):
-            self._read(part.bias, target, part, None)
+            read_part(self._source, part.bias, target, part, None)
         return whole
-
-    def _read(self, name: str, target: Tensor, part: MatrixPart, columns: int | None) -> None:
-        """Read one part, with its rows in the model's order."""
-        is_transposed = part.is_transposed and columns is not None
-        if not is_transposed and part.order is None:
-            self._source.read_into(name, target, part.index)
-            return
-        shape = (columns, part.rows) if is_transposed else tuple(target.shape)
-        stored = torch.empty(shape, dtype=torch.float32)  # type: ignore[arg-type]
-        self._source.read_into(name, stored, part.index)
-        rows = stored.T if is_transposed else stored
-        target.copy_(_reordered(rows, part.order))
 
     def _empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self._dtype, device=self._device)
+
+
+def read_part(
+    source: WeightSource, name: str, target: Tensor, part: MatrixPart, columns: int | None
+) -> None:
+    """Read one part of a matrix, or its bias, with its rows in the model's order.
+
+    target    [rows, columns], or [rows] for a bias
+    columns   None for a bias
+    """
+    is_transposed = part.is_transposed and columns is not None
+    if not is_transposed and part.order is None:
+        source.read_into(name, target, part.index)
+        return
+    shape = (columns, part.rows) if is_transposed else tuple(target.shape)
+    stored = torch.empty(shape, dtype=torch.float32)  # type: ignore[arg-type]
+    source.read_into(name, stored, part.index)
+    rows = stored.T if is_transposed else stored
+    target.copy_(_reordered(rows, part.order))
 
 
 def _reordered(rows: Tensor, order: RowOrder | None) -> Tensor:

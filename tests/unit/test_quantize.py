@@ -1,0 +1,182 @@
+"""`tidegate quantize` without a model: K-quants, types of tensors, tokenizers, and the command."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Kind
+from gguf import quants
+
+from protocol.exit_codes import ExitCode
+from protocol.quantize import QuantizeProgress
+from tests.support.checkpoints import random_llama, tiny_tokenizer, write_directory
+from tools.commands import quantize as command
+from tools.failure import Failure
+from worker.loading.errors import UnusableModel
+from worker.loading.fields import Fields
+from worker.loading.gguf_file import MAGIC
+from worker.loading.gguf_tokenizer import gguf_text
+from worker.loading.text import TextFacts
+from worker.quantize.tokens import tokenizer_metadata
+from worker.quantize.types import has_more_bits, quantize, tensor_kind
+
+# ---- K-quants
+
+
+def error(values: np.ndarray[Any, Any], kind: Kind) -> float:
+    """Return the root mean square of the error of a type."""
+    (back,) = quants.dequantize(quantize(values, kind).reshape(1, -1), kind)
+    return float(np.sqrt(((back - values.reshape(-1)) ** 2).mean()))
+
+
+@pytest.mark.parametrize(
+    ("kind", "simple"), [(Kind.Q4_K, Kind.Q4_1), (Kind.Q5_K, Kind.Q5_1), (Kind.Q6_K, Kind.Q5_0)]
+)
+def test_k_quants_are_more_exact_than_simple_types(kind: Kind, simple: Kind) -> None:
+    values = np.random.default_rng(1).normal(0, 0.02, (64, 512)).astype(np.float32)
+    assert error(values, kind) < 0.95 * error(values, simple)
+
+
+@pytest.mark.parametrize("kind", [Kind.Q4_K, Kind.Q5_K, Kind.Q6_K])
+def test_k_quants_keep_what_they_can_represent(kind: Kind) -> None:
+    """Zeros, equal numbers, and blocks in which only one number is not zero."""
+    values = np.zeros((4, 256), np.float32)
+    values[1] = 0.25
+    values[2] = -0.25
+    values[3, 100] = 7.0
+    (back,) = quants.dequantize(quantize(values, kind).reshape(1, -1), kind)
+    assert np.allclose(back.reshape(values.shape), values, rtol=0.02, atol=1e-6)
+
+
+# ---- types
+
+
+def kind_of(name: str, wanted: str, *shape: int, experts: int = 1, tied: bool = False) -> str:
+    return tensor_kind(name, shape, wanted, num_layers=32, num_experts=experts, tied=tied).name
+
+
+def test_the_mix_gives_more_bits_to_half_of_the_layers() -> None:
+    assert sum(has_more_bits(layer, 32) for layer in range(32)) == 16
+    assert [layer for layer in range(8) if has_more_bits(layer, 32)] == [0, 1, 2, 3, 6]
+    assert kind_of("blk.0.attn_v.weight", "Q4_K_M", 64, 256) == "Q6_K"
+    assert kind_of("blk.4.ffn_down.weight", "Q4_K_M", 64, 256) == "Q4_K"
+    assert kind_of("blk.0.ffn_down_exps.weight", "Q4_K_M", 4, 64, 256) == "Q6_K"
+    assert kind_of("blk.0.attn_k.weight", "Q4_K_M", 64, 256) == "Q4_K"
+    assert kind_of("blk.0.attn_k.weight", "Q4_K_M", 64, 256, experts=8) == "Q8_0"
+    assert kind_of("blk.0.attn_qkv.weight", "Q4_K_M", 64, 256) == "Q5_K"
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted", "shape", "kind"),
+    [
+        ("blk.0.attn_norm.weight", "Q4_0", (256,), "F32"),
+        ("blk.0.ffn_gate_inp.weight", "Q4_0", (8, 256), "F32"),
+        ("position_embd.weight", "Q8_0", (512, 256), "F32"),
+        ("token_embd.weight", "Q4_K", (512, 256), "Q4_K"),
+        ("output.weight", "Q4_K", (512, 256), "Q6_K"),
+        ("output.weight", "Q8_0", (512, 256), "Q8_0"),
+        ("blk.0.attn_q.weight", "Q4_K", (64, 96), "Q5_0"),
+        ("blk.0.attn_q.weight", "Q5_K", (64, 96), "Q5_1"),
+        ("blk.0.attn_q.weight", "Q6_K", (64, 96), "Q8_0"),
+        ("blk.0.attn_q.weight", "Q4_0", (64, 48), "F16"),
+    ],
+)
+def test_each_tensor_has_a_type_that_fits(
+    name: str, wanted: str, shape: tuple[int, ...], kind: str
+) -> None:
+    assert kind_of(name, wanted, *shape) == kind
+
+
+def test_a_tied_embedding_has_the_type_of_the_head() -> None:
+    assert kind_of("token_embd.weight", "Q4_K_M", 512, 256, tied=True) == "Q6_K"
+
+
+# ---- tokenizers
+
+
+def facts(change: dict[str, Any], **fields: Any) -> TextFacts:
+    tokenizer = json.loads(tiny_tokenizer().to_str()) | change
+    return TextFacts(tokenizer=json.dumps(tokenizer).encode(), eos_token_ids=[0], **fields)
+
+
+def template(*tokens: str) -> dict[str, Any]:
+    single = [{"SpecialToken": {"id": token, "type_id": 0}} for token in tokens]
+    return {"type": "TemplateProcessing", "single": [*single, {"Sequence": {"id": "A"}}]}
+
+
+def test_a_bos_token_that_the_tokenizer_adds_is_added_by_the_file_too() -> None:
+    text = facts(
+        {"post_processor": template("<|start|>")},
+        bos_token_id=1,
+        special_tokens={"bos_token": "<|start|>"},
+    )
+    found = tokenizer_metadata(text, 320)
+    assert found["tokenizer.ggml.add_bos_token"] is True
+    assert len(found["tokenizer.ggml.tokens"]) == 320
+    assert gguf_text(Fields(found, "file"), 320).bos_token_id == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": {"type": "Unigram"}}, "its model is 'Unigram', not BPE"),
+        ({"pre_tokenizer": {"type": "Whitespace"}}, "splitting texts have no name"),
+        ({"normalizer": {"type": "Lowercase"}}, "splitting texts have no name"),
+        ({"post_processor": template("<|stop|>")}, "it adds ['<|stop|>'] to texts"),
+    ],
+)
+def test_a_tokenizer_that_a_file_cannot_store_is_refused(
+    change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UnusableModel) as refused:
+        tokenizer_metadata(facts(change), 320)
+    assert message in refused.value.message
+
+
+# ---- the command
+
+
+def options(model: Path, output: Path, **changes: Any) -> argparse.Namespace:
+    values = {"model": str(model), "output": str(output), "type": "Q8_0", "force": False}
+    return argparse.Namespace(**(values | changes))
+
+
+def test_the_command_writes_a_file_and_replaces_it_only_if_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = write_directory(tmp_path / "tiny", random_llama(num_hidden_layers=1))
+    output = tmp_path / "tiny.gguf"
+    assert command.run(options(model, output)) == 0
+    assert str(output) in capsys.readouterr().out
+    assert output.read_bytes()[:4] == MAGIC
+    with pytest.raises(Failure, match="--force replaces it"):
+        command.run(options(model, output))
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [("tiny.bin", "must end with .gguf"), ("none/tiny.gguf", "is not a directory")],
+)
+def test_an_output_that_cannot_be_written_is_refused(
+    tmp_path: Path, output: str, message: str
+) -> None:
+    with pytest.raises(Failure, match=message) as refused:
+        command.run(options(tmp_path, tmp_path / output))
+    assert refused.value.exit_code == ExitCode.USAGE
+
+
+def test_a_model_that_cannot_be_stored_ends_the_command_with_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(Failure, match="neither 'architectures' nor 'model_type'") as refused:
+        command.run(options(tmp_path, tmp_path / "tiny.gguf"))
+    assert refused.value.exit_code == ExitCode.BAD_MODEL
+
+
+def test_the_bar_shows_the_share_that_is_written() -> None:
+    half = QuantizeProgress(tensor="output", written_bytes=5 * 10**7, total_bytes=10**8)
+    assert command.bar(half) == f"[{'#' * 15}{'.' * 15}]  50%  50 MB of 100 MB  output"

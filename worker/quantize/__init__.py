@@ -1,0 +1,1 @@
+"""Writes a model of safetensors as a quantised GGUF file (`tidegate quantize`)."""

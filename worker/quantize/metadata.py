@@ -1,0 +1,175 @@
+"""Metadata of a model in a GGUF file: the inverse of `loading.gguf_header`.
+
+Everything is derived from the model's spec. What an architecture of GGUF files cannot store is
+found by reading the metadata back (`check_spec`), so that a file never means another model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+from gguf import RopeScalingType
+
+from worker.loading.errors import UnusableModel
+from worker.loading.gguf_header import FAMILIES, GGUFFamily
+from worker.models.rope_config import (
+    FactorScaling,
+    LinearScaling,
+    Llama3Scaling,
+    RopeConfig,
+    YarnScaling,
+)
+from worker.models.spec import LayerSpec, ModelSpec
+
+Values = dict[str, Any]
+WITH_PATTERN = ("olmo2", "exaone4")
+"""Architectures whose files say which layers have windows."""
+
+
+def architecture_of(spec: ModelSpec) -> str:
+    """Return `general.architecture` of the model's family. Raises UnusableModel if it has none."""
+    for name, family in FAMILIES.items():
+        if spec.architecture in family.families:
+            return name
+    raise UnusableModel(f"{spec.architecture} has no architecture in GGUF files")
+
+
+def metadata(spec: ModelSpec, architecture: str) -> Values:
+    """Return the metadata of the model; names leave out the architecture and its dot."""
+    attention, mlp = spec.layers[0].attention, spec.layers[0].mlp
+    norm = "layer_norm_rms_epsilon" if spec.norm.kind == "rms" else "layer_norm_epsilon"
+    found: Values = {
+        "context_length": spec.context_tokens,
+        "embedding_length": spec.hidden,
+        "block_count": spec.num_layers,
+        "feed_forward_length": mlp.intermediate,
+        "vocab_size": spec.vocab_size,
+        "attention.head_count": attention.num_heads,
+        "attention.head_count_kv": attention.num_kv_heads,
+        "attention.key_length": attention.head_dim,
+        "attention.value_length": attention.head_dim,
+        f"attention.{norm}": float(spec.norm.eps),
+    }
+    if mlp.num_experts > 1:
+        found |= {"expert_count": mlp.num_experts, "expert_used_count": mlp.top_k}
+        if architecture == "qwen3moe":
+            found["expert_feed_forward_length"] = mlp.intermediate
+    return found | _windows(spec, architecture) | _ropes(spec) | _own(spec, architecture)
+
+
+def _windows(spec: ModelSpec, architecture: str) -> Values:
+    windows = [attention.window for attention in spec.attentions]
+    sizes = [window for window in windows if window is not None]
+    if not sizes:
+        return {}
+    found: Values = {"attention.sliding_window": sizes[0]}
+    if architecture in WITH_PATTERN:
+        found["attention.sliding_window_pattern"] = [window is not None for window in windows]
+    return found
+
+
+def _ropes(spec: ModelSpec) -> Values:
+    ropes = [(each.window, each.rope) for each in spec.attentions if each.rope is not None]
+    full = next((rope for window, rope in ropes if window is None), ropes[0][1] if ropes else None)
+    if full is None:
+        return {}
+    found: Values = {"rope.dimension_count": full.width, "rope.freq_base": full.theta}
+    sliding = next((rope for window, rope in ropes if window is not None), full)
+    if sliding.theta != full.theta:
+        found["rope.freq_base_swa"] = sliding.theta
+    match full.scaling:
+        case LinearScaling(factor):
+            found |= {"rope.scaling.type": RopeScalingType.LINEAR.value}
+            found |= {"rope.scaling.factor": factor}
+        case YarnScaling() as yarn:
+            found |= {
+                "rope.scaling.type": RopeScalingType.YARN.value,
+                "rope.scaling.factor": yarn.factor,
+                "rope.scaling.original_context_length": yarn.original_context,
+                "rope.scaling.yarn_beta_fast": yarn.beta_fast,
+                "rope.scaling.yarn_beta_slow": yarn.beta_slow,
+            }
+    return found
+
+
+def _own(spec: ModelSpec, architecture: str) -> Values:
+    """Return the metadata that only some architectures have."""
+    layer = spec.layers[0]
+    match architecture:
+        case "gemma2":
+            caps = {"attn": layer.attention.soft_cap, "final": spec.logits_soft_cap}
+            return {f"{name}_logit_softcapping": cap for name, cap in caps.items() if cap}
+        case "gemma3" if spec.logits_soft_cap:
+            return {"final_logit_softcapping": spec.logits_soft_cap}
+        case "granite":
+            return {
+                "attention.scale": layer.attention.scale,
+                "embedding_scale": spec.embedding_scale,
+                "residual_scale": spec.residual_scale,
+                "logit_scale": 1 / spec.logits_scale,
+            }
+        case "cohere2":
+            return {"logit_scale": spec.logits_scale}
+        case "stablelm" | "gptneox":
+            return {"use_parallel_residual": layer.order.startswith("parallel")}
+    return {}
+
+
+def rope_of(spec: ModelSpec) -> RopeConfig | None:
+    """Return the rotary embeddings whose scaling is stored as a factor for each pair, if any."""
+    for attention in spec.attentions:
+        if attention.rope and isinstance(attention.rope.scaling, Llama3Scaling):
+            return attention.rope
+    return None
+
+
+# ---- the check
+
+
+def check_spec(spec: ModelSpec, found: ModelSpec, family: GGUFFamily) -> None:
+    """Raise UnusableModel if `found`, read back from metadata, is another model than `spec`."""
+    if family.has_whole_norms:
+        found = replace(found, norm=replace(found.norm, offset=spec.norm.offset))
+    found = replace(found, architecture=spec.architecture)
+    if len(found.layers) == len(spec.layers):
+        pairs = zip(spec.layers, found.layers, strict=True)
+        found = replace(found, layers=tuple(_with_rope(theirs, ours) for ours, theirs in pairs))
+    theirs = dict(_facts(found, ""))
+    for name, value in _facts(spec, ""):
+        other = theirs.get(name)
+        if not _are_equal(value, other):
+            raise UnusableModel(
+                f"a GGUF file cannot store this model: {name} is {value!r:.60} and would be read "
+                f"as {other!r:.60}"
+            )
+
+
+def _with_rope(found: LayerSpec, ours: LayerSpec) -> LayerSpec:
+    """Return `found` with our scaling, if a tensor has its factors: they are written later."""
+    theirs, rope = found.attention.rope, ours.attention.rope
+    if theirs is None or rope is None or not isinstance(theirs.scaling, FactorScaling):
+        return found
+    changed = replace(theirs, scaling=rope.scaling)
+    return replace(found, attention=replace(found.attention, rope=changed))
+
+
+def _facts(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield name and value of each field, also of nested objects, whose types count too."""
+    if is_dataclass(value):
+        yield name or "model", type(value).__name__
+        for each in fields(value):
+            yield from _facts(getattr(value, each.name), f"{name}.{each.name}".lstrip("."))
+    elif isinstance(value, tuple):
+        for index, each in enumerate(value):
+            yield from _facts(each, f"{name}[{index}]")
+    else:
+        yield name, value
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, float) and isinstance(other, float | int):
+        return math.isclose(one, other, rel_tol=1e-5)  # metadata are float32
+    return bool(one == other)

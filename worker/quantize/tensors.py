@@ -1,0 +1,111 @@
+"""The tensors of a GGUF file, and the tensors of safetensors files that they are made from.
+
+Both lists come from `models.tensors`: the same model, once with the names and orders of rows of the
+files that are read, and once with those of GGUF.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from worker.loading.weights import WeightSource, read_part
+from worker.models.tensors import FusedMatrix, MatrixPart, ModelTensors, NormTensor, RowOrder
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OutputTensor:
+    """A tensor of the GGUF file.
+
+    parts   name in the files that are read, and the part; a tensor that holds all experts of a
+            layer has a part for each, any other one part
+    """
+
+    name: str
+    shape: Shape
+    parts: tuple[tuple[str, MatrixPart], ...]
+    #: Order of the rows in the GGUF file, if it is not the model's.
+    order: RowOrder | None = None
+    #: Added to all numbers.
+    offset: float = 0.0
+
+    def read(self, source: WeightSource) -> Iterator[Tensor]:
+        """Yield the numbers of each part, float32 [rows, columns] or [size], in the file's order of
+        rows."""
+        shape = self.shape[-2:] if len(self.shape) == 3 else self.shape
+        for name, part in self.parts:
+            target = torch.empty(shape, dtype=torch.float32)
+            columns = shape[1] if len(shape) == 2 else None
+            read_part(source, name, target, part, columns)
+            if self.order is not None:
+                target = in_file_order(target, self.order)
+            yield target.add_(self.offset)
+
+
+def in_file_order(rows: Tensor, order: RowOrder) -> Tensor:
+    """Return the model's rows in the order of a file."""
+    split = rows.reshape(*(order.shape[axis] for axis in order.axes), *rows.shape[1:])
+    back = [*np.argsort(order.axes).tolist(), *range(len(order.axes), split.ndim)]
+    return split.permute(back).reshape(rows.shape)
+
+
+def output_tensors(ours: ModelTensors, gguf: ModelTensors, *, offset: float) -> list[OutputTensor]:
+    """Return the tensors of the GGUF file, in order.
+
+    ours     the tensors that are read
+    gguf     the same model's tensors in the file
+    offset   what the file adds to the weights of norms
+    """
+    spec = ours.spec
+    found = [_plain(gguf.embedding, ours.embedding, (spec.vocab_size, spec.hidden))]
+    if ours.positions is not None and gguf.positions is not None:
+        shape = (spec.learned_positions, spec.hidden)
+        found.append(_plain(gguf.positions, ours.positions, shape))
+    for index in range(spec.num_layers):
+        one, other = ours.layer(index), gguf.layer(index)
+        for mine, theirs in zip(one.norms, other.norms, strict=True):
+            found += _norm(mine, theirs, offset)
+        routers = [(one.router, other.router)] if one.router and other.router else []
+        for pair in [*zip(one.matrices, other.matrices, strict=True), *routers]:
+            found += _matrix(*pair)
+    found += _norm(ours.norm, gguf.norm, offset)
+    if not spec.tied_embeddings:
+        found += _matrix(ours.head, gguf.head)
+    return _merged(found)
+
+
+def _plain(name: str, source: str, shape: Shape, offset: float = 0.0) -> OutputTensor:
+    part = MatrixPart(source, shape[0])
+    return OutputTensor(name, shape, ((source, part),), offset=offset)
+
+
+def _norm(ours: NormTensor, gguf: NormTensor, offset: float) -> Iterator[OutputTensor]:
+    yield _plain(f"{gguf.name}.weight", f"{ours.name}.weight", (ours.size,), offset)
+    if ours.has_bias:
+        yield _plain(f"{gguf.name}.bias", f"{ours.name}.bias", (ours.size,))
+
+
+def _matrix(ours: FusedMatrix, gguf: FusedMatrix) -> Iterator[OutputTensor]:
+    for part, theirs in zip(ours.parts, gguf.parts, strict=True):
+        shape = theirs.shape(gguf.columns)
+        yield OutputTensor(theirs.weight, shape, ((part.weight, part),), theirs.order)
+        if ours.has_bias:
+            yield OutputTensor(theirs.bias, theirs.bias_shape, ((part.bias, part),), theirs.order)
+
+
+def _merged(tensors: list[OutputTensor]) -> list[OutputTensor]:
+    """Return the tensors, with the parts of equal names joined: these are experts."""
+    found: dict[str, OutputTensor] = {}
+    for tensor in tensors:
+        first = found.get(tensor.name)
+        parts = tensor.parts if first is None else first.parts + tensor.parts
+        found[tensor.name] = OutputTensor(
+            tensor.name, tensor.shape, parts, tensor.order, tensor.offset
+        )
+    return list(found.values())

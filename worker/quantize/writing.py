@@ -1,0 +1,196 @@
+"""Writes a quantised GGUF file: header first, then tensor by tensor.
+
+The header is read back with our reader before any tensor is quantised, so that what a GGUF file
+cannot store is refused at once. The file has a temporary name until it is complete.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType, GGUFWriter, quant_shape_to_byte_shape
+from numpy.typing import NDArray
+
+from protocol.facts import GIB
+from worker.layers.rope import inverse_frequencies
+from worker.loading.errors import UnusableModel
+from worker.loading.gguf_file import GGUFFile
+from worker.loading.gguf_header import (
+    FAMILIES,
+    ROPE_FREQS,
+    architecture_names,
+    gguf_names,
+    gguf_spec,
+)
+from worker.loading.header import ModelHeader, read_header
+from worker.models.load import open_weights
+from worker.models.rope_config import RopeConfig
+from worker.models.spec import ModelSpec
+from worker.models.tensors import ModelTensors
+from worker.quantize.metadata import architecture_of, check_spec, metadata, rope_of
+from worker.quantize.tensors import OutputTensor, output_tensors
+from worker.quantize.tokens import tokenizer_metadata
+from worker.quantize.types import FILE_TYPES, quantize, tensor_kind
+
+PIECE_ITEMS = 1 << 18
+QUANTIZATION_VERSION = 2
+Kinds = dict[str, GGMLQuantizationType]
+Report = Callable[[str, int, int], None]
+"""Called after each tensor with its name, the bytes written, and the bytes of all tensors."""
+
+
+def quantize_model(model: Path, output: Path, wanted: str, report: Report) -> None:
+    """Write the safetensors model in a directory as a GGUF file of type `wanted`.
+
+    Raises UnusableModel if the model, or what it needs, cannot be stored, and OSError.
+    """
+    header = read_header(model)
+    if not isinstance(header, ModelHeader) or isinstance(header.files, GGUFFile):
+        raise UnusableModel(f"{model} is not a directory of safetensors of a supported family")
+    spec = header.spec
+    architecture = architecture_of(spec)
+    gguf = ModelTensors(spec, architecture_names(architecture, spec))
+    offset = spec.norm.offset if FAMILIES[architecture].has_whole_norms else 0.0
+    tensors = output_tensors(header.tensors, gguf, offset=offset)
+    experts = max(layer.mlp.num_experts for layer in spec.layers)
+    kinds = {
+        tensor.name: tensor_kind(
+            tensor.name,
+            tensor.shape,
+            wanted,
+            num_layers=spec.num_layers,
+            num_experts=experts,
+            tied=spec.tied_embeddings,
+        )
+        for tensor in tensors
+    }
+    partial = output.with_name(f"{output.name}.partial")
+    writer = _header_writer(partial, header, architecture, wanted)
+    try:
+        rope = rope_of(spec)
+        total = _announce(writer, tensors, kinds, rope)
+        _check_room(output.parent, total)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        _check_header(writer, partial, total, spec)
+        if rope is not None:
+            writer.write_tensor_data(_factors(rope))
+        _write(writer, header, tensors, kinds, lambda name, done: report(name, done, total))
+        writer.close()
+        os.replace(partial, output)
+    finally:
+        writer.close()
+        partial.unlink(missing_ok=True)
+
+
+def _header_writer(path: Path, header: ModelHeader, architecture: str, wanted: str) -> GGUFWriter:
+    writer = GGUFWriter(path, architecture)
+    writer.add_name(header.name)
+    writer.add_file_type(FILE_TYPES[wanted])
+    writer.add_quantization_version(QUANTIZATION_VERSION)
+    values = metadata(header.spec, architecture)
+    found = {f"{architecture}.{name}": value for name, value in values.items()}
+    for name, value in (found | tokenizer_metadata(header.text, header.spec.vocab_size)).items():
+        _add(writer, name, value)
+    return writer
+
+
+def _add(writer: GGUFWriter, name: str, value: Any) -> None:
+    match value:
+        case bool():
+            writer.add_bool(name, value)
+        case int():
+            writer.add_uint32(name, value)
+        case float():
+            writer.add_float32(name, value)
+        case str():
+            writer.add_string(name, value)
+        case _:
+            writer.add_array(name, value)
+
+
+def _announce(
+    writer: GGUFWriter, tensors: list[OutputTensor], kinds: Kinds, rope: RopeConfig | None
+) -> int:
+    """Add the tensor table, and return the bytes of all tensors."""
+    total = 0
+    if rope is not None:
+        values = _factors(rope)
+        writer.add_tensor_info(ROPE_FREQS, values.shape, values.dtype, values.nbytes)
+    for tensor in tensors:
+        kind = kinds[tensor.name]
+        shape = quant_shape_to_byte_shape(tensor.shape, kind)
+        size = int(np.prod(shape))
+        writer.add_tensor_info(tensor.name, shape, np.dtype(np.uint8), size, raw_dtype=kind)
+        total += size
+    return total
+
+
+def _factors(rope: RopeConfig) -> NDArray[np.float32]:
+    """Return the factors by which the frequencies of unscaled rotary embeddings are divided."""
+    plain = inverse_frequencies(RopeConfig(rope.width, rope.theta))
+    factors: NDArray[np.float32] = (plain / inverse_frequencies(rope)).numpy()
+    return factors
+
+
+def _check_room(folder: Path, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise UnusableModel(
+            f"the file needs {needed / GIB:.2f} GiB; {free / GIB:.2f} are free in {folder}",
+            remedy="free disk space, or choose a smaller --type",
+        )
+
+
+def _check_header(writer: GGUFWriter, path: Path, total: int, spec: ModelSpec) -> None:
+    """Raise UnusableModel if our reader finds another model than `spec` in the header.
+
+    The file is made as long as it will be, without using disk space, because readers check that.
+    """
+    writer.flush()
+    size = path.stat().st_size
+    padding = len(writer.tensors[0]) * writer.data_alignment
+    os.truncate(path, size + total + padding + (1 << 16))
+    file = GGUFFile(path)
+    found = gguf_spec(file)
+    check_spec(spec, found, FAMILIES[file.metadata["general.architecture"]])
+    shapes = {name: info.shape for name, info in file.tensors.items()}
+    ModelTensors(found, gguf_names(file, found)).check(shapes)
+    os.truncate(path, size)
+
+
+def _write(
+    writer: GGUFWriter,
+    header: ModelHeader,
+    tensors: list[OutputTensor],
+    kinds: Kinds,
+    report: Callable[[str, int], None],
+) -> None:
+    source, done = open_weights(header), 0
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool, torch.inference_mode():
+        for tensor in tensors:
+            raw: list[NDArray[np.uint8]] = []
+            for values in tensor.read(source):
+                if not bool(torch.isfinite(values).all()):
+                    raise UnusableModel(f"{tensor.parts[0][0]} has numbers that are not finite")
+                rows = values.reshape(-1, values.shape[-1]).numpy()
+                kind = kinds[tensor.name]
+                raw += pool.map(lambda piece, kind=kind: quantize(piece, kind), _pieces(rows))
+            whole = np.concatenate(raw)
+            writer.write_tensor_data(whole)
+            done += whole.nbytes
+            report(tensor.name, done)
+
+
+def _pieces(rows: NDArray[np.float32]) -> Iterator[NDArray[np.float32]]:
+    step = max(PIECE_ITEMS // rows.shape[1], 1)
+    for first in range(0, len(rows), step):
+        yield rows[first : first + step]
