@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tests.support import family_formats
 from worker.models.architectures import documented
 from worker.models.families.__main__ import table
 
@@ -20,3 +21,9 @@ def test_the_documented_architectures_are_those_of_the_lists() -> None:
     """Update the page with `python -m worker.models.architectures`."""
     _, _, rest = DOCS.read_text().partition("<!-- transformers -->\n")
     assert rest.partition("\n<!-- /transformers -->")[0] == documented()
+
+
+def test_the_documented_formats_are_those_of_the_published_templates() -> None:
+    """Update the page with `python -m tests.support.family_formats`."""
+    _, _, rest = DOCS.read_text().partition("<!-- formats -->\n")
+    assert rest.partition("\n<!-- /formats -->")[0] == family_formats.table()
