@@ -247,3 +247,46 @@ def test_an_end_token_must_be_in_the_vocabulary(directory: Path) -> None:
 
 def test_the_card_has_the_unchanged_tokenizer_file(directory: Path) -> None:
     assert load(directory).card.tokenizer == tiny_tokenizer().to_str(pretty=True).encode()
+
+
+@pytest.mark.parametrize(
+    ("file", "fields", "reason"),
+    [
+        ("tokenizer.json", {"added_tokens": 7}, "'added_tokens' is not a list"),
+        ("tokenizer.json", {"model": {"vocab": {"a": "1"}}}, "is not an integer"),
+        ("config.json", {"hidden_act": "x" * 10_000}, "x ... x"),
+        ("config.json", {"bos_token": "\ud800"}, "surrogates not allowed"),
+        (
+            "config.json",
+            {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "rope_scaling": 3},
+            "'rope_scaling' is 3, not an object",
+        ),
+        (
+            "config.json",
+            {
+                "architectures": ["Qwen3MoeForCausalLM"],
+                "model_type": "qwen3_moe",
+                "mlp_only_layers": 3,
+            },
+            "'mlp_only_layers' is 3, not a list",
+        ),
+    ],
+)
+def test_a_field_of_a_wrong_type_is_refused_in_one_short_line(
+    directory: Path, file: str, fields: dict[str, Any], reason: str
+) -> None:
+    change(directory / file, **fields)
+    line = refusal(directory)
+    assert reason in line
+    assert len(line) < 1_000
+
+
+def test_a_chat_template_that_is_not_utf8_is_refused(directory: Path) -> None:
+    (directory / "chat_template.jinja").write_bytes(b"\xff")
+    assert "chat_template.jinja" in refusal(directory)
+
+
+def test_a_header_with_bytes_that_are_not_utf8_is_refused(directory: Path) -> None:
+    file = directory / "model.safetensors"
+    file.write_bytes(file.read_bytes().replace(b'"dtype"', b'"dty\xed\xa0\x80"', 1))
+    assert "not valid JSON" in refusal(directory)

@@ -7,6 +7,7 @@ from protocol.errors import EngineError
 FETCH_AGAIN = "fetch the model's files again"
 REMEDY = "use another model, or correct its files"
 """The remedy shown for errors that do not give one."""
+MAX_MESSAGE_CHARS = 800
 
 
 class UnusableModel(EngineError):
@@ -14,12 +15,19 @@ class UnusableModel(EngineError):
 
     The message gives the reason. `remedy` says what the user can do, if the reason does not show
     it.
+
+    The message is one line. Its middle is left out if it is longer than MAX_MESSAGE_CHARS, because
+    names and values in it come from files that are not trusted.
     """
 
     code = "unusable_model"
 
     def __init__(self, message: str, *, remedy: str = "") -> None:
-        super().__init__(message)
+        line = " ".join(message.splitlines())
+        if len(line) > MAX_MESSAGE_CHARS:
+            half = MAX_MESSAGE_CHARS // 2
+            line = f"{line[:half]} ... {line[-half:]}"
+        super().__init__(line)
         self.remedy = remedy
 
 

@@ -85,10 +85,22 @@ class Fields:
         return UnusableModel(f"{self._source}: {name!r} is {value!r:.80}, not {wanted}")
 
 
+def parsed_json(data: bytes) -> Any:
+    """Return the value of a JSON text in UTF-8.
+
+    Raises ValueError or RecursionError, also for half of a surrogate pair. Python would read that,
+    but no message or file can hold the string.
+    """
+    value = json.loads(data.decode("utf-8-sig"))
+    if b"\\ud" in data or b"\\uD" in data:
+        json.dumps(value, ensure_ascii=False).encode()
+    return value
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file. Raises UnusableModel if the file is missing or has none."""
     try:
-        value = json.loads(path.read_bytes())
+        value = parsed_json(path.read_bytes())
     except OSError as error:
         raise UnusableModel(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import mmap
 from collections.abc import Mapping
@@ -13,7 +12,7 @@ from typing import Annotated, Any
 import msgspec
 
 from worker.loading.errors import FETCH_AGAIN, UnusableModel
-from worker.loading.fields import read_json
+from worker.loading.fields import parsed_json, read_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -155,7 +154,7 @@ def _tensors(path: Path) -> dict[str, StoredTensor]:
             start = HEADER_SIZE_BYTES + size
             if size > MAX_HEADER_BYTES or start > file_bytes:
                 raise _damaged(path, "its header extends past the end of the file")
-            header = json.loads(file.read(size))
+            header = parsed_json(file.read(size))
     except OSError as error:
         raise _damaged(path, str(error.strerror)) from error
     except (ValueError, RecursionError) as error:

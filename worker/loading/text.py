@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import msgspec
 
 from protocol.model_card import SamplingDefaults
-from worker.loading.errors import UnusableModel
+from worker.loading.errors import FETCH_AGAIN, UnusableModel
 from worker.loading.fields import Fields, read_json
 
 DEFAULT, TOOL_USE = "default", "tool_use"
@@ -105,7 +105,12 @@ def token_ids(tokenizer: dict[str, Any]) -> dict[str, int]:
     model = tokenizer.get("model")
     vocab = model.get("vocab") if isinstance(model, dict) else None
     ids = dict(vocab) if isinstance(vocab, dict) else {}
-    for token in map(_added_token, tokenizer.get("added_tokens") or []):
+    if not all(type(token_id) is int for token_id in ids.values()):
+        raise UnusableModel("tokenizer.json: an id in the vocabulary is not an integer")
+    added = tokenizer.get("added_tokens") or []
+    if not isinstance(added, list):
+        raise UnusableModel("tokenizer.json: 'added_tokens' is not a list")
+    for token in map(_added_token, added):
         ids[token.text("content")] = token.integer("id")
     return ids
 
@@ -143,12 +148,19 @@ def _chat_templates(path: Path, settings: dict[str, Any]) -> dict[str, str]:
     if (path / TEMPLATE_FILE).is_file():
         files[DEFAULT] = path / TEMPLATE_FILE
     if files:
-        return {name: file.read_text(encoding="utf-8") for name, file in files.items()}
+        return {name: _template_text(file) for name, file in files.items()}
     given = settings.get("chat_template")
     if isinstance(given, list):
         given = {item.get("name"): item.get("template") for item in given if isinstance(item, dict)}
     named = given if isinstance(given, dict) else {DEFAULT: given}
     return {name: source for name, source in named.items() if isinstance(source, str)}
+
+
+def _template_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UnusableModel(f"cannot read {file}: {error}", remedy=FETCH_AGAIN) from error
 
 
 def _response_template(settings: dict[str, Any]) -> str | None:

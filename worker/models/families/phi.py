@@ -11,6 +11,8 @@ from worker.models.tensors import names_of
 def read_phi3(config: ConfigFields) -> ModelSpec:
     for key in ("rope_scaling", "rope_parameters"):
         rope = config.get(key) or {}
+        if not isinstance(rope, dict):
+            raise UnusableModel(f"config.json: {key!r} is {rope!r:.80}, not an object")
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind not in ("default", "longrope", "su"):
             raise UnusableModel(f"rope_type {kind!r} is not supported for phi3")

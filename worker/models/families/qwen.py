@@ -3,6 +3,7 @@ queries and keys)."""
 
 from __future__ import annotations
 
+from worker.loading.errors import UnusableModel
 from worker.models.families.family import DEFAULTS, FULL, SLIDING, ConfigFields, ModelFamily
 from worker.models.spec import LayerSpec, MlpSpec, ModelSpec
 from worker.models.tensors import names_of
@@ -57,6 +58,8 @@ def read_qwen3_moe(config: ConfigFields) -> ModelSpec:
         renormalize=config.flag("norm_topk_prob"),
     )
     step, without = max(config.integer("decoder_sparse_step"), 1), config.get("mlp_only_layers", [])
+    if not isinstance(without, list):
+        raise UnusableModel(f"config.json: 'mlp_only_layers' is {without!r:.80}, not a list")
 
     def mlp(index: int) -> MlpSpec:
         return dense if index in without or (index + 1) % step else experts
