@@ -114,7 +114,15 @@ class Engine:
         - draft_cost, step_costs: as in WorkerReady
         - cluster: for an engine that is part of a cluster
         - tiers: names of the worker's tiers
+
+        Raises ValueError if limits.kv_window is set in an engine that must keep all blocks.
         """
+        uses_draft_model = config.speculation == "model"
+        if limits.kv_window is not None and (cluster or tiers or uses_draft_model):
+            raise ValueError(
+                f"kv_window is {limits.kv_window}, but K/V transfer, tiers and draft models need "
+                "the blocks that a window has passed"
+            )
         self.limits = limits
         self._config = config
         self._model = model

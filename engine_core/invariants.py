@@ -12,6 +12,7 @@ from engine_core.blocks.hash import extend_hashes, root_hash
 from engine_core.kv.leases import KVLeases
 from engine_core.request import Request, RequestPhase
 from engine_core.schedule.scheduler import Scheduler
+from protocol.messages import Limits
 from protocol.steps import NULL_BLOCK
 
 UNBOUND = {RequestPhase.FETCHING, RequestPhase.READY}
@@ -56,13 +57,14 @@ def _check_slots(scheduler: Scheduler, requests: list[Request]) -> None:
 
 def _check_blocks(scheduler: Scheduler, requests: list[Request], leases: KVLeases) -> None:
     pool = scheduler.pool
-    holders = leases.holders + Counter(b for request in requests for b in request.blocks)
+    holders = leases.holders + Counter(b for request in requests for b in request.held_blocks)
     assert NULL_BLOCK not in holders, "the null block is held"
     for block in range(1, len(pool.holders)):
         num_holders = holders.get(block, 0)
         assert pool.holders[block] == num_holders, f"block {block}: wrong number of holders"
         assert pool.is_free(block) == (not num_holders), f"block {block}: not either free or held"
     for request in requests:
+        _check_window(request, scheduler.limits)
         covered = len(request.blocks) * scheduler.limits.block_tokens
         assert covered >= request.num_computed, f"{request.number}: computed beyond its blocks"
         assert 0 <= request.num_computed <= len(request.tokens), (
@@ -79,6 +81,18 @@ def _check_blocks(scheduler: Scheduler, requests: list[Request], leases: KVLease
         assert is_out == bool(request.num_in_flight), (
             f"{request.number}: wrong number of plans in flight"
         )
+
+
+def _check_window(request: Request, limits: Limits) -> None:
+    """Check that the request holds the blocks that later queries read, and no earlier ones."""
+    size, end = limits.block_tokens, request.num_computed
+    window = end + 1 if limits.kv_window is None else limits.kv_window
+    needed = {position // size for position in range(max(end + 1 - window, 0), end)}
+    freed = {i for i, block in enumerate(request.blocks) if block == NULL_BLOCK}
+    assert not needed & freed, f"{request.number}: a block in its window was freed"
+    first = min(needed, default=end // size)
+    assert freed == set(range(first)), f"{request.number}: holds a block that its window has passed"
+    assert len(freed) == request.num_passed >= request.num_passed_sent
 
 
 def _check_content(scheduler: Scheduler, requests: list[Request]) -> None:

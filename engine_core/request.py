@@ -129,8 +129,13 @@ class Request:
     slot: int | None = None
     #: Generation of `slot` while the request owns it.
     slot_generation: int = 0
-    #: Block ids of positions [0, len(blocks) * block_tokens).
+    #: Block ids of positions [0, len(blocks) * block_tokens). The first `num_passed` are the null
+    #: block.
     blocks: list[int] = field(default_factory=list)
+    #: Number of leading blocks that the model's window has passed. The request has released them.
+    num_passed: int = 0
+    #: How many of `num_passed` are the null block in the worker's block table too.
+    num_passed_sent: int = 0
     #: Chained hashes of the first full blocks. The list is extended when a hash is needed.
     hashes: list[bytes] = field(default_factory=list)
     #: Positions whose K/V is in `blocks`. Never exceeds `num_scheduled`.
@@ -201,6 +206,11 @@ class Request:
     def name(self) -> str:
         """The name by which any client may abort it: the first label, or client and number."""
         return self.labels[0] if self.labels else f"{self.client.hex()}.{self.number}"
+
+    @property
+    def held_blocks(self) -> list[int]:
+        """The blocks that the request holds: all except those that the window has passed."""
+        return self.blocks[self.num_passed :]
 
     @property
     def num_ahead(self) -> int:

@@ -10,6 +10,7 @@ from engine_core.journal.recorder import RecordedEngine
 from engine_core.kv.peers import PeerCluster
 from protocol.cluster_key import ClusterKey
 from protocol.config.engine import EngineConfig
+from protocol.kv_window import max_request_tokens
 from protocol.messages import Limits
 from protocol.steps import WorkerReady
 
@@ -67,11 +68,17 @@ def build_engine(
 
 def _limits(ready: WorkerReady, config: EngineConfig, *, hands_over: bool) -> Limits:
     return Limits(
-        max_len=min(ready.max_len, (ready.num_blocks - 1) * ready.block_tokens),
+        max_len=max_request_tokens(
+            ready.max_len,
+            num_blocks=ready.num_blocks,
+            block_tokens=ready.block_tokens,
+            window=ready.kv_window,
+        ),
         max_slots=ready.max_slots,
         block_tokens=ready.block_tokens,
         num_blocks=ready.num_blocks,
         token_budget=config.token_budget,
         prefix_cache=config.prefix_cache,
         kv_lease_s=config.kv_lease_s if hands_over else 0.0,
+        kv_window=ready.kv_window,
     )

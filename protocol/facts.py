@@ -55,6 +55,8 @@ class ModelPlan(msgspec.Struct, frozen=True, kw_only=True):
     weights_bytes: int
     #: Size of the KV cache.
     kv_bytes: int
+    #: Size of a KV cache that can serve requests of `context_tokens`.
+    longest_kv_bytes: int
     #: Memory for the processes and for the temporary tensors of a step.
     work_bytes: int
     #: Free memory of the GPU, or of this container if the device is the CPU.

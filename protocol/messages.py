@@ -177,6 +177,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     max_len      most tokens of prompt and answer together
     kv_lease_s   seconds that this engine keeps K/V for another engine; 0: it keeps none
+    kv_window    K/V blocks further back than this many tokens are freed (kv_window.py). None: a
+                 request keeps all of its blocks
     """
 
     max_len: int
@@ -186,6 +188,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     token_budget: int
     prefix_cache: bool
     kv_lease_s: float = 0.0
+    kv_window: int | None = None
 
 
 class Welcome(Message, frozen=True, kw_only=True):

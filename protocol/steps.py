@@ -31,7 +31,7 @@ from protocol.sampling import SamplingParams
 
 NULL_BLOCK = 0
 """Id of the block that is never allocated and always zero. It fills the unused entries of block
-tables.
+tables, and those of blocks that a window has passed.
 """
 
 
@@ -47,7 +47,8 @@ class SlotInit(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     #: Number of leading positions whose K/V is in `blocks` already (prefix cache).
     num_computed: int
-    #: Ids of the request's blocks, in the order of their positions.
+    #: Ids of the request's blocks, in the order of their positions; the null block for blocks that
+    #: a window has passed.
     blocks: Int32
     #: The seed that the user gave or the engine drew; the same each time the request is bound.
     seed: int
@@ -79,7 +80,8 @@ class StepPlan(Message, frozen=True, kw_only=True):
     #: Slots that get a request. One plan may release a slot and bind it again.
     bind: list[SlotInit]
     #: [M] slots that an earlier plan has bound. Entry `block_indexes[m]` of the block table of slot
-    #: `block_slots[m]` becomes `block_ids[m]`.
+    #: `block_slots[m]` becomes `block_ids[m]`: a new block, or the null block in place of a block
+    #: that a window has passed.
     block_slots: Int32
     block_indexes: Int32
     block_ids: Int32
@@ -207,6 +209,9 @@ class WorkerReady(Message, frozen=True, kw_only=True):
     kv: KVEndpoint | None = None
     #: Names of the worker's tiers, fastest first. A KVReport with their contents follows.
     kv_tiers: list[str] = []
+    #: Every layer of the model has a window of at most this many tokens, so the engine may free the
+    #: blocks before it (kv_window.py). None: the engine must keep all blocks of a request.
+    kv_window: int | None = None
 
 
 class WorkerFailed(Message, frozen=True, kw_only=True):

@@ -160,7 +160,7 @@ def _for_longer_requests(plan: ModelPlan) -> str:
     If the free memory suffices for the model's full context, the remedy is the option that reserves
     enough of it.
     """
-    needed = plan.kv_bytes / plan.max_len * plan.context_tokens * 1.01
+    needed = plan.longest_kv_bytes * 1.01
     if needed <= plan.free_bytes - plan.weights_bytes - plan.work_bytes:
         return f"for the longest requests, set --kv-memory-gib {needed / GIB:.2f}"
     return f"no action needed; to accept this limit, set --max-len {plan.max_len}"

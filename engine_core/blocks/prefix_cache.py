@@ -11,12 +11,14 @@ model is not used for every request (drafting.py).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 
 from engine_core.blocks.hash import ContentHashes
 from engine_core.request import Request
+from protocol.kv_window import num_passed_blocks
 from protocol.messages import Limits
+from protocol.steps import NULL_BLOCK
 
 
 class PrefixCache:
@@ -54,6 +56,24 @@ class PrefixCache:
             found.append(block)
         return found
 
+    def match_window(self, hashes: Sequence[bytes], num_passed: Callable[[int], int]) -> list[int]:
+        """Return the blocks of the longest prefix of `hashes` whose needed blocks are all cached.
+
+        `num_passed(n)` is the number of leading blocks that the window has passed after n blocks.
+        They are not needed, and are the null block in the result. The hash of each later block
+        covers their tokens too. O(len(hashes)), because each hash is looked up at most once.
+        """
+        end = len(hashes)
+        while end:
+            first = num_passed(end)
+            missing = (i for i in range(end - 1, first - 1, -1) if hashes[i] not in self._block_of)
+            gap = next(missing, None)
+            if gap is None:
+                found = [self._block_of[content] for content in hashes[first:end]]
+                return [NULL_BLOCK] * first + found
+            end = gap  # every prefix from here to the old end needs the missing block
+        return []
+
     def num_draft_computed(self, found: Sequence[int]) -> int:
         """Return how many leading blocks of `found` have the draft model's K/V."""
         return sum(1 for _ in takewhile(self._draft_computed.__contains__, found))
@@ -82,11 +102,13 @@ class Prefixes:
         self.hashes = hashes
         self._is_enabled = limits.prefix_cache
         self._block_tokens = limits.block_tokens
+        self._window = limits.kv_window
         self._cache = cache
 
     def find(self, request: Request) -> list[int]:
         """Return the cached blocks that hold the first tokens of the request.
 
+        If the model has a window, those that it has passed after these tokens are the null block.
         The block with the last token is not used, because the step needs the logits of this token.
         A request with prompt logprobs uses no cached blocks, because it needs the logits of its
         whole prompt.
@@ -95,7 +117,10 @@ class Prefixes:
             return []
         usable = (len(request.tokens) - 1) // self._block_tokens
         self._extend(request, usable)
-        return self._cache.match(request.hashes[:usable])
+        hashes = request.hashes[:usable]
+        if self._window is None:
+            return self._cache.match(hashes)
+        return self._cache.match_window(hashes, self._num_passed)
 
     def publish(self, request: Request) -> range:
         """Publish the blocks that were filled since the last call for this request.
@@ -114,6 +139,9 @@ class Prefixes:
                 )
             request.num_published = full
         return published
+
+    def _num_passed(self, num_blocks: int) -> int:
+        return num_passed_blocks(num_blocks * self._block_tokens, self._block_tokens, self._window)
 
     def _extend(self, request: Request, num_blocks: int) -> None:
         self.hashes.extend(request.hashes, request.namespace, request.tokens, num_blocks)

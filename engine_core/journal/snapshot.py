@@ -109,6 +109,8 @@ class RequestSnapshot(SnapshotPart, frozen=True, kw_only=True):
     slot: int | None
     slot_generation: int
     blocks: list[int]
+    num_passed: int
+    num_passed_sent: int
     hashes: list[bytes]
     num_computed: int
     num_charged: int

@@ -49,8 +49,9 @@ class Schedule:
     admitted: list[Request] = field(default_factory=list)
     #: Requests that became PREEMPTED.
     preempted: list[Request] = field(default_factory=list)
-    #: (slot, index in the block table, block), for requests that already had their slot.
-    appended_blocks: list[tuple[int, int, int]] = field(default_factory=list)
+    #: (slot, index in the block table, block), for requests that already had their slot: new
+    #: blocks, and the null block in place of blocks that a window has passed.
+    table_updates: list[tuple[int, int, int]] = field(default_factory=list)
     #: Blocks allocated for new content; the worker zeroes them.
     new_blocks: list[int] = field(default_factory=list)
     #: Tokens left of the token budget.
@@ -88,14 +89,14 @@ def build_plan(step: int, schedule: Schedule, releases: list[SlotRelease]) -> St
     drafts = [row_drafts for _, _, row_drafts in schedule.rows()]
     catch_ups = [schedule.draft_catch_ups.get(request, NO_CATCH_UP) for request, _ in rows]
     masked = _masked_places(rows, samples, drafts)
-    appended = schedule.appended_blocks
+    updates = schedule.table_updates
     return StepPlan(
         step=step,
         release=releases,
         bind=[_slot_init(request) for request in schedule.admitted],
-        block_slots=Int32.of(slot for slot, _, _ in appended),
-        block_indexes=Int32.of(index for _, index, _ in appended),
-        block_ids=Int32.of(block for _, _, block in appended),
+        block_slots=Int32.of(slot for slot, _, _ in updates),
+        block_indexes=Int32.of(index for _, index, _ in updates),
+        block_ids=Int32.of(block for _, _, block in updates),
         zero_blocks=Int32.of(schedule.new_blocks),
         row_slots=Int32.of(_slot(request) for request, _ in rows),
         row_starts=Int32.of(request.num_scheduled for request, _ in rows),

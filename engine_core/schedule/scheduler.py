@@ -19,8 +19,9 @@ Between accounts, the one served least goes first (fair_share.py):
   computing them again. So long answers of one account cannot hold all slots, and two accounts do
   not preempt each other in turn.
 
-A request is admitted only if blocks for all its known tokens can be allocated at once. After that
-it needs blocks only for its decodes, one block at a time, and the oldest request can always get
+A request is admitted only if blocks for all its known tokens can be allocated at once, or for a
+window and one step if the model frees the blocks before its window (block_tables.py). After that it
+needs blocks only for its next tokens, one block at a time, and the oldest request can always get
 one.
 
 If more of a newcomer's K/V can be fetched (kv/) than is in the prefix cache, the newcomer gets its
@@ -60,6 +61,7 @@ from engine_core.policy.fair_share import (
 )
 from engine_core.policy.queue import WaitingQueue
 from engine_core.request import Request, RequestEvent, RequestPhase
+from engine_core.schedule.block_tables import BlockTables
 from engine_core.schedule.plan import DraftCatchUp, Schedule
 from engine_core.schedule.slot_pool import SlotPool
 from protocol.messages import Limits
@@ -106,6 +108,7 @@ class Scheduler:
         #: while their fetch is not reported.
         self.unbound: list[Request] = []
         self.pool = pool
+        self.tables = BlockTables(limits, pool)
         self.slots = SlotPool(limits.max_slots)
         self.limits = limits
         self.prefixes = Prefixes(limits, hashes, pool.cache)
@@ -124,7 +127,7 @@ class Scheduler:
 
     def can_continue(self) -> bool:
         """Return whether the next step can be planned without preemption."""
-        growing = sum(map(self._needs_block, self.running))
+        growing = sum(map(self.tables.needs_block, self.running))
         return growing <= self.pool.num_free and not self._fair_share_victims()
 
     def schedule(self, *, is_shared: bool = False) -> Schedule:
@@ -153,12 +156,14 @@ class Scheduler:
             self._pause_decodes(step, decodes)
         self._add_drafts(step)
         self._plan_draft_model(step)
+        self.tables.plan_passed(step)
         return step
 
     def advance(self, request: Request, num_tokens: int) -> None:
         """Apply a committed step that computed `num_tokens` of a running request."""
         request.num_computed += num_tokens
         self._publish(request)
+        self.tables.release_passed(request)
 
     def on_fetch_over(self, request: Request, match: Match | None) -> None:
         """Make a request READY, because its fetch is over.
@@ -201,14 +206,17 @@ class Scheduler:
             step.decodes = [request for request in step.decodes if request not in paused]
 
     def _schedule_decodes(self, step: Schedule) -> None:
-        """Schedule the running requests that compute one token, oldest first."""
+        """Schedule the running requests that compute one token, oldest first.
+
+        Those that compute more get a block for their next token, if they have none.
+        """
         for request in list(self.running):
             if step.budget == 0:
                 return
             if (
                 request.phase is RequestPhase.RUNNING
-                and request.num_uncomputed == 1
                 and self._ensure_block(request, step)
+                and request.num_uncomputed == 1
             ):
                 step.decodes.append(request)
                 step.budget -= 1
@@ -234,27 +242,21 @@ class Scheduler:
 
     def _schedule_tokens(self, request: Request, step: Schedule) -> None:
         count = min(request.num_uncomputed, step.budget)
+        covered = self.tables.grow_if_free(request, request.num_scheduled + count, step)
+        count = min(count, covered - request.num_scheduled)
         if count == 1:
             step.decodes.append(request)
         else:
             step.chunks.append((request, count))
         step.budget -= count
 
-    def _needs_block(self, request: Request) -> bool:
-        """Return whether the request is a decode, and has no block for its last token."""
-        return (
-            request.phase is RequestPhase.RUNNING
-            and request.num_uncomputed == 1
-            and request.num_ahead > len(request.blocks) * self.limits.block_tokens
-        )
-
     def _ensure_block(self, request: Request, step: Schedule) -> bool:
-        """Allocate a block for the request's last token if it needs one.
+        """Allocate a block for the request's next token if it needs one.
 
         If no block is free, leases yield or the youngest requests are preempted. Return False if
         the request itself was preempted.
         """
-        if not self._needs_block(request):
+        if not self.tables.needs_block(request):
             return True
         while (blocks := self.pool.allocate(1)) is None:
             if self._kv_transfers.yield_lease(request):
@@ -263,7 +265,7 @@ class Scheduler:
             self._preempt(victim, step)
             if victim is request:
                 return False
-        self._append_blocks(request, blocks, step)
+        self.tables.append(request, blocks, step)
         return True
 
     def _add_drafts(self, step: Schedule) -> None:
@@ -274,7 +276,7 @@ class Scheduler:
             max_drafts = self._max_drafts(request, step) if are_all_known else 0
             drafts = self._speculation.propose(request, max_drafts, rows) if max_drafts > 0 else []
             if drafts:
-                self._allocate_up_to(request, len(request.tokens) + len(drafts), step)
+                self.tables.grow(request, len(request.tokens) + len(drafts), step)
                 step.drafted.append((request, drafts))
                 step.budget -= len(drafts)
             else:
@@ -294,8 +296,7 @@ class Scheduler:
 
         One free block is left for each running request.
         """
-        reserved = max(self.pool.num_free - len(self.running), 0)
-        return (len(request.blocks) + reserved) * self.limits.block_tokens
+        return self.tables.max_positions(request, reserved=len(self.running))
 
     def _plan_draft_model(self, step: Schedule) -> None:
         """Plan the draft model's work: the tokens that it lacks, and the drafts requested of it."""
@@ -317,38 +318,13 @@ class Scheduler:
                     else 0
                 )
             if num_requested:
-                self._allocate_up_to(request, ahead + num_requested, step)
+                self.tables.grow(request, ahead + num_requested, step)
                 step.draft_catch_ups[request] = DraftCatchUp(start, 0, num_requested)
             elif count - len(drafts) > 1 or stride >= MAX_DRAFT_LAG:
                 step.draft_catch_ups[request] = DraftCatchUp(start, stride, 0)
             else:
                 continue
             request.num_draft_computed = start + stride
-
-    def _allocate_up_to(self, request: Request, num_positions: int, step: Schedule) -> None:
-        """Allocate the blocks that the first `num_positions` positions lack.
-
-        They are free, because the caller stays within `_max_positions`.
-        """
-        needed = -(-num_positions // self.limits.block_tokens)
-        blocks = self.pool.allocate(max(needed - len(request.blocks), 0))
-        assert blocks is not None
-        self._append_blocks(request, blocks, step)
-
-    def _append_blocks(self, request: Request, blocks: list[int], step: Schedule) -> None:
-        """Append blocks to a request that has a slot.
-
-        If the request is admitted in this step, the blocks are part of its bind. Otherwise they are
-        listed in `appended_blocks`.
-        """
-        assert request.slot is not None
-        first = len(request.blocks)
-        if request not in step.admitted:
-            step.appended_blocks += [
-                (request.slot, first + i, block) for i, block in enumerate(blocks)
-            ]
-        step.new_blocks += blocks
-        request.blocks += blocks
 
     def _preempt(self, victim: Request, step: Schedule) -> None:
         """Release the victim's slot and blocks, and put it back into the queue."""
@@ -369,8 +345,7 @@ class Scheduler:
         is_bound = request not in self.unbound
         (self.running if is_bound else self.unbound).remove(request)
         self.slots.release(request, is_bound=is_bound)
-        self.pool.release(request.blocks)
-        request.blocks = []
+        self.tables.release(request)
         request.num_computed = request.num_scheduled = request.num_draft_computed = 0
         request.num_published = 0
         if request.num_generated == 0:
@@ -414,7 +389,7 @@ class Scheduler:
         request, self._blocked_newcomer = self._blocked_newcomer, None
         for victim in victims:
             assert request is not None
-            if self._has_slot and self._num_blocks_needed(request) <= self.pool.num_free:
+            if self._has_slot and self.tables.num_needed(request) <= self.pool.num_free:
                 return
             self._preempt(victim, step)
 
@@ -427,12 +402,8 @@ class Scheduler:
         if request is None or request is not self.waiting.first():
             return []
         victims = preemption_victims(request, self.running)
-        could_be_free = self.pool.num_free + sum(len(other.blocks) for other in victims)
-        return victims if self._num_blocks_needed(request) <= could_be_free else []
-
-    def _num_blocks_needed(self, request: Request) -> int:
-        """Return how many blocks the request needs if none of its prefix is cached."""
-        return -(-len(request.tokens) // self.limits.block_tokens)
+        could_be_free = self.pool.num_free + sum(len(other.held_blocks) for other in victims)
+        return victims if self.tables.num_needed(request) <= could_be_free else []
 
     def _fetch(self, request: Request, match: Match) -> None:
         request.move(RequestEvent.FETCH)
@@ -464,19 +435,13 @@ class Scheduler:
         self._schedule_tokens(request, step)
 
     def _allocate_for(self, request: Request, found: list[int]) -> bool:
-        """Allocate blocks for all known tokens of the request.
+        """Allocate the blocks that the request needs to be admitted, and set its progress.
 
         The first of them are `found`, which are in the prefix cache. Return False, without
         allocating any block, if too few are free even after leases have yielded.
         """
-        missing = -(-len(request.tokens) // self.limits.block_tokens) - len(found)
-        while missing > self.pool.num_free - sum(map(self.pool.is_free, found)):
-            if not self._kv_transfers.yield_lease(request):
-                return False
-        self.pool.share(found)
-        fresh = self.pool.allocate(missing)
-        assert fresh is not None
-        request.blocks = found + fresh
+        if not self.tables.admit(request, found, self._kv_transfers.yield_lease):
+            return False
         request.num_computed = request.num_scheduled = len(found) * self.limits.block_tokens
         known = (
             self.pool.cache.num_draft_computed(found) if request.uses_draft_model else len(found)

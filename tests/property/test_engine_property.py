@@ -10,7 +10,7 @@ import pytest
 
 from protocol.messages import Account
 from tests.support.engines import Bench
-from tests.support.storm import SPECULATING, RequestStorm, SmallCacheStorm
+from tests.support.storm import SPECULATING, RequestStorm, SmallCacheStorm, WindowStorm
 
 OPERATIONS = 10_000
 SEEDS = (0, 3, 4, 5, 100, 103, 104, 107, 200, 202, 205, 207)
@@ -28,6 +28,28 @@ def test_ten_thousand_random_operations_keep_every_law(seed: int) -> None:
     assert storm.alone > 20, "too few constrained answers came to their end"
     if seed >= SPECULATING:
         assert 100 < stats.num_accepted_tokens < stats.num_draft_tokens
+
+
+# ---- windows
+WINDOW_SEEDS = (4, 5, 101, 103)
+WINDOW_OPERATIONS = 2_000
+
+
+@pytest.mark.parametrize("seed", WINDOW_SEEDS)
+def test_every_answer_is_right_in_a_cache_smaller_than_the_texts_of_a_windowed_model(
+    seed: int,
+) -> None:
+    storm = WindowStorm(seed)
+    for _ in range(WINDOW_OPERATIONS):
+        storm.operate()
+    storm.finish_all()
+    storm.check()
+    stats = storm.bench.engine.stats()
+    assert stats.num_preemptions > 0, "the storm was too mild to mean anything"
+    if storm.bench.limits.prefix_cache:
+        assert stats.num_cached_tokens > 100
+    if seed >= SPECULATING:
+        assert stats.num_accepted_tokens > 0
 
 
 # ---- tiers

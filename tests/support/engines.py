@@ -26,10 +26,11 @@ from protocol.config.worker import WorkerConfig
 from protocol.errors import ServingError
 from protocol.grammar import Body, Grammar
 from protocol.kv import KVCancel, KVFetch, KVReport, KVStore, KVUsed, TierSource
+from protocol.kv_window import max_request_tokens
 from protocol.messages import Accepted, Account, Generate, Limits, Output, Refused, Usage
 from protocol.model_card import ModelCard
 from protocol.sampling import SamplingParams
-from protocol.steps import Masks, StepPlan, StepResult
+from protocol.steps import NULL_BLOCK, Masks, StepPlan, StepResult
 from tests.support.grammars import signs_tokenizer
 from tests.support.handover import ClusterMember, EchoMover
 from tests.support.tiers import EchoTiers
@@ -132,8 +133,9 @@ class EchoWorker:
             strict=True,
         )
         for slot, index, block in appended:
-            assert len(self.tables[slot]) == index
-            self.tables[slot].append(block)
+            assert index <= len(self.tables[slot])
+            assert (block == NULL_BLOCK) == (index < len(self.tables[slot])), "an entry was changed"
+            self.tables[slot][index : index + 1] = [block]
         for block in plan.zero_blocks.tolist():
             self.kv[block] = [None] * self.limits.block_tokens
             self.draft_kv[block] = [None] * self.limits.block_tokens
@@ -204,8 +206,9 @@ class EchoWorker:
         tokens = known + drafts
         for position in range(start, start + count):
             self.kv[table[position // size]][position % size] = tokens[position]
-        seen = [self.kv[table[p // size]][p % size] for p in range(start + count)]
-        assert seen == tokens[: start + count], "attention would read another's K/V"
+        first = max(start + 1 - (self.limits.kv_window or start + 1), 0)
+        seen = [self.kv[table[p // size]][p % size] for p in range(first, start + count)]
+        assert seen == tokens[first : start + count], "attention would read another's K/V"
         if not samples:
             assert not drafts
             return []
@@ -292,6 +295,7 @@ class Bench:
         num_blocks: int = 65,
         max_slots: int = 8,
         max_len: int = 200,
+        kv_window: int | None = None,
         prefix_cache: bool = True,
         max_waiting: int = 1000,
         max_waiting_tokens: int = 1_000_000,
@@ -316,12 +320,15 @@ class Bench:
         config       further fields of EngineConfig
         """
         self.limits = Limits(
-            max_len=min(max_len, (num_blocks - 1) * block_tokens),
+            max_len=max_request_tokens(
+                max_len, num_blocks=num_blocks, block_tokens=block_tokens, window=kv_window
+            ),
             max_slots=max_slots,
             block_tokens=block_tokens,
             num_blocks=num_blocks,
             token_budget=token_budget,
             prefix_cache=prefix_cache,
+            kv_window=kv_window,
         )
         self.config = EngineConfig(
             worker=WorkerConfig(model="", draft_model=draft_model_for(config)),

@@ -24,6 +24,7 @@ from protocol.config.engine import EngineConfig
 from protocol.config.worker import WorkerConfig
 from protocol.grammar import Grammar
 from protocol.kv import KVFetch
+from protocol.kv_window import max_request_tokens
 from protocol.messages import Accepted, Generate, Limits, Output
 from protocol.sampling import SamplingParams
 from protocol.steps import Masks, StepPlan, StepResult
@@ -124,8 +125,13 @@ class Replica:
 
     def __post_init__(self) -> None:
         config = self.loaded.spec
-        room = (self.num_blocks - 1) * self.block_tokens
-        max_len = min(self.max_len or config.context_tokens, room)
+        window = None if self.draft or self.place else config.window
+        max_len = max_request_tokens(
+            self.max_len or config.context_tokens,
+            num_blocks=self.num_blocks,
+            block_tokens=self.block_tokens,
+            window=window,
+        )
         limits = Limits(
             max_len=max_len,
             max_slots=self.max_slots,
@@ -133,6 +139,7 @@ class Replica:
             num_blocks=self.num_blocks,
             token_budget=self.token_budget,
             prefix_cache=self.prefix_cache,
+            kv_window=window,
         )
         slots = slot_table(max_len, self.block_tokens, self.max_slots)
         self.cache = new_cache(self.loaded, self.num_blocks, self.block_tokens)

@@ -258,6 +258,7 @@ MESSAGES: list[Message] = [
             num_blocks=33,
             token_budget=64,
             prefix_cache=True,
+            kv_window=4096,
         ),
     ),
     Accepted(request=1),
@@ -392,6 +393,7 @@ MESSAGES: list[Message] = [
             address="tcp://here:7000", layout=b"d" * 32, layout_text="tiny, bfloat16", mover="shm"
         ),
         kv_tiers=["host", "disk"],
+        kv_window=4096,
     ),
     KVReport(
         fetched=[KVFetched(5, 4096, 0.25, "shm")],

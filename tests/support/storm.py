@@ -14,6 +14,7 @@ import re
 from typing import Any
 
 from protocol.grammar import Body, ChoiceGrammar, Regex
+from protocol.kv_window import max_live_blocks
 from protocol.messages import Account, Refused
 from tests.support.engines import (
     VOCAB,
@@ -232,6 +233,44 @@ def _check_tokens(sample: SampleToken, prompt: list[int], tokens: list[int], see
     for token in tokens:
         assert token == sample(known, seed, None)
         known.append(token)
+
+
+class WindowStorm(RequestStorm):
+    """A storm of a model with a window, and a cache that holds a few windows.
+
+    Most texts are several windows long, and many do not fit into the cache as a whole.
+    """
+
+    def __init__(self, seed: int) -> None:
+        draw = random.Random(seed)
+        size, window = draw.choice([1, 4, 8]), draw.choice([3, 6, 13])
+        live = max_live_blocks(1, size, window)
+        assert live is not None
+        super().__init__(
+            seed,
+            kv_window=window,
+            block_tokens=size,
+            num_blocks=1 + max(live, draw.choice([0, 40, 56]) // size),
+            token_budget=draw.choice([3, 8]),
+            max_len=60,
+        )
+        self.openings = [[self.random.randrange(VOCAB) for _ in range(44)] for _ in range(3)]
+
+    def operate(self) -> None:
+        if self.random.random() < 0.5:
+            self.bench.step()
+        else:
+            super().operate()
+
+    def prompt(self) -> list[int]:
+        """Return a prompt with one of a few openings, of which the cache holds the last windows."""
+        opening = self.random.choice(self.openings)
+        return opening[: self.random.randrange(20, len(opening))] + super().prompt()[:14]
+
+    def check(self) -> None:
+        super().check()
+        limits = self.bench.limits
+        assert limits.max_len == 60 > (limits.num_blocks - 1) * limits.block_tokens
 
 
 class SmallCacheStorm(RequestStorm):

@@ -28,6 +28,7 @@ PLAN = ModelPlan(
     max_len=8192,
     weights_bytes=2 * GIB,
     kv_bytes=GIB,
+    longest_kv_bytes=GIB,
     work_bytes=GIB >> 2,
     free_bytes=16 * GIB,
 )
@@ -112,13 +113,13 @@ def test_a_complete_machine_has_no_findings() -> None:
             "convert it",
         ),
         (
-            planned(max_len=4096)[1],
+            planned(max_len=4096, longest_kv_bytes=2 * GIB)[1],
             Verdict.DOUBT,
             "requests of up to 4,096 of 8,192 tokens",
             "--kv-memory-gib 2.02",
         ),
         (
-            planned(max_len=4096, free_bytes=4 * GIB)[1],
+            planned(max_len=4096, longest_kv_bytes=2 * GIB, free_bytes=4 * GIB)[1],
             Verdict.DOUBT,
             "4.00 GiB free; 2.00 GiB for weights (bfloat16), 1.00 GiB for K/V, "
             "0.25 GiB for working memory",

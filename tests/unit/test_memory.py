@@ -30,13 +30,12 @@ from worker.loading.header import read_header
 from worker.models.load import load_model
 from worker.models.spec import ModelSpec
 from worker.startup import device, machine
+from worker.startup.kv_budget import KVBudget, kv_budget
 from worker.startup.memory_plan import (
     DTYPE_BYTES,
-    KVBudget,
     PlannedModel,
     expanded_kinds,
     is_packed,
-    kv_budget,
     plan_memory,
     weights_bytes,
 )
@@ -45,13 +44,16 @@ from worker.startup.memory_plan import block_bytes as planned_block_bytes
 CPU = torch.device("cpu")
 
 
-def budget(context_tokens: int = 8192, free: int = 64 * GIB, **config: Any) -> KVBudget:
+def budget(
+    context_tokens: int = 8192, free: int = 64 * GIB, *, window: int | None = None, **config: Any
+) -> KVBudget:
     """Return the budget for blocks of 16 tokens and one MiB."""
     return kv_budget(
         WorkerConfig(model="m", **config),
         context_tokens=context_tokens,
         block_bytes=1 << 20,
         free_bytes=free,
+        window=window,
     )
 
 
@@ -74,6 +76,27 @@ def test_by_default_every_slot_gets_an_average_request_and_one_the_longest() -> 
 def test_the_default_kv_memory_is_at_most_a_quarter_of_the_free_memory() -> None:
     assert budget(max_slots=64, free=8 * GIB) == KVBudget(2048, 8192)
     assert budget(max_slots=64, free=GIB) == KVBudget(256, 255 * 16)
+
+
+def test_a_model_with_windows_needs_blocks_for_a_window_and_a_step() -> None:
+    live = (1000 - 1 + 256 - 2) // 16 + 2
+    assert budget(max_slots=1, window=1000) == KVBudget(live + 1, 8192)
+    assert budget(max_slots=64, window=1000) == KVBudget(64 * 64 + 1, 8192)
+    assert budget(max_slots=64, window=100) == KVBudget(64 * 24 + 1, 8192)
+    assert budget(max_slots=1, window=5000) == KVBudget(331, 8192)
+    assert budget(max_slots=1, window=9000) == budget(max_slots=1)
+
+
+def test_a_cache_of_one_window_serves_the_whole_context() -> None:
+    assert budget(kv_blocks=65, window=1000) == KVBudget(65, 8192)
+    assert budget(kv_blocks=64, window=1000) == KVBudget(64, 63 * 16)
+    with pytest.raises(NotEnoughMemory) as refused:
+        budget(kv_blocks=64, window=1000, max_len=2000)
+    assert refused.value.message == (
+        "64 KV blocks hold 1,008 tokens, less than max_len (2,000); "
+        "a window of 1,000 tokens needs 65 blocks"
+    )
+    assert refused.value.remedy == "--kv-blocks 65, or --max-len 1008"
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from msgspec import inspect
 from engine_core.engine import Engine
 from engine_core.journal.snapshot import EngineSnapshot, restore_snapshot, take_snapshot
 from tests.support.engines import Bench, a_card
-from tests.support.storm import RequestStorm, SmallCacheStorm
+from tests.support.storm import RequestStorm, SmallCacheStorm, WindowStorm
 
 GOLDEN = Path(__file__).parents[1] / "data" / "journal" / "snapshot.bin"
 
@@ -75,9 +75,11 @@ def test_a_decoded_snapshot_encodes_to_the_same_bytes() -> None:
 
 # ---- the restored engine
 def storms() -> Iterator[RequestStorm]:
-    """Yield storms at many moments, with grammars, both kinds of drafts, steps in flight, tiers."""
-    for seed, tiers in [(2, []), (3, []), (104, []), (205, []), (207, ["host", "disk"])]:
-        storm = SmallCacheStorm(seed, tiers) if tiers else RequestStorm(seed)
+    """Yield storms at many moments: with grammars, both kinds of drafts, steps in flight, tiers and
+    windows.
+    """
+    plain = [RequestStorm(seed) for seed in (2, 3, 104, 205)]
+    for storm in [*plain, SmallCacheStorm(207, ["host", "disk"]), WindowStorm(103)]:
         for number in range(120):
             storm.bench.engine.tick(number / 8)
             storm.operate()
@@ -138,9 +140,9 @@ STORED = {
     "Request": "account account_usage arrived_at blocks client deadline drafting grammar hashes "
     "labels matcher max_total_tokens namespace num_accepted num_cached num_charged num_computed "
     "num_draft_computed num_drafts num_fetched num_in_flight num_pending num_preemptions "
-    "num_published num_scheduled number order params phase priority_credit prompt_logprobs "
-    "prompt_tokens queue_time seed slot slot_generation stage_timer start_deadline stop_ids tokens "
-    "uses_draft_model",
+    "num_passed num_passed_sent num_published num_scheduled number order params phase "
+    "priority_credit prompt_logprobs prompt_tokens queue_time seed slot slot_generation "
+    "stage_timer start_deadline stop_ids tokens uses_draft_model",
     "RequestDrafting": "awaited_guess drafter forced_tally is_forced tally",
     "Scheduler": "_blocked_newcomer _has_paused_decodes running unbound",
     "SlotPool": "_free _generations _releases",
@@ -170,6 +172,7 @@ DERIVED = {
 """Class -> attributes that are derived from stored ones."""
 CONFIGURED = {
     "Admission": "_config _draw_seed _limits _model",
+    "BlockTables": "_max_first _pool _size _window",
     "ContentHashes": "_block_tokens _roots model_digest",
     "Engine": "_config _model limits",
     "FairShare": "_costs max_credit shared_prefill_budget",
@@ -179,7 +182,7 @@ CONFIGURED = {
     "KVTransfers": "_draw_lease",
     "NgramDrafter": "_longest _shortest",
     "Peers": "_block_tokens _cluster _hashes _role _seal",
-    "Prefixes": "_block_tokens _cache _is_enabled hashes",
+    "Prefixes": "_block_tokens _cache _is_enabled _window hashes",
     "Scheduler": "_max_running limits",
     "Speculation": "_config _costs _draft_cost",
     "StepCosts": "_costs _tokens",
@@ -193,7 +196,7 @@ PARTS = {
     "Engine": "_accounts _clock _deadlines _inflight _speculation admission kv_transfers "
     "open_requests scheduler throughput",
     "KVTransfers": "_peers fetches leases tiers",
-    "Scheduler": "_kv_transfers _speculation fair_share pool prefixes slots waiting",
+    "Scheduler": "_kv_transfers _speculation fair_share pool prefixes slots tables waiting",
     "Speculation": "overhead",
     "StageTimer": "_clock",
     "TierIndex": "_throughput",

@@ -178,6 +178,11 @@ class TransformersSpec:
     #: All of config.json as JSON. The model's digest covers it.
     config: str
 
+    @property
+    def window(self) -> int | None:
+        """Return None: the model's class decides which keys a layer sees, when it runs."""
+        return None
+
 
 @dataclass(frozen=True, slots=True)
 class TransformersArchitecture:

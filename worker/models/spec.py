@@ -39,6 +39,11 @@ class ModelFacts(Protocol):
     def num_kv_heads(self) -> int: ...
     @property
     def head_dim(self) -> int: ...
+    @property
+    def window(self) -> int | None:
+        """Return how many last tokens the layers see at most; None if some layer sees all, or if
+        the number is not known."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,6 +177,12 @@ class ModelSpec:
     def attentions(self) -> tuple[AttentionSpec, ...]:
         """Return the attention of each layer."""
         return tuple(layer.attention for layer in self.layers)
+
+    @property
+    def window(self) -> int | None:
+        """Return the longest window of all layers; None if a layer sees all tokens."""
+        windows = [attention.window for attention in self.attentions]
+        return None if None in windows else max(filter(None, windows))
 
     @property
     def num_kv_heads(self) -> int:

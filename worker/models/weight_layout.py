@@ -32,7 +32,7 @@ from worker.models.decoder import DecoderLayer, DecoderWeights
 from worker.models.spec import ModelSpec
 from worker.startup import machine
 from worker.startup.device import free_bytes
-from worker.startup.memory_plan import FREE_SHARE
+from worker.startup.kv_budget import FREE_SHARE
 
 log = logging.getLogger(__name__)
 

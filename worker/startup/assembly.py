@@ -7,7 +7,7 @@ blocks) go into WorkerReady, never back into the config.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -35,7 +35,8 @@ from worker.slots.table import SlotField, SlotTable
 from worker.startup import device as devices
 from worker.startup import machine, malloc
 from worker.startup.device import free_bytes
-from worker.startup.memory_plan import kv_budget
+from worker.startup.kv_budget import kv_budget
+from worker.startup.kv_window import kv_window, reason_to_keep
 from worker.startup.timing import StartupTiming
 from worker.step import Runner
 
@@ -57,11 +58,13 @@ def assemble(config: WorkerConfig, timing: StartupTiming) -> tuple[Runner, Worke
     with timing("reserve memory"):
         models = [loaded] if draft is None else [loaded, draft]
         shapes = [_cache_shape(model.spec, config) for model in models]
+        window = _kv_window(config, models)
         budget = kv_budget(
             config,
             context_tokens=loaded.card.context_tokens,
             block_bytes=sum(block_bytes(*shape, dtype) for shape in shapes),
             free_bytes=free_bytes(device),
+            window=window,
         )
         shared = _shared_memory(config, device, budget.num_blocks * block_bytes(*shapes[0], dtype))
         caches = [
@@ -102,6 +105,7 @@ def assemble(config: WorkerConfig, timing: StartupTiming) -> tuple[Runner, Worke
         phases=timing.phases,
         draft_cost=None if draft is None else _cost(draft.card, loaded.card),
         step_costs=loaded.step_costs,
+        kv_window=window,
     )
     kind = _runner_class(config)
     return kind(loaded.model, slots, caches[0], attention, draft_model=draft_model), ready
@@ -149,6 +153,21 @@ def _cost(draft: ModelCard, model: ModelCard) -> float:
     """Return the cost of a step of the draft model relative to a step of the model. With few
     tokens, the time of a step is the time of reading the weights."""
     return draft.weights_bytes / model.weights_bytes
+
+
+def _kv_window(config: WorkerConfig, models: Sequence[LoadedModel]) -> int | None:
+    """Return the window before which K/V blocks are freed; None if all blocks are kept. Log it."""
+    window, reason = models[0].spec.window, reason_to_keep(config)
+    if window is not None and reason:
+        log.info(
+            "every layer has a window of at most %d tokens, but all K/V blocks are kept until the "
+            "request ends, because of %s",
+            window,
+            reason,
+        )
+    elif window is not None:
+        log.info("K/V blocks are freed once they are %d tokens back", window)
+    return kv_window(config, [model.spec for model in models])
 
 
 def _shared_memory(

@@ -2,8 +2,9 @@
 
 The plan is made from the headers of the files, before any weight is loaded. After loading, the
 worker calls `kv_budget` again with the memory that is then free. A server must be able to finish
-every request that it accepts, so the cache holds at least one request of the maximum length. If the
-user has set that length, it must fit; otherwise it is reduced to fit.
+every request that it accepts, so the cache holds at least one request of the maximum length, or one
+window if blocks before the window are freed (protocol/kv_window.py). If the user has set that
+length, it must fit; otherwise it is reduced to fit.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 
 from protocol.config.worker import WeightForm, WorkerConfig
 from protocol.facts import GIB, ModelPlan
+from protocol.kv_window import max_request_tokens
 from protocol.sampling import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_SEQUENCES,
@@ -28,13 +30,16 @@ from worker.models.architectures import TransformersSpec
 from worker.models.compiled import is_fitting
 from worker.models.spec import ModelFacts, ModelSpec
 from worker.models.tensors import FusedMatrix, LayerTensors, ModelTensors
+from worker.startup.kv_budget import (
+    FREE_SHARE,
+    STEP_TOKENS,
+    in_gib,
+    kv_budget,
+    longest_request_blocks,
+    round_down,
+)
+from worker.startup.kv_window import kv_window
 
-AVERAGE_REQUEST_TOKENS = 1024
-"""Prompt and answer of an average request, in tokens. The default size of the cache follows from
-this number."""
-FREE_SHARE = 4
-"""If the user has not configured the cache's size, the cache gets at most 1/FREE_SHARE of the free
-memory."""
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 PACKED_AS = {
     **dict.fromkeys(("Q4_0", "Q4_1", "Q8_0"), ""),
@@ -54,8 +59,6 @@ PLAIN_KINDS = frozenset({"F32", "F16", "BF16"})
 PROCESS_BYTES = 256 << 20
 """Memory of all processes without a model. It was measured with a model of a few thousand weights,
 and excludes file pages."""
-STEP_TOKENS = 256
-"""Tokens computed at once: the default of --token-budget."""
 LOGITS_COPIES = 3
 """Float32 copies of a step's logits: raw, processed, and as probabilities."""
 SLOT_NUMBERS = MAX_ALLOWED_TOKEN_IDS + MAX_BAD_SEQUENCES + MAX_BAD_TOKENS + MAX_STOP_TOKEN_IDS
@@ -96,15 +99,6 @@ class PlannedTransformersModel:
 AnyPlanned = PlannedModel | PlannedTransformersModel
 
 
-@dataclass(frozen=True, slots=True)
-class KVBudget:
-    """Size of the K/V cache. `num_blocks` includes the null block. `max_len` is the longest prompt
-    plus answer of one request, in tokens."""
-
-    num_blocks: int
-    max_len: int
-
-
 def is_packed(spec: ModelSpec, form: WeightForm, *, has_kernels: bool) -> bool:
     """Return whether the model's matrices are packed. Raises UnusableModel if packed weights were
     requested and are impossible. `has_kernels` states whether compiled kernels run on this
@@ -140,9 +134,15 @@ def plan_memory(
     weights = sum(weights_bytes(each, dtype) for each in models)
     block = sum(block_bytes(each.spec, options.block_tokens, item) for each in models)
     work = work_bytes(model, dtype, options.max_slots)
-    # Slots hold a request's tokens, and no request is longer than the cache.
-    fitting = max(free_bytes - weights - work, 0) // block * options.block_tokens
-    work += 4 * options.max_slots * min(options.max_len or context_tokens, fitting)
+    window = kv_window(options, [each.spec for each in models])
+    # Slots hold a request's tokens, and no request is longer than the cache can serve.
+    longest = max_request_tokens(
+        options.max_len or context_tokens,
+        num_blocks=max(free_bytes - weights - work, 0) // block + 1,
+        block_tokens=options.block_tokens,
+        window=window,
+    )
+    work += 4 * options.max_slots * longest
     expanded = sorted({kind for each in models for kind in expanded_kinds(each)})
     demand = _demand(model.name, weights, _form(dtype, expanded), work, free_bytes)
     left = free_bytes - weights - work
@@ -159,6 +159,7 @@ def plan_memory(
             context_tokens=context_tokens,
             block_bytes=block,
             free_bytes=left,
+            window=window,
         )
     except NotEnoughMemory as error:
         raise NotEnoughMemory(f"{demand}; {error.message}", remedy=error.remedy) from None
@@ -171,6 +172,7 @@ def plan_memory(
         max_len=budget.max_len,
         weights_bytes=weights,
         kv_bytes=budget.num_blocks * block,
+        longest_kv_bytes=longest_request_blocks(options, context_tokens, window) * block,
         work_bytes=work,
         tier_bytes=tier,
         free_bytes=free_bytes,
@@ -182,8 +184,8 @@ def _demand(name: str, weights: int, form: str, work: int, free_bytes: int) -> s
     """Return a sentence for errors: the memory that the model needs, and the memory that is
     free."""
     return (
-        f"{name} needs {_gib(weights)} for weights ({form}) and {_gib(work)} for working memory; "
-        f"{_gib(free_bytes)} are free"
+        f"{name} needs {in_gib(weights)} for weights ({form}) and {in_gib(work)} for working "
+        f"memory; {in_gib(free_bytes)} are free"
     )
 
 
@@ -194,80 +196,9 @@ def _tier_bytes(options: WorkerConfig, free_bytes: int, demand: str) -> int:
     if tier > free_bytes:
         raise NotEnoughMemory(
             f"{demand}; kv_host_gib is {options.kv_host_gib:g}",
-            remedy=f"--kv-host-gib {_round_down(free_bytes / GIB):g}, or less",
+            remedy=f"--kv-host-gib {round_down(free_bytes / GIB):g}, or less",
         )
     return tier
-
-
-def kv_budget(
-    options: WorkerConfig,
-    *,
-    context_tokens: int,
-    block_bytes: int,
-    free_bytes: int,
-) -> KVBudget:
-    """Return the number of K/V blocks to allocate, and the longest request that they can hold.
-
-    context_tokens   the model's limit
-    block_bytes      size of one block, in all layers
-    free_bytes       free memory for the cache
-
-    Raises NotEnoughMemory, with the numbers, if a request of options.max_len would never fit, and
-    UnusableModel if options.max_len exceeds the model's context.
-    """
-    if options.max_len > context_tokens:
-        raise UnusableModel(
-            f"max_len is {options.max_len:,}; the model's context is {context_tokens:,} tokens",
-            remedy=f"--max-len {context_tokens}, or less",
-        )
-    wanted_len = options.max_len or context_tokens
-    num_blocks = options.kv_blocks or _affordable(options, wanted_len, block_bytes, free_bytes)
-    max_blocks = free_bytes // block_bytes
-    if num_blocks > max_blocks:
-        option = f"--kv-blocks {max_blocks}"
-        if not options.kv_blocks:
-            option = f"--kv-memory-gib {_round_down(free_bytes / GIB)}"
-        raise NotEnoughMemory(
-            f"{num_blocks:,} KV blocks take {_gib(num_blocks * block_bytes)}; "
-            f"{_gib(free_bytes)} are free",
-            remedy=f"{option}, or less",
-        )
-    held = (num_blocks - 1) * options.block_tokens
-    needed = options.max_len or options.block_tokens
-    if held < needed:
-        limit = f"less than max_len ({needed:,})" if options.max_len else "too few for a request"
-        raise NotEnoughMemory(
-            f"{num_blocks:,} KV blocks hold {max(held, 0):,} tokens, {limit}",
-            remedy=_longer_or_shorter(options, needed, held, block_bytes, max_blocks),
-        )
-    return KVBudget(num_blocks, min(wanted_len, held))
-
-
-def _affordable(options: WorkerConfig, wanted_len: int, block_bytes: int, free_bytes: int) -> int:
-    """Return the number of blocks that fit the configured memory. If no memory is configured,
-    return enough blocks for max_slots average requests and for one request of `wanted_len` tokens,
-    but at most 1/FREE_SHARE of the free memory."""
-    if options.kv_memory_gib:
-        return int(options.kv_memory_gib * GIB) // block_bytes
-    average = min(wanted_len, AVERAGE_REQUEST_TOKENS)
-    tokens = max(options.max_slots * average, wanted_len)
-    blocks = -(-tokens // options.block_tokens) + 1
-    return min(blocks, free_bytes // FREE_SHARE // block_bytes)
-
-
-def _longer_or_shorter(
-    options: WorkerConfig, needed: int, held: int, block_bytes: int, max_blocks: int
-) -> str:
-    """Return advice: options that give the cache more memory, if that is possible, or that shorten
-    requests."""
-    blocks = -(-needed // options.block_tokens) + 1
-    ways = []
-    if blocks <= max_blocks:
-        memory = f"--kv-memory-gib {_round_up(blocks * block_bytes / GIB)}"
-        ways.append(f"--kv-blocks {blocks}" if options.kv_blocks else memory)
-    if held >= options.block_tokens:
-        ways.append(f"--max-len {held}")
-    return ", or ".join(ways) or "use a smaller model"
 
 
 def weights_bytes(model: AnyPlanned, dtype: str) -> int:
@@ -382,15 +313,3 @@ def _smaller(model: AnyPlanned, dtype: str, expanded: Sequence[str]) -> str:
     ):
         ways.append("a GGUF file of type Q4_K or Q8_0, which stay packed")
     return "use " + ", or ".join([*ways, "a smaller model"])
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.2f} GiB"
-
-
-def _round_up(gib: float) -> float:
-    return -(-int(gib * 1000 + 1) // 10) / 100
-
-
-def _round_down(gib: float) -> float:
-    return int(gib * 100) / 100

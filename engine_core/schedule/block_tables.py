@@ -1,0 +1,151 @@
+"""Block tables of requests: allocates their blocks, and frees those that a window has passed.
+
+If the model has no window, a request is admitted with blocks for all its known tokens, and then
+needs blocks only for the tokens that it generates.
+
+If all layers of the model have a window (`Limits.kv_window`), blocks before the window are
+released when a step commits. Their entries in the block table become the null block. No step reads
+them any more: a step in flight starts at `num_computed` or later, and the draft model, whose steps
+may start earlier, is not used. A released block is reused by a later plan, after the steps in
+flight.
+
+So a request with a window never needs blocks for its whole text. It is admitted with blocks for a
+window and one step, and grows during its prefill with the blocks that it releases. Other requests
+may share the released blocks, so they may not be free. The next chunk is then shorter, and if there
+is no block at all, the youngest request is preempted, as for a decode. A request that runs alone
+can always continue, because the cache holds one window and the token after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from engine_core.blocks.pool import BlockPool
+from engine_core.request import Request, RequestPhase
+from engine_core.schedule.plan import Schedule
+from protocol.kv_window import max_live_blocks, num_passed_blocks
+from protocol.messages import Limits
+from protocol.steps import NULL_BLOCK
+
+
+class BlockTables:
+    """Allocates and releases the blocks of requests in one pool."""
+
+    def __init__(self, limits: Limits, pool: BlockPool) -> None:
+        self._pool = pool
+        self._size = limits.block_tokens
+        self._window = limits.kv_window
+        #: Most blocks allocated at an admission; None: blocks for all known tokens.
+        self._max_first = max_live_blocks(limits.token_budget, self._size, self._window)
+
+    def num_needed(self, request: Request, found: list[int] | None = None) -> int:
+        """Return how many blocks must be allocated to admit the request.
+
+        `found` are the blocks of its cached prefix; None: nothing is cached.
+        """
+        found = found or []
+        missing = self._num_blocks(len(request.tokens)) - len(found)
+        if self._max_first is None:
+            return missing
+        num_held = len(found) - found.count(NULL_BLOCK)
+        return min(missing, self._max_first, self._pool.total - num_held)
+
+    def admit(
+        self, request: Request, found: list[int], yield_lease: Callable[[Request], bool]
+    ) -> bool:
+        """Allocate the first blocks of the request, after the cached blocks `found`.
+
+        `yield_lease` ends a lease for the request, and returns whether one ended. Return False,
+        without allocating any block, if too few are free even after leases have yielded.
+        """
+        num_passed = found.count(NULL_BLOCK)
+        held, missing = found[num_passed:], self.num_needed(request, found)
+        while missing > self._pool.num_free - sum(map(self._pool.is_free, held)):
+            if not yield_lease(request):
+                return False
+        self._pool.share(held)
+        fresh = self._pool.allocate(missing)
+        assert fresh is not None
+        request.blocks = found + fresh
+        request.num_passed = request.num_passed_sent = num_passed
+        return True
+
+    def release(self, request: Request) -> None:
+        """Release all blocks of the request."""
+        self._pool.release(request.held_blocks)
+        request.blocks = []
+        request.num_passed = request.num_passed_sent = 0
+
+    def release_passed(self, request: Request) -> None:
+        """Release the blocks that the window has passed, after a step has committed."""
+        num_passed = num_passed_blocks(request.num_computed, self._size, self._window)
+        passed = request.blocks[request.num_passed : num_passed]
+        if passed:
+            self._pool.release(passed)
+            request.blocks[request.num_passed : num_passed] = [NULL_BLOCK] * len(passed)
+            request.num_passed = num_passed
+
+    def needs_block(self, request: Request) -> bool:
+        """Return whether the request is running, and has no block for its next token."""
+        return (
+            request.phase is RequestPhase.RUNNING
+            and request.num_uncomputed > 0
+            and request.num_scheduled >= self.num_positions(request)
+        )
+
+    def num_positions(self, request: Request) -> int:
+        """Return how many positions the request's block table covers."""
+        return len(request.blocks) * self._size
+
+    def max_positions(self, request: Request, *, reserved: int) -> int:
+        """Return how many positions of the request can have blocks without a preemption.
+
+        `reserved` free blocks are left for other requests.
+        """
+        free = max(self._pool.num_free - reserved, 0)
+        return self.num_positions(request) + free * self._size
+
+    def grow(self, request: Request, num_positions: int, step: Schedule) -> None:
+        """Allocate the blocks that the first `num_positions` positions lack. They must be free."""
+        lacking = max(self._num_blocks(num_positions) - len(request.blocks), 0)
+        blocks = self._pool.allocate(lacking)
+        assert blocks is not None
+        self.append(request, blocks, step)
+
+    def grow_if_free(self, request: Request, num_positions: int, step: Schedule) -> int:
+        """Allocate blocks for the first `num_positions` positions, as far as blocks are free.
+
+        Return how many positions the block table then covers. Only with a window can it lack any.
+        """
+        self.grow(request, min(num_positions, self.max_positions(request, reserved=0)), step)
+        return self.num_positions(request)
+
+    def append(self, request: Request, blocks: list[int], step: Schedule) -> None:
+        """Append blocks to a request that has a slot.
+
+        If the request is admitted in this step, the blocks are part of its bind. Otherwise they are
+        listed in `table_updates`.
+        """
+        assert request.slot is not None
+        first = len(request.blocks)
+        if request not in step.admitted:
+            step.table_updates += [
+                (request.slot, first + i, block) for i, block in enumerate(blocks)
+            ]
+        step.new_blocks += blocks
+        request.blocks += blocks
+
+    def plan_passed(self, step: Schedule) -> None:
+        """Add the null blocks to the worker's block tables of all rows of the step."""
+        if self._window is None:
+            return
+        for request, _, _ in step.rows():
+            first, end = request.num_passed_sent, request.num_passed
+            if first == end:
+                continue
+            assert request.slot is not None
+            step.table_updates += [(request.slot, i, NULL_BLOCK) for i in range(first, end)]
+            request.num_passed_sent = end
+
+    def _num_blocks(self, num_positions: int) -> int:
+        return -(-num_positions // self._size)

@@ -1,0 +1,132 @@
+"""K/V blocks that a window has passed: the arithmetic, the prefix cache and the worker's choice."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from engine_core.blocks.prefix_cache import PrefixCache
+from engine_core.startup import build_engine
+from protocol.cluster_key import ClusterKey
+from protocol.config.engine import EngineConfig
+from protocol.config.worker import WorkerConfig
+from protocol.kv_window import max_live_blocks, max_request_tokens, num_passed_blocks
+from protocol.steps import NULL_BLOCK, WorkerReady
+from tests.support.engines import Bench, a_card
+from worker.startup.kv_window import kv_window
+
+SIZES = (1, 2, 4, 8)
+
+
+def visible(query: int, window: int, size: int) -> set[int]:
+    """Return the blocks with the positions that the query at position `query` sees."""
+    return {p // size for p in range(query + 1) if query - window < p}
+
+
+def test_a_block_is_passed_when_no_later_query_sees_it() -> None:
+    for size, window, computed in product(SIZES, range(1, 12), range(40)):
+        passed = num_passed_blocks(computed, size, window)
+        seen = set().union(*(visible(q, window, size) for q in range(computed, computed + 20)))
+        assert min(seen) == passed
+
+
+def test_a_step_reads_and_writes_at_most_the_live_blocks() -> None:
+    for size, window, count in product(SIZES, range(1, 12), range(1, 7)):
+        used = [
+            len(set().union(*(visible(q, window, size) for q in range(start, start + count))))
+            for start in range(40)
+        ]
+        assert max(used) == max_live_blocks(count, size, window)
+
+
+def test_without_a_window_no_block_is_passed_and_a_request_fits_as_a_whole() -> None:
+    assert num_passed_blocks(1000, 4, None) == 0
+    assert max_live_blocks(3, 4, None) is None
+    assert max_request_tokens(100, num_blocks=11, block_tokens=4, window=None) == 40
+
+
+def test_a_cache_of_one_window_serves_requests_of_any_length() -> None:
+    longest = [
+        max_request_tokens(1000, num_blocks=1 + blocks, block_tokens=4, window=10)
+        for blocks in (2, 3, 4)
+    ]
+    assert longest == [8, 12, 1000]
+
+
+@given(st.integers(0, 12), st.sets(st.integers(0, 11)), st.sampled_from(SIZES), st.integers(2, 20))
+def test_a_prefix_is_found_if_and_only_if_all_blocks_in_its_window_are_cached(
+    length: int, cached: set[int], size: int, window: int
+) -> None:
+    hashes, cache = [bytes([i]) for i in range(length)], PrefixCache()
+    for i in cached:
+        cache.publish(bytes([i]), 1 + i, is_draft_computed=False)
+    found = cache.match_window(hashes, lambda n: num_passed_blocks(n * size, size, window))
+    # The query after a prefix sees the blocks of its window, except its own.
+    whole = [n for n in range(length + 1) if visible(n * size, window, size) - {n} <= cached]
+    assert len(found) == max(whole)
+    needed = visible(len(found) * size, window, size)
+    assert found == [1 + i if i in needed else NULL_BLOCK for i in range(len(found))]
+
+
+def test_a_window_shorter_than_the_prompt_is_cached_after_the_first_request() -> None:
+    bench = Bench(kv_window=8, block_tokens=4, num_blocks=10, max_len=200, token_budget=8)
+    prompt = list(range(1, 65))
+    for _ in range(2):
+        number = bench.add(prompt, max_tokens=1, ignore_eos=True)
+        bench.run()
+    usage = bench.last_output(number).usage
+    assert usage is not None
+    assert usage.cached_tokens == 60
+
+
+def test_a_long_prompt_never_holds_more_blocks_than_a_window_and_a_step() -> None:
+    bench = Bench(kv_window=8, block_tokens=4, num_blocks=65, max_len=200, token_budget=8)
+    bench.add(list(range(90)), max_tokens=90, ignore_eos=True)
+    live = max_live_blocks(8, 4, 8)
+    assert live is not None
+    while bench.step():
+        stats = bench.engine.stats()
+        assert stats.total_blocks - stats.free_blocks <= live
+
+
+def test_an_engine_that_needs_whole_prefixes_refuses_a_window() -> None:
+    ready = WorkerReady(
+        model=a_card(), max_len=512, max_slots=8, block_tokens=16, num_blocks=5, kv_window=20
+    )
+    config = EngineConfig(worker=WorkerConfig(model=""))
+    assert build_engine(ready, config, epoch="e").limits.max_len == 512
+    with pytest.raises(ValueError, match="kv_window is 20"):
+        build_engine(ready, config, epoch="e", key=ClusterKey(b"k" * 32))
+    with pytest.raises(ValueError, match="kv_window is 20"):
+        build_engine(replace(ready, kv_tiers=["host"]), config, epoch="e")
+
+
+class WindowedModel:
+    """The facts about a model that decide whether blocks are freed."""
+
+    def __init__(self, window: int | None) -> None:
+        self.window = window
+
+
+@pytest.mark.parametrize(
+    ("window", "options", "freed_before"),
+    [
+        (20, {}, 20),
+        (None, {}, None),
+        (20, {"kv_host_gib": 1.0}, None),
+        (20, {"kv_disk": "/blocks"}, None),
+        (20, {"draft_model": "small"}, None),
+        (20, {"kv_export": True}, None),
+        (20, {"cluster_key": "/key"}, None),
+    ],
+)
+def test_a_worker_that_needs_whole_prefixes_keeps_all_blocks(
+    window: int | None, options: dict[str, Any], freed_before: int | None
+) -> None:
+    model: Any = WindowedModel(window)
+    assert kv_window(WorkerConfig(model="m", **options), [model]) == freed_before

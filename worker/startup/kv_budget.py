@@ -1,0 +1,144 @@
+"""Size of the K/V cache: the number of blocks, and the longest request that they can serve."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from protocol.config.worker import WorkerConfig
+from protocol.facts import GIB
+from protocol.kv_window import max_live_blocks, max_request_tokens
+from worker.loading.errors import NotEnoughMemory, UnusableModel
+
+AVERAGE_REQUEST_TOKENS = 1024
+"""Prompt and answer of an average request, in tokens. The default size of the cache follows from
+this number."""
+FREE_SHARE = 4
+"""If the user has not configured the cache's size, the cache gets at most 1/FREE_SHARE of the free
+memory."""
+STEP_TOKENS = 256
+"""Tokens computed at once: the default of --token-budget."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVBudget:
+    """Size of the K/V cache. `num_blocks` includes the null block. `max_len` is the longest prompt
+    plus answer of one request, in tokens."""
+
+    num_blocks: int
+    max_len: int
+
+
+def kv_budget(
+    options: WorkerConfig,
+    *,
+    context_tokens: int,
+    block_bytes: int,
+    free_bytes: int,
+    window: int | None = None,
+) -> KVBudget:
+    """Return the number of K/V blocks to allocate, and the longest request that they can hold.
+
+    context_tokens   the model's limit
+    block_bytes      size of one block, in all layers
+    free_bytes       free memory for the cache
+    window           blocks before this many last tokens are freed; None: all blocks are kept
+
+    Raises NotEnoughMemory, with the numbers, if a request of options.max_len would never fit, and
+    UnusableModel if options.max_len exceeds the model's context.
+    """
+    if options.max_len > context_tokens:
+        raise UnusableModel(
+            f"max_len is {options.max_len:,}; the model's context is {context_tokens:,} tokens",
+            remedy=f"--max-len {context_tokens}, or less",
+        )
+    wanted_len = options.max_len or context_tokens
+    num_blocks = options.kv_blocks or _affordable(
+        options, wanted_len, block_bytes, free_bytes, window
+    )
+    max_blocks = free_bytes // block_bytes
+    if num_blocks > max_blocks:
+        option = f"--kv-blocks {max_blocks}"
+        if not options.kv_blocks:
+            option = f"--kv-memory-gib {round_down(free_bytes / GIB)}"
+        raise NotEnoughMemory(
+            f"{num_blocks:,} KV blocks take {in_gib(num_blocks * block_bytes)}; "
+            f"{in_gib(free_bytes)} are free",
+            remedy=f"{option}, or less",
+        )
+    held = (num_blocks - 1) * options.block_tokens
+    max_len = max_request_tokens(
+        wanted_len, num_blocks=num_blocks, block_tokens=options.block_tokens, window=window
+    )
+    if max_len < (options.max_len or options.block_tokens):
+        limit = "too few for a request"
+        if options.max_len:
+            limit = f"less than max_len ({options.max_len:,})"
+        needed = _live_tokens(options, options.max_len or options.block_tokens, 1, window)
+        if needed < options.max_len:
+            blocks = needed // options.block_tokens + 1
+            limit += f"; a window of {window:,} tokens needs {blocks:,} blocks"
+        raise NotEnoughMemory(
+            f"{num_blocks:,} KV blocks hold {max(held, 0):,} tokens, {limit}",
+            remedy=_longer_or_shorter(options, needed, held, block_bytes, max_blocks),
+        )
+    return KVBudget(num_blocks, max_len)
+
+
+def longest_request_blocks(options: WorkerConfig, num_tokens: int, window: int | None) -> int:
+    """Return the blocks of a cache in which a request of `num_tokens` tokens is computed in full
+    steps. They include the null block."""
+    return -(-_live_tokens(options, num_tokens, STEP_TOKENS, window) // options.block_tokens) + 1
+
+
+def _live_tokens(options: WorkerConfig, num_tokens: int, num_new: int, window: int | None) -> int:
+    """Return the tokens for which a request of `num_tokens` tokens needs blocks at the same time,
+    if its steps compute up to `num_new` of them."""
+    live = max_live_blocks(num_new, options.block_tokens, window)
+    return num_tokens if live is None else min(num_tokens, live * options.block_tokens)
+
+
+def _affordable(
+    options: WorkerConfig,
+    wanted_len: int,
+    block_bytes: int,
+    free_bytes: int,
+    window: int | None,
+) -> int:
+    """Return the number of blocks that fit the configured memory. If no memory is configured,
+    return enough blocks for max_slots average requests and for one request of `wanted_len` tokens,
+    but at most 1/FREE_SHARE of the free memory."""
+    if options.kv_memory_gib:
+        return int(options.kv_memory_gib * GIB) // block_bytes
+    longest = _live_tokens(options, wanted_len, STEP_TOKENS, window)
+    tokens = max(options.max_slots * min(longest, AVERAGE_REQUEST_TOKENS), longest)
+    blocks = -(-tokens // options.block_tokens) + 1
+    return min(blocks, free_bytes // FREE_SHARE // block_bytes)
+
+
+def _longer_or_shorter(
+    options: WorkerConfig, needed: int, held: int, block_bytes: int, max_blocks: int
+) -> str:
+    """Return advice: options that give the cache more memory, if that is possible, or that shorten
+    requests."""
+    blocks = -(-needed // options.block_tokens) + 1
+    ways = []
+    if blocks <= max_blocks:
+        memory = f"--kv-memory-gib {_round_up(blocks * block_bytes / GIB)}"
+        ways.append(f"--kv-blocks {blocks}" if options.kv_blocks else memory)
+    if held >= options.block_tokens:
+        ways.append(f"--max-len {held}")
+    return ", or ".join(ways) or "use a smaller model"
+
+
+def in_gib(num_bytes: int) -> str:
+    """Return a size as text for messages."""
+    return f"{num_bytes / GIB:.2f} GiB"
+
+
+def _round_up(gib: float) -> float:
+    return -(-int(gib * 1000 + 1) // 10) / 100
+
+
+def round_down(gib: float) -> float:
+    """Return `gib` rounded down to two decimals, as the value of an option."""
+    return int(gib * 100) / 100
