@@ -90,12 +90,8 @@ class BlockTables:
         return (
             request.phase is RequestPhase.RUNNING
             and request.num_uncomputed > 0
-            and request.num_scheduled >= self.num_positions(request)
+            and request.num_scheduled >= len(request.blocks) * self._size
         )
-
-    def num_positions(self, request: Request) -> int:
-        """Return how many positions the request's block table covers."""
-        return len(request.blocks) * self._size
 
     def max_positions(self, request: Request, *, reserved: int) -> int:
         """Return how many positions of the request can have blocks without a preemption.
@@ -103,7 +99,7 @@ class BlockTables:
         `reserved` free blocks are left for other requests.
         """
         free = max(self._pool.num_free - reserved, 0)
-        return self.num_positions(request) + free * self._size
+        return (len(request.blocks) + free) * self._size
 
     def grow(self, request: Request, num_positions: int, step: Schedule) -> None:
         """Allocate the blocks that the first `num_positions` positions lack. They must be free."""
@@ -118,7 +114,7 @@ class BlockTables:
         Return how many positions the block table then covers. Only with a window can it lack any.
         """
         self.grow(request, min(num_positions, self.max_positions(request, reserved=0)), step)
-        return self.num_positions(request)
+        return len(request.blocks) * self._size
 
     def append(self, request: Request, blocks: list[int], step: Schedule) -> None:
         """Append blocks to a request that has a slot.
@@ -137,8 +133,6 @@ class BlockTables:
 
     def plan_passed(self, step: Schedule) -> None:
         """Add the null blocks to the worker's block tables of all rows of the step."""
-        if self._window is None:
-            return
         for request, _, _ in step.rows():
             first, end = request.num_passed_sent, request.num_passed
             if first == end:

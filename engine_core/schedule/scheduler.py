@@ -109,6 +109,7 @@ class Scheduler:
         self.unbound: list[Request] = []
         self.pool = pool
         self.tables = BlockTables(limits, pool)
+        self._has_window = limits.kv_window is not None
         self.slots = SlotPool(limits.max_slots)
         self.limits = limits
         self.prefixes = Prefixes(limits, hashes, pool.cache)
@@ -156,14 +157,16 @@ class Scheduler:
             self._pause_decodes(step, decodes)
         self._add_drafts(step)
         self._plan_draft_model(step)
-        self.tables.plan_passed(step)
+        if self._has_window:
+            self.tables.plan_passed(step)
         return step
 
     def advance(self, request: Request, num_tokens: int) -> None:
         """Apply a committed step that computed `num_tokens` of a running request."""
         request.num_computed += num_tokens
         self._publish(request)
-        self.tables.release_passed(request)
+        if self._has_window:
+            self.tables.release_passed(request)
 
     def on_fetch_over(self, request: Request, match: Match | None) -> None:
         """Make a request READY, because its fetch is over.
@@ -286,17 +289,12 @@ class Scheduler:
     def _max_drafts(self, request: Request, step: Schedule) -> int:
         """Return how many drafts the budget, the answer's length and the blocks allow.
 
+        One free block is left for each running request.
         With n drafts, the step samples up to n + 1 tokens.
         """
         left = request.max_total_tokens - len(request.tokens) - 1
-        return min(step.budget, left, self._max_positions(request) - len(request.tokens))
-
-    def _max_positions(self, request: Request) -> int:
-        """Return how many positions of the request can have blocks without a preemption.
-
-        One free block is left for each running request.
-        """
-        return self.tables.max_positions(request, reserved=len(self.running))
+        most = self.tables.max_positions(request, reserved=len(self.running))
+        return min(step.budget, left, most - len(request.tokens))
 
     def _plan_draft_model(self, step: Schedule) -> None:
         """Plan the draft model's work: the tokens that it lacks, and the drafts requested of it."""
@@ -309,9 +307,8 @@ class Scheduler:
             num_requested = 0
             if request.is_sampled(count) and start + stride == known:
                 ahead = known + len(drafts)  # if all drafts are right
-                room = min(
-                    request.max_total_tokens - ahead - 2, self._max_positions(request) - ahead
-                )
+                most = self.tables.max_positions(request, reserved=len(self.running))
+                room = min(request.max_total_tokens - 2, most) - ahead
                 num_requested = (
                     self._speculation.num_draft_model_tokens(request, room, len(rows))
                     if room > 0

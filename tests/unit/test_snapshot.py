@@ -183,7 +183,7 @@ CONFIGURED = {
     "NgramDrafter": "_longest _shortest",
     "Peers": "_block_tokens _cluster _hashes _role _seal",
     "Prefixes": "_block_tokens _cache _is_enabled _window hashes",
-    "Scheduler": "_max_running limits",
+    "Scheduler": "_has_window _max_running limits",
     "Speculation": "_config _costs _draft_cost",
     "StepCosts": "_costs _tokens",
     "TierIndex": "_block_tokens _hashes _min_load_tokens",
