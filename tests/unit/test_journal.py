@@ -274,7 +274,7 @@ def test_an_inconsistent_snapshot_is_refused(
 def test_a_journal_of_another_format_is_refused(journals: Journals) -> None:
     _, (start, *rest) = small(journals)
     assert isinstance(start, StartRecord)
-    with pytest.raises(NoJournal, match="has format 2; this release reads 3"):
+    with pytest.raises(NoJournal, match="has format 2; this release reads 4"):
         replay([replace(start, format=2), *rest])
 
 
