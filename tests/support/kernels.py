@@ -15,9 +15,11 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 
+from tests.support.gguf_files import SCALES
 from worker.kernels.library import NoKernels, load, runnable
 from worker.kernels.native import NativeKernels
 from worker.kernels.sets import INSTRUCTION_SETS
+from worker.loading.gguf_file import GGMLType
 from worker.loading.quant_blocks import BlockKind, QuantBlocks
 from worker.startup.machine import cpu_flags
 
@@ -38,13 +40,14 @@ def native_kernels(name: str | None = None) -> NativeKernels:
 
 
 def random_blocks(kind: BlockKind, outputs: int, inputs: int, seed: int = 0) -> QuantBlocks:
-    """Return random quantised blocks with scales of about 0.01."""
+    """Return random quantised blocks with scales of about 0.01, of both signs."""
     random = np.random.default_rng(seed)
-    _, num_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind.name]]
-    raw = random.integers(0, 256, (outputs, inputs // 32, num_bytes)).astype(np.uint8)
-    for index in range(kind.num_scales):
-        scales = random.normal(0, 0.01, (outputs, inputs // 32, 1)).astype(np.float16)
-        raw[:, :, 2 * index : 2 * index + 2] = scales.view(np.uint8)
+    items, num_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind.name]]
+    raw = random.integers(0, 256, (outputs, inputs // items, num_bytes)).astype(np.uint8)
+    room = raw[:, :, kind.scale_bytes]
+    shape = (*room.shape[:2], room.shape[2] // 2)
+    scales = random.normal(0, SCALES.get(GGMLType[kind.name], 0.01), shape).astype(np.float16)
+    room[:] = scales.view(np.uint8)
     return QuantBlocks(kind, raw)
 
 

@@ -17,7 +17,7 @@ from worker.models.decoder import DecoderModel
 from worker.models.rope_config import RopeConfig
 from worker.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, NormSpec
 from worker.models.tensors import ModelTensors, names_of
-from worker.models.weight_layout import maker
+from worker.models.weight_layout import layout
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER, VOCAB = 96, 6, 2, 32, 160, 70
 ROPE = RopeConfig(HEAD_DIM, 1e4)
@@ -66,6 +66,6 @@ def random_decoder(spec: ModelSpec, kernels: Kernels, dtype: torch.dtype) -> Dec
         RandomTensors(),
         dtype=dtype,
         device=torch.device("cpu"),
-        make=maker(kernels, form),
+        layout=layout(kernels, form, dtype),
     )
     return DecoderModel(spec, weights, kernels)

@@ -20,6 +20,7 @@ from worker.attention.select import select_attention
 from worker.debug.slot_registry import PoisonedSlots
 from worker.kernels.native import NativeKernels
 from worker.kv.cache import KVCache
+from worker.layers.embedding import DenseEmbedding
 from worker.models.decoder import DecoderModel
 from worker.models.load import load_model
 from worker.slots.fields import slot_fields
@@ -143,8 +144,10 @@ def test_a_row_with_non_finite_logits_fails_alone(folder: Path) -> None:
     model = load(folder, native_kernels(), torch.float32)
     runners = both_runners(model, torch.float32, [GREEDY] * 3)
     bad = int(runners[0].components.slots["token_ids"][1, len(prompt_of(1))])
+    embedding = model.weights.embedding
+    assert isinstance(embedding, DenseEmbedding)
     with torch.inference_mode():
-        model.weights.embedding[bad] = float("nan")
+        embedding.weight[bad] = float("nan")
     results = [runner.step(plain_step(1, range(3))) for runner in runners]
     assert fields_of(results[0]) == fields_of(results[1])
     assert 1 in results[0].failed.tolist()

@@ -16,7 +16,7 @@ from tests.support.kernels import (
     random_blocks,
 )
 from worker.kernels.native import NativeKernels
-from worker.kernels.packed import PackedLinear, pack_blocks, pack_dense
+from worker.kernels.packed import PackedEmbedding, PackedLinear, PackedPart, pack
 from worker.kernels.reference import TorchKernels
 from worker.kv.cache import KVCache
 from worker.layers.rope import inverse_frequencies, rotation
@@ -84,12 +84,13 @@ def test_rotation_and_cache_write_equal_their_reference(
 
 
 @pytest.mark.parametrize("kind", BlockKind)
-@pytest.mark.parametrize(("outputs", "inputs"), [(32, 32), (70, 64), (33, 544)])
+@pytest.mark.parametrize(("outputs", "blocks_of_row"), [(32, 1), (70, 2), (33, 5)])
 def test_quantised_weights_give_the_result_of_the_dequantised_numbers(
-    native: NativeKernels, dtype: torch.dtype, kind: BlockKind, outputs: int, inputs: int
+    native: NativeKernels, dtype: torch.dtype, kind: BlockKind, outputs: int, blocks_of_row: int
 ) -> None:
+    inputs = blocks_of_row * kind.weights
     blocks = random_blocks(kind, outputs, inputs)
-    linear = PackedLinear(native, pack_blocks(native, blocks), randn(outputs, dtype=dtype))
+    linear = PackedLinear(native, pack(native, blocks), randn(outputs, dtype=dtype))
     x = randn(max(ROWS), inputs, dtype=dtype)
     expected = x.double() @ dequantised(blocks).double().T + linear.bias.double()
     for rows in ROWS:
@@ -101,7 +102,7 @@ def test_packed_dense_weights_give_the_result_of_their_numbers(
     native: NativeKernels, dtype: torch.dtype, outputs: int, inputs: int
 ) -> None:
     weight = randn(outputs, inputs, dtype=dtype)
-    linear = PackedLinear(native, pack_dense(native, weight))
+    linear = PackedLinear(native, pack(native, weight))
     x = randn(max(ROWS), inputs, dtype=dtype)
     expected = x.double() @ weight.double().T
     for rows in ROWS:
@@ -114,10 +115,43 @@ def test_packed_weights_equal_the_numbers_of_the_file(
     native: NativeKernels, dtype: torch.dtype, kind: BlockKind
 ) -> None:
     """The identity matrix as input gives the weights themselves as output."""
-    blocks = random_blocks(kind, 40, 64)
-    linear = PackedLinear(native, pack_blocks(native, blocks))
-    weights = linear.to_float(torch.eye(64, dtype=dtype)).T
+    blocks = random_blocks(kind, 40, 512)
+    linear = PackedLinear(native, pack(native, blocks))
+    weights = linear.to_float(torch.eye(512, dtype=dtype)).T
     torch.testing.assert_close(weights, dequantised(blocks), rtol=0, atol=1e-8)
+
+
+@pytest.mark.usefixtures("threads")
+def test_parts_of_different_types_give_the_results_of_separate_matrices(
+    native: NativeKernels, dtype: torch.dtype
+) -> None:
+    parts: list[PackedPart] = [
+        random_blocks(BlockKind.Q6_K, 70, 512),
+        randn(32, 512, dtype=dtype),
+        random_blocks(BlockKind.Q4_1, 16, 512),
+    ]
+    bias, x = randn(118, dtype=dtype), randn(13, 512, dtype=dtype)
+    together = PackedLinear(native, pack(native, *parts), bias)(x)
+    separate = [
+        PackedLinear(native, pack(native, part), rows)(x)
+        for part, rows in zip(parts, torch.split(bias, [70, 32, 16]), strict=True)
+    ]
+    assert torch.equal(together, torch.cat(separate, dim=1))
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("kind", BlockKind)
+def test_a_packed_embedding_has_the_rows_of_its_matrix(
+    native: NativeKernels, dtype: torch.dtype, kind: BlockKind
+) -> None:
+    blocks, numbers = random_blocks(kind, 40, 512), randn(34, 512, dtype=dtype)
+    table = PackedEmbedding(native, pack(native, blocks, numbers), dtype)
+    ids = torch.tensor([73, 0, 39, 40, 31, 32, 0])
+    whole = torch.cat([dequantised(blocks), numbers.float()])
+    torch.testing.assert_close(table(ids), whole[ids].to(dtype), rtol=2**-7, atol=1e-7)
+    assert torch.equal(table(torch.arange(40, 74)), numbers)
+    with pytest.raises(IndexError, match="vocabulary"):
+        table(torch.tensor([74]))
 
 
 @pytest.mark.usefixtures("threads")
@@ -126,10 +160,10 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(
     native: NativeKernels, dtype: torch.dtype, kind: BlockKind | None
 ) -> None:
     if kind is None:
-        matrix = pack_dense(native, randn(70, 320, dtype=dtype))
+        matrix = pack(native, randn(70, 320, dtype=dtype))
     else:
-        matrix = pack_blocks(native, random_blocks(kind, 70, 320))
-    linear, x = PackedLinear(native, matrix), randn(140, 320, dtype=dtype)
+        matrix = pack(native, random_blocks(kind, 70, 512 if kind.weights > 32 else 320))
+    linear, x = PackedLinear(native, matrix), randn(140, matrix.inputs, dtype=dtype)
     together = linear(x)
     for row in (0, 11, 12, 131, 132, 139):
         assert torch.equal(linear(x[row : row + 1])[0], together[row])
@@ -142,7 +176,7 @@ def test_extreme_scales_are_unpacked_exactly(native: NativeKernels, dtype: torch
     halves = scales.half().repeat(6)[:32].numpy().view("uint8").reshape(32, 1, 2)
     blocks.raw[:, :, :2] = halves
     assert blocks.is_sound
-    linear = PackedLinear(native, pack_blocks(native, blocks))
+    linear = PackedLinear(native, pack(native, blocks))
     ours = linear.to_float(torch.eye(32, dtype=dtype)).T
     torch.testing.assert_close(ours, dequantised(blocks), rtol=0, atol=0)
 
@@ -150,12 +184,12 @@ def test_extreme_scales_are_unpacked_exactly(native: NativeKernels, dtype: torch
 def test_arguments_that_would_crash_a_kernel_are_refused(
     native: NativeKernels, dtype: torch.dtype
 ) -> None:
-    linear = PackedLinear(native, pack_dense(native, randn(32, 64, dtype=dtype)))
+    linear = PackedLinear(native, pack(native, randn(32, 64, dtype=dtype)))
     with pytest.raises(ValueError, match=r"must be \[N, 64\]"):
         linear(randn(2, 32, dtype=dtype))
     with pytest.raises(ValueError, match="contiguous"):
         linear(randn(64, 2, dtype=dtype).T)
     with pytest.raises(ValueError, match="not a multiple of 32"):
-        pack_dense(native, randn(32, 40, dtype=dtype))
+        pack(native, randn(32, 40, dtype=dtype))
     with pytest.raises(ValueError, match="kernels support"):
         native.silu_mul(randn(2, 32, dtype=torch.float64))

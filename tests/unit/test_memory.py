@@ -272,7 +272,7 @@ def test_planned_weights_equal_the_loaded_weights(model: Path, form: Any, dtype:
 def test_packed_sizes_equal_those_of_the_kernels() -> None:
     kernels = native_kernels()
     assert isinstance(kernels, NativeKernels)
-    for fmt in (sizes.Q4, sizes.Q8, sizes.BF16, sizes.F32):
+    for fmt in sizes.GROUP_BYTES:
         for outputs, inputs in ((1, 32), (32, 64), (33, 96), (1000, 4096)):
             ours = sizes.packed_bytes(fmt, outputs, inputs)
             assert ours == kernels.library.packed_bytes(fmt, outputs, inputs)

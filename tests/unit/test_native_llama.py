@@ -30,7 +30,7 @@ from worker.loading.header import ModelHeader, read_header
 from worker.loading.weights import load_weights
 from worker.models.decoder import DecoderModel
 from worker.models.load import LoadedModel, load_model, open_weights
-from worker.models.weight_layout import maker
+from worker.models.weight_layout import layout
 from worker.startup.machine import cpu_flags
 
 CPU = torch.device("cpu")
@@ -106,9 +106,9 @@ def test_steps_of_many_rows_use_dense_weights_with_the_same_answers(
     kernels = native_kernels()
     header = read_header(directory)
     assert isinstance(header, ModelHeader)
-    make = maker(kernels, "auto")
+    form = layout(kernels, "auto", torch.bfloat16)
     weights = load_weights(
-        header.tensors, open_weights(header), dtype=torch.bfloat16, device=CPU, make=make
+        header.tensors, open_weights(header), dtype=torch.bfloat16, device=CPU, layout=form
     )
     linears = [getattr(*slot) for layer in weights.layers for slot in layer.linears]
     for linear in linears:

@@ -32,6 +32,7 @@ SIGNATURES = {
     "decode": "iip",
     "packed_bytes": "iii",
     "pack_blocks": "iipiip",
+    "gather_rows": "iippip",
     "pack_dense": "iipiip",
 }
 """Types of the arguments in kernels.cpp: i int64, p address, d double."""

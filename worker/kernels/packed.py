@@ -1,7 +1,8 @@
 """Matrices in the packed layout that the compiled kernels read (csrc/packed.h).
 
-A matrix is packed once, when it is loaded. If the file stores it in quantised blocks, these are
-packed without rounding. Otherwise its float32 or bfloat16 numbers are packed.
+A matrix is packed once, when it is loaded. Its parts are packed one by one, each in its own format.
+If the file stores a part in quantised blocks, these are packed without rounding. Otherwise its
+float32 or bfloat16 numbers are packed.
 
 Legend: N rows.
 """
@@ -11,31 +12,47 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from ctypes import byref
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from worker.kernels import sizes
 from worker.kernels.native import DTYPE_CODES, NativeKernels, address, dtype_code
-from worker.kernels.sizes import ALIGNMENT, BF16, F32, Q4, Q8
-from worker.kernels.structs import CPacked
-from worker.loading.quant_blocks import BLOCK_WEIGHTS, BlockKind, QuantBlocks
+from worker.kernels.sizes import ALIGNMENT, GROUP, MAX_PARTS
+from worker.kernels.structs import CPacked, CPart
+from worker.loading.quant_blocks import QuantBlocks
 
-BLOCK_FORMATS = {BlockKind.Q4_0: Q4, BlockKind.Q4_1: Q4, BlockKind.Q8_0: Q8}
-DENSE_FORMATS = {torch.bfloat16: BF16, torch.float32: F32}
+DENSE_FORMATS = {torch.bfloat16: sizes.BF16, torch.float32: sizes.F32}
+PackedPart = QuantBlocks | Tensor
+"""Rows of a matrix: quantised, or numbers [outputs, inputs]."""
 
 
 class PackedMatrix:
     """A packed matrix [outputs, inputs], and the memory that it is stored in."""
 
-    def __init__(self, kernels: NativeKernels, fmt: int, outputs: int, inputs: int) -> None:
-        if inputs % BLOCK_WEIGHTS:
-            raise ValueError(f"{inputs} columns are not a multiple of {BLOCK_WEIGHTS}")
-        size = kernels.library.packed_bytes(fmt, outputs, inputs)
+    def __init__(
+        self, kernels: NativeKernels, parts: Sequence[tuple[int, int]], inputs: int
+    ) -> None:
+        """Allocate the memory.
+
+        parts   format and outputs of each part, at most MAX_PARTS
+        """
+        if inputs % GROUP:
+            raise ValueError(f"{inputs} columns are not a multiple of {GROUP}")
+        assert len(parts) <= MAX_PARTS
+        sizes_bytes = [kernels.library.packed_bytes(fmt, rows, inputs) for fmt, rows in parts]
         # `np.zeros` does not touch the pages. The threads that pack the matrix touch them first.
-        self.memory = torch.from_numpy(np.zeros(size + ALIGNMENT, np.uint8))
-        start = -self.memory.data_ptr() % ALIGNMENT
-        self.struct = CPacked(self.memory.data_ptr() + start, fmt, outputs, inputs)
+        self.memory = torch.from_numpy(np.zeros(sum(sizes_bytes) + ALIGNMENT, np.uint8))
+        start = self.memory.data_ptr() + -self.memory.data_ptr() % ALIGNMENT
+        starts = [start, *(start + end for end in accumulate(sizes_bytes))]
+        self.struct = CPacked(
+            sum(rows for _, rows in parts),
+            inputs,
+            len(parts),
+            tuple(CPart(at, *part) for at, part in zip(starts, parts, strict=False)),
+        )
 
     @property
     def outputs(self) -> int:
@@ -46,35 +63,88 @@ class PackedMatrix:
         return int(self.struct.inputs)
 
 
-def pack_blocks(kernels: NativeKernels, blocks: QuantBlocks) -> PackedMatrix:
-    """Return the quantised blocks as a packed matrix."""
-    outputs, groups, _ = blocks.raw.shape
+def pack(kernels: NativeKernels, *parts: PackedPart) -> PackedMatrix:
+    """Return the parts, stacked by rows, as a packed matrix.
+
+    Numbers keep their dtype, float32 or bfloat16. All parts have the same number of columns.
+    """
+    inputs = {_columns(part) for part in parts}
+    if len(inputs) > 1:
+        raise ValueError(f"the parts of a matrix have {sorted(inputs)} columns")
+    matrix = PackedMatrix(kernels, [(_format(part), _rows(part)) for part in parts], inputs.pop())
+    for part, struct in zip(parts, matrix.struct.parts, strict=False):
+        if isinstance(part, QuantBlocks):
+            _pack_blocks(kernels, part, struct.data)
+        else:
+            _pack_dense(kernels, part, struct.data)
+    return matrix
+
+
+def _rows(part: PackedPart) -> int:
+    return len(part.raw) if isinstance(part, QuantBlocks) else len(part)
+
+
+def _columns(part: PackedPart) -> int:
+    return part.inputs if isinstance(part, QuantBlocks) else part.shape[1]
+
+
+def _format(part: PackedPart) -> int:
+    if isinstance(part, QuantBlocks):
+        return sizes.BLOCK_FORMATS[part.kind.name]
+    return DENSE_FORMATS[part.dtype]
+
+
+def _pack_blocks(kernels: NativeKernels, blocks: QuantBlocks, to: int) -> None:
     raw = np.ascontiguousarray(blocks.raw)
-    matrix = PackedMatrix(kernels, BLOCK_FORMATS[blocks.kind], outputs, groups * BLOCK_WEIGHTS)
     kernels.library.pack_blocks(
-        torch.get_num_threads(),
-        blocks.kind,
-        raw.ctypes.data,
-        outputs,
-        groups * BLOCK_WEIGHTS,
-        matrix.struct.data,
+        torch.get_num_threads(), blocks.kind, raw.ctypes.data, len(raw), blocks.inputs, to
     )
-    return matrix
 
 
-def pack_dense(kernels: NativeKernels, values: Tensor) -> PackedMatrix:
-    """Return values [outputs, inputs], float32 or bfloat16, as a packed matrix of that dtype."""
-    outputs, inputs = values.shape
-    matrix = PackedMatrix(kernels, DENSE_FORMATS[values.dtype], outputs, inputs)
+def _pack_dense(kernels: NativeKernels, values: Tensor, to: int) -> None:
     kernels.library.pack_dense(
-        dtype_code(values),
-        torch.get_num_threads(),
-        address(values),
-        outputs,
-        inputs,
-        matrix.struct.data,
+        dtype_code(values), torch.get_num_threads(), address(values), *values.shape, to
     )
-    return matrix
+
+
+@dataclass(slots=True)
+class PackedEmbedding:
+    """An `Embedding` (layers/embedding.py) of a packed matrix, which a tied head may share."""
+
+    kernels: NativeKernels
+    matrix: PackedMatrix
+    #: Of the rows that are read.
+    dtype: torch.dtype
+
+    @property
+    def size(self) -> int:
+        return self.matrix.outputs
+
+    @property
+    def num_weights(self) -> int:
+        return self.matrix.outputs * self.matrix.inputs
+
+    @property
+    def device(self) -> torch.device:
+        return self.matrix.memory.device
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        if len(token_ids) and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < self.size:
+            raise IndexError("a token is not in the vocabulary")
+        assert token_ids.dtype == torch.int64
+        rows = torch.empty(len(token_ids), self.matrix.inputs, dtype=self.dtype)
+        self.kernels.library.gather_rows(
+            DTYPE_CODES[self.dtype],
+            torch.get_num_threads(),
+            byref(self.matrix.struct),
+            address(token_ids),
+            len(token_ids),
+            address(rows),
+        )
+        return rows
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield self.matrix.memory
 
 
 @dataclass(slots=True)

@@ -10,10 +10,39 @@ ALIGNMENT = 64
 PANEL, GROUP = 32, 32
 """A matrix is cut into panels of PANEL rows, and a panel into groups of GROUP columns. The last
 panel is padded with zeros."""
-Q4, Q8, BF16, F32 = range(4)
+SPAN = 8
+"""Groups that share a header, in formats that have one."""
+MAX_PARTS = 3
+"""Most parts of a packed matrix."""
+Q4, Q8, BF16, F32, Q5, Q5M, Q3K, Q4K, Q5K, Q6K = range(10)
 """Formats of packed matrices."""
-GROUP_BYTES = (128 + PANEL * GROUP // 2, 64 + PANEL * GROUP, PANEL * GROUP * 2, PANEL * GROUP * 4)
+GROUP_BYTES = {
+    Q4: 128 + PANEL * GROUP * 4 // 8,
+    Q8: 64 + PANEL * GROUP,
+    BF16: PANEL * GROUP * 2,
+    F32: PANEL * GROUP * 4,
+    Q5: 64 + PANEL * GROUP * 5 // 8,
+    Q5M: 128 + PANEL * GROUP * 5 // 8,
+    Q3K: 64 + PANEL * GROUP * 3 // 8,
+    Q4K: 64 + PANEL * GROUP * 4 // 8,
+    Q5K: 64 + PANEL * GROUP * 5 // 8,
+    Q6K: 64 + PANEL * GROUP * 6 // 8,
+}
 """Bytes of a group in each format."""
+BLOCK_FORMATS = {
+    "Q4_0": Q4,
+    "Q4_1": Q4,
+    "Q8_0": Q8,
+    "Q5_0": Q5,
+    "Q5_1": Q5M,
+    "Q3_K": Q3K,
+    "Q4_K": Q4K,
+    "Q5_K": Q5K,
+    "Q6_K": Q6K,
+}
+"""The format of each block type of GGUF that is packed without rounding."""
+HEADER_BYTES = {Q3K: 64, Q4K: 128, Q5K: 128, Q6K: 64}
+"""Bytes of the header of SPAN groups, in formats that have one."""
 
 DIM_MULTIPLE, SIZE_MULTIPLE = 32, 16
 """Head dims must be a multiple of the first, hidden and intermediate sizes of the second."""
@@ -40,5 +69,7 @@ def can_pack(inputs: int) -> bool:
 
 
 def packed_bytes(fmt: int, outputs: int, inputs: int) -> int:
-    """Return the bytes of a packed matrix, without the padding for its alignment."""
-    return -(-outputs // PANEL) * (inputs // GROUP) * GROUP_BYTES[fmt]
+    """Return the bytes of a part of a packed matrix, without the padding for its alignment."""
+    groups = inputs // GROUP
+    panel = groups * GROUP_BYTES[fmt] + -(-groups // SPAN) * HEADER_BYTES.get(fmt, 0)
+    return -(-outputs // PANEL) * panel

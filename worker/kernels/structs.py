@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from ctypes import Structure, c_double, c_int64, c_void_p
 
+from worker.kernels.sizes import MAX_PARTS
+
 
 class CHeads(Structure):
     _fields_ = [("heads", c_int64), ("kv_heads", c_int64), ("dim", c_int64)]
@@ -27,12 +29,18 @@ class CRows(Structure):
     ]
 
 
+class CPart(Structure):
+    """Rows of a packed matrix that have one format."""
+
+    _fields_ = [("data", c_void_p), ("format", c_int64), ("outputs", c_int64)]
+
+
 class CPacked(Structure):
     _fields_ = [
-        ("data", c_void_p),
-        ("format", c_int64),
         ("outputs", c_int64),
         ("inputs", c_int64),
+        ("num_parts", c_int64),
+        ("parts", CPart * MAX_PARTS),
     ]
 
 
@@ -120,6 +128,7 @@ class CForward(Structure):
         ("positions", c_void_p),
         ("slot_mapping", c_void_p),
         ("embedding", c_void_p),
+        ("packed_embedding", c_void_p),
         ("position_embedding", c_void_p),
         ("x", c_void_p),
         ("cos", c_void_p),

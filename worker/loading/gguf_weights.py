@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from worker.loading.gguf_file import GGMLType, GGUFFile
-from worker.loading.quant_blocks import BLOCK_WEIGHTS, BlockKind, QuantBlocks, dequantized
+from worker.loading.quant_blocks import BlockKind, QuantBlocks, dequantized
 from worker.loading.reblocked import reblocked, target
 
 PIECE_ITEMS = 1 << 18
@@ -19,6 +21,10 @@ PLAIN_DTYPES = {
     GGMLType.F16: torch.float16,
     GGMLType.BF16: torch.bfloat16,
 }
+
+
+OWN_KINDS = ("Q4_0", "Q4_1", "Q8_0")
+"""Types that are dequantised without the package `gguf`, whose import is slow."""
 
 
 class GGUFWeights:
@@ -39,7 +45,7 @@ class GGUFWeights:
         raw = _raw(self._file, name, index)
         if kind.name != info.kind.name:
             raw = _reblocked(raw, info.kind)
-        return QuantBlocks(kind, raw.reshape(rows, columns // BLOCK_WEIGHTS, -1))
+        return QuantBlocks(kind, raw.reshape(rows, columns // kind.weights, -1))
 
 
 def read_tensor(file: GGUFFile, name: str, target: Tensor, index: int | None = None) -> None:
@@ -64,11 +70,12 @@ def _reblocked(raw: NDArray[np.uint8], kind: GGMLType) -> NDArray[np.uint8]:
     """Return the blocks that the kernels compute with, from the bytes of a matrix."""
     block_items, block_bytes = kind.block
     blocks, step = raw.reshape(-1, block_bytes), PIECE_ITEMS // block_items
-    pieces = [
-        reblocked(kind, blocks[first : first + step], _dequantized)
-        for first in range(0, len(blocks), step)
-    ]
-    return np.concatenate(pieces)
+
+    def piece(first: int) -> NDArray[np.uint8]:
+        return reblocked(kind, blocks[first : first + step], _dequantized)
+
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # numpy computes without the GIL
+        return np.concatenate([*pool.map(piece, range(0, len(blocks), step))])
 
 
 def _raw(file: GGUFFile, name: str, index: int | None) -> NDArray[np.uint8]:
@@ -79,9 +86,9 @@ def _raw(file: GGUFFile, name: str, index: int | None) -> NDArray[np.uint8]:
 
 def _dequantized(blocks: NDArray[np.uint8], kind: GGMLType) -> NDArray[np.float32]:
     """Return the numbers in the blocks [N, bytes of a block] as a flat array."""
-    if kind.name in BlockKind.__members__:
+    if kind.name in OWN_KINDS:
         return dequantized(BlockKind[kind.name], blocks).reshape(-1)
-    from gguf.constants import GGMLQuantizationType  # imported here: slow, and rarely needed
+    from gguf.constants import GGMLQuantizationType
     from gguf.quants import dequantize
 
     # One long row is fast, because the package loops over rows in Python, 16 at a time.

@@ -1,4 +1,4 @@
-"""Quantised matrices as a GGUF file stores them: in blocks of 32 weights that share a scale."""
+"""Quantised matrices as a GGUF file stores them: in blocks of 32 or 256 weights."""
 
 from __future__ import annotations
 
@@ -8,22 +8,37 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
-BLOCK_WEIGHTS = 32
+BLOCK_WEIGHTS, SUPER_BLOCK = 32, 256
+"""Weights in a block, and in a block of a K-quant."""
 MAX_SCALE = 4096.0
 """Limit of the scales of Q4_0 blocks: the kernels store -8 times the scale as a finite float16."""
 
 
 class BlockKind(IntEnum):
-    """Block types that the kernels compute with directly, numbered as in csrc/packed.h."""
+    """Block types that the kernels compute with directly, numbered as in csrc/pack.h."""
 
     Q4_0 = 0
     Q4_1 = 1
     Q8_0 = 2
+    Q5_0 = 3
+    Q5_1 = 4
+    Q3_K = 5
+    Q4_K = 6
+    Q5_K = 7
+    Q6_K = 8
 
     @property
-    def num_scales(self) -> int:
-        """Return how many float16 numbers start a block: a scale, and a minimum in Q4_1."""
-        return 2 if self is BlockKind.Q4_1 else 1
+    def weights(self) -> int:
+        """Return how many weights a block has."""
+        return SUPER_BLOCK if self >= BlockKind.Q3_K else BLOCK_WEIGHTS
+
+    @property
+    def scale_bytes(self) -> slice:
+        """Return where a block has its float16 scale and, after it, its float16 minimum or step."""
+        if self in (BlockKind.Q3_K, BlockKind.Q6_K):
+            return slice(-2, None)
+        two = (BlockKind.Q4_1, BlockKind.Q5_1, BlockKind.Q4_K, BlockKind.Q5_K)
+        return slice(0, 4 if self in two else 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +46,12 @@ class QuantBlocks:
     """A quantised matrix."""
 
     kind: BlockKind
-    #: [outputs, inputs / 32, bytes of a block]
+    #: [outputs, blocks of a row, bytes of a block]
     raw: NDArray[np.uint8]
+
+    @property
+    def inputs(self) -> int:
+        return int(self.raw.shape[1]) * self.kind.weights
 
     @property
     def is_sound(self) -> bool:
@@ -40,31 +59,10 @@ class QuantBlocks:
 
         A matrix that is not sound is dequantised, so that infinities and NaN reach the logits.
         """
-        words = self.raw[:, :, : 2 * self.kind.num_scales]
-        scales = np.abs(np.ascontiguousarray(words).view(np.float16))
+        words = np.ascontiguousarray(self.raw[:, :, self.kind.scale_bytes]).view(np.uint16)
+        # Positive float16 numbers are ordered as their bits are. Infinity and NaN are the largest.
         max_scale = MAX_SCALE if self.kind is BlockKind.Q4_0 else np.inf
-        return bool((scales < max_scale).all())
-
-
-def stacked(parts: list[QuantBlocks | None]) -> QuantBlocks | None:
-    """Stack the parts by rows. Return None if one is missing or not sound.
-
-    If their kinds differ, the others are rounded to Q8_0, which is wider than all other kinds.
-    """
-    found = [part for part in parts if part is not None and part.is_sound]
-    if len(found) < len(parts):
-        return None
-    if len({part.kind for part in found}) > 1:
-        found = [_as_q8(part) for part in found]
-    return QuantBlocks(found[0].kind, np.concatenate([part.raw for part in found]))
-
-
-def _as_q8(blocks: QuantBlocks) -> QuantBlocks:
-    if blocks.kind is BlockKind.Q8_0:
-        return blocks
-    rows, groups, size = blocks.raw.shape
-    values = dequantized(blocks.kind, blocks.raw.reshape(-1, size))
-    return QuantBlocks(BlockKind.Q8_0, q8_blocks(values).reshape(rows, groups, -1))
+        return bool(((words & 0x7FFF) < np.float16(max_scale).view(np.uint16)).all())
 
 
 def q8_blocks(
@@ -91,12 +89,16 @@ def q8_blocks(
 
 
 def dequantized(kind: BlockKind, raw: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """Return the numbers [N, 32] of blocks [N, bytes of a block], bit-equal to those of `gguf`."""
-    head = 2 * kind.num_scales
+    """Return the numbers [N, 32] of blocks [N, bytes of a block], bit-equal to those of `gguf`.
+
+    kind   Q4_0, Q4_1 or Q8_0
+    """
+    head = kind.scale_bytes.stop
     scales = np.ascontiguousarray(raw[:, :head]).view(np.float16).astype(np.float32)
     if kind is BlockKind.Q8_0:
         return scales * raw[:, head:].view(np.int8)
     integers = np.concatenate([raw[:, head:] & 15, raw[:, head:] >> 4], axis=1).view(np.int8)
     if kind is BlockKind.Q4_0:
         return scales * (integers - np.int8(8))
+    assert kind is BlockKind.Q4_1
     return scales[:, :1] * integers + scales[:, 1:]

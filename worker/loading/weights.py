@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from worker.layers.embedding import DenseEmbedding, Embedding
 from worker.layers.linear import Dense, Linear
 from worker.layers.mlp import ExpertMlp, Mlp
 from worker.layers.norm import Norm
@@ -47,6 +48,8 @@ class WeightSource(Protocol):
 class Matrix:
     """A matrix of the model that has not been read yet: one part, or several stacked by rows."""
 
+    #: Rows of each part.
+    rows: tuple[int, ...]
     #: Reads each part as quantised blocks; None for a part that the file stores in another form.
     blocks: Callable[[], list[QuantBlocks | None]]
     #: Reads all parts as numbers [out, in].
@@ -55,11 +58,30 @@ class Matrix:
     bias: Tensor | None
 
 
-MakeLinear = Callable[[Matrix], Linear]
+class WeightLayout(Protocol):
+    """Makes layers with the weights in some form."""
+
+    def linear(self, matrix: Matrix) -> Linear: ...
+
+    def embedding(self, matrix: Matrix) -> Embedding: ...
+
+    def tied_embedding(self, head: Linear) -> Embedding:
+        """Return an embedding that shares the matrix of `head`, which this layout has made."""
+        ...
 
 
-def dense(matrix: Matrix) -> Linear:
-    return Dense(matrix.values(), matrix.bias)
+class DenseLayout:
+    """Keeps all weights as tensors of the model's dtype."""
+
+    def linear(self, matrix: Matrix) -> Linear:
+        return Dense(matrix.values(), matrix.bias)
+
+    def embedding(self, matrix: Matrix) -> Embedding:
+        return DenseEmbedding(matrix.values())
+
+    def tied_embedding(self, head: Linear) -> Embedding:
+        assert isinstance(head, Dense)
+        return DenseEmbedding(head.weight)
 
 
 def load_weights(
@@ -68,11 +90,14 @@ def load_weights(
     *,
     dtype: torch.dtype,
     device: torch.device,
-    make: MakeLinear = dense,
+    layout: WeightLayout | None = None,
 ) -> DecoderWeights:
-    """Read every tensor of the model. `tensors.check` has compared the files with the config."""
+    """Read every tensor of the model. `tensors.check` has compared the files with the config.
+
+    layout   makes the layers; None: DenseLayout
+    """
     with torch.inference_mode():
-        return _Loader(tensors, source, dtype, device, make).load()
+        return _Loader(tensors, source, dtype, device, layout or DenseLayout()).load()
 
 
 class _Loader:
@@ -82,18 +107,21 @@ class _Loader:
         source: WeightSource,
         dtype: torch.dtype,
         device: torch.device,
-        make: MakeLinear,
+        layout: WeightLayout,
     ) -> None:
         self._tensors = tensors
         self._source = source
         self._dtype = dtype
         self._device = device
-        self._make = make
+        self._layout = layout
 
     def load(self) -> DecoderWeights:
         spec, tensors = self._tensors.spec, self._tensors
-        embedding = self._empty(spec.vocab_size, spec.hidden)
-        self._source.read_into(tensors.embedding, embedding)
+        head = self._fused(tensors.head)
+        if spec.tied_embeddings:
+            embedding = self._layout.tied_embedding(head)
+        else:
+            embedding = self._layout.embedding(self._matrix(tensors.embedding_matrix))
         positions = None
         if tensors.positions is not None:
             positions = self._empty(spec.learned_positions, spec.hidden)
@@ -102,14 +130,7 @@ class _Loader:
             self._layer(layer, tensors.layer(index)) for index, layer in enumerate(spec.layers)
         ]
         norm = self._norm(tensors.norm, spec.norm)
-        return DecoderWeights(embedding, positions, layers, norm, self._head(embedding))
-
-    def _head(self, embedding: Tensor) -> Linear:
-        tensors = self._tensors
-        if tensors.spec.tied_embeddings:
-            blocks = self._source.blocks
-            return self._make(Matrix(lambda: [blocks(tensors.embedding)], lambda: embedding, None))
-        return self._fused(tensors.head)
+        return DecoderWeights(embedding, positions, layers, norm, head)
 
     def _layer(self, layer: LayerSpec, tensors: LayerTensors) -> DecoderLayer:
         norm = self._tensors.spec.norm
@@ -158,12 +179,14 @@ class _Loader:
         return sinks
 
     def _fused(self, matrix: FusedMatrix) -> Linear:
-        return self._make(
-            Matrix(
-                lambda: [self._blocks(part) for part in matrix.parts],
-                lambda: self._values(matrix),
-                self._bias(matrix),
-            )
+        return self._layout.linear(self._matrix(matrix))
+
+    def _matrix(self, matrix: FusedMatrix) -> Matrix:
+        return Matrix(
+            tuple(part.rows for part in matrix.parts),
+            lambda: [self._blocks(part) for part in matrix.parts],
+            lambda: self._values(matrix),
+            self._bias(matrix),
         )
 
     def _blocks(self, part: MatrixPart) -> QuantBlocks | None:

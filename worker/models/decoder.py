@@ -18,6 +18,7 @@ from worker.attention.native_paged import NativePlan
 from worker.kernels.base import Kernels
 from worker.kernels.reference import TorchKernels
 from worker.kv.cache import KVCache
+from worker.layers.embedding import Embedding
 from worker.layers.linear import Linear
 from worker.layers.mlp import ExpertMlp, Mlp
 from worker.layers.norm import Norm
@@ -74,10 +75,10 @@ class DecoderLayer:
 
 @dataclass(slots=True)
 class DecoderWeights:
-    """All weights: embedding [V, hidden]; positions [context, hidden] if they are learned; `head`
-    maps hidden to V, with the same numbers if they are tied."""
+    """All weights: positions [context, hidden] if they are learned; `head` maps hidden to V, and
+    has the matrix of the embedding if they are tied."""
 
-    embedding: Tensor
+    embedding: Embedding
     positions: Tensor | None
     layers: list[DecoderLayer]
     norm: Norm
@@ -85,7 +86,7 @@ class DecoderWeights:
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield all tensors; a shared tensor comes several times."""
-        yield self.embedding
+        yield from self.embedding.tensors()
         if self.positions is not None:
             yield self.positions
         for layer in self.layers:
@@ -161,7 +162,7 @@ class DecoderModel:
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     def _embedded(self, token_ids: Tensor, positions: Tensor) -> Tensor:
-        x = self.weights.embedding.index_select(0, token_ids)
+        x = self.weights.embedding(token_ids)
         if self.spec.embedding_scale != 1.0:
             # Rounded to the model's dtype first, as in training.
             x.mul_(torch.tensor(self.spec.embedding_scale, dtype=x.dtype, device=x.device))

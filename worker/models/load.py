@@ -24,7 +24,7 @@ from worker.loading.weights import WeightSource, load_weights
 from worker.models.architectures import TransformersSpec
 from worker.models.decoder import DecoderModel, DecoderWeights
 from worker.models.spec import ModelSpec
-from worker.models.weight_layout import fitting, maker, settle
+from worker.models.weight_layout import fitting, layout, settle
 
 if TYPE_CHECKING:
     from worker.models.hf import TransformersModel
@@ -62,9 +62,9 @@ def load_model(
         return _load_transformers(header, dtype, device, kernels or TorchKernels(), weights)
     spec = header.spec
     kernels = fitting(kernels or TorchKernels(), spec)
-    make = maker(kernels, weights)
+    form = layout(kernels, weights, dtype)
     source = open_weights(header)
-    loaded = load_weights(header.tensors, source, dtype=dtype, device=device, make=make)
+    loaded = load_weights(header.tensors, source, dtype=dtype, device=device, layout=form)
     costs = settle(spec, loaded, dtype, kernels, measurements)
     memory = {tensor.data_ptr(): tensor.nbytes for tensor in loaded.tensors()}
     card = _card(
@@ -138,7 +138,7 @@ def _card(
 
 def _num_parameters(weights: DecoderWeights, *, tied: bool) -> int:
     """Return the number of parameters. A tied head is not counted twice."""
-    total = weights.embedding.numel()
+    total = weights.embedding.num_weights
     total += 0 if weights.positions is None else weights.positions.numel()
     total += 0 if tied else weights.head.num_weights
     norms = [weights.norm, *(norm for layer in weights.layers for norm in layer.norms)]

@@ -248,6 +248,11 @@ class ModelTensors:
         return f"{self.names.roles['embedding']}.weight"
 
     @property
+    def embedding_matrix(self) -> FusedMatrix:
+        part = MatrixPart(self.names.roles["embedding"], self.spec.vocab_size)
+        return FusedMatrix((part,), self.spec.hidden)
+
+    @property
     def positions(self) -> str | None:
         """Return the name of the table of learned positions."""
         if not self.spec.learned_positions:

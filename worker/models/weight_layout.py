@@ -18,13 +18,14 @@ from worker.kernels import packed, prepacked, sizes
 from worker.kernels.base import Kernels
 from worker.kernels.library import VERSION
 from worker.kernels.native import NativeKernels
-from worker.kernels.packed import PackedLinear
+from worker.kernels.packed import PackedEmbedding, PackedLinear, PackedMatrix
 from worker.kernels.reference import TorchKernels
+from worker.layers.embedding import Embedding
 from worker.layers.hybrid_linear import NEVER, HybridLinear
 from worker.layers.linear import Linear
 from worker.loading.errors import UnusableModel
-from worker.loading.quant_blocks import stacked
-from worker.loading.weights import MakeLinear, Matrix, dense
+from worker.loading.quant_blocks import QuantBlocks
+from worker.loading.weights import DenseLayout, Matrix, WeightLayout
 from worker.models.autotune import dense_from, in_words, step_costs
 from worker.models.autotune_cache import ROWS, row_times
 from worker.models.compiled import is_fitting
@@ -52,26 +53,75 @@ def fitting(kernels: Kernels, spec: ModelSpec) -> Kernels:
     return TorchKernels()
 
 
-def maker(kernels: Kernels, form: WeightForm) -> MakeLinear:
-    """Return the function that makes a linear layer in `form`.
+def layout(kernels: Kernels, form: WeightForm, dtype: torch.dtype) -> WeightLayout:
+    """Return the layout that makes layers in `form`.
 
-    With `auto`, the function makes packed layers, to which `settle` may add dense copies. Raises
+    With `auto`, it makes packed linears, to which `settle` may add dense copies. Raises
     UnusableModel if packed weights are requested and there are no compiled kernels for them.
     """
-    if isinstance(kernels, NativeKernels) and form == "packed":
-        return lambda matrix: pack(kernels, matrix)
-    if isinstance(kernels, NativeKernels) and form == "auto":
-        return lambda matrix: by_rows(pack(kernels, matrix), matrix)
+    if isinstance(kernels, NativeKernels) and form != "dense":
+        return PackedLayout(kernels, dtype, may_copy=form == "auto")
     if form == "packed":
         raise UnusableModel("packed weights need compiled kernels that fit the model")
-    return dense
+    return DenseLayout()
 
 
-def by_rows(linear: Linear, matrix: Matrix) -> Linear:
-    """Return `linear`; if it is packed, wrap it so that `settle` can add a dense copy."""
-    if not isinstance(linear, PackedLinear):
-        return linear
-    return HybridLinear(linear, lambda: prepacked.Prepacked(matrix.values(), matrix.bias))
+class PackedLayout:
+    """Packs every matrix whose size allows it, and quantised embeddings."""
+
+    def __init__(self, kernels: NativeKernels, dtype: torch.dtype, *, may_copy: bool) -> None:
+        """Make layers for a model of dtype `dtype`.
+
+        may_copy   wrap linears so that `settle` can add dense copies
+        """
+        self._kernels, self._dtype, self._may_copy = kernels, dtype, may_copy
+        self._dense = DenseLayout()
+
+    def linear(self, matrix: Matrix) -> Linear:
+        packed_matrix = pack(self._kernels, matrix)
+        if packed_matrix is None:
+            return self._dense.linear(matrix)
+        linear = PackedLinear(self._kernels, packed_matrix, matrix.bias)
+        if not self._may_copy:
+            return linear
+        return HybridLinear(linear, lambda: prepacked.Prepacked(matrix.values(), matrix.bias))
+
+    def embedding(self, matrix: Matrix) -> Embedding:
+        blocks = _sound_blocks(matrix)
+        if None in blocks:
+            return self._dense.embedding(matrix)
+        whole = packed.pack(self._kernels, *filter(None, blocks))
+        return PackedEmbedding(self._kernels, whole, self._dtype)
+
+    def tied_embedding(self, head: Linear) -> Embedding:
+        linear = head.packed if isinstance(head, HybridLinear) else head
+        if isinstance(linear, PackedLinear):
+            return PackedEmbedding(self._kernels, linear.matrix, self._dtype)
+        return self._dense.tied_embedding(linear)
+
+
+def pack(kernels: NativeKernels, matrix: Matrix) -> PackedMatrix | None:
+    """Return the matrix packed; None if its size cannot be packed.
+
+    The file's quantised blocks are packed directly. Parts without valid blocks are packed as
+    numbers.
+    """
+    blocks = _sound_blocks(matrix)
+    if None not in blocks:
+        return packed.pack(kernels, *filter(None, blocks))
+    values = matrix.values()
+    if not sizes.can_pack(values.shape[1]):
+        return None
+    if not any(blocks):
+        return packed.pack(kernels, values)
+    numbers = torch.split(values, list(matrix.rows))
+    parts = [part or rows for part, rows in zip(blocks, numbers, strict=True)]
+    return packed.pack(kernels, *parts)
+
+
+def _sound_blocks(matrix: Matrix) -> list[QuantBlocks | None]:
+    """Return the quantised blocks of each part; None for a part without valid ones."""
+    return [part if part is not None and part.is_sound else None for part in matrix.blocks()]
 
 
 def settle(
@@ -179,18 +229,3 @@ def _circumstances(
     forms = [type(linear).__name__ for linear in layer]
     about = (machine.cpu_name(), torch.get_num_threads(), torch.__version__, VERSION)
     return [*about, kernels.name, dtype, may_be, *forms, *sizes]
-
-
-def pack(kernels: NativeKernels, matrix: Matrix) -> Linear:
-    """Return the matrix as a packed layer, or as a dense one if its size cannot be packed.
-
-    The file's quantised blocks are packed directly if all parts have valid blocks of one kind.
-    Otherwise numbers are packed.
-    """
-    blocks = stacked(matrix.blocks())
-    if blocks is not None:
-        return PackedLinear(kernels, packed.pack_blocks(kernels, blocks), matrix.bias)
-    values = matrix.values()
-    if not sizes.can_pack(values.shape[1]):
-        return dense(matrix)
-    return PackedLinear(kernels, packed.pack_dense(kernels, values), matrix.bias)

@@ -23,9 +23,10 @@ from torch import Tensor
 from worker.attention.native_paged import NativePlan
 from worker.kernels import structs
 from worker.kernels.base import Kernels
-from worker.kernels.native import NativeKernels, address, dtype_code, scoring_struct
-from worker.kernels.packed import PackedLinear, PackedMatrix, pack_dense
+from worker.kernels.native import DTYPE_CODES, NativeKernels, address, dtype_code, scoring_struct
+from worker.kernels.packed import PackedEmbedding, PackedLinear, PackedMatrix, pack
 from worker.kv.cache import KVCache
+from worker.layers.embedding import DenseEmbedding, Embedding
 from worker.layers.hybrid_linear import NEVER, HybridLinear
 from worker.layers.linear import Dense, Linear
 from worker.layers.mlp import ExpertMlp, Mlp
@@ -62,7 +63,7 @@ class WholePass:
         self._weights = weights
         self.kernels = kernels
         dtype = weights.embedding.dtype
-        self.dtype_code = dtype_code(weights.embedding)
+        self.dtype_code = DTYPE_CODES[dtype]
         ropes = [*dict.fromkeys(each.rope for each in spec.attentions if each.rope is not None)]
         self._frequencies = [inverse_frequencies(rope) for rope in ropes]
         self._ropes = (structs.CRope * len(ropes))(
@@ -98,7 +99,7 @@ class WholePass:
         self._from_rows = min(map(_from_rows, weights.layers))
         self._memory = PassMemory()
         self._cache = 0
-        self.vocab = len(weights.embedding)
+        self.vocab = weights.embedding.size
         #: Positions that can be computed.
         self.max_positions = spec.learned_positions or sys.maxsize
 
@@ -144,7 +145,7 @@ class WholePass:
         assert hidden.dtype == torch.float32
         assert hidden.shape[1:] == (self._spec.hidden,)
         logits = torch.empty(len(hidden), self.head.weight.outputs)
-        (normed,) = self._memory.take([hidden.numel() * self._weights.embedding.itemsize])
+        (normed,) = self._memory.take([hidden.numel() * self._weights.embedding.dtype.itemsize])
         self.kernels.library.logits(
             self.dtype_code,
             torch.get_num_threads(),
@@ -159,7 +160,7 @@ class WholePass:
     def forward(self, count: int, cache: KVCache, memory: PassMemory) -> structs.CForward:
         """Return the struct of a step of `count` tokens, except the fields of tokens and rows."""
         spec, attention = self._spec, self._attention
-        size, mlps = self._weights.embedding.itemsize, [layer.mlp for layer in spec.layers]
+        size, mlps = self._weights.embedding.dtype.itemsize, [layer.mlp for layer in spec.layers]
         inner = max(mlp.top_k * mlp.intermediate for mlp in mlps)
         assigned = max(mlp.top_k if mlp.num_experts > 1 else 0 for mlp in mlps)
         self.use_cache(cache)
@@ -187,7 +188,7 @@ class WholePass:
             tokens=count,
             hidden=spec.hidden,
             heads=structs.CHeads(attention.num_heads, attention.num_kv_heads, attention.head_dim),
-            embedding=address(self._weights.embedding),
+            **_embedding(self._weights.embedding),
             position_embedding=address(self._weights.positions),
             eps=spec.norm.eps,
             embedding_scale=self._embedding_scale,
@@ -223,6 +224,14 @@ class PassMemory:
             self._bytes = torch.empty(needed, dtype=torch.uint8)
         start = -(-self._bytes.data_ptr() // ALIGNMENT) * ALIGNMENT
         return [start + end for end in (0, *ends[:-1])]
+
+
+def _embedding(embedding: Embedding) -> dict[str, int | None]:
+    """Return the fields of CForward for an embedding."""
+    if isinstance(embedding, PackedEmbedding):
+        return {"packed_embedding": ctypes.addressof(embedding.matrix.struct)}
+    assert isinstance(embedding, DenseEmbedding)
+    return {"embedding": address(embedding.weight)}
 
 
 def _layer(layer: DecoderLayer, ropes: Sequence[RopeConfig], dtype: torch.dtype) -> structs.CLayer:
@@ -283,7 +292,7 @@ def _router(mlp: Mlp | ExpertMlp, kernels: NativeKernels) -> PackedLinear | None
         return None
     router = mlp.router
     assert isinstance(router, Dense)
-    return PackedLinear(kernels, pack_dense(kernels, router.weight), router.bias)
+    return PackedLinear(kernels, pack(kernels, router.weight), router.bias)
 
 
 def _norm(norm: Norm | None, dtype: torch.dtype) -> structs.CNorm:

@@ -42,15 +42,11 @@ from worker.startup.kv_window import kv_window
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 PACKED_AS = {
-    **dict.fromkeys(("Q4_0", "Q4_1", "Q8_0"), ""),
-    "Q4_K": "Q4_1",
-    **dict.fromkeys(("Q2_K", "Q3_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K"), "Q8_0"),
-    **dict.fromkeys(("IQ4_NL", "IQ4_XS", "MXFP4"), "Q8_0"),
+    **dict.fromkeys(sizes.BLOCK_FORMATS, ""),
+    **dict.fromkeys(("Q2_K", "IQ4_NL", "IQ4_XS", "MXFP4"), "Q8_0"),
 }
 """Quantised types whose matrices stay packed -> the type that they are packed as; "": the same. A
 test compares this with loading/reblocked.py, which is not imported here because it needs numpy."""
-BLOCK_FORMATS = {"Q4_0": sizes.Q4, "Q4_1": sizes.Q4, "Q8_0": sizes.Q8}
-"""The kernels' format of each type."""
 STORED_AS = PACKED_AS | quantization.PACKED_AS
 """The same with the types of quantised safetensors."""
 DENSE_FORMATS = {"bfloat16": sizes.BF16, "float32": sizes.F32}
@@ -208,7 +204,7 @@ def weights_bytes(model: AnyPlanned, dtype: str) -> int:
     spec, item, head = model.spec, DTYPE_BYTES[dtype], model.tensors.head
     # Norms with an offset are float32.
     norm_item = DTYPE_BYTES["float32"] if spec.norm.offset else item
-    total = (spec.vocab_size + spec.learned_positions) * spec.hidden * item
+    total = _embedding_bytes(model, dtype) + spec.learned_positions * spec.hidden * item
     total += spec.hidden * (norm_item + spec.norm.bias * item)
     for layer in model.layers:
         for norm in layer.norms:
@@ -220,31 +216,50 @@ def weights_bytes(model: AnyPlanned, dtype: str) -> int:
         if layer.router is not None:
             router = layer.router
             total += router.rows * (router.columns + router.has_bias) * item
-    # A tied head that stays dense is the embedding itself.
-    is_shared = spec.tied_embeddings and not _can_pack(head, model)
-    return total + (0 if is_shared else _matrix_bytes(head, model, dtype))
+    return total + _matrix_bytes(head, model, dtype)
+
+
+def _embedding_bytes(model: PlannedModel, dtype: str) -> int:
+    """Return the bytes of the embedding. Tied to the head, it has none of its own. It is packed
+    only if it is quantised."""
+    matrix = model.tensors.embedding_matrix
+    if model.spec.tied_embeddings:
+        return 0
+    if _packed_kinds(matrix, model):
+        return _matrix_bytes(matrix, model, dtype)
+    return matrix.rows * matrix.columns * DTYPE_BYTES[dtype]
 
 
 def _matrix_bytes(matrix: FusedMatrix, model: PlannedModel, dtype: str) -> int:
     if not _can_pack(matrix, model):
         return matrix.rows * matrix.columns * DTYPE_BYTES[dtype]
-    fmt = _block_format(matrix, model)
-    fmt = DENSE_FORMATS[dtype] if fmt is None else fmt
-    return sizes.packed_bytes(fmt, matrix.rows, matrix.columns) + sizes.ALIGNMENT
+    plain = DENSE_FORMATS[dtype]
+    parts = [
+        (_block_format(model.kinds[name], plain), part.rows)
+        for name, part in zip(matrix.names, matrix.parts, strict=True)
+    ]
+    if not _packed_kinds(matrix, model):  # one part
+        parts = [(plain, matrix.rows)]
+    return sizes.ALIGNMENT + sum(
+        sizes.packed_bytes(fmt, rows, matrix.columns) for fmt, rows in parts
+    )
 
 
 def _can_pack(matrix: FusedMatrix, model: PlannedModel) -> bool:
     return model.is_packed and sizes.can_pack(matrix.columns)
 
 
-def _block_format(matrix: FusedMatrix, model: PlannedModel) -> int | None:
-    """Return the packed format of a matrix whose parts are all quantised, else None. Parts of
-    different types are packed as Q8_0."""
+def _packed_kinds(matrix: FusedMatrix, model: PlannedModel) -> set[str]:
+    """Return the types of the parts that stay quantised; none if the matrix cannot be packed."""
     kinds = {model.kinds[name] for name in matrix.names}
-    if not kinds <= STORED_AS.keys():
-        return None
-    found = {STORED_AS[kind] or kind for kind in kinds}
-    return BLOCK_FORMATS[found.pop()] if len(found) == 1 else sizes.Q8
+    return kinds & STORED_AS.keys() if _can_pack(matrix, model) else set()
+
+
+def _block_format(kind: str, plain: int) -> int:
+    """Return the packed format of a part; `plain` if it does not stay quantised."""
+    if kind not in STORED_AS:
+        return plain
+    return sizes.BLOCK_FORMATS[STORED_AS[kind] or kind]
 
 
 def expanded_kinds(model: AnyPlanned) -> set[str]:
@@ -253,9 +268,9 @@ def expanded_kinds(model: AnyPlanned) -> set[str]:
         return set()
     matrices = [matrix for layer in model.layers for matrix in layer.matrices]
     found: set[str] = set()
-    for matrix in [*matrices, model.tensors.head]:
-        if not _can_pack(matrix, model) or _block_format(matrix, model) is None:
-            found.update(model.kinds[name] for name in matrix.names)
+    for matrix in [*matrices, model.tensors.head, model.tensors.embedding_matrix]:
+        kinds = {model.kinds[name] for name in matrix.names}
+        found |= kinds - _packed_kinds(matrix, model)
     return found - PLAIN_KINDS
 
 

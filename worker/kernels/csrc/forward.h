@@ -54,7 +54,8 @@ struct Forward {
     Heads heads;
     Rows rows;
     const int64_t *ids, *positions, *slot_mapping; // [T]
-    const void *embedding;          // [V, hidden]
+    const void *embedding;          // [V, hidden], or null
+    const Packed *packed_embedding; // the same, if `embedding` is null
     const void *position_embedding; // [positions, hidden], or null
     float *x;                       // [T, hidden]: the output
     void *cos, *sin;                // scratch memory: [num_ropes, T, D]
@@ -93,7 +94,9 @@ template <class N> struct Pass {
 
     // Writes a token's embedding to x, and the cos and sin of its position.
     INLINE void start_row(int64_t t) {
-        const N *row = (const N *)f.embedding + f.ids[t] * f.hidden;
+        N *unpacked = normed() + t * f.hidden;
+        if (!f.embedding) gather_row(*f.packed_embedding, f.ids[t], unpacked);
+        const N *row = f.embedding ? (const N *)f.embedding + f.ids[t] * f.hidden : unpacked;
         float *to = x() + t * f.hidden;
         for (int64_t i = 0; i < f.hidden; i += LANES) store(to + i, load(row + i) * (float)f.embedding_scale);
         if (f.position_embedding)

@@ -5,6 +5,7 @@
 // set that the processor lacks is never loaded.
 
 #include "decode.h"
+#include "pack.h"
 
 namespace {
 
@@ -24,7 +25,7 @@ extern "C" {
 #define EXPORT __attribute__((visibility("default")))
 
 // Increase this when a signature or struct changes: Python uses only libraries with its own version.
-EXPORT int64_t kernels_version() { return 8; }
+EXPORT int64_t kernels_version() { return 9; }
 
 // Sets the entry point GOMP_parallel of the OpenMP runtime that torch has loaded.
 EXPORT void set_runtime(void *parallel) { runtime() = (Parallel)parallel; }
@@ -138,21 +139,31 @@ EXPORT int64_t decode(int64_t numbers, int64_t threads, const Decode *step) {
     return -1;
 }
 
-// Returns the bytes of a packed matrix.
+// Returns the bytes of a part of a packed matrix.
 EXPORT int64_t packed_bytes(int64_t format, int64_t outputs, int64_t inputs) {
-    return panels_of(outputs) * (inputs / GROUP) * GROUP_BYTES[format];
+    return panels_of(outputs) * panel_bytes(format, inputs / GROUP);
 }
 
-// Packs GGUF blocks of kind `kind` (packed.h), given row after row. `to` must be zeroed before.
+// Packs GGUF blocks of kind `kind` (pack.h), given row after row. `to` must be zeroed before.
 EXPORT void pack_blocks(int64_t threads, int64_t kind, const uint8_t *blocks, int64_t outputs,
                         int64_t inputs, uint8_t *to) {
-    const int64_t groups = inputs / GROUP, size = GROUP_BYTES[kind == Q8_0 ? Q8 : Q4];
+    const int64_t groups = inputs / GROUP, size = panel_bytes(PACKED_AS[kind], groups);
+    const int64_t row_bytes = groups / groups_of(kind) * BLOCK_BYTES[kind];
     together(threads, 1, [&](Team &team) {
         team.share(panels_of(outputs), [&](int64_t panel) {
             for (int64_t o = panel * PANEL; o < outputs && o < (panel + 1) * PANEL; o++)
-                for (int64_t g = 0; g < groups; g++)
-                    pack_block(kind, blocks + (o * groups + g) * BLOCK_BYTES[kind],
-                               to + (panel * groups + g) * size, o % PANEL);
+                pack_row(kind, blocks + o * row_bytes, groups, to + panel * size, o % PANEL);
+        });
+    });
+}
+
+// Writes `count` rows of a matrix to `to` [count, inputs], in the number type `numbers`.
+EXPORT void gather_rows(int64_t numbers, int64_t threads, const Packed *matrix, const int64_t *rows,
+                        int64_t count, void *to) {
+    in_numbers(numbers, [&](auto zero) {
+        using N = decltype(zero);
+        together(threads, 1, [&](Team &team) {
+            team.share(count, [&](int64_t i) { gather_row(*matrix, rows[i], (N *)to + i * matrix->inputs); });
         });
     });
 }
@@ -162,7 +173,7 @@ EXPORT void pack_dense(int64_t numbers, int64_t threads, const void *values, int
                        int64_t inputs, uint8_t *to) {
     in_numbers(numbers, [&](auto zero) {
         using N = decltype(zero);
-        const int64_t groups = inputs / GROUP, size = GROUP_BYTES[numbers == IS_FLOAT ? F32 : BF16];
+        const int64_t groups = inputs / GROUP, size = group_bytes(numbers == IS_FLOAT ? F32 : BF16);
         together(threads, 1, [&](Team &team) {
             team.share(panels_of(outputs), [&](int64_t panel) {
                 for (int64_t o = panel * PANEL; o < outputs && o < (panel + 1) * PANEL; o++)
