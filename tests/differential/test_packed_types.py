@@ -1,5 +1,6 @@
 """Models of all quantised types that stay packed: the compiled kernels give the logits of the
-dequantised weights, but for the rounding of scales and numbers (loading/reblocked.py)."""
+dequantised weights, but for the rounding of the types that are stored as others
+(loading/reblocked.py)."""
 
 from __future__ import annotations
 
@@ -64,5 +65,4 @@ def test_a_mixed_file_needs_little_more_memory_than_its_size(tmp_path: Path) -> 
     loaded = load_model(
         path, dtype=torch.float32, device=CPU, kernels=native_kernels(), weights="packed"
     )
-    embedding = loaded.spec.vocab_size * loaded.spec.hidden * 4
-    assert loaded.card.weights_bytes - embedding < 1.4 * path.stat().st_size
+    assert loaded.card.weights_bytes < 1.1 * path.stat().st_size
