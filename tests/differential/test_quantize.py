@@ -75,7 +75,8 @@ UNSTORED: dict[str, tuple[dict[str, Any], str]] = {
     "gemma2": ({}, "layers[0].attention.scale"),
     "gpt2": ({"scale_attn_weights": False}, "layers[0].attention.scale is 1.0"),
     "phi3": (VARIANTS["phi3"]["long rope"], "attention.rope.scaling is 'LongRopeScaling'"),
-    "ministral": ({}, "MinistralForCausalLM has no architecture in GGUF files"),
+    "ministral": ({}, "MinistralForCausalLM cannot be written as a GGUF file"),
+    "gpt_oss": ({}, "GptOssForCausalLM cannot be written as a GGUF file"),
 }
 """model_type -> options that its GGUF files do not store, and the refusal."""
 

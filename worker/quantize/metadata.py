@@ -25,6 +25,8 @@ from worker.models.rope_config import (
 from worker.models.spec import LayerSpec, ModelSpec
 
 Values = dict[str, Any]
+NOT_WRITTEN = frozenset({"gpt-oss"})
+"""Architectures that are read, but whose fused experts and sinks are not written."""
 WITH_PATTERN = ("olmo2", "exaone4")
 """Architectures whose files say which layers have windows."""
 
@@ -32,9 +34,9 @@ WITH_PATTERN = ("olmo2", "exaone4")
 def architecture_of(spec: ModelSpec) -> str:
     """Return `general.architecture` of the model's family. Raises UnusableModel if it has none."""
     for name, family in FAMILIES.items():
-        if spec.architecture in family.families:
+        if spec.architecture in family.families and name not in NOT_WRITTEN:
             return name
-    raise UnusableModel(f"{spec.architecture} has no architecture in GGUF files")
+    raise UnusableModel(f"{spec.architecture} cannot be written as a GGUF file")
 
 
 def metadata(spec: ModelSpec, architecture: str) -> Values:
