@@ -42,7 +42,7 @@ def main() -> int:
     if options.read:
         read_models(options.seed, options.first, options.first + options.count)
         return 0
-    report = Report()
+    report = DamageReport()
     began = time.monotonic()
     run(report, options.seed, options.first, options.first + options.count)
     print(f"{options.count:,} damaged models in {time.monotonic() - began:.0f} s", report)
@@ -50,7 +50,7 @@ def main() -> int:
 
 
 @dataclass
-class Report:
+class DamageReport:
     counts: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
     #: (CPU seconds, kind and index) of the slowest model.
@@ -74,7 +74,7 @@ class Report:
         return "\n".join(["", *lines])
 
 
-def run(report: Report, seed: int, first: int, end: int) -> None:
+def run(report: DamageReport, seed: int, first: int, end: int) -> None:
     """Read all models in processes with limits, and show the progress."""
     at = first
     while at < end:
