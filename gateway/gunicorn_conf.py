@@ -38,10 +38,11 @@ workers = _config.gateways
 
 
 class GatewayWorker(GeventWorker):  # type: ignore[misc]
-    """gunicorn's gevent worker, changed in how connections and open responses end.
+    """gunicorn's gevent worker, with its own handling of drains, shutdown, failed starts and
+    malformed requests.
 
-    If gunicorn's own worker must quit or its master has ended, it closes open responses without an
-    error event. This worker sends each client an error first.
+    If a worker receives SIGQUIT or its master has ended, gunicorn closes open responses without an
+    error event. This class sends each client an error first.
     """
 
     def handle(self, listener: Any, client: Any, addr: Any) -> None:

@@ -135,7 +135,10 @@ def num_oom_kills(proc: Path = PROC, cgroups: Path = CGROUPS) -> int | None:
 
 
 def explain_kill(number: Signals, num_before: int | None) -> str:
-    """Return why the signal `number` killed a process, if that is known; "" if not.
+    """Return why the signal `number` probably killed a process: out of memory; "" otherwise.
+
+    Only SIGKILL is explained. If the kernel does not count the processes that it killed for lack of
+    memory, the text starts with "perhaps".
 
     num_before   `num_oom_kills()` when the process was started
     """

@@ -1,6 +1,7 @@
 """The worker: loads the model, holds its weights and the K/V cache, and computes the engine's
 steps.
 
-It schedules nothing. It imports `protocol`, msgspec, pyzmq, numpy, torch, safetensors and gguf. No
-other package imports it, because it runs as a process of its own.
+It schedules nothing. It imports `protocol`, msgspec, pyzmq, numpy, torch, safetensors and gguf, and
+transformers only for models that transformers computes. No other package imports the worker,
+because it runs in a process of its own.
 """

@@ -2,7 +2,7 @@
 
 A block is published after the step that filled it has committed. It can be found while it is held
 and while it is in the pool's free list. It is removed when the pool allocates it for new content.
-The cache is not a holder of its blocks.
+The cache does not hold its blocks, so it does not keep them from being reused.
 
 For each block, the cache also records whether the draft model's K/V exists for it. If not, a
 request that uses the draft model finds the block, but its draft model must compute it. The draft

@@ -126,10 +126,8 @@ class FairShare:
         return now - self._other_at < RECENT_S
 
     def is_step_longer(self, tokens: int, others: int) -> bool:
-        """Return whether `others` more tokens make a step of `tokens` longer.
-
-        False if step costs are unknown.
-        """
+        """Return whether adding `others` tokens to a step of `tokens` tokens makes it noticeably
+        longer (LONGER_RATIO). Return False if the costs of steps are unknown."""
         costs = self._costs
         return costs is not None and costs[tokens + others] > LONGER_RATIO * costs[tokens]
 

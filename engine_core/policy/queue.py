@@ -88,14 +88,14 @@ class WaitingQueue:
         return own + self._tokens_of_others(request, own)
 
     def tokens_before(self, request: Request) -> float:
-        """Estimate the tokens that will be computed before `request` if no other request arrives.
+        """Estimate the tokens that are computed before `request` if no other request arrives.
 
-        `request` need not be in the queue. The estimate is the sum of two parts:
+        `request` need not be in the queue. The estimate is the sum of:
 
-        - the tokens of the requests ahead of it in its own account;
-        - tokens of other accounts. When `request` gets its turn, its account will have been served
-          the tokens ahead of it. By then, each other account will have been served up to the same
-          level, or all its waiting tokens.
+        - the waiting tokens ahead of it in its own account;
+        - for each other account, the tokens that it is served until then. Fair sharing raises all
+          waiting accounts to the level that the request's account reaches at its turn. An account
+          gets its distance to that level, but at most its waiting tokens.
 
         Tokens of answers are not predicted. O(requests of the account + waiting accounts).
         """

@@ -91,7 +91,8 @@ class RequestHead:
 
     @property
     def is_preflight(self) -> bool:
-        """Whether a browser asks if a page of another origin may send a request."""
+        """Whether this request is a CORS preflight: OPTIONS with `Origin` and
+        `Access-Control-Request-Method`."""
         method = self.headers.get(PREFLIGHT_HEADER, "")
         return self.method == "OPTIONS" and bool(self.origin and method)
 

@@ -93,13 +93,15 @@ def _header_start(channels: tuple[str, ...] = ()) -> re.Pattern[str]:
 class HarmonyState(FormatParserState):
     """State of a `HarmonyParser`.
 
-    header  the header's text so far, including its markers
-    body    the kind of the message in whose text the header started; "" between messages
-    role    the end of a message's text, which may belong to the next header
-    value   position in the arguments
-    last    the kind of the previous message
-    first   whether nothing of this message has been emitted
-    spilt   whether this message for a tool had text outside of calls
+    header  text of the header so far, including its markers
+    body    kind of the message that was open when the header started, because its end marker is
+            missing; "" if no message was open
+    role    held-back end of the message's text, because it may be the next header's role
+    value   how far the JSON of the arguments has been scanned
+    last    kind of the previous message
+    first   whether the line break that separates this message from a previous one of the same kind
+            has not been written yet
+    spilt   whether this message to a tool has had text outside its calls
     """
 
     at: str = "start"

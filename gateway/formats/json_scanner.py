@@ -4,7 +4,8 @@ r"""The incremental scanner of literals, as JSON, Python and other syntaxes spel
 how the text is cut, and takes linear time. Nothing is evaluated, and long numbers are never
 computed.
 
-JSON is passed on unchanged. Some mistakes of models can only be meant as JSON, and are repaired:
+JSON is passed on unchanged. Some mistakes that models make in JSON have only one plausible meaning,
+and are repaired:
 
     a line break or another control character in a string   is escaped
     a backslash that starts no escape (`\d`)                 is doubled; but `\'` is an apostrophe

@@ -1,5 +1,5 @@
-"""Calls as JSON objects, one or an array of them, after an opening and usually before a closing
-marker.
+"""Tool calls as JSON: one object, or an array of objects. The JSON follows an opening marker. In
+most variants, a closing marker follows the JSON.
 
     <tool_call>
     {"name": "f", "arguments": {"a": 1}}
@@ -7,7 +7,7 @@ marker.
 
 The states are:
 
-    bound    after an opening marker that another marker must follow
+    bound    after an opener that needs a second marker (`JsonTags.bound`), until that marker
     opened   before an object or an array; if other text follows, this is not a call
     call     in a call's object
     array    in an array, between calls
@@ -19,8 +19,8 @@ incomplete but its name is known, the call is emitted with the text as it is. Ot
 after the last complete call is content, with a warning unless the opening marker also occurs in
 ordinary text (`ambiguous`).
 
-The grammar admits blanks between the items of an array, as any JSON does. Everything else is spelt
-as the chat templates spell it.
+The grammar admits white space between the items of an array. All other text must be spelt as the
+chat template spells it.
 """
 
 from __future__ import annotations

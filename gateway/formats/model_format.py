@@ -61,7 +61,10 @@ class AnswerStart(msgspec.Struct, frozen=True):
 
     @property
     def thinking(self) -> Thinking | None:
-        """Return the reasoning that may come before an answer with a grammar, or None."""
+        """The thinking that the grammar admits before the answer's body.
+
+        None if the format has no thinking, or if none can follow this prompt.
+        """
         if self.bound is None or self.closed:
             return None
         frame = self.bound.frame()

@@ -36,10 +36,9 @@ block. Without blocks, a long text full of markers would take quadratic time.
 class ParserContext(msgspec.Struct, frozen=True):
     """Constants that the parsers of one request share.
 
-    tools          tools of the request; None: unknown, so any name is accepted
+    tools          tools of the request; if None, any tool name is accepted
     new_id         makes an id for a call to which the model gave none
-    calls_or_text  whether the answer is either calls or text, never both: a text then has no calls
-                   in it
+    calls_or_text  whether an answer is either calls or text; calls inside a text are then no calls
     """
 
     lexicon: Lexicon

@@ -140,10 +140,8 @@ class RegionOpening(msgspec.Struct, frozen=True):
         return parts
 
     def captures(self, head: str) -> dict[str, str] | None:
-        """Return the named groups of the pattern's match, or None if it does not match.
-
-        `head` is the text after the literal.
-        """
+        """Match a whole opening, `literal` followed by `head`, against `pattern`. Return its named
+        groups; None if there is no match."""
         found = re.fullmatch(self.pattern, self.literal + head, re.DOTALL)
         return found.groupdict() if found else None
 

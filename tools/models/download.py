@@ -149,10 +149,11 @@ def download(
 
 
 def check_start(source: Source, target: Path, check: Callable[[Path], object]) -> None:
-    """Call `check` with a temporary file that contains the first bytes of a GGUF file.
+    """Check the first bytes of a GGUF file before it is downloaded: call `check` with a temporary
+    file that contains them.
 
-    Do nothing if a download to `target` was started before, or if the connection is lost: the
-    download repeats the request. Raises the exceptions of `check`.
+    Skip the check if `target` has a partial download. Skip it also if the connection is lost,
+    because the download then tries again. Raises the exceptions of `check`.
     """
     if partial_bytes(target):
         return

@@ -121,7 +121,8 @@ def _download_and_unpack(entry: Entry, file: Path, print_line: PrintLine) -> Non
 def check_space(needed: int, folder: Path, remedy: str) -> None:
     """Raise Failure if the disk of `folder` has fewer than `needed` bytes free.
 
-    remedy   names the way to another disk
+    remedy   ends the error message; says how to use another disk, such as "set $HF_HOME to a
+             directory on another disk"
     """
     free = shutil.disk_usage(folder).free
     if free < needed:

@@ -61,7 +61,8 @@ def _record_file(home: Path, name: str) -> Path:
 
 
 def read_record(home: Path, name: str) -> PulledModel | None:
-    """Return the record of a model; None if there is none or if a file of the model is missing."""
+    """Return the record of a model. Return None if there is no readable record, or if a file of the
+    model is missing or has another size."""
     model = _read(_record_file(home, name))
     return model if model is not None and model.is_complete() else None
 

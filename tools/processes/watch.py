@@ -38,7 +38,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class ReadinessProbe(Protocol):
-    """Checks whether a server is ready."""
+    """The interface of a server that `ReadinessPoller` polls."""
 
     def readiness(self) -> ServerReadiness | None:
         """Return whether the server is ready; None if it does not answer.

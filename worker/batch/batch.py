@@ -35,16 +35,17 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class BatchRows:
-    """The plan's rows, on the host. All arrays are int64. `sampled`, `drafts_after` and `drafts`
-    are [S], the others [R].
+    """The plan's rows, as int64 arrays on the host. One item for each row [R]:
 
-    starts         first position computed
-    counts         number of positions computed
-    known          starts + counts
-    ends           one past each row's last token in the step's [T]
-    sampled        row index of each sampled place, ascending
-    drafts_after   number of the row's drafts after the place, descending to 0
-    drafts         the draft at the place; NO_DRAFT if there is none
+    slots, starts, counts   the row's slot, first computed position, number of computed positions
+    known                   starts + counts
+    ends                    index after the row's last token among the step's T tokens
+
+    One item for each sampled position [S], grouped by row:
+
+    sampled        index of the row; ascending
+    drafts_after   number of the row's drafts after this position; counts down to 0 in each row
+    drafts         the draft to verify at this position; NO_DRAFT if there is none
     """
 
     slots: Ints

@@ -1,7 +1,7 @@
 """The structs that csrc/kernels.cpp receives by address, field by field as in csrc.
 
-A struct holds only the addresses of tensors. The code that fills a struct must keep the tensors
-alive.
+The structs refer to tensors only by address and do not keep them alive. The code that fills a
+struct must keep the tensors alive while the struct is used.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Model spec of a GGUF file, by its architecture. Needs no torch.
+"""Reads the model spec from a GGUF file's metadata. Needs no torch.
 
-The metadata are translated to the keys of config.json, which the reader of the model's family then
-reads. So a model means the same in both formats. Missing metadata get llama.cpp's defaults; names
-of tensors and the order of rows are those of its converter.
+The metadata keys are translated to those of config.json, and the reader of the model's family reads
+the result. So both formats of a model give the same spec. Missing metadata get llama.cpp's
+defaults. Tensor names and row order are those of llama.cpp's converter.
 """
 
 from __future__ import annotations

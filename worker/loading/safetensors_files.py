@@ -94,9 +94,10 @@ class SafetensorsFiles:
 
 
 def find_packed(tensors: Mapping[str, StoredTensor]) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each matrix that the tensors hold in MXFP4, by its name without an end.
+    """Return {name: shape} of each matrix that is stored in MXFP4. The name lacks the suffix
+    (BLOCKS or SCALES) of the matrix's two tensors.
 
-    Raises UnusableModel for blocks without scales of the same shape.
+    Raises UnusableModel if the scales of a matrix are missing, or if they do not fit its blocks.
     """
     found = {}
     for whole, blocks in tensors.items():

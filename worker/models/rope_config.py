@@ -70,8 +70,9 @@ class LongRopeScaling:
 
 @dataclass(frozen=True, slots=True)
 class YarnScaling:
-    """Divides the frequencies of slow pairs by `factor`, keeps those of fast pairs, and sharpens
-    attention. Between slow and fast pairs, a linear ramp mixes the two frequencies."""
+    """YaRN: divides the frequencies of slow pairs (see `Llama3Scaling`) by `factor`, keeps those of
+    fast pairs, and interpolates between them with a linear ramp. `attention_factor` sharpens
+    attention."""
 
     factor: float
     original_context: int

@@ -179,7 +179,11 @@ class VectorTensor:
 
 @dataclass(frozen=True, slots=True)
 class MlpTensors:
-    """An MLP, or one expert. `gate_up` is the gate's rows, then up's; without a gate only up's."""
+    """The tensors of an MLP, or of one expert.
+
+    `gate_up` stacks the rows of the gate projection and of the up projection, in this order.
+    Without a gate, it has only those of the up projection.
+    """
 
     gate_up: FusedMatrix
     down: FusedMatrix

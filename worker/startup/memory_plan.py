@@ -86,7 +86,7 @@ class PlannedModel:
 
 @dataclass(frozen=True, slots=True)
 class PlannedTransformersModel:
-    """Facts that the plan needs about a model that transformers computes."""
+    """Facts that the memory plan needs about a model that runs in the transformers library."""
 
     name: str
     spec: TransformersSpec

@@ -182,7 +182,7 @@ def whole_response(group: ChoiceGroup, collected: CollectSink, envelope: Generat
 
 
 def usage_of(group: ChoiceGroup) -> GenerateUsage:
-    """Return the usage of all choices."""
+    """Return the usage summed over all choices. Each prompt is counted once."""
     return _usage(group, group.num_generated_tokens, group.num_cached_tokens)
 
 

@@ -1,1 +1,2 @@
-"""Tiers: host memory and disk, which keep computed blocks that the KV cache has dropped."""
+"""Tiers: host memory and disk. Each block is copied to them once it is published, and the copy
+remains after the KV cache has dropped the block."""

@@ -1,5 +1,8 @@
-"""The families of Gemma: Gemma 2, and the text of Gemma 3. Norms stand around both blocks and scale
-by 1 + weight; embeddings are scaled by the root of their size."""
+"""Gemma 2, and the text model of Gemma 3.
+
+Attention and MLP each have a norm before and a norm after them. Norms multiply by 1 + weight.
+Embeddings are multiplied by sqrt(hidden_size).
+"""
 
 from __future__ import annotations
 
