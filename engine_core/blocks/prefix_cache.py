@@ -61,17 +61,21 @@ class PrefixCache:
 
         `num_passed(n)` is the number of leading blocks that the window has passed after n blocks.
         They are not needed, and are the null block in the result. The hash of each later block
-        covers their tokens too. O(len(hashes)), because each hash is looked up at most once.
+        covers their tokens too.
+
+        Each prefix is searched from its first needed block on. A missing block rules out every
+        longer prefix that needs it, so if nothing is cached, there is one look-up per window. No
+        hash is checked more than twice.
         """
-        end = len(hashes)
+        block_of, end = self._block_of, len(hashes)
         while end:
             first = num_passed(end)
-            missing = (i for i in range(end - 1, first - 1, -1) if hashes[i] not in self._block_of)
-            gap = next(missing, None)
-            if gap is None:
-                found = [self._block_of[content] for content in hashes[first:end]]
-                return [NULL_BLOCK] * first + found
-            end = gap  # every prefix from here to the old end needs the missing block
+            for index in range(first, end):
+                if hashes[index] not in block_of:
+                    end = index
+                    break
+            else:
+                return [NULL_BLOCK] * first + [block_of[content] for content in hashes[first:end]]
         return []
 
     def num_draft_computed(self, found: Sequence[int]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import product
 from typing import Any
 
@@ -71,6 +72,39 @@ def test_a_prefix_is_found_if_and_only_if_all_blocks_in_its_window_are_cached(
     assert len(found) == max(whole)
     needed = visible(len(found) * size, window, size)
     assert found == [1 + i if i in needed else NULL_BLOCK for i in range(len(found))]
+
+
+class CountedHashes(list[bytes]):
+    """Block hashes that count how often one of them is read by its index."""
+
+    def __init__(self, hashes: Iterable[bytes]) -> None:
+        super().__init__(hashes)
+        self.num_reads = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        self.num_reads += isinstance(index, int)
+        return super().__getitem__(index)
+
+
+def test_a_search_that_finds_nothing_reads_one_hash_per_window() -> None:
+    hashes, cache = CountedHashes(i.to_bytes(2) for i in range(2000)), PrefixCache()
+
+    def search() -> tuple[int, int]:
+        hashes.num_reads = 0
+        found = cache.match_window(hashes, lambda n: num_passed_blocks(n * 16, 16, 1601))
+        return len(found), hashes.num_reads
+
+    assert search() == (0, 20)
+    for i in range(1, 2000, 2):
+        cache.publish(i.to_bytes(2), 1 + i, is_draft_computed=False)
+    assert search()[0] == 0
+    assert search()[1] <= 2 * 2000 // 100 + 1
+    cache.publish((0).to_bytes(2), 1, is_draft_computed=False)
+    assert search()[0] == 2
+    for i in range(0, 1000, 2):
+        cache.publish(i.to_bytes(2), 1 + i, is_draft_computed=False)
+    assert search()[0] == 1000
+    assert search()[1] <= 2 * 2000
 
 
 def test_a_window_shorter_than_the_prompt_is_cached_after_the_first_request() -> None:
