@@ -238,7 +238,7 @@ def run(options: argparse.Namespace) -> int:
             write_cluster_key(str(key_file))
         _describe(lock, planned, planned.gateway.served_name)
         found = _with_model_path(planned, terminal)
-        with GatedStart() as start:
+        with GatedStart() as start, start.interruptible():
             checked = _check_model(found, start, lock, terminal)
         return _serve(checked, start.children, lock, started, terminal)
 

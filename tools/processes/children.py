@@ -12,9 +12,11 @@ import contextlib
 import logging
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
+import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +32,8 @@ from tools.processes.supervisor import ProcessExit, StoppedProcess
 
 KEPT_LINES = 40
 READ_BYTES = 1 << 16
+DISCARD_S = 5.0
+"""Seconds that the processes of a killed group have to end."""
 LOOKS_LIKE_AN_ERROR = re.compile(r"\w*(Error|Exception)\b.*:|\b(ERROR|CRITICAL|FATAL|error:)")
 
 
@@ -123,9 +127,18 @@ class Child:
         return ProcessExit(self.name, code, reason, server_code)
 
     def discard(self) -> None:
-        """Kill the child's process group and wait for the child. Print none of its output."""
+        """Kill the child's process group and wait until all its processes have ended. Print none of
+        their output.
+
+        The end of the output shows that the child's own children have ended. A process that has
+        left the group could keep it open, so the wait is limited to DISCARD_S.
+        """
         self.send(signal.SIGKILL)
         self._process.wait()
+        deadline = time.monotonic() + DISCARD_S
+        while select.select([self.output], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            if not os.read(self.output, READ_BYTES):
+                break
         self._close()
 
     def _close(self) -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import signal
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Self
 
+from protocol.exit_codes import KILLED
 from protocol.start_gate import StartGate
+from tools.failure import Failure
 from tools.processes.children import Child, Command
+from tools.processes.watch import handled_stop_signals
 
 
 class GatedStart:
@@ -16,17 +21,37 @@ class GatedStart:
     An exception in the block kills the processes, without printing any of their output. Otherwise
     the gate opens, and `children` has the processes in the order in which they were started. Their
     output stays in the pipes until somebody reads it.
+
+    Stop signals are held back in the block, so none can interrupt the start or the kill of a
+    process. The first one is raised as an exception inside `interruptible`, or else at the end of
+    the block. Later ones are ignored. Use this class in the main thread.
     """
 
     def __init__(self) -> None:
         self.children: list[Child] = []
+        self._received: signal.Signals | None = None
+        self._may_raise = False
 
     def __enter__(self) -> Self:
         self._gate = StartGate()
+        self._handlers = {n: signal.signal(n, self._on_signal) for n in handled_stop_signals()}
         return self
+
+    @contextlib.contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Raise a stop signal as an exception in this block: KeyboardInterrupt for Ctrl-C, Failure
+        for others. Processes may be started in it.
+        """
+        self._may_raise = True
+        try:
+            self._raise_received()
+            yield
+        finally:
+            self._may_raise = False
 
     def start(self, commands: Iterable[Command]) -> None:
         """Start a process for each command. Call this inside the `with` block."""
+        may_raise, self._may_raise = self._may_raise, False
         for each in commands:
             gated = replace(
                 each,
@@ -34,9 +59,35 @@ class GatedStart:
                 keeps_open=[*each.keeps_open, self._gate.fd],
             )
             self.children.append(Child(gated))
+        self._may_raise = may_raise
+        if may_raise:
+            self._raise_received()
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
-        if kind is not None:
-            for child in self.children:
-                child.discard()
-        self._gate.open()
+        with contextlib.ExitStack() as stack:  # if one callback fails, the others still run
+            stack.callback(self._restore_handlers)
+            stack.callback(self._gate.close)
+            if kind is None and self._received is None:
+                self._gate.open()
+            else:
+                for child in self.children:
+                    stack.callback(child.discard)
+        if kind is None:
+            self._raise_received()
+
+    def _on_signal(self, number: int, _frame: object) -> None:
+        if self._received is None:
+            self._received = signal.Signals(number)
+            if self._may_raise:
+                self._raise_received()
+
+    def _raise_received(self) -> None:
+        if self._received is signal.SIGINT:
+            raise KeyboardInterrupt
+        if self._received is not None:
+            message = f"stopped by {self._received.name} before the model was loaded"
+            raise Failure(message, exit_code=KILLED + self._received)
+
+    def _restore_handlers(self) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)

@@ -58,7 +58,7 @@ def holding(directory: Path, in_use: tuple[str, str] = PORT_IN_USE) -> Iterator[
     try:
         clear(directory)
         yield lock
-    except (Failure, KeyboardInterrupt):  # these are raised only before a child was started
+    except (Failure, KeyboardInterrupt):  # these are raised only while no child runs
         remove(directory)
         raise
     else:

@@ -106,6 +106,12 @@ class ReadinessPoller:
                 self._sender.send(READY)
 
 
+def handled_stop_signals() -> list[signal.Signals]:
+    """Return the stop signals, without SIGHUP if it is ignored (nohup)."""
+    under_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [n for n in STOP_SIGNALS if n is not signal.SIGHUP or not under_nohup]
+
+
 @contextlib.contextmanager
 def stop_signals() -> Iterator[socket.socket]:
     """Receive stop signals inside the `with` block. They do not end the process there.
@@ -116,9 +122,7 @@ def stop_signals() -> Iterator[socket.socket]:
     receiver, sender = socket.socketpair()
     receiver.setblocking(False)
     sender.setblocking(False)
-    under_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    handled = [n for n in STOP_SIGNALS if n is not signal.SIGHUP or not under_nohup]
-    before = {number: signal.signal(number, lambda *_: None) for number in handled}
+    before = {number: signal.signal(number, lambda *_: None) for number in handled_stop_signals()}
     old = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
     try:
         yield receiver
