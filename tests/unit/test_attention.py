@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from protocol.kv_window import max_live_blocks, num_passed_blocks
 from tests.support.kernels import NAMES, assert_near, native_kernels
 from tests.support.paged import PagedCase, attention_batch
 from tests.support.paged import case_of as paged_case
@@ -124,6 +125,34 @@ def test_every_decode_row_is_in_exactly_one_group_of_bounded_size(
     torch.testing.assert_close(
         case.attend(paged(case)), case.attend(ReferenceAttention()), rtol=0, atol=1e-5
     )
+
+
+@pytest.mark.parametrize("window", [1, 6, 33])
+def test_with_a_window_a_row_gathers_no_passed_block(window: int) -> None:
+    case = case_of((5, 1), (90, 1), (33, 1), (70, 1), (0, 9), (77, 20))
+    plan = paged(case).plan(case.batch(), window)
+    blocks = [group.blocks for group in plan.groups] + [span.blocks for span in plan.spans]
+    gathered = torch.cat(blocks).tolist()
+    for row in case.rows:
+        first = num_passed_blocks(row.computed, 4, window)
+        assert not {*row.blocks[:first]} & {*gathered}
+        assert {*row.blocks[first:]} <= {*gathered}
+    most = max_live_blocks(1, 4, window)
+    assert most is not None
+    assert all(each.mask.shape[-1] < 2 * most * 4 for each in plan.groups)
+
+
+def test_a_window_without_its_freed_blocks_changes_no_bit() -> None:
+    case = case_of((90, 1), (33, 1), (77, 20))
+    expected = case.attend(paged(case), window=6)
+    rows = [
+        replace(row, blocks=[0] * passed + [*row.blocks[passed:]])
+        for row in case.rows
+        for passed in [num_passed_blocks(row.computed, 4, 6)]
+    ]
+    plan = paged(case).plan(attention_batch(rows, 4), 6)
+    found = paged(case).run(case.queries(), *case.cache().layer(0), plan)
+    assert torch.equal(found, expected)
 
 
 # ---- Compiled kernels.

@@ -5,6 +5,10 @@ group needs one gather and one call of scaled_dot_product_attention (SDPA), so t
 loop over requests. A row of several tokens (prefill) needs one gather, and one SDPA call for each
 tile of its queries. A tile reads keys only up to the position of its last query.
 
+With a window, a row's first gathered block is the one with the first key that its first query sees.
+So the copied keys do not grow with the text, and freed blocks are not gathered. Positions in masks
+are counted from the start of that block.
+
 Keys are always gathered in whole blocks and always masked, even if nothing is hidden, so that the
 kernel takes the same path for any padding of the table. Masked values must still be finite, because
 0 * NaN is NaN. So blocks are zeroed before they are first written, and padding refers to the null
@@ -28,6 +32,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention, softmax
 
+from protocol.kv_window import num_passed_blocks
 from worker.attention.base import AttentionBatch
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
@@ -64,7 +69,7 @@ class Tile:
 
     start: int
     stop: int
-    #: The queries read this many keys of the row, from its first key on.
+    #: The queries read this many keys of the span, from its first key on.
     num_keys: int
     #: [stop - start, num_keys]: 0 for visible keys, -inf for hidden ones.
     mask: Tensor
@@ -74,7 +79,7 @@ class Tile:
 class PrefillSpan:
     """One row of several tokens. All its tiles use the same gathered keys."""
 
-    #: [m]: the blocks of the row, in order.
+    #: [m]: the blocks of the row, in order, from the first one that is gathered on.
     blocks: Tensor
     tiles: list[Tile]
 
@@ -97,7 +102,11 @@ class TorchPagedAttention:
 
     def plan(self, batch: AttentionBatch, window: int | None = None) -> PagedPlan:
         num_rows = len(batch.context_lens)
-        groups = [self._group(batch, rows, m, window) for rows, m in self._decode_groups(batch)]
+        first_blocks = self._first_blocks(batch, window)
+        groups = [
+            self._group(batch, rows, m, first_blocks, window)
+            for rows, m in self._decode_groups(batch, first_blocks)
+        ]
         spans = [self._span(batch, row, window) for row in range(batch.num_decodes, num_rows)]
         return PagedPlan(groups, spans)
 
@@ -128,11 +137,24 @@ class TorchPagedAttention:
             _prefill(out, q, k_cache, v_cache, span, attend, sinks)
         return out
 
-    def _decode_groups(self, batch: AttentionBatch) -> Iterator[tuple[list[int], int]]:
+    def _first_blocks(self, batch: AttentionBatch, window: int | None) -> Tensor | None:
+        """Return the first block to gather for each decode row, on the CPU; None: all start with
+        their first block."""
+        lens = batch.context_lens[: batch.num_decodes]
+        if window is None or not len(lens) or int(lens.max()) < window + self._block_tokens:
+            return None
+        # num_passed_blocks for each row: its query is at position lens - 1
+        return (lens - window).clamp_(min=0) // self._block_tokens
+
+    def _decode_groups(
+        self, batch: AttentionBatch, first_blocks: Tensor | None
+    ) -> Iterator[tuple[list[int], int]]:
         """Yield the decode rows of each group, and the number of blocks to gather for each row."""
-        lens = batch.context_lens[: batch.num_decodes].tolist()
-        widths = [_power_of_two(-(-n // self._block_tokens)) for n in lens]
-        rows = sorted(range(len(lens)), key=widths.__getitem__)
+        lens = batch.context_lens[: batch.num_decodes]
+        if first_blocks is not None:
+            lens = lens - first_blocks * self._block_tokens
+        widths = [_power_of_two(-(-n // self._block_tokens)) for n in lens.tolist()]
+        rows = sorted(range(len(widths)), key=widths.__getitem__)
         for width, same in groupby(rows, key=widths.__getitem__):
             members = list(same)
             size = max(1, MAX_GATHERED_TOKENS // (width * self._block_tokens))
@@ -140,22 +162,33 @@ class TorchPagedAttention:
                 yield members[i : i + size], width
 
     def _group(
-        self, batch: AttentionBatch, rows: list[int], m: int, window: int | None
+        self,
+        batch: AttentionBatch,
+        rows: list[int],
+        m: int,
+        first_blocks: Tensor | None,
+        window: int | None,
     ) -> DecodeGroup:
         device = batch.block_table.device
-        last = batch.context_lens[rows].to(device, non_blocking=True) - 1
+        lens = batch.context_lens[rows]
+        first = None if first_blocks is None else first_blocks[rows]
+        if first is not None:
+            lens -= first * self._block_tokens
+        last = lens.to(device, non_blocking=True) - 1
         mask = self._mask(last, m * self._block_tokens, window)[:, None, None]
         if len(rows) == batch.num_decodes:
             table = batch.block_table[: batch.num_decodes]
-            return DecodeGroup(None, _first_blocks(table, m).flatten(), mask)
+            return DecodeGroup(None, _blocks_from(table, first, m).flatten(), mask)
         index = torch.tensor(rows).to(device, non_blocking=True)
         table = batch.block_table.index_select(0, index)
-        return DecodeGroup(index, _first_blocks(table, m).flatten(), mask)
+        return DecodeGroup(index, _blocks_from(table, first, m).flatten(), mask)
 
     def _span(self, batch: AttentionBatch, row: int, window: int | None) -> PrefillSpan:
         start, stop = batch.row_starts[row : row + 2].tolist()
         context_len = int(batch.context_lens[row])
         num_before = context_len - (stop - start)
+        first_block = num_passed_blocks(num_before, self._block_tokens, window)
+        num_before -= first_block * self._block_tokens  # those that are gathered
         tiles = []
         for first in range(start, stop, TILE_QUERIES):
             end = min(first + TILE_QUERIES, stop)
@@ -165,7 +198,7 @@ class TorchPagedAttention:
             mask = self._mask(last, m * self._block_tokens, window)
             tiles.append(Tile(first, end, m * self._block_tokens, mask))
         num_blocks = -(-context_len // self._block_tokens)
-        return PrefillSpan(batch.block_table[row, :num_blocks].contiguous(), tiles)
+        return PrefillSpan(batch.block_table[row, first_block:num_blocks].contiguous(), tiles)
 
     def _mask(self, last: Tensor, num_keys: int, window: int | None) -> Tensor:
         """Return the mask [n, num_keys] for n queries at the positions `last` [n]: 0 for the keys
@@ -183,9 +216,15 @@ def _power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def _first_blocks(table: Tensor, m: int) -> Tensor:
-    """Return `table` [b, M], cut to m columns or padded with the null block."""
-    return table[:, :m] if m <= table.shape[1] else pad(table, (0, m - table.shape[1]))
+def _blocks_from(table: Tensor, first: Tensor | None, m: int) -> Tensor:
+    """Return m columns of each row of `table` [b, M], padded with the null block. They start with
+    the row's column in `first` ([b], on the CPU); None: with column 0."""
+    end = m if first is None else int(first.max()) + m
+    table = table[:, :end] if end <= table.shape[1] else pad(table, (0, end - table.shape[1]))
+    if first is None:
+        return table
+    start = first.to(table.device, non_blocking=True)[:, None]
+    return table.gather(1, start + torch.arange(m, device=table.device))
 
 
 def _decode(
