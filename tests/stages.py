@@ -52,8 +52,8 @@ STAGES = (
     ),
     Stage(
         "integration",
-        "real processes, which mostly wait: four files at a time",
-        ["-v", *files_at_a_time(4), "-m", "not alone", "tests/integration"],
+        "real processes: two files at a time",
+        ["-v", *files_at_a_time(2), "-m", "not alone", "tests/integration"],
     ),
     Stage(
         "alone",
@@ -63,13 +63,13 @@ STAGES = (
     Stage(
         "oldest gunicorn and gevent",
         "streams rest on private details of both: both ends of their ranges are tested",
-        [*files_at_a_time(3), "-m", "not alone", *oldest.TESTS],
+        [*files_at_a_time(2), "-m", "not alone", *oldest.TESTS],
         (sys.executable, "-m", "tests.oldest"),
     ),
     Stage(
         "real model and whole servers",
-        "servers as users start them, and the default model: three files at a time",
-        ["-v", *files_at_a_time(3), "tests/differential", "tests/e2e"],
+        "servers as users start them, and the default model: two files at a time",
+        ["-v", *files_at_a_time(2), "tests/differential", "tests/e2e"],
     ),
 )
 

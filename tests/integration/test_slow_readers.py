@@ -119,6 +119,8 @@ def _heard_ids(data: bytes) -> ReceivedStream:
 
 MUCH = [{"role": "user", "content": "much"}]
 MOST = 1 << 22
+GATEWAY = {"send_timeout_s": 600.0}
+"""A late reader may be much later on a busy machine."""
 ENGINE = {"script": lambda generate: answer(generate), "max_len": MOST + 100}
 USAGE = {"include_usage": True}
 STREAMS: dict[str, tuple[str, dict[str, Any], Callable[[bytes], ReceivedStream]]] = {

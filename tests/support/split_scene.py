@@ -30,7 +30,7 @@ from tests.support.tiny_checkpoint import VOCAB
 from tests.support.tiny_side import START_S, TinySide
 from tests.support.waiting import eventually
 
-KV_LEASE_S, KV_TIMEOUT_S, CLIENT_LEASE_S = 1.0, 3.0, 3.0
+KV_LEASE_S, KV_TIMEOUT_S, CLIENT_LEASE_S = 2.0, 4.0, 4.0
 STOPPED_S = 600.0
 """Engines wait this long for a stopped worker, so none is given up while the scene is set up."""
 FREE_WITHIN_S = 60.0
