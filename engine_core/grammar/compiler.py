@@ -29,7 +29,8 @@ LIMITS = LLParserLimits(
 class Compiler:
     """The grammar compiler of one model.
 
-    Creating it takes a few tenths of a second, during which the GIL is held.
+    Creating it holds the GIL: for a few tenths of a second, or 1.7 s for a vocabulary of 150,000
+    tokens.
     """
 
     def __init__(self, model: ModelCard) -> None:

@@ -107,9 +107,9 @@ class GrammarService:
     # ---- in the threads
 
     def _work(self, model: ModelCard | None) -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
-        if model is not None:
+        if model is not None:  # holds the GIL, so a low priority would delay the loop even longer
             self._prepare(model)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         while True:
             job = self._jobs.get()
             self._results.append(CompiledGrammar(job.digest, self._compile(job)))
