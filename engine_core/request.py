@@ -30,7 +30,8 @@ class RequestPhase(Enum):
     WAITING = auto()  # accepted; owns nothing
     FETCHING = auto()  # owns a slot, and blocks that a fetch is filling; is in no plan
     READY = auto()  # the fetch is over; still owns slot and blocks; waits for its first plan
-    RUNNING = auto()  # owns a slot, and blocks for every known token
+    #: Owns a slot, and blocks for every known token that no window has passed.
+    RUNNING = auto()
     PREEMPTED = auto()  # released slot and blocks; waits to be computed again
     #: Final. It owns nothing once its steps in flight have committed and its fetch is reported.
     FINISHED = auto()

@@ -82,7 +82,7 @@ def _affine_blocks(values: Floats, top: int) -> tuple[Bytes, Bytes]:
 
 
 def _packed_six_bits(scale: Bytes, minimum: Bytes) -> Bytes:
-    """Return 12 bytes of scales [N, 8] and minima [N, 8] (see `loading.reblocked`)."""
+    """Return 12 bytes of scales [N, 8] and minima [N, 8] (unpacked in csrc/pack.h)."""
     low = (scale[:, :4] & 63) | scale[:, 4:] >> 4 << 6
     middle = (minimum[:, :4] & 63) | minimum[:, 4:] >> 4 << 6
     high = (scale[:, 4:] & 15) | (minimum[:, 4:] & 15) << 4
