@@ -13,6 +13,8 @@ from tests.support.tokenizers import FAMILY_NAMES, family_json, family_of
 from worker.loading.fields import Fields
 from worker.loading.gguf_file import GGUFFile
 from worker.loading.gguf_tokenizer import tokenizer_json
+from worker.loading.text import TextFacts
+from worker.quantize.tokens import tokenizer_metadata
 
 
 def test_smollm2_encodes_like_the_conversion_of_transformers_but_for_digits() -> None:
@@ -42,4 +44,10 @@ def test_a_tokenizer_encodes_the_same_after_conversion_to_gguf_and_back(name: st
     metadata = as_metadata(json.loads(data), PRE_TOKENIZERS[name.removeprefix("real ")])
     if family.begins:
         metadata["bos_token_id"] = metadata["tokens"].index(family.bos)
-    assert_same(rebuilt(metadata), Tokenizer.from_str(data.decode()))
+    theirs = Tokenizer.from_str(data.decode())
+    assert_same(rebuilt(metadata), theirs)
+    bos = metadata.get("bos_token_id")
+    special = {"bos_token": family.bos} if bos is not None and family.bos else {}
+    facts = TextFacts(data, eos_token_ids=[0], bos_token_id=bos, special_tokens=special)
+    stored = Fields(tokenizer_metadata(facts, len(metadata["tokens"])), "file")
+    assert_same(Tokenizer.from_str(tokenizer_json(stored).decode()), theirs)

@@ -108,8 +108,11 @@ def test_the_card_is_that_of_the_source_and_progress_ends_at_the_whole(tmp_path:
     progress: list[tuple[str, int, int]] = []
     quantize_model(source, tmp_path / "tiny.gguf", "Q4_0", lambda *each: progress.append(each))
     theirs, ours = load(source).card, load(tmp_path / "tiny.gguf").card
-    for name in ("eos_token_ids", "bos_token_id", "chat_template", "defaults", "context_tokens"):
+    for name in ("bos_token_id", "chat_template", "defaults", "context_tokens"):
         assert getattr(ours, name) == getattr(theirs, name)
+    assert set(ours.eos_token_ids) == set(theirs.eos_token_ids)
+    for role in ("bos_token", "eos_token"):
+        assert ours.special_tokens[role] == theirs.special_tokens[role]
     assert ours.num_parameters == theirs.num_parameters
     tokenizers = [Tokenizer.from_str(card.tokenizer.decode()) for card in (ours, theirs)]
     for text in ("the <|start|> cat's\n\n  hat 123 \u00e9", TEMPLATE, " " * 9):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,18 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Kind
 from gguf import quants
+from tokenizers import Tokenizer
 
 from protocol.exit_codes import ExitCode
 from protocol.quantize import QuantizeProgress
-from tests.support.checkpoints import random_llama, tiny_tokenizer, write_directory
+from tests.support.checkpoints import SPECIAL, random_llama, tiny_tokenizer, write_directory
+from tests.support.gguf_tokenizers import TEXTS, assert_same
 from tools.commands import quantize as command
 from tools.failure import Failure
 from worker.loading.errors import UnusableModel
 from worker.loading.fields import Fields
 from worker.loading.gguf_file import MAGIC
-from worker.loading.gguf_tokenizer import gguf_text
+from worker.loading.gguf_tokenizer import QWEN2, SPACE, gguf_text
 from worker.loading.text import TextFacts
 from worker.quantize.tokens import tokenizer_metadata
 from worker.quantize.types import has_more_bits, quantize, tensor_kind
@@ -106,7 +109,51 @@ def facts(change: dict[str, Any], **fields: Any) -> TextFacts:
 
 def template(*tokens: str) -> dict[str, Any]:
     single = [{"SpecialToken": {"id": token, "type_id": 0}} for token in tokens]
-    return {"type": "TemplateProcessing", "single": [*single, {"Sequence": {"id": "A"}}]}
+    ids = {token: {"id": token, "ids": [SPECIAL.index(token)]} for token in tokens}
+    single.append({"Sequence": {"id": "A", "type_id": 0}})
+    return {"type": "TemplateProcessing", "single": single, "special_tokens": ids}
+
+
+def added(**flags: bool) -> dict[str, Any]:
+    """Return the added tokens of the tiny tokenizer, of which the last one has these flags."""
+    tokens = json.loads(tiny_tokenizer().to_str())["added_tokens"]
+    return {"added_tokens": [*tokens[:-1], tokens[-1] | flags]}
+
+
+def model_with(**options: Any) -> dict[str, Any]:
+    return {"model": json.loads(tiny_tokenizer().to_str())["model"] | options}
+
+
+def pieces(**change: Any) -> TextFacts:
+    """Return a SentencePiece tokenizer whose spaces are replaced before texts are split at them."""
+    names = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), SPACE, "a", "b", f"{SPACE}a"]
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    normalizer = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+    back = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [{"id": 0, "content": "<unk>", "special": True, **flags}],
+        "normalizer": normalizer,
+        "pre_tokenizer": {
+            "type": "Split",
+            "pattern": {"String": " "},
+            "behavior": "MergedWithPrevious",
+            "invert": False,
+        },
+        "decoder": {
+            "type": "Sequence",
+            "decoders": [back, {"type": "ByteFallback"}, {"type": "Fuse"}],
+        },
+        "model": {
+            "type": "BPE",
+            "vocab": {name: index for index, name in enumerate(names)},
+            "merges": [[SPACE, "a"]],
+            "unk_token": "<unk>",
+            "byte_fallback": True,
+            "fuse_unk": False,
+        },
+    }
+    return TextFacts(tokenizer=json.dumps(tokenizer | change).encode(), eos_token_ids=[0])
 
 
 def test_a_bos_token_that_the_tokenizer_adds_is_added_by_the_file_too() -> None:
@@ -121,6 +168,13 @@ def test_a_bos_token_that_the_tokenizer_adds_is_added_by_the_file_too() -> None:
     assert gguf_text(Fields(found, "file"), 320).bos_token_id == 1
 
 
+WITHOUT_TEXT = template("<|stop|>") | {"single": template("<|stop|>")["single"][:1]}
+QWEN2_RULES = {
+    "normalizer": {"type": "NFC"},
+    "pre_tokenizer": QWEN2.pre_tokenizer,
+}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -128,6 +182,16 @@ def test_a_bos_token_that_the_tokenizer_adds_is_added_by_the_file_too() -> None:
         ({"pre_tokenizer": {"type": "Whitespace"}}, "splitting texts have no name"),
         ({"normalizer": {"type": "Lowercase"}}, "splitting texts have no name"),
         ({"post_processor": template("<|stop|>")}, "it adds ['<|stop|>'] to texts"),
+        ({"post_processor": WITHOUT_TEXT}, "does not have the text exactly once"),
+        ({"post_processor": {"type": "RobertaProcessing"}}, "(RobertaProcessing) is not a single"),
+        ({"decoder": None}, "its decoder would change"),
+        (added(rstrip=True), "rstrip of its added token '<|stop|>' is True"),
+        (added(lstrip=True), "lstrip of its added token '<|stop|>' is True"),
+        (added(single_word=True), "single_word of its added token '<|stop|>' is True"),
+        (QWEN2_RULES | added(normalized=True), "normalized of its added token '<|stop|>' is True"),
+        (model_with(dropout=0.1), "dropout of its model is 0.1"),
+        (model_with(vocab={"[PAD5]": 1, "a": 3}, merges=[], unk_token="a"), "unk_token of its"),
+        (model_with(vocab={"[PAD2]": 3}, merges=[]) | {"added_tokens": []}, "'[PAD2]' would not"),
     ],
 )
 def test_a_tokenizer_that_a_file_cannot_store_is_refused(
@@ -136,6 +200,64 @@ def test_a_tokenizer_that_a_file_cannot_store_is_refused(
     with pytest.raises(UnusableModel) as refused:
         tokenizer_metadata(facts(change), 320)
     assert message in refused.value.message
+
+
+def test_a_template_whose_token_has_another_id_is_refused() -> None:
+    other = template("<|start|>")
+    other["special_tokens"]["<|start|>"]["ids"] = [7]
+    special = {"bos_token": "<|start|>"}
+    text = facts({"post_processor": other}, bos_token_id=1, special_tokens=special)
+    with pytest.raises(UnusableModel, match="the ids that it adds to texts would change"):
+        tokenizer_metadata(text, 320)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        added(normalized=True),
+        {"post_processor": {"type": "ByteLevel", "trim_offsets": False}},
+        {"post_processor": template()},
+        model_with(unk_token="<|stop|>", continuing_subword_prefix=""),
+    ],
+)
+def test_differences_without_an_effect_are_accepted(change: dict[str, Any]) -> None:
+    assert tokenizer_metadata(facts(change), 320)["tokenizer.ggml.model"] == "gpt2"
+
+
+def test_pieces_are_stored_and_encode_like_the_source() -> None:
+    """The split at spaces has no effect, because the normalizer has replaced all spaces."""
+    source = pieces()
+    stored = gguf_text(Fields(tokenizer_metadata(source, 270), "file"), 270)
+    ours, theirs = (Tokenizer.from_str(each.tokenizer.decode()) for each in (stored, source))
+    assert_same(ours, theirs, ["a b  ab\n", *TEXTS])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"added_tokens": []}, "'<unk>' would become an added token"),
+        ({"normalizer": None}, "its normalizer would change"),
+        ({"pre_tokenizer": {"type": "Metaspace"}}, "its rules for splitting texts would change"),
+    ],
+)
+def test_pieces_that_would_be_read_back_as_others_are_refused(
+    change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UnusableModel, match=message):
+        tokenizer_metadata(pieces(**change), 270)
+
+
+def test_three_tokens_that_end_an_answer_are_stored_the_own_one_first() -> None:
+    text = replace(facts({}), eos_token_ids=[0, 1, 2], special_tokens={"eos_token": "<|stop|>"})
+    stored = gguf_text(Fields(tokenizer_metadata(text, 320), "file"), 320)
+    assert stored.eos_token_ids == [2, 0, 1]
+    assert stored.special_tokens["eos_token"] == "<|stop|>"
+
+
+def test_a_fourth_token_that_ends_an_answer_is_refused() -> None:
+    text = replace(facts({}), eos_token_ids=[0, 1, 2, 3])
+    with pytest.raises(UnusableModel, match="4 tokens that end an answer, only 3"):
+        tokenizer_metadata(text, 320)
 
 
 # ---- the command

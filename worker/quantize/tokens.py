@@ -1,7 +1,9 @@
 """Metadata of a tokenizer in a GGUF file: the inverse of `loading.gguf_tokenizer`.
 
 A GGUF file only names how the text is split before merging. A tokenizer whose rules have no name
-is refused, and so is one that would be read back as another.
+is refused, and so is one that would be read back as another. Both are compared part by part,
+because the library that could encode texts with them runs in the gateway. Differences that cannot
+change an id or an answer are ignored.
 """
 
 from __future__ import annotations
@@ -21,6 +23,18 @@ NORMAL, UNUSED, BYTE = 1, 5, 6
 PREFIX = "tokenizer.ggml."
 ENDS = ("eos", "eot", "eom")
 """Roles of the tokens that end an answer, in the order in which they are read."""
+BYTE_LETTERS = frozenset(map(chr, (*range(33, 127), *range(161, 173), *range(174, 324))))
+"""Characters that stand for the 256 bytes in byte-level BPE."""
+MATCHING = ("special", "lstrip", "rstrip", "single_word")
+"""Flags of an added token that always have an effect."""
+OPTIONS = (
+    "ignore_merges",
+    "byte_fallback",
+    "dropout",
+    "continuing_subword_prefix",
+    "end_of_word_suffix",
+)
+"""Options of a BPE model that always have an effect, if they are not empty."""
 
 
 def tokenizer_metadata(text: TextFacts, vocab_size: int) -> Values:
@@ -37,7 +51,8 @@ def tokenizer_metadata(text: TextFacts, vocab_size: int) -> Values:
     tokens, types = _tokens(tokenizer, vocab_size, kind)
     before, after = _markers(tokenizer.get("post_processor"))
     bos = text.special_tokens.get("bos_token")
-    eos = tokens[text.eos_token_ids[0]] if text.eos_token_ids else None
+    ends = _ends(text, tokens)
+    eos = tokens[ends["eos"]] if ends else None
     if before not in ([], [bos]) or after not in ([], [eos]):
         raise _refused(f"it adds {before + after} to texts, which are not BOS and EOS")
     found: Values = {
@@ -52,7 +67,7 @@ def tokenizer_metadata(text: TextFacts, vocab_size: int) -> Values:
     else:
         found[f"{PREFIX}pre"] = _pre_name(tokenizer)
         found[f"{PREFIX}merges"] = [" ".join(merge) for merge in merges]
-    found |= _ids(text) | _texts(text)
+    found |= _ids(text, ends) | _texts(text)
     _check(found, tokenizer, merges)
     return found
 
@@ -89,8 +104,25 @@ def _sentencepiece(tokenizer: Any, merges: list[list[str]], tokens: list[str]) -
     }
 
 
-def _ids(text: TextFacts) -> Values:
-    ends = dict(zip(ENDS, text.eos_token_ids, strict=False))
+def _ends(text: TextFacts, tokens: list[str]) -> dict[str, int]:
+    """Return role -> id of the tokens that end an answer.
+
+    The tokenizer's own EOS token comes first, because templates get the text of the first one.
+    """
+    own = text.special_tokens.get("eos_token")
+    ends = sorted(text.eos_token_ids, key=lambda end: tokens[end] != own)
+    if len(ends) > len(ENDS):
+        names = ", ".join(repr(tokens[end]) for end in ends)
+        raise UnusableModel(
+            f"a GGUF file cannot store {len(ends)} tokens that end an answer, only {len(ENDS)}: "
+            f"{names}",
+            remedy="remove those that the model does not need from eos_token_id in "
+            "generation_config.json",
+        )
+    return dict(zip(ENDS, ends, strict=False))
+
+
+def _ids(text: TextFacts, ends: dict[str, int]) -> Values:
     ids = {"bos": text.bos_token_id, "padding": text.pad_token_id, **ends}
     return {f"{PREFIX}{name}_token_id": each for name, each in ids.items() if each is not None}
 
@@ -112,12 +144,40 @@ def _texts(text: TextFacts) -> Values:
 
 def _markers(processor: Any) -> tuple[list[str], list[str]]:
     """Return the tokens that are added before and after a text."""
-    for step in _flat(processor, "processors"):
-        if step.get("type") == "TemplateProcessing":
-            parts = [part.get("SpecialToken", {}).get("id") for part in step["single"]]
-            middle = parts.index(None)
-            return parts[:middle], parts[middle + 1 :]
-    return [], []
+    parts = [part.get("SpecialToken", {}).get("id") for part in _template(processor)]
+    if not parts:
+        return [], []
+    if parts.count(None) != 1:
+        raise _refused("the template of its post-processor does not have the text exactly once")
+    middle = parts.index(None)
+    return parts[:middle], parts[middle + 1 :]
+
+
+def _template(processor: Any) -> list[Any]:
+    """Return the template of a single text; empty if there is none.
+
+    A ByteLevel step is ignored: it changes offsets, but no ids.
+    """
+    steps = [step for step in _flat(processor, "processors") if step.get("type") != "ByteLevel"]
+    match steps:
+        case []:
+            return []
+        case [{"type": "TemplateProcessing", "single": [_, *_] as template}]:
+            return list(template)
+    names = ", ".join(str(step.get("type")) for step in steps)
+    raise _refused(f"its post-processor ({names:.80}) is not a single template")
+
+
+def _added_ids(processor: Any) -> list[Any]:
+    """Return the ids of each part of the template of a single text; None for the text itself.
+
+    A template of the text alone is empty, like no template.
+    """
+    steps = _flat(processor, "processors")
+    named = {name: each for step in steps for name, each in step.get("special_tokens", {}).items()}
+    tokens = (part.get("SpecialToken", {}).get("id") for part in _template(processor))
+    ids = [named[token].get("ids") if token in named else None for token in tokens]
+    return [] if ids == [None] else ids
 
 
 def _pre_name(tokenizer: Any) -> str:
@@ -135,12 +195,20 @@ def _pre_name(tokenizer: Any) -> str:
 
 
 def _rules(tokenizer: Any) -> list[Any]:
-    """Return the steps before merging, in a form that can be compared."""
+    """Return the steps before merging, in a form that can be compared.
+
+    A split at spaces is left out if the normalizer replaces all spaces.
+    """
     rules: list[Any] = [bool(tokenizer["model"].get("ignore_merges"))]
+    spaces = {"String": " "}
+    without_spaces = False
     for step in _flat(tokenizer.get("normalizer"), "normalizers"):
         rules.append(step.get("type"))
+        without_spaces |= step.get("type") == "Replace" and step.get("pattern") == spaces
     for step in _flat(tokenizer.get("pre_tokenizer"), "pretokenizers"):
         match step.get("type"):
+            case "Split" if without_spaces and step["pattern"] == spaces:
+                pass
             case "Split":
                 rules.append((step["pattern"], step["behavior"], bool(step.get("invert"))))
             case "Digits":
@@ -164,13 +232,83 @@ def _check(found: Values, tokenizer: Any, merges: list[list[str]]) -> None:
     rebuilt = msgspec.json.decode(tokenizer_json(Fields(found, "the GGUF file")))
     if rebuilt["model"]["merges"] != merges:
         raise _refused("the order of its merges would change")
-    if kinds(rebuilt["normalizer"]) != kinds(tokenizer.get("normalizer")):
+    _check_ids(rebuilt, tokenizer)
+    _check_added_tokens(_added_tokens(rebuilt), _added_tokens(tokenizer))
+    options, wanted = _options(rebuilt), _options(tokenizer)
+    for name in wanted:
+        if options.get(name) != wanted[name]:
+            raise _refused(f"{name} of its model is {wanted[name]!r:.40}")
+    if _steps(rebuilt["normalizer"], "normalizers") != _steps(
+        tokenizer.get("normalizer"), "normalizers"
+    ):
         raise _refused("its normalizer would change")
+    if _rules(rebuilt) != _rules(tokenizer):
+        raise _refused("its rules for splitting texts would change")
+    if _decoding(rebuilt["decoder"]) != _decoding(tokenizer.get("decoder")):
+        raise _refused("its decoder would change")
+    if _added_ids(rebuilt["post_processor"]) != _added_ids(tokenizer.get("post_processor")):
+        raise _refused("the ids that it adds to texts would change")
 
 
-def kinds(normalizer: Any) -> list[Any]:
-    """Return the steps of a normalizer without empty sequences."""
-    return [step for step in _flat(normalizer, "normalizers") if step.get("type")]
+def _check_ids(rebuilt: Any, tokenizer: Any) -> None:
+    """Raise UnusableModel if a token would get another id.
+
+    A piece that has the same id as an added token is not stored. The merges do not need it.
+    """
+    ids = token_ids(rebuilt)
+    added = {each["id"] for each in tokenizer.get("added_tokens") or []}
+    for token, index in token_ids(tokenizer).items():
+        if ids.get(token) != index and index not in added:
+            raise _refused(f"token {token!r:.40} would not have the id {index}")
+
+
+def _check_added_tokens(found: dict[Any, Values], wanted: dict[Any, Values]) -> None:
+    """Raise UnusableModel, naming a token, if other tokens would be matched before merging."""
+    for index, content in wanted:
+        if (index, content) not in found:
+            raise _refused(f"its added token {content!r:.40} would be lost")
+    for (index, content), flags in found.items():
+        if (index, content) not in wanted:
+            raise _refused(f"its token {content!r:.40} would become an added token")
+        for name, value in wanted[index, content].items():
+            if flags[name] != value:
+                raise _refused(f"{name} of its added token {content!r:.40} is {value}")
+
+
+def _added_tokens(tokenizer: Any) -> dict[Any, Values]:
+    """Return (id, content) -> flags of each added token.
+
+    `normalized` has no effect without a normalizer, and is left out then.
+    """
+    normalizes = bool(_steps(tokenizer.get("normalizer"), "normalizers"))
+    names = (*MATCHING, "normalized") if normalizes else MATCHING
+    return {
+        (each["id"], each["content"]): {name: bool(each.get(name)) for name in names}
+        for each in tokenizer.get("added_tokens") or []
+    }
+
+
+def _options(tokenizer: Any) -> Values:
+    """Return the options of the model that have an effect.
+
+    The unknown token is never used if there is a token for every byte.
+    """
+    model = tokenizer["model"]
+    fallback = {f"<0x{byte:02X}>" for byte in range(256)}
+    all_bytes = fallback if model.get("byte_fallback") else BYTE_LETTERS
+    unknown = () if all_bytes <= model["vocab"].keys() else ("unk_token", "fuse_unk")
+    return {name: model.get(name) or None for name in (*OPTIONS, *unknown)}
+
+
+def _decoding(decoder: Any) -> list[Any]:
+    """Return the steps of a decoder. The options of ByteLevel have no effect on decoding."""
+    steps = _steps(decoder, "decoders")
+    return ["ByteLevel" if step["type"] == "ByteLevel" else step for step in steps]
+
+
+def _steps(whole: Any, name: str) -> list[Any]:
+    """Return the steps without empty sequences."""
+    return [step for step in _flat(whole, name) if step.get("type")]
 
 
 def _refused(reason: str) -> UnusableModel:
