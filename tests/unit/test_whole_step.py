@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,6 +14,7 @@ from tests.support.paged import PagedRow, attention_batch, scattered
 from tests.support.random_decoder import (
     HEAD_DIM,
     HIDDEN,
+    ROLES,
     attention,
     mlp,
     model_spec,
@@ -23,6 +27,10 @@ from worker.models.compiled import why_not
 from worker.models.decoder import DecoderModel
 from worker.models.rope_config import LinearScaling, RopeConfig
 from worker.models.spec import LayerSpec, ModelSpec, NormSpec
+from worker.models.tensors import ModelTensors, names_of
+from worker.models.whole_step import PassMemory
+from worker.startup.kv_budget import STEP_TOKENS
+from worker.startup.memory_plan import PROCESS_BYTES, PlannedModel, weights_bytes, work_bytes
 
 BLOCK_TOKENS = 4
 LAYER_NORM = NormSpec(kind="layer", eps=1e-5, bias=True)
@@ -156,3 +164,30 @@ def test_a_step_that_one_call_cannot_compute_is_refused_in_words() -> None:
     assert why_not(model_spec(PLAIN, head_bias=True)) == "its output head has a bias"
     other = LayerSpec(attention=attention(num_heads=4), mlp=mlp())
     assert why_not(model_spec(PLAIN, other)) == "its layers have different sizes"
+
+
+class MeasuredMemory(PassMemory):
+    """Scratch memory that adds up the bytes it was asked for."""
+
+    num_bytes = 0
+
+    def take(self, sizes: Sequence[int]) -> list[int]:
+        self.num_bytes += sum(sizes)
+        return super().take(sizes)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_memory_plan_covers_a_mixture_of_experts(dtype: torch.dtype) -> None:
+    spec = SPECS["experts"]
+    model = random_decoder(spec, native_kernels(), dtype)
+    assert model.whole is not None
+    planned = PlannedModel(
+        "m", ModelTensors(spec, names_of(ROLES)), defaultdict(lambda: "F32"), is_packed=True
+    )
+    name = str(dtype).removeprefix("torch.")
+    unique = {tensor.data_ptr(): tensor.nbytes for tensor in model.tensors()}
+    assert weights_bytes(planned, name) == sum(unique.values())
+    shape = (spec.num_layers, 2, BLOCK_TOKENS, spec.num_kv_heads, spec.head_dim)
+    memory = MeasuredMemory()
+    model.whole.forward(STEP_TOKENS, KVCache(*shape, dtype, torch.device("cpu")), memory)
+    assert memory.num_bytes <= work_bytes(planned, name, 0) - PROCESS_BYTES

@@ -113,6 +113,12 @@ class DecoderModel:
         self._frequencies = {rope: inverse_frequencies(rope).to(device) for rope in ropes}
         self.whole = WholePass.of(spec, weights, self.kernels)
 
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield all tensors of the weights, and the copies that the whole pass made of some."""
+        yield from self.weights.tensors()
+        if self.whole is not None:
+            yield from self.whole.tensors()
+
     @torch.inference_mode()
     def __call__(
         self, token_ids: Tensor, batch: AttentionBatch, cache: KVCache, attention: Attention

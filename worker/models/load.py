@@ -66,14 +66,15 @@ def load_model(
     source = open_weights(header)
     loaded = load_weights(header.tensors, source, dtype=dtype, device=device, layout=form)
     costs = settle(spec, loaded, dtype, kernels, measurements)
-    memory = {tensor.data_ptr(): tensor.nbytes for tensor in loaded.tensors()}
+    model = DecoderModel(spec, loaded, kernels)
+    memory = {tensor.data_ptr(): tensor.nbytes for tensor in model.tensors()}
     card = _card(
         header,
         dtype,
         num_parameters=_num_parameters(loaded, tied=spec.tied_embeddings),
         weights_bytes=sum(memory.values()),
     )
-    return LoadedModel(DecoderModel(spec, loaded, kernels), card, spec, costs)
+    return LoadedModel(model, card, spec, costs)
 
 
 def _load_transformers(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from ctypes import Array, byref
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Self
@@ -116,6 +116,12 @@ class WholePass:
         if not all(isinstance(linear, PackedLinear | HybridLinear) for linear in linears):
             return None
         return cls(spec, weights, weights.head.matrix, kernels)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield the packed copies of the routers, which the weights do not include."""
+        for router in self._routers:
+            if router is not None:
+                yield router.matrix.memory
 
     def is_for(self, tokens: int) -> bool:
         """Return whether this pass computes a step of `tokens` tokens. Longer steps, for which

@@ -27,7 +27,7 @@ from worker.kernels import sizes
 from worker.loading import quantization
 from worker.loading.errors import NotEnoughMemory, UnusableModel
 from worker.models.architectures import TransformersSpec
-from worker.models.compiled import is_fitting
+from worker.models.compiled import is_fitting, why_not
 from worker.models.spec import ModelFacts, ModelSpec
 from worker.models.tensors import FusedMatrix, LayerTensors, ModelTensors
 from worker.startup.kv_budget import (
@@ -216,6 +216,8 @@ def weights_bytes(model: AnyPlanned, dtype: str) -> int:
         if layer.router is not None:
             router = layer.router
             total += router.rows * (router.columns + router.has_bias) * item
+            if model.is_packed and not why_not(spec):  # models/whole_step.py packs a copy
+                total += _packed_bytes([(DENSE_FORMATS[dtype], router.rows)], router.columns)
     return total + _matrix_bytes(head, model, dtype)
 
 
@@ -240,9 +242,12 @@ def _matrix_bytes(matrix: FusedMatrix, model: PlannedModel, dtype: str) -> int:
     ]
     if not _packed_kinds(matrix, model):  # one part
         parts = [(plain, matrix.rows)]
-    return sizes.ALIGNMENT + sum(
-        sizes.packed_bytes(fmt, rows, matrix.columns) for fmt, rows in parts
-    )
+    return _packed_bytes(parts, matrix.columns)
+
+
+def _packed_bytes(parts: Sequence[tuple[int, int]], columns: int) -> int:
+    """Return the bytes of a packed matrix, whose parts have these formats and rows."""
+    return sizes.ALIGNMENT + sum(sizes.packed_bytes(fmt, rows, columns) for fmt, rows in parts)
 
 
 def _can_pack(matrix: FusedMatrix, model: PlannedModel) -> bool:
@@ -287,6 +292,7 @@ def work_bytes(model: AnyPlanned, dtype: str, max_slots: int) -> int:
     widths = 4 * spec.hidden + _inner_widths(spec)
     logits = LOGITS_COPIES * max_slots * spec.vocab_size
     step = 4 * (STEP_TOKENS * widths + logits)
+    step += STEP_TOKENS * _expert_bytes(spec, DTYPE_BYTES[dtype])
     return PROCESS_BYTES + slots + max(step, _loading_bytes(model, dtype))
 
 
@@ -295,8 +301,20 @@ def _inner_widths(spec: ModelSpec | TransformersSpec) -> int:
     if isinstance(spec, TransformersSpec):
         heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
         return heads + 3 * spec.inner
-    heads = max(each.q_width + 2 * each.kv_width for each in spec.attentions)
+    # Queries, keys, values and results.
+    heads = max(2 * (each.q_width + each.kv_width) for each in spec.attentions)
     return heads + 3 * max(layer.mlp.intermediate * layer.mlp.top_k for layer in spec.layers)
+
+
+def _expert_bytes(spec: ModelSpec | TransformersSpec, item: int) -> int:
+    """Return the bytes of a mixture of experts for one token besides the numbers inside its MLPs:
+    scores, gathered inputs, and results in float32 (models/whole_step.py)."""
+    if isinstance(spec, TransformersSpec):
+        return 0
+    mlps = [layer.mlp for layer in spec.layers if layer.mlp.num_experts > 1]
+    assigned = max((mlp.top_k for mlp in mlps), default=0) * spec.hidden
+    scores = max((mlp.num_experts for mlp in mlps), default=0)
+    return scores * item + assigned * (item + DTYPE_BYTES["float32"])
 
 
 def _loading_bytes(model: AnyPlanned, dtype: str) -> int:
