@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from protocol.exit_codes import ExitCode
-from tests.support.fake_hub import TOKEN, FakeHub, FakeRepo
+from tests.support.fake_hub import TOKEN, FakeHub, FakeRepo, gguf_start
 from tests.support.processes import ROOT, Program, free_port
 from tests.support.server import START_TIMEOUT_S
 from tests.support.tiny_checkpoint import write_tiny_llama
@@ -100,7 +100,7 @@ def test_the_token_of_the_environment_opens_a_repository_with_terms(
 
 
 def test_a_pull_that_is_killed_is_continued(hub: FakeHub, environment: dict[str, str]) -> None:
-    content = bytes(1000) * 3000
+    content = gguf_start("llama") + bytes(1000) * 3000
     hub.repos["tide/gguf"] = FakeRepo({"m-Q4_0.gguf": content})
     hub.stalls_after = 2_000_000
     command = ["-P", "-m", "tools", "pull", "tide/gguf:Q4_0"]

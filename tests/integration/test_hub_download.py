@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from tests.support.fake_hub import TOKEN, FakeHub, FakeRepo
+from tests.support.fake_hub import TOKEN, FakeHub, FakeRepo, gguf_start
 from tests.support.processes import free_port
 from tools.failure import Failure
 from tools.models.download import download
@@ -257,10 +256,18 @@ def test_a_model_that_cannot_be_served_is_refused_before_its_weights_are_downloa
 
 
 @pytest.mark.parametrize("is_url", [False, True])
+@pytest.mark.parametrize(
+    ("start", "message"),
+    [
+        (gguf_start("mamba"), "'mamba' is not supported in GGUF files"),
+        (b"<!doctype html>", "the file that the server sends is not a GGUF file"),
+    ],
+    ids=["mamba", "page"],
+)
 def test_a_gguf_file_that_cannot_be_served_is_refused_after_its_first_bytes(
-    desk: Desk, is_url: bool
+    desk: Desk, is_url: bool, start: bytes, message: str
 ) -> None:
-    content = gguf_start("mamba") + bytes(3_000_000)
+    content = start + bytes(3_000_000)
     desk.hub.repos["tide/pool-gguf"].files["pool-Q4_0.gguf"] = content
     desk.check_config = check_config
     url = gguf_url(desk.hub, hashlib.sha256(content).hexdigest())
@@ -271,7 +278,7 @@ def test_a_gguf_file_that_cannot_be_served_is_refused_after_its_first_bytes(
         else:
             desk.pull("tide/pool-gguf:Q4_0")
 
-    with pytest.raises(Failure, match="'mamba' is not supported in GGUF files"):
+    with pytest.raises(Failure, match=message):
         pull()
     assert not any(file.stat().st_size for file in desk.folder.rglob("*") if file.is_file())
 
@@ -281,15 +288,6 @@ def test_a_gguf_file_whose_start_can_be_served_is_downloaded(desk: Desk) -> None
     desk.hub.repos["tide/pool-gguf"].files["pool-Q4_0.gguf"] = content
     desk.check_config = check_config
     assert Path(desk.pull("tide/pool-gguf:Q4_0").path).read_bytes() == content
-
-
-def gguf_start(architecture: str) -> bytes:
-    """Return the header of a GGUF file whose only entry is the architecture."""
-    key, value = (
-        struct.pack("<Q", len(text)) + text
-        for text in (b"general.architecture", architecture.encode())
-    )
-    return struct.pack("<4sIQQ", b"GGUF", 3, 0, 1) + key + struct.pack("<I", 8) + value
 
 
 @pytest.mark.parametrize("is_forged", [False, True])

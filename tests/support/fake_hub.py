@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import struct
 import threading
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -234,6 +235,15 @@ class FakeHub:
 def refuse(request: BaseHTTPRequestHandler, status: int, code: str) -> None:
     headers = {"X-Error-Code": code, "X-Error-Message": f"refused: {code}"}
     _send(request, status, headers, b"{}", with_body=request.command != "HEAD")
+
+
+def gguf_start(architecture: str) -> bytes:
+    """Return the header of a GGUF file whose only entry is the architecture."""
+    key, value = (
+        struct.pack("<Q", len(text)) + text
+        for text in (b"general.architecture", architecture.encode())
+    )
+    return struct.pack("<4sIQQ", b"GGUF", 3, 0, 1) + key + struct.pack("<I", 8) + value
 
 
 def _send(

@@ -157,7 +157,7 @@ def check_start(source: Source, target: Path, check: Callable[[Path], object]) -
     """
     if partial_bytes(target):
         return
-    with tempfile.NamedTemporaryFile(dir=target.parent) as start:
+    with tempfile.NamedTemporaryFile(dir=target.parent, suffix=".gguf") as start:
         try:
             with source.open(0) as body:
                 while start.tell() < START_BYTES and (piece := next(body.pieces, b"")):

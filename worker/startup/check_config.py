@@ -24,9 +24,12 @@ REMEDY = "use another model"
 def check_config(file: Path) -> None:
     """Raise UnusableModel if `file` describes a model that is not supported.
 
-    file   a config.json, or a GGUF file of which only the first bytes may be there
+    file   NAME.gguf, a GGUF file of which only the first bytes may be there; or a config.json,
+           whatever its name is
     """
-    if _is_gguf(file):
+    if file.suffix == ".gguf":
+        if not _is_gguf(file):
+            raise UnusableModel("the file that the server sends is not a GGUF file")
         if architecture := architecture_at_start(file):
             gguf_family(architecture)
         return
