@@ -130,12 +130,13 @@ class ChoiceGroup:
     def attach(self, sink: Sink) -> None:
         """Emit the buffered events to `sink`. Until `detach`, emit later events on arrival.
 
+        If `sink` is detached while it handles a buffered event, the next ones are held back too.
         Nothing is emitted if the client has disconnected.
         """
         if self.is_gone:
             return
         self._sink = self._attached = sink
-        self._buffer.drain(sink)
+        self._buffer.drain(lambda: self._sink)
         while self._sink is sink and self._pending.emit_next(sink):
             pass
 

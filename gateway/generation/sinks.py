@@ -52,10 +52,11 @@ class BufferSink:
     def fail(self, error: ServingError) -> None:
         self._events.append(lambda sink: sink.fail(error))
 
-    def drain(self, sink: Sink) -> None:
+    def drain(self, current: Callable[[], Sink]) -> None:
+        """Emit the buffered events, each to the sink that `current` returns then."""
         events, self._events = self._events, []
         for emit in events:
-            emit(sink)
+            emit(current())
 
 
 class NullSink:

@@ -132,6 +132,24 @@ def test_tokens_are_measured_and_told_read_or_not(
     assert not untold.emit_next(told)
 
 
+def test_a_client_that_stops_reading_while_it_gets_the_buffered_events_gets_no_more_of_them() -> (
+    None
+):
+    """They may exceed the buffer of a client, which would be disconnected then."""
+    group = an_answer()
+    outputs = token_by_token(ids_of("abc"))
+    for output in outputs:
+        group.on_report(group.choices[0], output)
+    sink = SentFrames(1, then=group.detach)
+    group.attach(sink)
+    assert [delta.token_ids for _, delta in sink.deltas] == [ids_of("a")]
+    group.attach(sink)
+    assert [delta.token_ids for _, delta in sink.deltas] == [ids_of("a"), [*ids_of("bc"), EOS]]
+    assert sink.ends == []
+    group.attach(sink)
+    assert sink.ends == [None]
+
+
 # ---- an answer whose client takes nothing now and then
 @pytest.mark.parametrize("seed", range(20))
 def test_with_any_pauses_the_same_is_told(seed: int) -> None:
