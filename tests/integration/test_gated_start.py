@@ -113,5 +113,12 @@ def test_a_waiting_process_reports_that_it_is_alive(monkeypatch: pytest.MonkeyPa
     gate = StartGate()
     inherited = os.dup(gate.fd)
     monkeypatch.setenv(VARIABLE, str(inherited))
-    wait_at_gate(gate.open, every_s=0.001)
+    reports: list[bool] = []
+
+    def keep_alive() -> None:
+        reports.append(True)
+        gate.open()
+
+    wait_at_gate(keep_alive, every_s=0.001)
     os.close(inherited)
+    assert reports

@@ -1,4 +1,4 @@
-"""What a model writes in the format of its published chat template is parsed as that."""
+"""Calls and thoughts written as a family's published chat template has them are parsed back."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ Floats = NDArray[np.float32]
 PIECE_ITEMS = 1 << 20
 """Numbers dequantised at once."""
 PIECE_ROWS = 32
-"""A piece is a multiple of so many rows: whole int32 of the layout "awq"."""
+"""Each piece has a multiple of this number of rows, so no int32 of the layout "awq" is split."""
 MAX_INTEGER = 127
 """Largest integer of a Q8_0 block."""
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
