@@ -131,6 +131,7 @@ def test_a_damaged_file_is_computed_again_and_written_anew(
         assert eventually(lambda: engine.stats.num_finished)
         assert engine.stats.num_fetches_failed == {"damaged": 1}
         assert engine.stats.num_tier_failed == {"disk": 1}
+        assert stored(engine, "disk", 20)  # one fewer after the failure
         program.signal(signal.SIGTERM)
         assert program.end() == 0
     written_anew = [path for path in whole if path.read_bytes() == whole[path]]
