@@ -100,7 +100,7 @@ def encoded_document() -> bytes:
 
 
 def create_app(config: GatewayConfig | None = None) -> Flask:
-    """Return the WSGI application. Its extensions contain its `Service`.
+    """Return the WSGI application. Its `Service` is in `app.extensions["tidegate"]`.
 
     config  None: the config is read from the environment
 

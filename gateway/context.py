@@ -20,10 +20,8 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
 def request_id_from(header: str) -> str:
-    """Return the id that the client sent in `header`, if it is safe in headers and logs.
-
-    Otherwise return a new random id.
-    """
+    """Return the id that the client sent in `header`, if it is safe in headers and logs. Otherwise
+    return a new random id."""
     return header if header and _REQUEST_ID.fullmatch(header) else uuid.uuid4().hex
 
 
@@ -32,7 +30,7 @@ class RequestContext:
 
     route     the matched rule, such as "/v1/models/<name>"
     is_probe  whether the request is a health check or a scrape
-    on_close  functions that get the request's record after its end
+    on_close  functions that are called with the request's record when the request has ended
     """
 
     def __init__(
@@ -75,7 +73,8 @@ class RequestContext:
         self._metrics.open_answers.inc()
 
     def extensions(self, effective: Any = None) -> dict[str, Any]:
-        """Return the fields of a response that only our API has.
+        """Return the response members that no other server's API defines. Members without a value
+        are left out.
 
         effective  the response's `effective` member, if it is requested; otherwise None
         """

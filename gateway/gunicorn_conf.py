@@ -41,31 +41,26 @@ class GatewayWorker(GeventWorker):  # type: ignore[misc]
     """gunicorn's gevent worker, with its own handling of drains, shutdown, failed starts and
     malformed requests.
 
-    If a worker receives SIGQUIT or its master has ended, gunicorn closes open responses without an
-    error event. This class sends each client an error first.
+    When a worker receives SIGQUIT or its master has ended, gunicorn closes open responses without
+    an error event. This class sends each client an error first.
     """
 
     def handle(self, listener: Any, client: Any, addr: Any) -> None:
-        """Serve a new connection. A drain can close it while it is idle."""
+        """Serve a new connection. Until its first request, a drain may close it as idle."""
         _service(self).idle_connections.add_new(client)
         super().handle(listener, client, addr)
 
     def handle_request(self, listener_name: Any, req: Any, sock: Any, addr: Any) -> Any:
-        """Serve a request. Refuse transfer codings other than chunked.
-
-        gunicorn itself would pass the coded body on to the application.
-        """
+        """Serve a request. Refuse transfer codings other than chunked, whose body gunicorn itself
+        would pass on still encoded."""
         from gateway import unparsed
 
         unparsed.check_transfer_coding(req.headers)
         return super().handle_request(listener_name, req, sock, addr)
 
     def load_wsgi(self) -> None:
-        """Create the application.
-
-        If that fails, for example because of a bad option, send the message to the parent process
-        as the cause of the exit.
-        """
+        """Create the application. If that fails, for example because of a bad option, send the
+        message to the parent process as the cause of the exit."""
         try:
             super().load_wsgi()
         except AppImportError as error:
@@ -73,16 +68,15 @@ class GatewayWorker(GeventWorker):  # type: ignore[misc]
             raise
 
     def handle_error(self, _req: Any, client: Any, _addr: Any, exc: BaseException) -> None:
-        """Respond to an unparsable request with a JSON error.
-
-        gunicorn itself would log the request and send HTML.
-        """
+        """Respond to an unparsable request with a JSON error. gunicorn itself would log the request
+        and send HTML."""
         from gateway import unparsed
 
         unparsed.answer(_service(self), client, exc)
 
     def handle_quit(self, sig: int, frame: Any) -> None:
-        """End open answers with an error now. Then exit in the same way as after SIGTERM."""
+        """Handle SIGQUIT: end open answers with an error now, then exit in the same way as after
+        SIGTERM."""
         self.alive = False
         if getattr(self, "wsgi", None) is not None:  # it is not set while the worker starts
             _service(self).ends_at_once = True
@@ -187,20 +181,15 @@ def post_request(worker: Any, req: Any, environ: Any, _resp: Any) -> None:
 
 
 def worker_exit(_server: Any, worker: Any) -> None:
-    """Close the service, so that the engine aborts open requests at once.
-
-    gunicorn calls this in the worker when it ends.
-    """
+    """Close the service, so that the engine aborts open requests at once. gunicorn calls this in
+    the worker when it ends."""
     if getattr(worker, "wsgi", None) is not None:  # None if the worker failed to start
         _service(worker).close()
 
 
 def _service(worker: Any) -> Any:
-    """Return the worker's `Service`.
-
-    Its type is not imported here, because the master loads this module, too. The master needs only
-    the gateway's config and log format.
-    """
+    """Return the worker's `Service`. Its type is not imported here, because the master loads this
+    module, too. The master needs only the gateway's config and log format."""
     return worker.wsgi.extensions["tidegate"]
 
 
@@ -213,7 +202,8 @@ def child_exit(_server: Any, worker: Any) -> None:
 
 
 def on_exit(_server: Any) -> None:
-    """Clean up and set the exit code. gunicorn calls this in the master at its end."""
+    """Remove the metrics directory and set the exit code. gunicorn calls this in the master at its
+    end."""
     if _metrics_directory:
         shutil.rmtree(_metrics_directory, ignore_errors=True)
     if _exit_code[0]:

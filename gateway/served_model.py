@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 def version() -> str:
-    """Return the version of the installed package."""
+    """Return the version of the installed package, or "0+source" in a source tree."""
     try:
         return metadata.version("tidegate")
     except metadata.PackageNotFoundError:  # run from a source tree
@@ -54,10 +54,8 @@ class ModelOptions:
 
     @classmethod
     def from_config(cls, config: GatewayConfig, templates: TemplateLoader) -> ModelOptions:
-        """Return the options in `config`, checked as far as possible without a model.
-
-        Raises ValueError, naming the invalid option.
-        """
+        """Return the options in `config`, checked as far as possible without a model. Raises
+        ValueError, naming the invalid option."""
         check_names(config.tool_format, config.reasoning_format)
         return cls(
             served_names=config.served_name,
@@ -145,10 +143,8 @@ class ServedModel:
 
 
 def valid_defaults(defaults: SamplingDefaults) -> SamplingDefaults:
-    """Return `defaults` without the values that would be invalid in a request.
-
-    Each invalid value is logged.
-    """
+    """Return `defaults` without the values that would be invalid in a request. Each invalid value
+    is logged."""
     return SamplingDefaults(
         **{
             name: value
@@ -168,7 +164,7 @@ def _is_valid(name: str, value: float) -> bool:
 
 
 def return_free_memory() -> None:
-    """Return free pages of the C library's heap to the system, if the library can (glibc can).
+    """Return free pages of the C library's heap to the operating system, if the C library is glibc.
 
     Preparing a model with a vocabulary of 150,000 tokens needs 80 MB temporarily. That memory lies
     between blocks that are still in use, so the process would keep it until its end.

@@ -56,7 +56,7 @@ KEYS_POLL_S = 1.0
 
 
 def offload(work: Callable[[], list[int]]) -> list[int]:
-    """Run `work` in gevent's thread pool; other greenlets continue."""
+    """Run `work` in gevent's thread pool and return its result. Other greenlets run meanwhile."""
     return result_of(get_hub().threadpool, work)
 
 
@@ -81,7 +81,8 @@ def _engine_client(config: GatewayConfig, metrics: Metrics) -> EngineClient:
 class Service:
     """The state that all routes of one process share.
 
-    interrupt  kind of a detached run -> the function that ends it if its process has died
+    interrupt  maps each kind of detached run to the function that writes the run's end if the
+               process that generated the run has died
 
     The constructor raises ValueError if an option of `config` is invalid.
     """
@@ -118,10 +119,8 @@ class Service:
         self._unservable: tuple[ModelCard, ValueError] | None = None
 
     def start(self) -> None:
-        """Start the sandbox processes, the engine client and the watch. Call this after the fork.
-
-        Later calls have no effect.
-        """
+        """Start the sandbox processes, the engine client, and the greenlet that checks the engine's
+        state. Call this after the fork. Later calls have no effect."""
         if self._watch is None:
             self.templates.start()
             if not self.config.tried_tokenizer:
@@ -130,10 +129,10 @@ class Service:
             self._watch = gevent.spawn(self._keep_watch)
 
     def close(self) -> None:
-        """Wait until detached generations have ended, then close everything.
+        """Wait until detached generations have ended, then close everything. Outside a drain,
+        detached generations are ended at once.
 
-        The server has waited for all connections before it calls this. Outside a drain, detached
-        generations are ended at once.
+        The server calls this after all its connections have ended.
         """
         if self.persistence is not None:
             while self.persistence.is_busy and self._watch is not None:
@@ -151,10 +150,8 @@ class Service:
             self.tracing.close()
 
     def _keep_watch(self) -> None:
-        """Prepare a new model before the first request, reload keys, and end a drain in time.
-
-        This runs in a greenlet of its own.
-        """
+        """Prepare a new model before the first request, reload keys, and end a drain in time. This
+        runs in a greenlet of its own."""
         draining_since: float | None = None
         polled_at = time.monotonic()
         while True:
@@ -185,11 +182,8 @@ class Service:
         return Draining("the server stops after a failure, before the answer was complete")
 
     def model(self, name: str | None = None) -> ServedModel:
-        """Return the served model.
-
-        Raises EngineNotReady, EngineLost or Draining if nothing can be served now. Raises
-        UnknownModel if `name` is not None and not one of the model's names.
-        """
+        """Return the served model. Raises EngineNotReady, EngineLost or Draining if nothing can be
+        served now. Raises UnknownModel if `name` is not None and not one of the model's names."""
         trouble = self.trouble()
         if trouble is not None:
             raise trouble
@@ -202,10 +196,8 @@ class Service:
         return served
 
     def trouble(self) -> ServingError | None:
-        """Return why no request can be served now, as a new exception; None if requests can be.
-
-        If the engine has reported a new model, this prepares it first.
-        """
+        """Return the error with which every request would be refused now, or None. If the engine
+        has reported a new model, this prepares it first."""
         if self.is_draining():
             return Draining("this server is shutting down", retry_after_s=1)
         trouble = self.engine.trouble()
@@ -232,9 +224,7 @@ class Service:
 
     def _prepare_once(self, card: ModelCard, limits: Limits) -> ServedModel:
         """Prepare the model unless that was done before. Return it, or raise the same error again.
-
-        So a model that cannot be served is prepared and logged only once, not at each request.
-        """
+        So a model that cannot be served is prepared and logged only once, not at each request."""
         if self._unservable is not None and self._unservable[0] is card:
             raise self._unservable[1]
         served = self._served
@@ -278,11 +268,8 @@ class Service:
         return served
 
     def _try_tokenizer(self, tokenizer: bytes) -> None:
-        """Raise ValueError if the tokenizer cannot be used.
-
-        `tidegate serve` tries the tokenizer before it starts this process. That tokenizer is not
-        tried again.
-        """
+        """Raise ValueError if the tokenizer cannot be used. `tidegate serve` tries the tokenizer
+        before it starts this process. That tokenizer is not tried again."""
         trial, self._trial = self._trial, trial_process()
         if hashlib.sha256(tokenizer).hexdigest() == self.config.tried_tokenizer:
             trial.close()
@@ -295,7 +282,8 @@ class Service:
         timeline: Timeline,
         **options: Unpack[GenerateOptions],
     ) -> ChoiceGroup:
-        """Return a new group, which is not open yet. The caller must `forget` it after its end."""
+        """Return a new group of choices, which are not sent yet: see `ChoiceGroup.open`. The caller
+        must pass the group to `forget` after its end."""
         group = ChoiceGroup(
             self.engine,
             prompt_requests,
@@ -321,18 +309,17 @@ class Service:
             raise refusal
 
     def cache_refusal(self, account: Account | None, refusal: ServingError) -> None:
-        """Store a refusal for `raise_cached_refusal`, if there is only one engine.
-
-        If there are several, each has its own queue, so the next one may accept the request.
-        """
+        """Store a refusal for `raise_cached_refusal`, if there is only one engine. If there are
+        several, each has its own queue, so the next one may accept the request."""
         if len(self.engine.connections) == 1:
             self._refusal_cache.add(account, refusal, time.monotonic())
 
     def id_bounds(self, num_prompts: int = 1) -> JsonBounds:
-        """Return the bounds of a body that contains `num_prompts` prompts as token ids."""
+        """Return the limits on the JSON of a body that contains `num_prompts` prompts as token
+        ids."""
         limits = self.engine.limits
         return JsonBounds.with_ids(num_prompts * (limits.max_len if limits else MAX_TOKEN_IDS))
 
     def forget(self, group: ChoiceGroup) -> None:
-        """Remove a group that has ended, so that a shutdown does not end it again."""
+        """Remove a group that has ended, so that a shutdown does not abort it again."""
         self._groups.discard(group)

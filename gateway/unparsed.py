@@ -47,7 +47,7 @@ _CODINGS = ("gzip", "x-gzip", "deflate", "compress", "x-compress", "identity", "
 def check_transfer_coding(headers: Iterable[tuple[str, str]]) -> None:
     """Raise UnsupportedTransferCoding if `headers` name a transfer coding other than chunked.
 
-    gunicorn passes header names in upper case.
+    headers  (name in upper case, value) pairs, as gunicorn passes them
     """
     for name, value in headers:
         if name == "TRANSFER-ENCODING" and (coding := _not_chunked(value)) is not None:
@@ -77,7 +77,7 @@ def _unsupported_coding(error: BaseException) -> str | None:
 
 
 def fault_of(error: BaseException) -> HTTPFault:
-    """Return the response to `error`, and log the error unless the client caused it."""
+    """Return the response to `error`. Log the error unless the client caused it."""
     if (coding := _unsupported_coding(error)) is not None:
         name = coding if coding in _CODINGS else "this coding"
         return plain_fault(

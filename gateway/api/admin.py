@@ -36,7 +36,8 @@ class Version(msgspec.Struct, frozen=True):
 
 
 class GatewayFacts(msgspec.Struct, frozen=True):
-    """The gateway process that sent this response. `age_s` is the time since its start."""
+    """The gateway process that sent this response. `age_s` is the time since the process
+    started."""
 
     pid: int
     draining: bool
@@ -44,8 +45,8 @@ class GatewayFacts(msgspec.Struct, frozen=True):
 
 
 class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine's state, mostly from its last heartbeat. Unknown fields are null, for example all
-    of them before the first connection.
+    """The engine's state, mostly from its last heartbeat. Unknown fields are null. Before the first
+    connection all fields are unknown.
 
     epoch            identifies one run of the engine process; it changes when the engine restarts
     silence_s        seconds since the engine's last message
@@ -128,7 +129,7 @@ class Formats(msgspec.Struct, frozen=True):
 
 
 class SamplingInEffect(msgspec.Struct, frozen=True):
-    """The sampling parameters of a request that sets none."""
+    """The sampling parameters that apply to a request that sets none."""
 
     temperature: float
     top_p: float

@@ -1,7 +1,7 @@
 """Runs the choices of one request for every API: as a whole answer, as a stream, or detached.
 
 For a stream, an API passes its prompts and a sink. For a whole answer, it builds one JSON object
-from the events in a `CollectSink`. This module does the work that all APIs share: it aborts the
+from the events in a `CollectSink`. This module does the work that all APIs share. It aborts the
 choices if the client disconnects, and it records and closes the request however it ends.
 """
 
@@ -79,10 +79,8 @@ class RequestOptions:
 
 
 class GenerationRunner:
-    """Runs the choices of a request and detects a disconnect of its client.
-
-    The owner must call `close` in all cases.
-    """
+    """Runs the choices of a request and detects a disconnect of its client. The owner must call
+    `close`, however the request ends."""
 
     def __init__(
         self,
@@ -149,10 +147,8 @@ def whole(
     prompt_requests: Sequence[PromptRequest],
     options: RequestOptions,
 ) -> tuple[ChoiceGroup, CollectSink]:
-    """Wait until the answer has ended. Return its choices and the sink with all their events.
-
-    Raises the error that ended the answer, or ClientGone.
-    """
+    """Wait until the answer has ended. Return its choices and a sink that holds all their events.
+    Raises the error that ended the answer, or ClientGone."""
     return run_to_end(
         service, context, prompt_requests, options, lambda group: CollectSink(len(group.choices))
     )
@@ -166,9 +162,7 @@ def run_to_end(
     make_sink: Callable[[ChoiceGroup], S],
 ) -> tuple[ChoiceGroup, S]:
     """Wait until the answer has ended. Return its choices and the sink that `make_sink` made.
-
-    Raises the error that ended the answer, or ClientGone.
-    """
+    Raises the error that ended the answer, or ClientGone."""
     runner = GenerationRunner(service, context, prompt_requests, options, is_whole=True)
     try:
         sink = make_sink(runner.group)
@@ -186,10 +180,8 @@ def stream(
     options: RequestOptions,
     make_sink: Callable[[ChoiceGroup, Outlet], Sink],
 ) -> EventStream:
-    """Return a streamed response. `make_sink` creates the sink that writes to the outlet.
-
-    Raises the engine's refusal, or ClientGone.
-    """
+    """Return a streamed response. `make_sink` creates the sink that writes to the outlet. Raises
+    the engine's refusal, or ClientGone."""
     runner = GenerationRunner(service, context, prompt_requests, options)
     group = runner.group
     context.is_streaming = True
@@ -215,10 +207,8 @@ def detached(
     options: RequestOptions,
     make_sink: Callable[[ChoiceGroup], Sink],
 ) -> None:
-    """Start a generation that continues after its client has disconnected.
-
-    `make_sink` is called after the engine has accepted all choices. Raises the engine's refusal.
-    """
+    """Start a generation that continues after its client has disconnected. `make_sink` is called
+    after the engine has accepted all choices. Raises the engine's refusal."""
     runner = GenerationRunner(service, context, prompt_requests, options, needs_client=False)
     with contextlib.ExitStack() as on_failure:
         on_failure.callback(runner.close)
@@ -239,7 +229,7 @@ class FrameSource(Protocol):
     """A source of SSE frames, such as a detached run. Its methods may be called in gevent's hub."""
 
     def attach(self, outlet: Outlet) -> None:
-        """Write the frames to `outlet` from now on."""
+        """Write all frames to `outlet`, from now on."""
 
     def detach(self) -> None:
         """Write no more frames."""
@@ -295,7 +285,7 @@ def _event_stream(
 
 @dataclass(frozen=True, slots=True)
 class RequestTimeouts:
-    """The time limits of one answer."""
+    """The time limits of one answer, in seconds."""
 
     #: Seconds until the answer must have ended; 0: no limit.
     timeout_s: float = 0.0

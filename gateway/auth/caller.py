@@ -27,10 +27,8 @@ class CallerHeaders(Protocol):
 
 
 def api_key_in(headers: CallerHeaders) -> str | None:
-    """Return the API key that a client sent, or None.
-
-    It is in `Authorization: Bearer KEY`, or else in Anthropic's `x-api-key: KEY`.
-    """
+    """Return the API key that a client sent, or None. It is in `Authorization: Bearer KEY`, or else
+    in Anthropic's `x-api-key: KEY`."""
     scheme = headers.get("Authorization", "")
     if scheme[: len(_BEARER)].lower() == _BEARER and (key := scheme[len(_BEARER) :].strip()):
         return key
@@ -39,7 +37,7 @@ def api_key_in(headers: CallerHeaders) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The sender of a request."""
+    """The sender of a request, and the permissions and limits of the sender's API key."""
 
     #: Name of the caller's key; "" if the server has no keys.
     name: str
@@ -57,7 +55,7 @@ class Caller:
 
     @classmethod
     def from_key(cls, name: str, entry: KeyEntry) -> Caller:
-        """Return the caller that the key `name` identifies."""
+        """Return the caller whose key has this name and entry in the key file."""
         group = f"group:{entry.namespace}" if entry.namespace else f"key:{name}"
         account = Account(
             name=name,
@@ -88,7 +86,8 @@ class Caller:
         return cls("", ALL_SCOPES if is_local else ALL_SCOPES - {"admin"}, owner)
 
     def namespace(self, salt: str) -> str:
-        """Return the namespace in the prefix cache of a request with this salt."""
+        """Return the name under which the prefix cache stores the prompts of a request with this
+        salt."""
         return self.cache_group + SEPARATOR + salt if self.cache_group else salt
 
     def labels(self, name: str) -> list[str]:
@@ -107,10 +106,8 @@ class Caller:
         return self.owner + SEPARATOR + name
 
     def context_limit(self, max_len: int) -> int:
-        """Return the maximum number of tokens of prompt and answer together.
-
-        max_len  the model's limit; the key may have a lower one
-        """
+        """Return the maximum number of tokens of prompt and answer together: the lower one of
+        `max_len`, the model's limit, and the key's limit."""
         own = self.account.max_len if self.account is not None else 0
         return min(own, max_len) if own else max_len
 

@@ -72,7 +72,7 @@ class Forbidden(RequestError):
 
 @dataclass(frozen=True, slots=True)
 class RequestHead:
-    """The method, target and headers of a request, and the route that matched them."""
+    """The method, target and headers of a request, and the route that they matched."""
 
     method: str
     #: The request target as it was sent, not decoded.
@@ -155,10 +155,8 @@ class Gate:
         self._keyring = keyring
 
     def admit(self, head: RequestHead) -> Caller:
-        """Return the caller of an admitted request.
-
-        Raises MalformedTarget, NoSuchRoute, Unauthenticated or Forbidden.
-        """
+        """Return the caller of an admitted request. Raises MalformedTarget, NoSuchRoute,
+        Unauthenticated or Forbidden."""
         self.check_head(head)
         required: RequiredScope | None = None
         if head.rule is not None:
@@ -174,10 +172,8 @@ class Gate:
         return caller
 
     def check_head(self, head: RequestHead) -> None:
-        """Check the target, Host and Origin, which do not depend on the route or the caller.
-
-        Raises MalformedTarget or Forbidden.
-        """
+        """Check the target, Host and Origin, which do not depend on the route or the caller. Raises
+        MalformedTarget or Forbidden."""
         if (reason := path_error(path_of(head.target))) is not None:
             raise MalformedTarget(reason)
         self._check_host(head)
@@ -201,7 +197,8 @@ class Gate:
         }
 
     def is_allowed_preflight(self, head: RequestHead) -> bool:
-        """Return whether this is the preflight of an allowed origin. Preflights carry no key."""
+        """Return whether this is a CORS preflight from an allowed origin. Preflights carry no
+        key."""
         return head.is_preflight and self._origins.admits(head.origin)
 
     def _check_host(self, head: RequestHead) -> None:

@@ -30,9 +30,7 @@ def coalesce(steps: list[Outputs]) -> list[Outputs]:
 
 def merge_steps(steps: Sequence[Outputs]) -> Outputs:
     """Merge the outputs of consecutive steps into one message with one output for each request.
-
-    The requests are in the order of their first outputs.
-    """
+    Requests are ordered by their first output."""
     pieces: dict[int, list[Output]] = {}
     for step in steps:
         for output in step.outputs:

@@ -181,10 +181,8 @@ class DisaggregatedClient:
         subscriber: Subscriber,
         **options: Unpack[GenerateOptions],
     ) -> int:
-        """Send a request to P or D and return its number; see `EngineClient.generate`.
-
-        Raises InvalidRequest if `options` contain K/V options, because this class sets them.
-        """
+        """Send a request to P or D and return its number; see `RequestSender.generate`. Raises
+        InvalidRequest if `options` contain K/V options, because this class sets them."""
         if options.pop("kv_readers", 0) or options.pop("kv_handle", ""):
             message = f"{KV_FIELD}: not supported, this server manages K/V transfer itself"
             raise InvalidRequest(message, param=KV_FIELD)
@@ -232,11 +230,8 @@ class DisaggregatedClient:
     # ---- choosing engines
 
     def _can_prefill(self, prompt: Int32, params: SamplingParams) -> bool:
-        """Return whether P may compute this prompt.
-
-        D itself computes short prompts, prompts whose logprobs are requested, and the prompts of
-        requests without output (`max_tokens` 0).
-        """
+        """Return whether P may compute this prompt. D itself computes short prompts, prompts whose
+        logprobs are requested, and the prompts of requests without output (`max_tokens` 0)."""
         return (
             len(prompt) >= self._min_tokens
             and params.prompt_logprobs is None
@@ -287,10 +282,8 @@ class DisaggregatedClient:
     # ---- events
 
     def _send_prefills(self) -> None:
-        """Send the prefills of this turn of the event loop.
-
-        This is called at the end of the turn, when all choices have been added as readers.
-        """
+        """Send the prefills of this turn of the event loop. This is called at the end of the turn,
+        when all choices have been added as readers."""
         unsent, self._unsent = self._unsent, []
         for prefill in unsent:
             prefill.send()
@@ -313,10 +306,8 @@ class DisaggregatedClient:
             self._on_event(self._requests[number], event, report)
 
     def _failure_event(self, report: Report) -> tuple[HandoffEvent, str]:
-        """Return the event for a report of P that has no handle, and the cause of a fallback.
-
-        The cause is "" if D does not compute the prompt instead.
-        """
+        """Return the event for a report of P that has no handle, and the cause of a fallback. The
+        cause is "" if D does not compute the prompt instead."""
         error = _error_of(report)
         if error is None or not self._recomputes:  # aborted by label, or the policy is to fail
             return HandoffEvent.STOPPED, ""
@@ -343,11 +334,8 @@ class DisaggregatedClient:
                 self._on_event(request, HandoffEvent.FINISHED, report)
 
     def _with_merged_usage(self, request: _Request, output: Output) -> Output:
-        """Return `output` with the usage of P and D together.
-
-        D's first usage also shows whether D used P's K/V. So this method also counts the request as
-        a handover or a fallback.
-        """
+        """Return `output` with the usage of P and D together. D's first usage also shows whether D
+        used P's K/V. So this method also counts the request as a handover or a fallback."""
         prefill, usage = request.prefill, output.usage
         if prefill is None or usage is None:
             return output
@@ -409,10 +397,8 @@ class DisaggregatedClient:
         request.d = d
 
     def _time_left(self, request: _Request, *, has_started: bool) -> GenerateOptions:
-        """Return the timeouts for D: those of the request less the time since its arrival.
-
-        If P has computed the prompt, the request has started. It then has no queue timeout.
-        """
+        """Return the timeouts for D: those of the request less the time since its arrival. If P has
+        computed the prompt, the request has started. It then has no queue timeout."""
         elapsed_s = time.monotonic() - request.arrived_at
         timeout_s = request.options.get("timeout_s", 0.0)
         queue_timeout_s = 0.0 if has_started else request.options.get("queue_timeout_s", 0.0)

@@ -101,10 +101,8 @@ class Handoff:
         self.state = start
 
     def on(self, event: HandoffEvent) -> tuple[HandoffAction, ...]:
-        """Change the state and return the actions, in order.
-
-        Raises ValueError and changes nothing if `event` is not possible in this state.
-        """
+        """Change the state and return the actions, in order. Raises ValueError and changes nothing
+        if `event` is not possible in this state."""
         if self.state is HandoffState.ENDED:
             return ()
         try:
@@ -137,7 +135,7 @@ def _sum_of_times(first: Times | None, second: Times | None) -> Times | None:
 
 
 def was_recomputed(decoded: Usage, block_tokens: int) -> bool:
-    """Return whether D computed a prompt although it had a handle for it.
+    """Return whether D computed a prompt although it had a handle for the prompt's K/V.
 
     D always computes the block that holds the prompt's last token. If it computed more blocks, it
     could not fetch their K/V.

@@ -1,4 +1,4 @@
-"""Engines with the same role, and choosing one of them for a request."""
+"""`EnginePool`: engines with the same role, one of which is chosen for each request."""
 
 from __future__ import annotations
 
@@ -25,19 +25,15 @@ class EnginePool:
 
     @property
     def first(self) -> ZmqEngineClient:
-        """The first engine that is ready, or the first one if none is.
-
-        The pool reports this engine's model, limits and state as its own.
-        """
+        """The first engine that is ready, or the first one if none is. The pool reports this
+        engine's model, limits and state as its own."""
         return next((engine for engine in self.engines if engine.is_ready), self.engines[0])
 
     def choose(
         self, model: ModelCard | None, load: Callable[[ZmqEngineClient], int]
     ) -> ZmqEngineClient:
-        """Return the ready engine that has this model and the smallest `load`.
-
-        Raises EngineNotReady or EngineLost if there is none.
-        """
+        """Return the ready engine that has this model and for which `load` returns the least.
+        Raises EngineNotReady or EngineLost if there is none."""
         usable = [engine for engine in self.engines if _serves(engine, model)]
         if len(usable) > 1:
             return min(usable, key=load)

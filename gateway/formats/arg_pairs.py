@@ -69,10 +69,10 @@ TYPES = {"str": "string", "int": "integer", "float": "number", "bool": "boolean"
 class ArgPairsState(TypedCallState):
     """State of an `ArgPairsParser`.
 
-    text  the current name, key or type so far, in pieces
+    text  pieces of the name, key or type that is being read
     key   key of the current pair
-    type  type that the model has written for the current pair
-    json  position in a call that is a JSON object
+    type  type that the model has written for the current pair; "" if none
+    json  scan of a call that is a JSON object
     """
 
     at: str = "opened"
@@ -277,7 +277,7 @@ class ArgPairsParser(TypedCallParser):
 
 
 class ArgPairs(CallSyntax, frozen=True, kw_only=True):
-    """Markers and options of one variant of this syntax.
+    """One model family's spelling of calls as key and value tags: its markers and options.
 
     open, close       markers around a group of calls; if empty, each call stands alone
     call_open         marker that starts a call

@@ -54,10 +54,8 @@ PYTHON = Dialect(
 
 
 def kinds_of(schema: Any, root: Mapping[str, Any] | None = None) -> tuple[str, ...]:
-    """Return the JSON types that a schema allows, in the order of ORDER.
-
-    Return () if the schema allows any type.
-    """
+    """Return the JSON types that a schema allows, in the order of ORDER. Return () if the schema
+    allows any type."""
     found: set[str] = set()
     _gather(schema, root or {}, found, MAX_REFS)
     return tuple(kind for kind in ORDER if kind in found)
@@ -222,9 +220,10 @@ class ArgumentsWriter(msgspec.Struct):
     mode     how the current argument is emitted: "string" as it arrives, "nullable" once it is
              certainly not null, "typed" when complete; "" if there is no current argument
     kinds    types that the current argument may have
-    lead     whether the first character of the value has not been read
+    lead     whether the value's first character is still to come, so that leading blanks are
+             stripped
     parts    the part of the value that is held back
-    tail     blanks that are markup if the value ends here, and part of the value otherwise
+    tail     held-back blanks, which are stripped if the value ends after them
     """
 
     count: int = 0
@@ -255,10 +254,8 @@ class ArgumentsWriter(msgspec.Struct):
         self.count += 1
 
     def text(self, text: str, builder: EventBuilder, trim: Trim = "nothing") -> None:
-        """Add text to the value of the current argument.
-
-        `trim` is what is stripped from both ends of the value.
-        """
+        """Add text to the value of the current argument. `trim` names the characters that are
+        stripped from both ends of the value."""
         if self.lead and text:
             if trim == "newline":
                 text = text.removeprefix("\n")
@@ -319,7 +316,8 @@ class TypedCallState(CallParserState):
 
     name       name of the open call
     arguments  writer of its arguments
-    doubtful   text that is markup if the value has ended, and part of the value otherwise
+    doubtful   a closing tag and the blanks after it, while it is unknown whether the tag ends the
+               value or is part of it
     """
 
     name: str = ""
@@ -330,13 +328,13 @@ class TypedCallState(CallParserState):
 class TypedCallParser(CallParser):
     """Base of parsers of calls whose values are plain text, typed by the tool's schema.
 
-    In the state "value", text is part of a value. In the state "doubt", a closing tag was read that
-    may end the value or be a part of it. The text after the tag decides.
+    In the state "value", text is part of a value. The state "doubt" follows a closing tag that may
+    end the value or be a part of it. The text after the tag decides.
     """
 
     @property
     def trim(self) -> Trim:
-        """What is stripped from both ends of a value."""
+        """The characters that are stripped from both ends of a value."""
         return "nothing"
 
     def start_call(self, name: str) -> None:
@@ -361,10 +359,10 @@ class TypedCallParser(CallParser):
         self.s.arguments.text(text, self.builder, self.trim)
 
     def in_doubt(self, text: str) -> str:
-        """Read text after a closing tag in doubt.
+        """Read text after a closing tag that may be part of the value. Return the text that was not
+        read.
 
-        After blanks the tag is still in doubt. Any other text shows that the tag is part of the
-        value.
+        Blanks leave the question open. Any other text shows that the tag is part of the value.
         """
         s = self.s
         rest = text.lstrip(BLANKS)
@@ -374,7 +372,7 @@ class TypedCallParser(CallParser):
         return rest
 
     def was_text(self) -> None:
-        """Continue the value: the closing tag in doubt is part of it."""
+        """Continue the value: the closing tag in `doubtful` has turned out to be part of it."""
         doubtful, self.s.doubtful = "".join(self.s.doubtful), []
         self.s.at = "value"
         self.value_text(doubtful)

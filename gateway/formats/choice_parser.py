@@ -86,8 +86,8 @@ class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
 class ParserState(msgspec.Struct, frozen=True):
     """State of a `ChoiceParser` between two pushes, as plain data.
 
-    `stop` is None if there are no stop strings. `parser` is None if the answer has no format. When
-    the state is serialised, `parser` is called "machine".
+    `stop` is None if there are no stop strings. `parser` is None if the answer has no format. In
+    the serialised state, `parser` has the name "machine".
     """
 
     detokenizer: DetokenizerState
@@ -126,10 +126,8 @@ class ParserFactory:
             self.pieces = {token: MarkerToken(token, marker) for token, marker in markers}
 
     def format_parser(self, state: dict[str, Any] | None) -> FormatParser | None:
-        """Return a parser of the answer's format that continues from `state`.
-
-        Return None if there is no format.
-        """
+        """Return a parser of the answer's format that continues from `state`. Return None if there
+        is no format."""
         if self.answer is None:
             return None
         return self.answer.format.parser(
@@ -146,11 +144,8 @@ class ParserFactory:
 
 
 class ChoiceParser:
-    """Parses one choice.
-
-    Once `finished` is true, the last event has been returned. Every later push returns an empty
-    delta, so late messages do no harm.
-    """
+    """Parses one choice. Once `finished` is true, the last event has been returned. Every later
+    push returns an empty delta, so late messages do no harm."""
 
     __slots__ = (
         "_allows_many_calls",
@@ -228,20 +223,17 @@ class ChoiceParser:
 
     @property
     def num_waiting(self) -> int:
-        """Number of tokens not yet returned, because their text is held back."""
+        """Number of tokens that no delta has contained yet, because their text is held back."""
         return len(self._waiting_ids)
 
     def release(self) -> OutputDelta:
-        """Return the waiting tokens, whose text is still held back, for a caller that needs them
-        now.
-        """
+        """Return the tokens whose text is still held back, for a caller that needs all tokens
+        now."""
         return self._delta([])
 
     def push(self, output: Output) -> OutputDelta:
-        """Return the delta for one output of the engine.
-
-        It is empty, and so false, while all text is held back.
-        """
+        """Return the delta for one output of the engine. It is empty, and so false, while all text
+        is held back."""
         if self.finished:
             return OutputDelta(num_after_end=len(output.tokens))
         if len(output.tokens) > 1 and self._factory.may_stop:
@@ -258,10 +250,8 @@ class ChoiceParser:
         return self._delta([*events, self._end(output)])
 
     def _push_each(self, output: Output) -> OutputDelta:
-        """Push the output's tokens one at a time.
-
-        So an answer that a stop string or a call ends has the same tokens however they arrived.
-        """
+        """Push the output's tokens one at a time. So an answer that a stop string or a call ends
+        has the same tokens however they arrived."""
         events: list[Event] = []
         ids: list[int] = []
         logprobs: list[TokenLogprobs] = []
@@ -301,10 +291,7 @@ class ChoiceParser:
         return events
 
     def _finish(self, *, complete: bool) -> list[Event]:
-        """Return the remaining events.
-
-        `complete` is false if the answer was cut off.
-        """
+        """Return the remaining events. `complete` is false if the answer was cut off."""
         search = self._stop is not None and self._num_tokens > self._min_tokens
         rest = self._text(self._detokenizer.finish())
         rest += self._parser.finish(complete) if self._parser else []
@@ -392,11 +379,8 @@ class ChoiceParser:
 def end_of(
     output: Output, reason: str, eos_token_ids: Collection[int], matched: str | None = None
 ) -> Finished | Failed:
-    """Return the last event of an answer.
-
-    It contains the stop string `matched`. If there is none, it contains the stop token, unless that
-    is one of the model's own end tokens.
-    """
+    """Return the last event of an answer. It contains the stop string `matched`. If there is none,
+    it contains the stop token, unless that is one of the model's own end tokens."""
     if reason == "error":
         return Failed(output.error or _UNEXPLAINED)
     if matched is not None or output.stop_token in eos_token_ids:

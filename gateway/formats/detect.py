@@ -30,10 +30,11 @@ If the checkpoint has no such suffix, the sign does not match.
 
 
 class DetectionRule(msgspec.Struct, frozen=True):
-    """Chooses the format `name` if all its signs are present.
+    """A rule that chooses the format `name` if all signs are present.
 
     texts   the signs, which are searched for in the template
-    alone   whether tokens of the vocabulary count as signs, because no other model has them
+    alone   whether a token of the vocabulary counts as a sign, because no other model has that
+            token
     family  tokens that suggest the format even if the template has no sign of it
     """
 
@@ -148,7 +149,7 @@ def detect(template: str | None, token_id: TokenId, added_tokens: Collection[str
     """Return the formats of a model with this chat template and this vocabulary.
 
     token_id      returns the id of the token with a given text, or None
-    added_tokens  the added tokens of the vocabulary; a suffix of markers is found in them
+    added_tokens  the added tokens of the vocabulary. They show whether markers have a suffix
     """
     suffix = marker_suffix(added_tokens) or marker_suffix(suffixed_markers(template or ""))
     tools = _choose(TOOL_RULES, _Evidence(template, token_id, suffix))

@@ -69,17 +69,15 @@ class EventBuilderState(msgspec.Struct):
 
 
 class BuilderCheckpoint(msgspec.Struct, frozen=True):
-    """A position to which `EventBuilder.roll_back` returns."""
+    """A position in the events to which `EventBuilder.roll_back` returns."""
 
     num_events: int
     state: EventBuilderState
 
 
 class EventBuilder:
-    """Builds the events of one choice. They collect in `out` until `drain` returns them.
-
-    Calls get their ids in `drain`, so no id is spent on a call that is rolled back.
-    """
+    """Builds the events of one choice. They collect in `out` until `drain` returns them. Calls get
+    their ids in `drain`, so no id is spent on a call that is rolled back."""
 
     __slots__ = ("_lacks_ids", "_new_id", "_tools", "out", "s")
 
@@ -158,7 +156,7 @@ class EventBuilder:
             s.blanks.append(text[len(solid) :])
 
     def start_reasoning(self) -> None:
-        """Drop the blanks before a block of reasoning, and the newlines at its start."""
+        """Start a block of reasoning: drop the blanks before it, and the newlines at its start."""
         self.s.blanks, self.s.dropping = [], NEWLINES
 
     def reasoning(self, text: str) -> None:
@@ -177,11 +175,12 @@ class EventBuilder:
             s.blanks.append(text[len(solid) :])
 
     def end_reasoning(self) -> None:
-        """Drop the newlines at the end of a block of reasoning, and those after it."""
+        """End a block of reasoning: drop the newlines at its end, and those after it."""
         self.s.blanks, self.s.dropping = [], NEWLINES
 
     def markup(self) -> None:
-        """Drop the blanks before a marker around the answer proper, and the newlines after it."""
+        """Pass a marker around the answer proper: drop the blanks before it, and the newlines after
+        it."""
         self.s.blanks, self.s.dropping = [], NEWLINES
 
     def finish(self) -> None:
@@ -218,10 +217,8 @@ class EventBuilder:
         return self.s.num_calls
 
     def declares(self, name: str, *, surely: bool = False) -> bool:
-        """Return whether the request has a tool `name`.
-
-        If the request's tools are unknown, return `not surely`.
-        """
+        """Return whether the request has a tool `name`. If the tools are unknown, return `not
+        surely`."""
         return not surely if self._tools is None else name in self._tools
 
     def parameters(self, name: str) -> Mapping[str, Any] | None:
@@ -246,11 +243,8 @@ class EventBuilder:
             self.out.append(ToolArguments(self.s.num_calls - 1, repaired))
 
     def fast_arguments(self, text: str) -> ToolArguments | None:
-        """Return the event for arguments that need no scan, else None.
-
-        These are texts that only continue a JSON string or broken JSON. Pass any other text to
-        `arguments_delta`.
-        """
+        """Return the event for arguments that need no scan, else None. These are texts that only
+        continue a JSON string or broken JSON. Pass any other text to `arguments_delta`."""
         at = self.s.arguments.at
         if at == BROKEN or (at == STRING and PLAIN.fullmatch(text)):
             return ToolArguments(self.s.num_calls - 1, text)
@@ -269,7 +263,7 @@ class EventBuilder:
         self.abandon_call()
 
     def abandon_call(self) -> None:
-        """Close the open call, if there is one, without emitting its end."""
+        """Close the open call, if there is one, without emitting its end: the call was cut off."""
         self.s.open, self.s.arguments = False, object_scan()
 
 

@@ -247,7 +247,8 @@ COMMA = LiteralForm(",")
 
 
 class Gemma(CallSyntax, frozen=True, kw_only=True):
-    """Markers of one variant: `open` and `close` around a call, `quote` around a string."""
+    """The markers of one Gemma family: `open` and `close` around a call, `quote` around a
+    string."""
 
     PARSER = GemmaParser
 

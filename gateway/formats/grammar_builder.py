@@ -27,7 +27,7 @@ ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 
 class NotWritable(ValueError):
-    """The format cannot write calls of a tool.
+    """Raised if a format cannot write calls of a tool.
 
     field  the part of the tool's `function` that prevents it: "name", "parameters.properties.x"
     """
@@ -39,7 +39,7 @@ class NotWritable(ValueError):
 
 
 class AnswerFrame(msgspec.Struct, frozen=True):
-    """Markup around the reasoning and around the answer proper.
+    """Markup around the reasoning and around the answer proper, which is the text for the user.
 
     opens   markup before a block of reasoning; "" if there is none, or if only the prompt has it
     closes  all markup between the block and the next part of the answer
@@ -89,7 +89,7 @@ class GrammarBuilder:
         return sequence(item, self.repeated(sequence(between, item)))
 
     def repeated(self, item: Form) -> Form:
-        """Return a form for any number of `item`; the empty form if not `many`."""
+        """Return a form for any number of `item`. Without `many`, return the empty form."""
         return Repeat(item) if self.many else LiteralForm("")
 
     def json(self, schema: Mapping[str, Any] | None) -> Json:
@@ -137,10 +137,8 @@ ANY_TEXT = Pattern("(?s:.*)")
 
 
 def sequence(*parts: Form | str) -> Form:
-    """Return a form for the parts one after another.
-
-    Neighbouring literals are joined, because together they may spell a marker.
-    """
+    """Return a form for the parts one after another. Neighbouring literals are joined, because
+    together they may spell a marker."""
     items: list[Form] = []
     for part in parts:
         form = LiteralForm(part) if isinstance(part, str) else part
@@ -271,9 +269,7 @@ def _grouped(calls: Mapping[str, Form], pieces: Iterable[str]) -> dict[str, Form
 
 
 def _spelt(opener: str, pieces: Iterable[str]) -> str:
-    """Return the part of an opener before its first special token.
-
-    `pieces` are the texts of the special tokens.
-    """
+    """Return the part of an opener before its first special token. `pieces` are the texts of the
+    special tokens."""
     places = (opener.find(piece) for piece in pieces)
     return opener[: min((place for place in places if place >= 0), default=len(opener))]

@@ -438,7 +438,7 @@ def _role_start(text: str) -> int:
 
 
 class Harmony(AnswerSyntax, frozen=True, kw_only=True):
-    """Markers and names of one variant of this syntax."""
+    """One model family's spelling of answers as messages: its markers and names."""
 
     PARSER = HarmonyParser
 

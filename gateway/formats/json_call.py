@@ -24,11 +24,11 @@ SCALAR_END = re.compile(r"[^0-9A-Za-z+\-.]")
 
 
 class JsonExtent(msgspec.Struct):
-    """Position in one JSON value, valid or not, whose end is searched for.
+    """An incremental search for the end of one JSON value, valid or not.
 
-    A new position is before the value's first non-blank character. Strings, escapes and depth are
-    tracked, so nothing inside a string ends the value. The search stops at a character that JSON
-    does not allow outside strings.
+    A new search expects the value, perhaps after blanks. Strings, escapes and depth are tracked, so
+    nothing inside a string ends the value. The search stops at a character that JSON does not allow
+    outside strings.
 
     kind     "" before the value, then "nested", "string" or "scalar"
     depth    number of open brackets
@@ -95,11 +95,11 @@ class CallKeys(msgspec.Struct, frozen=True):
     """The keys of an object that is a call. If a key has several spellings, grammars write the
     first.
 
-    name         keys of the tool's name; if the value is an object instead of a string, the call's
-                 keys are searched for in that object
+    name         keys of the tool's name. If the value is an object instead of a string, that object
+                 has the call's keys
     arguments    keys of the arguments
     id           keys of the call's id, which is used only if it comes before the name
-    name_is_key  whether each key is a name, and its value the arguments of a call
+    name_is_key  whether each key is a tool's name, and its value the arguments
     strict       for calls without markers: an object with any other key (except `also`) is not a
                  call, and a name without arguments is a call only if the request declares a tool of
                  that name
@@ -123,12 +123,12 @@ class CallKeys(msgspec.Struct, frozen=True):
 
 
 class CallScan(msgspec.Struct):
-    """Position in an object that is a call. A new position is before the `{`.
+    """An incremental reader of one object that is a call. A new reader expects `{`.
 
     phase          "open" before the object, "key" before a key or the end, "in_key", "colon",
                    "value" before a value, "in_value", "end"
     role           meaning of the current key; "again" for a second name or second arguments
-    value          position in the current key or value
+    value          scan of the current key or value
     parts          text of the current key or value so far
     streams        whether the current value is arguments that are emitted as they arrive
     nested         number of open objects that contain the current key
@@ -156,10 +156,8 @@ class CallScan(msgspec.Struct):
         return self.value.quoted
 
     def passes(self, text: str) -> bool:
-        """Return whether `scan` would emit `text` unchanged and change no state.
-
-        If so, `text` only continues a string in arguments that are emitted as they arrive.
-        """
+        """Return whether `scan` would emit `text` unchanged and change no state, because `text`
+        only continues a string inside arguments that are emitted as they arrive."""
         value = self.value
         return (
             self.streams
@@ -296,10 +294,8 @@ class CallScan(msgspec.Struct):
             builder.arguments_delta(raw)
 
     def _finish(self, keys: CallKeys, builder: EventBuilder) -> None:
-        """End the call if it has started.
-
-        If the keys are strict, a declared tool's name starts a call even without arguments.
-        """
+        """End the call if it has started. If the keys are strict, a declared tool's name starts a
+        call even without arguments."""
         if keys.strict and self.name is not None and builder.declares(self.name, surely=True):
             self._begin(builder)
         if self.started:
@@ -307,10 +303,8 @@ class CallScan(msgspec.Struct):
 
 
 def text_of(raw: str) -> str | None:
-    """Return the text of a JSON string, or None if `raw` is not a JSON string.
-
-    Half of a surrogate pair becomes U+FFFD, because text with half a pair cannot be sent.
-    """
+    """Return the text of a JSON string, or None if `raw` is not a JSON string. Half of a surrogate
+    pair becomes U+FFFD, because text with half a pair cannot be sent."""
     try:
         value = json.loads(raw, strict=False)
     except (ValueError, RecursionError):

@@ -174,7 +174,8 @@ HEX_DIGITS, OCTAL_DIGITS = "0123456789abcdefABCDEF", "01234567"
 
 
 class LiteralScan(msgspec.Struct):
-    """Position in a literal, and the JSON written so far that has not been drained."""
+    """An incremental reader of one literal, and the JSON written so far that has not been
+    drained."""
 
     at: str = VALUE
     #: Symbols of the open brackets.
@@ -248,10 +249,8 @@ class LiteralScan(msgspec.Struct):
     # ---- JSON
 
     def push(self, text: str) -> str:
-        """Return the repaired JSON that is certain after `text`.
-
-        Text that cannot be repaired is returned unchanged.
-        """
+        """Return the repaired JSON that is certain after `text`. Text that cannot be repaired is
+        returned unchanged."""
         position, end = 0, len(text)
         while position < end and self.at != BROKEN:
             position = READERS[self.at](self, text, position, JSON)
@@ -442,10 +441,8 @@ class LiteralScan(msgspec.Struct):
             self._write(chr(code) if is_character else raw)
 
     def _write(self, text: str) -> None:
-        """Add `text` to the string.
-
-        If half of a surrogate pair waits before it, that half is written as an escape.
-        """
+        """Add `text` to the string. If half of a surrogate pair waits before it, that half is
+        written as an escape."""
         if self.high:
             text, self.high = f"\\u{ord(self.high):04x}" + text, ""
         if text:
@@ -527,7 +524,7 @@ class LiteralScan(msgspec.Struct):
         self._write(text)
 
     def complete_key(self, key: str) -> None:
-        """Write a whole key."""
+        """Write a key as a JSON string. Keep a key of the outermost object in `key`, too."""
         if len(self.stack) == 1:
             self.key = key
         self.complete(string_json(key))

@@ -214,7 +214,7 @@ class JsonTagsParser(CallParser):
 
 
 class JsonTags(CallSyntax, frozen=True, kw_only=True):
-    """Markers and keys of one variant of this syntax."""
+    """One model family's spelling of calls as JSON after a marker: its markers and keys."""
 
     PARSER = JsonTagsParser
 
@@ -263,7 +263,8 @@ class JsonTags(CallSyntax, frozen=True, kw_only=True):
         return bool(self.close) and opener not in self.unclosed
 
     def closer(self, opener: str) -> str:
-        """Return the marker with which models close a group of `opener`, or "" if there is none."""
+        """Return the marker with which models close a group that `opener` started; "" if there is
+        none."""
         if not self.is_closed(opener):
             return ""
         return dict(self.paired).get(opener, self.close[0])
@@ -293,10 +294,8 @@ class JsonTags(CallSyntax, frozen=True, kw_only=True):
         return sequence(before, first, after)
 
     def _write_call(self, tool: DeclaredTool, grammar: GrammarBuilder, begun: str = "") -> Form:
-        """Return the grammar of one object.
-
-        Its start `begun` is left out, because the opener contains it.
-        """
+        """Return the grammar of one object. Its start `begun` is left out, because the opener
+        contains it."""
         keys, name, arguments = self.keys, quoted(tool.name), grammar.arguments(tool)
         if keys.name_is_key:
             return sequence(f"{{{name}: ".removeprefix(begun), arguments, "}")

@@ -68,14 +68,15 @@ class Lexicon:
         return marker in self._by_id
 
     def automaton(self, markers: tuple[str, ...]) -> MarkerSet | None:
-        """Return a matcher for the `markers` that are not tokens; None if all are tokens."""
+        """Return a matcher for those of `markers` that are not tokens; None if all are tokens."""
         if markers not in self._sets:
             spelt = [marker for marker in markers if marker not in self._by_id]
             self._sets[markers] = MarkerSet(spelt) if spelt else None
         return self._sets[markers]
 
     def with_token(self, token_id: int, marker: str) -> Lexicon:
-        """Return a lexicon in which `marker` is a token, too. It is cached, with its own caches."""
+        """Return a lexicon in which `marker` is a token, too. It is cached, and has its own
+        caches."""
         added = token_id, marker
         if added not in self._extended:
             self._extended[added] = Lexicon({**self.tokens, token_id: marker}, self.parts)
@@ -100,10 +101,7 @@ def suffixed_markers(text: str) -> list[str]:
 
 
 def with_suffix(marker: str, vocabulary: Collection[str]) -> str:
-    """Return `marker`, which ends with ">", as a checkpoint with this vocabulary writes it.
-
-    Most markers of such a checkpoint have the suffix. A marker that the vocabulary has only without
-    the suffix is returned unchanged.
-    """
+    """Return `marker`, which ends with ">", with the suffix that this vocabulary's markers have. A
+    marker that the vocabulary has only without the suffix is returned unchanged."""
     longer = marker.removesuffix(">") + marker_suffix(vocabulary) + ">"
     return marker if marker in vocabulary and longer not in vocabulary else longer

@@ -39,7 +39,7 @@ TAIL_CHARS = 1 << 16
 
 
 class WrongOption(ValueError):
-    """An option requires something that this model does not have."""
+    """Raised if an option requires something that this model does not have."""
 
 
 class AnswerStart(msgspec.Struct, frozen=True):
@@ -61,10 +61,8 @@ class AnswerStart(msgspec.Struct, frozen=True):
 
     @property
     def thinking(self) -> Thinking | None:
-        """The thinking that the grammar admits before the answer's body.
-
-        None if the format has no thinking, or if none can follow this prompt.
-        """
+        """The thinking that the grammar admits before the answer's body. None if the format has no
+        thinking, or if none can follow this prompt."""
         if self.bound is None or self.closed:
             return None
         frame = self.bound.frame()
@@ -246,10 +244,8 @@ def _option(tools: str) -> str:
 def _own_format(
     card: ModelCard, tools: str, reasoning: str, teachable: bool
 ) -> tuple[Format | None, str]:
-    """Return (the checkpoint's own format or None, the reason).
-
-    Raise WrongOption if an option requests this format and it cannot be used.
-    """
+    """Return (the checkpoint's own format or None, the reason). Raise WrongOption if an option
+    requests this format and it cannot be used."""
     asked = f"{_option(tools)} {OWN}" if OWN in (tools, reasoning) else ""
     remedy = _remedy(_option(tools))
     source = card.response_template
@@ -305,10 +301,8 @@ _MIN_PART_CHARS = 3
 def _check_markers(
     format: Format, tools: str, reasoning: str, card: ModelCard, tokenizer: Tokenizer
 ) -> None:
-    """Raise WrongOption if an option names a format whose control tokens the model lacks.
-
-    Other markers (`<tool_call>`) are not checked: a model may write them as ordinary text.
-    """
+    """Raise WrongOption if an option names a format whose control tokens the model lacks. Other
+    markers (`<tool_call>`) are not checked: a model may write them as ordinary text."""
     thinks = format.reasoning.open if format.reasoning else ()
     named = ((TOOLS_OPTION, tools, _calls_begin(format)), (REASONING_OPTION, reasoning, thinks))
     for option, name, markers in named:
@@ -340,10 +334,8 @@ def _is_known(marker: str, template: str, tokenizer: Tokenizer) -> bool:
 
 
 def _without_calls(format: Format) -> Format:
-    """Return the format with which answers are parsed if nothing in them is a call.
-
-    A syntax that covers the whole answer stays, because it also separates content from reasoning.
-    """
+    """Return the format with which answers are parsed if nothing in them is a call. A syntax that
+    covers the whole answer stays, because it also separates content from reasoning."""
     if isinstance(format.tools, AnswerSyntax):
         return format
     return Format(None, format.reasoning)

@@ -63,7 +63,7 @@ class NamedJsonState(CallParserState):
 
     name   the name so far
     id     the id so far
-    value  position in the arguments
+    value  scan of the arguments
     whole  whether a marker has opened a group, so that several calls may follow
     """
 
@@ -240,7 +240,7 @@ class NamedJsonParser(CallParser):
 
 
 class NamedJson(CallSyntax, frozen=True, kw_only=True):
-    """Markers and options of one variant of this syntax."""
+    """One model family's spelling of calls as a name and JSON: its markers and options."""
 
     PARSER = NamedJsonParser
 

@@ -69,7 +69,7 @@ INVOKE = re.compile(r"invoke\s+name=[\"']?([^\"'<>]+?)[\"']?\s*")
 
 
 class Element(msgspec.Struct):
-    """An open element of a value. `children` are (name, JSON) of its complete child elements."""
+    """An open element of a value. `children` has (name, JSON) of each complete child element."""
 
     name: str
     schema: Any = None
@@ -277,7 +277,7 @@ def _member(name: str, values: list[str]) -> str:
 
 
 class NestedElements(CallSyntax, frozen=True, kw_only=True):
-    """Markup of this syntax.
+    """One model's spelling of calls as nested elements.
 
     mark   marker before every tag
     group  name of the element around all calls
@@ -330,10 +330,8 @@ class _ElementWriter:
         self._names: dict[str, str] = {}
 
     def argument(self, key: str | None, schema: Any, path: str) -> Form | None:
-        """Return the form of one argument, or None if its name cannot be written.
-
-        The key None stands for any undeclared name.
-        """
+        """Return the form of one argument, or None if its name cannot be written. The key None
+        stands for any undeclared name."""
         root = self.schemas.root
         if key is None:
             self._must_be_free(schema, path)
@@ -371,10 +369,8 @@ class _ElementWriter:
         return sequence(self.opening, self._anything(), self.closing)
 
     def _must_be_free(self, schema: Any, path: str) -> None:
-        """Refuse a schema with limits for undeclared names.
-
-        A repeated name makes a list of its values, which the limits might not allow.
-        """
+        """Refuse a schema with limits for undeclared names. A repeated name makes a list of its
+        values, which the limits might not allow."""
         if not anything(self.schemas.cases(schema, path)):
             self.schemas.refuse(path, "additionalProperties")
 
@@ -448,10 +444,8 @@ class _ElementWriter:
         return sequence(*(form if required else optional(form) for form, required in found))
 
     def _at_least_one(self, members: Sequence[Form], path: str) -> Form:
-        """Return the form of an object with at least one of `members`.
-
-        An object without members would be read as a string, which the schema allows as well.
-        """
+        """Return the form of an object with at least one of `members`. An object without members
+        would be read as a string, which the schema allows as well."""
         if not members:
             problem = "must not be empty: an object without members would be read as a string"
             self.schemas.refuse(path, "properties", problem)
@@ -464,10 +458,8 @@ def _is_tag(name: str) -> bool:
 
 
 def _any_name(taken: Sequence[str]) -> str:
-    """Return a pattern of element names that start with none of the words in `taken`.
-
-    These words must differ in their first letters.
-    """
+    """Return a pattern of element names that start with none of the words in `taken`. These words
+    must differ in their first letters."""
     firsts = "".join(word[0] for word in taken)
     ways = [rf"[^\s<>/{firsts}][^\s<>]{{0,63}}"]
     for word in taken:

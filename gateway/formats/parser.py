@@ -55,8 +55,7 @@ class FormatParserState(msgspec.Struct):
     """Base of every parser's state: mutable plain data.
 
     at    name of the current state; a subclass sets the first one as the default
-    held  text that may be the start of a marker; while the parser runs, its scanner stores this
-          text
+    held  text that may be the start of a marker. While the parser runs, its scanner holds this text
     done  whether the parser has ended; text that follows belongs to its caller
     """
 
@@ -137,7 +136,8 @@ class FormatParser(ABC):
     def moves(self) -> Moves: ...
 
     def moves_key(self) -> Hashable:
-        """Return a key of all that `moves` depends on, besides the lexicon."""
+        """Return a key that changes whenever `moves` does. Parsers with the same key and lexicon
+        share one table."""
         key: Hashable = self.syntax
         return key
 
@@ -160,16 +160,13 @@ class FormatParser(ABC):
     # ---- for callers
 
     def push(self, piece: Piece) -> list[Event]:
-        """Return the events that became certain with `piece`."""
+        """Read `piece`. Return the events that are certain now."""
         self.read(piece)
         return self.builder.drain()
 
     def finish(self, complete: bool = True) -> list[Event]:
-        """Return the remaining events.
-
-        If the answer was cut off (`complete` is false), it may end inside a marker. That part of a
-        marker is dropped, because markup is not content.
-        """
+        """Return the remaining events. If the answer was cut off (`complete` is false), it may end
+        inside a marker. That part of a marker is dropped, because markup is not content."""
         self.end(complete)
         return self.builder.drain()
 
@@ -193,10 +190,8 @@ class FormatParser(ABC):
     # ---- reading, also for parsers that contain other parsers
 
     def read(self, piece: Piece) -> str:
-        """Read `piece` like `push`, but leave the events in the builder.
-
-        Return the text that was not read because the parser is done.
-        """
+        """Read `piece` like `push`, but leave the events in the builder. Return the text that was
+        not read because the parser is done."""
         if isinstance(piece, MarkerToken):
             self.read_token(piece.text)
             return ""
@@ -324,10 +319,8 @@ class CallParser(FormatParser):
         self.s.raw = [marker]
 
     def fast_event(self, text: str) -> Event | None:
-        """Return the event for `text` if parsing it would change no state, else None.
-
-        This is a shortcut for long arguments.
-        """
+        """Return the event for `text` if parsing it would change no state, else None. This is a
+        shortcut for long arguments."""
         return None
 
     def on_end(self, complete: bool) -> None:
@@ -341,7 +334,7 @@ class CallParser(FormatParser):
             self.reject(UNFINISHED_CALL)
 
     def unread(self) -> list[str]:
-        """Return text, besides `raw`, that has been read but not emitted."""
+        """Return the texts, besides `raw`, that have been read but not emitted."""
         return []
 
     # ---- for subclasses
@@ -389,7 +382,8 @@ class CallParser(FormatParser):
 class AnswerParser(FormatParser):
     """Base of the parsers of a whole answer. In the state "calls", `call_parser` reads the text.
 
-    A subclass defines `start`, which enters the first state, and `on_calls_done`.
+    A subclass defines `start`, which enters the first state, and `on_calls_done`, which enters the
+    state after a group of calls.
     """
 
     UNSCANNED = frozenset({"calls"})
@@ -475,7 +469,7 @@ class Syntax(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         raise NotImplementedError
 
     def fitted(self, vocabulary: Collection[str]) -> Self:
-        """Return the same syntax as a checkpoint with these added tokens writes it."""
+        """Return this syntax with the markers that a checkpoint with these added tokens uses."""
         return self
 
 
@@ -489,10 +483,8 @@ class CallSyntax(Syntax, frozen=True, kw_only=True):
         raise NotImplementedError
 
     def start_openers(self) -> tuple[str, ...]:
-        """Return the openers that open a group only at the start of the answer, after blanks.
-
-        They are always searched for as text, never as tokens. If no call follows, they are content.
-        """
+        """Return the openers that open a group only at the start of the answer, after blanks. They
+        are always searched for as text, never as tokens. If no call follows, they are content."""
         return ()
 
     def bound_marker(self, opener: str) -> str:
@@ -518,18 +510,14 @@ class CallSyntax(Syntax, frozen=True, kw_only=True):
         raise NotImplementedError
 
     def write_values(self, grammar: GrammarBuilder) -> Form | None:
-        """Return the grammar of calls without a marker, as JSON values; None for other syntaxes.
-
-        It is used if the answer may be calls or other JSON.
-        """
+        """Return the grammar of calls without a marker, as JSON values; None for other syntaxes. It
+        is used if the answer may be calls or other JSON."""
         return None
 
 
 class AnswerSyntax(Syntax, frozen=True, kw_only=True):
-    """A format that covers the whole answer.
-
-    Its grammars start where the prompt or the reasoning ends.
-    """
+    """A format that covers the whole answer. Its grammars start where the prompt or the reasoning
+    ends."""
 
     PARSER: ClassVar[type[AnswerParser]]
 

@@ -58,7 +58,7 @@ class ValueEnd(msgspec.Struct, frozen=True, kw_only=True):
     close   the marker that ends the value; the value's form includes this marker
     others  other markers at which the parser may end the value, so no value may contain them
     around  text that is written on both sides of the value
-    trim    what the parser strips from both ends of the value
+    trim    the characters that the parser strips from both ends of the value
     bare    whether the parser reads a value of unknown type as JSON if it is valid JSON
     """
 
@@ -74,10 +74,8 @@ class ValueEnd(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlainValues:
-    """Writes the grammars of one tool's plain-text values.
-
-    `values` writes the grammars of arrays and objects.
-    """
+    """Writes the grammars of one tool's plain-text values. `values` writes the grammars of arrays
+    and objects."""
 
     def __init__(self, values: Values, ending: ValueEnd) -> None:
         self.values = values
@@ -86,10 +84,8 @@ class PlainValues:
         self._careful = StringEscapes(never=char_ranges("".join(word[0] for word in ending.words)))
 
     def argument(self, key: str | None, schema: Any, path: str) -> Form:
-        """Return the form of one argument's value and the marker that ends it.
-
-        The key None stands for any undeclared name.
-        """
+        """Return the form of one argument's value and the marker that ends it. The key None stands
+        for any undeclared name."""
         root = self.schemas.root
         if key is None:
             return self.value(schema, kinds_of(root.get("additionalProperties"), root), path)
@@ -104,17 +100,15 @@ class PlainValues:
         return self.of_cases(cases, kinds, path)
 
     def check_kinds(self, cases: Sequence[SchemaCase], kinds: Sequence[str], path: str) -> None:
-        """Refuse a schema if the parser would try other types than the schema allows."""
+        """Raise NotWritable if the parser would try other types than the schema allows."""
         if {_kind(kind) for kind in kinds} != {_kind(case.kind) for case in cases}:
             self.schemas.refuse(path, "type", "is missing, or too deeply nested for the parser")
 
     def of_cases(
         self, cases: Sequence[SchemaCase], kinds: Sequence[str], path: str, apart: Ranges = ()
     ) -> Form:
-        """Return the form of a value of one of `cases`.
-
-        No string in it starts with a character in `apart`.
-        """
+        """Return the form of a value of one of `cases`. No string in it starts with a character in
+        `apart`."""
         strings = [case for case in cases if case.kind == "string"]
         others = [case for case in cases if case.kind != "string"]
         if not any(case.free for case in strings):
@@ -137,10 +131,8 @@ class PlainValues:
     def _beside_any_string(
         self, others: Sequence[SchemaCase], kinds: Sequence[str], path: str, apart: Ranges
     ) -> Form:
-        """Return the form of a value of `others`, which have limits, or of any string.
-
-        The parser must not read the string as one of `others`.
-        """
+        """Return the form of a value of `others`, which have limits, or of any string. The parser
+        must not read the string as one of `others`."""
         taken = [*apart, *(span for case in others for span in FIRST_CHARS[case.kind])]
         first = StringEscapes(never=merged([*RESERVED_FIRST, *self._careful.never, *taken])).any()
         return self._either(

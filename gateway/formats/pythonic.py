@@ -264,7 +264,7 @@ PYTHON_NOTATION = Notation(
 
 
 class Pythonic(CallSyntax, frozen=True, kw_only=True):
-    """Markers and options of one variant of this syntax.
+    """One model family's spelling of calls as Python: its markers and options.
 
     open      markers that start a list of calls
     close     markers that end it

@@ -81,7 +81,7 @@ class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True
     suffixed: bool = False
 
     def fitted(self, vocabulary: Collection[str]) -> ReasoningFormat:
-        """Return the same format as a checkpoint with these added tokens writes it."""
+        """Return this format with the markers that a checkpoint with these added tokens uses."""
         if not self.suffixed or not marker_suffix(vocabulary):
             return self
         open_ = (with_suffix(self.open[0], vocabulary), *self.open)
@@ -99,12 +99,13 @@ class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True
         return self.open + self.close + answer + self.header + self.ignored
 
     def silent_markers(self) -> tuple[str, ...]:
-        """Return the markers outside the reasoning that have no meaning of their own."""
+        """Return the markers that may occur outside the reasoning and have no meaning of their
+        own."""
         return (*self.header, *self.wrap_open, *self.wrap_close, *self.ignored)
 
 
 class ReasoningStart(msgspec.Struct, frozen=True):
-    """How one answer is parsed: its reasoning format, and whether it starts inside a block."""
+    """A reasoning format, and whether one answer starts inside a block of reasoning."""
 
     format: ReasoningFormat
     inside: bool
@@ -141,10 +142,8 @@ def reasoning_start(
 
 
 def ends_inside(prompt_tail: str, format: ReasoningFormat) -> bool | None:
-    """Return whether the last turn of the prompt leaves a block of reasoning open.
-
-    Return None if the turn has no block.
-    """
+    """Return whether the last turn of the prompt leaves a block of reasoning open. Return None if
+    the turn has no block."""
     turn = prompt_tail[_last_boundary(prompt_tail, format) :]
     opened = max((turn.rfind(marker) for marker in format.open), default=-1)
     closed = max((turn.rfind(marker) for marker in format.close), default=-1)
@@ -152,10 +151,8 @@ def ends_inside(prompt_tail: str, format: ReasoningFormat) -> bool | None:
 
 
 def _last_boundary(text: str, format: ReasoningFormat) -> int:
-    """Return the position after the last separator of turns.
-
-    The format's own markers are not separators, even if they look like a separator or contain one.
-    """
+    """Return the position after the last separator of turns. The format's own markers are not
+    separators, even if they look like a separator or contain one."""
     own = sorted({*format.open, *format.close, *format.wrap_open}, key=len, reverse=True)
     either = re.compile("|".join([*map(re.escape, own), BOUNDARY.pattern]))
     last = 0

@@ -117,7 +117,7 @@ class Format(msgspec.Struct, frozen=True):
         return {*_strings(tools), *_strings(self.reasoning), *openers}
 
     def fitted(self, vocabulary: Collection[str]) -> Format:
-        """Return the format as a checkpoint with these added tokens writes it."""
+        """Return this format with the markers that a checkpoint with these added tokens uses."""
         tools = self.tools.fitted(vocabulary) if self.tools else None
         reasoning = self.reasoning.fitted(vocabulary) if self.reasoning else None
         return Format(tools, reasoning)
@@ -159,10 +159,10 @@ class Format(msgspec.Struct, frozen=True):
 
 
 def format_of(tools: str | None, reasoning: str | None) -> Format:
-    """Return the format with these names. None: no tool calls, or no reasoning, are parsed.
+    """Return the format that joins these two. None: tool calls, or reasoning, are not parsed.
 
-    Raise ValueError if the two cannot be combined, or if a name is unknown, listing the known
-    names.
+    Raise ValueError if the two cannot be combined. Raise ValueError for an unknown name, too; the
+    message lists the known ones.
     """
     if reasoning is not None and reasoning in REASONING_OF_ANSWER_SYNTAX:
         whole = REASONING_OF_ANSWER_SYNTAX[reasoning]
@@ -191,9 +191,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 def format_of_template(source: str) -> Format:
     """Return the format that `source`, a checkpoint's own `response_template` as JSON, describes.
-
-    Raise ValueError, naming the part, if a part is not supported.
-    """
+    Raise ValueError, naming the part, if a part is not supported."""
     syntax = response_template_loader.parse(source)
     return Format(syntax, syntax.reasoning)
 
@@ -224,13 +222,14 @@ class BoundFormat(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, format=format)
 
     def parser(self, **options: Any) -> FormatParser:
-        """Return a parser for one choice. `options` are those of `Format.parser`."""
+        """Return a parser for one choice. `options` are the keyword arguments of
+        `Format.parser`."""
         return self.format.parser(self.lexicon, **options)
 
     # ---- grammars of answers with calls
 
     def required_calls(self, tools: Sequence[DeclaredTool], *, many: bool) -> Rules:
-        """Return the grammar of an answer that is calls of `tools` and nothing else.
+        """Return the grammar of an answer that consists of calls of `tools` only.
 
         It admits any number of calls if `many`, otherwise one call. Raise NotWritable for a tool
         whose calls the format cannot write.
@@ -260,8 +259,8 @@ class BoundFormat(msgspec.Struct, frozen=True):
         """Return the grammar of free text in which everything that opens a call continues as a
         valid call of one of `tools`. Raise NotWritable like `required_calls`.
 
-        A tool whose arguments may be anything has no parameters in `tools`. Without `many` the
-        answer ends with its first call.
+        Pass a tool without parameters if its arguments may be anything. Without `many` the answer
+        ends with its first call.
 
         An opener is never plain text. If a format's calls start like prose ("functools["), or like
         JSON at the start of an answer, the model cannot write prose that starts like calls. Other
@@ -316,11 +315,8 @@ BLANKS_BETWEEN = Pattern(r"[ \n]{1,4}")
 
 
 def preferred_opener(syntax: CallSyntax, lexicon: Lexicon) -> str:
-    """Return the opener that the model writes.
-
-    This is the first opener for the start of an answer. If there is none, it is the first opener
-    that is a token, or else the first one.
-    """
+    """Return the opener that the model writes. This is the first opener for the start of an answer.
+    If there is none, it is the first opener that is a token, or else the first one."""
     if syntax.start_openers():
         return syntax.start_openers()[0]
     openers = syntax.openers()

@@ -111,10 +111,8 @@ class RegionOpening(msgspec.Struct, frozen=True):
     at_start: bool = False
 
     def head_end(self, text: str) -> int | None:
-        """Return the end of the match in `text`, which follows the literal.
-
-        Return None if more text is needed.
-        """
+        """Return the end of the opening in `text`, which follows the literal; None if more text is
+        needed."""
         if self.until:
             found = text.find(self.until)
             return found + len(self.until) if found >= 0 else None
@@ -122,10 +120,10 @@ class RegionOpening(msgspec.Struct, frozen=True):
         return other.start() if other else None
 
     def written(self, name: str) -> list[str | None]:
-        """Return the literal texts of an opening whose group is `name`, in order. None stands for a
-        class of characters between them.
+        """Return the literal texts of this opening, in order, with `name` as the tool's name. None
+        stands for a class of characters between them.
 
-        Raise ValueError if the group does not match the name.
+        Raise ValueError if the pattern's group does not match the name.
         """
         if not self.pattern:
             return [self.literal]
@@ -186,7 +184,8 @@ class ResponseTemplateParser(AnswerParser):
         return next((r.calls for r in self.syntax.regions if r.calls), None)
 
     def call_context(self, context: ParserContext) -> ParserContext:
-        """Return the context for the call parser, in which NAMED is a token that no text spells."""
+        """Return the context for the call parser. In it, NAMED is a marker token, which no text can
+        spell."""
         lexicon = context.lexicon.with_token(NAME_TOKEN, NAMED)
         return msgspec.structs.replace(context, lexicon=lexicon)
 
@@ -349,7 +348,7 @@ class ResponseTemplateParser(AnswerParser):
 
 
 class ResponseTemplate(AnswerSyntax, frozen=True, kw_only=True):
-    """A format that a template describes.
+    """A format that a checkpoint's template describes.
 
     regions  the template's fields, in its order
     anchor   the text at the end of a prompt that an answer follows
@@ -378,7 +377,8 @@ class ResponseTemplate(AnswerSyntax, frozen=True, kw_only=True):
 
     @property
     def reasoning(self) -> ReasoningFormat | None:
-        """The markers of thinking in prompts; None if the template has no thinking."""
+        """The format of the thinking, for finding out whether a prompt ends inside it; None if the
+        template has no thinking."""
         thinking = next((r for r in self.regions if r.kind == "thinking"), None)
         if thinking is None:
             return None
@@ -474,10 +474,8 @@ def _write_named_call(
 
 
 def _closing_tag(opening: RegionOpening, close: str) -> str:
-    """Return the closing tag of the tag that contains the name.
-
-    Return "" if no tag contains the name, or if `close` is already its closing tag.
-    """
+    """Return the closing tag of the tag that contains the name. Return "" if no tag contains the
+    name, or if `close` is already its closing tag."""
     found = NAME_TAG.search(opening.pattern)
     tag = f"</{found[1]}>" if found else ""
     return f"{tag}\n" if tag and tag != close else ""
@@ -487,11 +485,8 @@ def _closing_tag(opening: RegionOpening, close: str) -> str:
 
 
 def pattern_atoms(pattern: str, whole: str) -> list[re.Match[str]]:
-    """Return the atoms of `pattern`.
-
-    Raise ValueError if a part is not supported. The message shows `whole`, of which `pattern` is a
-    part.
-    """
+    """Return the parts of `pattern`: each is one match of ATOM. Raise ValueError if a part is not
+    supported. The message shows `whole`, of which `pattern` is a part."""
     atoms, at = [], 0
     while at < len(pattern):
         atom = ATOM.match(pattern, at)

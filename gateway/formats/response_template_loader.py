@@ -167,9 +167,7 @@ def _calls(
     field: Mapping[str, Any], opens: tuple[RegionOpening, ...], closes: tuple[str, ...]
 ) -> tuple[CallSyntax, str]:
     """Return (syntax of the body, name of the group in the opening that matches the tool's name).
-
-    The group's name is "" if the body contains the tool's name.
-    """
+    The group's name is "" if the body contains the tool's name."""
     literals = tuple(opening.literal for opening in opens)
     name, arguments = _shape(field)
     capture = "" if name.startswith("content") else name
@@ -206,10 +204,8 @@ def _object(of: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def _shape(field: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the places of a call's name and arguments.
-
-    A place is the name of a group in the opening, or a path that starts with `content`.
-    """
+    """Return the places of a call's name and arguments. A place is the name of a group in the
+    opening, or a path that starts with `content`."""
     transform = field.get("transform")
     if transform is None:
         return "content.function", "content.function"
@@ -256,10 +252,8 @@ def _loose(literals: tuple[str, ...], closes: tuple[str, ...], args: Mapping[str
 def _tags(
     literals: tuple[str, ...], closes: tuple[str, ...], args: Mapping[str, Any]
 ) -> XmlParameters:
-    """Return the syntax of bodies with one tag per argument.
-
-    The template's `tag_pattern` must have the form `LITERAL(key)...>(value)</LITERAL>`.
-    """
+    """Return the syntax of bodies with one tag per argument. The template's `tag_pattern` must have
+    the form `LITERAL(key)...>(value)</LITERAL>`."""
     found = TAG_PATTERN.fullmatch(str(args.get("tag_pattern", "")))
     if found is None or not closes:
         raise ValueError("`tag_pattern` is not a tag with a key, a value and a closing tag")
@@ -298,10 +292,8 @@ def openings(pattern: str) -> tuple[RegionOpening, ...]:
 
 
 def closings(pattern: str) -> tuple[str, ...]:
-    """Return the literals of a pattern that closes a region.
-
-    An alternative may also be the end of the answer, which is left out.
-    """
+    """Return the literals of a pattern that closes a region. An alternative that is the end of the
+    answer is left out. Raise ValueError for any other alternative."""
     found = [_opening(part, pattern) for part in alternatives(pattern) if part not in ("$", r"\Z")]
     for opening in found:
         if opening.pattern or not opening.literal:

@@ -64,7 +64,7 @@ class SchemaCase(msgspec.Struct, frozen=True):
     """One type that a value may have.
 
     kind    the type
-    limits  the keywords that limit it
+    limits  the schema keywords that limit values of this type
     values  the only values allowed, or None if they are not enumerated
     """
 
@@ -74,7 +74,7 @@ class SchemaCase(msgspec.Struct, frozen=True):
 
     @property
     def free(self) -> bool:
-        """Whether every value of the type is allowed."""
+        """Whether the case allows every value of its type."""
         return not self.limits and self.values is None
 
     def key(self) -> str:
@@ -83,17 +83,15 @@ class SchemaCase(msgspec.Struct, frozen=True):
 
 
 class Schemas:
-    """Resolves the schemas in one tool's parameters, `root`. References refer to parts of `root`.
-
-    A `path` is a schema's position in the parameters: "parameters.properties.x".
-    """
+    """Resolves the schemas in one tool's parameters, `root`. References refer to parts of `root`. A
+    `path` is a schema's position in the parameters: "parameters.properties.x"."""
 
     def __init__(self, tool: DeclaredTool) -> None:
         self.tool = tool
         self.root: Any = {} if tool.parameters is None else tool.parameters
 
     def refuse(self, path: str, keyword: str, why: str = "cannot be enforced") -> NoReturn:
-        """Raise NotWritable for the schema at `path`: its `keyword` prevents a grammar."""
+        """Raise NotWritable for the schema at `path`, because of its `keyword`."""
         raise NotWritable(self.tool.name, path, f"{keyword!r} {why}")
 
     def cases(self, schema: Any, path: str) -> list[SchemaCase]:

@@ -53,7 +53,7 @@ class StandardParserState(FormatParserState):
 
     thoughts  all reasoning so far; kept only if it may have to be repeated as content
     heading   the header so far
-    marked    whether any marker has been read; if not, what looks like a header is content
+    marked    whether any marker has been read; if not, text that looks like a header is content
     inside    whether the current group of calls is inside reasoning
     opener    the opener of calls that started the current trial; "" outside of trials
     trial     the pieces read since that opener, which may have to be read again
@@ -69,7 +69,7 @@ class StandardParserState(FormatParserState):
 
 
 class StandardParser(AnswerParser):
-    """Parser of answers as this module describes them. `tools` is the syntax of the calls."""
+    """Parser of most answers, as this module describes. `tools` is the syntax of the calls."""
 
     State = StandardParserState
 
@@ -242,11 +242,8 @@ class StandardParser(AnswerParser):
     }
 
     def read_call_token(self, marker: str) -> None:
-        """Handle a marker token inside a group of calls.
-
-        The call parser handles it, unless the token opens or closes the reasoning between two
-        calls.
-        """
+        """Handle a marker token inside a group of calls. The call parser handles it, unless the
+        token opens or closes the reasoning between two calls."""
         s, reasoning = self.s, self.reasoning
         if s.opener:
             self._try_call_token(marker)
@@ -282,10 +279,8 @@ class StandardParser(AnswerParser):
         self.calls.open(marker)
 
     def _try_call(self, piece: str | MarkerPart) -> str:
-        """Read `piece` as a part of a call. Return the text that was not read.
-
-        Text is tried only up to the limit, so the result does not depend on how the text was cut.
-        """
+        """Read `piece` as a part of a call. Return the text that was not read. Text is tried only
+        up to the limit, so the result does not depend on how the text was cut."""
         checkpoint = self.builder.checkpoint()
         if isinstance(piece, MarkerPart):
             rest, later = self.calls.read(piece), ""
@@ -324,9 +319,7 @@ class StandardParser(AnswerParser):
 
     def _is_call(self, checkpoint: BuilderCheckpoint) -> bool:
         """Return whether the trial turned out to be a call, and end the trial if that is decided.
-
-        The first event since the checkpoint decides, if there is one.
-        """
+        The first event since the checkpoint decides, if there is one."""
         s, emitted = self.s, self.builder.out[checkpoint.num_events :]
         if emitted and isinstance(emitted[0], ToolCall) and self.builder.declares(emitted[0].name):
             s.opener, s.trial = "", []

@@ -40,10 +40,8 @@ class StringEscapes(msgspec.Struct, frozen=True):
     numbered: str = ""
 
     def one_of(self, ranges: Ranges) -> str:
-        """Return a pattern of one of these characters.
-
-        The pattern matches nothing if none of them can be written.
-        """
+        """Return a pattern that matches one character in `ranges`. It matches nothing if the format
+        can write none of them."""
         escaped = [sign for sign in self.escapes if contains(ranges, ord(sign))]
         special = merged([*self.never, *((ord(s), ord(s)) for s in self.escapes)])
         plain = without(ranges, special)
@@ -54,9 +52,8 @@ class StringEscapes(msgspec.Struct, frozen=True):
         return options[0] if len(options) == 1 else f"(?:{'|'.join(options)})"
 
     def any(self, but: str = "") -> str:
-        """Return a pattern of any one character. Those of `but` are admitted only as numbered
-        escapes.
-        """
+        """Return a pattern that matches any one character. The characters of `but` are admitted
+        only as numbered escapes."""
         one = self.one_of(without(ALL, char_ranges(but)))
         return f"(?:{one}|{self.numbered})" if self.numbered else one
 
@@ -67,7 +64,8 @@ class StringEscapes(msgspec.Struct, frozen=True):
         return "".join(self.escapes.get(sign, sign) for sign in text)
 
     def with_length(self, least: int, most: int | None) -> str:
-        """Return a pattern of `least` to `most` characters; without a limit if `most` is None."""
+        """Return a pattern of strings with `least` to `most` characters; `most` may be None: no
+        limit."""
         return f"{self.any()}{{{least},{'' if most is None else most}}}"
 
 
@@ -129,10 +127,10 @@ def _code(code: int) -> str:
 
 
 def free_of(words: Sequence[str], spelling: StringEscapes) -> str:
-    """Return a pattern of strings, in this spelling, that contain none of `words`.
+    """Return a pattern of the strings, in this spelling, that contain none of `words`.
 
-    All words must start with the same character, the head. A word counts only up to the next head
-    inside it, so the pattern excludes some more strings than it must.
+    All words must start with the same character, the head. Of a word that contains the head again,
+    only the part before that counts, so the pattern excludes more strings than it must.
 
     After a head, a word may be in progress. The pattern then has three kinds of continuation:
     `again` leads to the next head, `back` leads back to other text, and `end` leads to the end of
@@ -148,10 +146,8 @@ def free_of(words: Sequence[str], spelling: StringEscapes) -> str:
 
 
 def _next(tails: Sequence[str]) -> dict[str, list[str]]:
-    """Return character -> rests of the tails that start with it.
-
-    Characters that complete a word are left out.
-    """
+    """Return character -> rests of the tails that start with it. Characters that complete a word
+    are left out."""
     found: dict[str, list[str]] = {}
     for tail in tails:
         found.setdefault(tail[0], []).append(tail[1:])
@@ -209,10 +205,8 @@ FORMATS = {
 
 
 def limited(spelling: StringEscapes, limits: Limits) -> str:
-    """Return a pattern of strings within the limits.
-
-    Raise ValueError, naming the keyword, if that is impossible.
-    """
+    """Return a pattern of the strings within a schema's limits. Raise ValueError, naming the
+    keyword, if there is none."""
     named = [key for key in ("pattern", "format") if key in limits]
     length = [key for key in ("minLength", "maxLength") if key in limits]
     if len(named) > 1 or (named and length):

@@ -135,7 +135,8 @@ class Values:
         return [] if text is None else [text]
 
     def constant(self, value: Any) -> str | None:
-        """Return a constant as it is written, or None if it cannot be written."""
+        """Return the text of a constant in this notation, or None if the notation cannot write
+        it."""
         if isinstance(value, str):
             return self._text(value)
         if value is None or isinstance(value, bool):
@@ -163,7 +164,7 @@ class Values:
         return strings[0].text(text)
 
     def key(self, key: str) -> str | None:
-        """Return a key as it is written, or None if it cannot be written."""
+        """Return the text of a key in this notation, or None if the notation cannot write it."""
         if not self.notation.bare:
             return self._text(key)
         forbidden = any(sign in ',:{}[]"' for sign in key)
@@ -196,11 +197,8 @@ class Values:
         return sequence(opens, _separated(item, comma, least, most), closes)
 
     def items(self, limits: Limits, path: str) -> tuple[list[Form], Form, int, int | None]:
-        """Return the forms of an array's items, and their number.
-
-        The result is (forms of the items in fixed places, form of each other item, least and most
-        number of other items).
-        """
+        """Return the forms of an array's items: (forms of the items in fixed places, form of every
+        other item, least and most number of other items; None: no limit)."""
         prefix = limits.get("prefixItems", [])
         first = [self.value(each, f"{path}.prefixItems[{n}]") for n, each in enumerate(prefix)]
         least = max(limits.get("minItems", 0) - len(first), 0)
@@ -232,7 +230,8 @@ class Values:
         return sequence(opens, self.listed(self.written(limits, path, write), comma), closes)
 
     def written(self, limits: Limits, path: str, write: ArgumentWriter) -> list[tuple[Form, bool]]:
-        """Return (form, required) of the declared members that can be written, in order."""
+        """Return (form, required) of each declared member that can be written, in order. Raise
+        NotWritable if a required one cannot."""
         found = []
         for name, schema, required in self.members(limits, path):
             form = write(name, schema, f"{path}.properties.{name}")
@@ -251,10 +250,8 @@ class Values:
         return self._string({}, "parameters")
 
     def extra(self, limits: Limits, path: str) -> tuple[Any, int, int | None] | None:
-        """Return (schema of the values, least and most number of members) of an object.
-
-        Return None if the object may have no undeclared names.
-        """
+        """Return (schema of the values, least and most number of members) of an object without
+        declared names. Return None if the object declares names or admits no members."""
         schema = limits.get("additionalProperties", True)
         if "properties" in limits or limits.get("required") or schema is False:
             return None
@@ -309,7 +306,8 @@ class Values:
         return head
 
     def some(self, members: Sequence[Form]) -> Form:
-        """Return the form of at least one of the members, in order, without separators."""
+        """Return the form of at least one of the members, in order, without separators between
+        them."""
         rest: Form = EMPTY
         begun: Form | None = None
         for form in reversed([self._rule("member", member) for member in members]):
@@ -333,7 +331,7 @@ def joined(forms: Sequence[Form], comma: Form) -> list[Form]:
 class QuotedStrings(msgspec.Struct, frozen=True):
     """Strings between two quotes.
 
-    avoid  words that may not occur in any string, because they would end the surrounding markup
+    avoid  words that no string may contain, because they would end the surrounding markup
     """
 
     quote: str
@@ -346,10 +344,8 @@ class QuotedStrings(msgspec.Struct, frozen=True):
         return self._between(inner)
 
     def limited(self, limits: Limits) -> str:
-        """Return a pattern of strings within the limits.
-
-        Raise ValueError, naming the keyword, if that is impossible.
-        """
+        """Return a pattern of strings within the limits. Raise ValueError, naming the keyword, if
+        that is impossible."""
         return self._between(limited(self._careful, limits))
 
     def text(self, text: str) -> str | None:

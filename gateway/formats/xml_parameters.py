@@ -59,7 +59,7 @@ PLAIN_NAME = re.compile(r"[^\s<>\"'=]+(?: [^\s<>\"'=]+)*")
 class XmlParametersState(TypedCallState):
     """State of an `XmlParametersParser`.
 
-    tag     the current tag so far
+    tag     text of the current tag so far
     quote   the quote that is open in the tag, or ""
     string  value of the attribute `string_key` of the current argument
     bare    whether the group has started with a call's own tag
@@ -167,11 +167,8 @@ class XmlParametersParser(TypedCallParser):
         return attributes.get("name") if not text[end:].strip("/ \t") else None
 
     def _no_tag(self) -> None:
-        """Handle text that only looked like a tag.
-
-        If it looked like a call's tag, it is content. If it looked like an argument's, it is
-        dropped.
-        """
+        """Handle text that only looked like a tag. If it looked like a call's tag, it is content.
+        If it looked like an argument's, it is dropped."""
         s = self.s
         if s.at == "key_tag":
             self._enter("call")
@@ -218,10 +215,8 @@ class XmlParametersParser(TypedCallParser):
     # ---- markers
 
     def _doubt(self, marker: str) -> None:
-        """Handle a closing tag in a value.
-
-        If `doubts` is set, the text after the tag decides whether the tag ends the value.
-        """
+        """Handle a closing tag in a value. If `doubts` is set, the text after the tag decides
+        whether the tag ends the value."""
         if self.syntax.doubts:
             self.s.at, self.s.doubtful = "doubt", [marker]
         else:
@@ -240,10 +235,8 @@ class XmlParametersParser(TypedCallParser):
         (self._doubt if is_closing else self._group_ended)(marker)
 
     def _ends_value(self, marker: str) -> bool:
-        """Return whether `marker` shows that the closing tag in doubt ends the value.
-
-        If so, end the value.
-        """
+        """Return whether `marker` shows that the closing tag in doubt ends the value. If so, end
+        the value."""
         s, x = self.s, self.syntax
         if marker == x.parameter_close or (marker in x.skip and s.doubtful[0] != x.call_close):
             return False
@@ -307,7 +300,7 @@ IN_QUOTES = re.compile(r'[^"<\r\n]+')
 
 
 class XmlParameters(CallSyntax, frozen=True, kw_only=True):
-    """Markup of one variant of this syntax."""
+    """One model family's spelling of calls as tags with plain-text values."""
 
     PARSER = XmlParametersParser
 
@@ -433,10 +426,8 @@ class XmlParameters(CallSyntax, frozen=True, kw_only=True):
 
 
 def _invoke(prefix: str = "", **options: Any) -> XmlParameters:
-    """Return the syntax `<invoke name="f"><parameter name="k">v</parameter></invoke>`.
-
-    Each tag starts with `prefix`.
-    """
+    """Return the syntax `<invoke name="f"><parameter name="k">v</parameter></invoke>`. Each tag
+    starts with `prefix`."""
     return XmlParameters(
         call_open=f"<{prefix}invoke name=",
         call_close=f"</{prefix}invoke>",

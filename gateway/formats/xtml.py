@@ -64,9 +64,9 @@ class XtmlState(FormatParserState):
     """State of an `XtmlParser`.
 
     stack      names of the open elements
-    tag        the current tag so far, including its marker
+    tag        text of the current tag so far, including its marker
     arguments  writer of the open call's arguments
-    spilt      whether there was text between the calls
+    spilt      whether there has been text between the calls
     """
 
     at: str = "text"
@@ -230,7 +230,7 @@ def attributes(text: str) -> dict[str, str]:
 
 
 class Xtml(AnswerSyntax, frozen=True, kw_only=True):
-    """Markers of this syntax: `open` and `close` start a tag, `separator` ends it."""
+    """XTML, with its markers: `open` and `close` start a tag, `separator` ends it."""
 
     PARSER = XtmlParser
 

@@ -43,11 +43,11 @@ class ClientGone(Exception):
 
 
 class ChoiceGroup:
-    """All choices of one HTTP request. The owner must call `close` in all cases.
+    """All choices of one HTTP request. The owner must call `close`, however the request ends.
 
     timeline  the timeline of the HTTP request
-    on_free   called after a disconnect, when the engine has released the resources of a choice,
-              with the seconds since the disconnect
+    on_free   called when the engine has released the resources of a choice after a disconnect, with
+              the seconds since the disconnect
     options   the options with which all choices are sent to the engine
     """
 
@@ -98,10 +98,8 @@ class ChoiceGroup:
     # ---- called in the request's greenlet
 
     def open(self) -> None:
-        """Send all choices and wait until the engine has accepted them.
-
-        Raises the engine's refusal, or ClientGone if the client has disconnected.
-        """
+        """Send all choices and wait until the engine has accepted them. Raises the engine's
+        refusal, or ClientGone if the client has disconnected."""
         self.timeline.note(TimelineMoment.SENT)
         prompts = [Int32.of(prompt_request.prompt_ids) for prompt_request in self.prompt_requests]
         for choice in self.choices:
@@ -119,11 +117,8 @@ class ChoiceGroup:
         self._raise_refusal()
 
     def wait_started(self) -> None:
-        """Wait for the first token of any choice, or for the end of all choices.
-
-        Raises an error that occurred before the first token. Raises ClientGone if the client has
-        disconnected.
-        """
+        """Wait for the first token of any choice, or for the end of all choices. Raises an error
+        that occurred before the first token. Raises ClientGone if the client has disconnected."""
         self._started.wait()
         self._raise_refusal()
 
@@ -141,10 +136,8 @@ class ChoiceGroup:
             pass
 
     def detach(self) -> None:
-        """Hold output back until a sink is attached again, because the client does not read.
-
-        The outlet of a sink may call this while the sink handles an event.
-        """
+        """Hold output back until a sink is attached again, because the client does not read. The
+        sink's outlet may call this while the sink handles an event."""
         if not self.is_gone:
             self._sink = self._pending
 
@@ -203,10 +196,8 @@ class ChoiceGroup:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Cached tokens of all prompts.
-
-        Each prompt is counted once, with the number of the choice that found the most.
-        """
+        """Number of cached prompt tokens. Each prompt is counted once, with the number of the
+        choice that found the most."""
         most = [0] * len(self.prompt_requests)
         for choice in self.choices:
             most[choice.prompt_index] = max(most[choice.prompt_index], choice.num_cached)
@@ -231,7 +222,7 @@ class ChoiceGroup:
     # ---- called by the engine client, in the hub
 
     def on_report(self, choice: Choice, report: Report) -> None:
-        """Handle a report of the engine. If that raises an exception, only this request fails."""
+        """Handle a report of the engine. An exception in the handling fails only this request."""
         try:
             if type(report) is Output:
                 if self._sink is self._pending:
@@ -256,11 +247,8 @@ class ChoiceGroup:
                 self._accepted.set()
 
     def _hold(self, choice: Choice, output: Output) -> None:
-        """Keep `output` for a client that does not read.
-
-        If too much output is pending, emit it anyway. The outlet then buffers it, and disconnects
-        the client when that buffer is full.
-        """
+        """Keep `output` for a client that does not read. If too much output is pending, emit it
+        anyway. The outlet then buffers it, and disconnects the client when that buffer is full."""
         if self._pending.is_full and self._attached is not None:
             while self._pending.emit_next(self._attached):
                 pass

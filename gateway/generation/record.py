@@ -195,7 +195,7 @@ def _choice_record(choice: Choice, finish: str, now_s: float) -> ChoiceRecord:
 
 
 def slowest(choices: Iterable[Times]) -> Times:
-    """Return the longest time of each stage."""
+    """Return, for each stage, the longest time of any choice."""
     longest = Times()
     for times in choices:
         names = Times.__struct_fields__

@@ -30,7 +30,7 @@ class OutputParser(Protocol):
         """Whether any token may end the choice, because the request has stop strings."""
 
     def push(self, output: Output) -> OutputDelta:
-        """Return the events of `output`. Output after the choice's end has no events."""
+        """Return the events of `output`; none for output after the choice's end."""
 
 
 class OutputParserFactory(Protocol):
@@ -117,10 +117,8 @@ class Choice:
     kv_handle: str = ""
 
     def count(self, output: Output, num_after_end: int) -> None:
-        """Add `output` to the counters, except its last `num_after_end` tokens.
-
-        The engine generated those tokens after the end of the answer, before it was aborted.
-        """
+        """Add `output` to the counters, except its last `num_after_end` tokens. The engine
+        generated those tokens after the end of the answer, before it was aborted."""
         if output.tokens:
             tokens = output.tokens[: len(output.tokens) - num_after_end]
             self.num_generated += len(tokens)
@@ -137,11 +135,8 @@ class Choice:
             self.prompt_logprobs = output.prompt_logprobs
 
     def warn_if_unmet(self, check: ToolChoiceCheck, delta: OutputDelta) -> None:
-        """Record the tool calls in `delta`. If `delta` ends the choice and `check` fails, add a
-        warning before its last event.
-
-        A choice that was cut off or aborted gets no warning.
-        """
+        """Record the tool calls in `delta`. If `delta` ends the choice and `check` fails, insert a
+        warning before its last event. A choice that was cut off or aborted gets no warning."""
         for event in delta.events:
             if isinstance(event, ToolCall):
                 self.last_call = event.name

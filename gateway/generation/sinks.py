@@ -26,7 +26,8 @@ MAX_UNPARSED = 256
 
 
 class Sink(Protocol):
-    """Receives an answer. The methods are called from gevent's hub, so they must not block.
+    """The interface of an answer's receiver. The methods are called in gevent's hub and must not
+    block.
 
     The sink gets the deltas of each choice in order. Then exactly one of `end` and `fail` is called
     once, or none if the client has disconnected.
@@ -53,7 +54,8 @@ class BufferSink:
         self._events.append(lambda sink: sink.fail(error))
 
     def drain(self, current: Callable[[], Sink]) -> None:
-        """Emit the buffered events, each to the sink that `current` returns then."""
+        """Emit the buffered events in order. `current` is called before each event and returns its
+        sink."""
         events, self._events = self._events, []
         for emit in events:
             emit(current())
@@ -83,15 +85,15 @@ class CollectSink(NullSink):
 
 
 def extend(whole: OutputDelta, delta: OutputDelta) -> None:
-    """Append `delta` to `whole`. No other delta may share the lists of `whole`."""
+    """Append `delta` to `whole`, whose lists must not be shared with another delta."""
     whole.events.extend(delta.events)
     whole.token_ids.extend(delta.token_ids)
     whole.logprobs.extend(delta.logprobs)
 
 
 class PendingOutput:
-    """Buffers output while the client does not read: unparsed outputs (`hold`) and, as a sink,
-    deltas."""
+    """Buffers output while the client does not read. `hold` adds unparsed output. As a sink, this
+    class adds parsed deltas."""
 
     def __init__(self) -> None:
         self._unparsed: dict[int, tuple[Choice, list[Output]]] = {}
@@ -137,10 +139,8 @@ class PendingOutput:
         self._last_event = lambda sink: sink.fail(error)
 
     def emit_next(self, sink: Sink) -> bool:
-        """Emit the delta of one choice to `sink`, or the end after the last delta.
-
-        Return whether anything was emitted.
-        """
+        """Emit the merged delta of one choice to `sink`, or the end if no delta is left. Return
+        whether anything was emitted."""
         for choice, _ in list(self._unparsed.values()):
             self.parse(choice)
         if self._deltas:

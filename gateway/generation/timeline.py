@@ -23,7 +23,7 @@ class TimelineMoment(Enum):
 
 
 class Timeline:
-    """The moments of one request. It starts when it is created."""
+    """The times of one request's moments, measured from its creation."""
 
     __slots__ = ("_at", "started_ns", "tokenize_s")
 

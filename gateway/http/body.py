@@ -71,7 +71,7 @@ _FIELD_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 class BodyMemory:
-    """Bounds the memory of the large bodies that are being read and decoded at the same time.
+    """Limits the memory for large request bodies that are read and decoded at the same time.
 
     Further bodies wait in the order of their arrival. While a body waits, it is not read from its
     client's socket.
@@ -84,10 +84,8 @@ class BodyMemory:
         self._waiting: deque[tuple[int, Event]] = deque()
 
     def acquire(self, num_bytes: int, timeout_s: float) -> None:
-        """Wait until `num_bytes` are free, and reserve them. Raises Overloaded after `timeout_s`.
-
-        The caller must `release` them.
-        """
+        """Wait until `num_bytes` are free, and reserve them. The caller must `release` them. Raises
+        Overloaded after `timeout_s` seconds."""
         turn = Event()
         entry = (num_bytes, turn)
         self._waiting.append(entry)
@@ -141,9 +139,7 @@ class BodyReader:
         self, request: Request, kind: type[T], bounds: JsonBounds = USUAL_BOUNDS
     ) -> tuple[T, list[str]]:
         """Return the body of a request as a struct, and its unknown fields (`unknown_fields`).
-
-        Raises the errors of `read` and `convert`.
-        """
+        Raises the errors of `read` and `convert`."""
         with self.read(request, bounds) as fields:
             return convert(fields, kind), unknown_fields(fields, kind)
 
@@ -216,11 +212,9 @@ def _check_type(request: Request) -> None:
 
 
 def decode_json(data: bytes) -> Any:
-    """Return the value of a JSON text.
-
-    Raises InvalidRequest if the text is malformed, nested too deeply or contains a number that is
-    too large. In the last case the error's `param` is the path of the number.
-    """
+    """Return the value of a JSON text. Raises InvalidRequest if the text is malformed, nested too
+    deeply or contains a number that is too large. The error's `param` is then the path of that
+    number."""
     try:
         return msgspec.json.decode(data)
     except RecursionError:
@@ -234,10 +228,8 @@ def decode_json(data: bytes) -> Any:
 
 
 def _invalid_number(data: bytes) -> str | None:
-    """Return the path of the first value that msgspec cannot represent.
-
-    The path has at most MAX_NAMED_LEVELS levels. None: a key in the path is not safe to show.
-    """
+    """Return the path of the first value that msgspec cannot represent. The path has at most
+    MAX_NAMED_LEVELS levels. None: a key in the path is not safe to show."""
     path = ""
     value = msgspec.Raw(data)
     for _ in range(MAX_NAMED_LEVELS):
@@ -269,10 +261,8 @@ def _is_valid(data: msgspec.Raw) -> bool:
 
 
 def convert(fields: Any, kind: type[T]) -> T:
-    """Return a decoded body as a struct.
-
-    Raises InvalidRequest, whose `param` is the path of the invalid field.
-    """
+    """Return a decoded body as a struct of type `kind`. Raises InvalidRequest, whose `param` is the
+    path of the invalid field."""
     try:
         return msgspec.convert(fields, kind, str_keys=True)
     except msgspec.ValidationError as error:
@@ -359,10 +349,8 @@ def as_object(value: Any, at: str) -> Mapping[str, Any]:
 
 
 def check_depth(value: Any, param: str) -> None:
-    """Raise InvalidRequest if `value` is nested too deeply or has too many values.
-
-    The check is iterative, so deep nesting cannot exhaust the stack.
-    """
+    """Raise InvalidRequest if `value` is nested too deeply or has too many values. The check is
+    iterative, so deep nesting cannot exhaust the stack."""
     level, count = [value], 0
     for _ in range(MAX_DEPTH):
         level = [inner for outer in level for inner in _inside(outer)]
@@ -393,8 +381,6 @@ def unknown_fields(fields: dict[str, Any], kind: type) -> list[str]:
 
 @cache
 def _field_names(kind: type) -> frozenset[str]:
-    """Return the names of a struct's fields in JSON.
-
-    The result is cached, because computing it takes longer than decoding a request.
-    """
+    """Return the names of a struct's fields in JSON. The result is cached, because computing it
+    takes longer than decoding a request."""
     return frozenset(field.encode_name for field in msgspec.structs.fields(kind))

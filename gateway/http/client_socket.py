@@ -53,20 +53,16 @@ def _nothing() -> None:
 
 
 def client_socket(environ: Mapping[str, Any]) -> Any | None:
-    """Return the socket of a WSGI request's client.
-
-    The result is None if the server does not expose the socket, or if the connection uses TLS.
-    """
+    """Return the socket of a WSGI request's client. The result is None if the server does not
+    expose the socket, or if the connection uses TLS."""
     sock = environ.get("gunicorn.socket")
     is_plain = type(sock) is gevent.socket.socket and environ.get("wsgi.url_scheme") == "http"
     return sock if is_plain else None
 
 
 def can_take_over(environ: Mapping[str, Any]) -> bool:
-    """Return whether a response can be written directly to the client's socket.
-
-    It can if the connection is plain TCP, the request is HTTP/1.1, and gunicorn is the server.
-    """
+    """Return whether a response can be written directly to the client's socket. It can if the
+    connection is plain TCP, the request is HTTP/1.1, and gunicorn is the server."""
     return client_socket(environ) is not None and environ.get("SERVER_PROTOCOL") == "HTTP/1.1"
 
 
@@ -114,7 +110,7 @@ def linger(sock: Any) -> None:
 
 
 class HangUp:
-    """Calls `then`, once and in the hub, if the client disconnects. The owner must call `close`.
+    """Calls `then` once, in gevent's hub, when the client disconnects. The owner must call `close`.
 
     If bytes arrive instead, they belong to the next request. The socket is then no longer watched:
     the watcher is level-triggered, so it would fire continuously until the bytes are read.
@@ -186,7 +182,7 @@ class IdleConnections:
 
 
 class Outlet:
-    """The output of a stream, and a buffer for what the client has not read.
+    """The output of a stream, and a buffer for output that the client has not read.
 
     `write` and `finish` may be called in the hub. `run`, which subclasses define, is called in the
     request's greenlet; it sends the buffer and returns at the end of the stream.
@@ -227,7 +223,7 @@ class Outlet:
         return not self._buffer
 
     def set_keep_alive(self, data: bytes) -> None:
-        """Set the bytes that are written as a keep-alive from now on."""
+        """Set the bytes that are sent from now on to keep an idle stream alive."""
         self._keep_alive = data
 
     def write(self, data: bytes) -> None:
@@ -249,10 +245,8 @@ class Outlet:
         self.finish()
 
     def wait_drained(self) -> None:
-        """Wait until the buffer is empty.
-
-        A greenlet that writes more bytes than the buffer may hold calls this between its writes.
-        """
+        """Wait until the buffer is empty. A greenlet that writes more bytes than the buffer may
+        hold calls this between its writes."""
         while self._buffer and not self.is_cut:
             gevent.sleep(DRAINED_POLL_S)
 
@@ -266,10 +260,8 @@ class Outlet:
         self._wake.set()
 
     def _wait_for_output(self) -> None:
-        """Wait until there are bytes to send or the stream has ended.
-
-        In the meantime, write keep-alives.
-        """
+        """Wait until there are bytes to send or the stream has ended. In the meantime, write
+        keep-alives."""
         while not self._wake.is_set():
             silent_s = time.monotonic() - self._wrote_at
             if silent_s >= self._keep_alive_s:
@@ -325,9 +317,7 @@ class SocketOutlet(Outlet):
 
     def run(self) -> None:
         """Send buffered bytes until the stream has ended and everything is sent, or until `cut`.
-
-        This blocks. Call it in the request's greenlet.
-        """
+        This blocks. Call it in the request's greenlet."""
         while True:
             self._wait_for_output()
             self._flush()
@@ -352,10 +342,8 @@ class SocketOutlet(Outlet):
 
 
 class IteratorOutlet(Outlet):
-    """Yields a stream's bytes to any WSGI server, which adds the chunk framing itself.
-
-    Until the server requests the next bytes, the client has not read the previous ones.
-    """
+    """Yields a stream's bytes to any WSGI server, which adds the chunk framing itself. Until the
+    server requests the next bytes, the client has not read the previous ones."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

@@ -131,7 +131,7 @@ def internal_fault(error: BaseException) -> HTTPFault:
 
 
 def plain_fault(status: int, message: str) -> HTTPFault:
-    """Return the response to an error of HTTP itself, such as a body that is too large."""
+    """Return the response to an error of the HTTP layer, such as a body that is too large."""
     return HTTPFault(status, message, code=_PLAIN_CODES.get(status))
 
 

@@ -31,7 +31,7 @@ _KEY_NAME = re.compile(rb"[A-Za-z0-9_.-]{1,64}")
 
 @dataclass(frozen=True, slots=True)
 class JsonBounds:
-    """The bounds for one body."""
+    """The limits on the contents of one body."""
 
     #: Maximum number of strings, keys included. The number of containers has the same bound.
     max_strings: int = MAX_STRINGS
@@ -40,7 +40,7 @@ class JsonBounds:
 
     @classmethod
     def with_ids(cls, num_ids: int) -> JsonBounds:
-        """Return the bounds of a body that may also contain `num_ids` token ids."""
+        """Return the limits for a body that may also contain `num_ids` token ids."""
         return cls(max_values=MAX_VALUES + min(num_ids, MAX_TOKEN_IDS))
 
 
@@ -91,7 +91,7 @@ def too_much(text: bytes, excess: str) -> InvalidRequest:
 
 
 def open_field(text: bytes) -> str | None:
-    """Return the path of the field in which the unfinished JSON `text` ends.
+    """Return the path of the field in which `text`, the start of a JSON text, ends.
 
     The path consists of keys, from the outermost object down to the first field that is not an
     object. The result is None if the text ends outside a field, or if a key in the path is not safe

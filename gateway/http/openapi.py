@@ -40,7 +40,7 @@ Json = dict[str, Any]
 
 
 def document(operations: Iterable[Operation], version: str) -> Json:
-    """Return the OpenAPI document of a server with this version."""
+    """Return the OpenAPI document of a server with these operations and this version."""
     operations = sorted(operations, key=lambda operation: (operation.rule, operation.method))
     schemas, components = _schemas(operations)
     paths: dict[str, Json] = {}
@@ -146,10 +146,8 @@ def _responses(operation: Operation, schemas: Mapping[Any, Json]) -> Json:
 
 
 def _event(operation: Operation, schemas: Mapping[Any, Json]) -> Json:
-    """Return the schema of a stream's event, as OpenAPI 3.2 writes it.
-
-    The event's `data` is a string that contains JSON.
-    """
+    """Return the schema of a stream's event, as OpenAPI 3.2 writes it. The event's `data` is a
+    string that contains JSON."""
     assert operation.streams is not None
     kinds = (operation.streams.chunk, *operation.errors)
     chunk = _any_of([schemas[kind] for kind in kinds])

@@ -46,7 +46,7 @@ engine does not measure it."""
 
 
 class Metrics(GatewaySeries):
-    """Counts requests and writes the body of `/metrics`.
+    """The gateway's metrics: counts requests and writes the body of `/metrics`.
 
     connections  returns the connections to the engines, whose last statistics are exported
     model_name   returns the main name of the served model; "" before a model was reported
@@ -140,7 +140,7 @@ class _Collected(Collector):
 
 
 class EngineCollector(Collector):
-    """Exports the statistics of all engines.
+    """Exports the last statistics of all engines.
 
     connections  returns the connections to the engines; empty on a server without an engine
     """

@@ -62,10 +62,8 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MeasuredParser:
-    """Measures the time that a parser takes.
-
-    It reads the clock twice for each output, so it is only used for requests with `timings`.
-    """
+    """Wraps a parser and measures the time that it takes. It reads the clock twice for each output,
+    so it is used only for requests with `timings`."""
 
     __slots__ = ("_inner", "spent_s")
 

@@ -40,10 +40,8 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
 
 
 class GenerationTag(Extension):
-    """Parses `{% generation %}` blocks, which mark the model's text for training.
-
-    Here such a block only opens a scope for variables.
-    """
+    """Parses `{% generation %}` blocks, which mark the model's text for training. Rendering only
+    gives them a scope of their own for variables."""
 
     tags = {"generation"}
 

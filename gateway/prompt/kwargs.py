@@ -80,7 +80,8 @@ class ThinkingOptions(msgspec.Struct, frozen=True):
     effort: str | None = None
 
     def with_fallback(self, other: ThinkingOptions) -> ThinkingOptions:
-        """Return these options. Options that are not specified here are taken from `other`."""
+        """Return these options; those that are not specified here have the values of `other`.
+        `mode` is taken together with `thinks`."""
         switch = other if self.thinks is None else self
         effort = other.effort if self.effort is None else self.effort
         return ThinkingOptions(switch.thinks, switch.mode, effort)
@@ -129,19 +130,15 @@ def effective_kwargs(
 
 def thinking_budget(fields: ThinkingFields) -> tuple[str, int] | None:
     """Return (name of the request's field, limit on reasoning tokens); None if there is no limit.
-
-    Raises InvalidRequest, naming the field, if a value is invalid or two fields differ.
-    """
+    Raises InvalidRequest, naming the field, if a value is invalid or two fields differ."""
     budgets = list(_budgets(fields))
     budget = _common_value(budgets)
     return None if budget in (None, UNLIMITED) else (budgets[0][0], budget)
 
 
 def thinks(kwargs: Mapping[str, Any], profile: ThinkingProfile) -> bool | None:
-    """Return whether the effective kwargs turn thinking on or off; None if they do neither.
-
-    The template's default applies then.
-    """
+    """Return whether the effective kwargs turn thinking on or off; None if they leave it to the
+    template's default."""
     for name in profile.switches:
         if name in kwargs:
             return bool(kwargs[name])
@@ -176,10 +173,8 @@ def _check_names(kwargs: Iterable[str]) -> None:
 
 
 def _common_value(pairs: Iterable[tuple[str, Any]]) -> Any:
-    """Return the value that all (field, value) pairs have; None if there are no pairs.
-
-    Raises InvalidRequest if two fields have different values.
-    """
+    """Return the value that all (field, value) pairs have; None if there are no pairs. Raises
+    InvalidRequest if two fields have different values."""
     first: tuple[str, Any] | None = None
     for field, value in pairs:
         if first is None:
@@ -309,10 +304,8 @@ def _template_kwargs(options: ThinkingOptions, profile: ThinkingProfile) -> dict
 
 
 def _template_effort(options: ThinkingOptions, profile: ThinkingProfile) -> str | None:
-    """Return the template's word for the effort; None: the template's default applies.
-
-    If the template has no switch for thinking, the word also turns thinking on or off.
-    """
+    """Return the template's word for the effort; None: the template's default applies. If the
+    template has no switch for thinking, the word also turns thinking on or off."""
     off = next((word for word in profile.efforts if word in OFF_WORDS), None)
     if options.thinks is False:
         if off is None and not profile.efforts and not profile.has_switch:

@@ -69,10 +69,8 @@ class ChatRenderer:
             return str(error)
 
     def template_for(self, tools: Sequence[Any] | None) -> ParsedTemplate:
-        """Return the model's template for conversations with or without tools.
-
-        Raises InvalidRequest if the model has no usable template.
-        """
+        """Return the model's template for conversations with or without tools. Raises
+        InvalidRequest if the model has no usable template."""
         found = self._tool_use if tools else self._default
         if isinstance(found, str):
             raise InvalidRequest(
@@ -125,10 +123,8 @@ class ChatRenderer:
     def encode(
         self, text: str, *, offload: Offload | None = None, param: str = "messages"
     ) -> list[int]:
-        """Return the token ids of a rendered prompt.
-
-        The template has written the special tokens, so the tokenizer adds none.
-        """
+        """Return the token ids of a rendered prompt. The tokenizer adds no special tokens, because
+        the template has written them."""
         return self._tokenizer.encode(text, False, offload=offload, param=param)
 
     def compiled(self, source: str) -> ParsedTemplate:

@@ -1,4 +1,4 @@
-"""The thinking options of a chat template, found in its source once.
+"""Finds the thinking options of a chat template in its source.
 
 A template may read three kinds of variables: an on/off switch (`enable_thinking`, `thinking`), a
 mode whose values are words (`thinking_mode`), and an effort (`reasoning_effort`). The template's
@@ -45,10 +45,8 @@ class ThinkingProfile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def thinking_profile(source: str | None) -> ThinkingProfile:
-    """Return the thinking options of a template.
-
-    The profile is empty if there is no template (`source` is None) or it does not compile.
-    """
+    """Return the thinking options of a template. The profile is empty if there is no template
+    (`source` is None) or it does not compile."""
     try:
         tree = ChatEnvironment().parse(source or "")
         mode_words, efforts = _words(tree, MODE), _words(tree, EFFORT)
@@ -71,10 +69,8 @@ def _one_of(preferred: tuple[str, ...], words: tuple[str, ...]) -> str:
 
 
 def _words(tree: nodes.Template, name: str) -> tuple[str, ...]:
-    """Return the strings that the variable `name`, or an alias of it, is compared with.
-
-    They are in the order of their first occurrence.
-    """
+    """Return the strings that the variable `name`, or an alias of it, is compared with. They are in
+    the order of their first occurrence."""
     names = _aliases(tree, name)
     found: list[str] = []
     for compare in tree.find_all(nodes.Compare):
@@ -94,10 +90,8 @@ def _aliases(tree: nodes.Template, name: str) -> frozenset[str]:
 
 
 def _is_about(node: nodes.Node | None, names: frozenset[str]) -> bool:
-    """Return whether the expression `node` has the value of one of these variables.
-
-    The value may have gone through filters, method calls or a default.
-    """
+    """Return whether the expression `node` has the value of one of these variables. The value may
+    have gone through filters, method calls or a default."""
     match node:
         case nodes.Name(name=name):
             return name in names

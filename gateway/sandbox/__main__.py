@@ -81,11 +81,8 @@ def set_limits(footprint: Footprint, memory_bytes: int) -> None:
 
 
 def serve(connection: socket.socket, footprint: Footprint, cpu_s: float) -> None:
-    """Answer calls until the gateway closes the connection.
-
-    Return earlier if the process has run out of memory or has grown too much. The reply is then
-    marked as the last one.
-    """
+    """Answer calls until the gateway closes the connection. Return earlier, after a reply that is
+    marked as the last, if the process has run out of memory or has grown too much."""
     most = footprint.resident() + RETIRE_BYTES
     is_last = False
     while not is_last and (frame := _receive_frame(connection)):

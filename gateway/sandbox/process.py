@@ -53,7 +53,8 @@ may have requests to finish. It ends when its gateway ends."""
 
 
 class LimitExceeded(Exception):
-    """The call used too much time or memory, or crashed its process. The message says which."""
+    """Raised if a call used too much time or memory, or crashed its process. The message says
+    which."""
 
 
 class _Ended(Exception):
@@ -68,7 +69,8 @@ class _Ended(Exception):
 
 
 class SandboxProcess:
-    """A process that runs calls. `start` or the first call starts it. It is replaced when it ends.
+    """A process that runs calls. It starts at `start` or at the first call, and is replaced when it
+    ends.
 
     cpu_s         CPU time limit of one call
     memory_bytes  limit of the memory that the process may use in addition to that at its start
@@ -117,10 +119,8 @@ class SandboxProcess:
             child.reap()
 
     def call(self, call: Call) -> Reply:
-        """Send a call and return its reply.
-
-        Raises LimitExceeded, or Overloaded if too many calls are waiting.
-        """
+        """Send a call and return its reply. Raises LimitExceeded, or Overloaded if too many calls
+        are waiting."""
         try:
             frame = to_frame(call)
         except ValueError as error:

@@ -52,7 +52,7 @@ number of its last event, and its stored response, if it has one."""
 
 
 class BrokenChain(Exception):
-    """A response refers to a previous response that was deleted."""
+    """Raised if a response refers to a previous response that was deleted."""
 
     def __init__(self, missing: str) -> None:
         super().__init__(missing)
@@ -61,9 +61,7 @@ class BrokenChain(Exception):
 
 class Store:
     """Runs the operations of a `Database` in one thread, in order. Other greenlets are not blocked.
-
-    The file is opened on first use, after the fork.
-    """
+    The file is opened on first use, after the fork."""
 
     def __init__(self, open_database: Callable[[], Database]) -> None:
         self._open_database = open_database
@@ -71,10 +69,8 @@ class Store:
         self._database: Database | None = None
 
     def call(self, work: Callable[[Database], T]) -> T:
-        """Run `work` in the store's thread and return its result.
-
-        Raises the exceptions of `work`, and sqlite3.Error if the file cannot be used.
-        """
+        """Run `work` in the store's thread and return its result. Raises the exceptions of `work`,
+        and sqlite3.Error if the file cannot be used."""
         if self._pool is None:
             self._pool = ThreadPool(1)
         return result_of(self._pool, lambda: work(self._opened()))
@@ -93,9 +89,10 @@ class Store:
 
 
 class Database:
-    """The open file. The methods block, and only one thread at a time may call them.
+    """The open database file. The methods block, and only one thread at a time may call them.
 
-    interrupt  kind of a run -> the function that makes its end if its process has died
+    interrupt  kind of a run -> the function that makes the run's last event and final response if
+               its process has died
     runner     unique name of this process; "": a new name
 
     The arguments `now` are seconds since 1970.
@@ -135,10 +132,8 @@ class Database:
         return StoredRecord(*row) if row else None
 
     def chain(self, response: str, owner: str, now: float) -> list[StoredRecord]:
-        """Return a response and all responses before it in its conversation, oldest first.
-
-        All of them are marked as used now. Raises BrokenChain if one of them was deleted.
-        """
+        """Return a response and all responses before it in its conversation, oldest first. All of
+        them are marked as used now. Raises BrokenChain if one of them was deleted."""
         found: list[StoredRecord] = []
         name: str | None = response
         while name is not None:
@@ -152,10 +147,8 @@ class Database:
         return found[::-1]
 
     def delete(self, response: str, owner: str) -> bool:
-        """Delete a response and its run. Return False if `owner` has no such response.
-
-        If another process is generating the run, that process aborts it when it next renews leases.
-        """
+        """Delete a response and its run. Return False if `owner` has no such response. If another
+        process is generating the run, that process aborts it when it next renews leases."""
         with self._writing():
             if self._one(queries.GET_RESPONSE, response, owner) is None:
                 return False
@@ -213,12 +206,14 @@ class Database:
     # ---- runs, for their clients
 
     def cancel(self, run: str, owner: str) -> None:
-        """Request that the process that generates the run aborts it."""
+        """Mark a run as cancelled. The process that generates it aborts it when it next renews
+        leases."""
         with self._writing():
             self._execute(queries.CANCEL_RUN, run, owner)
 
     def want(self, run: str, until: float) -> None:
-        """Mark a run as wanted until the time `until`, so that it is not aborted earlier."""
+        """Mark a run as wanted until `until` (seconds since 1970), so that it is not aborted
+        earlier."""
         with self._writing():
             self._execute(queries.WANT_RUN, run, until)
 
@@ -254,10 +249,8 @@ class Database:
         self._execute(queries.PUT_RESPONSE, *values, record.input, record.body)
 
     def _end(self, run: str, body: bytes | None, now: float, window_s: float) -> None:
-        """End a run.
-
-        A run with a response is kept as long as the response; one without is kept for `window_s`.
-        """
+        """End a run. A run with a response is kept as long as the response; one without is kept for
+        `window_s`."""
         delete_at = None if body is not None else now + window_s
         self._execute(queries.END_RUN, run, now, delete_at)
         if body is not None:
@@ -330,10 +323,8 @@ class Database:
 
 
 def _open(path: str) -> sqlite3.Connection:
-    """Return a connection to the file, which is created if it does not exist.
-
-    Raises sqlite3.Error.
-    """
+    """Return a connection to the file, which is created if it does not exist. Raises
+    sqlite3.Error."""
     try:
         Path(path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))

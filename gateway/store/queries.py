@@ -117,7 +117,7 @@ class StoredRecord(msgspec.Struct, frozen=True):
 
 
 class NewRun(msgspec.Struct, frozen=True):
-    """A run that starts."""
+    """A run to be stored when it starts."""
 
     id: str
     owner: str
@@ -159,7 +159,7 @@ class RunPage(msgspec.Struct, frozen=True):
 
 
 class Interruption(msgspec.Struct, frozen=True):
-    """The end of a run whose process has died."""
+    """The last event and the final response of a run whose process has died."""
 
     #: The last event.
     frame: bytes

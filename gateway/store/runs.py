@@ -90,7 +90,7 @@ class DetachedRun:
         self._wake()
 
     def attach(self, outlet: Outlet) -> None:
-        """Write all frames, from the first one on, to the client that started the run."""
+        """Write all frames, from the first one on, to the client that started the run: `outlet`."""
         early, self._early = self._early, None
         self._outlet = outlet
         if early:
@@ -105,7 +105,7 @@ class DetachedRun:
     # ---- called by the flusher
 
     def batch(self) -> RunBatch | None:
-        """Return the frames and the response that must be stored; None if nothing is new."""
+        """Return the frames and the response that were not stored yet; None if there are none."""
         if not self._unstored and self._body is None and self._last is None:
             return None
         frames = [*self._unstored, *(self._last or ())]
@@ -115,8 +115,8 @@ class DetachedRun:
         return batch
 
     def on_stored(self, batch: RunBatch) -> None:
-        """Handle a batch that was stored or could not be stored. If it ends the run, write the last
-        event to the client."""
+        """Handle a batch that was stored or could not be stored. If the batch ends the run, write
+        the run's last event to the client."""
         if batch.is_last:
             self.is_over = True
             self._write_last()
@@ -237,9 +237,10 @@ class Persistence:
     def from_config(
         cls, config: GatewayConfig, interrupt: Mapping[str, Interrupt]
     ) -> Persistence | None:
-        """Return the store; None if the operator turned storing off.
+        """Return the store and its runs; None if the operator turned storing off.
 
-        interrupt  kind of a run -> the function that ends it if its process has died
+        interrupt  kind of a run -> the function that makes the run's last event and final response
+                   if its process has died
         """
         if config.response_store in ("", NO_STORE):
             return None

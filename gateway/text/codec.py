@@ -29,7 +29,8 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 @dataclass(frozen=True, slots=True)
 class ByteCodec:
-    """Decodes each token to bytes, independently of the other tokens."""
+    """Decodes each token to bytes. Only the rules for the first token of a text depend on its
+    place."""
 
     #: Functions applied in turn to every token except the first one of a text.
     steps: tuple[Step, ...]
@@ -57,10 +58,8 @@ def _run(steps: tuple[Step, ...], text: str) -> bytes:
 
 
 def codec_of(decoder: Mapping[str, Any] | None) -> ByteCodec | None:
-    """Return the codec for a decoder's JSON description.
-
-    The result is None if the decoder does not convert each token independently of the others.
-    """
+    """Return the codec for a decoder's JSON description. The result is None if the decoder does not
+    convert each token independently of the others."""
     steps: list[Step] = []
     first_steps: list[Step] = []
     rest = _flattened(decoder) if decoder else None
@@ -123,10 +122,8 @@ def _step_of(description: Mapping[str, Any]) -> tuple[Step, Step] | None:
 
 
 def _prepends(metaspace: Mapping[str, Any]) -> bool:
-    """Return whether the tokenizer puts a blank before the first word of a text.
-
-    `add_prefix_space` is an older name of the setting.
-    """
+    """Return whether the tokenizer puts a blank before the first word of a text. `add_prefix_space`
+    is an older name of the setting."""
     scheme = metaspace.get("prepend_scheme")
     if scheme is None:
         return bool(metaspace.get("add_prefix_space", True))
@@ -165,10 +162,8 @@ _ALPHABET = _byte_level_alphabet()
 
 
 def _byte_level(piece: Piece) -> Piece:
-    """Decode GPT-2's spelling of bytes as characters.
-
-    A token with any other character is plain text, which is encoded as UTF-8.
-    """
+    """Decode GPT-2's spelling of bytes as characters. A token with any other character is plain
+    text, which is encoded as UTF-8."""
     if isinstance(piece, bytes):
         return piece
     try:

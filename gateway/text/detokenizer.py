@@ -64,7 +64,7 @@ class Detokenizer(Protocol):
 
 
 class TokenTable(dict[int, bytes]):
-    """A cache: token id -> bytes, computed on first use. All choices share it.
+    """A cache from token ids to bytes, computed on first use. All choices share it.
 
     spelling  returns a token's string in the vocabulary; None if the id has no token
     dropped   ids of tokens that have no text
@@ -91,7 +91,7 @@ class TokenTable(dict[int, bytes]):
 
 
 class ByteDetokenizer:
-    """Joins the bytes of tokens, which it reads from a table.
+    """A `Detokenizer` that joins the bytes of tokens, which a table lists.
 
     continues  the ids follow other text, so the rules for the start of a text do not apply: no
                leading blanks are stripped
@@ -129,10 +129,8 @@ class ByteDetokenizer:
         return self._stripped(text) if self._strip_left else text
 
     def _start(self, ids: Sequence[int]) -> bytes:
-        """Return the bytes of the first `ids` of a text.
-
-        The first token that has text is decoded by the codec's rules for a first token.
-        """
+        """Return the bytes of the first `ids` of a text. The first token that has text is decoded
+        by the codec's rules for a first token."""
         for i, token_id in enumerate(ids):
             text = self._table.spelling(token_id)
             if text is not None:
@@ -153,7 +151,8 @@ class ByteDetokenizer:
 
 
 class WindowDetokenizer:
-    """Decodes the last ids with and without the new ones. The difference is the new text.
+    """A `Detokenizer` that decodes the last ids with and without the new ones. The difference is
+    the new text.
 
     decode  returns the text of a list of ids, decoded at once by the library `tokenizers`
     """

@@ -20,7 +20,7 @@ IMPOSSIBLE = -9999.0
 
 
 class TopLogprob(msgspec.Struct, frozen=True):
-    """One likely token. If a token is part of a character, only `bytes` are exact."""
+    """A likely token and its logprob. If a token is part of a character, only `bytes` are exact."""
 
     token: str
     logprob: float
@@ -59,10 +59,8 @@ def chat_logprobs(
 
 
 def likely(entry: TokenLogprobs, num_top: int, extra_ids: Sequence[int]) -> list[tuple[int, float]]:
-    """Return (id, logprob) of the `num_top` most likely tokens, best first.
-
-    The tokens `extra_ids` follow, except those that are among the most likely ones.
-    """
+    """Return (id, logprob) of the `num_top` most likely tokens, best first. The tokens `extra_ids`
+    follow, except those that are among the most likely ones."""
     top = dict(zip(entry.top_ids[:num_top], entry.top_logprobs, strict=False))
     if not extra_ids:
         return list(top.items())
@@ -144,10 +142,8 @@ def _tops(
 
 
 def _token_key(tokenizer: Tokenizer, token_id: int) -> str:
-    """Return a token's key in a JSON object: its text, or its bytes if they are not valid UTF-8.
-
-    So two tokens that spell different parts of a character have different keys.
-    """
+    """Return a token's key in a JSON object: its text, or its bytes if they are not valid UTF-8. So
+    two tokens that spell different parts of a character have different keys."""
     data = tokenizer.token_bytes(token_id)
     try:
         return data.decode()
@@ -185,5 +181,5 @@ def _by_token_id(
 
 
 def json_logprob(logprob: float) -> float:
-    """Return a logprob as JSON can express it: -9999 for infinity and NaN."""
+    """Return a logprob as a JSON number: -9999 for infinity and NaN."""
     return logprob if math.isfinite(logprob) else IMPOSSIBLE

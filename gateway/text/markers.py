@@ -79,11 +79,8 @@ class MarkerSet:
         self.opening = re.compile("[" + "".join(re.escape(c) for c in self.children[0]) + "]")
 
     def _insert(self, marker: str, index: int) -> None:
-        """Add a marker, unless it begins with an earlier marker of the list.
-
-        Such a marker can never win. So if two of the added markers match at the same place, the
-        longer one wins.
-        """
+        """Add a marker, unless it begins with an earlier marker of the list. Such a marker can
+        never win. So if two of the added markers match at the same place, the longer one wins."""
         node = 0
         for char in marker:
             if self.found[node] != NONE:
@@ -143,10 +140,8 @@ class Scanner:
         return ScannerState(self._held, list(self._parts))
 
     def lets_through(self, delta: str) -> bool:
-        """Return whether `delta` can be released without reading it.
-
-        It can if nothing is held and no character in it starts a marker.
-        """
+        """Return whether `delta` can be released without reading it: nothing is held, and no
+        character in `delta` starts a marker."""
         return not self._held and self._set.opening.search(delta) is None
 
     def push(self, delta: str) -> list[MarkerText | Marker]:
@@ -199,9 +194,7 @@ class Scanner:
 
     def _release(self, text: str, end: int) -> str:
         """Return the text up to `end`, which is outside all markers, without the pieces to drop.
-
-        The rest of `_parts` is kept for the held text.
-        """
+        The rest of `_parts` is kept for the held text."""
         kept, at = [], 0
         for start, stop in self._parts:
             kept.append(text[at : min(start, end)])
@@ -212,9 +205,7 @@ class Scanner:
 
     def _read(self, text: str, position: int) -> int:
         """Read `text` from `position`. Return the position at which the best marker is certain.
-
-        Return NONE if no marker is certain at the end of the text.
-        """
+        Return NONE if no marker is certain at the end of the text."""
         automaton = self._set
         children, fail, depth, found = (
             automaton.children,
@@ -267,8 +258,6 @@ class Scanner:
 
 
 def match_end(pattern: re.Pattern[str], text: str, position: int = 0) -> int:
-    """Return the end of the match of `pattern` at `position`.
-
-    The pattern must match at every position, perhaps an empty string.
-    """
+    """Return the end of the match of `pattern` at `position`. The pattern must match at every
+    position, perhaps an empty string."""
     return pattern.match(text, position).end()  # type: ignore[union-attr]  # it always matches

@@ -36,10 +36,8 @@ SIGNATURE_BYTES = 32
 
 
 class BlockSink(Protocol):
-    """Receives one block at a time: `start`, any number of `block_delta`s, `stop`.
-
-    `call` is set for a tool_use block only, and `signature` for a thinking block only.
-    """
+    """Receives one block at a time: `start`, any number of `block_delta`s, `stop`. `call` is set
+    for a tool_use block only, and `signature` for a thinking block only."""
 
     def start(self, index: int, kind: BlockKind, call: ToolCall | None) -> None: ...
     def block_delta(self, text: str) -> None: ...
@@ -47,10 +45,8 @@ class BlockSink(Protocol):
 
 
 class ContentBlocks:
-    """Turns the events of one answer into calls of a `BlockSink`.
-
-    If `shows_thinking` is false, thinking blocks have a signature but no text.
-    """
+    """Turns the events of one answer into calls of a `BlockSink`. If `shows_thinking` is false,
+    thinking blocks have a signature but no text."""
 
     def __init__(self, sink: BlockSink, *, shows_thinking: bool = True) -> None:
         #: The warnings of the parser and of this class, so far.
@@ -134,11 +130,8 @@ def new_digest() -> hashlib.blake2b:
 
 
 def signature_of(digest: hashlib.blake2b) -> str:
-    """Return the signature of a thinking block: a digest of its text.
-
-    The server never checks a signature. It sends one because clients drop thinking blocks that
-    have none.
-    """
+    """Return the signature of a thinking block: a digest of the block's text, in base64. The server
+    never checks a signature. It sends one because clients drop thinking blocks that have none."""
     return base64.b64encode(digest.digest()).decode()
 
 
@@ -235,8 +228,10 @@ class ToolInput:
         return "".join(emitted)
 
     def finish(self, *, complete: bool) -> str:
-        """Return the rest of the object's text. `complete` is whether the model finished the
-        call."""
+        """Return the rest of the object's text.
+
+        complete  whether the model finished the call; otherwise the call was cut off
+        """
         if complete and (self._at != DONE or self._rest):
             self.is_broken = True
         if self._at == DONE and not self.is_broken:

@@ -32,7 +32,7 @@ Block = Mapping[str, Any]
 
 
 class ChatConversation(msgspec.Struct):
-    """The translated conversation."""
+    """The chat messages made from the `system` and `messages` of a request."""
 
     #: The `messages` of a ChatBody.
     messages: list[dict[str, Any]] = []

@@ -71,7 +71,7 @@ class ErrorCode(msgspec.Struct, frozen=True):
 
 
 class MessagesError(msgspec.Struct, frozen=True, kw_only=True):
-    """An error.
+    """The `error` member of an error response.
 
     param  the path of the request field at fault, such as `messages[2].content[0]`
     """
@@ -108,7 +108,7 @@ def error_body(fault: HTTPFault, request_id: str) -> bytes:
 class OutputTokensDetails(msgspec.Struct, frozen=True):
     """Details of `output_tokens`.
 
-    thinking_tokens  output tokens that are thinking
+    thinking_tokens  output tokens inside thinking blocks
     """
 
     thinking_tokens: int
@@ -196,8 +196,12 @@ ContentBlock = TextBlock | ThinkingBlock | ToolUseBlock
 def content_block(
     kind: BlockKind, call: ToolCall | None, text: str = "", signature: str = ""
 ) -> ContentBlock:
-    """Return a content block. Without `text` this is the empty block that `content_block_start`
-    contains. For a call, `text` is the JSON text of an object and is sent unchanged."""
+    """Return a content block. Without `text` it is the empty block that `content_block_start`
+    contains.
+
+    call  required if `kind` is "tool_use"; `text` is then the JSON text of an object, which is sent
+          unchanged
+    """
     match kind:
         case "text":
             return TextBlock(text)
@@ -221,8 +225,8 @@ class MessageEnd(msgspec.Struct, frozen=True):
 
 
 def end_of(finished: Finished, group: ChoiceGroup) -> MessageEnd:
-    """Return the stop reason and stop sequence. If an answer was cut off before it had `max_tokens`
-    tokens, the context was full."""
+    """Return the stop reason and stop sequence. If the answer was cut off before it reached
+    `max_tokens` tokens, the reason is that the context is full."""
     (choice,) = group.choices
     reason = STOP_REASONS[finished.reason]
     matched = finished.stop_reason if isinstance(finished.stop_reason, str) else None
@@ -235,7 +239,7 @@ def end_of(finished: Finished, group: ChoiceGroup) -> MessageEnd:
 
 
 class AnsweredMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """A message.
+    """A message: the response of /v1/messages, and part of `message_start`.
 
     ignored_params  request fields that had no effect
     """
@@ -275,7 +279,7 @@ class AnthropicEnvelope:
         return f"msg_{self.request_id}"
 
     def message_at_start(self, group: ChoiceGroup) -> AnsweredMessage:
-        """Return the message of `message_start`: without content, with the usage so far."""
+        """Return the message that `message_start` contains: no content, and the usage so far."""
         return AnsweredMessage(
             id=self.id,
             type="message",
@@ -295,7 +299,11 @@ class AnthropicEnvelope:
         finished: Finished,
         warnings: Sequence[OutputWarning],
     ) -> AnsweredMessage:
-        """Return the complete message. `warnings` are about the answer."""
+        """Return the complete message.
+
+        content   the blocks of the answer
+        warnings  warnings about the answer; those about the request are added
+        """
         end = end_of(finished, group)
         return msgspec.structs.replace(
             self.message_at_start(group),
@@ -307,7 +315,8 @@ class AnthropicEnvelope:
         )
 
     def all_warnings(self, of_answer: Sequence[OutputWarning]) -> list[MessagesWarning] | UnsetType:
-        """Return the warnings about the request and the answer; UNSET if there are none."""
+        """Return the warnings about the request and those about the answer; UNSET if there are
+        none."""
         return [
             MessagesWarning(code=warning.code, message=warning.message)
             for warning in [*self.warnings, *of_answer]
@@ -440,10 +449,8 @@ def model_info(served: ServedModel, name: str) -> ModelInfo:
 
 
 def model_page(served: ServedModel, query: Mapping[str, str]) -> ModelPage:
-    """Return a page of at most `limit` served names, after `after_id` and before `before_id`.
-
-    These three are parameters of `query`. Raise InvalidRequest naming the one that is invalid.
-    """
+    """Return a page of at most `limit` served names, after `after_id` and before `before_id`. These
+    three are parameters of `query`. Raise InvalidRequest naming the one that is invalid."""
     limit = _limit(query.get("limit", ""))
     names, is_backward = list(served.names), False
     if after := query.get("after_id"):

@@ -43,7 +43,7 @@ PING = frame(responses.AnthropicPing())
 
 
 class EventWriter:
-    """The sink that writes one answer as events.
+    """The sink that writes one answer as Anthropic's events.
 
     write     receives the frames, one or more at a time
     finish    called after the last frame

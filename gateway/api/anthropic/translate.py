@@ -58,12 +58,12 @@ class MessagesTranslation(msgspec.Struct, frozen=True):
     warnings: list[OutputWarning]
 
     def translate_errors(self) -> AbstractContextManager[None]:
-        """Return a context manager. In errors that are raised inside its block, it replaces field
-        paths of the chat request by those of the client's request."""
+        """Return a context manager. In each error raised inside its block, it replaces the field
+        path of the chat request by the path of the client's field."""
         return translate_errors(self.request_path)
 
     def request_path(self, name: str) -> str:
-        """Return the path in the client's request of the chat field `name`."""
+        """Return the path in the client's request for `name`, a field path of the chat request."""
         if (found := _PLACE.match(name)) and int(found[1]) < len(self.paths):
             return self.paths[int(found[1])]
         for pattern, own in {**_TOOL_PATHS, **self._format_paths()}.items():
@@ -81,7 +81,7 @@ class MessagesTranslation(msgspec.Struct, frozen=True):
 
 
 def translate(body: CountBody) -> MessagesTranslation:
-    """Translate a body and check the resulting chat. Raise InvalidRequest."""
+    """Translate a body and check the resulting chat request. Raise InvalidRequest."""
     for field in ("messages", "system", "tools", "output_config", "output_format", "thinking"):
         check_depth(getattr(body, field), field)
     for field in ("container", "mcp_servers"):
@@ -193,7 +193,7 @@ def _chat_tool_choice(choice: Any) -> tuple[str | dict[str, Any] | None, bool | 
 def clamp_to_model(
     chat: ChatBody, max_len: int, output_format: ModelOutputFormat
 ) -> tuple[ChatBody, list[OutputWarning]]:
-    """Return (the request within the model's limits, warnings about changes).
+    """Return (the request changed to fit the model's limits, warnings about the changes).
 
     Clients of this API send the same `max_tokens` to every model, so a value above `max_len` is
     lowered to it. An answer that fills the context then has the stop reason

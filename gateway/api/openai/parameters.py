@@ -29,7 +29,8 @@ def first(*values: T | None, default: T) -> T:
 def choices_of(
     body: Body, model: SamplingDefaults, tokenizer: Tokenizer | None = None
 ) -> list[SamplingParams]:
-    """Return the parameters of each of a prompt's n choices. Raise InvalidRequest.
+    """Return the sampling parameters of each of the `n` choices of one prompt. Raise
+    InvalidRequest.
 
     tokenizer  encodes `bad_words`; None: `bad_words` are ignored
     """
@@ -43,7 +44,7 @@ def choices_of(
 
 
 def bad_sequences(words: list[str], tokenizer: Tokenizer) -> list[list[int]]:
-    """Return the distinct tokenizations of each word, at the start of a text and after a space."""
+    """Return the distinct tokenizations of each word: at the start of a text and after a space."""
     spellings = (
         tuple(tokenizer.encode(text, False, param=f"bad_words[{place}]"))
         for place, word in enumerate(words)
@@ -87,7 +88,8 @@ def _prompt_logprobs(body: Body) -> int | None:
 
 def nth_seed(seed: int | None, place: int) -> int | None:
     """Return the seed of choice `place`: `seed + place`, wrapped to a signed 64-bit number. So a
-    request for one choice with that seed reproduces the choice."""
+    request for one choice with that seed reproduces the choice. Return None if `seed` is None or
+    -1, which mean no seed."""
     if seed is None or seed == -1:
         return None
     return (seed + place + _SEEDS // 2) % _SEEDS - _SEEDS // 2
@@ -96,7 +98,8 @@ def nth_seed(seed: int | None, place: int) -> int | None:
 def check_counts(
     prompt_requests: list[PromptRequest], body: GenerationBody, max_n: int, max_answers: int
 ) -> None:
-    """Raise InvalidRequest if one body requests too many choices."""
+    """Raise InvalidRequest if `n` exceeds `max_n`, or if the choices of all prompts exceed
+    `max_answers`."""
     if (body.n or 1) > max_n:
         raise InvalidRequest(f"n: {body.n} exceeds this server's limit of {max_n}", param="n")
     answers = sum(len(prompt_request.choices) for prompt_request in prompt_requests)

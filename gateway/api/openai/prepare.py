@@ -46,7 +46,7 @@ from protocol.sampling import check_token_ids
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A rendered conversation."""
+    """A rendered conversation: the prompt of a chat request."""
 
     text: str
     ids: list[int]
@@ -70,9 +70,7 @@ def _schema_field(plan: ToolPlan) -> str:
 
 class Preparation:
     """Prepares the conversations of one body. Raises InvalidRequest naming the field.
-
-    `trusts_template` is whether the server accepts `chat_template` from requests.
-    """
+    `trusts_template` is whether the server accepts `chat_template` from requests."""
 
     def __init__(
         self, body: ChatBody | BatchBody, model: ServedModel, *, trusts_template: bool = False
@@ -116,11 +114,12 @@ class Preparation:
 
     @property
     def is_calls_or_form(self) -> bool:
-        """Whether the answer is either calls or text that matches the form."""
+        """Whether the answer is either tool calls or text that matches `form`."""
         return self.form is not None and self.plan.mode == "auto"
 
     def rename_field(self, error: RequestError) -> RequestError:
-        """Replace the engine's field name in an error by the path of the chat field."""
+        """Replace the engine's field name in an error by the path of the chat field. Return the
+        error."""
         if error.param == "max_tokens":  # the message contains the name, too
             return translate_error(error, lambda _: self.body.max_tokens_field)
         fields = {
@@ -166,8 +165,8 @@ class Preparation:
         )
 
     def answer_start(self, prompt: Prompt) -> AnswerStart:
-        """Return the state in which the answers to `prompt` start. The end of the prompt and its
-        template arguments determine this state."""
+        """Return where the answers to `prompt` start, such as inside a reasoning block. The end of
+        the prompt and its template arguments determine this."""
         calls = self.plan.mode != "none"
         return self.model.output_format.answer_start(prompt.text, prompt.kwargs, calls=calls)
 
@@ -224,7 +223,8 @@ class Preparation:
 class Completion:
     """Prepares the prompts of one completion body. Raises InvalidRequest naming the field.
 
-    If the prompts' token ids are known already, `ids` has them, and the prompts are not tokenized.
+    If the token ids of the prompts are already known, pass them as `ids`; the prompts are then not
+    tokenized.
     """
 
     def __init__(
@@ -272,7 +272,8 @@ class Completion:
         )
 
     def rename_field(self, error: RequestError) -> RequestError:
-        """Replace the engine's field name "grammar" in an error by the field of the request."""
+        """Replace the engine's field name "grammar" in an error by the request's field. Return the
+        error."""
         error.param = self._form_field if error.param == "grammar" else error.param
         return error
 

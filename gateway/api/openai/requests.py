@@ -142,7 +142,7 @@ def includes_usage(options: StreamOptions | None) -> bool:
 
 
 def repeats_usage(options: StreamOptions | None) -> bool:
-    """Return whether each chunk has a usage. As in vLLM, this requires include_usage."""
+    """Return whether every chunk has a usage. As in vLLM, this requires include_usage."""
     return bool(options and options.include_usage and options.continuous_usage_stats)
 
 

@@ -89,7 +89,7 @@ class OpenAIEnvelope:
 
 
 class ResponseBuilder(Protocol):
-    """Builds the structs of one response, in the shape of one route."""
+    """Builds the response structs of one route."""
 
     #: The number of top tokens per sampled token; None: no logprobs.
     num_logprobs: int | None
@@ -106,14 +106,16 @@ class ResponseBuilder(Protocol):
     whole_choice: Callable[..., Any]
 
     def part(self, event: Event) -> Members | None:
-        """Return what an event adds to the choice in a chunk, or None if the event is not sent."""
+        """Return the members that `event` adds to the choice in a chunk; None if the event is not
+        sent."""
 
     def opening(self, choice: Choice) -> Members | None:
-        """Return the members of a choice in its first chunk, which is sent before any text. Return
+        """Return the members of a choice in the first chunk, which is sent before any text. Return
         None if the API has no such chunk."""
 
     def fold(self, choice: Choice, chunks: Sequence[Any]) -> Members:
-        """Join all chunks of a choice. Return its message or text, and its logprobs."""
+        """Join all chunks of a choice. Return the members of the complete choice: its message or
+        text, and its logprobs."""
 
     def logprobs(self, choice: Choice, delta: OutputDelta) -> Any:
         """Return the logprobs of the delta's tokens, or None if they are not requested."""
@@ -192,11 +194,8 @@ class ChatResponseBuilder:
 
 
 def _message(parts: Iterable[MessagePart]) -> AssistantMessage:
-    """Join the deltas of a message, in linear time.
-
-    A tool call that was cut off is included. `content` is null if there is only reasoning or tool
-    calls.
-    """
+    """Join the deltas of a message, in linear time. A tool call that was cut off is included.
+    `content` is null if there is only reasoning or tool calls."""
     text: list[str] = []
     reasoning: list[str] = []
     calls: list[tuple[str, str, list[str]]] = []
@@ -290,7 +289,8 @@ class CompletionResponseBuilder:
         )
 
     def offsets(self, index: int, state: tuple[DetokenizerState, int] | None = None) -> TextOffsets:
-        """Return a choice's text offsets. The first call restores them from `state`, if given."""
+        """Return the text offsets of the choice `index`. The first call restores them from `state`,
+        if it is given: (detokenizer state, number of characters so far)."""
         if index not in self._offsets:
             detokenizer = self._tokenizer.detokenizer(
                 skip_special_tokens=self._options.skip_special_tokens,

@@ -30,7 +30,7 @@ _ERROR_TYPES = {429: "rate_limit_error", 503: "service_unavailable_error", 504: 
 
 
 class ErrorDetails(msgspec.Struct, frozen=True, kw_only=True):
-    """An error.
+    """The `error` member of an error response.
 
     param  the path of the request field at fault, such as `messages[2].content`
     """
@@ -165,7 +165,7 @@ class ChatLogprobs(msgspec.Struct, frozen=True):
 
 
 class OpenAIResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """The first members of every response and chunk.
+    """The members at the start of every response and chunk.
 
     system_fingerprint  the server's version and the digest of the weights
 

@@ -92,7 +92,7 @@ def resume_stream(
 
 
 class FrameDestination(Protocol):
-    """The destination of a stream's frames."""
+    """Receives the frames of a stream: `write` for each, then `finish`."""
 
     def write(self, data: bytes) -> None: ...
     @property
@@ -148,7 +148,8 @@ def _start_run(
 
 
 def interrupted_stream(stream: str, number: int, body: bytes | None) -> Interruption:
-    """Return the end of a stream whose process died: an error and [DONE]."""
+    """Return the frames that end a stream whose process died: an error and [DONE], numbered from
+    `number`."""
     frames = (sse.frame(error_body(_DIED)), sse.DONE)
     numbered = enumerate(frames, number)
     return Interruption(b"".join(with_id(stream.encode(), n, frame) for n, frame in numbered))

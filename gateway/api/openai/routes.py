@@ -61,7 +61,7 @@ def chat(service: Service, context: RequestContext) -> Response:
     gives=responses.ChatBatch,
 )
 def batch(service: Service, context: RequestContext) -> Response:
-    """Answer several conversations. The choices are ordered by conversation; each conversation has
+    """Answer several conversations. The choices are ordered by conversation. Each conversation has
     its own template arguments, prompt and parsers."""
     body, unknown = service.bodies.parse_known(request, requests.BatchBody)
     prepare.check_batch(body, service.config.max_prompts)

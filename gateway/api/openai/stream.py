@@ -59,7 +59,7 @@ MAX_TEMPLATES = 1 << 10
 
 
 class ChunkStreamState(msgspec.Struct):
-    """The state of a stream: plain data, so that another process can continue the stream."""
+    """The state of a stream as plain data, so that another process can continue the stream."""
 
     #: Whether the first chunks were returned.
     has_started: bool = False
@@ -70,7 +70,7 @@ class ChunkStreamState(msgspec.Struct):
 
 
 class ChunkOptions(TypedDict, total=False):
-    """The client's options of a stream."""
+    """Options of a stream that the client sets."""
 
     #: Before [DONE], send a chunk with the total usage. All other chunks have `"usage":null`.
     includes_usage: bool
@@ -89,8 +89,10 @@ def chunk_options(body: GenerationBody) -> ChunkOptions:
 
 
 class AnswerChunks:
-    """Turns the deltas of one answer into chunks, in order. `state` is the state of a stream that
-    is continued; None starts a new stream."""
+    """Turns the deltas of one answer into chunks, in order.
+
+    state  the state of the stream that is continued; None starts a new stream
+    """
 
     def __init__(
         self,
@@ -115,7 +117,7 @@ class AnswerChunks:
         )
 
     def start(self) -> list[Any]:
-        """Return the first chunks, or nothing if they were returned before."""
+        """Return the first chunk of each choice; nothing if they were returned before."""
         if self.state.has_started:
             return []
         self.state.has_started = True
@@ -151,8 +153,8 @@ class AnswerChunks:
         return self._builder.part(event)
 
     def count(self, choice: Choice, delta: OutputDelta) -> None:
-        """Count the tokens of `delta` as sent. The usage in a chunk counts only sent tokens; more
-        may have been generated."""
+        """Count the tokens of `delta` as sent. A chunk's usage counts only sent tokens, although
+        more may have been generated."""
         if self._repeats_usage and delta.token_ids:
             counts = self.state.num_tokens
             counts[choice.index] = counts.get(choice.index, 0) + len(delta.token_ids)
@@ -212,7 +214,7 @@ class AnswerChunks:
 
 
 class ChunkStream:
-    """The sink that writes one answer as chunks.
+    """The sink that writes one answer as OpenAI's chunks.
 
     write   receives the frames, one or more at a time
     finish  called after the last frame
@@ -253,9 +255,7 @@ class ChunkStream:
 
     def _new_template(self, key: TemplateKey, choice: Choice, event: Event) -> list[bytes] | None:
         """Return the frame of a chunk that contains only text, cut where the text is inserted.
-
-        Return None if the next chunk contains anything else.
-        """
+        Return None if the next chunk contains anything else."""
         if not (self._chunks.is_plain and self._chunks.state.has_started):
             return None
         part = self._builder.part(with_text(event, _HOLE))

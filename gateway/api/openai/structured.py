@@ -59,7 +59,7 @@ _SAFE_PATH = re.compile(r"[A-Za-z0-9_.$\[\]-]{1,200}")
 
 
 class AnswerForm(msgspec.Struct, frozen=True):
-    """The grammar that an answer must match."""
+    """The grammar that an answer must match, and the request field that sets it."""
 
     #: The request field that sets the grammar.
     field: str
@@ -69,7 +69,8 @@ class AnswerForm(msgspec.Struct, frozen=True):
 
 
 def answer_form(body: GenerationBody) -> AnswerForm | None:
-    """Return the form that the body sets, or None for free text."""
+    """Return the grammar that the body's structured output fields set; None if the answer is free
+    text."""
     found = []
     for field, read in _FIELDS.items():
         value, reader = getattr(body, field), FormReader()
@@ -83,8 +84,10 @@ def answer_form(body: GenerationBody) -> AnswerForm | None:
 
 
 def structured_form(value: Any, at: str) -> AnswerForm | None:
-    """Return the form that a `structured_outputs` value at the path `at` sets, or None if there is
-    no value."""
+    """Return the grammar that a `structured_outputs` value sets; None if there is no value.
+
+    at  path of the value in the request
+    """
     if value is None:
         return None
     reader = FormReader()
@@ -204,7 +207,8 @@ class FormReader:
 
     def structural_tag(self, value: Any, at: str) -> Body:
         """Parse an object with `structures`, each {begin, schema, end}, and `triggers`. A trigger
-        is the start of one or more `begin` texts. The grammar takes effect when it occurs."""
+        is the start of one or more `begin` texts. Once the answer contains a trigger, it must
+        continue as one of the structures that start with the trigger."""
         value = as_object(_from_text(value, at), at)
         structures, triggers = value.get("structures"), value.get("triggers")
         if not isinstance(structures, list) or not isinstance(triggers, list):

@@ -31,7 +31,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
 
 class ToolPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The tools of a request, and the calls that its answer may or must make."""
+    """The tools of a request, and the calls that its answer may or must contain."""
 
     #: The tools for the chat template.
     shown: Sequence[Mapping[str, Any]] = ()
@@ -230,8 +230,8 @@ def tool_grammar(bound: BoundFormat | None, plan: ToolPlan) -> Body | None:
 
 
 def calls_instead_of_form(bound: BoundFormat | None, plan: ToolPlan, form_field: str) -> Rules:
-    """Return the grammar of the tool calls that the model may make instead of an answer that
-    matches the field `form_field`. Raise InvalidRequest if it cannot be enforced."""
+    """Return the grammar of the tool calls that the model may make instead of text that matches the
+    field `form_field`. Raise InvalidRequest if the calls cannot be enforced."""
     if bound is None or not bound.format.has_calls:
         raise InvalidRequest.at(
             form_field,

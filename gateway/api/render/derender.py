@@ -1,5 +1,5 @@
-"""Handles the bodies of the derender routes: checks them and converts generated tokens into the
-API's response. Errors name the fields of these bodies."""
+"""Checks the bodies of the derender routes and converts the generated tokens in them into the API's
+response. Errors name the fields of these bodies."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class _NoEngine:
 
 
 class RecordedGroup(ChoiceGroup):
-    """A choice group whose outputs were generated elsewhere.
+    """A choice group whose outputs another engine has generated.
 
     prompt_tokens  number of prompt tokens if the token ids are unknown, else None
     """
@@ -40,7 +40,7 @@ class RecordedGroup(ChoiceGroup):
         self._prompt_tokens = prompt_tokens
 
     def replay(self, choice: Choice, output: Output) -> None:
-        """Process one output of a choice. Exceptions propagate to the caller."""
+        """Process one engine output of a choice. Raises the exceptions of its parser."""
         self._on_output(choice, output)
 
     @property
@@ -72,8 +72,10 @@ class RecordedOutputs:
         self._usage = usage
 
     def output(self, part: GeneratedChoice, params: SamplingParams, place: int) -> Output:
-        """Return the engine output for `part`, the item `place` of `choices`. Raise
-        InvalidRequest."""
+        """Return the engine output for `part`. Raise InvalidRequest.
+
+        place  index of `part` in `choices`, for errors
+        """
         at = f"{self._at}.choices[{place}]"
         check_token_ids(part.token_ids, self._model.card.vocab_size, f"{at}.token_ids")
         stop_token = None
@@ -113,9 +115,7 @@ class RecordedOutputs:
 
 def num_logprobs(choices: Sequence[GeneratedChoice]) -> int | None:
     """Return the number of top tokens per sampled token; None if there are no logprobs.
-
-    `top_logprobs` also contains the sampled token. It is not counted if it is not a top token.
-    """
+    `top_logprobs` also contains the sampled token. It is not counted if it is not a top token."""
     counts = [
         len(token.top_logprobs) - ((token.rank or 0) > len(token.top_logprobs))
         for choice in choices
@@ -136,7 +136,10 @@ def _stop_token(
 
 def to_token_logprobs(token: ChosenToken, num_top: int, extra_ids: Sequence[int]) -> TokenLogprobs:
     """Return the engine's logprobs of a sampled token: the inverse of `tokens.stream.chosen_token`.
-    Missing logprobs of `extra_ids` become NaN."""
+
+    num_top    number of top tokens to return
+    extra_ids  token ids whose logprobs follow; a missing one becomes NaN
+    """
     logprob_of = {top.token_id: top.logprob for top in token.top_logprobs}
     others = {
         top.rank: (top.token_id, top.logprob)
@@ -161,9 +164,7 @@ def prompt_entries(
     ids: Sequence[int], logprobs: Sequence[dict[str, TokenChance] | None], at: str
 ) -> list[TokenLogprobs]:
     """Return the engine's logprobs of a prompt, given the JSON that `prompt_token_logprobs` makes.
-
-    Raise InvalidRequest naming `at`, the path of `logprobs`, if they do not match the prompt.
-    """
+    Raise InvalidRequest naming `at`, the path of `logprobs`, if they do not match the prompt."""
     if len(logprobs) != len(ids):
         raise InvalidRequest.at(
             at, f"must have one item per prompt token ({len(ids):,}); got {len(logprobs):,}"

@@ -29,7 +29,7 @@ _NOT_COPIED = frozenset({"seed", "bad_words", "logprobs_of"})
 def rendered_chat(
     preparation: Preparation, prompt: Prompt, carried: Carried, request_id: str
 ) -> RenderedRequest:
-    """Render a chat. Raise the error with which the engine would refuse the request."""
+    """Render a chat. Raise the error with which the engine would refuse the rendered request."""
     start = preparation.answer_start(prompt)
     request = _rendered(
         preparation.body, preparation.model, preparation.prompt_request(prompt), carried, request_id
@@ -95,8 +95,10 @@ def _check_fits(prompt_request: PromptRequest, model: ServedModel) -> None:
 
 
 def sampling_of(body: GenerationBody, params: SamplingParams) -> dict[str, Any]:
-    """Return the `sampling_params` of a rendered request. `params` are those of the first
-    choice."""
+    """Return the `sampling_params` of a rendered request.
+
+    params  the sampling parameters of the first choice
+    """
     fields = {
         name: value
         for name, value in msgspec.structs.asdict(params).items()

@@ -48,7 +48,7 @@ are sent without their text, which follows later."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DerenderCase:
-    """A chat or completion whose generated tokens are derendered."""
+    """A chat or completion request whose generated tokens are derendered."""
 
     #: The request that was rendered.
     request: GenerationBody
@@ -183,7 +183,9 @@ def derendered_chunk(
 ) -> tuple[Json | None, StreamState]:
     """Return (the API's chunk, the next state). The chunk is None if there is nothing to send yet.
 
-    Only the first chunk needs the token ids of the prompt. Raises InvalidRequest.
+    is_first  only the first chunk needs the token ids of the prompt
+
+    Raises InvalidRequest.
     """
     try:
         derenderer = _ChunkDerenderer(case, prompt_request, state)

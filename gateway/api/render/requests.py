@@ -23,7 +23,7 @@ State = Annotated[str, Meta(max_length=MAX_STATE_CHARS)]
 
 
 class Carried(msgspec.Struct, frozen=True):
-    """Fields that are copied into the rendered request unchanged."""
+    """Fields that a render route copies into the rendered request unchanged."""
 
     kv_transfer_params: Object | None = None
 

@@ -39,7 +39,7 @@ SEAL_BYTES = 16
 
 
 class ChoiceState(msgspec.Struct, frozen=True, array_like=True):
-    """The state of one choice."""
+    """The state of one choice of a derendered stream."""
 
     parser: ParserState
     #: (inside a reasoning block, number of reasoning tokens); None: they are not counted.
@@ -55,7 +55,7 @@ class ChoiceState(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StreamState(msgspec.Struct, frozen=True, array_like=True):
-    """The state of a stream."""
+    """The state of a derendered stream."""
 
     #: The time at which the stream started.
     created: int
@@ -72,7 +72,10 @@ _decoder = msgspec.msgpack.Decoder(StreamState)
 
 
 def key_of(model: ServedModel, request: msgspec.Struct | None) -> bytes:
-    """Return the key that seals a state. `request` was rendered; None if it is unknown."""
+    """Return the key that seals a state, so that only the same model and request can open it.
+
+    request  the chat or completion that was rendered; None if it is unknown
+    """
     parts = (
         VERSION,
         model.card.digest,
@@ -97,7 +100,7 @@ def sealed(state: StreamState, key: bytes) -> str:
 
 
 def opened(text: str, key: bytes) -> StreamState:
-    """Return the decoded state. Raise InvalidRequest unless `sealed` made the text with this
+    """Return the decoded state. Raise InvalidRequest if `text` was not made by `sealed` with this
     key."""
     try:
         data = urlsafe_b64decode(text.encode("ascii"))

@@ -65,7 +65,10 @@ def frame(event: ResponseEvent) -> Frame:
 
 
 def last_frame(number: int, response: ResponseObject) -> Frame:
-    """Return the frame that ends the stream, with the final response."""
+    """Return the frame that ends the stream. It contains the final response.
+
+    number  sequence number of the event
+    """
     kind = LAST_EVENTS[response.status]
     return frame(ResponseEvent(type=kind, response=response, sequence_number=number))
 
@@ -198,7 +201,8 @@ class ResponseEvents:
         self._frames: list[Frame] = []
 
     def start(self, *, queued: bool = False) -> None:
-        """Write the first events. If `queued`, the response is queued until `proceed` is called."""
+        """Write the first events. If `queued`, the response stays queued until `proceed` is
+        called."""
         response = self.response.in_status("queued" if queued else "in_progress")
         self.emit("response.created", response=response)
         if queued:
@@ -207,11 +211,14 @@ class ResponseEvents:
             self.proceed()
 
     def proceed(self) -> None:
-        """Write the event that the response is in progress."""
+        """Write the `response.in_progress` event."""
         self.emit("response.in_progress", response=self.response.in_status("in_progress"))
 
     def push(self, event: Event, logprobs: Sequence[ChatLogprob] = ()) -> None:
-        """Write the frames for an event. `logprobs` are those of a Content event."""
+        """Write the frames for an event.
+
+        logprobs  logprobs of the tokens of a Content event
+        """
         match event:
             case Content(text):
                 self._text("message").push(text, logprobs)
@@ -237,8 +244,8 @@ class ResponseEvents:
         incomplete: responses.IncompleteDetails | None = None,
         timings: Timings | UnsetType = UNSET,
     ) -> ResponseObject:
-        """Close the open item and return the final response. The last event is not written:
-        `last_frame` makes it from the final response."""
+        """Close the open item and return the final response. Write no last event: `last_frame`
+        makes it from the final response."""
         whole = status == "completed" and not isinstance(self._open, _OpenCall)
         self._close("completed" if whole else "incomplete")
         return msgspec.structs.replace(
@@ -265,7 +272,7 @@ class ResponseEvents:
         self.put(frame(ResponseEvent(type=kind, sequence_number=self.next_number, **members)))
 
     def put(self, data: Frame) -> None:
-        """Add a frame that has the next sequence number."""
+        """Add a frame whose sequence number is `next_number`."""
         self._frames.append(data)
         self.next_number += 1
 
@@ -275,7 +282,10 @@ class ResponseEvents:
         return item
 
     def next_place(self, kind: str) -> dict[str, Any]:
-        """Return the event members that identify the next item. `kind` is the item's type."""
+        """Return the event members that identify the next item: `item_id` and `output_index`.
+
+        kind  the item's type
+        """
         place = len(self._output)
         return {"item_id": item_id(kind, self.response.id, place), "output_index": place}
 

@@ -30,8 +30,8 @@ class History:
         self._owner = owner
 
     def read_items(self, body: ResponsesBody) -> tuple[list[PlacedItem], list[PlacedItem]]:
-        """Return (the request's own items, all items before them). Raise InvalidRequest if a stored
-        item is missing."""
+        """Return (the request's own items, all items before them). Raise InvalidRequest if an item
+        is invalid or a stored one is missing."""
         own = self.resolve_references(input_items(body.input))
         previous = body.previous_response_id
         return own, self.items_before(previous) if previous is not None else []

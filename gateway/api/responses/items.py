@@ -71,7 +71,7 @@ def input_items(value: str | Sequence[Any]) -> list[PlacedItem]:
 
 
 def with_ids(items: Sequence[Item], response_id: str) -> list[Item]:
-    """Return the items. An item without an id gets one that contains the response's id."""
+    """Return the items. Each item without an id gets one that contains the response's id."""
     return [
         item
         if item.get("id")
@@ -81,7 +81,7 @@ def with_ids(items: Sequence[Item], response_id: str) -> list[Item]:
 
 
 def seal(reasoning: str) -> str:
-    """Return reasoning as `encrypted_content`, which is encoded but not encrypted. A client that
+    """Return reasoning as `encrypted_content`, which is only encoded, not encrypted. A client that
     does not keep the text can send this value back instead."""
     return _SEALED + base64.b64encode(reasoning.encode()).decode()
 

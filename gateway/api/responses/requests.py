@@ -275,8 +275,10 @@ def _check_tools(body: ResponsesBody) -> None:
 
 
 def fields_without_effect(body: ResponsesBody, unknown: list[str]) -> list[str]:
-    """Return the fields without effect: the `unknown` ones, and those that are accepted only
-    because some clients always send them."""
+    """Return the fields without effect.
+
+    unknown  the unknown fields; added are those accepted only because some clients always send them
+    """
     names = list(unknown)
     if body.text is not None and body.text.verbosity is not None:
         names.append("text.verbosity")

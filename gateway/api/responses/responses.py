@@ -55,7 +55,7 @@ class OutputMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="type",
 
 
 class ReasoningItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="reasoning"):
-    """Reasoning.
+    """An output item with the model's reasoning.
 
     encrypted_content  the reasoning text in opaque form, if `include` requests it
     """
@@ -70,7 +70,7 @@ class ReasoningItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type",
 class FunctionCall(
     msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="function_call"
 ):
-    """A function call.
+    """An output item with a function call.
 
     status  "incomplete" if the call was cut off; `arguments` may then be invalid JSON
     """
@@ -89,7 +89,7 @@ OutputItem = OutputMessage | ReasoningItem | FunctionCall
 
 
 class ResponseFault(msgspec.Struct, frozen=True, kw_only=True):
-    """The error of a failed response.
+    """The `error` member of a failed response.
 
     type  this server's own error code, which is more precise than `code`
     """
@@ -132,7 +132,7 @@ class ResponseText(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResponseObject(msgspec.Struct, frozen=True, kw_only=True, rename={"object_": "object"}):
-    """A response.
+    """A response of /v1/responses.
 
     store               whether the response is stored
     temperature, top_p  the values in effect
@@ -263,8 +263,8 @@ def usage_of(group: ChoiceGroup) -> ResponseUsage:
 
 
 def response_fault(error: ServingError) -> ResponseFault:
-    """Return the `error` of a failed response. The message of an internal error contains only an
-    error id. The log has the details under that id."""
+    """Return the `error` of a failed response. For an internal error it contains only an error id.
+    The log has the details under that id."""
     fault = fault_of(error)
     return ResponseFault(
         code=_FAULT_CODES.get(fault.status, "server_error"),

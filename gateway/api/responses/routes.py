@@ -1,7 +1,7 @@
 """The routes of the Responses API: create, count tokens, and get, delete or cancel a stored
 response.
 
-A response of another owner is reported as not found.
+A stored response of another owner is reported as not found.
 """
 
 from __future__ import annotations

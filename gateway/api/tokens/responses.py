@@ -27,8 +27,8 @@ FinishReason = Literal["stop", "length", "abort"]
 
 
 class GenerateUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """Token counts. The prompt is counted once. In a chunk of one choice, the counts are those of
-    this choice."""
+    """Token counts. The prompt is counted once for all choices. A chunk of one choice has its
+    counts."""
 
     prompt_tokens: int
     total_tokens: int
