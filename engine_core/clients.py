@@ -1,21 +1,20 @@
-"""Registry of the engine's clients: when each last sent a message, and how many bytes it has not
-read.
+"""Registry of the engine's clients: when each one last sent a message, and how many bytes it has
+not read.
 
 The registry has no socket, and time is an argument (seconds of a steady clock). A client is dropped
 in any of these cases:
 
 - Its connection is gone, so that sending to it fails. To notice this, a client that has been silent
-  for PROBE_AFTER_S is sent a Probe every PROBE_EVERY_S. A program that was killed or stopped loses
-  its connection within seconds; a program that is only busy keeps it (protocol/sockets.py:
-  heartbeat).
+for PROBE_AFTER_S is sent a Probe every PROBE_EVERY_S. A program that was killed or stopped loses
+its connection within seconds; a program that is only busy keeps it (protocol/sockets.py:
+heartbeat).
 - It is connected, but has sent nothing for `lease_s`.
 - It has more than MAX_UNREAD_BYTES unread.
-- All clients together have more than MAX_TOTAL_UNREAD_BYTES unread, and it has the most. A client
-  that has read nothing for STALLED_S is dropped before any client that reads.
+- All clients together have more than MAX_TOTAL_UNREAD_BYTES unread, and this one has the most. A
+client that has read nothing for STALLED_S is dropped before any client that reads.
 
-After the last two cases, the client's messages are ignored for IGNORED_S. The mailbox
-closes the connection of a dropped client, if it is still open. This frees the bytes that were
-queued for the client.
+After the last two cases, the client's messages are ignored for IGNORED_S. The mailbox closes the
+connection of a dropped client, if it is still open, which frees the bytes queued for the client.
 """
 
 from __future__ import annotations
@@ -82,10 +81,8 @@ class Clients:
         return list(self._clients)
 
     def add(self, client: bytes, now: float, name: str = "") -> None:
-        """Add a client that has sent Hello.
-
-        A client that is known already keeps its counts of sent and read bytes.
-        """
+        """Add a client that has sent Hello. A known client keeps its counts of sent and read
+        bytes."""
         record = self._clients.get(client)
         if record is None:
             self._clients[client] = _Client(name, last_message_at=now, read_at=now)
@@ -98,7 +95,7 @@ class Clients:
         return record.name if record else ""
 
     def on_message(self, client: bytes, now: float) -> None:
-        """Record that the client sent a message. An unknown client stays unknown."""
+        """Record that the client sent a message. An unknown client is not added."""
         if (record := self._clients.get(client)) is not None:
             record.last_message_at = now
 
@@ -156,10 +153,11 @@ class Clients:
             self._unread_bytes -= num_bytes
 
     def find_unread(self, client: bytes, now: float) -> bytes | None:
-        """Return a client that must be dropped before another message is sent to `client`.
+        """Return a client that must be dropped before another message is sent to `client`, or None.
 
-        Return `client` itself if its unread bytes exceed MAX_UNREAD_BYTES. Otherwise return the
-        worst reader if all clients together exceed MAX_TOTAL_UNREAD_BYTES, else None.
+        Return `client` itself if its unread bytes exceed MAX_UNREAD_BYTES. Otherwise, if all
+        clients together exceed MAX_TOTAL_UNREAD_BYTES, return the one with the most unread bytes;
+        clients that have stopped reading come first.
         """
         record = self._clients.get(client)
         if record is not None and record.unread_bytes > MAX_UNREAD_BYTES:
@@ -169,10 +167,8 @@ class Clients:
         return None
 
     def _worst_reader(self, now: float) -> bytes:
-        """Return the stalled client with the most unread bytes.
-
-        If no client is stalled, return the one with the most unread bytes.
-        """
+        """Return the stalled client with the most unread bytes. If no client is stalled, return the
+        one with the most unread bytes."""
 
         def backlog(client: bytes) -> tuple[bool, int]:
             record = self._clients[client]

@@ -92,10 +92,8 @@ MAX_STATUS_ROWS = 10_000
 
 
 class Engine:
-    """Makes all decisions of one replica.
-
-    `draw_seed` returns a random seed for a request whose client sent none.
-    """
+    """All decisions of one engine process. `draw_seed` returns a random seed for a request whose
+    client sent none."""
 
     def __init__(
         self,
@@ -199,10 +197,8 @@ class Engine:
         return self.admission.add(client, message)
 
     def drain_compile_jobs(self) -> list[CompileJob]:
-        """Return the grammars to compile since the last call.
-
-        The caller must pass the outcome of each to `on_grammar_compiled`, in any order.
-        """
+        """Return the grammars to compile since the last call. The caller must pass the outcome of
+        each to `on_grammar_compiled`, in any order."""
         return self.admission.drain_compile_jobs()
 
     def on_grammar_compiled(
@@ -214,10 +210,8 @@ class Engine:
     # ---- abort
 
     def abort(self, client: bytes, numbers: Iterable[int]) -> list[Output]:
-        """End these requests of `client`, and return their final Outputs.
-
-        Numbers of requests that are not open are ignored.
-        """
+        """End these requests of `client`, and return their final Outputs. Numbers of requests that
+        are not open are ignored."""
         found = [self.open_requests.find(client, number) for number in dict.fromkeys(numbers)]
         requests = [request for request in found if request is not None]
         self._aborted.update(requests)
@@ -226,7 +220,7 @@ class Engine:
     def abort_by_label(
         self, names: Iterable[str]
     ) -> tuple[dict[bytes, list[Output]], dict[str, bool]]:
-        """End every request with one of these labels or names.
+        """Abort every request with one of these labels or names (`Request.name`).
 
         Return the final Outputs per client, and for each name whether it matched a request. If two
         names match one request, both count as matched.
@@ -254,10 +248,8 @@ class Engine:
         return not self.open_requests and not self._inflight and self.kv_transfers.is_idle
 
     def plan(self) -> StepPlan | None:
-        """Decide the next step and allocate what it needs.
-
-        Return None if there is nothing to compute, or if a plan in flight must commit first.
-        """
+        """Decide the next step and allocate what it needs. Return None if there is nothing to
+        compute, or if a plan in flight must commit first."""
         if self._inflight.is_full or not self.scheduler.has_work:
             return None
         is_shared = self.scheduler.fair_share.is_shared(self._clock.now)
@@ -359,10 +351,8 @@ class Engine:
             self.freed.setdefault(request.client, []).append(request.number)
 
     def _commit_row(self, request: Request, count: int, row_result: RowResult) -> Output | None:
-        """Apply one row of a committed step, and return the Output for its client.
-
-        Return None while the prompt is being computed.
-        """
+        """Apply one row of a committed step, and return the Output for its client. Return None
+        while the prompt is being computed."""
         committed = commit_row(request, count, row_result)
         self._counts["generated_tokens"] += len(committed.tokens)
         if request.account is not None:
@@ -383,10 +373,8 @@ class Engine:
     def _finish_request(
         self, request: Request, finish: FinishReason, committed: CommittedTokens = NOTHING_COMMITTED
     ) -> Output:
-        """End a request, and return its final Output with the tokens of the last step.
-
-        Every accepted request ends here.
-        """
+        """End a request, and return its final Output with the tokens of the last step. Every
+        accepted request ends here."""
         if not committed.kv_handle:
             self.kv_transfers.retract(request)
         last = final_output(request, finish, committed, self._model)
@@ -408,15 +396,13 @@ class Engine:
 
     @property
     def next_deadline(self) -> float:
-        """The earliest deadline of all requests. `tick` ends no request before this time."""
+        """The earliest deadline of all requests, on the clock of `tick`. `tick` ends no request
+        before it."""
         return self._deadlines.next_at
 
     def tick(self, now: float) -> dict[bytes, Outputs]:
-        """Set the engine's clock to `now`, in seconds of a steady clock.
-
-        Expire leases, and end the requests that are past a deadline. Return their final Outputs
-        per client.
-        """
+        """Set the engine's clock to `now`, in seconds of a steady clock. Expire leases, and end the
+        requests that are past a deadline. Return their final Outputs per client."""
         self.kv_transfers.tick(now)
         self._accounts.now = self._clock.now = now
         outputs: dict[bytes, list[Output]] = {}
@@ -463,10 +449,8 @@ class Engine:
         return self.kv_transfers.fetches.oldest_s(now)
 
     def _on_fetch_over(self, fetch: Fetch) -> Output | None:
-        """Continue a request whose fetch is over.
-
-        Return its final Output if the fetch failed and the prompt may not be recomputed here.
-        """
+        """Continue a request whose fetch is over. Return its final Output if the fetch failed and
+        the prompt may not be recomputed here."""
         request = fetch.request
         if fetch.state is FetchState.DROPPED:
             self._release(request)
@@ -489,7 +473,7 @@ class Engine:
 
     @property
     def names(self) -> list[str]:
-        """One name for each open request, as `abort_by_label` accepts it."""
+        """The name of each open request; `abort_by_label` accepts these names."""
         return [request.name for request in self.open_requests]
 
     def status_rows(self, max_rows: int) -> list[tuple[bytes, RequestStatus]]:
@@ -498,10 +482,8 @@ class Engine:
         return [(request.client, status_row(request)) for request in oldest]
 
     def worker_view(self) -> WorkerStatus:
-        """Describe the step that the worker computes, which is the oldest plan in flight.
-
-        The caller adds the measured times.
-        """
+        """Describe the step that the worker computes, which is the oldest plan in flight. The
+        caller adds the measured times."""
         step = self._inflight.oldest
         if step is None:
             return WorkerStatus()

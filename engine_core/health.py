@@ -21,7 +21,8 @@ LATE_FACTOR, LATE_S = 10.0, 10.0
 
 @dataclass(slots=True)
 class Health:
-    """The health of one worker: it makes progress, is late, or was stopped by a signal."""
+    """The health of one worker: it makes progress, is late, or was stopped by a signal
+    (SIGSTOP)."""
 
     #: A worker stopped for this long counts as lost.
     patience_s: float
@@ -31,10 +32,8 @@ class Health:
     stopped_at: float | None = None
 
     def update(self, view: WorkerStatus, is_stopped: bool, now: float) -> bool:
-        """Update `trouble`, and return whether the worker has become healthy or unhealthy.
-
-        Call this method a few times a second.
-        """
+        """Update `trouble`, and return whether the worker has become healthy or unhealthy. Call
+        this method a few times a second."""
         before, self.trouble = bool(self.trouble), self._trouble(view, is_stopped, now)
         return bool(self.trouble) != before
 

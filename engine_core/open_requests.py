@@ -17,7 +17,7 @@ _HEX = re.compile(r"([0-9a-f]{2})+")
 
 
 class OpenRequests:
-    """The requests that have not ended."""
+    """The requests that have not ended, indexed by client and number and by label."""
 
     def __init__(self) -> None:
         self._by_number: dict[tuple[bytes, int], Request] = {}
@@ -59,10 +59,8 @@ class OpenRequests:
         return [request for request in self if request.client == client]
 
     def find_by_name(self, name: str) -> list[Request]:
-        """Return the requests with the label `name`.
-
-        If there are none, return the request without labels whose `Request.name` is `name`.
-        """
+        """Return the requests with the label `name`. If there are none, return the request without
+        labels whose `Request.name` is `name`."""
         if name in self._by_label:
             return list(self._by_label[name])
         client, _, number = name.partition(".")

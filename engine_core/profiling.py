@@ -41,7 +41,8 @@ class Profiling:
         self._message = Profile(request=0, steps=0, directory="")
 
     def request(self, client: bytes, message: Profile) -> Refused | None:
-        """Start a profile. Return None if it was accepted, else the refusal."""
+        """Start a profile. Return None if it was accepted, else the refusal, which names the
+        field."""
         if self._phase is not ProfilingPhase.IDLE:
             return _refused(
                 message, "steps", "another profile is being made; try again when it is done"
@@ -56,10 +57,8 @@ class Profiling:
         return None
 
     def cancel(self, client: bytes, requests: Collection[int] | None = None) -> None:
-        """Cancel the profile if it is one of the requests of `client` with these numbers.
-
-        With None, cancel it if it is any request of `client`.
-        """
+        """Cancel the profile if it is one of the requests of `client` with these numbers. With
+        None, cancel it if it is any request of `client`."""
         if client != self._owner or (
             requests is not None and self._message.request not in requests
         ):

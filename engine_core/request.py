@@ -192,10 +192,8 @@ class Request:
 
     @property
     def rank(self) -> tuple[float, int]:
-        """Sort key within an account. A smaller rank is served earlier and preempted later.
-
-        No two requests have the same rank.
-        """
+        """Sort key within an account. A smaller rank is served earlier and preempted later. No two
+        requests have the same rank."""
         return self.queue_time, self.order
 
     @property
@@ -220,20 +218,16 @@ class Request:
 
     @property
     def num_uncomputed(self) -> int:
-        """Number of tokens, pending ones included, that are in no plan and not computed.
-
-        It is 0 if the pending tokens complete the answer, whose last token need not be computed.
-        """
+        """Number of tokens, pending ones included, that are in no plan and not computed. It is 0 if
+        the pending tokens complete the answer, whose last token need not be computed."""
         if self.num_pending and self.num_ahead >= self.max_total_tokens:
             return 0
         return self.num_ahead - self.num_scheduled
 
     @property
     def num_shareable(self) -> int:
-        """Number of leading positions whose K/V may be published.
-
-        If the draft model computes the request, its K/V must exist too.
-        """
+        """Number of leading positions whose K/V may be published in the prefix cache. If the draft
+        model computes the request, the draft model's K/V must exist too."""
         if not self.uses_draft_model:
             return self.num_computed
         return min(self.num_computed, self.num_draft_computed)
@@ -248,14 +242,12 @@ class Request:
 
     @property
     def samples(self) -> bool:
-        """Whether the request samples tokens; false if only its prompt is computed."""
+        """Whether the request samples tokens. If not, only its prompt is computed."""
         return self.max_total_tokens > self.prompt_tokens
 
     def move(self, event: RequestEvent) -> None:
-        """Change the phase according to NEXT_PHASE.
-
-        An illegal move raises RuntimeError and changes nothing.
-        """
+        """Change the phase according to NEXT_PHASE. An illegal move raises RuntimeError and changes
+        nothing."""
         phase = NEXT_PHASE.get((self.phase, event))
         if phase is None:
             raise RuntimeError(

@@ -40,7 +40,7 @@ class WorkerLost(Exception):
 
 
 class WorkerLink:
-    """The worker process of one replica, and the socket that it connects to.
+    """The worker process of one engine, and the socket that the worker connects to.
 
     The loop polls `socket`, and `death`: a pidfd that becomes readable when the process ends. The
     first peer that sends WorkerReady or WorkerFailed is the worker. Messages of other peers are
@@ -76,10 +76,8 @@ class WorkerLink:
         return is_stopped(self.pid)
 
     def send(self, message: ToWorker) -> None:
-        """Send a message. It is dropped if the worker has disconnected.
-
-        The loop detects the end of the process by `death`.
-        """
+        """Send a message. It is dropped if the worker has disconnected. The loop detects the end of
+        the process by `death`."""
         assert self._identity is not None, "the worker has not sent WorkerReady"
         try:
             self.socket.send_multipart([self._identity, *wire.encode(message)])
@@ -88,11 +86,8 @@ class WorkerLink:
                 raise
 
     def receive(self) -> FromWorker | None:
-        """Return the worker's next message, or None if there is none now.
-
-        Raises WorkerLost if the message cannot be decoded, because later messages could not be
-        trusted either.
-        """
+        """Return the worker's next message, or None if there is none now. Raises WorkerLost if the
+        message cannot be decoded, because later messages could not be trusted either."""
         for _ in range(MAX_FOREIGN_PER_TURN):
             try:
                 identity, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
@@ -107,10 +102,8 @@ class WorkerLink:
         return None
 
     def _read(self, identity: bytes, frames: list[bytes]) -> FromWorker | None:
-        """Decode a message.
-
-        Until the worker is known, return None for any message except WorkerReady and WorkerFailed.
-        """
+        """Decode a message. Until the worker is known, return None for any message except
+        WorkerReady and WorkerFailed."""
         try:
             message = self._decoder.decode(frames)
         except WireError as error:
@@ -138,9 +131,7 @@ class WorkerLink:
 
     def stop(self) -> None:
         """Stop the process with a Stop message or SIGTERM, then with SIGKILL after STOP_WAIT_S.
-
-        SIGTERM is sent to a process that has not connected yet.
-        """
+        SIGTERM is sent to a process that has not connected yet."""
         if self._process.poll() is None and self._identity is not None:
             self._try_to_send(Stop())
         else:

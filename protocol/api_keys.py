@@ -102,15 +102,14 @@ def check_key(key: str) -> None:
 
 
 def digest_of(key: str) -> str:
-    """Return the digest of a key that the keys file stores: 64 hex digits.
-
-    A fixed prefix is hashed with the key, so the digest differs from a plain SHA-256 of the key.
-    """
+    """Return the digest of a key that the keys file stores: 64 hex digits. A fixed prefix is hashed
+    with the key, so the digest differs from a plain SHA-256 of the key."""
     return hashlib.sha256(_DOMAIN + key.encode()).hexdigest()
 
 
 def parse(text: str) -> dict[str, KeyEntry]:
-    """Return the keys in the text of a keys file, by name. Raises ValueError with one line."""
+    """Return the keys in the text of a keys file, by name. Raises ValueError with a message of one
+    line."""
     try:
         keys = msgspec.toml.decode(text, type=_File).keys
     except msgspec.DecodeError as error:
@@ -125,10 +124,8 @@ def parse(text: str) -> dict[str, KeyEntry]:
 
 
 def read_text(path: str) -> str:
-    """Return the text of a keys file.
-
-    Raises ValueError if the file cannot be read, is too large, or other users can write to it.
-    """
+    """Return the text of a keys file. Raises ValueError if the file cannot be read, is too large,
+    or other users can write to it."""
     try:
         with open(path, "rb") as file:
             info = os.fstat(file.fileno())
@@ -146,7 +143,8 @@ def read_text(path: str) -> str:
 
 
 def read(path: str) -> dict[str, KeyEntry]:
-    """Return the keys in the keys file at `path`, by name. Raises ValueError with one line."""
+    """Return the keys in the keys file at `path`, by name. Raises ValueError with a message of one
+    line."""
     text = read_text(path)
     try:
         return parse(text)

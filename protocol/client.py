@@ -111,7 +111,8 @@ def params_from(params: SamplingParams | None, options: dict[str, Any]) -> Sampl
 
 
 class BaseClient(ABC, Generic[AnyGeneration]):
-    """Base of the blocking and the asyncio client: a session, and queues of messages.
+    """Base of the blocking and the asyncio client: a session, and a queue of reports for each
+    request.
 
     address       the address printed by `tidegate serve`; default: the engine of the server on port
                   8000
@@ -257,17 +258,15 @@ class BaseClient(ABC, Generic[AnyGeneration]):
 
 
 def checked_reply(report: Any) -> Any:
-    """Return `report` if the command has succeeded. Otherwise raise the error in `report`."""
+    """Return the reply of the engine to a command, or raise the error that it contains."""
     if isinstance(report, Aborted | EngineStatus | Profiled):
         return report
     raise error_from(report.error)
 
 
 class Client(BaseClient[Generation]):
-    """A connection to a running engine, from its creation until `close`.
-
-    `BaseClient` describes the arguments. Creating a client waits until the engine is ready.
-    """
+    """A connection to a running engine, from its creation until `close`. `BaseClient` describes the
+    arguments. Creating a client waits until the engine is ready."""
 
     def __init__(
         self,
@@ -308,9 +307,7 @@ class Client(BaseClient[Generation]):
 
     def get_status(self, max_rows: int = 100) -> EngineStatus:
         """Return the status of the engine, with at most `max_rows` requests, the oldest first.
-
-        Raises EngineError if there is no engine, or if the engine is lost before it answers.
-        """
+        Raises EngineError if there is no engine, or if the engine is lost before it answers."""
         _, reports = self._open(lambda: self._session.get_status(max_rows))
         status: EngineStatus = checked_reply(reports.get())
         return status

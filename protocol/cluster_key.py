@@ -55,18 +55,14 @@ class ClusterKey:
         self.client = _pair(self.derive("curve client"))
 
     def derive(self, purpose: str) -> bytes:
-        """Return a secret of 32 bytes for `purpose`.
-
-        The secret reveals neither the cluster key nor the secrets for other purposes.
-        """
+        """Return a secret of 32 bytes for `purpose`. The secret reveals neither the cluster key nor
+        the secrets for other purposes."""
         return hmac.digest(self._secret, f"tidegate 1: {purpose}".encode(), hashlib.sha256)
 
 
 def read_cluster_key(path: str) -> ClusterKey | None:
-    """Return the key in the file at `path`; None if `path` is "".
-
-    Raises ValueError with one line if the file cannot be read or is not a safe key file.
-    """
+    """Return the key in the file at `path`; None if `path` is "". Raises ValueError, with a message
+    of one line, if the file cannot be read or is not a safe key file."""
     if not path:
         return None
     try:
@@ -93,11 +89,8 @@ def write_cluster_key(path: str) -> None:
 
 
 def _decode_key(content: bytes) -> bytes:
-    """Return the bytes of the key in a key file's `content`.
-
-    Content in the alphabet of URL-safe base64 is decoded, even if it was meant as hex digits. Any
-    other content is the key itself.
-    """
+    """Return the bytes of the key in a key file's `content`. Content in the alphabet of URL-safe
+    base64 is decoded, even if it was meant as hex digits. Any other content is the key itself."""
     text = content.strip().rstrip(b"=")
     if not text or not _TEXT.issuperset(text):
         return content

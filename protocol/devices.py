@@ -61,7 +61,7 @@ class DeviceInUse(EngineError):
 
 
 class DeviceClaim:
-    """The right to use a device, until `close` is called or this process ends."""
+    """The right to use a device. It ends when `close` is called or this process ends."""
 
     def __init__(self, lock: int, holder_file: int, path: Path) -> None:
         self._descriptors = (lock, holder_file)
@@ -93,10 +93,8 @@ def directory(base: Path | None = None) -> Path:
 
 
 def claim_device(base: Path, device: str, holder: DeviceHolder) -> DeviceClaim:
-    """Lock the device named `device` for `holder`.
-
-    Raises DeviceInUse if other processes use the device, OSError if its directory cannot be used.
-    """
+    """Lock the device named `device` for `holder`. Raises DeviceInUse if other processes use the
+    device, OSError if its directory cannot be used."""
     folder = base / device
     make_private(base)
     make_private(folder)
@@ -111,7 +109,8 @@ def claim_device(base: Path, device: str, holder: DeviceHolder) -> DeviceClaim:
 
 
 def read_holders(folder: Path) -> list[DeviceHolder]:
-    """Return the current holders of the device whose directory is `folder`, oldest first."""
+    """Return the current holders of one device, oldest first. `folder` is the device's
+    directory."""
     found = []
     for path in folder.glob(f"*{HOLDER_SUFFIX}"):
         with contextlib.suppress(OSError, msgspec.MsgspecError):
@@ -159,10 +158,8 @@ def _in_use_message(device: str, found: list[DeviceHolder]) -> str:
 
 
 def _write_holder(folder: Path, holder: DeviceHolder) -> tuple[int, Path]:
-    """Write and lock the file that describes `holder`. Return its descriptor and path.
-
-    If another process removes the file before it is locked, write another one.
-    """
+    """Write and lock the file that describes `holder`. Return its descriptor and path. If another
+    process removes the file before it is locked, write another one."""
     while True:
         path = folder / f"{holder.pid}-{secrets.token_hex(4)}{HOLDER_SUFFIX}"
         descriptor = _open(path, os.O_CREAT | os.O_EXCL)

@@ -150,7 +150,8 @@ _BY_CODE = {kind.code: kind for kind in _SENT}
 
 
 def error_from(info: ErrorInfo) -> ServingError:
-    """Return the exception that `info` describes; an EngineError if its code is unknown here."""
+    """Return the exception that `info` describes. It is an EngineError if this version does not
+    have the code."""
     kind = _BY_CODE.get(info.code, EngineError)
     return kind(
         info.message, param=info.param, retry_after_s=info.retry_after_s, stands_s=info.stands_s

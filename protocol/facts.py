@@ -68,11 +68,11 @@ class ModelPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Preflight(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of checking the models before the start: a plan per worker, or an error.
+    """The result of checking the models before the start: a plan for each worker, or an error.
 
     error       why a server could not start; "" if it could
     remedy      what the user can do about the error
-    is_memory   the error is a lack of memory; otherwise the model or an option is at fault
+    is_memory   whether the error is a lack of memory; otherwise the model or an option is at fault
     card        the part of the first model's card that concerns text; None if there is an `error`
     """
 

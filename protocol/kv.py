@@ -153,8 +153,8 @@ class KVFailure(msgspec.Struct, frozen=True, array_like=True):
     "unreachable"  the peer is silent or gone
     "damaged"      a checksum is wrong
     "refused"      the peer's cache has another layout
-    "timeout"      it took longer than `timeout_s`
-    "cancelled"    the engine cancelled it
+    "timeout"      the job took longer than `timeout_s`
+    "cancelled"    the engine cancelled the job
     "lost"         the tier no longer has a block
     """
 

@@ -30,10 +30,8 @@ F_SETSIG = 10  # man 2 fcntl; not in the module
 
 
 class Lifeline:
-    """The parent's ends of the two pipes to one child.
-
-    Start the child with `environment` and the descriptors `child_ends`, then call `on_started`.
-    """
+    """The parent's ends of the two pipes to one child. Start the child with `environment` and the
+    descriptors `child_ends`, then call `on_started`."""
 
     def __init__(self) -> None:
         held, self._ours = os.pipe()
@@ -51,7 +49,7 @@ class Lifeline:
             os.close(fd)
 
     def cause(self) -> str:
-        """Return why the child ends, as last sent by it or one of its children; "" if unknown."""
+        """Return why the child ends, as it or one of its children last reported; "" if unknown."""
         try:
             sent = os.read(self._causes, 1 << 16).decode(errors="replace")
         except BlockingIOError:
@@ -74,7 +72,8 @@ class ParentPipe:
         self._fd = fd
 
     def send_cause(self, cause: str) -> None:
-        """Send the first line of `cause`, why this process ends, to the parent. Never waits."""
+        """Send the first line of `cause`, the reason why this process ends, to the parent. Never
+        block."""
         line = (cause.strip().splitlines() or [""])[0].encode()[:MAX_CAUSE_BYTES]
         if self._fd is not None:
             with contextlib.suppress(OSError):  # the parent is gone, or the pipe is full

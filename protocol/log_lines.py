@@ -82,7 +82,7 @@ def without_style(line: str) -> str:
 
 
 def log_to_stderr(process: str, style: LogStyle = "text") -> None:
-    """Make this process log to stderr. A later call replaces an earlier one."""
+    """Make this process log to stderr. A later call replaces the format of an earlier one."""
     handler = logging.StreamHandler()
     handler.setFormatter(LineFormatter(process, style))
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)

@@ -231,7 +231,8 @@ class Accepted(Message, frozen=True, kw_only=True):
 
 
 class Refused(Message, frozen=True, kw_only=True):
-    """Engine -> client. `request` was not queued. If it is -1, a message was malformed."""
+    """Engine -> client. `request` was not queued. The number -1 means that a message was
+    malformed."""
 
     request: int
     error: ErrorInfo

@@ -35,7 +35,8 @@ class SamplingDefaults(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=
         return SamplingDefaults(**(fallback._set_values() | self._set_values()))
 
     def effective_values(self) -> dict[str, float]:
-        """Return the value that each parameter has in a request which sets none of them."""
+        """Return, for each parameter, the value that applies to a request without sampling
+        parameters."""
         values = self._set_values()
         return {name: values.get(name, getattr(_NEUTRAL, name)) for name in self.__struct_fields__}
 
@@ -48,10 +49,8 @@ _NEUTRAL = SamplingParams()
 
 
 def sampling_defaults(text: str) -> SamplingDefaults:
-    """Return the defaults in `text`, which is a JSON object of sampling parameters, or "".
-
-    Raises ValueError with a message that names the bad parameter.
-    """
+    """Return the defaults in `text`, which is a JSON object of sampling parameters, or "". Raises
+    ValueError with a message that names the bad parameter."""
     if not text:
         return SamplingDefaults()
     try:

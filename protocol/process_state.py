@@ -63,10 +63,7 @@ def read_all_stats(proc: Path = PROC) -> dict[int, ProcessStat]:
 
 
 def with_descendants(pids: Iterable[int], parents: Mapping[int, int]) -> set[int]:
-    """Return `pids` and all their descendants.
-
-    parents   the parent of each process
-    """
+    """Return `pids` and all their descendants. `parents` maps each process to its parent."""
     found = set(pids)
     while more := {pid for pid, parent in parents.items() if parent in found} - found:
         found |= more
@@ -116,9 +113,7 @@ def is_stopped(pid: int) -> bool:
 
 def num_oom_kills(proc: Path = PROC, cgroups: Path = CGROUPS) -> int | None:
     """Return how many processes of this control group the kernel has killed for lack of memory.
-
-    Return None if the kernel does not report the number.
-    """
+    Return None if the kernel does not report the number."""
     try:
         lines = (proc / "self" / "cgroup").read_text().splitlines()
     except OSError:
@@ -137,8 +132,8 @@ def num_oom_kills(proc: Path = PROC, cgroups: Path = CGROUPS) -> int | None:
 def explain_kill(number: Signals, num_before: int | None) -> str:
     """Return why the signal `number` probably killed a process: out of memory; "" otherwise.
 
-    Only SIGKILL is explained. If the kernel does not count the processes that it killed for lack of
-    memory, the text starts with "perhaps".
+    Only SIGKILL is explained. If the kernel does not report how many processes it killed for lack
+    of memory, the text starts with "perhaps".
 
     num_before   `num_oom_kills()` when the process was started
     """

@@ -94,7 +94,7 @@ class Session:
     """One client's session with one engine.
 
     `model`, `limits` and `epoch` come from the last Welcome, and are None before the first one.
-    After the engine was lost, `epoch` is None again.
+    After the engine was lost, `epoch` is None until the next Welcome.
     """
 
     def __init__(self, name: str, *, lease_s: float = LEASE_S) -> None:
@@ -131,10 +131,8 @@ class Session:
         params: SamplingParams,
         **options: Unpack[GenerateOptions],
     ) -> Generate:
-        """Open a generation. Return the message to send.
-
-        Raises EngineNotReady or EngineLost if there is no engine.
-        """
+        """Open a generation. Return the message to send. Raises EngineNotReady or EngineLost if
+        there is no engine."""
         self._check_ready()
         prompt = prompt if isinstance(prompt, Int32) else Int32.of(prompt)
         return self._opened(
@@ -154,11 +152,13 @@ class Session:
         )
 
     def profile(self, steps: int, directory: str) -> Profile:
-        """Open a request, which ends with Profiled or Refused. Return the message to send."""
+        """Open a request for a profile, which ends with Profiled or Refused. Return the message to
+        send."""
         return self._opened(Profile(request=self._next_request, steps=steps, directory=directory))
 
     def get_status(self, max_rows: int) -> GetStatus:
-        """Open a request, which ends with an EngineStatus. Return the message to send."""
+        """Open a request for the status, which ends with an EngineStatus. Return the message to
+        send."""
         return self._opened(GetStatus(request=self._next_request, max_rows=max_rows))
 
     def _opened(self, message: Command) -> Command:
@@ -181,10 +181,8 @@ class Session:
         return Abort(requests=[request])
 
     def request_abort(self, request: int) -> Abort | None:
-        """Return the message that aborts `request`; None if the request has ended already.
-
-        Unlike after `abort`, the request stays open until the engine reports its end.
-        """
+        """Return the message that aborts `request`; None if the request has ended already. Unlike
+        after `abort`, the request stays open until the engine reports its end."""
         return Abort(requests=[request]) if request in self.open else None
 
     def goodbye(self) -> Goodbye:
@@ -246,10 +244,8 @@ class Session:
         return self._on_lost(reason) if self.is_ready else []
 
     def tick(self, now: float) -> tuple[list[ToEngine], list[RequestReport]]:
-        """Return the messages to send at `now`, and the ends of requests that were lost.
-
-        Call this a few times a second.
-        """
+        """Return the messages to send at `now`, and the ends of requests that were lost. Call this
+        a few times a second."""
         self._discount_sleep(now)
         reports: list[RequestReport] = []
         if (

@@ -73,10 +73,8 @@ def engine_address(port: int = 8000) -> str:
 
 
 def make_private(directory: Path) -> None:
-    """Create `directory` and its parent with mode 0700.
-
-    Raises PermissionError if one of them exists and other users can enter it.
-    """
+    """Create `directory` and its parent with mode 0700. Raises PermissionError if one of them
+    exists and other users can enter it."""
     for path in (directory.parent, directory):
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         info = path.lstat()
@@ -179,10 +177,8 @@ def connect_dealer(
 def connect_monitored(
     context: zmq.Context[zmq.Socket[bytes]], address: str, key: ClusterKey | None = None
 ) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-    """Return a DEALER as `connect_dealer` does, and a monitor of its connection.
-
-    Close both with `close_monitored`.
-    """
+    """Return a DEALER as `connect_dealer` does, and a monitor of its connection. Close both with
+    `close_monitored`."""
     socket = _dealer(context, address, key)
     monitor = socket.get_monitor_socket(_UP | _DOWN)
     socket.connect(address)
@@ -190,9 +186,9 @@ def connect_monitored(
 
 
 def read_connection_events(monitor: zmq.Socket[bytes]) -> list[bool]:
-    """Return the changes of the connection since the last call, without waiting.
+    """Return the changes of the connection since the last call, without waiting: True for each time
+    that it was established, False for each time that it was lost or could not be established.
 
-    True means that it was established. False means that it was lost, or could not be established.
     Messages that arrived before the loss can still be received.
     """
     events = []
@@ -225,11 +221,8 @@ def _dealer(
 
 
 def check_address(address: str, key: ClusterKey | None = None) -> Path | None:
-    """Return the path of an ipc address; None for TCP.
-
-    Raises ValueError for another transport, a path that is too long, a malformed host or port, or
-    TCP without a key.
-    """
+    """Return the path of an ipc address; None for TCP. Raises ValueError for another transport, a
+    path that is too long, a malformed host or port, or TCP without a key."""
     transport, _, path = address.partition("://")
     if transport == "tcp":
         found = _TCP.fullmatch(address)
@@ -320,10 +313,8 @@ def _start_admission(context: zmq.Context[zmq.Socket[bytes]]) -> None:
 
 
 def _admit(socket: zmq.Socket[bytes]) -> None:
-    """Answer the ZAP requests of libzmq, until the context ends.
-
-    A peer is admitted if its public key is the ZAP domain of the socket that it connects to.
-    """
+    """Answer the ZAP requests of libzmq, until the context ends. A peer is admitted if its public
+    key is the ZAP domain of the socket that it connects to."""
     with socket, contextlib.suppress(zmq.ContextTerminated):
         while True:
             version, number, domain, _host, _name, mechanism, *keys = socket.recv_multipart()

@@ -226,10 +226,11 @@ class WorkerFailed(Message, frozen=True, kw_only=True):
 
 
 class Trace(Message, frozen=True, kw_only=True):
-    """Engine -> worker. Record the next `steps` steps and write a trace to `directory`.
+    """Engine -> worker. Record the next `steps` steps and write a trace to `directory`. If `steps`
+    is 0, stop recording now.
 
-    If `steps` is 0, stop recording now. The worker answers each Trace with other `steps` with one
-    Traced. A Trace is never sent between a plan and its masks.
+    The worker answers each Trace with one Traced, except those with 0 steps. A Trace is never sent
+    between a plan and its masks.
     """
 
     steps: int
@@ -238,9 +239,7 @@ class Trace(Message, frozen=True, kw_only=True):
 
 class Traced(Message, frozen=True, kw_only=True):
     """Worker -> engine, answering Trace. The trace was written, or `error` gives the reason.
-
-    `began` and `ended`, the times of the recording, are in seconds since 1970.
-    """
+    `began` and `ended`, the times of the recording, are in seconds since 1970."""
 
     file: str = ""
     steps: int = 0

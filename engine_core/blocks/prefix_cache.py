@@ -22,7 +22,7 @@ from protocol.steps import NULL_BLOCK
 
 
 class PrefixCache:
-    """A one-to-one mapping between content hashes and blocks."""
+    """A one-to-one mapping between content hashes and blocks of the pool."""
 
     def __init__(self) -> None:
         self._block_of: dict[bytes, int] = {}
@@ -36,10 +36,8 @@ class PrefixCache:
         return len(self._hash_of)
 
     def publish(self, content: bytes, block: int, *, is_draft_computed: bool) -> None:
-        """Make `block` findable by its hash `content`, unless another block has the same content.
-
-        `is_draft_computed` is whether the draft model's K/V for the block exists too.
-        """
+        """Make `block` findable by its content hash, unless another block with this content is in
+        the cache. `is_draft_computed` is whether the draft model's K/V for the block exists too."""
         if content not in self._block_of and block not in self._hash_of:
             self._block_of[content] = block
             self._hash_of[block] = content
@@ -127,10 +125,8 @@ class Prefixes:
         return self._cache.match_window(hashes, self._num_passed)
 
     def publish(self, request: Request) -> range:
-        """Publish the blocks that were filled since the last call for this request.
-
-        Return their indexes in the request's block table.
-        """
+        """Publish the blocks that were filled since the last call for this request. Return their
+        indexes in the request's block table."""
         full = request.num_shareable // self._block_tokens
         published = range(request.num_published, full) if self._is_enabled else range(0)
         if published:

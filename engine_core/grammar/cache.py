@@ -34,7 +34,7 @@ class CompileJob:
 
 @dataclass(frozen=True, slots=True)
 class CompiledGrammar:
-    """The outcome of a CompileJob: a template, or an error."""
+    """The outcome of a CompileJob: the compiled grammar as a template, or an error."""
 
     digest: bytes
     result: MatcherTemplate | ServingError
@@ -56,7 +56,7 @@ class GrammarCache:
 
     @property
     def num_waiting(self) -> int:
-        """The number of requests that wait for a grammar."""
+        """The number of requests that wait for a grammar to be compiled."""
         return sum(map(len, self._waiters.values()))
 
     @property
@@ -65,10 +65,8 @@ class GrammarCache:
         return self._templates
 
     def find(self, grammar: Grammar) -> tuple[bytes, MatcherTemplate | None]:
-        """Return the grammar's digest, and its template if it is cached.
-
-        Raises Overloaded if the grammar is new and too many others wait to be compiled.
-        """
+        """Return the grammar's digest, and its template if it is cached. Raises Overloaded if the
+        grammar is new and too many others wait to be compiled."""
         digest = grammar_digest(grammar)
         template = self._templates.get(digest)
         if template is not None:

@@ -33,7 +33,8 @@ Speller = Callable[[str], str]
 
 
 def speller(markers: Markers) -> Speller:
-    """Return a function that writes a text as Lark items: ids of markers, and literals between."""
+    """Return a function that writes a text as Lark items: the ids of its markers, and literals for
+    the text between them."""
     divide = divider(markers)
 
     def spell(text: str) -> str:
@@ -64,10 +65,8 @@ def any_of(items: Iterable[str]) -> str:
 
 
 def up_to(rule: str, end: str, spell: Speller, pattern: str = ANY_TEXT) -> list[str]:
-    """Return the Lark lines of a rule: text that matches `pattern`, up to the first `end`.
-
-    The rule includes `end`, which starts with a marker or is plain text.
-    """
+    """Return the Lark lines of a rule: text that matches `pattern`, up to the first `end`. The rule
+    includes `end`, which starts with a marker or is plain text."""
     text = regex(pattern)
     first, _, rest = spell(end).partition(" ")
     if first.startswith("<"):
@@ -76,10 +75,8 @@ def up_to(rule: str, end: str, spell: Speller, pattern: str = ANY_TEXT) -> list[
 
 
 def rule_lines(rules: Rules, schemas: Mapping[str, str], spell: Speller) -> list[str]:
-    """Return the Lark lines of `rules`.
-
-    `schemas` maps the name of a schema in `rules` to the name of its grammar in llguidance's list.
-    """
+    """Return the Lark lines of `rules`. `schemas` maps the name of a schema in `rules` to the name
+    of its grammar in llguidance's list."""
     writer = _RuleWriter(spell, {name: f"rule-{n}" for n, name in enumerate(rules.rules)}, schemas)
     lines = [f"start: {writer.item(rules.start)}"]
     lines += [f"{writer.names[name]}: {writer.item(form)}" for name, form in rules.rules.items()]

@@ -31,10 +31,8 @@ class _Tokenizer(msgspec.Struct):
 
 
 def added_tokens(tokenizer: bytes) -> list[AddedToken]:
-    """Return the added tokens of a tokenizer, given as the bytes of its tokenizer.json.
-
-    Raises msgspec.MsgspecError if the file is malformed.
-    """
+    """Return the added tokens of a tokenizer, given as the bytes of its tokenizer.json. Raises
+    msgspec.MsgspecError if the file is malformed."""
     return msgspec.json.decode(tokenizer, type=_Tokenizer).added_tokens
 
 
@@ -70,7 +68,8 @@ def is_marker(text: str) -> bool:
 
 
 def divider(markers: Markers) -> Divider:
-    """Return the divider for these markers. If several match at one place, the longest wins."""
+    """Return a function that splits a text at these markers. Items with odd indexes of its result
+    are markers. If several markers match at one place, the longest wins."""
     longest_first = sorted(markers, key=len, reverse=True)
     pattern = "|".join(map(re.escape, longest_first)) or r"(?!)"
     return re.compile(f"({pattern})").split

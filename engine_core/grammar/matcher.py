@@ -40,18 +40,14 @@ class Matcher:
 
     @property
     def error(self) -> str | None:
-        """llguidance's error message, or None.
-
-        An error is permanent. A limit was reached, or a consumed token was not admitted.
-        """
+        """llguidance's error message, or None. An error is permanent. A limit was reached, or a
+        consumed token was not admitted."""
         return explain(self._inner) if self._inner and self._inner.is_error() else None
 
     @property
     def was_given_wrong_token(self) -> bool:
-        """Whether `error` is about a consumed token that the grammar does not admit.
-
-        The cause of any other error is the grammar itself.
-        """
+        """Whether `error` is about a consumed token that the grammar does not admit. The cause of
+        any other error is the grammar itself."""
         return WRONG_TOKEN in (self.error or "")
 
     @property
@@ -67,15 +63,13 @@ class Matcher:
 
     @property
     def forced(self) -> int | None:
-        """The only token that the thinking budget allows next; None if it allows all tokens.
-
-        If the grammar does not admit this token, the grammar takes precedence.
-        """
+        """The only token that the thinking budget allows next; None if it allows all tokens. If the
+        grammar does not admit this token, the grammar takes precedence."""
         return self._budget_tracker.forced if self._budget_tracker else None
 
     @property
     def is_free(self) -> bool:
-        """Whether there is no grammar. There may be a thinking budget."""
+        """Whether the answer has no grammar. It may have a thinking budget."""
         return self._inner is None
 
     def consume(self, token: int) -> None:
@@ -96,11 +90,8 @@ class Matcher:
         return self._inner.compute_ff_tokens()[:max_tokens] if self._inner is not None else []
 
     def admitted_prefix(self, drafts: Sequence[int]) -> list[int]:
-        """Return the longest prefix of `drafts` that the matcher admits.
-
-        The prefix ends before a token that would complete the answer, because nothing is sampled
-        after such a token.
-        """
+        """Return the longest prefix of `drafts` that the matcher admits. The prefix ends before a
+        token that would complete the answer, because nothing is sampled after such a token."""
         walker, kept = self._copy(), []
         for draft in drafts:
             if not walker._admits(draft):
@@ -142,10 +133,8 @@ class Matcher:
         return Matcher(inner, copy(self._budget_tracker))
 
     def write_mask(self, address: int, num_bytes: int) -> None:
-        """Write the bit mask of the tokens that the grammar admits to `address`.
-
-        Without a grammar, nothing is written. Check `error` afterwards.
-        """
+        """Write the bit mask of the tokens that the grammar admits to `address`. Without a grammar,
+        nothing is written. Check `error` afterwards."""
         if self._inner is not None:
             self._inner.unsafe_compute_mask_ptr(address, num_bytes)
 

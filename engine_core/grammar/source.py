@@ -1,7 +1,7 @@
 """Writes a grammar as llguidance's input: a list of grammars that refer to each other by name.
 
-The first grammar of the list describes the whole answer. JSON Schemas are passed on unchanged, with
-two options: whitespace is bounded, and an unsupported keyword is an error.
+The first grammar of the list describes the whole answer. JSON Schemas are passed on with two
+options: whitespace is bounded, and an unsupported keyword is an error.
 
 Errors are raised as InvalidRequest with param="grammar".
 """
@@ -111,10 +111,8 @@ def _body(body: Body, spell: Speller) -> tuple[Part, list[Part]]:
 
 
 def _rules(rules: Rules, spell: Speller, prefix: str = "") -> tuple[Part, list[Part]]:
-    """Return the grammar of `rules`, and the named grammars of their schemas.
-
-    The names start with `prefix`, because all grammars of an answer share one namespace.
-    """
+    """Return the grammar of `rules`, and the named grammars of their schemas. The names start with
+    `prefix`, because all grammars of an answer share one namespace."""
     names = {name: f"{prefix}schema-{n}" for n, name in enumerate(rules.schemas)}
     schemas = {names[name]: text for name, text in rules.schemas.items()}
     return _lark(rule_lines(rules, names, spell)), _named(schemas)
@@ -168,11 +166,8 @@ def _answer_rules(grammar: Grammar, spell: Speller) -> list[str]:
 
 
 def _thinking(thinking: Thinking, spell: Speller, *, allows_many: bool) -> list[str]:
-    """Return the Lark lines for thinking blocks, followed by the rule `framed`.
-
-    A block may contain any text up to the first occurrence of its end. `allows_many` allows more
-    than one block.
-    """
+    """Return the Lark lines for thinking blocks, followed by the rule `framed`. A block may contain
+    any text up to the first occurrence of its end. `allows_many` allows more than one block."""
     block = "(block BLANKS?)"
     if thinking.inside:
         start = f"rest BLANKS? {block}*" if thinking.opens and allows_many else "rest BLANKS?"

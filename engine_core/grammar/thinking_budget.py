@@ -63,7 +63,8 @@ def spelling(tokenizer: LLTokenizer, markers: Markers) -> MarkerSpelling:
 
 
 class ThinkingBudgetTracker:
-    """The state of one answer's thinking budget.
+    """The state of one answer's thinking budget: the number of thinking tokens so far, and where
+    the answer is.
 
     `forced` is the only token that may follow, or None if the budget allows any token.
     """

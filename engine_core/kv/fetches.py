@@ -21,7 +21,7 @@ from protocol.kv import KVCancel, KVFailure, KVFetch, KVFetched, KVReport, PeerS
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Describes K/V that can be fetched for a request.
+    """K/V that can be fetched for a request.
 
     The fetch fills `num_blocks` blocks, after the blocks whose K/V the request already has. After
     the fetch, the K/V of the request's first `num_tokens` tokens exists.
@@ -33,10 +33,8 @@ class Match:
 
     @property
     def is_handed_over(self) -> bool:
-        """Whether the K/V was handed over: another engine computed it for this request's handle.
-
-        It is false for blocks of a tier.
-        """
+        """Whether the K/V was handed over: another engine computed it for this request's handle. It
+        is false for blocks of a tier."""
         return isinstance(self.source, PeerSource)
 
 
@@ -44,10 +42,8 @@ class Supplier(Protocol):
     """A source of K/V: other engines, or the tiers."""
 
     def match(self, request: Request, num_blocks: int) -> Match | None:
-        """Return the K/V that can be fetched for a request about to be admitted, or None.
-
-        The K/V of the request's first `num_blocks` blocks is in the prefix cache.
-        """
+        """Return the K/V that can be fetched for a request about to be admitted, or None. The K/V
+        of the first `num_blocks` blocks is already in the prefix cache."""
         ...
 
 
@@ -91,10 +87,8 @@ class Fetch:
     seconds: float = 0.0
 
     def move(self, event: FetchEvent) -> None:
-        """Change the state according to NEXT_STATE.
-
-        An illegal move raises RuntimeError and changes nothing.
-        """
+        """Change the state according to NEXT_STATE. An illegal move raises RuntimeError and changes
+        nothing."""
         state = NEXT_STATE.get((self.state, event))
         if state is None:
             raise RuntimeError(f"fetch {self.job}: {event.name} is illegal in {self.state.name}")
@@ -150,10 +144,8 @@ class Fetches:
         self._send(KVCancel(job=fetch.job))
 
     def on_kv_report(self, report: KVReport) -> list[Fetch]:
-        """Apply a report, and return the fetches that are over.
-
-        Raises RuntimeError if the report names a job that is not open.
-        """
+        """Apply a report, and return the fetches that are over. Raises RuntimeError if the report
+        names a job that is not open."""
         over = [self._on_fetched(fetched) for fetched in report.fetched]
         return over + [self._on_failed(failure) for failure in report.failed]
 

@@ -32,10 +32,8 @@ class PeerCluster:
 
 
 class Peers:
-    """The supplier of K/V that other engines have computed.
-
-    `cluster` is None for a single engine.
-    """
+    """The supplier of K/V that other engines have computed. `cluster` is None for a single
+    engine."""
 
     def __init__(
         self,
@@ -103,9 +101,7 @@ class Peers:
 
     def lease_from_handle(self, text: str) -> bytes | None:
         """Return the lease named by a handle that this engine has written in its present life.
-
-        Return None for any other text.
-        """
+        Return None for any other text."""
         if self._seal is None or self._cluster is None:
             return None
         try:
@@ -115,10 +111,10 @@ class Peers:
         return handle.lease if handle.epoch == self._cluster.epoch else None
 
     def match(self, request: Request, num_blocks: int) -> Match | None:
-        """Return the K/V that the request's handle offers beyond its first `num_blocks` blocks.
+        """Return the K/V of the request's handle that follows its first `num_blocks` blocks.
 
-        Return None if the handle offers no more, if the request was preempted, or if it needs
-        prompt logprobs and so must compute its whole prompt.
+        Return None if there is none, if the request was preempted, or if it needs prompt logprobs
+        and so must compute its whole prompt.
         """
         handle = request.handle
         must_compute = request.num_preemptions or request.params.prompt_logprobs is not None
@@ -140,10 +136,8 @@ class Peers:
         )
 
     def _require_endpoint(self) -> tuple[Seal, KVEndpoint, str]:
-        """Return (seal, endpoint, epoch).
-
-        Raises InvalidRequest if there is no cluster, or if the worker transfers no K/V.
-        """
+        """Return (seal, endpoint, epoch). Raises InvalidRequest if there is no cluster, or if the
+        worker transfers no K/V."""
         if self._seal is None or self._cluster is None:
             raise _refusal("this engine cannot hand over K/V: it has no cluster key")
         if self._cluster.endpoint is None:

@@ -107,7 +107,7 @@ class TierIndex:
     # ---- loading
 
     def match(self, request: Request, num_blocks: int) -> Match | None:
-        """Return the stored blocks that follow the request's first `num_blocks` blocks, or None.
+        """Return the blocks in a tier that follow the request's first `num_blocks` blocks, or None.
 
         The block with the last token is not loaded, because the step needs the logits of this
         token. A request with prompt logprobs computes its whole prompt.

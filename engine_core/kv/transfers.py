@@ -108,11 +108,8 @@ class KVTransfers:
         self.fetches.cancel(request)
 
     def on_kv_report(self, report: KVReport) -> list[Fetch]:
-        """Apply a report, and return the fetches that are over.
-
-        Raises RuntimeError if the report names a fetch that is not open, KeyError if it names an
-        unknown tier.
-        """
+        """Apply a report, and return the fetches that are over. Raises RuntimeError if the report
+        names a fetch that is not open, KeyError if it names an unknown tier."""
         for name in report.taken:
             self.leases.on_taken(name)
         self.tiers.on_kv_report(report)
@@ -133,10 +130,8 @@ class KVTransfers:
     # ---- called by the scheduler
 
     def match(self, request: Request, num_blocks: int) -> Match | None:
-        """Return the K/V that can be fetched for a request about to be admitted, or None.
-
-        The K/V of the request's first `num_blocks` blocks is in the prefix cache.
-        """
+        """Return the K/V that can be fetched for a request about to be admitted, or None. The K/V
+        of the first `num_blocks` blocks is already in the prefix cache."""
         return self.fetches.match(request, num_blocks)
 
     def start_fetch(self, request: Request, match: Match, blocks: list[int]) -> None:

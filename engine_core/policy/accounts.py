@@ -57,7 +57,7 @@ class AccountBuckets:
 
 @dataclass(slots=True, eq=False)
 class AccountUsage:
-    """Counts the tokens that one account was served."""
+    """The number of tokens that one account was served."""
 
     name: str = ""
     #: Computed tokens. `FairShare.on_wait_started` adjusts the number.
@@ -65,10 +65,7 @@ class AccountUsage:
 
 
 class Accounts:
-    """The rate limits of all accounts.
-
-    The owner sets `now`, in seconds of a steady clock.
-    """
+    """The rate limits of all accounts. The owner sets `now`, in seconds of a steady clock."""
 
     def __init__(self) -> None:
         self.now = 0.0

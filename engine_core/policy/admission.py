@@ -89,7 +89,7 @@ class Admission:
 
     @property
     def num_waiting(self) -> int:
-        """Number of waiting requests, including those that wait for their grammar."""
+        """Number of waiting requests, including those whose grammar is still being compiled."""
         return len(self._waiting) + self._grammars.num_waiting
 
     @property
@@ -129,11 +129,8 @@ class Admission:
         return replies
 
     def on_request_ending(self, request: Request) -> None:
-        """Update the grammar cache for a request that is about to end.
-
-        The request stops waiting for its grammar. If its grammar failed, the grammar is removed
-        from the cache.
-        """
+        """Update the grammar cache for a request that is about to end. The request stops waiting
+        for its grammar. If its grammar failed, the grammar is removed from the cache."""
         if request.grammar is None:
             return
         if request.phase is RequestPhase.ARRIVED:
@@ -371,17 +368,15 @@ def _has_room(num_tokens: int, waiting: QueueLoad, max_load: QueueLoad) -> bool:
 
 
 def retry_after(waiting_tokens: int, rate: float) -> float:
-    """Return the whole seconds until about half of the waiting tokens have left the queue.
-
-    The result is between MIN_RETRY_S and MAX_RETRY_S.
-    """
+    """Return the whole seconds until about half of the waiting tokens have left the queue. The
+    result is between MIN_RETRY_S and MAX_RETRY_S."""
     if rate <= 0:
         return MIN_RETRY_S
     return float(math.ceil(min(max(waiting_tokens / rate / 2, MIN_RETRY_S), MAX_RETRY_S)))
 
 
 def repeat_s(waiting_tokens: int, rate: float) -> float:
-    """Return the seconds for which a gateway may repeat this refusal by itself.
+    """Return the seconds for which a gateway may repeat this refusal from its cache.
 
     Only a small part of the waiting tokens leaves the queue in that time, so the engine does not
     run out of work while requests are refused. Return 0 if the rate is unknown.

@@ -51,18 +51,14 @@ LONGER_RATIO = 1.05
 
 
 def squash(priority: int) -> float:
-    """Map a priority to the interval (-1, 1). The order of priorities is kept.
-
-    The effect of a priority is bounded, so that a long wait or little service can outweigh it.
-    """
+    """Map a priority to the interval (-1, 1), keeping the order. So the effect of a priority is
+    bounded, and a long wait or little service can outweigh it."""
     return priority / (1 + abs(priority))
 
 
 def prefill_budget_when_shared(full: int, costs: StepCosts | None) -> int:
-    """Return the maximum number of prompt tokens in a step while accounts share the engine.
-
-    `full` is the token budget. If `costs` are known, the result is a power of two or `full`.
-    """
+    """Return the maximum number of prompt tokens in a step while accounts share the engine. `full`
+    is the token budget. If `costs` are known, the result is a power of two or `full`."""
     if costs is None:
         return max(full // SHARED_DIVISOR, MIN_SHARED_TOKENS)
     max_cost = MAX_TIME_RATIO * costs[SHORT_PROMPT_TOKENS]
@@ -76,7 +72,7 @@ def prefill_budget_when_shared(full: int, costs: StepCosts | None) -> int:
 
 
 class FairShare:
-    """Counts the tokens served to each account."""
+    """Compares accounts by the tokens that they were served, and keeps the difference bounded."""
 
     def __init__(self, limits: Limits, step_costs: Sequence[tuple[int, float]] = ()) -> None:
         """Start without accounts. WorkerReady describes `step_costs`."""
@@ -112,13 +108,13 @@ class FairShare:
         return usage
 
     def on_request(self, usage: AccountUsage, now: float) -> None:
-        """Record that this account sent a request at `now`, in seconds of a steady clock."""
+        """Record that this account sent a request at `now` (seconds of a steady clock)."""
         if usage is not self._last:
             self._last, self._other_at = usage, self._last_at
         self._last_at = now
 
     def is_shared(self, now: float) -> bool:
-        """Return whether more than one account sent requests recently.
+        """Return whether more than one account sent requests within the last RECENT_S.
 
         If so, steps are kept short, because the next request of another account must wait for the
         present step.
@@ -136,7 +132,8 @@ class FairShare:
         usage.served = self.clamped_service(usage)
 
     def clamped_service(self, usage: AccountUsage) -> float:
-        """Return the service that the account would have if it started to wait now."""
+        """Return the service that the account would have if it started to wait now: within
+        `max_credit` of the current service level."""
         return min(max(usage.served, self._level - self.max_credit), self._level + self.max_credit)
 
     def on_scheduled(self, usage: AccountUsage) -> None:
@@ -148,10 +145,8 @@ class FairShare:
 
 
 def prefill_order(running: Sequence[Request]) -> list[Request]:
-    """Return the requests with more than one token to compute, least served account first.
-
-    The requests of one account stay in the order of `running`.
-    """
+    """Return the requests with more than one token to compute, least served account first. The
+    requests of one account stay in the order of `running`."""
     prefills = [r for r in running if r.phase is RequestPhase.RUNNING and r.num_uncomputed > 1]
     first: dict[AccountUsage, float] = {}
     for request in prefills:
@@ -167,10 +162,8 @@ def goes_before(newcomer: Request, request: Request) -> bool:
 
 
 def paused_decodes(decodes: Sequence[Request], newcomer: Request) -> set[Request]:
-    """Return the decodes that may skip the step in which a newcomer starts.
-
-    These are the requests of accounts that were served more than the newcomer's.
-    """
+    """Return the decodes that may skip the step in which a newcomer starts. These are the requests
+    of accounts that were served more than the newcomer's."""
     return {request for request in decodes if goes_before(newcomer, request)}
 
 

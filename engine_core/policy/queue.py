@@ -20,7 +20,7 @@ Rank = tuple[float, int]
 
 
 class QueueLoad(NamedTuple):
-    """Number of waiting requests and of their tokens; also the limits of both."""
+    """The number of waiting requests and of their tokens. Also the type of the limits on both."""
 
     requests: int
     tokens: int
@@ -80,10 +80,8 @@ class WaitingQueue:
         return QueueLoad(0, 0) if queue is None else QueueLoad(queue.num, queue.tokens)
 
     def max_tokens_before(self, request: Request) -> float:
-        """Return an upper bound of `tokens_before`, in O(waiting accounts).
-
-        It counts all waiting tokens of the request's account.
-        """
+        """Return an upper bound of `tokens_before`, in O(waiting accounts). It counts all waiting
+        tokens of the request's account."""
         own = self.account_load(request.account_usage).tokens
         return own + self._tokens_of_others(request, own)
 
@@ -125,10 +123,8 @@ class WaitingQueue:
             yield from (request for _, request in entries if request in self._waiting)
 
     def restore(self, requests: Iterable[Request]) -> None:
-        """Fill an empty queue with the `requests()` of another.
-
-        The accounts' service is not adjusted, because they already waited in the other queue.
-        """
+        """Fill an empty queue with the requests of another queue (`requests()`). The accounts'
+        service is not adjusted, because they already waited in the other queue."""
         for request in requests:
             self._insert(request)
 

@@ -48,14 +48,13 @@ class Throughput:
 
     @property
     def queue_per_s(self) -> float:
-        """Tokens that leave the queue per second; 0 if unknown.
-
-        Until this rate is measured, it is the rate of computed tokens.
-        """
+        """Tokens that leave the queue per second; 0 if unknown. Until this rate is measured, the
+        rate of computed tokens is used."""
         return self.admitted.per_s or self.computed.per_s
 
     def is_long_step(self, num_tokens: int) -> bool:
-        """Return whether a step with prefills is expected to take longer than LONG_STEP_S."""
+        """Return whether a step of `num_tokens`, with prefills, is expected to take longer than
+        LONG_STEP_S."""
         return num_tokens > LONG_STEP_S * self.prompts.per_s > 0
 
     def observe(self, num_tokens: int, elapsed_s: float, *, has_prompts: bool) -> None:

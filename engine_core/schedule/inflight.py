@@ -33,10 +33,8 @@ class InflightStep:
 
     @property
     def is_decisive(self) -> bool:
-        """Whether the next step's drafts depend on this step's result.
-
-        They do if this step verifies drafts, or requests drafts of the draft model.
-        """
+        """Whether the next step's drafts depend on this step's result. They do if this step
+        verifies drafts, or requests drafts of the draft model."""
         return self.num_requested_drafts > 0 or self.plan.row_drafts is not None
 
     @property
@@ -50,7 +48,7 @@ class InflightStep:
 
     @property
     def prompts(self) -> list[Request]:
-        """The requests for which this step computes prompt tokens."""
+        """The requests that need more than their last prompt token from this step."""
         return [
             request for request, _ in self.rows if request.num_computed < request.prompt_tokens - 1
         ]
@@ -83,7 +81,8 @@ class InflightSteps:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Number of tokens, decodes included, in the steps in flight for which `has_prompts`."""
+        """Number of tokens, decodes included, in the steps in flight that have a prompt chunk or
+        drafts."""
         return sum(step.num_tokens for step in self._steps if step.has_prompts)
 
     @property
@@ -100,10 +99,8 @@ class InflightSteps:
         self._steps.append(InflightStep(plan, rows, plan.masked is not None, num_requested_drafts))
 
     def on_completed(self, result: StepResult) -> tuple[InflightStep, list[RowResult]]:
-        """Remove the oldest step, and return it with the result of each row.
-
-        Raises RuntimeError if the result belongs to another step, or does not fit the plan.
-        """
+        """Remove the oldest step, and return it with the result of each row. Raises RuntimeError if
+        the result belongs to another step, or does not fit the plan."""
         oldest = self.oldest
         if oldest is None or oldest.plan.step != result.step:
             raise RuntimeError(

@@ -18,10 +18,8 @@ from protocol.steps import SlotInit, SlotRelease, StepPlan
 
 
 class DraftCatchUp(NamedTuple):
-    """The draft model's work for one row.
-
-    The fields become `follow_starts`, `follow_tokens` and `wanted` of the StepPlan.
-    """
+    """The draft model's work for one row. The fields become `follow_starts`, `follow_tokens` and
+    `wanted` of the StepPlan."""
 
     #: First position to compute; -1: none.
     start: int
@@ -62,10 +60,8 @@ class Schedule:
         return sum(count for _, count, _ in self.rows())
 
     def rows(self) -> Iterator[tuple[Request, int, list[int]]]:
-        """Yield (request, number of positions, drafts) for each row, one-token rows first.
-
-        The positions include those of the drafts.
-        """
+        """Yield (request, number of positions, drafts) for each row, one-token rows first. The
+        positions include those of the drafts."""
         for request in self.decodes:
             yield request, 1, []
         for request, drafts in self.drafted:
@@ -131,20 +127,15 @@ def _masked_places(
 
 
 def _may_be_masked(request: Request, drafts: list[int]) -> bool:
-    """Return whether a place of the request's row may need a mask.
-
-    After a token in flight or a draft, the grammar's state is not known yet. So a mask may be
-    needed there.
-    """
+    """Return whether a place of the request's row may need a mask. After a token in flight or a
+    draft, the grammar's state is not known yet. So a mask may be needed there."""
     matcher = request.matcher
     return matcher is not None and (matcher.constrains or bool(request.num_pending or drafts))
 
 
 def mask_matchers(plan: StepPlan, rows: Sequence[tuple[Request, int]]) -> list[Matcher | None]:
-    """Return the matcher of each place in the plan's `masked`, in order.
-
-    A matcher is None if nothing constrains the token after all, or if the answer has ended.
-    """
+    """Return a matcher for each sampled position in the plan's `masked`, in order. A matcher is
+    None if nothing constrains the token after all, or if the answer has ended."""
     assert plan.masked is not None
     masked = set(plan.masked.tolist())
     ids = iter([] if plan.drafts is None else plan.drafts.tolist())

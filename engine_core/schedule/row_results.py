@@ -41,10 +41,8 @@ class RowResult:
 
 
 def row_results(plan: StepPlan, result: StepResult) -> list[RowResult]:
-    """Return one result per row of the plan, in order.
-
-    Raises RuntimeError if the result does not fit the plan.
-    """
+    """Return one result per row of the plan, in order. Raises RuntimeError if the result does not
+    fit the plan."""
     results = [RowResult() for _ in range(len(plan.row_slots))]
     sampled = [
         row_result
@@ -98,7 +96,7 @@ def _owners(sampled: list[RowResult], result: StepResult) -> list[RowResult]:
 
 
 def request_failure(request: Request) -> ServingError:
-    """Return the error of a request that got no token, or a token that its grammar excludes.
+    """Return the error of a request that got no token, or a token that its grammar does not admit.
 
     If the grammar turns out to be too large at this point of the answer, the error is
     InvalidRequest, as it would have been at compilation. Otherwise it is StepFailed.

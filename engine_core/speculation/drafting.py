@@ -63,10 +63,8 @@ class Drafter(Protocol):
 
 
 class ModelDrafter:
-    """Returns the drafts that the draft model proposed in the last step.
-
-    They are void once more tokens are known.
-    """
+    """The drafter of a request that uses the draft model: returns the drafts that the draft model
+    proposed in the last step, unless more tokens are known by now."""
 
     def __init__(self) -> None:
         self._num_known = -1
@@ -82,7 +80,7 @@ class ModelDrafter:
 
 @dataclass(slots=True)
 class AcceptanceTally:
-    """Counts of checked and accepted drafts; older drafts count less."""
+    """Decayed counts of checked and accepted drafts: older drafts count less."""
 
     #: The acceptance rate before any draft was checked.
     prior: float
@@ -96,10 +94,8 @@ class AcceptanceTally:
         return (self.accepted + self.prior) / (self.checked + 1)
 
     def observe(self, proposed: int, accepted: int) -> None:
-        """Count `proposed` drafts, of which the first `accepted` were right.
-
-        The next draft was wrong. The drafts after it were not checked.
-        """
+        """Count `proposed` drafts, of which the first `accepted` were right. If there are more, the
+        next one was wrong, and the remaining ones were not checked."""
         decay = DECAY if proposed else self.idle
         self.accepted = self.accepted * decay + accepted
         self.checked = self.checked * decay + min(accepted + 1, proposed)
@@ -129,8 +125,9 @@ class RequestDrafting:
     def observe(self, proposed: int, accepted: int, token: int) -> None:
         """Count the drafts of a step: `proposed` drafts, of which the first `accepted` were right.
 
-        `token` is the first token that the step sampled. If the next step waited for it, the guess
-        of this token counts as a draft, so that useless waiting lowers the acceptance rate.
+        `token` is the first token that the step sampled. If the next step waited for this token,
+        the drafter's guess of it counts as a draft, so that useless waiting lowers the acceptance
+        rate.
         """
         counts = (proposed, accepted)
         if not proposed and self.awaited_guess is not None:
@@ -204,10 +201,8 @@ class Speculation:
         return min(self._model_tally.acceptance, MODEL_PRIOR)
 
     def num_draft_model_tokens(self, request: Request, max_tokens: int, rows: int) -> int:
-        """Return how many drafts to request of the draft model, in a step of `rows` rows.
-
-        The result is at most `max_tokens`, and 0 if the draft model does not compute the request.
-        """
+        """Return how many drafts to request of the draft model, in a step of `rows` rows. The
+        result is at most `max_tokens`, and 0 if the draft model does not compute the request."""
         if request.drafting is None or not request.uses_draft_model:
             return 0
         return min(
@@ -215,10 +210,8 @@ class Speculation:
         )
 
     def propose(self, request: Request, max_tokens: int, rows: int) -> list[int]:
-        """Return at most `max_tokens` drafts for a request, for a step of `rows` rows.
-
-        The request must have no token in flight.
-        """
+        """Return at most `max_tokens` drafts for a request, for a step of `rows` rows. The request
+        must have no token in flight."""
         drafting = request.drafting
         if drafting is None:
             return []
@@ -236,10 +229,8 @@ class Speculation:
     def _forced_drafts(
         self, request: Request, drafting: RequestDrafting, max_tokens: int, rows: int
     ) -> list[int]:
-        """Return the next tokens, at most `max_tokens`, if the grammar allows only one text.
-
-        They are usually right, and can be proposed without looking at earlier tokens.
-        """
+        """Return the next tokens, at most `max_tokens`, if the grammar allows only one text. They
+        are usually right, and can be proposed without looking at earlier tokens."""
         assert request.matcher is not None
         count = min(max_tokens, self.best_count(drafting.forced_tally.acceptance, rows))
         forced = request.matcher.forced_tokens(count) if count > 0 else []

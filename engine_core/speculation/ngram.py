@@ -37,16 +37,13 @@ class NgramDrafter:
         return len(self._previous)
 
     def index_first(self, tokens: array[int], num_indexed: int) -> None:
-        """Index this many leading positions of `tokens`."""
+        """Index the first `num_indexed` positions of `tokens`."""
         while self.num_indexed < min(num_indexed, len(tokens)):
             self._catch_up(tokens[:num_indexed])
 
     def propose(self, tokens: array[int], max_tokens: int) -> list[int]:
-        """Return at most `max_tokens` drafts.
-
-        If the copied tokens reach the end of `tokens`, the drafts continue with their own
-        beginning: a repetition is expected to go on.
-        """
+        """Return at most `max_tokens` drafts. If the copied tokens reach the end of `tokens`, the
+        drafts repeat from their own start, because a repetition is expected to go on."""
         self._catch_up(tokens)
         position = self._match(tokens)
         if not position:
@@ -65,10 +62,8 @@ class NgramDrafter:
             self._last[ngram] = position
 
     def _match(self, tokens: array[int]) -> int:
-        """Return the position after the longest match with the end of `tokens`.
-
-        Return 0 if there is no match, or if some tokens are not indexed yet.
-        """
+        """Return the position after the longest match with the end of `tokens`. Return 0 if there
+        is no match, or if some tokens are not indexed yet."""
         known = len(tokens)
         if len(self._previous) < known or known <= self._shortest:
             return 0
@@ -84,10 +79,8 @@ class NgramDrafter:
         return best
 
     def _match_length(self, tokens: array[int], position: int) -> int:
-        """Return how many tokens before `position` equal the last tokens, at most `longest`.
-
-        The caller has found that at least `shortest` tokens are equal.
-        """
+        """Return how many tokens before `position` equal the last tokens, at most `longest`. The
+        caller has found that at least `shortest` tokens are equal."""
         known = len(tokens)
         for length in range(self._shortest, min(self._longest, position)):
             if tokens[position - 1 - length] != tokens[known - 1 - length]:

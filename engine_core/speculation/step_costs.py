@@ -14,23 +14,20 @@ UNMEASURED_WIDTH = 32
 
 
 class StepCosts(dict[int, float]):
-    """Maps a number of tokens to the cost of a step. Costs are computed on demand and cached."""
+    """Maps a number of tokens to the relative cost of a step. Costs are computed on demand and
+    cached."""
 
     def __init__(self, points: Sequence[tuple[int, float]]) -> None:
-        """Create from at least one point (tokens, cost > 0).
-
-        The tokens must increase from point to point, and the costs must not decrease.
-        """
+        """Create from at least one point (tokens, cost > 0). The tokens must increase from point to
+        point, and the costs must not decrease."""
         super().__init__()
         self._tokens = [tokens for tokens, _ in points]
         self._costs = [cost for _, cost in points]
 
     @classmethod
     def from_measurements(cls, width: int, measured: Sequence[tuple[int, float]]) -> StepCosts:
-        """Create from measurements, or from `width` if it is not 0.
-
-        `width` is the number of tokens that doubles the cost of a step.
-        """
+        """Return the costs that follow from (tokens, seconds) measurements. If `width` is not 0 or
+        there are none, each `width` tokens add the cost of an empty step."""
         if not width and measured:
             return cls(measured)
         return cls([(0, 1.0), (width or UNMEASURED_WIDTH, 2.0)])
