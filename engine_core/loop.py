@@ -56,7 +56,7 @@ from protocol.messages import (
 )
 from protocol.model_card import ModelCard
 from protocol.stats import EngineStats, WorkerStatus
-from protocol.steps import StepResult, Traced, WorkerFailed, WorkerReady
+from protocol.steps import StepResult, TokenizerRead, Traced, WorkerFailed, WorkerReady
 
 log = logging.getLogger(__name__)
 
@@ -322,6 +322,8 @@ class EngineLoop:
             case Traced():
                 if (reply := self._profiling.on_traced(message)) is not None:
                     self._mailbox.send(*reply)
+            case TokenizerRead():
+                self._grammars.start(message)
             case WorkerReady():
                 self._start(message)
             case WorkerFailed():
@@ -340,7 +342,6 @@ class EngineLoop:
             log.info("clients that waited for the model: %s", ", ".join(names))
         for client in clients:
             self._welcome(client)
-        self._grammars.start(ready.model)  # after Welcome, while the clients process the model card
 
     def _next_step(self, now: float) -> None:
         engine = self._engine

@@ -23,12 +23,20 @@ from protocol.exit_codes import ExitCode
 from protocol.lifeline import Lifeline
 from protocol.process_state import explain_kill, is_stopped, num_oom_kills
 from protocol.start_gate import gate_descriptors
-from protocol.steps import FromWorker, Stop, ToWorker, WorkerFailed, WorkerReady
+from protocol.steps import (
+    FromWorker,
+    Stop,
+    TokenizerRead,
+    ToWorker,
+    WorkerFailed,
+    WorkerReady,
+)
 
 log = logging.getLogger(__name__)
 
 STOP_WAIT_S = 5.0
 MAX_FOREIGN_PER_TURN = 100
+FIRST_MESSAGES = TokenizerRead | WorkerReady | WorkerFailed
 
 
 class WorkerLost(Exception):
@@ -43,8 +51,8 @@ class WorkerLink:
     """The worker process of one engine, and the socket that the worker connects to.
 
     The loop polls `socket`, and `death`: a pidfd that becomes readable when the process ends. The
-    first peer that sends WorkerReady or WorkerFailed is the worker. Messages of other peers are
-    dropped and counted in `num_foreign_messages`.
+    first peer that sends one of FIRST_MESSAGES is the worker. Messages of other peers are dropped
+    and counted in `num_foreign_messages`.
     """
 
     def __init__(
@@ -54,6 +62,7 @@ class WorkerLink:
         self._decoder: wire.Decoder[FromWorker] = wire.Decoder(FromWorker)
         self.num_foreign_messages = 0
         self._identity: bytes | None = None
+        self._reads_messages = False
         settings = msgspec.json.encode(msgspec.structs.replace(config, address=address)).decode()
         self._lifeline = Lifeline()
         self._num_oom_kills = num_oom_kills()
@@ -78,7 +87,7 @@ class WorkerLink:
     def send(self, message: ToWorker) -> None:
         """Send a message. It is dropped if the worker has disconnected. The loop detects the end of
         the process by `death`."""
-        assert self._identity is not None, "the worker has not sent WorkerReady"
+        assert self._identity is not None, "the worker has not sent a message"
         try:
             self.socket.send_multipart([self._identity, *wire.encode(message)])
         except zmq.ZMQError as error:
@@ -103,7 +112,7 @@ class WorkerLink:
 
     def _read(self, identity: bytes, frames: list[bytes]) -> FromWorker | None:
         """Decode a message. Until the worker is known, return None for any message except
-        WorkerReady and WorkerFailed."""
+        FIRST_MESSAGES."""
         try:
             message = self._decoder.decode(frames)
         except WireError as error:
@@ -111,10 +120,11 @@ class WorkerLink:
                 raise WorkerLost(f"the worker sent a malformed message: {error.message}") from None
             self.num_foreign_messages += 1
             return None
-        if self._identity is None and not isinstance(message, WorkerReady | WorkerFailed):
+        if self._identity is None and not isinstance(message, FIRST_MESSAGES):
             self.num_foreign_messages += 1
             return None
         self._identity = identity
+        self._reads_messages |= isinstance(message, WorkerReady)
         return message
 
     def exit_error(self) -> WorkerLost:
@@ -131,8 +141,8 @@ class WorkerLink:
 
     def stop(self) -> None:
         """Stop the process with a Stop message or SIGTERM, then with SIGKILL after STOP_WAIT_S.
-        SIGTERM is sent to a process that has not connected yet."""
-        if self._process.poll() is None and self._identity is not None:
+        SIGTERM is sent to a process that still loads the model, because it reads no messages."""
+        if self._process.poll() is None and self._reads_messages:
             self._try_to_send(Stop())
         else:
             self._process.terminate()

@@ -187,6 +187,18 @@ class StepResult(Message, frozen=True, kw_only=True):
     compute_s: float = 0.0
 
 
+class TokenizerRead(Message, frozen=True, kw_only=True):
+    """Worker -> engine, once, before the weights are loaded. The fields are those of `ModelCard`.
+
+    The engine builds its grammar compiler while the weights load. That takes up to two seconds,
+    during which the engine's loop stands still.
+    """
+
+    tokenizer: bytes
+    vocab_size: int
+    eos_token_ids: list[int]
+
+
 class WorkerReady(Message, frozen=True, kw_only=True):
     """Worker -> engine, once. The model is loaded and the memory is reserved."""
 
@@ -255,4 +267,4 @@ class Stop(Message, frozen=True, kw_only=True):
 ToWorker = (
     StepPlan | Masks | KVExport | KVWithdraw | KVFetch | KVCancel | KVStore | KVUsed | Trace | Stop
 )
-FromWorker = WorkerReady | StepResult | KVReport | Traced | WorkerFailed
+FromWorker = TokenizerRead | WorkerReady | StepResult | KVReport | Traced | WorkerFailed

@@ -1,9 +1,9 @@
 """The worker process: command line, logging, connection to the engine, exit code.
 
-It connects, locks its device, loads the model, sends WorkerReady, and then answers each StepPlan
-with a StepResult until Stop (loop.py). Exit codes are in protocol/exit_codes.py; a failure is also
-sent to the engine as WorkerFailed. The worker never outlives the engine. torch is imported late, so
-that its import time is part of the reported phases.
+It connects, locks its device, sends TokenizerRead, loads the model, sends WorkerReady, and then
+answers each StepPlan with a StepResult until Stop (loop.py). Exit codes are in
+protocol/exit_codes.py; a failure is also sent to the engine as WorkerFailed. The worker never
+outlives the engine. torch is imported late, so that its import time is part of the reported phases.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def run(
         wait_at_gate()
         with contextlib.ExitStack() as stack:
             stack.enter_context(lock_device(config))
-            runner, ready = assemble(config, timing)
+            runner, ready = assemble(config, timing, on_tokenizer=engine.send)
             gc.collect()
             gc.freeze()  # later collections skip what was loaded
             gc.enable()

@@ -17,6 +17,7 @@ from engine_core.grammar.thinking_budget import spelling
 from protocol.errors import InvalidRequest
 from protocol.grammar import Body, Grammar
 from protocol.model_card import ModelCard
+from protocol.steps import TokenizerRead
 
 LIMITS = LLParserLimits(
     max_items_in_row=6_000,  # 1,000 optional properties need 4,000; such a mask takes about 30 ms
@@ -30,10 +31,10 @@ class Compiler:
     """The grammar compiler of one model.
 
     Creating it holds the GIL: for a few tenths of a second, or 1.7 s for a vocabulary of 150,000
-    tokens.
+    tokens. So the engine creates it while the weights load.
     """
 
-    def __init__(self, model: ModelCard) -> None:
+    def __init__(self, model: ModelCard | TokenizerRead) -> None:
         self.vocab_size = model.vocab_size
         tokenizer = with_markers_special(model.tokenizer)
         self._tokenizer = LLTokenizer(

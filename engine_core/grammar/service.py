@@ -24,6 +24,7 @@ from engine_core.grammar.cache import CompiledGrammar, CompileJob
 from engine_core.grammar.matcher import MatcherTemplate
 from protocol.errors import EngineError, InvalidRequest, RequestError, ServingError
 from protocol.model_card import ModelCard
+from protocol.steps import TokenizerRead
 
 if TYPE_CHECKING:
     from engine_core.grammar.compiler import Compiler
@@ -56,8 +57,11 @@ class GrammarService:
         self._lock = threading.Lock()  # prevents writes to `fd` after it is closed
         self._is_closed = False
 
-    def start(self, model: ModelCard) -> None:
-        """Start the threads. The first builds the model's compiler, which all jobs wait for."""
+    def start(self, model: ModelCard | TokenizerRead) -> None:
+        """Start the threads. The first builds the model's compiler, which all jobs wait for.
+
+        Call it once, before there are requests: to build the compiler holds the GIL.
+        """
         before = threading.stack_size(STACK_BYTES)
         try:
             for n in range(NUM_THREADS):
@@ -106,7 +110,7 @@ class GrammarService:
 
     # ---- in the threads
 
-    def _work(self, model: ModelCard | None) -> None:
+    def _work(self, model: ModelCard | TokenizerRead | None) -> None:
         if model is not None:  # holds the GIL, so a low priority would delay the loop even longer
             self._prepare(model)
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
@@ -118,7 +122,7 @@ class GrammarService:
                     return
                 os.eventfd_write(self.fd, 1)
 
-    def _prepare(self, model: ModelCard) -> None:
+    def _prepare(self, model: ModelCard | TokenizerRead) -> None:
         started = perf_counter()
         try:
             from engine_core.grammar.compiler import Compiler

@@ -69,6 +69,7 @@ class MoveStepper:
             msgspec.json.encode(config).decode(),
         ]
         self.process = subprocess.Popen(words, cwd=ROOT, stderr=subprocess.DEVNULL)
+        self._receive()  # TokenizerRead
         ready = self._receive()
         assert isinstance(ready, WorkerReady), ready
         self.ready = ready

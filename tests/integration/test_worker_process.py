@@ -30,6 +30,7 @@ from protocol.steps import (
     StepPlan,
     StepResult,
     Stop,
+    TokenizerRead,
     ToWorker,
     WorkerFailed,
     WorkerReady,
@@ -52,6 +53,11 @@ class FakeEngine:
     identity: bytes = b""
 
     def receive(self, timeout_s: float = STEP_S) -> FromWorker:
+        """Return the next message, except TokenizerRead."""
+        message = self.receive_any(timeout_s)
+        return self.receive_any(timeout_s) if isinstance(message, TokenizerRead) else message
+
+    def receive_any(self, timeout_s: float) -> FromWorker:
         assert self.socket.poll(int(timeout_s * 1000)), f"nothing received: {self.process.poll()}"
         self.identity, *frames = self.socket.recv_multipart()
         return wire.Decoder(FromWorker).decode(frames)
@@ -167,6 +173,16 @@ def test_a_worker_reports_its_limits_computes_plans_and_stops_with_code_0(start,
     assert engine.step(plan).tokens == again.tokens
     engine.send(*wire.encode(Stop()))
     assert engine.exit_code() == 0
+
+
+def test_the_engine_gets_the_tokenizer_before_the_weights_are_loaded(start, tmp_path):
+    model = write_tiny_llama(tmp_path)
+    engine = start(model)
+    tokenizer = engine.receive_any(START_S)
+    assert isinstance(tokenizer, TokenizerRead), tokenizer
+    assert tokenizer.tokenizer == (model / "tokenizer.json").read_bytes()
+    assert (tokenizer.vocab_size, tokenizer.eos_token_ids) == (CONFIG["vocab_size"], [2])
+    assert isinstance(engine.receive_any(START_S), WorkerReady)
 
 
 def test_a_draft_model_proposes_tokens_that_verify(start, tiny_llama):

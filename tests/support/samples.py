@@ -90,6 +90,7 @@ from protocol.steps import (
     StepPlan,
     StepResult,
     Stop,
+    TokenizerRead,
     Trace,
     Traced,
     WorkerFailed,
@@ -379,6 +380,7 @@ MESSAGES: list[Message] = [
         proposed=Int32.of([3, 1]),
         compute_s=0.25,
     ),
+    TokenizerRead(tokenizer=CARD.tokenizer, vocab_size=CARD.vocab_size, eos_token_ids=[0, 2]),
     WorkerReady(
         model=CARD,
         max_len=512,

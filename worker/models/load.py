@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -50,14 +51,17 @@ def load_model(
     kernels: Kernels | None = None,
     weights: WeightForm = "auto",
     measurements: Path | None = None,
+    on_header: Callable[[ModelHeader | TransformersHeader], object] = lambda header: None,
 ) -> LoadedModel:
     """Load a Hugging Face directory or a .gguf file. Raises UnusableModel.
 
     kernels        used if they support the model; otherwise, or if None, torch's are used
     weights        form of the weights (weight_layout.py)
     measurements   directory that caches measured times between starts; None disables the cache
+    on_header      called with the model's header, before the weights are loaded
     """
     header = read_header(Path(path))
+    on_header(header)
     if isinstance(header, TransformersHeader):
         return _load_transformers(header, dtype, device, kernels or TorchKernels(), weights)
     spec = header.spec

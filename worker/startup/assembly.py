@@ -7,7 +7,7 @@ blocks) go into WorkerReady, never back into the config.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from protocol.arrays import Int32, UInt8
 from protocol.config.worker import WorkerConfig
 from protocol.model_card import ModelCard
 from protocol.sampling import SamplingParams
-from protocol.steps import SlotInit, StepPlan, WorkerReady
+from protocol.steps import SlotInit, StepPlan, TokenizerRead, WorkerReady
 from worker.attention.base import Attention
 from worker.attention.select import select_attention
 from worker.draft.model import DraftModel
@@ -27,6 +27,7 @@ from worker.kernels.select import select_kernels
 from worker.kv.cache import KVCache, block_bytes
 from worker.kv.transfer.shared_memory import SharedMemory
 from worker.loading.errors import UnusableModel
+from worker.loading.header import ModelHeader, TransformersHeader
 from worker.loading.text import check_draft
 from worker.models.load import LoadedModel, load_model
 from worker.models.spec import ModelFacts
@@ -47,14 +48,21 @@ WARM_UP_TOKENS = 2
 of work run before the first request."""
 
 
-def assemble(config: WorkerConfig, timing: StartupTiming) -> tuple[Runner, WorkerReady]:
-    """Build everything that the first plan needs. Raises UnusableModel with a one-line reason."""
+def assemble(
+    config: WorkerConfig,
+    timing: StartupTiming,
+    on_tokenizer: Callable[[TokenizerRead], object] = lambda tokenizer: None,
+) -> tuple[Runner, WorkerReady]:
+    """Build everything that the first plan needs. Raises UnusableModel with a one-line reason.
+
+    `on_tokenizer` is called with the model's tokenizer before the weights are loaded.
+    """
     devices.set_threads(_threads(config))
     device = devices.choose_device(config.device)
     cpu_flags = machine.cpu_flags()
     dtype = devices.choose_dtype(config.dtype, device, cpu_flags=cpu_flags)
     kernels = select_kernels(config.kernels, device, cpu_flags=cpu_flags)
-    loaded, draft = _load(config, timing, dtype, device, kernels)
+    loaded, draft = _load(config, timing, dtype, device, kernels, on_tokenizer)
     with timing("reserve memory"):
         models = [loaded] if draft is None else [loaded, draft]
         shapes = [_cache_shape(model.spec, config) for model in models]
@@ -124,6 +132,7 @@ def _load(
     dtype: torch.dtype,
     device: torch.device,
     kernels: Kernels,
+    on_tokenizer: Callable[[TokenizerRead], object],
 ) -> tuple[LoadedModel, LoadedModel | None]:
     """Return the model and its draft model, if one is configured."""
     load = partial(
@@ -135,13 +144,21 @@ def _load(
         measurements=Path(config.measurements) if config.measurements else None,
     )
     with timing("load weights"):
-        loaded = load(config.model)
+        loaded = load(config.model, on_header=lambda header: on_tokenizer(_tokenizer(header)))
     if not config.draft_model:
         return loaded, None
     with timing("load the draft model"):
         draft = load(config.draft_model)
         check_draft(draft.card, loaded.card)
     return loaded, draft
+
+
+def _tokenizer(header: ModelHeader | TransformersHeader) -> TokenizerRead:
+    return TokenizerRead(
+        tokenizer=header.text.tokenizer,
+        vocab_size=header.spec.vocab_size,
+        eos_token_ids=header.text.eos_token_ids,
+    )
 
 
 def _attention(loaded: LoadedModel, config: WorkerConfig, dtype: torch.dtype) -> Attention:

@@ -17,7 +17,7 @@ import zmq
 from protocol import kv_peers, sockets, steps, wire
 from protocol.config.worker import WorkerConfig
 from protocol.kv import KVFetched, PeerSource
-from protocol.steps import Trace, WorkerFailed, WorkerReady
+from protocol.steps import TokenizerRead, Trace, WorkerFailed, WorkerReady
 from tests.support.kv_worker import Peer, Shape, Worker
 from tests.support.processes import Program
 from tests.support.tiny_checkpoint import write_tiny_llama
@@ -134,9 +134,10 @@ def worker_engine(count: int, seed: int) -> Outcome:
 def _run_worker(router: zmq.Socket[bytes], program: Program, drawn: Any, outcome: Outcome) -> str:
     """Send messages until the worker exits; return how it ended."""
     decoder: wire.Decoder[steps.FromWorker] = wire.Decoder(steps.FromWorker)
-    assert router.poll(int(PATIENCE_S * 1000)), program.output
-    worker, *frames = router.recv_multipart()
-    assert isinstance(decoder.decode(frames), WorkerReady)
+    for expected in (TokenizerRead, WorkerReady):
+        assert router.poll(int(PATIENCE_S * 1000)), program.output
+        worker, *frames = router.recv_multipart()
+        assert isinstance(decoder.decode(frames), expected)
     last: Any = None
     while program.process.poll() is None:
         frames, message = next(drawn)
