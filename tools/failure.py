@@ -6,7 +6,7 @@ from protocol.exit_codes import ExitCode
 
 
 class Failure(Exception):
-    """A failure of a command, which is printed as one line without a traceback.
+    """A failure that the user can act on. The command prints it as one line, without a traceback.
 
     exit_code   the exit code of the command (`ExitCode`)
     """

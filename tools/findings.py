@@ -50,7 +50,8 @@ def python(version: tuple[int, int, int]) -> Finding:
 
 
 def packages(problems: Sequence[PackageProblem]) -> Finding:
-    """Judge the problems of Tidegate's own packages, which another distribution may replace."""
+    """Judge the problems of Tidegate's installed packages, which another distribution may
+    overwrite."""
     if not problems:
         return Finding(
             "packages", "protocol, gateway, engine_core, worker and tools are Tidegate's own"
@@ -127,7 +128,7 @@ def memory(facts: MachineFacts) -> Finding:
 
 
 def model(found: Preflight) -> list[Finding]:
-    """Judge whether a server with default options could load a model.
+    """Judge whether a server with default options can load a model.
 
     found   the result of the check by a worker process
     """
@@ -155,11 +156,8 @@ def _model_memory(plan: ModelPlan) -> Finding:
 
 
 def _for_longer_requests(plan: ModelPlan) -> str:
-    """Return the remedy if the K/V memory limits the length of requests.
-
-    If the free memory suffices for the model's full context, the remedy is the option that reserves
-    enough of it.
-    """
+    """Return the remedy if the K/V memory limits the length of requests. If the free memory
+    suffices for the model's full context, the remedy is the option that reserves enough of it."""
     needed = plan.longest_kv_bytes * 1.01
     if needed <= plan.free_bytes - plan.weights_bytes - plan.work_bytes:
         return f"for the longest requests, set --kv-memory-gib {needed / GIB:.2f}"
@@ -196,7 +194,8 @@ def port(number: int, problem: str | None, server: int | None) -> Finding:
 
 
 def sockets(directory: Path, problem: str | None) -> Finding:
-    """Judge the run directory. `problem`: why a server cannot put its sockets there, or None."""
+    """Judge the run directory. `problem` is the reason why a server cannot put its sockets there,
+    or None."""
     if problem is not None:
         remedy = "set XDG_RUNTIME_DIR to a private directory with a short path"
         return Finding("sockets", problem, Verdict.BAD, remedy)

@@ -70,7 +70,7 @@ class Flag:
 
     @property
     def takes(self) -> str:
-        """The accepted values in words: "a whole number from 1 to 65535"."""
+        """The values that the option accepts, in words: "a whole number from 1 to 65535"."""
         if isinstance(self.shape, inspect.LiteralType):
             return "one of " + ", ".join(map(str, self.shape.values))
         range_ = _range_in_words(self.shape)
@@ -111,16 +111,15 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """A parser that reports an error in one line, without the usage, and exits with code 2.
-
-    Options cannot be abbreviated. Otherwise a new option could change the meaning of a script.
-    """
+    """A parser that reports an error in one line, without the usage, and exits with code 2. Options
+    cannot be abbreviated. Otherwise a new option could change the meaning of a script."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=HelpFormatter, **options)
 
     def refuse(self, unknown: Sequence[str], others: Mapping[str, str]) -> NoReturn:
-        """Exit with an error that names each unknown option and, if there is one, its replacement.
+        """Exit with an error about the unknown options. For each one it names a replacement, if
+        there is one.
 
         unknown   the arguments that the parser did not recognise
         others    option of another server -> its replacement
@@ -209,7 +208,7 @@ def build(config: type[C], options: Mapping[str, Any], **wiring: Any) -> C:
     options   field -> value, None if the user did not give the option
     wiring    values of `wiring` fields
 
-    Raises ValueError if the config rejects the combination. The message spells fields as options.
+    Raises ValueError if the config rejects the combination. The message names options, not fields.
     """
     fields = [flag.field for flag in flags_of(config)]
     given = {field: options[field] for field in fields if options.get(field) is not None}

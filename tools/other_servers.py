@@ -83,7 +83,8 @@ OPTIONS: Mapping[str, str] = {
 
 
 def advice(word: str, known: Collection[str], others: Mapping[str, str]) -> str:
-    """Return advice for the unknown option `word`: its replacement, or a similar option; or "".
+    """Return advice about the unknown option `word`: its replacement, or a similar option; "" if
+    none.
 
     known    our options
     others   option of another server -> its replacement

@@ -25,10 +25,8 @@ def use_colors() -> bool:
 
 
 class Terminal:
-    """Prints failures and progress to stderr, everything else to stdout.
-
-    A closed stdout or stderr is ignored.
-    """
+    """Prints failures and progress to stderr, everything else to stdout. A closed stdout or stderr
+    is ignored."""
 
     def __init__(self, style: LogStyle = "text") -> None:
         self.style = style
@@ -46,7 +44,8 @@ class Terminal:
             print(line, file=sys.stderr, flush=True)
 
     def show(self, banner: str) -> None:
-        """Print a text of several lines. If log lines are JSON, log only its first line."""
+        """Print a text of several lines. If the log format is JSON, log only the text's first
+        line."""
         if self.style == "json":
             self.log(banner.strip().partition("\n")[0])
             return
@@ -67,7 +66,8 @@ class Terminal:
 
 
 def clean(text: str) -> str:
-    """Return `text` with "?" for control, combining and wide characters, so each has width 1."""
+    """Return `text` with "?" for control, combining and wide characters, so every character has
+    width 1."""
     return "".join(char if _is_plain(char) else "?" for char in text)
 
 
@@ -78,7 +78,8 @@ def _is_plain(char: str) -> bool:
 
 
 def cut(text: str, width: int) -> str:
-    """Return `text`, shortened to `width` characters; the last one is then an ellipsis."""
+    """Return `text`, shortened to `width` characters if it is longer. The last one is then an
+    ellipsis."""
     if len(text) <= width:
         return text
     return text[: max(0, width - 1)] + "…" if width > 0 else ""

@@ -52,7 +52,8 @@ class ResponseReader:
         self._held = b""
 
     def push(self, data: bytes) -> bytes:
-        """Parse the next bytes. Return the bytes of the body in them. Raises BadResponse."""
+        """Parse the next bytes of the response. Return those that belong to the body. Raises
+        BadResponse."""
         data = self._held + data if self._held else data
         self._held = b""
         body = []
@@ -155,7 +156,8 @@ class BenchChoice(msgspec.Struct):
 
     @property
     def has_content(self) -> bool:
-        """Whether the choice contains a part of the answer, not only a role or a finish reason."""
+        """Whether the choice contains a part of the answer, rather than only a role or a finish
+        reason."""
         delta = self.delta
         if delta is None:
             return bool(self.text)
@@ -211,7 +213,7 @@ class BenchAnswer:
 
     @property
     def ttft_s(self) -> float:
-        """Seconds until the first token. The answer must have one."""
+        """Seconds until the first token. An answer without tokens has none: IndexError."""
         return self.times[0] - self.started
 
     @property

@@ -28,7 +28,7 @@ OPTIONAL = ("ignore_eos", "stream_options")
 
 
 class StampedSelector(selectors.DefaultSelector):
-    """A selector that records in `woke_at` when its last wait ended."""
+    """A selector that records in `woke_at` the time when its last wait ended."""
 
     woke_at = 0.0
 
@@ -191,10 +191,8 @@ class BenchClient:
 
 
 async def accepted_fields(client: BenchClient, body: Mapping[str, Any]) -> frozenset[str]:
-    """Send short requests to find which fields of `OPTIONAL` the server accepts. Return these.
-
-    Raises Failure if the server refuses the request for another reason.
-    """
+    """Return the fields of `OPTIONAL` that the server accepts, found with short requests. Raises
+    Failure if the server refuses the request for another reason."""
     accepted = frozenset(OPTIONAL)
     while True:
         omitted = set(OPTIONAL) - accepted

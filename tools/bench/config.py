@@ -17,7 +17,7 @@ RATE_DURATION_S = 30.0
 
 
 class BenchLoad(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """A load to measure, one point of the latency curve.
+    """One load to measure, which gives one point of the latency curve.
 
     concurrency   number of streams; with a rate: the maximum number, or 0 for no maximum
     rate          requests per second; 0: each stream sends one request after another
@@ -172,7 +172,7 @@ class BenchConfig(Config, frozen=True, kw_only=True):
 
 
 def run_order(config: BenchConfig) -> Iterator[tuple[int, int, list[int]]]:
-    """Yield the round, the index of a load, and the indexes of all servers in the order to run it.
+    """Yield (round, index of a load, indexes of all servers in the order to run it).
 
     Each load runs on every server before the next load starts. The order of the servers is reversed
     each time, so that a machine that gets warm or busy over time favours none of them.

@@ -51,7 +51,7 @@ def prompts(config: BenchConfig, seed: int, number: int) -> Iterator[BenchPrompt
 
 
 def probe(config: BenchConfig, seed: int) -> BenchPrompt:
-    """Return a short prompt like those of the benchmark, without a shared prefix."""
+    """Return a short prompt of the benchmark's kind, without a shared prefix."""
     if config.dataset == "file":
         return next(prompts(config, seed, 0))
     short = msgspec.structs.replace(config, dataset="random", input_tokens=PROBE_TOKENS, spread=0.0)
@@ -140,10 +140,8 @@ def _to_prompt(line: DatasetLine, config: BenchConfig) -> BenchPrompt:
 
 
 def _up_to_the_first_answer(conversation: list[dict[str, str]]) -> list[dict[str, Any]]:
-    """Return the messages before the first answer of a conversation.
-
-    The conversation is in ShareGPT's format, with turns such as {"from": "human", "value": ...}.
-    """
+    """Return the messages before the first answer of a conversation. The conversation is in
+    ShareGPT's format, with turns such as {"from": "human", "value": ...}."""
     roles = {"system": "system", "human": "user", "user": "user"}
     turns = itertools.takewhile(lambda turn: turn.get("from") in roles, conversation)
     messages = [{"role": roles[turn["from"]], "content": turn.get("value", "")} for turn in turns]

@@ -34,7 +34,7 @@ th:first-child, td:first-child { text-align: left; }
 
 
 def page(title: str, facts: str, servers: Sequence[Sequence[Summary]]) -> str:
-    """Return the HTML page.
+    """Return the HTML page of a benchmark.
 
     facts     describes the benchmark in one line
     servers   the summaries of each server, one per load
@@ -116,7 +116,7 @@ class PlotLine:
 
 
 class Scale(Protocol):
-    """An axis of a plot."""
+    """An axis of a plot: the interface of `Axis` and `Decades`."""
 
     @property
     def ticks(self) -> list[float]: ...
@@ -153,10 +153,8 @@ class Decades:
 
 
 def axis(largest: float) -> Axis:
-    """Return the shortest linear axis for values up to `largest`.
-
-    It has at most MAX_TICKS steps. A step is 1, 2 or 5 times a power of ten.
-    """
+    """Return the shortest linear axis for values up to `largest`. It has at most MAX_TICKS steps. A
+    step is 1, 2 or 5 times a power of ten."""
     if not largest > 0 or not math.isfinite(largest):
         return Axis(1.0, 0.5)
     magnitude = 10.0 ** math.floor(math.log10(largest / MAX_TICKS))

@@ -61,7 +61,8 @@ def table(summaries: Sequence[Summary]) -> list[list[str]]:
 
 
 def ratios(first: Sequence[Summary], other: Sequence[Summary]) -> list[list[str]]:
-    """Return the table of the first server's figures divided by the other's, a column per load."""
+    """Return a table: the first server's figures divided by those of `other`, with a column per
+    load."""
     rows = [["", *(str(summary.load) for summary in first)]]
     for metric in METRICS:
         if metric.lower_is_better is None:

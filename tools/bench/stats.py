@@ -22,7 +22,7 @@ BUSY_CLIENT = 0.7
 
 @dataclass(slots=True)
 class BenchRun:
-    """One run of a load on one server. Its times and those of the answers are of one clock."""
+    """One run of a load on one server. All times, also those of the answers, are of one clock."""
 
     answers: list[BenchAnswer]
     began: float
@@ -152,7 +152,8 @@ def spread(seconds: Iterable[float]) -> Spread | None:
 
 
 def percentile(ascending: Sequence[float], share: int) -> float:
-    """Return the smallest value that is at least as large as `share` percent of the values."""
+    """Return the nearest-rank percentile: the smallest value such that at least `share` percent of
+    the values are not larger."""
     return ascending[max(0, -(-share * len(ascending) // 100) - 1)]
 
 

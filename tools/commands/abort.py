@@ -1,4 +1,4 @@
-"""`tidegate abort`: abort requests of any client by name.
+"""`tidegate abort`: aborts requests of any client by name.
 
 The name of a request is the `id` in its response. `tidegate top` shows it, too.
 """

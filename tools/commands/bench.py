@@ -71,7 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the benchmark. Return 1 if a request failed."""
+    """Run the benchmark and print the results. Return 1 if a request failed, else 0. Raises
+    Failure."""
     try:
         if options.server and (options.url or options.port):
             raise Failure("give only one of URL, --url and --port", exit_code=2)
@@ -150,10 +151,8 @@ def _header(line: str) -> tuple[str, str]:
 
 @contextlib.contextmanager
 def _progress_bar(config: BenchConfig, load: BenchLoad, url: str) -> Iterator[Any]:
-    """Show a progress bar inside the `with` block, if stderr is a terminal.
-
-    Yield the function to call with each answer.
-    """
+    """Show a progress bar inside the `with` block, if stderr is a terminal. Yield the function to
+    call with each answer."""
     with tqdm(
         desc=f"{url}, {load}",
         total=config.num_requests(load),

@@ -74,7 +74,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 class ChatTerminal:
-    """Reads lines from stdin and prints the answers, and notes if stdout is a terminal."""
+    """Reads lines from stdin, and prints the answers. If stdout is a terminal, it also prints
+    notes."""
 
     def __init__(self, conversation: ChatSession) -> None:
         self._conversation = conversation
@@ -82,10 +83,8 @@ class ChatTerminal:
         self._prints_notes = sys.stdout.isatty()
 
     def run(self) -> int:
-        """Process lines until the end of the input, and return the exit code.
-
-        If stdin is not a terminal, a failure ends the program, with its exit code.
-        """
+        """Process lines until the end of the input, and return the exit code. If stdin is not a
+        terminal, a failure ends the program, with its exit code."""
         if self._is_interactive:
             self._print_note(f"{self._conversation.model} at {self._conversation.server.url}")
             self._print_note("/help lists the commands, Ctrl-C stops an answer, Ctrl-D ends")
@@ -178,10 +177,8 @@ class ChatTerminal:
 
 
 def _summary(answer: ChatAnswer, *, stopped: bool) -> str:
-    """Return a line that describes an answer: tokens, speed and why it ended.
-
-    The number of tokens is unknown if the user stopped the answer.
-    """
+    """Return a line that describes an answer: tokens, speed and why it ended. The number of tokens
+    is unknown if the user stopped the answer."""
     facts = [f"{answer.tokens} tokens"] if answer.tokens else []
     facts += [f"{answer.tokens_per_s:.1f} tokens/s"] if answer.tokens_per_s else []
     return f"[{', '.join([*facts, 'stopped by you' if stopped else str(answer.finish_reason)])}]"
@@ -192,7 +189,8 @@ def _summary(answer: ChatAnswer, *, stopped: bool) -> str:
 
 @dataclass(slots=True)
 class ChatAnswer:
-    """An answer, to which text is added until its stream ends. Times are in monotonic seconds."""
+    """An answer to which text is added until its stream ends. Times are in seconds of a monotonic
+    clock."""
 
     text: str = ""
     finish_reason: str | None = None
@@ -272,10 +270,8 @@ class ChatSession:
 
 
 def events(lines: Iterable[bytes]) -> Iterator[str]:
-    """Yield the data of each server-sent event until [DONE]. Skip comments (keep-alives).
-
-    Raises Failure if the stream ends without [DONE], because the answer may be incomplete.
-    """
+    """Yield the data of each server-sent event until [DONE]. Skip comments (keep-alives). Raises
+    Failure if the stream ends without [DONE], because the answer may be incomplete."""
     reader = EventReader()
     for line in lines:
         for data in reader.push(line):

@@ -99,10 +99,8 @@ def plan(
 
 
 def directory_of(address: str) -> Path:
-    """Return the run directory of the engine at `address`.
-
-    Its name is a short hash, because the path of a socket must not be long.
-    """
+    """Return the run directory of the engine at `address`. Its name is a short hash of the address,
+    because the path of a socket must not be long."""
     name = hashlib.sha256(address.encode()).hexdigest()[:12]
     return run_directory(0).parent / f"engine-{name}"
 

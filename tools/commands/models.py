@@ -134,8 +134,8 @@ def _description(entry: HubEntry) -> str:
 
 
 def memory_line(found: Preflight) -> str:
-    """Return a phrase that says how much memory a model takes on this machine, or why it cannot be
-    served here."""
+    """Return a phrase that says how much memory a model takes on this machine, or why this machine
+    cannot serve it."""
     if found.error:
         return f"cannot be served here: {found.error}; {found.remedy}"
     (plan,) = found.plans

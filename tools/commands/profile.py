@@ -127,7 +127,8 @@ class Sampler:
 
 
 def descendants(root: int, proc: Path) -> dict[int, float]:
-    """Return the CPU time that `root` and each of its descendants has used, by process id."""
+    """Return the CPU time in seconds that `root` and each of its descendants have used, by process
+    id."""
     stats = read_all_stats(proc)
     found = with_descendants(
         {root} & stats.keys(), {pid: stat.parent for pid, stat in stats.items()}
@@ -138,8 +139,9 @@ def descendants(root: int, proc: Path) -> dict[int, float]:
 def cores_used(samples: list[CpuSample], began: float, ended: float) -> dict[int, float]:
     """Return the average number of cores that each process used, by process id.
 
-    The average is over the time from the last sample before `began` to the first one after `ended`.
-    Processes that did not exist during all of that time are left out.
+    The average is over the time from the last sample before `began` to the first one after `ended`;
+    if there is none, from the first sample or to the last one. Processes that did not exist during
+    all of that time are left out.
     """
     before = [sample for sample in samples if sample.at <= began] or samples[:1]
     after = [sample for sample in samples if sample.at >= ended] or samples[-1:]

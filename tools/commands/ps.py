@@ -25,7 +25,7 @@ examples:
 
 
 class ProcessUsage(msgspec.Struct, frozen=True):
-    """Age and memory of a running server."""
+    """The age and the memory of a running server."""
 
     #: Seconds since the supervisor started; None if it is gone.
     age_s: float | None = None
@@ -92,7 +92,8 @@ def _format_server(server: RunDirectory, usage: ProcessUsage) -> list[str]:
 
 
 def duration(seconds: float) -> str:
-    """Return a time as text in its two largest units: "3 d 4 h", "5 min 2 s", "7 s"."""
+    """Return a time as text in its two largest units that are not 0: "3 d 4 h", "5 min 2 s", "7
+    s"."""
     left, parts = int(seconds), []
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
         number, left = divmod(left, size)

@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Remove the models, each one with all its revisions. Raises Failure at the first problem."""
+    """Remove the models from the cache. Raises Failure at the first problem."""
     for name in options.models:
         try:
             freed = _remove(name)
@@ -45,10 +45,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _remove(name: str) -> int | None:
-    """Remove a model, and return the number of bytes freed; None if it was not complete.
-
-    Raises Failure if it is not in the cache at all, and OSError if a file cannot be removed.
-    """
+    """Remove a model, and return the number of bytes freed; None if it was not complete. Raises
+    Failure if it is not in the cache at all, and OSError if a file cannot be removed."""
     try:
         found = find_stored(name, stored_models(home()))
     except Failure:

@@ -99,7 +99,7 @@ CHECK_TIMEOUT_S = 60
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Describes the server to start."""
+    """The server to start: the configs of its processes, and its run directory."""
 
     #: One engine as the options describe it. `engines` are the ones to start.
     engine: EngineConfig
@@ -258,10 +258,8 @@ def check_key(path: str) -> None:
 
 
 def check_kv_disk(path: str) -> None:
-    """Create the directory for K/V on disk, if `path` is not "".
-
-    Raises Failure if that is not possible, or if the directory is not writable.
-    """
+    """Create the directory for K/V on disk, if `path` is not "". Raises Failure if that is not
+    possible, or if the directory is not writable."""
     try:
         if path:
             Path(path).mkdir(mode=0o700, parents=True, exist_ok=True)

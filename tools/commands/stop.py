@@ -84,10 +84,8 @@ def _selected_name(options: argparse.Namespace) -> str:
 
 
 def select(found: Found, names: Sequence[str]) -> list[RunDirectory]:
-    """Return the run directories with these names, or all if `names` is empty.
-
-    Raises Failure if there is no run directory with one of the names.
-    """
+    """Return the run directories with these names; all of them if `names` is empty. Raises Failure
+    if there is no run directory with one of the names."""
     if not names:
         return found.run_directories
     by_name = {server.name: server for server in found.run_directories}
@@ -109,10 +107,8 @@ def signal_targets(server: RunDirectory, *, kill: bool) -> list[RunningProcess]:
 
 
 def _signal(targets: Iterable[RunningProcess], number: signal.Signals) -> None:
-    """Send a signal to those of `targets` that still run.
-
-    The others are skipped, because their pids may belong to different processes by now.
-    """
+    """Send a signal to those of `targets` that still run. The others are skipped, because their
+    pids may belong to different processes by now."""
     running = processes()
     for target in targets:
         if _is_running(target, running):

@@ -9,7 +9,8 @@ DONE = b"[DONE]"
 
 
 class EventReader:
-    """Extracts the data of each event from the bytes of a stream. Other fields are ignored."""
+    """Extracts the data of each event from the bytes of a stream. Other fields of events are
+    ignored."""
 
     def __init__(self) -> None:
         self._held = b""

@@ -53,7 +53,8 @@ class WebServer:
         return kind(host, port, timeout=timeout_s)
 
     def get(self, path: str, timeout_s: float = 5.0) -> tuple[int, bytes] | None:
-        """Return the status and the body of the response; None if the server does not answer."""
+        """Send a GET request. Return the status and the body; None if the server does not
+        answer."""
         connection = self.connect(timeout_s)
         try:
             connection.request("GET", self._path + path, headers=self._headers)
@@ -81,7 +82,7 @@ class WebServer:
         return connection.getresponse()
 
     def readiness(self) -> ServerReadiness | None:
-        """Return whether the server is ready; None if it does not answer."""
+        """Return the server's readiness; None if it does not answer."""
         answer = self.get("/readyz", timeout_s=1.0)
         if answer is None:
             return None
@@ -96,10 +97,8 @@ class WebServer:
         return ServerReadiness(is_ready=True, model=self.first_model(), epochs=epochs)
 
     def first_model(self) -> str | None:
-        """Return the name of the server's first model; None if no model server answers.
-
-        Raises Failure if the API key is missing or wrong.
-        """
+        """Return the name of the server's first model; None if no model server answers. Raises
+        Failure if the API key is missing or wrong."""
         answer = self.get("/v1/models")
         if answer is not None and answer[0] == http.client.UNAUTHORIZED:
             raise Failure(f"{self.url} requires a valid API key; set --api-key or ${KEY_VARIABLE}")
@@ -116,10 +115,8 @@ def no_server(server: WebServer) -> Failure:
 
 
 def engine_states(body: bytes) -> list[tuple[str, dict[str, Any]]]:
-    """Return the role and state of each engine in the body of /readyz.
-
-    The list is empty if the server has no separate prefill and decode engines.
-    """
+    """Return the role and state of each engine in the body of /readyz. The list is empty if the
+    server has no separate prefill and decode engines."""
     facts = json.loads(body) if body else {}
     return [(role, state) for role in ("prefill", "decode") for state in facts.get(role, [])]
 

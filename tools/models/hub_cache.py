@@ -25,10 +25,8 @@ def repository_folder(cache: Path, repo: str) -> Path:
 
 
 def cached_model(name: HubName, snapshot: Path) -> PulledModel:
-    """Return the model `name` in a snapshot of the cache. Its digests are not verified.
-
-    Raises Failure if the snapshot lacks files that the model needs.
-    """
+    """Return the model `name` in a snapshot of the cache. Its digests are not verified. Raises
+    Failure if the snapshot lacks files that the model needs."""
     kind, files = choose_files(name, _files(snapshot))
     return PulledModel(
         name=str(name),
@@ -40,10 +38,8 @@ def cached_model(name: HubName, snapshot: Path) -> PulledModel:
 
 
 def cached_models(cache: Path) -> Iterator[PulledModel]:
-    """Yield every model in the cache: each directory of safetensors and each GGUF file.
-
-    A snapshot that no branch or tag names has its commit in the name.
-    """
+    """Yield every model in the cache: each directory of safetensors and each GGUF file. The name of
+    a model contains the commit if no branch or tag names its snapshot."""
     for repository in sorted(cache.glob(REPOSITORIES)):
         owner, _, repo = repository.name.removeprefix("models--").partition("--")
         revisions = _revisions(repository)

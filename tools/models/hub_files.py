@@ -132,7 +132,7 @@ def _has_quantisation(path: str, quantisation: str) -> bool:
 
 
 def quantisations(paths: Iterable[str]) -> list[str]:
-    """Return the quantisations that occur in the names of GGUF files, sorted."""
+    """Return the quantisations that the names of GGUF files contain, sorted, in upper case."""
     found = (match[1].upper() for path in paths for match in _QUANTISATION.finditer(path))
     return sorted(set(found))
 

@@ -30,19 +30,14 @@ MODEL_CHECK_TIMEOUT_S = 300
 
 
 def preflight(workers: Sequence[WorkerConfig]) -> Preflight:
-    """Return the memory plans of a server's workers, or why they cannot serve their models.
-
-    Raises Failure if the check itself fails.
-    """
+    """Return the memory plans of a server's workers, or why they cannot serve their models. Raises
+    Failure if the check itself fails."""
     return msgspec.json.decode(_preflight_output(workers), type=Preflight)
 
 
 def preflight_each(models: Sequence[str]) -> list[Preflight]:
-    """Return for each model path the plan of a server with default options, or why it cannot serve
-    the model.
-
-    Raises Failure if the check itself fails.
-    """
+    """Return, for each model path, the plan of a server with default options, or the reason why it
+    cannot serve the model. Raises Failure if the check itself fails."""
     workers = [WorkerConfig(model=model) for model in models]
     return msgspec.json.decode(_preflight_output(workers, "--each"), type=list[Preflight])
 
@@ -57,10 +52,8 @@ def _preflight_output(workers: Sequence[WorkerConfig], *options: str) -> bytes:
 
 
 def check_models(workers: Sequence[WorkerConfig]) -> Preflight:
-    """Return a plan for each worker, and the model card.
-
-    Raises Failure, in one line with a remedy, if a worker cannot serve its model.
-    """
+    """Return a plan for each worker, and the model card. Raises Failure, in one line with a remedy,
+    if a worker cannot serve its model."""
     found = preflight(workers)
     if found.error:
         raise Failure(f"{found.error}; {found.remedy}", exit_code=ExitCode.BAD_MODEL)
@@ -68,12 +61,11 @@ def check_models(workers: Sequence[WorkerConfig]) -> Preflight:
 
 
 def check_config(file: Path) -> None:
-    """Raise Failure if a worker cannot serve a model.
+    """Raise Failure if a worker cannot serve the model whose header is in `file`: its config.json,
+    or the start of its GGUF file.
 
-    file   the model's config.json, or the start of its GGUF file
-
-    A process of the worker reads the file. If the process fails, the model is not refused: this
-    machine may only download it.
+    A process of the worker reads the file. If that process fails, the model is not refused, because
+    this machine may only download it.
     """
     command = module_command("worker.startup.check_config", str(file))
     done = run_module("checking the model's header", command, timeout_s=TIMEOUT_S)
@@ -110,10 +102,8 @@ class ModelCheck:
         self._process.communicate()
 
     def run(self, card: ModelCard) -> None:
-        """Check a model.
-
-        Raises Failure, in one line with a remedy, if a gateway cannot serve the model.
-        """
+        """Check a model. Raises Failure, in one line with a remedy, if a gateway cannot serve the
+        model."""
         try:
             output, errors = self._process.communicate(
                 msgspec.json.encode(card), timeout=MODEL_CHECK_TIMEOUT_S
@@ -131,13 +121,13 @@ class ModelCheck:
 
 
 def without_trial(config: GatewayConfig, card: ModelCard) -> GatewayConfig:
-    """Return the config of a gateway that does not try the tokenizer of `card` itself."""
+    """Return the config of a gateway that skips the trial of the tokenizer of `card`."""
     tried = hashlib.sha256(card.tokenizer).hexdigest()
     return msgspec.structs.replace(config, tried_tokenizer=tried)
 
 
 def limit(plan: ModelPlan) -> str | None:
-    """Return a message if requests are limited to less than the model's context; None if not."""
+    """Return a message if requests are limited to less than the model's context; otherwise None."""
     if plan.max_len < plan.context_tokens:
         return (
             f"requests are limited to {plan.max_len:,} of the model's "
@@ -154,10 +144,8 @@ def log_limits(plans: Iterable[ModelPlan], terminal: Terminal) -> None:
 
 
 def write_card(worker: WorkerConfig, file: Path) -> Path:
-    """Write the card of the worker's model to `file`, and return `file`. Raises Failure.
-
-    A worker process does this, because only the worker reads model files.
-    """
+    """Write the card of the worker's model to `file`, and return `file`. Raises Failure. A worker
+    process does this, because only the worker reads model files."""
     model, sampling = worker.model, worker.recommended_sampling
     command = module_command(
         "worker.startup.card",

@@ -20,10 +20,8 @@ NOT_INSTALLED = "huggingface_hub is not installed; try: pip install 'tidegate[hu
 
 
 def parse_name(text: str) -> HubName | UrlName | None:
-    """Return the model on the Hub or the URL that `text` names; None if it names neither.
-
-    Raises Failure if `text` is a URL without a digest.
-    """
+    """Return the model on the Hub or the URL that `text` names; None if it names neither. Raises
+    Failure if `text` is a URL without a digest."""
     if entry := HUB_MODELS.get(text):
         return parse_hub_name(entry.source)
     try:
@@ -33,7 +31,8 @@ def parse_name(text: str) -> HubName | UrlName | None:
 
 
 def download_name(text: str) -> HubName | UrlName:
-    """Return the parsed name of a model to download. Raises Failure if `text` is no such name."""
+    """Return the parsed name of a model to download. Raises Failure if `text` is not the name of
+    one."""
     name = parse_name(text)
     if name is None:
         raise Failure(
@@ -45,7 +44,8 @@ def download_name(text: str) -> HubName | UrlName:
 
 
 def served_name(model: str) -> str | None:
-    """Return the name under which MODEL is served: as it was typed. None if MODEL is a path."""
+    """Return the name under which MODEL is served, as the user typed it; None if MODEL is a path or
+    a URL."""
     if model in CATALOGUE or model in HUB_MODELS:
         return model
     if Path(model).expanduser().exists() or model.startswith(("http://", "https://")):
@@ -55,16 +55,15 @@ def served_name(model: str) -> str | None:
 
 
 def pulled_path(name: HubName | UrlName, home: Path, print_line: PrintLine) -> Path:
-    """Return the path of a downloaded model. Download the model if it is not in the cache.
-
-    Raises Failure if it cannot be downloaded.
-    """
+    """Return the path of a downloaded model. Download the model if it is not in the cache. Raises
+    Failure if it cannot be downloaded."""
     model = read_record(home, str(name)) or pull_model(name, home, print_line)
     return Path(model.path)
 
 
 def pull_model(name: HubName | UrlName, home: Path, print_line: PrintLine) -> PulledModel:
-    """Download a model, or bring it up to date, and return its record. Raises Failure."""
+    """Download a model, or the newest version of one in the cache. Return its record. Raises
+    Failure."""
     return _puller(name, home, print_line)()
 
 

@@ -96,12 +96,8 @@ def _size(file: Path) -> int | None:
 
 
 def remove_model(home: Path, model: PulledModel, others: Iterable[PulledModel]) -> int:
-    """Remove a model's record, and its files unless other models share them.
-
-    others   the models that stay
-
-    Return the number of bytes freed. Raises OSError if a file cannot be removed.
-    """
+    """Remove a model's record, and its files unless one of the models `others`, which stay, shares
+    them. Return the number of bytes freed. Raises OSError if a file cannot be removed."""
     shared = {file.path for other in others for file in other.files}
     freed = sum(_remove_file(Path(file.path)) for file in model.files if file.path not in shared)
     _record_file(home, model.name).unlink(missing_ok=True)

@@ -64,7 +64,8 @@ def _catalogue_models(home: Path) -> list[PulledModel]:
 
 
 def find_stored(name: str, models: Sequence[PulledModel]) -> list[PulledModel]:
-    """Return the stored model that `name` denotes, and its other revisions.
+    """Return the stored models that `name` denotes. A name on the Hub without a revision denotes
+    all stored revisions.
 
     name   a name that `tidegate models` lists, a name from the catalogue, a path, or a file name
 
@@ -96,10 +97,8 @@ def _is_revision_of(name: str, wanted: str) -> bool:
 
 
 def remove_stored(home: Path, models: Sequence[PulledModel], cache: Path | None = None) -> int:
-    """Remove models from the cache, but not the files that other models share.
-
-    Return the number of bytes freed. Raises OSError if a file cannot be removed.
-    """
+    """Remove models from the cache, but not the files that other models share. Return the number of
+    bytes freed. Raises OSError if a file cannot be removed."""
     paths = {model.path for model in models}
     others = [model for model in stored_models(home, cache) if model.path not in paths]
     freed = sum(remove_model(home, model, others) for model in models)

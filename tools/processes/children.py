@@ -39,7 +39,7 @@ LOOKS_LIKE_AN_ERROR = re.compile(r"\w*(Error|Exception)\b.*:|\b(ERROR|CRITICAL|F
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """Describes a process to start."""
+    """A process to start: its command line, its environment, and the meaning of its exit codes."""
 
     #: The role of the process, which logs and messages show.
     name: str
@@ -148,10 +148,8 @@ class Child:
         self._process.stdout.close()
 
     def _reason(self, code: int) -> str:
-        """Return why the child ended: the cause that it reported, or an error in its last lines.
-
-        If a signal killed the child, its output does not explain its end, so it is not used.
-        """
+        """Return why the child ended: the cause that it reported, or an error in its last lines. If
+        a signal killed the child, its output does not explain its end, so it is not used."""
         if code < 0:
             return explain_kill(signal.Signals(-code), self._num_oom_kills)
         if code == ExitCode.OK:
@@ -165,7 +163,7 @@ class Child:
                 os.kill(pid, signal.SIGKILL)
 
     def stopped(self) -> list[StoppedProcess]:
-        """Return those of the child and its child processes that are stopped now (SIGSTOP)."""
+        """Return the child and its child processes, as far as they are stopped now (SIGSTOP)."""
         pids = [self.pid, *_children_of(self.pid)]
         return [StoppedProcess(self.name, pid, pid == self.pid) for pid in pids if is_stopped(pid)]
 
@@ -182,10 +180,8 @@ class Child:
         return data
 
     def _pass_on(self, data: bytes, whole: Sequence[bytes]) -> None:
-        """Print some output: `data` unchanged, or its complete lines `whole` as JSON.
-
-        The lines are also kept for `_reason`.
-        """
+        """Print some output: `data` unchanged, or its complete lines `whole` as JSON. The lines are
+        also kept for `_reason`."""
         self._lines.extend(line.decode(errors="replace") for line in whole)
         if self._command.log_format == "json":
             data = b"".join(self._as_json(line) + b"\n" for line in whole if line.strip())
@@ -219,11 +215,8 @@ class ModuleResult(NamedTuple):
 
 
 def module_command(module: str, *arguments: str) -> list[str]:
-    """Return the command line that runs one of our modules as a program.
-
-    `-P` keeps the working directory out of sys.path. Otherwise a directory of the user could hide
-    one of our packages.
-    """
+    """Return the command line that runs one of our modules as a program. `-P` keeps the working
+    directory out of sys.path. Otherwise a directory of the user could hide one of our packages."""
     return [sys.executable, "-P", "-m", module, *arguments]
 
 

@@ -41,7 +41,7 @@ INIT = 1
 
 
 class RunningProcess(msgspec.Struct, frozen=True):
-    """A process of this user, which `pid` and `started` together identify."""
+    """A process of this user. `pid` and `started` together identify it."""
 
     pid: int
     parent: int
@@ -90,8 +90,10 @@ def base_directory() -> Path:
 
 
 def discover(base: Path, proc: Path = PROC) -> Found:
-    """Return this user's servers, stray processes and used devices. Run directories that dead
-    servers left behind are included. `base` contains the run directories."""
+    """Return this user's servers, stray processes and used devices.
+
+    base   contains the run directories; those that dead servers have left behind are included
+    """
     running = processes(proc)
     parents = {process.pid: process.parent for process in running.values()}
     run_directories = []
@@ -150,10 +152,8 @@ def _holding(lock: Path, running: Mapping[int, RunningProcess], proc: Path) -> I
 
 
 def clear(directory: Path) -> list[str]:
-    """Remove a run directory, unless a process holds it. Return the names of the removed files.
-
-    This function holds the lock meanwhile, so it cannot affect a server that is just starting.
-    """
+    """Remove a run directory, unless a process holds it. Return the names of the removed files. The
+    directory's lock is held meanwhile, so a server that is just starting is not affected."""
     if not directory.is_dir():
         return []
     try:
@@ -235,11 +235,8 @@ def local_server(options: argparse.Namespace, *, otherwise: str = START_ONE) -> 
 
 
 def server_url(options: argparse.Namespace) -> str:
-    """Return the URL of the server that the options select. --url may name any server.
-
-    If there are no options and this user runs no server, return the URL of the default port on this
-    machine.
-    """
+    """Return the URL of the server that the options select. --url may name any server. If there are
+    no options and this user runs no server, return the URL of the default port on this machine."""
     if options.url:
         _named(options, [])
         return str(options.url)

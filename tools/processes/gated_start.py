@@ -1,4 +1,4 @@
-"""Starts processes before it is known whether they can be used."""
+"""`GatedStart`: starts processes before it is known whether they can be used."""
 
 from __future__ import annotations
 
@@ -40,8 +40,7 @@ class GatedStart:
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
         """Raise a stop signal as an exception in this block: KeyboardInterrupt for Ctrl-C, Failure
-        for others. Processes may be started in it.
-        """
+        for other signals. Processes may be started in the block."""
         self._may_raise = True
         try:
             self._raise_received()

@@ -20,7 +20,7 @@ PERMANENT = frozenset({ExitCode.USAGE, ExitCode.BAD_MODEL, ExitCode.IN_USE})
 class RestartPolicy:
     """Allows at most `limit` restarts within WINDOW_S. If `limit` is 0, it allows none.
 
-    why_not   after `delay` has returned None: text for users that says why, or ""
+    why_not   after `delay` has returned None: the end of a message that says why; may be ""
     """
 
     def __init__(self, limit: int) -> None:

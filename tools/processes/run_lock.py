@@ -110,10 +110,8 @@ def _try_lock(directory: Path, flags: int = 0) -> int | None:
 
 
 def clear(directory: Path) -> list[str]:
-    """Remove a server's files, except the lock, from a directory that this process holds.
-
-    Return the names of the removed files.
-    """
+    """Remove a server's files, except the lock, from a run directory that this process holds.
+    Return the names of the removed files."""
     removed = []
     for path in sorted(directory.iterdir()):
         if path.name == METRICS and path.is_dir():
@@ -127,10 +125,8 @@ def clear(directory: Path) -> list[str]:
 
 
 def remove(directory: Path) -> list[str]:
-    """Remove a run directory that this process holds. Keep it if it has unknown files.
-
-    Return the names of the removed files, without the lock.
-    """
+    """Remove a run directory that this process holds. Keep it if it has unknown files. Return the
+    names of the removed files, without the lock."""
     removed = clear(directory)
     (directory / LOCK).unlink(missing_ok=True)
     with contextlib.suppress(OSError):
@@ -165,10 +161,8 @@ def facts(directory: Path) -> LockFacts:
 
 
 def holder(directory: Path) -> int | None:
-    """Return the pid of the supervisor that holds `directory`; None if no process holds it.
-
-    The supervisor itself may have ended, while its child processes still hold the directory.
-    """
+    """Return the pid of the supervisor that holds `directory`; None if no process holds it. The
+    supervisor itself may have ended, while its child processes still hold the directory."""
     try:
         with (directory / LOCK).open("r+") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -181,10 +175,8 @@ def holder(directory: Path) -> int | None:
 
 
 def check_port_is_free(host: str, port: int) -> None:
-    """Raise Failure if no server can listen on `host` and `port`.
-
-    If another process of this user listens there, the message contains its pid.
-    """
+    """Raise Failure if no server can listen on `host` and `port`. If another process of this user
+    listens there, the message contains its pid."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

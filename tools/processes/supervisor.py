@@ -104,7 +104,7 @@ NEXT_PHASE = {
 
 @dataclass(frozen=True, slots=True)
 class ProcessExit:
-    """How a child ended."""
+    """The end of a child process."""
 
     child: str
     #: The exit code, or the negative number of the signal that killed it.
@@ -129,7 +129,7 @@ class ProcessExit:
 
 @dataclass(frozen=True, slots=True)
 class LogAction:
-    """Print a log line; a failure is printed to stderr."""
+    """The action to print a log line. A failure is printed to stderr."""
 
     text: str
     is_failure: bool = False
@@ -137,14 +137,15 @@ class LogAction:
 
 @dataclass(frozen=True, slots=True)
 class StartProcess:
-    """Start `child` again, and poll again until the server is ready."""
+    """The action to start `child` again, and to poll again until the server is ready."""
 
     child: str
 
 
 @dataclass(frozen=True, slots=True)
 class SendSignal:
-    """Send `signal` to `child`. SIGKILL also goes to all processes that the child started."""
+    """The action to send `signal` to `child`. SIGKILL also goes to all processes that the child
+    started."""
 
     child: str
     signal: signal.Signals
@@ -152,7 +153,7 @@ class SendSignal:
 
 @dataclass(frozen=True, slots=True)
 class KillProcess:
-    """Kill one process: `child` itself, or one that it started."""
+    """The action to kill one process: `child` itself, or one that it started."""
 
     child: str
     pid: int
@@ -160,7 +161,7 @@ class KillProcess:
 
 @dataclass(frozen=True, slots=True)
 class EndServer:
-    """End the supervisor with this exit code."""
+    """The action to end the supervisor with this exit code."""
 
     code: int
     #: The failure to print as the last line on the terminal; "" if there was none.
@@ -220,10 +221,8 @@ class Supervisor:
         return min([*self._restart_at.values(), *phase_deadline], default=None)
 
     def on_ready(self) -> list[Action]:
-        """Enter SERVING, unless a restart is pending or the server is stopping.
-
-        Call this when the server is ready, and again when it is ready after a restart.
-        """
+        """Enter SERVING, unless a restart is pending or the server is stopping. Call this when the
+        server is ready, and again when it is ready after a restart."""
         if not self._restart_at and self._transition(SupervisorEvent.READY):
             self._phase_deadline = None
         return []
@@ -242,7 +241,8 @@ class Supervisor:
         return actions + self._end()
 
     def on_signal(self, by: signal.Signals, now: float) -> list[Action]:
-        """Handle a stop signal. The first one starts a drain, the second one kills all children."""
+        """Handle a stop signal. The first one starts a drain, the second one kills all children.
+        Signals that follow within SAME_SIGNAL_S are ignored."""
         if now - self._signal_at < SAME_SIGNAL_S:
             return []
         self._signal_at = now
@@ -257,10 +257,8 @@ class Supervisor:
         return [LogAction("stopping at once", is_failure=True), *self._kill()]
 
     def tick(self, now: float) -> list[Action]:
-        """Start children whose restart is due, and handle a deadline that has passed.
-
-        Call this at `deadline`. Earlier calls do nothing.
-        """
+        """Start children whose restart is due, and handle a deadline that has passed. Call this at
+        `deadline`; earlier calls do nothing."""
         actions = self._start_due(now)
         if self._phase_deadline is None or now < self._phase_deadline:
             return actions
@@ -279,7 +277,7 @@ class Supervisor:
     def on_stopped(self, stopped: Collection[StoppedProcess], now: float) -> list[Action]:
         """Handle the processes that are stopped (SIGSTOP) at `now`. Call this once a second.
 
-        stopped   all child processes, and their child processes, that are stopped
+        stopped   all stopped child processes, and stopped processes that they started
         """
         since = {each: self._stopped_since.get(each, now) for each in stopped}
         self._stopped_since = since

@@ -66,7 +66,8 @@ def engines_of(serve: ServeConfig, engine: EngineConfig, directory: Path) -> Eng
 def wired(
     gateway: GatewayConfig, serve: ServeConfig, engine: EngineConfig, engines: Engines
 ) -> GatewayConfig:
-    """Return the gateway's config, with the addresses of its engines and its cluster key.
+    """Return the gateway's config, with the addresses of its engines and the file of the cluster
+    key.
 
     engine    one engine as the options describe it
     engines   the engines to start
@@ -85,7 +86,7 @@ def wired(
 
 
 def in_cluster(engine: EngineConfig, key: str, kv_address: str) -> EngineConfig:
-    """Return the config `engine` for an engine that is part of a cluster.
+    """Return the config `engine`, changed for an engine that is part of a cluster.
 
     key          file with the cluster key
     kv_address   address where other engines fetch K/V from this one; unused with the role decode
@@ -99,10 +100,8 @@ def in_cluster(engine: EngineConfig, key: str, kv_address: str) -> EngineConfig:
 
 
 def with_model(engine: EngineConfig, path: Path, draft: Path | None = None) -> EngineConfig:
-    """Return the config `engine` with the paths of the model and of the draft model.
-
-    The catalogue's recommended sampling parameters of the model are added.
-    """
+    """Return the config `engine` with the paths of the model and of the draft model. The sampling
+    parameters that the catalogue recommends for the model are added."""
     entry = CATALOGUE.get(engine.worker.model)
     measurements = str(home() / "measurements")
     draft_path = str(draft or "")
@@ -116,7 +115,7 @@ def with_model(engine: EngineConfig, path: Path, draft: Path | None = None) -> E
 
 
 def check_reachable(address: str, option: str) -> None:
-    """Raise Failure if other hosts cannot connect to `address`, the value of `option`."""
+    """Raise Failure if no other host can connect to `address`, the value of `option`."""
     if not sockets.is_connectable(address):
         raise Failure(
             f"{option} {address}: the host must be one that other machines can connect to",
@@ -125,10 +124,8 @@ def check_reachable(address: str, option: str) -> None:
 
 
 def _halves(cores: int) -> tuple[int, int]:
-    """Return the numbers of threads of the prefill engine and of the decode engine.
-
-    The prefill engine gets one more if `cores` is odd.
-    """
+    """Return the numbers of threads of the prefill engine and of the decode engine. The prefill
+    engine gets one more if `cores` is odd."""
     return max(1, cores - cores // 2), max(1, cores // 2)
 
 

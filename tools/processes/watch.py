@@ -41,10 +41,8 @@ class ReadinessProbe(Protocol):
     """The interface of a server that `ReadinessPoller` polls."""
 
     def readiness(self) -> ServerReadiness | None:
-        """Return whether the server is ready; None if it does not answer.
-
-        A thread calls this several times a second.
-        """
+        """Return whether the server is ready; None if it does not answer. A thread calls this
+        several times a second."""
 
 
 class ReadinessPoller:
@@ -79,7 +77,7 @@ class ReadinessPoller:
         self._sender.close()
 
     def restart(self, *, is_engine: bool) -> None:
-        """Poll again after a process was restarted, until READY was sent once more.
+        """Poll again after a process was restarted, until READY is sent once more.
 
         is_engine   whether an engine was restarted. Then the gateway may still report the old
                     engine as ready, so only an answer with a new epoch counts

@@ -41,7 +41,8 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def rates(before: EngineStatus, now: EngineStatus) -> Rates:
-    """Return the rates between two statuses; 0 if no time has passed or the engine restarted."""
+    """Return the rates between two statuses; `Rates()` if no time has passed or the engine was
+    restarted."""
     seconds = now.now_s - before.now_s
     old, new = before.stats, now.stats
     if seconds <= 0 or new.num_steps < old.num_steps:
@@ -176,10 +177,8 @@ def curve(values: Sequence[float], width: int) -> str:
 
 
 def _rows(status: EngineStatus, canvas: Canvas, room: int | None) -> list[str]:
-    """Return the table of requests in at most `room` lines.
-
-    If not all requests fit, the last line is the number of the others.
-    """
+    """Return the table of requests in at most `room` lines. If not all requests fit, the last line
+    is the number of the others."""
     head = f"{'request':<{NAME_WIDTH}} {'stage':<9} {'age':>7} {'prompt':>7} {'cached':>7} "
     head += f"{'answer':>13} {'tokens/s':>8}  {'account':<12} client"
     shown = len(status.rows)
