@@ -121,15 +121,12 @@ def exit_code_for(error: Exception) -> ExitCode:
 
 
 class ParentGone(Exception):
-    """The engine process, which started this one, has ended."""
+    """Raised if the engine process, which started this one, has ended or no longer reads."""
 
 
 class EngineConnection:
-    """The worker's connection to the engine.
-
-    Waiting is a blocking poll. Nothing is polled if a message has arrived already, or if a send
-    succeeds at once.
-    """
+    """The worker's connection to the engine. Waiting is a blocking poll. Nothing is polled if a
+    message has arrived already, or if a send succeeds at once."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, parent: int) -> None:
         self._socket = sockets.connect_dealer(context, address)
@@ -183,7 +180,7 @@ class EngineConnection:
 
 
 def one_line(error: Exception) -> str:
-    """Return the first line of the error's message, then the remedy if there is one. An error
+    """Return the first line of the error's message, and the remedy if there is one. An error
     without a message is described by its class name."""
     lines = str(error).strip().splitlines()
     cause = lines[0] if lines else type(error).__name__

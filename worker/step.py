@@ -88,7 +88,7 @@ class Runner:
 
     @property
     def components(self) -> StepComponents:
-        """Return the parts, so that a benchmark can build another runner with them."""
+        """Return the runner's parts, so that a benchmark can build another runner with them."""
         return StepComponents(self._model, self._slots, self._cache, self._attention)
 
     def step(self, plan: StepPlan, receive_masks: Callable[[], object] = no_masks) -> StepResult:

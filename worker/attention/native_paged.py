@@ -16,7 +16,7 @@ from worker.kernels.structs import CRows
 
 @dataclass(frozen=True, slots=True)
 class NativePlan:
-    """The rows of a step, as the compiled kernels read them."""
+    """The rows of a step in the layout that the compiled kernels read."""
 
     #: Owns the tensors that `rows` points at.
     batch: AttentionBatch

@@ -213,7 +213,7 @@ class Spans:
 
 @dataclass(frozen=True, slots=True)
 class PlacedTokens:
-    """The tokens of spans, on the device.
+    """The tokens of `Spans`, on the device.
 
     items       [T] int64 indexes of the tokens in the flat `token_ids`
     attention   input of attention

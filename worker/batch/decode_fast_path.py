@@ -30,7 +30,8 @@ from worker.slots.table import SlotTable
 
 
 def is_plain(plan: StepPlan, rows: BatchRows) -> bool:
-    """Return whether every row is one sampled position and the draft model has no work."""
+    """Return whether every row computes one position and samples after it, and the draft model has
+    no work."""
     return len(rows.sampled) == plan.num_decodes == len(rows.slots) and plan.follow_starts is None
 
 

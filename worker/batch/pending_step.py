@@ -66,7 +66,8 @@ class PendingStep:
         prompt_logprobs: LogprobColumns | None,
         proposed: Tensor | None = None,
     ) -> Self:
-        """Queue the copies of all results to host memory, and seal the readback."""
+        """Queue the copies of all results to host memory, and mark the end of the copies
+        (`Readback.seal`)."""
         copy = readback.copy
         pending = cls(
             step,

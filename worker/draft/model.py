@@ -73,7 +73,7 @@ def read_catch_up(plan: StepPlan, lens: Ints) -> CatchUp | None:
 class DraftModel:
     """The draft model and its cache.
 
-    vocab   number of ids in the main model's vocabulary; only these are proposed
+    vocab   number of ids in the main model's vocabulary; no other id is proposed
     """
 
     def __init__(self, model: StepModel, cache: KVCache, attention: Attention, vocab: int) -> None:

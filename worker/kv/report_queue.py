@@ -34,7 +34,7 @@ class ReportQueue:
         self.wake()
 
     def set_tier_reports(self, tier_reports: Callable[[], list[KVTierNews]]) -> None:
-        """Call `tier_reports` for every report and include what it returns. The tiers call `wake`
+        """Call `tier_reports` for every report and include its result. The tiers call `wake`
         when they have something to report."""
         self._tier_reports = tier_reports
         self.wake()

@@ -1,4 +1,4 @@
-"""What the compiled kernels support of a model. Needs no torch."""
+"""Checks whether the compiled kernels support a model. Needs no torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def is_fitting(spec: ModelSpec) -> bool:
 
 
 def why_not(spec: ModelSpec) -> str:
-    """Return why one call of the compiled kernels cannot compute a step; empty if it can."""
+    """Return the reason why one call of the compiled kernels cannot compute a whole step; "" if it
+    can."""
     if spec.head_bias:
         return "its output head has a bias"
     if len({each.num_heads for each in spec.attentions}) > 1:

@@ -59,7 +59,7 @@ class DecoderLayer:
 
     @property
     def linears(self) -> list[tuple[Any, str]]:
-        """Return the owner and the attribute of each linear layer but a router."""
+        """Return (owner, name of the attribute) for each linear layer except routers."""
         mlps = [(mlp, name) for mlp in self.mlp.experts for name in ("gate_up", "down")]
         return [(self, "qkv"), (self, "output"), *mlps]
 
@@ -75,8 +75,11 @@ class DecoderLayer:
 
 @dataclass(slots=True)
 class DecoderWeights:
-    """All weights: positions [context, hidden] if they are learned; `head` maps hidden to V, and
-    has the matrix of the embedding if they are tied."""
+    """All weights of a model.
+
+    positions   [context, hidden] if the positions are learned, otherwise None
+    head        maps hidden to V; it has the matrix of the embedding if the two are tied
+    """
 
     embedding: Embedding
     positions: Tensor | None
@@ -114,7 +117,8 @@ class DecoderModel:
         self.whole = WholePass.of(spec, weights, self.kernels)
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield all tensors of the weights, and the copies that the whole pass made of some."""
+        """Yield all tensors of the weights, and the copies of some of them that `whole` has
+        made."""
         yield from self.weights.tensors()
         if self.whole is not None:
             yield from self.whole.tensors()
@@ -123,10 +127,8 @@ class DecoderModel:
     def __call__(
         self, token_ids: Tensor, batch: AttentionBatch, cache: KVCache, attention: Attention
     ) -> Tensor:
-        """Return hidden [T, hidden], before the final norm, of token_ids [T] int64.
-
-        Writes this step's keys and values to the cache.
-        """
+        """Return hidden [T, hidden], before the final norm, of token_ids [T] int64. Writes this
+        step's keys and values to the cache."""
         plans = {window: attention.plan(batch, window) for window in self.spec.windows}
         plan = next(iter(plans.values()))
         whole = self.whole
@@ -191,7 +193,7 @@ class DecoderModel:
         return x if norm is None else norm(x)
 
     def _scaled(self, delta: Tensor, norm: Norm | None) -> Tensor:
-        """Return what a block adds: its result, through `norm` and times the residual scale."""
+        """Return the sum that a block adds: its result, through `norm`, times the residual scale."""
         delta = delta if norm is None else norm(delta)
         scale = self.spec.residual_scale
         return delta if scale == 1.0 else delta.mul_(scale)

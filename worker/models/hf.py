@@ -65,7 +65,7 @@ OUTPUTS = {
     "output_router_logits": False,
     "return_dict": True,
 }
-"""Options of a config that decide what else a class returns. They replace those of config.json."""
+"""Options of a config that add outputs to those of a class. They replace those of config.json."""
 NUMBERS = itertools.count()
 """Numbers for the names under which attention functions are registered."""
 
@@ -184,16 +184,15 @@ class PagedFunction:
 
 
 class DecoderOutput(MoeModelOutputWithPast):
-    """The output of any decoder. A field that only some classes have is None."""
+    """The output of any decoder class of transformers. Fields that the class does not have are
+    None."""
 
     cross_attentions = None
 
 
 class GivenStates(nn.Module):
-    """Stands in the place of a model's decoder, and returns the hidden states stored in it.
-
-    The class's own forward pass then computes only the logits, with its factors and caps.
-    """
+    """Replaces a model's decoder, and returns the hidden states stored in it. The model class's own
+    forward pass then computes only the logits, with its factors and caps."""
 
     hidden: Tensor | None = None
 
@@ -202,7 +201,7 @@ class GivenStates(nn.Module):
 
 
 class TransformersModel:
-    """A model of a class of transformers. It implements StepModel.
+    """A model that a class of transformers computes. It implements StepModel.
 
     kernels   the compiled kernels if they compute its attention, else torch's
     """
@@ -224,10 +223,8 @@ class TransformersModel:
     def __call__(
         self, token_ids: Tensor, batch: AttentionBatch, cache: KVCache, attention: Attention
     ) -> Tensor:
-        """Return the hidden states [T, hidden] of token_ids [T] int64, after the final norm.
-
-        Writes this step's keys and values to the cache.
-        """
+        """Return the hidden states [T, hidden] of token_ids [T] int64, after the final norm. Writes
+        this step's keys and values to the cache."""
         self.function.step = step = PagedStep(batch, cache, attention)
         try:
             hidden: Tensor = _forward(self._decoder, token_ids, batch.positions)[0][0]
@@ -303,10 +300,8 @@ def load(
     device: torch.device,
     kernels: Kernels,
 ) -> TransformersModel:
-    """Load the weights of a Hugging Face directory.
-
-    Raises UnusableModel if the files do not hold exactly the model's tensors.
-    """
+    """Load the weights of a Hugging Face directory. Raises UnusableModel if the files do not hold
+    exactly the model's tensors."""
     name, values = spec.architecture, json.loads(spec.config)
     architecture = TransformersArchitecture(name, values["model_type"])
     function = PagedFunction(spec)
@@ -401,13 +396,14 @@ def _install(
 def _inline_attention(
     function: AttentionFunction, module: Any, forward: Any, *positional: Any, **named: Any
 ) -> Any:
-    """Return what an attention module of INLINE_ATTENTION computes, with our attention."""
+    """Return the output of an attention module of INLINE_ATTENTION, computed with our attention."""
     with InlineAttention(function, module):
         return forward(*positional, **named)
 
 
 class InlineAttention(TorchFunctionMode):
-    """Replaces torch's attention by `function`. The causal mask that it receives is not needed."""
+    """While active, passes calls of torch's scaled_dot_product_attention on to `function`. The
+    causal mask in a call is dropped, because `function` masks by itself."""
 
     def __init__(self, function: AttentionFunction, module: Any) -> None:
         super().__init__()
@@ -432,10 +428,8 @@ def _own_attention(
     value: Tensor,
     *_: Any,
 ) -> tuple[Tensor, None]:
-    """Return the attention [1, H, T, D] as the method `_attn` of OWN_ATTENTION does.
-
-    The mask that `_attn` receives is not needed. The local layers of GPT-Neo have windows.
-    """
+    """Return the attention [1, H, T, D] as the method `_attn` of OWN_ATTENTION does. The mask that
+    `_attn` receives is not needed. The local layers of GPT-Neo have windows."""
     is_local = getattr(module, "attention_type", "") == "local"
     out, _weights = function(
         module,
@@ -449,7 +443,8 @@ def _own_attention(
 
 
 class Probed(Exception):
-    """Ends the probe of a model at its first attention call."""
+    """Raised at a model's first attention call, to end the probe. It has the call's query and
+    key."""
 
     def __init__(self, query: Tensor, key: Tensor) -> None:
         super().__init__()
@@ -458,7 +453,8 @@ class Probed(Exception):
 
 
 class MetaValues(TorchFunctionMode):
-    """Gives tensors without memory the value 0, so that a class may read the largest position."""
+    """While active, tensors without memory have the value 0 where a model class reads a value, such
+    as the largest position."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (Tensor.item, Tensor.__bool__, Tensor.__int__) and args[0].is_meta:

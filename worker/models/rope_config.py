@@ -56,11 +56,11 @@ class FactorScaling:
 
 @dataclass(frozen=True, slots=True)
 class LongRopeScaling:
-    """Each pair's frequency divided by its own factor, which serves `original_context` tokens.
+    """LongRoPE: divides each pair's frequency by its own factor, from the list for texts of at most
+    `original_context` tokens. `attention_factor` multiplies cos and sin.
 
     The checkpoint's second list of factors, for longer texts, is not used: a text's keys would
-    change when it grows, and prefixes could not be shared. `attention_factor` multiplies cos and
-    sin.
+    change when it grows, and prefixes could not be shared.
     """
 
     factors: tuple[float, ...]
@@ -71,8 +71,7 @@ class LongRopeScaling:
 @dataclass(frozen=True, slots=True)
 class YarnScaling:
     """YaRN: divides the frequencies of slow pairs (see `Llama3Scaling`) by `factor`, keeps those of
-    fast pairs, and interpolates between them with a linear ramp. `attention_factor` sharpens
-    attention."""
+    fast pairs, and interpolates between them with a linear ramp."""
 
     factor: float
     original_context: int
@@ -91,7 +90,8 @@ Scaling = NoScaling | LinearScaling | Llama3Scaling | FactorScaling | LongRopeSc
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary embeddings of the first `width` items of each head."""
+    """Rotary embeddings of the first `width` items of each head. `theta` is the base of the
+    frequencies."""
 
     width: int
     theta: float
@@ -191,11 +191,8 @@ def _scaling(rope: Fields, config: Fields, width: int) -> Scaling:
 
 
 def _original_context(rope: Fields, config: Fields) -> int:
-    """Return the context length that the model was trained with before scaling.
-
-    The config's top level takes precedence over the rope parameters. The default is the model's
-    whole context.
-    """
+    """Return the context length that the model was trained with before scaling. The config's top
+    level takes precedence over the rope parameters. The default is the model's whole context."""
     for fields in (config, rope):
         if ORIGINAL_CONTEXT in fields:
             if (tokens := fields.integer(ORIGINAL_CONTEXT)) < 1:

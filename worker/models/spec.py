@@ -21,9 +21,7 @@ LayerOrder = Literal["pre", "post", "both", "parallel", "parallel_one_norm"]
 
 class ModelFacts(Protocol):
     """Facts about a model that a worker needs, whether our decoder or transformers computes it.
-
-    Every layer has the same key/value heads.
-    """
+    Every layer has the same key/value heads."""
 
     @property
     def architecture(self) -> str: ...
@@ -73,7 +71,7 @@ class AttentionSpec:
     window: int | None = None
     qkv_bias: bool = False
     output_bias: bool = False
-    #: What the norm of queries and keys runs over: each head, or all heads together.
+    #: Whether queries and keys have a norm: over each head, or over all heads together.
     qk_norm: Literal["none", "head", "projection"] = "none"
     #: Scores become `soft_cap * tanh(score / soft_cap)`.
     soft_cap: float | None = None
@@ -130,10 +128,8 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A causal decoder with plain keys and values in each layer.
-
-    Raises UnusableModel for dimensions that contradict each other.
-    """
+    """A causal decoder with plain keys and values in each layer. Raises UnusableModel for
+    dimensions that contradict each other."""
 
     architecture: str
     vocab_size: int
@@ -147,7 +143,7 @@ class ModelSpec:
     #: Positions of a learned table, whose rows are added to the embeddings; 0: there is none.
     learned_positions: int = 0
     embedding_scale: float = 1.0
-    #: Factor of what each block adds.
+    #: Factor of the result that each block adds to its input.
     residual_scale: float = 1.0
     logits_scale: float = 1.0
     #: Logits become `cap * tanh(logit / cap)`.
@@ -186,7 +182,7 @@ class ModelSpec:
 
     @property
     def num_kv_heads(self) -> int:
-        """Return the key/value heads, of which every layer has the same number."""
+        """Return the number of key/value heads, which is the same in every layer."""
         return self.layers[0].attention.num_kv_heads
 
     @property
@@ -201,7 +197,7 @@ class ModelSpec:
 
 
 def checked_layers(count: int) -> int:
-    """Return the number of layers. Raises UnusableModel for one that no model has."""
+    """Return `count`, the number of layers. Raises UnusableModel unless it is 1 to MAX_LAYERS."""
     if not 0 < count <= MAX_LAYERS:
         raise UnusableModel(f"the model has {count} layers; 1 to {MAX_LAYERS} are supported")
     return count

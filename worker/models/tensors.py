@@ -1,4 +1,4 @@
-"""The tensors of a model: their names in its files, their shapes, and what they become.
+"""The tensors of a model: their names in its files, their shapes, and the matrices that they form.
 
 The loader, the header check and the memory plan use this list. Needs no torch.
 """
@@ -24,7 +24,8 @@ class RowOrder:
 
 
 def interleaved(heads: int, width: int) -> RowOrder:
-    """Return the order of rows of which each head alternates between its two halves."""
+    """Return the row order of a projection in which the rows of the two halves of each head
+    alternate."""
     return RowOrder((heads, width // 2, 2), (0, 2, 1))
 
 
@@ -94,9 +95,10 @@ USUAL = {
 
 @dataclass(frozen=True, slots=True)
 class MatrixPart:
-    """One tensor of a matrix that consists of several, stacked by rows.
+    """One tensor of a matrix that consists of several tensors, stacked by rows.
 
-    index   of the expert, if the tensor holds all `of` experts
+    index   index of the expert, if the tensor holds several
+    of      number of experts that the tensor holds
     """
 
     name: str
@@ -132,7 +134,7 @@ class MatrixPart:
 
 @dataclass(frozen=True, slots=True)
 class FusedMatrix:
-    """Matrices with the same input, computed as one."""
+    """Matrices with the same input, which are computed as one matrix."""
 
     parts: tuple[MatrixPart, ...]
     columns: int
@@ -171,7 +173,7 @@ class NormTensor:
 
 @dataclass(frozen=True, slots=True)
 class VectorTensor:
-    """A vector [size], with its whole name."""
+    """A vector [size]. `name` is its whole name, to which no ending is added."""
 
     name: str
     size: int
@@ -179,11 +181,8 @@ class VectorTensor:
 
 @dataclass(frozen=True, slots=True)
 class MlpTensors:
-    """The tensors of an MLP, or of one expert.
-
-    `gate_up` stacks the rows of the gate projection and of the up projection, in this order.
-    Without a gate, it has only those of the up projection.
-    """
+    """The tensors of an MLP, or of one expert. `gate_up` stacks the rows of the gate projection and
+    of the up projection, in this order. Without a gate, it has only those of the up projection."""
 
     gate_up: FusedMatrix
     down: FusedMatrix
@@ -191,7 +190,7 @@ class MlpTensors:
 
 @dataclass(frozen=True, slots=True)
 class LayerTensors:
-    """The tensors of a layer. A model without a norm, or without sinks, has None in its place.
+    """The tensors of a layer. A layer without a norm, or without sinks, has None in its place.
 
     mlps   the MLP, or the experts
     """
@@ -210,7 +209,7 @@ class LayerTensors:
 
     @property
     def matrices(self) -> tuple[FusedMatrix, ...]:
-        """Return the matrices but for the router, which stays dense."""
+        """Return all matrices except the router, which stays dense."""
         mlps = (matrix for mlp in self.mlps for matrix in (mlp.gate_up, mlp.down))
         return self.qkv, self.output, *mlps
 
@@ -220,8 +219,8 @@ class LayerTensors:
         return tuple(norm for norm in (*found, self.mlp_norm, self.post_mlp_norm) if norm)
 
     def tensors(self) -> Iterator[tuple[str, Shape]]:
-        """Yield name and shape of each tensor in the file; one that holds all experts comes for
-        each of them."""
+        """Yield the name and shape of each tensor in the file. A tensor that holds all experts is
+        yielded once for each of them."""
         for norm in self.norms:
             yield from norm.tensors()
         if self.sinks is not None:
@@ -270,7 +269,7 @@ class ModelTensors:
 
     @property
     def head(self) -> FusedMatrix:
-        """Return the output head; tied to the embeddings, it is the same tensor."""
+        """Return the output head. If it is tied to the embeddings, it consists of their tensor."""
         role = "embedding" if self.spec.tied_embeddings else "head"
         part = MatrixPart(self.names.roles[role], self.spec.vocab_size)
         return FusedMatrix((part,), self.spec.hidden, self.spec.head_bias)

@@ -1,6 +1,6 @@
 """Chooses the form of a model's weights: packed for the compiled kernels, dense for torch, or both.
 
-With both forms in memory, a step uses the form that was measured to be faster for its number of
+If both forms are in memory, a step uses the form that was measured to be faster for its number of
 rows (autotune.py).
 """
 
@@ -54,7 +54,7 @@ def fitting(kernels: Kernels, spec: ModelSpec) -> Kernels:
 
 
 def layout(kernels: Kernels, form: WeightForm, dtype: torch.dtype) -> WeightLayout:
-    """Return the layout that makes layers in `form`.
+    """Return the weight layout that makes layers in `form`.
 
     With `auto`, it makes packed linears, to which `settle` may add dense copies. Raises
     UnusableModel if packed weights are requested and there are no compiled kernels for them.
@@ -101,11 +101,8 @@ class PackedLayout:
 
 
 def pack(kernels: NativeKernels, matrix: Matrix) -> PackedMatrix | None:
-    """Return the matrix packed; None if its size cannot be packed.
-
-    The file's quantised blocks are packed directly. Parts without valid blocks are packed as
-    numbers.
-    """
+    """Return the matrix packed; None if a matrix of its size cannot be packed. The file's quantised
+    blocks are packed directly. Parts without valid blocks are packed as numbers."""
     blocks = _sound_blocks(matrix)
     if None not in blocks:
         return packed.pack(kernels, *filter(None, blocks))

@@ -118,14 +118,14 @@ class WholePass:
         return cls(spec, weights, weights.head.matrix, kernels)
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield the packed copies of the routers, which the weights do not include."""
+        """Yield the packed copies of the routers. The model's weights do not contain them."""
         for router in self._routers:
             if router is not None:
                 yield router.matrix.memory
 
     def is_for(self, tokens: int) -> bool:
-        """Return whether this pass computes a step of `tokens` tokens. Longer steps, for which
-        dense weights are faster, are computed by operation."""
+        """Return whether this pass computes a step of `tokens` tokens. For longer steps, dense
+        weights are faster, and each operation is a call of its own."""
         return tokens < self._from_rows
 
     def __call__(self, token_ids: Tensor, plan: NativePlan, cache: KVCache) -> Tensor:
@@ -164,7 +164,8 @@ class WholePass:
         return logits
 
     def forward(self, count: int, cache: KVCache, memory: PassMemory) -> structs.CForward:
-        """Return the struct of a step of `count` tokens, except the fields of tokens and rows."""
+        """Return the struct of a step of `count` tokens. The caller fills in the fields of tokens
+        and rows."""
         spec, attention = self._spec, self._attention
         size, mlps = self._weights.embedding.dtype.itemsize, [layer.mlp for layer in spec.layers]
         inner = max(mlp.top_k * mlp.intermediate for mlp in mlps)
@@ -213,11 +214,8 @@ class WholePass:
 
 
 class PassMemory:
-    """Scratch memory that one step after the other uses.
-
-    Reusing memory is fast because its pages are mapped already. Memory of more than KEPT_BYTES is
-    replaced as soon as a step needs less.
-    """
+    """Scratch memory that one step after the other uses. Reusing memory is fast because its pages
+    are mapped already. Memory of more than KEPT_BYTES is replaced as soon as a step needs less."""
 
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)

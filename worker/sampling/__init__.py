@@ -1,1 +1,1 @@
-"""Turns logits into sampled tokens and their logprobs."""
+"""Sampling: turns logits into sampled tokens and their logprobs."""

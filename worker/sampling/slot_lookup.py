@@ -25,10 +25,10 @@ def rows_and_slots(slots: SlotTable, sampled: Sampled, rows: Tensor) -> tuple[Te
 def known_tokens(
     slots: SlotTable, sampled: Sampled, rows: Tensor, slot_ids: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the rows' tokens [N, L] int64, padded with the row's first token, and which are real,
-    [N, L] bool.
+    """Return the rows' tokens [N, L] int64, padded with the row's first token, and a mask [N, L]
+    bool of those that are not padding.
 
-    A row's tokens end at its slot's length, or at its own place if drafts follow it.
+    A row's tokens end at its slot's length, or at the row's own sampled place if drafts follow it.
     """
     longest = int(sampled.host_known[rows].max())
     tokens = slots["token_ids"][:, :longest].index_select(0, slot_ids).long()
@@ -43,8 +43,8 @@ def known_tokens(
 def listed_ids(
     slots: SlotTable, name: str, count: str, host_slots: Tensor, slot_ids: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the lists in slot field `name`, [N, K] int64, padded with their first id, and which
-    ids are real, [N, K] bool. The lists' lengths are in slot field `count`."""
+    """Return the lists in slot field `name`, [N, K] int64, padded with their first id, and a mask
+    [N, K] bool of the ids that are not padding. The lists' lengths are in slot field `count`."""
     longest = int(slots.host(count)[host_slots].max())
     ids = slots[name][:, :longest].index_select(0, slot_ids).long()
     return bounded(ids, slots[count].index_select(0, slot_ids))

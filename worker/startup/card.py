@@ -1,4 +1,5 @@
-"""`python -P -m worker.startup.card MODEL FILE`: write the card of a model without an engine.
+"""`python -P -m worker.startup.card MODEL FILE`: write the card of a model for use without an
+engine.
 
 A gateway without an engine uses the card. Only the text side of the model is read: the weights may
 be missing, any architecture works, and torch is not needed. MODEL is a GGUF file or a directory

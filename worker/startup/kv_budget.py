@@ -85,8 +85,8 @@ def kv_budget(
 
 
 def longest_request_blocks(options: WorkerConfig, num_tokens: int, window: int | None) -> int:
-    """Return the blocks of a cache in which a request of `num_tokens` tokens is computed in full
-    steps. They include the null block."""
+    """Return the number of blocks that a cache needs to compute a request of `num_tokens` tokens in
+    full steps, including the null block."""
     return -(-_live_tokens(options, num_tokens, STEP_TOKENS, window) // options.block_tokens) + 1
 
 
@@ -131,7 +131,7 @@ def _longer_or_shorter(
 
 
 def in_gib(num_bytes: int) -> str:
-    """Return a size as text for messages."""
+    """Return a size in GiB as text, such as "1.50 GiB"."""
     return f"{num_bytes / GIB:.2f} GiB"
 
 

@@ -21,7 +21,7 @@ def kv_window(options: WorkerConfig, models: Sequence[ModelFacts]) -> int | None
 
 
 def reason_to_keep(options: WorkerConfig) -> str:
-    """Return the option because of which all blocks are kept, as in a command line; "" if none."""
+    """Return the option or feature because of which all blocks are kept; "" if there is none."""
     kept_for = {
         "--draft-model": options.draft_model,
         "--kv-host-gib": options.kv_host_gib,

@@ -64,7 +64,7 @@ SLOT_NUMBERS += 2 * MAX_LOGIT_BIAS + MAX_LOGPROB_TOKEN_IDS
 
 @dataclass(frozen=True, slots=True)
 class PlannedModel:
-    """Facts about a model that the plan needs.
+    """Facts about a model that the memory plan needs.
 
     kinds       the number type of each tensor, by the tensor's name
     is_packed   whether matrices are stored in the layout of the compiled kernels

@@ -10,7 +10,7 @@ from protocol.kv_peers import KVChunk
 
 
 class PollHint(Enum):
-    """When to call a mover's `advance` again."""
+    """The time at which a mover's `advance` must be called again."""
 
     NOW = auto()  # at once: the mover has more work
     SOON = auto()  # shortly: the hardware or another thread is working
@@ -19,11 +19,11 @@ class PollHint(Enum):
 
 
 class DamagedTransfer(Exception):
-    """Received bytes are damaged, or an offer contradicts itself or the blocks."""
+    """Raised if received bytes are damaged, or if an offer contradicts itself or the blocks."""
 
 
 class TransferLost(Exception):
-    """The peer's memory cannot be reached."""
+    """Raised if the peer's memory cannot be reached."""
 
 
 class Mover(Protocol):

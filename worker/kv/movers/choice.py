@@ -27,7 +27,7 @@ ORDER: dict[Name, tuple[type[Offer], ...]] = {
 
 
 class NoCommonMover(Exception):
-    """The peer offers no mover that this worker's configuration allows."""
+    """Raised if the peer offers no mover that this worker's configuration allows."""
 
 
 class MoverFactory:

@@ -26,14 +26,12 @@ SLICE_BYTES = 4 << 20
 
 
 class NoNixl(Exception):
-    """The NIXL library is not installed, or does not start."""
+    """Raised if the NIXL library is not installed, or does not start."""
 
 
 class Agent:
-    """A NIXL agent of this worker, for one thread and one cache, rows uint8 [R, B, P].
-
-    Raises NoNixl with one line of advice if the library is not available.
-    """
+    """A NIXL agent of this worker, for one thread and one cache, rows uint8 [R, B, P]. Raises
+    NoNixl with one line of advice if the library is not available."""
 
     def __init__(self, rows: Tensor) -> None:
         nixl = _library()
@@ -61,7 +59,7 @@ class Agent:
         )
 
     def make_progress(self) -> None:
-        """Do this worker's part of the reads by other workers."""
+        """Do this worker's part of the reads in which other workers read its memory."""
         self._agent.get_new_notifs()
 
     def read(self, offer: NixlOffer, ids: Ids, theirs: Ids) -> Any:

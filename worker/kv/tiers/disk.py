@@ -66,7 +66,7 @@ Buffer = bytes | bytearray | memoryview
 
 
 class DamagedBlockFile(Exception):
-    """A file differs from what was stored in it. The message describes the difference."""
+    """Raised if a file differs from what was stored in it. The message describes the difference."""
 
 
 def make_header(layout: bytes, content: bytes, payload: Buffer) -> bytes:
@@ -171,7 +171,7 @@ _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
 
 class BlockLost(Exception):
-    """A block is no longer in the directory, or cannot be read."""
+    """Raised if a block is no longer in the directory, or cannot be read."""
 
 
 class DiskTier:
@@ -321,10 +321,8 @@ class DiskTier:
     # ---- the directory
 
     def scan(self) -> None:
-        """Read the directory, which other servers may have changed, and enforce the limit.
-
-        Raises OSError.
-        """
+        """Read the directory, which other servers may have changed, and enforce the limit. Raises
+        OSError."""
         sockets.make_private(self._root / self._layout.hex())
         found = dict(self._list_blocks())
         with self._lock:

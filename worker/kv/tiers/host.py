@@ -154,7 +154,7 @@ class HostTier:
             return place
 
     def release(self, content: bytes) -> None:
-        """End one `hold` of `content`."""
+        """Undo one `hold` of `content`."""
         with self._lock:
             assert self._holders[content] > 0, "released without a holder"
             self._holders[content] -= 1

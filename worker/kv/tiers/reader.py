@@ -24,7 +24,7 @@ MOVER = "tier"
 
 
 class TierReadEnded(Exception):
-    """A job ended early. `kind` is one of the values of KVFailure.kind."""
+    """Raised to end a job early. `kind` is one of the values of KVFailure.kind."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)

@@ -98,7 +98,7 @@ class TierWriter:
         self._arrived.put(TierBatch(self._memory.mark(), stored))
 
     def touch(self, contents: Sequence[bytes]) -> None:
-        """Mark contents as used, the latest last, so that other contents are evicted first."""
+        """Mark contents as used, the latest last, so that the tiers evict other contents first."""
         self._arrived.put(UsedContents(contents))
 
     def close(self) -> None:

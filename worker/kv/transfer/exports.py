@@ -99,7 +99,7 @@ class Exports:
 
     @property
     def is_being_read(self) -> bool:
-        """Return whether any reader has opened a lease and has not finished."""
+        """Return whether any reader of an existing lease has opened it and has not finished."""
         with self._lock:
             return any(found.opened.keys() - found.done for found in self._leases.values())
 

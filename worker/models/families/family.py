@@ -1,4 +1,4 @@
-"""What every family shares: defaults of missing keys, and readers of common keys.
+"""The base of all families: defaults of missing keys, and readers of common keys.
 
 A missing key has the value that its transformers config class gives it; a test compares all of
 them. A null is accepted where that class accepts it. Keys that would change the result and are not
@@ -55,7 +55,7 @@ DEFAULTS: dict[str, Any] = {
 
 
 class ConfigFields(Fields):
-    """The fields of a config.json, with a value for each key that its family reads."""
+    """The fields of a config.json. Every key that the family reads has a value."""
 
     def __init__(self, values: Mapping[str, Any], architecture: str, source: str) -> None:
         super().__init__(values, source)
@@ -71,7 +71,7 @@ class ConfigFields(Fields):
 
     @property
     def num_kv_heads(self) -> int:
-        """Return the key/value heads; null means as many as query heads."""
+        """Return the number of key/value heads; null means as many as query heads."""
         return self.integer("num_key_value_heads", self.num_heads)
 
     @property
@@ -90,7 +90,7 @@ class ConfigFields(Fields):
         return rope_config(self, self.head_dim, partial=partial, default=default)
 
     def attention(self, rope: RopeConfig | None, **changes: Any) -> AttentionSpec:
-        """Return plain attention with `changes`."""
+        """Return the spec of plain attention, with the fields `changes` replaced."""
         head_dim = self.head_dim
         usual: dict[str, Any] = {
             "num_heads": self.num_heads,
@@ -109,7 +109,7 @@ class ConfigFields(Fields):
         return ACTIVATIONS[name]
 
     def mlp(self, **changes: Any) -> MlpSpec:
-        """Return a gated MLP with `changes`."""
+        """Return the spec of a gated MLP, with the fields `changes` replaced."""
         usual: dict[str, Any] = {"intermediate": self.integer("intermediate_size")}
         if "activation" not in changes:
             usual["activation"] = self.activation()
@@ -134,7 +134,7 @@ class ConfigFields(Fields):
         return NormSpec(kind="layer", eps=self.number(key), bias=bias)
 
     def model(self, layers: Sequence[LayerSpec], norm: NormSpec, **changes: Any) -> ModelSpec:
-        """Return the model. Equal layers become one object."""
+        """Return the spec of a model with these layers. Equal layers become one object."""
         shared: dict[LayerSpec, LayerSpec] = {}
         usual: dict[str, Any] = {
             "architecture": self.architecture,
@@ -155,17 +155,15 @@ class ConfigFields(Fields):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFamily:
-    """A config class of transformers, and how its configs are read.
-
-    A key of `defaults` may be null if its default is None or it is in NULLABLE or in `nullable`.
-    """
+    """A config class of transformers, and how its configs are read. A key of `defaults` may be null
+    if its default is None or it is in NULLABLE or in `nullable`."""
 
     architecture: str
     model_type: str
     defaults: Mapping[str, Any]
     read: Callable[[ConfigFields], ModelSpec]
     names: Callable[[ModelSpec], TensorNames]
-    #: Keys that this class does not read, with the value that this amounts to.
+    #: Keys that this class does not read -> the value that has the same effect.
     ignored: Mapping[str, Any] = field(default_factory=dict)
     nullable: frozenset[str] = frozenset()
     #: Keys with the only values that are supported.
@@ -211,7 +209,8 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 def every(interval: int, *, regular: str = SLIDING, last: str = FULL) -> Callable[[int], str]:
-    """Return the kinds of layers of which each `interval`-th is `last` and the others `regular`."""
+    """Return a function from a layer's index to its kind: each `interval`-th layer is `last`, the
+    others are `regular`."""
     if interval < 1:
         raise UnusableModel(f"a pattern of {interval} layers is not supported")
     return lambda index: regular if (index + 1) % interval else last

@@ -22,7 +22,8 @@ def read_gemma2(config: ConfigFields) -> ModelSpec:
 
 
 def read_gemma3(config: ConfigFields) -> ModelSpec:
-    """transformers accepts `attn_logit_softcapping` and does not use it."""
+    """Return the model that a config of Gemma 3 describes. Its `attn_logit_softcapping` is not
+    used, as in transformers."""
     pattern = every(config.integer("sliding_window_pattern"))
     ropes = {
         SLIDING: layered_rope_config(

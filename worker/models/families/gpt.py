@@ -58,7 +58,8 @@ def read_stablelm(config: ConfigFields) -> ModelSpec:
 
 
 def read_cohere2(config: ConfigFields) -> ModelSpec:
-    """Layers with full attention have no positions."""
+    """Return the model that a config of Cohere 2 describes. Only layers with a window have rotary
+    embeddings."""
     bias, mlp, rope = config.flag("attention_bias"), config.mlp(), config.rope()
     window = config.integer("sliding_window")
     layers = [
@@ -107,7 +108,7 @@ def gpt2_names(spec: ModelSpec) -> TensorNames:
 
 
 def gpt_neox_names(spec: ModelSpec) -> TensorNames:
-    """The rows of each head's query, key and value stand together."""
+    """Return the tensor names. Each head's query, key and value rows are neighbours in the file."""
     layer, attention = "gpt_neox.layers.{i}.", spec.layers[0].attention
     return TensorNames(
         {
@@ -127,7 +128,8 @@ def gpt_neox_names(spec: ModelSpec) -> TensorNames:
 
 
 def cohere2_names(spec: ModelSpec) -> TensorNames:
-    """Rotary embeddings turn neighbouring items; layers without them are stored the same way."""
+    """Return the tensor names. Rotary embeddings turn neighbouring items of a head, so the rows of
+    queries and keys are stored interleaved, also in layers without rotary embeddings."""
     attention = spec.layers[0].attention
     return names_of(
         orders={

@@ -23,7 +23,8 @@ ROPE = {
 
 
 def read_gpt_oss(config: ConfigFields) -> ModelSpec:
-    """The class of transformers does not read `hidden_act`."""
+    """Return the model that a config of gpt-oss describes. `hidden_act` is not read, as in
+    transformers."""
     rope, bias = config.rope(default=ROPE), config.flag("attention_bias")
     mlp = config.mlp(
         activation="clamped_swiglu",

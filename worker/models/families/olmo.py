@@ -18,7 +18,8 @@ def read_olmo2(config: ConfigFields) -> ModelSpec:
 
 
 def read_olmo3(config: ConfigFields) -> ModelSpec:
-    """In older configs `rope_theta` counts for layers with full attention only."""
+    """Return the model that a config of OLMo 3 describes. In older configs, the `rope_theta` at the
+    top level is only for layers with full attention."""
     bias, mlp = config.flag("attention_bias"), config.mlp()
     ropes = {
         kind: layered_rope_config(config, config.head_dim, kind, theta=theta, default_theta=5e5)
@@ -42,7 +43,8 @@ def read_olmo3(config: ConfigFields) -> ModelSpec:
 
 
 def read_exaone4(config: ConfigFields) -> ModelSpec:
-    """If there are windows, layers with full attention have no positions."""
+    """Return the model that a config of EXAONE 4 describes. If there are windows, layers with full
+    attention have no rotary embeddings."""
     window, mlp, rope = config.window, config.mlp(), config.rope()
     pattern = every(config.integer("sliding_window_pattern")) if window is not None else _full
     layers = [
