@@ -193,7 +193,7 @@ class DecoderModel:
         return x if norm is None else norm(x)
 
     def _scaled(self, delta: Tensor, norm: Norm | None) -> Tensor:
-        """Return the sum that a block adds: its result, through `norm`, times the residual scale."""
+        """Return a block's result, through `norm` and times the residual scale, to be added."""
         delta = delta if norm is None else norm(delta)
         scale = self.spec.residual_scale
         return delta if scale == 1.0 else delta.mul_(scale)
