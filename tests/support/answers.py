@@ -1,4 +1,4 @@
-"""A group of choices without an engine: a test sends the engine's reports itself."""
+"""A choice group without an engine: the test itself passes the engine's reports to it."""
 
 from __future__ import annotations
 

@@ -11,10 +11,8 @@ from gateway.api.anthropic.responses import MessageStart, StreamEvent
 
 
 def anthropic_events(body: bytes) -> list[dict[str, Any]]:
-    """Return the events of a stream, without comments.
-
-    Checks that each event fits its struct, and that its SSE name equals its type.
-    """
+    """Return the events of a stream, without comments. Checks that each event fits its struct, and
+    that its SSE name equals its type."""
     frames = body.split(b"\n\n")
     assert frames.pop() == b"", "a stream ends with an empty line"
     events = []
@@ -30,13 +28,14 @@ def anthropic_events(body: bytes) -> list[dict[str, Any]]:
 
 
 def prompt_tokens(usage: dict[str, Any]) -> int:
-    """Return all prompt tokens: those read from the cache, written to it, and neither."""
+    """Return the number of all prompt tokens: those read from the cache, written to it, and
+    neither."""
     names = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
     return sum(usage[name] for name in names)
 
 
 def message_of(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the message, put together from the events of a stream. Checks their order."""
+    """Return the message that the events of a stream make up. Checks the order of the events."""
     events = [event for event in events if event["type"] != "ping"]
     assert [e["type"] for e in events[-2:]] == ["message_delta", "message_stop"]
     msgspec.convert(events[0], MessageStart)

@@ -1,7 +1,7 @@
 """Tiny random Llama checkpoints, and directories of checkpoints as users get them.
 
-`transformers` writes everything itself, so it is an oracle for our readers. No two dimensions are
-equal, so a transposed or misplaced tensor has the wrong shape. GGUF files: `gguf_files`.
+`transformers` writes all files, so it is an oracle for our readers. No two dimensions are equal, so
+a transposed or misplaced tensor has the wrong shape. `gguf_files` writes GGUF files.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
 def random_llama(**changes: Any) -> LlamaForCausalLM:
-    """Return a model with grouped heads, and weights so large that attention is sharp.
+    """Return a model with grouped heads. Its weights are so large that attention is sharp.
 
     changes   fields of its LlamaConfig
     """
@@ -59,10 +59,8 @@ def random_llama(**changes: Any) -> LlamaForCausalLM:
 
 
 def tiny_tokenizer() -> Tokenizer:
-    """Return a tokenizer of bytes, a few merges and three special tokens.
-
-    VOCAB is larger than this, as in many real models.
-    """
+    """Return a tokenizer of bytes, a few merges and three special tokens. VOCAB is larger than
+    this, as in many real models."""
     merges = [("Ġ", "t"), ("h", "e"), ("Ġt", "he")]
     pieces = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet()), *map("".join, merges)]
     tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, merges))

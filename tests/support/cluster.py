@@ -1,7 +1,5 @@
-"""A prefill engine, a decode engine and a gateway as processes with the real model.
-
-They are connected by TCP, as on different hosts.
-"""
+"""A prefill engine, a decode engine and a gateway, as processes with the real model. They are
+connected by TCP, as on different hosts."""
 
 from __future__ import annotations
 
@@ -43,7 +41,7 @@ class EngineAlone(Program):
 
 
 class Cluster:
-    """All three processes, ready inside `with Cluster(folder, *engine_options) as cluster`.
+    """The three processes, ready inside `with Cluster(folder, *engine_options) as cluster`.
 
     url   HTTP address of the gateway
     """

@@ -29,7 +29,7 @@ def best_cpu_s(work: Callable[[], object], tries: int = TRIES) -> float:
 
 
 def check_linear(seconds: Callable[[int], float], size: int, factor: int = 4) -> None:
-    """Raise AssertionError if time grows by over MOST_GROWTH times more than the input.
+    """Raise AssertionError if the CPU time grows more than MOST_GROWTH times as much as the input.
 
     seconds   measures the CPU time of an input of the given size
     factor    how many times larger the second input is

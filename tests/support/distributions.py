@@ -1,5 +1,5 @@
-"""The distribution that a token is drawn from, in plain Python: the reference of the sampler's
-filters."""
+"""The distribution that a token is drawn from, computed in plain Python: the reference of the
+sampler's filters."""
 
 from __future__ import annotations
 

@@ -50,7 +50,8 @@ class Block:
 
     @property
     def script(self) -> str:
-        """Return the text for a shell: all of it, or only the commands of a console block."""
+        """Return the block's text for a shell: all of it, or only the commands of a console
+        block."""
         if self.language != "console":
             return self.text
         kept, continues = [], False
@@ -74,7 +75,7 @@ def all_blocks() -> list[Block]:
 
 
 def commands_of(script: str) -> Iterator[str]:
-    """Yield the `tidegate` commands of a script, one a line; continued lines are joined."""
+    """Yield the `tidegate` commands of a script. Continued lines are joined."""
     for line in script.replace("\\\n", " ").splitlines():
         line = _PROMPT.sub("", line, count=1) if _PROMPT.match(line) else line
         found = re.match(r"(?:\S*/)?tidegate (.*)", line.partition(" #")[0].strip())

@@ -43,8 +43,8 @@ def replica_of(
 
 
 def prompts() -> list[list[int]]:
-    """Return the starts of recorded conversations, and pieces from their ends, because answers tend
-    to repeat themselves."""
+    """Return short prompts: the starts of recorded conversations, and pieces from their ends,
+    because answers tend to repeat themselves."""
     rows = [row["prompt"] + row["tokens"] for row in json.loads(GOLDEN.read_text())]
     cuts = [tokens[:40] for tokens in rows] + [tokens[-24:] for tokens in rows]
     cuts += [tokens[-48:-7] for tokens in rows] + [tokens[-31:-2] for tokens in rows]
@@ -52,8 +52,8 @@ def prompts() -> list[list[int]]:
 
 
 def is_same(one: Replica, two: Replica, number: int) -> bool:
-    """Return whether two answers are equal, with logprobs. Raises AssertionError if they differ at
-    a token where one choice was clearly more likely."""
+    """Return whether the two replicas' answers to request `number` are equal, with logprobs. Raises
+    AssertionError if they differ at a token where one choice was clearly more likely."""
     first, second = (
         [entry for output in replica.outputs[number] for entry in output.logprobs]
         for replica in (one, two)

@@ -41,7 +41,7 @@ CLIENT = b"client"
 
 
 def next_token(tokens: list[int], seed: int = 0, possible: list[int] | None = None) -> int:
-    """Return the echo model's token after `tokens`, which is EOS once in about 97 times.
+    """Return the token that the echo model samples after `tokens`. About one in 97 is EOS.
 
     possible   the tokens that a grammar allows; None: all
     """
@@ -50,10 +50,8 @@ def next_token(tokens: list[int], seed: int = 0, possible: list[int] | None = No
 
 
 def repetitive_token(tokens: list[int], seed: int = 0, possible: list[int] | None = None) -> int:
-    """Return the token of an echo model that repeats itself, so that it is easy to draft for.
-
-    In seven of eight cases the token depends only on the last one, modulo 4.
-    """
+    """Return the token of an echo model that repeats itself, so that drafts are often right. In
+    seven of eight cases the token depends only on the last one, modulo 4."""
     drawn = sha256(repr((tokens, seed)).encode()).digest()[1]
     return next_token(tokens if drawn % 8 == 0 else [tokens[-1] % 4], seed, possible)
 
@@ -79,10 +77,8 @@ def answer(
 
 
 def guess_with_accuracy(chance: float, sample: SampleToken = next_token) -> SampleToken:
-    """Return a draft model that proposes the token of `sample` with probability `chance`.
-
-    It ignores grammars.
-    """
+    """Return a draft model that proposes the token of `sample` with probability `chance`. It
+    ignores grammars."""
 
     def guess(tokens: list[int], seed: int = 0, possible: list[int] | None = None) -> int:
         right = sample(tokens, seed, None)
@@ -272,7 +268,7 @@ def echo_compiler() -> Compiler:
 
 
 def draft_model_for(config: dict[str, Any]) -> str:
-    """Return a name if the engine's `config` uses a draft model, else ""."""
+    """Return a model name if the engine's `config` uses a draft model, else ""."""
     return "a draft model" if config.get("speculation") == "model" else ""
 
 
@@ -438,7 +434,8 @@ class Bench:
         self.check()
 
     def abort_by_label(self, *names: str) -> dict[str, bool]:
-        """Abort all requests with these labels. Return whether each label had an open request."""
+        """Abort all requests with these labels. Return, for each label, whether an open request had
+        it."""
         ends, known = self.engine.abort_by_label(names)
         for client, outputs in ends.items():
             self._keep(client, outputs)
@@ -495,10 +492,8 @@ class Bench:
         self.check()
 
     def step(self) -> dict[int, int] | None:
-        """Make all plans that are possible, and finish the oldest.
-
-        Return {slot: tokens} of that plan's rows, or None if there was nothing to do.
-        """
+        """Make all plans that are possible, and finish the oldest. Return {slot: tokens} of that
+        plan's rows, or None if there was nothing to do."""
         while self.plan() is not None:
             pass
         if not self.in_flight:

@@ -43,7 +43,8 @@ class PublishedTemplate:
 
     @cached_property
     def card(self) -> ModelCard:
-        """The card of a model with this template, its marker tokens and one token per byte."""
+        """The card of a model with this template. Its vocabulary has the marker tokens and one
+        token per byte."""
         return scripted_card(
             vocab_size=259 + len(self.tokens),
             tokenizer=byte_tokenizer(self.tokens).to_str().encode(),
@@ -59,10 +60,8 @@ class PublishedTemplate:
         return ModelOutputFormat(self.card, self.tokenizer)
 
     def call_answer(self) -> tuple[str, str]:
-        """Return a prompt, and an answer of the model with THOUGHT and CALL.
-
-        Both are as the template itself writes them into the prompt of a later turn.
-        """
+        """Return a prompt, and an answer of the model with THOUGHT and CALL. Both are as the
+        template itself writes them into the prompt of a later turn."""
         tool = {"name": CALL["name"], "description": "", "parameters": {"type": "object"}}
         answer = {
             "role": "assistant",

@@ -7,7 +7,7 @@ texts, `check` parses each text in every way in which it can be cut, and `table`
 a run.
 
 A text is cut between *units*: characters, and markers that are tokens of the vocabulary. In content
-and arguments, `spelt` prevents that a marker is written as its token.
+and arguments, `spelt` keeps a marker from being written as its token.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def answers(tag: str) -> Iterator[tuple[str, list[Part]]]:
 
 
 def fixtures(sample: Sample) -> list[Fixture]:
-    """Return all answers that the sample can write."""
+    """Return a fixture for each answer that the sample can write."""
     found = []
     for name, parts in answers(sample.tags[0] if sample.tags else "</none>"):
         if any(isinstance(part, ReasoningPart) for part in parts) and sample.think is None:
@@ -291,7 +291,7 @@ def joined(pieces: Sequence[Piece]) -> list[Piece]:
 
 @dataclass
 class Reading:
-    """A parser that reads one answer, and its events so far. It starts from `state`."""
+    """A parser of one answer, and the events so far. It continues from the serialised `state`."""
 
     sample: Sample
     words: Lexicon
@@ -318,7 +318,7 @@ class Reading:
             self.events += self.parser.push(piece)
 
     def moved(self) -> Reading:
-        """Return a new parser that continues from this state. This one is not changed."""
+        """Return a new parser that continues from the present state. This parser is not changed."""
         state = msgspec.msgpack.encode(parser_state(self.parser))
         return Reading(self.sample, self.words, self.fixture, state, self.num_ids, [*self.events])
 
@@ -347,10 +347,8 @@ def read(
 
 
 def all_cuts(pieces: list[Piece], seed: int, num_random: int) -> Iterator[list[list[Piece]]]:
-    """Yield the pieces uncut, one by one, in two parts cut at every place, and in random cuts.
-
-    A random cut into at most two parts is left out, because it has been yielded before.
-    """
+    """Yield the pieces uncut, one by one, in two parts cut at every place, and in random cuts. A
+    random cut into at most two parts is left out, because it has been yielded before."""
     yield [pieces]
     yield [[piece] for piece in pieces]
     for at in range(1, len(pieces)):
@@ -391,10 +389,8 @@ CUT_SHORT = ("closing tag in a string", "one block")
 
 
 def check(sample: Sample, cases: Sequence[Fixture], *, num_random: int = 200) -> FormatRow:
-    """Parse every fixture in every cut and in every vocabulary. Return the results.
-
-    One of the fixtures is also cut off at every place.
-    """
+    """Parse every fixture in every cut and in every vocabulary. Return the results. One of the
+    fixtures is also cut off at every place."""
     row = FormatRow(sample.name)
     ROWS.append(row)
     for fixture in cases:
@@ -443,9 +439,8 @@ def _check_cut_short(row: FormatRow, sample: Sample, fixture: Fixture, words: Le
 
 
 def means_the_same_spelt_out(sample: Sample, fixture: Fixture) -> bool:
-    """Return whether the answer means the same if no marker is a token. Prose that spells a marker
-    would then be the marker.
-    """
+    """Return whether the answer has the same meaning if no marker is a token. Prose about a marker
+    has not: the parser would find the marker in it."""
     return "prose" not in fixture.name
 
 

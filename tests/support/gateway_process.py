@@ -46,7 +46,7 @@ class GatewayProcess(Program):
         return "\n".join(self.err)
 
     def await_status(self, path: str, status: int, timeout_s: float = HANG_S) -> requests.Response:
-        """Send GET requests until the answer has this status. Return that answer."""
+        """Send GET requests until a response has this status. Return that response."""
         last: requests.Response | Exception | None = None
 
         def is_answered() -> bool:

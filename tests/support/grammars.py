@@ -64,10 +64,10 @@ def possible(matcher: Matcher, vocab_size: int) -> set[int]:
 
 
 def read(compiler: Compiler, body: Body, *parts: str | int, **around: Any) -> str:
-    """Match an answer, given as texts and token ids, with a grammar.
+    """Match an answer, given as texts and token ids, with the grammar of `body`.
 
-    Return the rest of the answer from the first token that the grammar does not allow. If all of
-    it is allowed, return "$$" if the answer must end there, "$" if it may, else "".
+    Return the rest of the answer from the first token that the grammar does not allow. If all of it
+    is allowed, return "$$" if the answer must end there, "$" if it may, else "".
 
     around   the other fields of the grammar
     """

@@ -31,7 +31,7 @@ BEING_WRITTEN = -1
 
 
 class Blocks(Protocol):
-    """Maps a block to its content, which is a list of BEING_WRITTEN during a fetch."""
+    """Maps each block to its content. During a fetch, the content is a list of BEING_WRITTEN."""
 
     def __getitem__(self, block: int, /) -> Any: ...
 
@@ -116,7 +116,7 @@ class EchoMover:
                 self.cancelled.add(job)
 
     def carry_out(self, job: int, fault: str = "") -> KVReport:
-        """Carry out a fetch, and return its report.
+        """Carry out a fetch, and return the report of it.
 
         fault   the kind of failure to report; "": none
         """

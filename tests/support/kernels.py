@@ -64,7 +64,7 @@ def randn(*shape: int, dtype: torch.dtype, seed: int = 0, scale: float = 1.0) ->
 
 
 def assert_near(ours: Tensor, theirs: Tensor, **more: Any) -> None:
-    """Check that two tensors of one dtype are equal but for one or two roundings."""
+    """Check that two tensors of one dtype are equal up to one or two roundings."""
     assert ours.dtype == theirs.dtype
     atol = ATOL[ours.dtype] * max(1.0, float(theirs.float().abs().max()))
     torch.testing.assert_close(ours, theirs, rtol=0, atol=atol, **more)

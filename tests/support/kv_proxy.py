@@ -45,7 +45,7 @@ class Proxy:
         self._thread.join()
 
     def release(self) -> None:
-        """Forward the messages that were held, and hold no more."""
+        """Forward the messages that were held. Hold no later ones."""
         self.holds = lambda message: False
         self._is_free.set()
 

@@ -74,7 +74,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def idle_transfers(context: zmq.Context[zmq.Socket[bytes]]) -> KVTransferService:
-    """Return the transfers of a worker that gets no request."""
+    """Return the K/V transfers of a worker that gets no request."""
     shape = Shape()
     return KVTransferService(WorkerConfig(model=""), context, shape.cache(), shape.layout)
 

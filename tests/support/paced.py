@@ -42,7 +42,8 @@ class PacedRequest:
 
     @property
     def num_tokens(self) -> int:
-        """Return the tokens of prompt and answer; 0 unless the answer finished by its length."""
+        """Return the number of tokens of prompt and answer; 0 unless the answer finished by its
+        length."""
         if self.ended_at is None or self.outputs[-1].finish != "length":
             return 0
         return self.prompt_tokens + sum(len(output.tokens) for output in self.outputs)
@@ -83,10 +84,8 @@ class Paced:
     def ask(
         self, prompt_tokens: int, answer: int, account: Account | None = None, **terms: Any
     ) -> PacedRequest:
-        """Send a request now. Within a call of `at`, its arrival is that call's time.
-
-        No two prompts start with the same tokens.
-        """
+        """Send a request now. Inside a call that `at` has scheduled, now is the time of that call.
+        No two prompts start with the same tokens."""
         number = next(self._numbers)
         prompt = [1 + number % 90, 1 + number // 90 % 90, 1 + number // 8100] + [7] * prompt_tokens
         asked = PacedRequest(self._due, prompt_tokens)

@@ -15,7 +15,7 @@ from worker.kv.cache import KVCache
 
 @dataclass(frozen=True)
 class PagedRow:
-    """`count` tokens after `computed` earlier ones, in the cache's `blocks`."""
+    """A row of a step: `count` tokens after `computed` earlier ones, in the cache's `blocks`."""
 
     computed: int
     count: int

@@ -1,4 +1,4 @@
-"""Starts programs under test, keeps what they print, and kills them in the end."""
+"""Starts the programs under test, collects their output, and kills them at the end."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def _audited(environment: dict[str, str]) -> dict[str, str]:
 
 
 class Program:
-    """A running program, killed at the end of its `with`.
+    """A running program, which is killed at the end of its `with` block.
 
     The program, or a child of it, ends by itself if it unpickles anything.
 
-    has_stdin   whether `send_line` may be called; else stdin is empty
+    has_stdin   whether `send_line` may be called; otherwise stdin is empty
     out, err    the lines printed so far on stdout and on stderr
     """
 

@@ -1,4 +1,5 @@
-"""Checkpoints whose layers are quantised as GPTQ, AWQ, compressed-tensors and FP8 store them.
+"""Writes checkpoints whose layers are quantised as GPTQ, AWQ, compressed-tensors and FP8 store
+them.
 
 The writers pack integers one bit field after the other, as the formats define it. They also return
 the numbers that the integers stand for, which are the oracle for our reader.
@@ -62,7 +63,7 @@ def quantized(
     dtype: torch.dtype = torch.float16,
     shuffles: bool = False,
 ) -> Integers:
-    """Quantise by rounding to the nearest, in groups of columns.
+    """Quantise `weight` by rounding to the nearest, in groups of columns.
 
     dtype      of the scales
     shuffles   give the columns to the groups at random, as GPTQ does with desc_act
@@ -186,7 +187,8 @@ def int_quantized(*, symmetric: bool) -> QuantFormat:
 
 
 def floats(weight: Floats, scales: Tensor, by_number: Tensor) -> tuple[Tensor, Floats]:
-    """Return float8 numbers and what they stand for; `by_number` are scales [rows, columns]."""
+    """Return (float8 numbers, the numbers that they stand for). `by_number` has a scale for each
+    number."""
     codes = (torch.from_numpy(weight) / by_number).to(torch.float8_e4m3fn)
     return codes, (codes.float() * by_number).numpy()
 
@@ -248,9 +250,7 @@ FORMATS: dict[str, QuantFormat] = {
 
 def write_quantized(path: Path, model: Any, form: QuantFormat) -> tuple[Path, Path]:
     """Write a model twice: with its layers quantised, and with the numbers that these stand for.
-
-    Embeddings, the head and routers stay as they are. Returns both directories.
-    """
+    Embeddings, the head and routers stay as they are. Returns both directories."""
     ours, dense = path / "quantized", path / "dense"
     for each in (ours, dense):
         write_directory(each, model)

@@ -30,8 +30,8 @@ ROLES = {
 
 
 class RandomTensors:
-    """A source that makes up each tensor, the same one for the same name. All numbers are exact in
-    bfloat16."""
+    """A source that makes up each tensor from its name, so that a name always has the same tensor.
+    All numbers are exact in bfloat16."""
 
     def read_into(self, name: str, target: Tensor, index: int | None = None) -> None:
         generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {index}".encode()))

@@ -1,4 +1,4 @@
-"""A client of an engine that sends exactly the messages of a test, and nothing by itself."""
+"""A client of an engine that sends only the messages of a test, and nothing by itself."""
 
 from __future__ import annotations
 

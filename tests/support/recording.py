@@ -88,9 +88,9 @@ KINDS: list[tuple[SamplingParams, Body | None]] = [
 @dataclass(frozen=True)
 class RecordedRequest:
     """A request, the number of steps after which it arrives, and the number of further steps after
-    which it is aborted.
+    which it is aborted (None: it is not).
 
-    prefilled   whether its prompt is computed by another engine
+    prefilled   whether another engine computes its prompt
     """
 
     prompt: list[int]
@@ -123,7 +123,7 @@ def tiny_model(folder: Path, seed: int = 3) -> LoadedModel:
 
 
 def make_requests(seed: int, count: int = NUM_REQUESTS) -> list[RecordedRequest]:
-    """Return requests of all kinds. Their prompts begin like one of three conversations. So the
+    """Return requests of all kinds. Each prompt begins like one of three conversations. So the
     prefix cache has a part of many prompts, and all but the last token of a third of them."""
     chance = random.Random(seed)
     talks = [[chance.randrange(1, VOCAB) for _ in range(48)] for _ in range(3)]
@@ -208,7 +208,7 @@ def num_bindings(steps: Iterable[Executed]) -> int:
 
 
 def own_slots(steps: Iterable[Executed]) -> list[Executed]:
-    """Return the same steps, in which every binding has its own slot."""
+    """Return the same steps with a slot of its own for every binding."""
     new_slots: dict[int, int] = {}
     num_slots, rewritten = 0, []
     for step in steps:

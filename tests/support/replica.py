@@ -94,7 +94,7 @@ class Replica:
     """An engine with its worker. `run` computes everything that was added; `outputs[n]` are the
     outputs of request n.
 
-    max_len           tokens of prompt and answer; None: the model's own limit
+    max_len           most tokens of prompt and answer; None: the model's own limit
     options           other fields of EngineConfig
     draft             the draft model, if any
     draft_cost        cost of a draft step that is reported to the engine
@@ -265,9 +265,7 @@ class Replica:
 @contextmanager
 def replica_as_served(*, max_slots: int = 16) -> Iterator[Replica]:
     """Yield a replica of the default model with the dtype and kernels that a server would choose.
-
-    It uses one thread, because two would wait for each other on a busy machine.
-    """
+    It uses one thread, because two would wait for each other on a busy machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     cpu, flags = torch.device("cpu"), cpu_flags()
@@ -298,7 +296,7 @@ def new_cache(loaded: LoadedModel, num_blocks: int, block_tokens: int) -> KVCach
 def new_runner(
     loaded: LoadedModel, slots: SlotTable, cache: KVCache, draft: LoadedModel | None = None
 ) -> Runner:
-    """Return a worker that has computed nothing yet."""
+    """Return a new worker for a loaded model. It has computed nothing yet."""
     dtype, kernels = getattr(torch, loaded.card.dtype), loaded.model.kernels
     attention = select_attention(cache.block_tokens, dtype=dtype, kernels=kernels)
     draft_model = None

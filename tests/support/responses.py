@@ -33,11 +33,8 @@ def a_queued_response(
 
 
 def typed_events(data: bytes) -> list[dict[str, Any]]:
-    """Return the events of a stream.
-
-    Checks that SSE names equal types, that numbers have no gap, and that only the last event ends
-    the response.
-    """
+    """Return the events of a stream. Checks that SSE names equal types, that numbers have no gap,
+    and that only the last event ends the response."""
     frames = data.split(b"\n\n")
     assert frames.pop() == b"", "a stream ends with an empty line"
     events = []
@@ -55,7 +52,7 @@ def typed_events(data: bytes) -> list[dict[str, Any]]:
 
 
 def kinds(events: list[dict[str, Any]]) -> list[str]:
-    """Return the types of the events, without adjacent repeats."""
+    """Return the types of the events. Adjacent repeats are left out."""
     types = [event["type"].removeprefix("response.") for event in events]
     return [kind for i, kind in enumerate(types) if not i or types[i - 1] != kind]
 

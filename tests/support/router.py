@@ -72,7 +72,7 @@ class RouterLine:
         return message.request
 
     def poll(self) -> None:
-        """Send what is due, and dispatch the messages that have arrived."""
+        """Send the messages that are due, and dispatch those that have arrived."""
         messages, reports = self.session.tick(time.monotonic())
         for message in messages:
             self.send(message)
@@ -108,7 +108,8 @@ class Router:
     # ---- commands of the test
 
     def until(self, claim: Callable[[], object], within_s: float) -> bool:
-        """Run the router until the claim is true. Return False if it was not true in time."""
+        """Run the router until `claim` is true. Return False if it was not true within
+        `within_s`."""
         give_up = time.monotonic() + within_s
         while not claim():
             if time.monotonic() > give_up:
@@ -124,7 +125,7 @@ class Router:
         return case
 
     def hand_on(self, case: RouterCase) -> None:
-        """Let D continue the request, now or as soon as P has computed its prompt."""
+        """Let D continue the request, now or as soon as P has computed the prompt."""
         case.is_held = False
         if case.kept:
             self._on(case, HandoffEvent.COMPUTED)

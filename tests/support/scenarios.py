@@ -41,7 +41,7 @@ WITH_TOOLS = {"messages": HI, "tools": TOOLS}
 
 
 def call(name: str, arguments: Any) -> str:
-    """Return a call as the model writes it."""
+    """Return a tool call in the model's format."""
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     return f'<tool_call>\n{{"name": "{name}", "arguments": {text}}}\n</tool_call>'
 
@@ -74,7 +74,7 @@ def without_ids(choices: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]
 
 
 def both(gateway: GatewayProcess, body: dict[str, Any]) -> dict[str, Any]:
-    """Return the answer, after checking that it is the same streamed and whole."""
+    """Return the answer to `body`. Checks that it is the same as a stream and as a whole."""
     chunked, at_once = streamed(gateway, body), fold_chat_response(whole(gateway, body))
     assert without_ids(chunked) == without_ids(at_once)
     return without_ids(chunked)[0]
@@ -124,7 +124,8 @@ def json_schema(schema: Any) -> dict[str, Any]:
 
 
 class Compiling:
-    """A script that refuses the grammars that the engine refuses, and else replies `text`."""
+    """A script that refuses those grammars that a real engine refuses. It replies `text` to the
+    others."""
 
     def __init__(self, text: str = "{}") -> None:
         self.text = text
@@ -141,7 +142,7 @@ class Compiling:
 
 
 class Tasteful:
-    """A script of a model with preferences that is constrained by the engine's own masks.
+    """A script of a model that prefers some tokens. The engine's own masks constrain it.
 
     taste   returns the preferred next tokens after those so far, best first. If the grammar allows
             none of them, the model takes the lowest token that it allows
@@ -176,8 +177,8 @@ class Tasteful:
 
 
 def held_to(*texts: str) -> Script:
-    """Return a script that replies the first of `texts` that the grammar allows, or else as few
-    tokens as possible."""
+    """Return a script that replies the first of `texts` that the grammar allows. If it allows none,
+    the reply ends as soon as possible. Without a grammar the reply is the first text."""
 
     def taste(said: list[int]) -> Iterable[int]:
         for text in texts:

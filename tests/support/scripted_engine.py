@@ -245,7 +245,8 @@ class ScriptedEngine:
         self._decoder: wire.Decoder[ToEngine] = wire.Decoder(ToEngine)
 
     def reset(self) -> None:
-        """Restore the behaviour of the start, and forget past requests. Open requests stay open."""
+        """Restore the engine's behaviour at the start, and forget past requests. Open requests stay
+        open."""
         for name, value in self._first.items():
             setattr(self, name, value)
         self.generates.clear()
@@ -304,11 +305,8 @@ class ScriptedEngine:
             self._failure = error
 
     def _round(self) -> None:
-        """Read all messages, and make a step if one is due.
-
-        The first step is due `step_s` after the first request, so that requests sent together are
-        answered together.
-        """
+        """Read all messages, and make a step if one is due. The first step is due `step_s` after
+        the first request, so that requests sent together are answered together."""
         wait_s = self._next_step - time.monotonic() if self._talks else 0.02
         was_idle = not self._talks
         timeout_ms = max(0, int(wait_s * 1000 + 0.5))

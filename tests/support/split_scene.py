@@ -216,7 +216,7 @@ class SplitScene:
         assert self.router.until(claim, SET_UP_WITHIN_S), "a request does not reach its state"
 
     def check(self) -> None:
-        """Check that each request is in its state."""
+        """Check that each request is in the state of its name."""
         at_p, at_d = self.split.p.stats(), self.split.d.stats()
         assert (at_p.running, at_p.waiting, at_p.leases) == (1, 0, 4), at_p
         assert (at_d.fetching, at_d.waiting) == (2, 1), at_d

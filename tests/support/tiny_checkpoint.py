@@ -51,8 +51,9 @@ def write_roomy_llama(folder: Path) -> Path:
 def write_babbling_llama(folder: Path) -> Path:
     """Write a model with the tokenizer and the chat template of the default model.
 
-    Its weights are random, so it says anything that it may say: an answer that a grammar does not
-    hold is wrong sooner than one of the default model, and takes a hundredth of the time.
+    Its weights are random, so it writes any token that is allowed. If a grammar does not constrain
+    the answer, the answer is wrong sooner than one of the default model, in a hundredth of the
+    time.
     """
     vocab_size = 49152
     path = smollm2_gguf()

@@ -31,7 +31,7 @@ _BLANKS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerFamily:
-    """How the tokenizers of a model family cut texts, without their vocabulary.
+    """The rules by which the tokenizers of a model family cut texts, without their vocabulary.
 
     splits    patterns; a text is cut by the first, its parts by the second, and so on
     special   added tokens without text
@@ -137,12 +137,12 @@ def family_json(name: str) -> bytes:
 
 
 def chat_template(name: str) -> str:
-    """Return the chat template of a family. "real " at the start of `name` is ignored."""
+    """Return the chat template of the family `name`, which may have the prefix "real "."""
     return (DATA / "chat_templates" / f"{name.removeprefix('real ')}.jinja").read_text()
 
 
 def family_of(name: str) -> TokenizerFamily:
-    """Return the family. "real " at the start of `name` is ignored."""
+    """Return the family `name`, which may have the prefix "real "."""
     return FAMILIES[name.removeprefix("real ")]
 
 
@@ -208,7 +208,7 @@ def family_card(name: str) -> ModelCard:
 
 
 def cuts(items: Any, seed: int) -> list[Any]:
-    """Return `items`, a string or a list, cut into pieces at random places."""
+    """Return the pieces of `items`, a string or a list, cut at random places."""
     rng = random.Random(seed)
     pieces, start = [], 0
     while start < len(items):

@@ -109,7 +109,8 @@ class Model:
         return bind(self.format, self.tokenizer)
 
     def ids(self, text: str) -> list[int]:
-        """Return `text` as this model writes it. A `spelt` marker is not written as its token."""
+        """Return the tokens with which this model writes `text`. A `spelt` marker is not written as
+        its token."""
         found: list[int] = []
         for run in units(text, self.bound.lexicon):
             if isinstance(run, MarkerToken):
@@ -163,16 +164,13 @@ class Model:
 
 
 class Endless(AssertionError):
-    """A walk has not found an end. Each test decides whether that is a failure."""
+    """Raised if a walk has not found an end. Each test decides whether that is a failure."""
 
 
 @dataclass
 class Walk:
-    """Random walk through a grammar, which returns the tokens of an answer.
-
-    It prefers the markup of its format, especially where it does not belong. After PATIENCE steps
-    it prefers to end.
-    """
+    """Random walk through a grammar, which returns the tokens of an answer. It prefers the markup
+    of its format, especially where it does not belong. After PATIENCE steps it prefers to end."""
 
     model: Model
     rng: random.Random
