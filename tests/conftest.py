@@ -1,6 +1,6 @@
-"""What holds for every test: nothing goes online by itself, and nobody takes all the cores.
+"""Settings for all tests: no test uses the network by itself, and none takes all cores.
 
-Set before any library is imported, since they read these once.
+They are set before any library is imported, because libraries read them once.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(params=[1, 2, 3])
 def threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Once with each of so many threads of torch."""
+    """Run the test once with each number of threads of torch."""
     import torch  # few tests need it
 
     before = torch.get_num_threads()
@@ -74,7 +74,7 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """How many answers of which format were read in how many ways, if any were."""
+    """Print how many answers of each format were parsed, and in how many cuts."""
     rows = sorted(_rows() + ELSEWHERE)
     if rows:
         from tests.support import formats

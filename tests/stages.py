@@ -1,4 +1,4 @@
-"""Run the whole suite in stages, each of them even if an earlier one failed, and sum them up.
+"""Runs the whole suite in stages, all of them even if one fails, and prints a summary.
 
 `make test` runs this; arguments go to every stage's pytest:
 

@@ -1,4 +1,4 @@
-"""Who is let in: keys, scopes, hosts, origins, spellings. No sockets."""
+"""Access control: keys, scopes, hosts, origins and spellings of paths. No sockets."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ def gate(keys: dict[str, KeyEntry] | None = KEYS, **config: Any) -> Gate:
 def visit(
     rule: str | None, method: str = "GET", *, target: str | None = None, **changes: Any
 ) -> RequestHead:
-    """`headers` by name, with - written as _; a good Host unless they say otherwise."""
+    """Return the head of a request. `changes` are headers, with _ for -, or fields of RequestHead.
+    The Host is allowed by default."""
     own = {"peer": "127.0.0.1", "protocol": "HTTP/1.1"}
     fields = {name: changes.pop(name, value) for name, value in own.items()}
     headers = Headers({"Host": "localhost:8000"})
@@ -156,7 +157,7 @@ def keys_file(tmp_path: Path) -> Path:
 
 
 def rewrite(path: Path, *names: str) -> None:
-    """As an editor does it: another file in its place."""
+    """Replace the keys file by another one, as an editor does."""
     draft = path.with_suffix(".new")
     draft.write_text("".join(f'[keys.{n}]\ndigest = "{digest_of(n)}"\n' for n in names))
     os.replace(draft, path)

@@ -1,4 +1,4 @@
-"""The emitted arguments of a call: at any time the start of an object, in the end an object."""
+"""The emitted arguments of a call always start a JSON object, and end as one."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""docs/api-chat.md names fields that exist. Its examples are run by
-tests/e2e/test_docs_blocks.py."""
+"""docs/api-chat.md names only fields that exist. tests/e2e/test_docs_blocks.py runs its
+examples."""
 
 from __future__ import annotations
 

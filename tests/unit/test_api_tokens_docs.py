@@ -1,5 +1,4 @@
-"""docs/api-tokens.md names every field there is. Its examples are run by
-tests/e2e/test_docs_blocks.py."""
+"""docs/api-tokens.md names every field. tests/e2e/test_docs_blocks.py runs its examples."""
 
 from __future__ import annotations
 

@@ -188,7 +188,7 @@ def test_compiled_attention_equals_the_reference_for_any_mix_of_rows(
 
 @pytest.mark.parametrize("name", ["torch", *NAMES])
 def test_a_sink_far_from_all_scores_leaves_all_weight_or_none(name: str) -> None:
-    """e to the power of the difference is infinite, or zero."""
+    """The exponential of the difference is infinite, or zero."""
     case = paged_case((700, 1), (3, 1), (30, 40), group=1, zeroed=True)
     attention = paged(case) if name == "torch" else native(name, case)
     ours = case.attend(attention, sinks=torch.tensor([-1e4, 1e4]))

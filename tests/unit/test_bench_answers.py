@@ -1,4 +1,4 @@
-"""Answers are read alike for any cut of their bytes, and every failure is reported."""
+"""Answers are parsed alike however their bytes are cut, and every failure is reported."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ STREAM = b": keep-alive\n\n" + text("Hel") + text("") + text("lo\n") + USAGE + D
 
 
 def chunked(body: bytes, *, trailer: bytes = b"") -> bytes:
-    """As a server frames it that writes a few bytes at a time."""
+    """Return `data` in chunked transfer coding, in chunks of a few bytes."""
     pieces = [body[at : at + 50] for at in range(0, len(body), 50)]
     framed = b"".join(f"{len(p):x};x=1\r\n".encode() + p + b"\r\n" for p in pieces)
     return HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + framed + b"0\r\n" + trailer + b"\r\n"
@@ -57,7 +57,7 @@ def unmeasured(body: bytes) -> bytes:
 
 
 def cuts(data: bytes) -> list[list[bytes]]:
-    """Whole, by the byte, and at random."""
+    """Return `data` whole, cut into single bytes, and cut at random places."""
     source = random.Random(3)
     ways = [[data], [data[at : at + 1] for at in range(len(data))]]
     for _ in range(10):
@@ -67,7 +67,7 @@ def cuts(data: bytes) -> list[list[bytes]]:
 
 
 def read(pieces: list[bytes], *, closes: bool = True) -> AnswerReader:
-    """Each piece comes a second after the one before it."""
+    """Return a reader of these pieces, which arrive one second after another."""
     reader = AnswerReader(BenchAnswer(started=0.0, requested_tokens=7))
     for now, piece in enumerate(pieces, start=1):
         reader.push(piece, float(now))

@@ -1,4 +1,4 @@
-"""Bytes in, a checked struct or the name of the field at fault out."""
+"""The body of a request becomes a checked struct, or an error that names the field."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_body_may_be_as_long_as_the_limit_and_no_longer() -> None:
 
 
 class BrokenStream(io.BytesIO):
-    """A body whose transfer coding turns out to be broken, as gunicorn's reader says it."""
+    """A body whose transfer coding is broken. Reading it raises the error of gunicorn's reader."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__()

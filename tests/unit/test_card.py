@@ -1,4 +1,4 @@
-"""The card of a model without weights, and the sampling defaults that it brings."""
+"""The card of a model without weights, and its sampling defaults."""
 
 from __future__ import annotations
 

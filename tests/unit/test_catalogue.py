@@ -40,7 +40,7 @@ SMALL = dataclasses.replace(
 
 
 def cached(entry: Entry, cache: Path) -> Path:
-    """The file in place and verified, as after a fetch."""
+    """Store the file of `entry` in `cache`, verified as after a fetch. Return its path."""
     file = cached_file(entry, cache)
     file.parent.mkdir(parents=True)
     file.write_bytes(CONTENT)

@@ -62,7 +62,7 @@ ENVELOPE = OpenAIEnvelope("chatcmpl-1", 'model "m"', "print", created=12)
 
 
 class ReceivedChunks:
-    """A stream, and the bytes that it wrote."""
+    """A sink that writes a stream, and the bytes that it wrote."""
 
     def __init__(
         self,
@@ -380,7 +380,7 @@ def test_the_template_of_a_completions_text_has_the_bytes_of_the_struct(
 
 @pytest.mark.parametrize("includes_usage", [False, True])
 def test_an_event_has_the_same_chunk_alone_and_among_others(includes_usage: bool) -> None:
-    """The chunk of a single event is written with a template."""
+    """The chunk of a single event is made from a template of bytes."""
     bits: list[Event] = [
         Reasoning('"hm"\n'),
         Content("well — so"),

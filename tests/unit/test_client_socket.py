@@ -1,4 +1,4 @@
-"""How streams are written, and the versions of gunicorn and gevent that this rests on."""
+"""Where streams are written, and the versions of gunicorn and gevent that this depends on."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ SETUP = (oldest.ROOT / "setup.py").read_text()
 
 
 def a_worker(worker_class: Any = GeventWorker, **settings: Any) -> SimpleNamespace:
-    """A worker's own settings and its own answer, without sockets."""
+    """Return a gunicorn worker without sockets: its settings and its method
+    `is_already_handled`."""
     config = Config()
     for name, value in settings.items():
         config.set(name, value)
@@ -74,7 +75,8 @@ def test_only_http_1_1_without_tls_is_taken_over(
 
 @pytest.mark.parametrize("library", oldest.LIBRARIES)
 def test_the_installed_version_is_an_end_of_the_allowed_range(library: str) -> None:
-    """Elsewhere, all tests have the newest; in `python -m tests.oldest`, these have the oldest."""
+    """In `python -m tests.oldest` these tests run with the oldest versions; otherwise all tests run
+    with the newest."""
     ends = re.search(rf'"{library}>=([\d.]+),<(\d+)\.(\d+)"', SETUP)
     assert ends, f"setup.py gives no range for {library}"
     lowest, major, minor = ends[1], int(ends[2]), int(ends[3])

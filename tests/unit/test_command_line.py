@@ -33,7 +33,7 @@ OURS = {flag.name for _, config in CONFIGS for flag in flags_of(config)}
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """Return the one line with which `tidegate WORDS` ends, as a usage error."""
+    """Return the one line with which `tidegate WORDS` reports a usage error."""
     with pytest.raises(SystemExit) as ended:
         sys.exit(main(words))
     assert ended.value.code == 2
@@ -248,7 +248,7 @@ def test_a_key_is_written_once_and_says_where(
 
 
 class Numbers(msgspec.Struct):
-    """A tuple of numbers."""
+    """A config with a tuple of numbers."""
 
     sizes: Annotated[tuple[Annotated[int, msgspec.Meta(ge=1, le=9)], ...], about("how many")] = (
         1,

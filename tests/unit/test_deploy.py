@@ -1,6 +1,6 @@
-"""The files in deploy/ work as they are.
+"""The files in deploy/ are correct.
 
-The dashboard names series that exist; the systemd unit, the image and the manifest start a command
+The dashboard names metrics that exist. The systemd unit, the image and the manifest start a command
 with options that exist.
 """
 
@@ -52,7 +52,7 @@ def expressions(dashboard: dict[str, Any]) -> Iterator[str]:
 
 
 def kinds() -> dict[str, str]:
-    """Our series that are no gauges of the engine -> what they are."""
+    """Return the type of each metric of the gateway by its name."""
     return {metric.name: metric.type for metric in Metrics(list).registry.collect()}
 
 
@@ -92,7 +92,7 @@ def test_panels_have_ids_and_places_of_their_own(dashboard: dict[str, Any]) -> N
 
 
 class Unit(configparser.RawConfigParser):
-    """systemd's files may say a key several times; the last is kept here."""
+    """A systemd unit, which may contain a key several times. The last value counts."""
 
     def __init__(self) -> None:
         super().__init__(strict=False, delimiters=("=",), comment_prefixes=("#",))
@@ -116,7 +116,7 @@ def test_the_unit_starts_a_command_with_options_that_exist(
 
 
 def check_serve(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """Raise AssertionError unless this is `tidegate serve` with options that it has."""
+    """Raise AssertionError unless `words` is `tidegate serve` with options that exist."""
     program, command, *options = words
     assert (Path(program).name, command) == ("tidegate", "serve")
     with pytest.raises(SystemExit):

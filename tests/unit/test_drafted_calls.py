@@ -1,4 +1,5 @@
-"""Requests whose answers cannot end in their thinking, so that a call in it is a draft."""
+"""Requests whose answers cannot end inside their thinking. A call in the thinking is only a
+draft."""
 
 from __future__ import annotations
 

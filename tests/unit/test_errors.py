@@ -20,9 +20,8 @@ SHOWN_AS_ID = (EngineError, StepFailed, WireError)
 
 
 def leaves(kind: type[ServingError]) -> Iterator[type[ServingError]]:
-    """Yield the errors that may reach a gateway: all classes of the tree in `protocol` but its two
-    branches and its root. Other rooms have errors of their own, which end a process.
-    """
+    """Yield the errors that may reach a gateway: the classes in `protocol` below ServingError and
+    its two branches. Errors of other packages end a process."""
     if kind not in (ServingError, RequestError):
         yield kind
     for each in kind.__subclasses__():

@@ -177,7 +177,8 @@ RUN = "import sys, tidegate; sys.exit(tidegate.main())"
 
 
 def install(site: Path, name: str, files: Mapping[str, str]) -> None:
-    """Write files and their list, as an installer does; what is there is replaced."""
+    """Write the files of a package and its RECORD, as an installer does. Existing files are
+    overwritten."""
     for path, text in files.items():
         (site / path).parent.mkdir(parents=True, exist_ok=True)
         (site / path).write_text(text)
@@ -189,7 +190,7 @@ def install(site: Path, name: str, files: Mapping[str, str]) -> None:
 
 @pytest.fixture
 def site(tmp_path: Path) -> Path:
-    """A folder of installed packages with ours in it, small."""
+    """Return a folder of installed packages that contains a small Tidegate."""
     site = tmp_path / "site"
     own = {f"protocol/{name}.py": (HOME / f"protocol/{name}.py").read_text() for name in ["rooms"]}
     own |= {"tidegate.py": (HOME / "tidegate.py").read_text()}
@@ -198,7 +199,7 @@ def site(tmp_path: Path) -> Path:
 
 
 def tidegate(site: Path) -> subprocess.CompletedProcess[str]:
-    """The command, as it is installed there."""
+    """Run the `tidegate` command that is installed in `site`."""
     code = f"import sys; sys.path[:0] = [{str(site)!r}]; {RUN}"
     return subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True)
 
@@ -283,7 +284,7 @@ def test_a_folder_or_a_module_that_hides_an_editable_install_is_named(
 
 
 def problems_of(site: Path, *, thorough: bool = False) -> list[PackageProblem]:
-    """As the programs that are installed there find them."""
+    """Return the problems that programs installed in `site` find."""
     code = (
         f"import json, sys; sys.path[:0] = [{str(site)!r}]; from protocol.rooms import check_rooms;"
         f"found = check_rooms(thorough={thorough});"

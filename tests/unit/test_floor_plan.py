@@ -1,4 +1,4 @@
-"""The star: a room imports itself, `protocol`, the standard library and its own libraries."""
+"""The imports of each package: itself, `protocol`, the standard library and its own libraries."""
 
 from __future__ import annotations
 
@@ -130,13 +130,13 @@ def files(room: str) -> Iterator[Path]:
 
 @cache
 def nodes_of(path: Path) -> list[ast.AST]:
-    """Return everything in a file, the module first."""
+    """Return all syntax nodes of a file, the module first."""
     return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
 
 
 @cache
 def imported_by(path: Path) -> set[str]:
-    """The top-level packages that a file imports, anywhere in it."""
+    """Return the top-level packages that a file imports anywhere."""
     own = path.relative_to(ROOT).parts[0]
     names = set()
     for node in nodes_of(path):
@@ -175,7 +175,8 @@ def test_no_room_calls_what_reads_or_writes_such_a_format(room: str) -> None:
 
 
 def test_a_program_under_test_that_unpickles_ends() -> None:
-    """Every test that starts our processes therefore also tests that none of them does."""
+    """All programs under test run with this check. So every such test also checks that nothing is
+    unpickled."""
     code = "import pickle; print('begun', flush=True); pickle.loads(pickle.dumps(print))"
     with Program(["-c", code]) as program:
         assert program.end() == 97
@@ -206,7 +207,7 @@ def test_what_the_gateway_makes_of_text_knows_no_socket_and_no_greenlet(folder: 
 
 
 def gateway_imports(path: Path) -> set[str]:
-    """The gateway's modules and folders that a file of it imports, anywhere in it."""
+    """Return the gateway's modules and folders that one of its files imports anywhere."""
     modules = set()
     for node in nodes_of(path):
         if isinstance(node, ast.Import):
@@ -241,7 +242,7 @@ def test_imports_in_the_gateway_go_down_only() -> None:
 
 
 def catches_everything(node: ast.AST) -> bool:
-    """Whether this is an `except`, or a `suppress`, of every exception."""
+    """Return whether `node` is an `except` or a `suppress` of every exception."""
     if isinstance(node, ast.ExceptHandler):
         kinds = [node.type] if not isinstance(node.type, ast.Tuple) else node.type.elts
     elif isinstance(node, ast.Call):
@@ -266,7 +267,7 @@ def test_only_listed_files_catch_every_exception() -> None:
 
 
 def test_only_listed_files_read_the_environment() -> None:
-    """Below them, a function that needs a value takes an argument."""
+    """Functions in other files get such values as arguments."""
     names = {"environ", "environb", "getenv", "putenv"}
     found = set()
     node: Any

@@ -1,4 +1,4 @@
-"""One request over a pair of engines: its table, walked in every way."""
+"""One request over a prefill and a decode engine: all sequences of events of its state table."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ ENDS = {HandoffEvent.STOPPED, HandoffEvent.FINISHED, HandoffEvent.ABORT}
 
 
 def walks(most: int) -> list[tuple[HandoffState, list[HandoffEvent], list[HandoffAction]]]:
-    """Every way from both beginnings, of at most so many events: (where it is, how, what was
-    done)."""
+    """Return all sequences of at most `most` events from both first states: (last state, events,
+    actions)."""
     ways: list[tuple[HandoffState, list[HandoffEvent], list[HandoffAction]]] = []
     found = [*ways, (HandoffState.COMPUTING, [], []), (HandoffState.DECODING, [], [])]
     for _ in range(most):

@@ -1,4 +1,4 @@
-"""Work beside the greenlets: what it raises is told to who waits for it, and to nobody else."""
+"""Functions in threads: an exception is raised in the greenlet that waits, and printed nowhere."""
 
 from __future__ import annotations
 

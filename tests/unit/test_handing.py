@@ -1,4 +1,4 @@
-"""What routers may say of K/V, and what they may not."""
+"""The values that routers may send in `kv_transfer_params`, and those that are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory that was needed for a moment does not stay with the process."""
+"""Memory that was needed temporarily is returned to the system."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What JSON holds is counted before it is decoded, however it is cut."""
+"""The contents of a JSON text are counted before it is decoded, however the text is cut."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The paged cache, and its blocks as bytes: both ends cut the same chunks, and blocks are put where
-they belong. Two layouts differ if, and only if, their caches do."""
+"""The paged cache and its blocks as bytes. Both ends of a transfer cut the same chunks, blocks are
+written to the right places, and two layouts are equal only if their caches are."""
 
 from __future__ import annotations
 

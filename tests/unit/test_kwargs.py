@@ -1,4 +1,5 @@
-"""One function says what the template is told; requests cannot say what is said elsewhere."""
+"""One function computes the template's kwargs. Requests cannot set in kwargs what has a field of
+its own."""
 
 from __future__ import annotations
 

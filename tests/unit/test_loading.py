@@ -28,7 +28,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def directory(original: Path, tmp_path: Path) -> Path:
-    """A copy of the checkpoint, which a test may damage."""
+    """Return a copy of the checkpoint, which a test may damage."""
     return Path(shutil.copytree(original, tmp_path / "tiny"))
 
 

@@ -424,7 +424,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 def faults(way: str) -> int:
-    """Pages that the system gave anew, in all steps but the first."""
+    """Return the number of page faults in all steps but the first."""
     ran = subprocess.run(
         [sys.executable, "-c", PROGRAM, way], capture_output=True, text=True, check=False
     )

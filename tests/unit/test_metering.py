@@ -1,4 +1,4 @@
-"""Tokens of thinking: the same count however the answer's ids are cut."""
+"""The count of thinking tokens is the same however the answer's token ids are cut."""
 
 from __future__ import annotations
 

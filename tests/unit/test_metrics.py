@@ -1,4 +1,4 @@
-"""What Prometheus is told: all that an engine counts, and of each request how well was guessed."""
+"""The exported metrics: all statistics of engines, and the accepted drafts of each request."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_every_number_that_an_engine_tells_has_its_series() -> None:
 
 
 def samples(metrics: list[Metric]) -> dict[tuple[str, ...], float]:
-    """(name, label values ...) -> value"""
+    """Return (name, label values ...) -> value."""
     return {
         (sample.name.removeprefix("tidegate_engine_"), *sample.labels.values()): sample.value
         for metric in metrics

@@ -1,4 +1,4 @@
-"""docs/metrics.md names what `/metrics` tells, all of it and nothing else; so do deploy/ and its
+"""docs/metrics.md lists the names in `/metrics`, all of them and no others. So do deploy/ and its
 dashboard."""
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ SERIES = re.compile(r"(?:tidegate_|vllm:)[a-z0-9_]+[a-z0-9]")
 
 
 def told_names(metrics: Iterable[Metric]) -> set[str]:
-    """As they are asked for: counters end in _total, of a histogram the name alone."""
+    """Return the names of the metrics as queries spell them: counters end in _total, histograms
+    have no suffix."""
     return {f"{m.name}_total" if m.type == "counter" else m.name for m in metrics}
 
 
 def every_name() -> set[str]:
-    """All that a server can tell."""
+    """Return the name of every metric that a server can export."""
     ours = Metrics(list)
     engine = list(engine_metrics([([], EngineStats(total_blocks=1))], []))
     sources = told_names([*ours.registry.collect(), *engine]) | {"tidegate_engine_up"}
@@ -46,7 +47,7 @@ def test_every_series_is_in_the_documentation_and_no_other() -> None:
 
 
 def labels_of_series() -> dict[str, set[str]]:
-    """Names as in the documentation -> labels."""
+    """Return the labels of each metric, by its name in the documentation."""
     labels = {"tidegate_engine_up": set[str]()}
     for spec in Metrics(list).specs:
         labels[spec.name] = set(spec.labels)

@@ -1,4 +1,5 @@
-"""A model gives the same answers on the compiled kernels as in torch; and the choice of kernels."""
+"""A model gives the same answers on the compiled kernels as in torch. Also the choice of
+kernels."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def load(path: Path, kernels: Kernels, dtype: torch.dtype, form: str = "auto") -
 
 
 def answers(loaded: LoadedModel) -> list[Tensor]:
-    """Logits of a prompt, then of a step that mixes a decode row and a chunk."""
+    """Return the logits of a prompt, and of a step that mixes a decode row and a chunk."""
     config = loaded.spec
     blocks = scattered(16, 4, 4)
     dtype = getattr(torch, loaded.card.dtype)

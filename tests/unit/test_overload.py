@@ -112,7 +112,7 @@ def test_queue_timeouts_are_predicted_among_several_accounts(accounts: int) -> N
 
 
 def test_requests_past_their_queue_timeout_are_never_computed() -> None:
-    """The queue has practically no other limit."""
+    """The queue has no other limit that matters here."""
     paced, requests = offered(400, 4.0, max_waiting=10_000, queue_timeout_s=0.1)
     assert done_per_s(requests, 4.0) >= 0.9 * peak_per_s()
     begun = [one for one in requests if one.first_at is not None]

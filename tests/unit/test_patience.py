@@ -1,4 +1,4 @@
-"""How long a request may take: its own word, its client's, the operator's."""
+"""The time limits of a request: its own fields, its client's timeout, the operator's defaults."""
 
 from __future__ import annotations
 

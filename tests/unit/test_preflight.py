@@ -1,4 +1,4 @@
-"""Whether a model can be served is known before torch is imported."""
+"""The check whether a model can be served, which does not import torch."""
 
 from __future__ import annotations
 

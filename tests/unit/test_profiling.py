@@ -1,5 +1,5 @@
-"""Profiles: one at a time, ended when its client leaves; the trace file; and CPU time read from
-/proc."""
+"""Profiles: one at a time, and ended when the client leaves. Also the trace file, and CPU times
+from /proc."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arrays, errors, sampling bounds, configs, keys: the small words."""
+"""Arrays, errors, sampling bounds, configs and keys of the protocol."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantised safetensors: what is refused, how layers stay packed, and what the plan says."""
+"""Quantised safetensors: refusals, layers that stay packed, and the memory plan."""
 
 from __future__ import annotations
 

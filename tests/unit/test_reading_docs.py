@@ -1,4 +1,4 @@
-"""docs/formats.md says what the code says."""
+"""docs/formats.md agrees with the code."""
 
 from __future__ import annotations
 

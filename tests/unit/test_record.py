@@ -1,4 +1,4 @@
-"""The record of a request: what counts as accepted, how it ended, where its time went."""
+"""The record of a request: whether it was accepted, how it ended, and the time of each stage."""
 
 from __future__ import annotations
 

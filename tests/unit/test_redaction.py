@@ -1,4 +1,4 @@
-"""What a log says of an exception: where and what kind, not with which words."""
+"""The log of an exception has its frames and its type, but not its message."""
 
 from __future__ import annotations
 

@@ -286,7 +286,7 @@ def test_the_usage_chunk_is_sent_only_if_the_chat_requests_usage() -> None:
 
 
 def test_the_prompts_token_ids_decide_how_the_answer_starts() -> None:
-    """The prompt that was sent differs from the one that the request is rendered to."""
+    """The prompt that the client sends differs from the one that the chat request would render."""
     one = trip("hm\n</think>\n\nSo.", chat_template_kwargs={"enable_thinking": False})
     response, chunks = one.generate(one.render_chat())
     inside = marked_ids("<user>Hi<assistant><think>\n")

@@ -1,4 +1,4 @@
-"""What is under version control: rooms and files that people wrote, and nothing that a run left."""
+"""The files under version control: packages and files that people wrote, and no output of a run."""
 
 from __future__ import annotations
 
@@ -90,7 +90,8 @@ PRIVATE_PATH = re.compile(r"(protocol|gateway|engine_core|worker|tools)[\w.]*\._
 
 @pytest.fixture(scope="module")
 def nodes_of_tests(tracked: list[Path]) -> list[tuple[str, ast.AST]]:
-    """(file and line, node) of everything in the tests that may be a private name or a sleep."""
+    """Return (file and line, node) for every node in the tests that may be a private name or a
+    sleep."""
     kinds = (ast.Attribute, ast.ImportFrom, ast.Constant, ast.Call)
     return [
         (f"{path}:{node.lineno}", node)
@@ -120,7 +121,7 @@ def test_no_test_uses_a_private_name(nodes_of_tests: list[tuple[str, ast.AST]]) 
 
 
 def is_sleep(node: ast.AST) -> bool:
-    """`sleep(0)` lets others run, and takes no time."""
+    """Return whether `node` calls `sleep` with a duration. `sleep(0)` takes no time."""
     match node:
         case ast.Call(func=ast.Attribute(attr="sleep"), args=[ast.Constant(value=0)]):
             return False

@@ -1,4 +1,5 @@
-"""Rotary embeddings: the frequencies of transformers, and scores that depend on distance alone."""
+"""Rotary embeddings: the frequencies equal those of transformers, and scores depend only on the
+distance of positions."""
 
 from __future__ import annotations
 

@@ -247,7 +247,7 @@ def test_columns_report_no_more_top_tokens_than_are_possible():
 # ---- the tensors of a step
 @dataclass
 class BatchRow:
-    """A row in plain Python: its slot, tokens and blocks, the computed positions, and whether it
+    """A row in plain Python: its slot, tokens and blocks, the positions to compute, and whether it
     samples."""
 
     slot: int

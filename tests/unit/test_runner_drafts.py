@@ -288,7 +288,8 @@ def test_a_step_with_a_draft_model_has_the_same_tokens_and_logprobs() -> None:
 
 
 def test_rows_request_different_numbers_of_proposals() -> None:
-    """Slot 1 has an incomplete prompt. The draft model does not follow slot 2 in the first step."""
+    """Slot 1 has an incomplete prompt. The draft model computes nothing for slot 2 in the first
+    step."""
     runner = runner_with_draft_model()
     (one, a), (two, b), (three, c) = (
         bound_to(slot, tokens) for slot, tokens in enumerate((PROMPT, [*OTHER, 1, 2], OTHER))
@@ -330,7 +331,7 @@ def test_the_draft_model_continues_after_the_last_right_draft(right: int) -> Non
 
 
 def test_shared_blocks_hold_the_draft_models_keys() -> None:
-    """A request whose prompt was found in the prefix cache is followed from there."""
+    """If the prompt's blocks are in the prefix cache, the draft model continues after them."""
     runner, tokens = runner_with_draft_model(), [*PROMPT, 4, 8, 15, 16]
     init, blocks = bound_to(0, tokens)
     runner.step(step_plan(bind=[init], zero=blocks, rows=[(0, 0, 9, True)], follow={0: (0, 1)}))

@@ -37,7 +37,7 @@ def test_every_optional_field_may_be_null(kind: type[msgspec.Struct]) -> None:
 
 
 def without_none(annotation: Any) -> Any:
-    """X | None -> X"""
+    """Return X for the annotation X | None."""
     members = get_args(annotation)
     return members[0] if type(None) in members else annotation
 

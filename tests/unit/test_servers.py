@@ -1,4 +1,4 @@
-"""How commands find a server, what they say of it, and how they talk to it."""
+"""How commands find a server, what they print about it, and how they send it requests."""
 
 from __future__ import annotations
 

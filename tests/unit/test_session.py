@@ -1,4 +1,4 @@
-"""The client's half of the conversation: exactly one end for each request, come what may."""
+"""A client's session: each request ends exactly once, in any order of events."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def opened(session: Session) -> int:
 
 
 def ends(news: Sequence[tuple[int, Any]]) -> dict[int, str]:
-    """request -> code of the error that ended it."""
+    """Return {request: code of the error that ended it}."""
     return {
         request: output.error.code
         for request, output in news
@@ -196,8 +196,8 @@ def test_the_session_sends_hello_after_a_silence() -> None:
 
 @pytest.mark.parametrize("epoch", ["e1", "e2"])
 def test_a_late_pong_does_not_change_the_reported_cause_of_a_loss(epoch: str) -> None:
-    """Whoever asks before the next Welcome is told why there is no engine: not that one was
-    restarted which only was silent, or which said itself why it ended."""
+    """A request before the next Welcome gets the first cause: the engine was silent, or sent the
+    reason of its end. The cause is not replaced by a restart."""
     silent, ended = connected(), connected()
     for tenth in range(1, 66):
         silent.tick(tenth / 10)
@@ -354,7 +354,7 @@ def address(tmp_path: Path) -> str:
 
 
 def sent_to(router: zmq.Socket[bytes]) -> Iterator[ToEngine]:
-    """Yield what has come, until nothing does for a while after the first."""
+    """Yield the messages that have arrived, until none arrives for QUIET_MS after the first."""
     decoder: wire.Decoder[ToEngine] = wire.Decoder(ToEngine)
     timeout_ms = int(HANG_S * 1000)
     while router.poll(timeout_ms):

@@ -1,4 +1,4 @@
-"""Who hears an answer, and what a choice counts of what it is told."""
+"""The sinks of an answer, and the counters of a choice."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_tokens_behind_the_end_and_what_was_fetched_are_not_counted() -> None:
 
 
 def judged(demand: ToolChoiceCheck, *names: str) -> list[str]:
-    """Codes of the warnings before the end of an answer that has called these tools."""
+    """Return the codes of the warnings at the end of an answer that has called these tools."""
     choice = a_choice()
     for index, name in enumerate(names):
         choice.warn_if_unmet(demand, OutputDelta([ToolCall(index, "id", name)]))

@@ -1,6 +1,6 @@
-"""A client that takes nothing is told less often, and everything; what waits for it is bounded.
+"""A client that pauses gets its whole answer in fewer deltas; the pending output is bounded.
 
-How a client is known to take nothing: tests/unit/test_sse.py.
+tests/unit/test_sse.py tests how such a client is detected.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from protocol.messages import Output, TokenLogprobs, Usage
 from protocol.sampling import SamplingParams
 from tests.support.scripted_engine import EOS, ids_of, scripted_card, scripted_logprob
 
-SAID = "Größe, 🙂 and what comes after it."
+TEXT = "Größe, 🙂 and what comes after it."
 
 
 class SentFrames:
-    """A sink, and what it was told; `then` is called with each delta."""
+    """A sink that records its deltas and ends, and calls `then` after each delta."""
 
     def __init__(self, num_choices: int, then: Callable[[], None] = lambda: None) -> None:
         self.fold = CollectSink(num_choices)
@@ -35,7 +35,7 @@ class SentFrames:
         self._then = then
 
     def delta(self, choice: Choice, delta: OutputDelta) -> None:
-        assert not self.ends, "news after the end"
+        assert not self.ends, "a delta after the end"
         self.deltas.append((choice.index, delta))
         self.fold.delta(choice, delta)
         self._then()
@@ -56,8 +56,8 @@ def an_answer(num_choices: int = 1, **options: object) -> ChoiceGroup:
 
 
 def token_by_token(ids: list[int], logprobs: int = 1) -> list[Output]:
-    """All that the engine says of one request."""
-    said = [
+    """Return the engine's outputs of one request, one token each."""
+    outputs = [
         Output(request=1, tokens=[token], logprobs=[scripted_logprob(token, logprobs)])
         for token in ids
     ]
@@ -66,76 +66,74 @@ def token_by_token(ids: list[int], logprobs: int = 1) -> list[Output]:
     end = Output(
         request=1, tokens=[EOS], logprobs=[last], finish="stop", stop_token=EOS, usage=usage
     )
-    return [*said, end]
+    return [*outputs, end]
 
 
-def folded(told: SentFrames) -> list[tuple[object, ...]]:
-    return [(merged(w.events), w.token_ids, w.logprobs) for w in told.fold.whole]
+def folded(sent: SentFrames) -> list[tuple[object, ...]]:
+    return [(merged(w.events), w.token_ids, w.logprobs) for w in sent.fold.whole]
 
 
-# ---- what waits
-def test_what_waits_is_one_piece_for_each_choice_in_the_order_they_were_heard_of() -> None:
+# ---- pending output
+def test_pending_deltas_are_merged_per_choice_in_the_order_of_their_first_delta() -> None:
     one, two = an_answer(2).choices
-    untold, told = PendingOutput(), SentFrames(2)
-    untold.delta(two, OutputDelta([Reasoning("Hm")], [5], [TokenLogprobs(5, -1.0, 1)]))
-    untold.delta(one, OutputDelta([Content("a")], [1]))
-    untold.delta(two, OutputDelta([Reasoning("."), Content("b")], [6, 7]))
-    untold.delta(two, OutputDelta([Content("c"), Finished("stop")], [8]))
-    untold.end()
-    assert [untold.emit_next(told) for _ in range(4)] == [True, True, True, False]
+    pending, sent = PendingOutput(), SentFrames(2)
+    pending.delta(two, OutputDelta([Reasoning("Hm")], [5], [TokenLogprobs(5, -1.0, 1)]))
+    pending.delta(one, OutputDelta([Content("a")], [1]))
+    pending.delta(two, OutputDelta([Reasoning("."), Content("b")], [6, 7]))
+    pending.delta(two, OutputDelta([Content("c"), Finished("stop")], [8]))
+    pending.end()
+    assert [pending.emit_next(sent) for _ in range(4)] == [True, True, True, False]
     whole: list[Event] = [Reasoning("Hm."), Content("bc"), Finished("stop")]
-    assert told.deltas == [
+    assert sent.deltas == [
         (1, OutputDelta(whole, [5, 6, 7, 8], [TokenLogprobs(5, -1.0, 1)])),
         (0, OutputDelta([Content("a")], [1], [])),
     ]
-    assert told.ends == [None]
+    assert sent.ends == [None]
 
 
-def test_waiting_changes_nothing_of_what_was_told_before() -> None:
+def test_merging_does_not_change_the_deltas_that_were_added() -> None:
     (choice,) = an_answer().choices
-    untold = PendingOutput()
+    pending = PendingOutput()
     first = OutputDelta([Content("a")], [1])
-    untold.delta(choice, first)
-    untold.delta(choice, OutputDelta([Content("b")], [2]))
+    pending.delta(choice, first)
+    pending.delta(choice, OutputDelta([Content("b")], [2]))
     assert first == OutputDelta([Content("a")], [1])
 
 
-def test_tokens_and_the_alternatives_told_with_them_are_much_together(
+def test_alternative_tokens_in_logprobs_count_towards_the_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("gateway.generation.sinks.MAX_PENDING", 12)
     (choice,) = an_answer().choices
-    untold = PendingOutput()
-    untold.delta(choice, OutputDelta([], [1] * 5))
-    untold.delta(choice, OutputDelta([], [1], [scripted_logprob(1, 5)]))
-    assert not untold.is_full
-    untold.delta(choice, OutputDelta([], [1]))
-    assert untold.is_full
-    untold.emit_next(SentFrames(1))
-    assert not untold.is_full
+    pending = PendingOutput()
+    pending.delta(choice, OutputDelta([], [1] * 5))
+    pending.delta(choice, OutputDelta([], [1], [scripted_logprob(1, 5)]))
+    assert not pending.is_full
+    pending.delta(choice, OutputDelta([], [1]))
+    assert pending.is_full
+    pending.emit_next(SentFrames(1))
+    assert not pending.is_full
 
 
 @pytest.mark.parametrize("many", [1, 3, 100])
-def test_tokens_are_measured_and_told_read_or_not(
+def test_pending_tokens_are_counted_and_sent_parsed_or_not(
     many: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gateway.generation.sinks.MAX_UNPARSED", many)
     monkeypatch.setattr("gateway.generation.sinks.MAX_PENDING", 4)
     (choice,) = an_answer().choices
-    untold, told = PendingOutput(), SentFrames(1)
-    for letters, is_much in (("a", False), ("bc", False), ("d", True), ("e", True)):
-        untold.hold(choice, Output(request=1, tokens=ids_of(letters)))
-        assert untold.is_full == is_much
-    assert untold.emit_next(told)
-    assert [delta.events for _, delta in told.deltas] == [[Content("abcde")]]
-    assert not untold.is_full
-    assert not untold.emit_next(told)
+    pending, sent = PendingOutput(), SentFrames(1)
+    for letters, is_full in (("a", False), ("bc", False), ("d", True), ("e", True)):
+        pending.hold(choice, Output(request=1, tokens=ids_of(letters)))
+        assert pending.is_full == is_full
+    assert pending.emit_next(sent)
+    assert [delta.events for _, delta in sent.deltas] == [[Content("abcde")]]
+    assert not pending.is_full
+    assert not pending.emit_next(sent)
 
 
-def test_a_client_that_stops_reading_while_it_gets_the_buffered_events_gets_no_more_of_them() -> (
-    None
-):
-    """They may exceed the buffer of a client, which would be disconnected then."""
+def test_a_client_that_stops_reading_gets_no_more_buffered_events() -> None:
+    """The other events may exceed the client's buffer, and the client would be disconnected."""
     group = an_answer()
     outputs = token_by_token(ids_of("abc"))
     for output in outputs:
@@ -150,104 +148,104 @@ def test_a_client_that_stops_reading_while_it_gets_the_buffered_events_gets_no_m
     assert sink.ends == [None]
 
 
-# ---- an answer whose client takes nothing now and then
+# ---- an answer whose client pauses
 @pytest.mark.parametrize("seed", range(20))
-def test_with_any_pauses_the_same_is_told(seed: int) -> None:
-    """Three choices whose news interleave; the client stops and goes on reading at any of them."""
+def test_pauses_of_the_client_change_no_text_token_or_logprob(seed: int) -> None:
+    """Outputs of three choices interleave. The client may pause and resume at each of them."""
     chance = random.Random(seed)
-    plain, paused = [_told_with_pauses(chance, pauses) for pauses in (False, True)]
+    plain, paused = [_sent_with_pauses(chance, pauses) for pauses in (False, True)]
     assert folded(plain) == folded(paused)
     assert plain.ends == paused.ends == [None]
     assert len(paused.deltas) < len(plain.deltas)
 
 
-def _told_with_pauses(chance: random.Random, pauses: bool) -> SentFrames:
+def _sent_with_pauses(chance: random.Random, pauses: bool) -> SentFrames:
     answer = an_answer(3)
-    told = SentFrames(3, lambda: answer.detach() if pauses and chance.random() < 0.5 else None)
-    answer.attach(told)
-    left = [(choice, token_by_token(ids_of(SAID))) for choice in answer.choices]
-    while some := [(choice, said) for choice, said in left if said]:
-        choice, said = chance.choice(some)
-        answer.on_report(choice, said.pop(0))
+    sent = SentFrames(3, lambda: answer.detach() if pauses and chance.random() < 0.5 else None)
+    answer.attach(sent)
+    left = [(choice, token_by_token(ids_of(TEXT))) for choice in answer.choices]
+    while some := [(choice, outputs) for choice, outputs in left if outputs]:
+        choice, outputs = chance.choice(some)
+        answer.on_report(choice, outputs.pop(0))
         if chance.random() < 0.1:
-            answer.attach(told)
-    while not told.ends:
-        answer.attach(told)
-    return told
+            answer.attach(sent)
+    while not sent.ends:
+        answer.attach(sent)
+    return sent
 
 
-def test_what_comes_before_there_is_a_sink_is_told_as_it_came() -> None:
-    """A client that is not slow: its request is about to ask. How busy the gateway is at that
-    moment is nothing that a stream should show."""
+def test_events_before_a_sink_is_attached_are_not_merged() -> None:
+    """The client is not slow: its sink is attached a moment later. A stream must not show how busy
+    the gateway is."""
     answer = an_answer()
     for output in token_by_token(ids_of("Hello")):
         answer.on_report(answer.choices[0], output)
-    told, late = SentFrames(1), SentFrames(1)
-    answer.attach(told)
-    assert [delta.events for _, delta in told.deltas] == [
+    sent, late = SentFrames(1), SentFrames(1)
+    answer.attach(sent)
+    assert [delta.events for _, delta in sent.deltas] == [
         *([Content(letter)] for letter in "Hello"),
         [Finished("stop")],
     ]
-    assert told.ends == [None]
+    assert sent.ends == [None]
     answer.attach(late)
     assert (late.deltas, late.ends) == ([], [])
 
 
-def test_an_answer_ends_and_is_counted_when_it_comes_not_when_it_is_told() -> None:
-    """A stop string ends it at once: the engine computes nothing for a client that sleeps."""
+def test_an_answer_ends_and_is_counted_on_arrival_although_it_is_not_sent() -> None:
+    """A stop string ends the answer at once, so the engine computes no more for a paused client."""
     answer = an_answer(stop=["STOP"])
     (choice,) = answer.choices
-    told = SentFrames(1)
-    answer.attach(told)
+    sent = SentFrames(1)
+    answer.attach(sent)
     answer.detach()
-    for output in token_by_token(ids_of("so STOP and never this")):
+    for output in token_by_token(ids_of("so STOP and the rest")):
         answer.on_report(choice, output)
     assert (choice.is_ended, choice.finish, choice.num_generated) == (True, "stop", len("so STOP"))
-    assert not told.deltas
-    answer.attach(told)
-    ((_, delta),) = told.deltas
+    assert not sent.deltas
+    answer.attach(sent)
+    ((_, delta),) = sent.deltas
     assert delta.events == [Content("so "), Finished("stop", "STOP")]
-    assert told.ends == [None]
+    assert sent.ends == [None]
 
 
-def test_an_error_waits_behind_the_words_that_came_before_it() -> None:
+def test_an_error_is_sent_after_the_text_before_it() -> None:
     answer = an_answer()
-    told = SentFrames(1)
-    answer.attach(told)
+    sent = SentFrames(1)
+    answer.attach(sent)
     answer.detach()
     answer.on_report(answer.choices[0], Output(request=1, tokens=ids_of("so far")))
     error = ErrorInfo(code=EngineLost.code, message="the worker died")
     answer.on_report(answer.choices[0], Output(request=1, finish="error", error=error))
-    assert not told.deltas
-    answer.attach(told)
-    assert told.fold.whole[0].events[0] == Content("so far")
-    (failure,) = told.ends
+    assert not sent.deltas
+    answer.attach(sent)
+    assert sent.fold.whole[0].events[0] == Content("so far")
+    (failure,) = sent.ends
     assert isinstance(failure, EngineLost)
 
 
-def test_a_slow_client_that_hung_up_gets_nothing_more() -> None:
+def test_a_paused_client_that_disconnects_gets_nothing_more() -> None:
     answer = an_answer()
-    told = SentFrames(1)
-    answer.attach(told)
+    sent = SentFrames(1)
+    answer.attach(sent)
     answer.detach()
     answer.on_report(answer.choices[0], Output(request=1, tokens=ids_of("lost")))
     answer.abandon()
-    answer.attach(told)
-    assert not told.deltas
-    assert not told.ends
+    answer.attach(sent)
+    assert not sent.deltas
+    assert not sent.ends
 
 
 def test_output_beyond_the_buffer_is_sent_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then it waits as bytes, which are bounded."""
+    """It is sent during the pause, and then waits in the outlet as bytes, which are bounded."""
     monkeypatch.setattr("gateway.generation.sinks.MAX_PENDING", 10)
     monkeypatch.setattr("gateway.generation.sinks.MAX_UNPARSED", 5)
     answer = an_answer()
-    told = SentFrames(1)
-    answer.attach(told)
+    sent = SentFrames(1)
+    answer.attach(sent)
     answer.detach()
     for output in token_by_token(ids_of("0123456789abcdefghijklm"), logprobs=0):
         answer.on_report(answer.choices[0], output)
-    assert [len(delta.token_ids) for _, delta in told.deltas] == [10, 10]
-    answer.attach(told)
-    assert [len(delta.token_ids) for _, delta in told.deltas] == [10, 10, 4]
-    assert told.ends == [None]
+    assert [len(delta.token_ids) for _, delta in sent.deltas] == [10, 10]
+    answer.attach(sent)
+    assert [len(delta.token_ids) for _, delta in sent.deltas] == [10, 10, 4]
+    assert sent.ends == [None]

@@ -25,7 +25,7 @@ GOLDEN = Path(__file__).parents[1] / "data" / "journal" / "snapshot.bin"
 
 
 def sample(kind: inspect.Type) -> Any:
-    """Return a value of this type, with a value in every field and container."""
+    """Return a value of this type. Every field and container in it has a value."""
     match kind:
         case inspect.StructType(fields=fields) | inspect.DataclassType(fields=fields):
             return kind.cls(**{field.name: sample(field.type) for field in fields})

@@ -15,12 +15,12 @@ LOOP = [1, 2, 3] * 4
 
 
 def looping(tokens: list[int], seed: int = 0, possible: list[int] | None = None) -> int:
-    """A model that repeats 1, 2, 3 forever."""
+    """Return the next token of a model that repeats 1, 2, 3 forever."""
     return tokens[-1] % 3 + 1
 
 
 def stubborn(tokens: list[int], seed: int = 0, possible: list[int] | None = None) -> int:
-    """A model that defeats n-gram drafts: after each 5 comes a new token."""
+    """Return the next token of a model that defeats n-gram drafts: a new token follows each 5."""
     return 5 if tokens[-1] != 5 else 6 + len(tokens) % 90
 
 

@@ -64,7 +64,8 @@ def test_no_draft_is_made_if_each_token_costs_as_much_as_the_first() -> None:
 
 
 def test_the_number_of_drafts_maximises_tokens_per_cost() -> None:
-    """Two rows: one draft each is free; two and three cost half as much as a token alone."""
+    """There are two rows. One draft for each costs nothing. Two and three drafts cost half as much
+    as a token alone."""
     by_hand = {
         n: sum(0.7**i for i in range(n + 1)) / StepCosts(MEASURED)[2 * (1 + n)] for n in range(5)
     }

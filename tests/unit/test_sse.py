@@ -1,4 +1,4 @@
-"""Frames, and the outlets they leave by; the socket is one that takes as much as a test says."""
+"""SSE frames, and the outlets that write them to a socket whose room a test sets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from gateway.http.client_socket import MAX_BUFFERED_BYTES, IteratorOutlet, Socke
 
 
 class Wire:
-    """A socket's sending half: takes `room` bytes, then would block; or is gone."""
+    """The sending half of a socket. It accepts `room` bytes, then it would block. It may also be
+    gone."""
 
     def __init__(self, room: int) -> None:
         self.room = room
@@ -144,7 +145,7 @@ def test_a_full_socket_overflows_at_the_bound() -> None:
 
 @pytest.fixture
 def writable() -> Iterator[int]:
-    """A file that the hub always finds writable."""
+    """Return a file descriptor that gevent's hub always finds writable."""
     ends = os.pipe()
     yield ends[1]
     for end in ends:
@@ -176,7 +177,7 @@ def test_a_socket_tells_when_bytes_begin_to_wait_and_when_all_are_taken(writable
 
 
 def test_the_end_of_a_write_that_was_let_through_does_not_cut_it_off(writable: int) -> None:
-    """Longer than may wait, where nothing waited before it."""
+    """A single write to an empty buffer may be longer than the buffer's limit."""
     overflows: list[str] = []
     wire = Wire(room=len("HEAD"))
     wire.fileno = lambda: writable  # type: ignore[attr-defined]

@@ -18,7 +18,7 @@ FOUND = {
 
 @pytest.fixture
 def three(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three stages of one test each; the first fails."""
+    """Define three stages with one test each, of which the first fails."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # they take a second each
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     made = []

@@ -1,5 +1,5 @@
-"""The store's file: what is kept, for how long, for whom; what is said for the dead. Time is an
-argument; nothing here waits."""
+"""The file of the store: which records are kept, for how long and for whom, and how dead runs end.
+Time is an argument, so nothing waits."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def database(path: Path) -> Iterator[Database]:
 
 @pytest.fixture
 def other(path: Path, database: Database) -> Iterator[Database]:
-    """Another process."""
+    """Open the same file as another process would."""
     other = opened(path, "other")
     yield other
     other.close()

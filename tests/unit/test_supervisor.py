@@ -88,7 +88,7 @@ def test_only_the_first_cause_is_reported() -> None:
 
 @pytest.mark.parametrize(("made", "stop_s"), [(serving, STOP_S), (starting, UNUSED_STOP_S)])
 def test_a_child_that_does_not_stop_after_a_failure_is_killed(made, stop_s: float) -> None:
-    """Sooner if the server was never ready."""
+    """The limit is shorter if the server was never ready."""
     supervisor = made()
     supervisor.on_exit(ProcessExit("engine", 1), 5.0)
     assert supervisor.tick(5.0 + stop_s - 0.1) == []
@@ -240,7 +240,7 @@ KILLED = ProcessExit("engine", -SIGKILL)
 
 
 def restarted(at: float = 5.0) -> Supervisor:
-    """Its engine has died once, and runs again."""
+    """Return a supervisor whose engine has died once and is running again."""
     supervisor = serving(max_restarts=3)
     assert deeds(supervisor.on_exit(KILLED, at)) == [StartProcess("engine")]
     return supervisor

@@ -1,4 +1,4 @@
-"""Templates speak Hugging Face's dialect, in a sandbox."""
+"""Chat templates in Hugging Face's dialect of Jinja, in a sandbox."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenAI's messages become what the template at hand wants; mistakes are named by their place."""
+"""OpenAI's messages are converted to the form that a template needs. Errors name the path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversation -> prompt, with a real tokenizer."""
+"""Conversations become prompts, with a real tokenizer."""
 
 from __future__ import annotations
 

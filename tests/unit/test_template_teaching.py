@@ -1,4 +1,4 @@
-"""A model whose template has no place for tools is told of them in words."""
+"""If a model's template does not render tools, the system message describes them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The template, the effective kwargs and the parser's start agree: for every template we have, and
-every way to say on, off, nothing, or how hard."""
+"""The template, the effective kwargs and the parser's start agree, for every template in the tests
+and every way to turn thinking on or off or to set its effort."""
 
 from __future__ import annotations
 

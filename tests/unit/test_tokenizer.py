@@ -1,4 +1,4 @@
-"""The shared tokenizer: exact bytes for every id, and no text too long for the loop."""
+"""The shared tokenizer: the bytes of every id, and the refusal of texts that are too long."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def test_a_damaged_tokenizer_fails_and_says_how() -> None:
 
 
 def splitting(pattern: str) -> str:
-    """A tokenizer whose texts are cut by a pattern."""
+    """Return a tokenizer that splits texts by a pattern."""
     described = json.loads(byte_tokenizer().to_str())
     split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
     described["pre_tokenizer"] = {

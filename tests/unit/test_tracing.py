@@ -1,5 +1,5 @@
-"""A request that is over becomes spans: names and attributes, whose child it is, where its time
-went; and what is said where OpenTelemetry is not there."""
+"""A finished request becomes spans: their names, attributes, parents and times. Also the error if
+OpenTelemetry is not installed."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def a_record(**changes: Any) -> RequestRecord:
 def spans_of(
     record: RequestRecord, carrier: Mapping[str, str] | None = None
 ) -> tuple[ReadableSpan | None, dict[str, ReadableSpan]]:
-    """Of the request, and of its stages by their names."""
+    """Return the span of a request, and the spans of its stages by name."""
     exporter = InMemorySpanExporter()
     tracing = Tracing(SimpleSpanProcessor(exporter), lambda: "small")
     tracing.export(carrier or {}, record)

@@ -1,4 +1,4 @@
-"""Requests that cannot be parsed get a status of their own; nothing of their text is quoted."""
+"""Requests that cannot be parsed get a status of their own. Nothing of their text is quoted."""
 
 from __future__ import annotations
 

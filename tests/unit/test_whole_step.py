@@ -1,4 +1,4 @@
-"""The compiled step gives the results of the eager decoder for everything that a spec can say."""
+"""The compiled step gives the results of the eager decoder for every option of a spec."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def results(model: DecoderModel, dtype: torch.dtype) -> list[Tensor]:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_a_compiled_step_equals_the_eager_one(name: str, spec: ModelSpec) -> None:
-    """In bfloat16, where every layer rounds, it may be off by as much as the eager one."""
+    """In bfloat16, where every layer rounds, its error may be as large as the eager decoder's."""
     native, exact = native_kernels(name), torch.float32
     truth = results(random_decoder(spec, TorchKernels(), exact), exact)
     for one, other in zip(results(random_decoder(spec, native, exact), exact), truth, strict=True):
@@ -167,7 +167,7 @@ def test_a_step_that_one_call_cannot_compute_is_refused_in_words() -> None:
 
 
 class MeasuredMemory(PassMemory):
-    """Scratch memory that adds up the bytes it was asked for."""
+    """Scratch memory that adds up the sizes that were requested of it."""
 
     num_bytes = 0
 

@@ -1,7 +1,7 @@
-"""The wire: golden bytes of every message, refusal of everything else, large arrays not copied.
+"""The wire format: golden bytes of every message, refusals, and large arrays that are not copied.
 
-After an intended change of the format, write the golden bytes anew with
-`python -m tests.unit.test_wire` and review the difference.
+After an intended change of the format, write the golden bytes anew with `python -m
+tests.unit.test_wire` and review the difference.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def test_an_oversized_message_is_refused_before_it_is_decoded(monkeypatch: Any) 
 
 
 def test_mutated_frames_raise_wire_errors_only() -> None:
-    """Twenty thousand damaged messages: each is refused as such, or still is a message."""
+    """Each of twenty thousand damaged messages raises WireError, or is a valid message."""
     dice = random.Random(5)
     samples = [[bytes(frame) for frame in wire.encode(message)] for message in MESSAGES]
     decoders = [wire.Decoder[Any](union) for union in DIRECTIONS]

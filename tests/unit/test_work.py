@@ -1,4 +1,4 @@
-"""No change makes a token cost more Python unnoticed: work is compared, not time.
+"""The calls of our functions per unit of work. A change that adds calls is noticed without a clock.
 
 After an intended change, `python -m tests.unit.test_work` records the counts anew; review the
 difference of tests/data/work.json.
@@ -14,13 +14,13 @@ from tests.support.work import RECORDED, SCENARIOS, Scenario, complaint, record
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
-def test_a_unit_of_work_is_no_more_calls_than_were_recorded(scenario: Scenario) -> None:
+def test_a_unit_of_work_makes_no_more_calls_than_recorded(scenario: Scenario) -> None:
     recorded = json.loads(RECORDED.read_text())[scenario.name]
-    told = complaint(scenario, recorded, scenario.work())
-    assert told is None, told
+    found = complaint(scenario, recorded, scenario.work())
+    assert found is None, found
 
 
-def test_what_is_recorded_is_what_is_counted() -> None:
+def test_every_scenario_has_recorded_calls() -> None:
     assert set(json.loads(RECORDED.read_text())) == {scenario.name for scenario in SCENARIOS}
 
 
