@@ -310,7 +310,7 @@ class Engine:
     # ---- commit
 
     def commit(self, result: StepResult, elapsed_s: float) -> dict[bytes, Outputs]:
-        """Apply the result of the oldest plan in flight.
+        """Apply the result of the oldest plan in flight, and return the outputs of each client.
 
         `elapsed_s` is the time in seconds since the plan was sent, or since the previous result if
         that came later. Raises RuntimeError if the result belongs to another plan.

@@ -237,7 +237,7 @@ class Grammar(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
 
 
 def check_grammar(grammar: Grammar) -> None:
-    """Raise InvalidRequest if `grammar` is incomplete, inconsistent or beyond the bounds above."""
+    """Raise InvalidRequest if `grammar` is incomplete, inconsistent or too large (MAX_*)."""
     if grammar.thinking is not None:
         _check_thinking(grammar.thinking)
     if grammar.budget is not None:

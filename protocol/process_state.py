@@ -80,7 +80,8 @@ def read_command_line(pid: int, proc: Path = PROC) -> list[str]:
 
 
 def program_name(pid: int, proc: Path = PROC) -> str:
-    """Return the module after -m on a process's command line, or else the name of its program."""
+    """Return the module after -m on a process's command line, or else the name of its program.
+    Return "?" if the process is gone."""
     arguments = read_command_line(pid, proc)
     modules = [b for a, b in pairwise(arguments) if a == "-m"]
     return modules[0] if modules else Path(arguments[0]).name if arguments else "?"

@@ -69,10 +69,8 @@ class Decoder(Generic[T]):
         )
 
     def decode(self, frames: Sequence[Any]) -> T:
-        """Return the message in `frames`.
-
-        Raises WireError if it is malformed, or a message of another direction.
-        """
+        """Return the message in `frames`. Raises WireError if it is malformed, too large, of
+        another wire version, or of a kind that this decoder does not accept."""
         if not 1 <= len(frames) <= MAX_FRAMES:
             raise WireError(f"a message of {len(frames)} frames")
         size = sum(memoryview(frame).nbytes for frame in frames)

@@ -142,7 +142,8 @@ class OneLineParser(argparse.ArgumentParser):
 
 @cache
 def flags_of(config: type[msgspec.Struct]) -> Sequence[Flag]:
-    """Return the options for the fields of a config struct, in their order."""
+    """Return the options for the fields of a config struct, in their order, without `wiring`
+    fields."""
     described = inspect.type_info(config)
     assert isinstance(described, inspect.StructType)
     shapes = {field.name: field.type for field in described.fields}

@@ -263,7 +263,8 @@ class Values:
         return schema, least, most
 
     def members(self, limits: Limits, path: str) -> list[tuple[str, Any, bool]]:
-        """Return (name, schema, required) of the declared members, in order."""
+        """Return (name, schema, required) of the members that the schema names, in order, except
+        those that must not occur. Raise NotWritable for a limit that cannot be enforced."""
         declared = limits.get("properties", {})
         required = set(limits.get("required", ()))
         least, most = limits.get("minProperties", 0), limits.get("maxProperties")

@@ -23,7 +23,7 @@ class TimelineMoment(Enum):
 
 
 class Timeline:
-    """The times of one request's moments, measured from its creation."""
+    """The times, since its creation, at which a request reached each `TimelineMoment`."""
 
     __slots__ = ("_at", "started_ns", "tokenize_s")
 

@@ -62,7 +62,8 @@ class Tracing:
         self._model_name = model_name
 
     def export(self, carrier: Mapping[str, str], record: RequestRecord) -> None:
-        """Export the spans of a request. `carrier` contains the request's headers in HEADERS."""
+        """Export the spans of a request, if OPERATIONS has its route. `carrier` contains the
+        request's headers in HEADERS."""
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 
         if record.route not in OPERATIONS:

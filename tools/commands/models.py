@@ -99,7 +99,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the models in the cache, and the models of the catalogue."""
+    """Print the models in the cache and the models of the catalogue; with --json only the former,
+    as JSON."""
     stored = stored_models(home())
     found = preflight_each([model.path for model in stored]) if stored else []
     if options.json:

@@ -35,7 +35,7 @@ _with = msgspec.structs.replace
 
 
 def engines_of(serve: ServeConfig, engine: EngineConfig, directory: Path) -> Engines:
-    """Return the engines that `tidegate serve` starts.
+    """Return the engines that `tidegate serve` starts, by process name.
 
     engine      one engine as the options describe it
     directory   the run directory of the server

@@ -300,8 +300,8 @@ def load(
     device: torch.device,
     kernels: Kernels,
 ) -> TransformersModel:
-    """Load the weights of a Hugging Face directory. Raises UnusableModel if the files do not hold
-    exactly the model's tensors."""
+    """Load the weights of a Hugging Face directory. Raises UnusableModel if transformers cannot
+    load the files, or if they do not hold exactly the model's tensors."""
     name, values = spec.architecture, json.loads(spec.config)
     architecture = TransformersArchitecture(name, values["model_type"])
     function = PagedFunction(spec)

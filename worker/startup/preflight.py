@@ -110,9 +110,9 @@ def _planned(
 
 
 def choose_device(wanted: str) -> tuple[str, int]:
-    """Return the name of a worker's device, and the device's free memory in bytes. Raises
-    UnusableModel if the device does not exist, as `worker.startup.device.choose_device` does with
-    torch."""
+    """Return the name of a worker's device, and the device's free memory in bytes (`sys.maxsize`
+    with ROCm: unknown). Raises UnusableModel if the device does not exist. With torch,
+    `worker.startup.device.choose_device` chooses the same device."""
     version, build = machine.torch_build()
     if wanted == CPU or (wanted == "auto" and not build):
         return CPU, machine.free_host_bytes()

@@ -111,7 +111,8 @@ def start_resumable(
     options: run.RequestOptions,
     make_sink: Callable[[ChoiceGroup, FrameDestination], Sink],
 ) -> Response:
-    """Start a resumable stream. If the request has Last-Event-ID, resume that stream instead."""
+    """Start a resumable stream. If the request has Last-Event-ID, resume that stream instead.
+    Raise InvalidRequest if the server stores no streams."""
     last_event = read_event_id(context.headers.get(LAST_EVENT_HEADER, ""))
     if last_event is not None:
         return resume_stream(service, context, *last_event)

@@ -37,8 +37,8 @@ class History:
         return own, self.items_before(previous) if previous is not None else []
 
     def items_before(self, response_id: str) -> list[PlacedItem]:
-        """Return all items up to the end of a stored response. Raise InvalidRequest if one of the
-        responses is missing or not complete."""
+        """Return the items of a stored response and of those that it continues. Raise
+        InvalidRequest if one of them is not stored, or if the response is not complete yet."""
         if self._store is None:
             raise InvalidRequest.at(
                 PREVIOUS, "this server stores no responses (see --response-store)"

@@ -145,7 +145,8 @@ def choices_of(sampling: GenerateSampling, model: ServedModel) -> list[SamplingP
 
 def grammar_of(body: GenerateBody, model: ServedModel) -> Grammar | None:
     """Return the body's `grammar`, or else a grammar made from `structured_outputs` and the
-    thinking budget. Return None if the body has none of them."""
+    thinking budget. Return None if the body has none of them. Raise InvalidRequest if one is
+    invalid, or if they exclude each other."""
     found = structured_form(body.sampling_params.structured_outputs, STRUCTURED)
     form = found.body if found else None
     max_thinking = body.sampling_params.thinking_token_budget

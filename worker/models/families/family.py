@@ -134,7 +134,8 @@ class ConfigFields(Fields):
         return NormSpec(kind="layer", eps=self.number(key), bias=bias)
 
     def model(self, layers: Sequence[LayerSpec], norm: NormSpec, **changes: Any) -> ModelSpec:
-        """Return the spec of a model with these layers. Equal layers become one object."""
+        """Return the spec of a model with these layers. Equal layers become one object. `changes`
+        replace other fields of the spec."""
         shared: dict[LayerSpec, LayerSpec] = {}
         usual: dict[str, Any] = {
             "architecture": self.architecture,
