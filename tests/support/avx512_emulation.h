@@ -62,6 +62,15 @@ FUNCTION __m512i srli_epi16(__m512i a, unsigned count) {
 FUNCTION __m512i permutexvar_epi16(__m512i index, __m512i a) {
     return made<__m512i, uint16_t>([&](int i) { return lane<uint16_t>(a, lane<uint16_t>(index, i) & 31); });
 }
+FUNCTION __m512i broadcast_i32x4(__m128i a) {
+    return made<__m512i, int>([&](int i) { return lane<int>(a, i % 4); });
+}
+FUNCTION __m512i shuffle_epi8(__m512i a, __m512i index) {
+    return made<__m512i, uint8_t>([&](int i) {
+        const uint8_t from = lane<uint8_t>(index, i);
+        return from & 128 ? 0 : lane<uint8_t>(a, i / 16 * 16 + from % 16);
+    });
+}
 FUNCTION __m512 cvtepi32_ps(__m512i a) {
     return made<__m512, float>([&](int i) { return lane<int>(a, i); });
 }
@@ -114,6 +123,7 @@ template <int FIRST> FUNCTION __m512d unpack_pd(__m512d a, __m512d b) {
 
 #define _mm512_add_ps emulated::add_ps
 #define _mm512_and_si512 emulated::and_si512
+#define _mm512_broadcast_i32x4 emulated::broadcast_i32x4
 #define _mm512_castpd_ps(x) ((__m512)(x))
 #define _mm512_castps_pd(x) ((__m512d)(x))
 #define _mm512_cvtepi32_ps emulated::cvtepi32_ps
@@ -129,6 +139,7 @@ template <int FIRST> FUNCTION __m512d unpack_pd(__m512d a, __m512d b) {
 #define _mm512_reduce_max_ps emulated::reduce_max_ps
 #define _mm512_set1_epi16 emulated::set1_epi16
 #define _mm512_set1_epi32 emulated::set1_epi32
+#define _mm512_shuffle_epi8 emulated::shuffle_epi8
 #define _mm512_shuffle_f32x4 emulated::shuffle_f32x4
 #define _mm512_srli_epi16 emulated::srli_epi16
 #define _mm512_unpackhi_pd emulated::unpack_pd<1>

@@ -45,6 +45,9 @@ def random_blocks(kind: BlockKind, outputs: int, inputs: int, seed: int = 0) -> 
     items, num_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind.name]]
     raw = random.integers(0, 256, (outputs, inputs // items, num_bytes)).astype(np.uint8)
     room = raw[:, :, kind.scale_bytes]
+    if kind is BlockKind.MXFP4:
+        room[:] = random.integers(118, 123, room.shape)
+        return QuantBlocks(kind, raw)
     shape = (*room.shape[:2], room.shape[2] // 2)
     scales = random.normal(0, SCALES.get(GGMLType[kind.name], 0.01), shape).astype(np.float16)
     room[:] = scales.view(np.uint8)

@@ -126,7 +126,7 @@ def test_parts_of_different_types_give_the_results_of_separate_matrices(
     native: NativeKernels, dtype: torch.dtype
 ) -> None:
     parts: list[PackedPart] = [
-        random_blocks(BlockKind.Q6_K, 70, 512),
+        random_blocks(BlockKind.Q2_K, 70, 512),
         randn(32, 512, dtype=dtype),
         random_blocks(BlockKind.Q4_1, 16, 512),
     ]
@@ -175,6 +175,15 @@ def test_extreme_scales_are_unpacked_exactly(native: NativeKernels, dtype: torch
     scales = torch.tensor([2.0**-24, 3 * 2.0**-24, 1023 * 2.0**-24, 2.0**-14, -4092.0, 0.0])
     halves = scales.half().repeat(6)[:32].numpy().view("uint8").reshape(32, 1, 2)
     blocks.raw[:, :, :2] = halves
+    assert blocks.is_sound
+    linear = PackedLinear(native, pack(native, blocks))
+    ours = linear.to_float(torch.eye(32, dtype=dtype)).T
+    torch.testing.assert_close(ours, dequantised(blocks), rtol=0, atol=0)
+
+
+def test_extreme_exponents_are_unpacked_exactly(native: NativeKernels, dtype: torch.dtype) -> None:
+    blocks = random_blocks(BlockKind.MXFP4, 32, 32)
+    blocks.raw[:, 0, 0] = [0, 1, 2, 3, 127, 200, 250, 0] * 4  # 0 and 1 give subnormal numbers
     assert blocks.is_sound
     linear = PackedLinear(native, pack(native, blocks))
     ours = linear.to_float(torch.eye(32, dtype=dtype)).T

@@ -14,7 +14,7 @@ SPAN = 8
 """Groups that share a header, in formats that have one."""
 MAX_PARTS = 3
 """Most parts of a packed matrix."""
-Q4, Q8, BF16, F32, Q5, Q5M, Q3K, Q4K, Q5K, Q6K = range(10)
+Q4, Q8, BF16, F32, Q5, Q5M, Q3K, Q4K, Q5K, Q6K, Q2K, I4, I4K, F4 = range(14)
 """Formats of packed matrices."""
 GROUP_BYTES = {
     Q4: 128 + PANEL * GROUP * 4 // 8,
@@ -27,6 +27,10 @@ GROUP_BYTES = {
     Q4K: 64 + PANEL * GROUP * 4 // 8,
     Q5K: 64 + PANEL * GROUP * 5 // 8,
     Q6K: 64 + PANEL * GROUP * 6 // 8,
+    Q2K: 64 + PANEL * GROUP * 2 // 8,
+    I4: 64 + PANEL * GROUP * 4 // 8,
+    I4K: 32 + PANEL * GROUP * 4 // 8,
+    F4: 32 + PANEL * GROUP * 4 // 8,
 }
 """Bytes of a group in each format."""
 BLOCK_FORMATS = {
@@ -35,13 +39,17 @@ BLOCK_FORMATS = {
     "Q8_0": Q8,
     "Q5_0": Q5,
     "Q5_1": Q5M,
+    "IQ4_NL": I4,
+    "MXFP4": F4,
+    "Q2_K": Q2K,
     "Q3_K": Q3K,
     "Q4_K": Q4K,
     "Q5_K": Q5K,
     "Q6_K": Q6K,
+    "IQ4_XS": I4K,
 }
-"""The format of each block type of GGUF that is packed without rounding."""
-HEADER_BYTES = {Q3K: 64, Q4K: 128, Q5K: 128, Q6K: 64}
+"""The format of each block type of GGUF that is packed, always without rounding."""
+HEADER_BYTES = {Q2K: 128, Q3K: 64, Q4K: 128, Q5K: 128, Q6K: 64, I4K: 64}
 """Bytes of the header of SPAN groups, in formats that have one."""
 
 DIM_MULTIPLE, SIZE_MULTIPLE = 32, 16

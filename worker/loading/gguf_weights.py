@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -11,7 +9,6 @@ from torch import Tensor
 
 from worker.loading.gguf_file import GGMLType, GGUFFile
 from worker.loading.quant_blocks import BlockKind, QuantBlocks, dequantized
-from worker.loading.reblocked import reblocked, target
 
 PIECE_ITEMS = 1 << 18
 """Numbers dequantised at once: few enough for the CPU's caches, but enough to hide the cost of the
@@ -38,13 +35,10 @@ class GGUFWeights:
 
     def blocks(self, name: str, index: int | None = None) -> QuantBlocks | None:
         info = self._file.tensors[name]
-        kind = target(info.kind)
-        if kind is None:
+        if info.kind.name not in BlockKind.__members__:
             return None
-        rows, columns = info.shape[-2:]
+        kind, (rows, columns) = BlockKind[info.kind.name], info.shape[-2:]
         raw = _raw(self._file, name, index)
-        if kind.name != info.kind.name:
-            raw = _reblocked(raw, info.kind)
         return QuantBlocks(kind, raw.reshape(rows, columns // kind.weights, -1))
 
 
@@ -64,18 +58,6 @@ def read_tensor(file: GGUFFile, name: str, target: Tensor, index: int | None = N
         with np.errstate(all="ignore"):
             values = _dequantized(blocks[first : first + step], kind)
         flat[first * block_items :][: values.size].copy_(torch.from_numpy(values))
-
-
-def _reblocked(raw: NDArray[np.uint8], kind: GGMLType) -> NDArray[np.uint8]:
-    """Return the blocks that the kernels compute with, from the bytes of a matrix."""
-    block_items, block_bytes = kind.block
-    blocks, step = raw.reshape(-1, block_bytes), PIECE_ITEMS // block_items
-
-    def piece(first: int) -> NDArray[np.uint8]:
-        return reblocked(kind, blocks[first : first + step], _dequantized)
-
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # numpy computes without the GIL
-        return np.concatenate([*pool.map(piece, range(0, len(blocks), step))])
 
 
 def _raw(file: GGUFFile, name: str, index: int | None) -> NDArray[np.uint8]:

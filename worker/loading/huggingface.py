@@ -54,9 +54,9 @@ class SafetensorsWeights:
         if name in self._files:
             return None
         blocks, scales = self._mxfp4(name, index)
-        raw = mxfp4.q8_0(mxfp4.integers(blocks), scales)
+        raw = mxfp4.gguf_blocks(blocks, scales)
         rows = self._read(name + SCALES, index).shape[0]
-        return QuantBlocks(BlockKind.Q8_0, raw.reshape(rows, -1, raw.shape[1]))
+        return QuantBlocks(BlockKind.MXFP4, raw.reshape(rows, -1, raw.shape[1]))
 
     def _read_mxfp4(self, name: str, target: Tensor, index: int | None) -> None:
         blocks, scales = self._mxfp4(name, index)

@@ -29,27 +29,20 @@ def integers(blocks: Bytes) -> Integers:
     return np.take(PAIRS, blocks).view(np.int8)
 
 
-def gguf_integers(codes: Bytes) -> Integers:
-    """Return twice the numbers [N, 32] of the codes [N, 16] of GGUF blocks."""
-    found: Integers = DOUBLED[np.concatenate([codes & 15, codes >> 4], axis=1)]
-    return found
-
-
 def values(doubled: Integers, scales: Bytes) -> Floats:
     """Return the numbers [N, 32] of `doubled` [N, 32] with scales [N]."""
     with np.errstate(all="ignore"):
         return _units(scales)[:, None] * doubled
 
 
-def q8_0(doubled: Integers, scales: Bytes) -> Bytes:
-    """Return Q8_0 blocks [N, 34] of the same numbers, if the halved scales are float16 numbers.
-
-    A smaller one becomes zero, and a larger one infinite.
-    """
-    raw = np.empty((len(doubled), 2 + doubled.shape[1]), np.uint8)
-    with np.errstate(all="ignore"):
-        raw[:, :2] = _units(scales).astype(np.float16)[:, None].view(np.uint8)
-    raw[:, 2:] = doubled.view(np.uint8)
+def gguf_blocks(blocks: Bytes, scales: Bytes) -> Bytes:
+    """Return the GGUF blocks [N, 17] of the blocks [N, 16] of safetensors, with scales [N]."""
+    raw = np.empty((len(blocks), 1 + blocks.shape[1]), np.uint8)
+    raw[:, 0] = scales
+    # The codes 2 j and 2 j + 1 of the first half meet those of the second half.
+    first, second = blocks[:, :8], blocks[:, 8:]
+    raw[:, 1::2] = first & 15 | second << 4
+    raw[:, 2::2] = first >> 4 | second & 0xF0
     return raw
 
 

@@ -12,6 +12,8 @@ BLOCK_WEIGHTS, SUPER_BLOCK = 32, 256
 """Weights in a block, and in a block of a K-quant."""
 MAX_SCALE = 4096.0
 """Limit of the scales of Q4_0 blocks: the kernels store -8 times the scale as a finite float16."""
+NO_EXPONENT = 255
+"""The scale NaN of MXFP4 (OCP Microscaling Formats)."""
 
 
 class BlockKind(IntEnum):
@@ -22,23 +24,35 @@ class BlockKind(IntEnum):
     Q8_0 = 2
     Q5_0 = 3
     Q5_1 = 4
-    Q3_K = 5
-    Q4_K = 6
-    Q5_K = 7
-    Q6_K = 8
+    IQ4_NL = 5
+    MXFP4 = 6
+    Q2_K = 7
+    Q3_K = 8
+    Q4_K = 9
+    Q5_K = 10
+    Q6_K = 11
+    IQ4_XS = 12
 
     @property
     def weights(self) -> int:
         """Return how many weights a block has."""
-        return SUPER_BLOCK if self >= BlockKind.Q3_K else BLOCK_WEIGHTS
+        return SUPER_BLOCK if self >= BlockKind.Q2_K else BLOCK_WEIGHTS
 
     @property
     def scale_bytes(self) -> slice:
-        """Return where a block has its float16 scale and, after it, its float16 minimum or step."""
-        if self in (BlockKind.Q3_K, BlockKind.Q6_K):
-            return slice(-2, None)
-        two = (BlockKind.Q4_1, BlockKind.Q5_1, BlockKind.Q4_K, BlockKind.Q5_K)
-        return slice(0, 4 if self in two else 2)
+        """Return where a block has its float16 scale and, after it, its float16 minimum or step;
+        in MXFP4, a byte with the scale's exponent."""
+        match self:
+            case BlockKind.MXFP4:
+                return slice(0, 1)
+            case BlockKind.Q3_K | BlockKind.Q6_K:
+                return slice(-2, None)
+            case BlockKind.Q2_K:
+                return slice(-4, None)
+            case BlockKind.Q4_1 | BlockKind.Q5_1 | BlockKind.Q4_K | BlockKind.Q5_K:
+                return slice(0, 4)
+            case _:
+                return slice(0, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +73,10 @@ class QuantBlocks:
 
         A matrix that is not sound is dequantised, so that infinities and NaN reach the logits.
         """
-        words = np.ascontiguousarray(self.raw[:, :, self.kind.scale_bytes]).view(np.uint16)
+        scales = np.ascontiguousarray(self.raw[:, :, self.kind.scale_bytes])
+        if self.kind is BlockKind.MXFP4:
+            return bool((scales < NO_EXPONENT).all())
+        words = scales.view(np.uint16)
         # Positive float16 numbers are ordered as their bits are. Infinity and NaN are the largest.
         max_scale = MAX_SCALE if self.kind is BlockKind.Q4_0 else np.inf
         return bool(((words & 0x7FFF) < np.float16(max_scale).view(np.uint16)).all())

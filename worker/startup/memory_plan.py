@@ -41,14 +41,8 @@ from worker.startup.kv_budget import (
 from worker.startup.kv_window import kv_window
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
-PACKED_AS = {
-    **dict.fromkeys(sizes.BLOCK_FORMATS, ""),
-    **dict.fromkeys(("Q2_K", "IQ4_NL", "IQ4_XS", "MXFP4"), "Q8_0"),
-}
-"""Quantised types whose matrices stay packed -> the type that they are packed as; "": the same. A
-test compares this with loading/reblocked.py, which is not imported here because it needs numpy."""
-STORED_AS = PACKED_AS | quantization.PACKED_AS
-"""The same with the types of quantised safetensors."""
+STORED_AS = {kind: kind for kind in sizes.BLOCK_FORMATS} | quantization.PACKED_AS
+"""Quantised types whose matrices stay packed -> the block type that they are packed as."""
 DENSE_FORMATS = {"bfloat16": sizes.BF16, "float32": sizes.F32}
 PLAIN_KINDS = frozenset({"F32", "F16", "BF16"})
 """Number types that are not quantised."""
@@ -264,7 +258,7 @@ def _block_format(kind: str, plain: int) -> int:
     """Return the packed format of a part; `plain` if it does not stay quantised."""
     if kind not in STORED_AS:
         return plain
-    return sizes.BLOCK_FORMATS[STORED_AS[kind] or kind]
+    return sizes.BLOCK_FORMATS[STORED_AS[kind]]
 
 
 def expanded_kinds(model: AnyPlanned) -> set[str]:

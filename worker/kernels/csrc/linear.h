@@ -81,7 +81,7 @@ template <class By, class X> struct Run {
     const uint8_t *packed;              // the same groups as stored
     const X *x;                         // starts at the run's first column
     int64_t ldx;                        // numbers from row to row of x
-    const float *xsums;                 // the sum of each group of x, for minima
+    const float *xsums;                 // the sum of each block of x, for minima
     int64_t ldsums;                     // numbers from row to row of xsums
     float *sums;                        // [rows, PANEL]; the products are added
     bool is_first;                      // whether this is the first tile of rows, which prefetches
@@ -96,8 +96,8 @@ template <class By, class X> INLINE void prefetch_weights(const Run<By, X> &run,
         __builtin_prefetch(run.packed + g * size + PREFETCH_BYTES + line);
 }
 
-// Multiplies a tile of ROWS rows by weights with BLOCKS scales for each row of a group, and with minima if
-// MINIMA.
+// Multiplies a tile of ROWS rows by weights with BLOCKS scales for each row of a group, and with as many
+// minima if MINIMA.
 template <int ROWS, int BLOCKS, bool MINIMA, class By, class X>
 INLINE void multiply_scaled(const Run<By, X> &run) {
     constexpr int COUNT = GROUP / BLOCKS;
@@ -112,11 +112,12 @@ INLINE void multiply_scaled(const Run<By, X> &run) {
                 forget_memory(); // otherwise the compiler keeps sums in the registers that `part` needs
                 for (int j = 0; j < TILE_VECTORS; j++) {
                     const Floats scale = load(run.unpacked->scales[g][b] + o + j * LANES);
-                    const Floats minimum = MINIMA ? load(run.unpacked->minima[g] + o + j * LANES) : Floats{};
+                    const Floats minimum =
+                        MINIMA ? load(run.unpacked->minima[g][b] + o + j * LANES) : Floats{};
                     for (int m = 0; m < ROWS; m++) {
                         float *at = run.sums + m * PANEL + o + j * LANES;
                         Floats total = load(at) + scale * part[m][j];
-                        if (MINIMA) total += minimum * run.xsums[m * run.ldsums + g];
+                        if (MINIMA) total += minimum * run.xsums[m * run.ldsums + g * BLOCKS + b];
                         store(at, total);
                     }
                 }
@@ -147,9 +148,13 @@ template <int ROWS, class By, class X> INLINE void multiply_tile(int64_t rows, c
     if (rows == ROWS) {
         const Traits &traits = TRAITS[run.format];
         if (traits.blocks == 0) multiply_plain<ROWS>(run);
-        else if (traits.has_minima) multiply_scaled<ROWS, 1, true>(run);
-        else if (traits.blocks == 1) multiply_scaled<ROWS, 1, false>(run);
-        else multiply_scaled<ROWS, 2, false>(run);
+        else if (traits.blocks == 1) {
+            if (traits.has_minima) multiply_scaled<ROWS, 1, true>(run);
+            else multiply_scaled<ROWS, 1, false>(run);
+        } else {
+            if (traits.has_minima) multiply_scaled<ROWS, 2, true>(run);
+            else multiply_scaled<ROWS, 2, false>(run);
+        }
     } else if constexpr (ROWS > 1) multiply_tile<ROWS - 1>(rows, run);
 }
 
@@ -186,18 +191,19 @@ template <class X, class Y> struct Linear {
 
 // A thread's scratch memory for the rows and weights that it multiplies.
 struct RowScratch {
-    std::vector<float> xsums; // the sum of each group of x
+    std::vector<float> xsums[MAX_BLOCKS]; // [b - 1]: the sums of x, b for each group
     std::vector<float> x;     // the rows as float, if they have to be converted
     alignas(64) float sums[BLOCK_ROWS * PANEL];
     Unpacked unpacked;
 };
 
-// Writes the sum of each of `count` groups of x.
-template <class X> INLINE void sum_groups(const X *x, int64_t count, float *to) {
-    for (int64_t g = 0; g < count; g++) {
+// Writes the sum of each SIZE numbers of x, which has `count`.
+template <int SIZE, class X> INLINE void sum_blocks(const X *x, int64_t count, std::vector<float> &to) {
+    to.resize((size_t)(count / SIZE));
+    for (int64_t i = 0; i < count; i += SIZE) {
         Floats total = {};
-        for (int k = 0; k < GROUP; k += LANES) total += load(x + g * GROUP + k);
-        to[g] = sum(total);
+        for (int k = 0; k < SIZE; k += LANES) total += load(x + i + k);
+        to[(size_t)(i / SIZE)] = sum(total);
     }
 }
 
@@ -235,6 +241,8 @@ void linear_item(const Linear<X, Y> &l, int64_t panel, int64_t first, int64_t co
     const int64_t format = part->format, groups = l.weight.inputs / GROUP;
     const uint8_t *packed = part->data + panel * panel_bytes(format, groups);
     const bool direct = format == (By::COLUMNS == 2 ? BF16 : F32);
+    const int64_t blocks = TRAITS[format].blocks ? TRAITS[format].blocks : 1;
+    const float *xsums = s.xsums[blocks - 1].data();
     memset(s.sums, 0, (size_t)count * PANEL * sizeof(float));
     for (int64_t g = 0; g < groups; g += RUN_GROUPS) {
         const int64_t some = groups - g < RUN_GROUPS ? groups - g : RUN_GROUPS;
@@ -243,7 +251,7 @@ void linear_item(const Linear<X, Y> &l, int64_t panel, int64_t first, int64_t co
         if (!direct) unpack_run<Weight>(format, header_at(format, packed, g), from, some, s.unpacked);
         const auto *weights = (const Weight *)(direct ? (const void *)from : s.unpacked.weights);
         multiply_rows(count, Run<By, N>{format, some, weights, &s.unpacked, from, x + g * GROUP,
-                                        l.weight.inputs, s.xsums.data() + g, groups, s.sums, true});
+                                        l.weight.inputs, xsums + g * blocks, groups * blocks, s.sums, true});
     }
     const int64_t left = part->outputs - panel * PANEL, width = left < PANEL ? left : PANEL;
     for (int64_t m = 0; m < count; m++)
@@ -272,8 +280,8 @@ INLINE void compute_item(const Linear<X, Y> &l, int64_t item, RowScratch &s, int
     const X *x = l.x + first * inputs;
     if (block != item / panels) {
         block = item / panels;
-        s.xsums.resize((size_t)(count * inputs / GROUP));
-        if (has_minima(l.weight)) sum_groups(x, count * inputs / GROUP, s.xsums.data());
+        if (has_minima(l.weight, 1)) sum_blocks<GROUP>(x, count * inputs, s.xsums[0]);
+        if (has_minima(l.weight, 2)) sum_blocks<GROUP / 2>(x, count * inputs, s.xsums[1]);
         if constexpr (!PAIRS && sizeof(X) == 2) {
             s.x.resize((size_t)(count * inputs));
             for (int64_t i = 0; i < count * inputs; i += LANES) store(s.x.data() + i, load(x + i));
@@ -324,8 +332,9 @@ template <class N> INLINE void gather_row(const Packed &matrix, int64_t row, N *
         for (int64_t k = 0; k < some * GROUP; k++) {
             values[k] = weights[k * PANEL + lane];
             if (!traits.blocks) continue;
-            values[k] *= unpacked.scales[k / GROUP][k % GROUP * traits.blocks / GROUP][lane];
-            if (traits.has_minima) values[k] += unpacked.minima[k / GROUP][lane];
+            const int64_t b = k % GROUP * traits.blocks / GROUP;
+            values[k] *= unpacked.scales[k / GROUP][b][lane];
+            if (traits.has_minima) values[k] += unpacked.minima[k / GROUP][b][lane];
         }
         for (int64_t k = 0; k < some * GROUP; k += LANES) store(to + g * GROUP + k, load(values + k));
     }

@@ -7,12 +7,12 @@
 namespace {
 
 // The kinds of GGUF's blocks, as quant_blocks.py numbers them.
-enum Kind : int64_t { Q4_0, Q4_1, Q8_0, Q5_0, Q5_1, Q3_K, Q4_K, Q5_K, Q6_K };
-constexpr int64_t BLOCK_BYTES[] = {18, 20, 34, 22, 24, 110, 144, 176, 210};
-constexpr Format PACKED_AS[] = {Q4, Q4, Q8, Q5, Q5M, Q3K, Q4K, Q5K, Q6K};
+enum Kind : int64_t { Q4_0, Q4_1, Q8_0, Q5_0, Q5_1, IQ4_NL, MXFP4, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_XS };
+constexpr int64_t BLOCK_BYTES[] = {18, 20, 34, 22, 24, 18, 17, 84, 110, 144, 176, 210, 136};
+constexpr Format PACKED_AS[] = {Q4, Q4, Q8, Q5, Q5M, I4, F4, Q2K, Q3K, Q4K, Q5K, Q6K, I4K};
 
 // Returns the groups of a block: blocks have 32 or 256 weights.
-INLINE int64_t groups_of(int64_t kind) { return kind < Q3_K ? 1 : SPAN; }
+INLINE int64_t groups_of(int64_t kind) { return kind < Q2_K ? 1 : SPAN; }
 
 INLINE float half_to_float(uint16_t half) {
     float size;
@@ -41,32 +41,29 @@ INLINE uint16_t minus_eight(uint16_t scale) {
 
 // Writes 32 integers of BITS bits as the row's words of a group.
 template <int BITS> INLINE void put_fields(const uint8_t *from, uint8_t *integers, int64_t row) {
-    constexpr int EACH = 32 / BITS;
+    constexpr int EACH = 32 / BITS, WHOLE = EACH * BITS; // WHOLE: columns that are in a single word
     uint32_t word[BITS] = {};
     if constexpr (BITS == 4)
         for (int k = 0; k < GROUP; k++)
             word[k / 8] |= (uint32_t)from[k] << (4 * (k / 2 % 4) + 16 * (k % 2));
-    else if constexpr (BITS == 8)
-        for (int k = 0; k < GROUP; k++)
-            word[k / 4] |= (uint32_t)from[k] << (8 * (k / 2 % 2) + 16 * (k % 2));
-    else {
-        for (int k = 0; k < WHOLE_COLUMNS; k++) word[k / EACH] |= (uint32_t)from[k] << (k % EACH * BITS);
-        // A word has two bits left. Column 30 + c gets those of one word (3 bits) or two (5 and 6 bits); its
-        // highest bits are in the last word (3 and 5 bits: bit 30 + c) or in a third word (6 bits).
-        constexpr int LOWS = (BITS - 1) / 2, FROM = BITS == 6 ? 3 : LOWS;
-        for (int c = 0; c < 2; c++) {
-            const uint32_t value = from[WHOLE_COLUMNS + c];
-            for (int i = 0; i < LOWS; i++) word[c * FROM + i] |= (value >> (2 * i) & 3) << 30;
-            const uint32_t high = value >> (2 * LOWS);
-            if (BITS == 6) word[c * FROM + 2] |= high << 30;
-            else word[BITS - 1] |= high << (30 + c);
-        }
+    else
+        for (int k = 0; k < WHOLE; k++) word[k / EACH] |= (uint32_t)from[k] << (k % EACH * BITS);
+    // If a word has two bits left, column 30 + c gets those of one word (3 bits) or two (5 and 6 bits). Its
+    // highest bits are in the last word (3 and 5 bits: bit 30 + c) or in a third word (6 bits).
+    constexpr int LOWS = (BITS - 1) / 2, FROM = BITS == 6 ? 3 : LOWS;
+    for (int c = 0; c < GROUP - WHOLE; c++) {
+        const uint32_t value = from[WHOLE + c];
+        for (int i = 0; i < LOWS; i++) word[c * FROM + i] |= (value >> (2 * i) & 3) << 30;
+        const uint32_t high = value >> (2 * LOWS);
+        if (BITS == 6) word[c * FROM + 2] |= high << 30;
+        else word[BITS - 1] |= high << (30 + c);
     }
     for (int j = 0; j < BITS; j++) memcpy(integers + (j * PANEL + row) * 4, word + j, 4);
 }
 
 INLINE void put_integers(int64_t format, const uint8_t *from, uint8_t *integers, int64_t row) {
     switch (TRAITS[format].bits) {
+    case 2: return put_fields<2>(from, integers, row);
     case 3: return put_fields<3>(from, integers, row);
     case 4: return put_fields<4>(from, integers, row);
     case 5: return put_fields<5>(from, integers, row);
@@ -77,7 +74,8 @@ INLINE void put_integers(int64_t format, const uint8_t *from, uint8_t *integers,
 
 // ---- Blocks of 32 weights.
 
-// Writes the integers of a block of 32 weights to `to`. Signed ones have as many bits as their format.
+// Writes the integers of a block of 32 weights, or the nibbles that stand for them, to `to`. Signed ones
+// have as many bits as their format.
 INLINE void read_small(int64_t kind, const uint8_t *block, uint8_t *to) {
     if (kind == Q8_0) {
         memcpy(to, block + 2, GROUP);
@@ -85,7 +83,7 @@ INLINE void read_small(int64_t kind, const uint8_t *block, uint8_t *to) {
     }
     const uint8_t *nibbles = block + BLOCK_BYTES[kind] - GROUP / 2;
     for (int k = 0; k < GROUP; k++) to[k] = k < 16 ? nibbles[k] & 15 : nibbles[k - 16] >> 4;
-    if (kind == Q4_0 || kind == Q4_1) return;
+    if (kind != Q5_0 && kind != Q5_1) return;
     uint32_t high;
     memcpy(&high, nibbles - 4, 4);
     const uint8_t offset = kind == Q5_0 ? 16 : 0; // x - 16, in 5 bits, is x with its highest bit flipped
@@ -94,13 +92,16 @@ INLINE void read_small(int64_t kind, const uint8_t *block, uint8_t *to) {
 
 INLINE void pack_small(int64_t kind, const uint8_t *block, uint8_t *group, int64_t row) {
     const int64_t format = PACKED_AS[kind];
-    uint16_t scale, minimum;
-    memcpy(&scale, block, 2);
-    memcpy(group + 2 * row, &scale, 2);
-    if (TRAITS[format].has_minima) {
-        if (kind == Q4_0) minimum = minus_eight(scale);
-        else memcpy(&minimum, block + 2, 2);
-        memcpy(group + 2 * PANEL + 2 * row, &minimum, 2);
+    if (kind == MXFP4) group[row] = *block;
+    else {
+        uint16_t scale, minimum;
+        memcpy(&scale, block, 2);
+        memcpy(group + 2 * row, &scale, 2);
+        if (TRAITS[format].has_minima) {
+            if (kind == Q4_0) minimum = minus_eight(scale);
+            else memcpy(&minimum, block + 2, 2);
+            memcpy(group + 2 * PANEL + 2 * row, &minimum, 2);
+        }
     }
     uint8_t integers[GROUP];
     read_small(kind, block, integers);
@@ -132,21 +133,32 @@ INLINE void read_large(int64_t kind, const uint8_t *block, int j, uint8_t *to) {
         } else if (kind == Q6_K) {
             const uint8_t low = block[64 * half + 32 * (s % 2) + k], high = block[128 + 32 * half + k];
             to[k] = (uint8_t)(((low >> 4 * (s / 2) & 15) | (high >> 2 * s & 3) << 4) ^ 32);
-        } else { // Q3_K: x - 4, in 3 bits
+        } else if (kind == IQ4_XS) {
+            const uint8_t byte = block[8 + 16 * j + k % 16];
+            to[k] = k < 16 ? byte & 15 : byte >> 4;
+        } else if (kind == Q2_K) to[k] = block[16 + 32 * half + k] >> 2 * s & 3;
+        else { // Q3_K: x - 4, in 3 bits
             const uint8_t low = block[32 + 32 * half + k], high = block[k];
             to[k] = (uint8_t)(((low >> 2 * s & 3) | (high >> j & 1) << 2) ^ 4);
         }
     }
 }
 
-// Writes the scales of all groups of a block, two for each: scales, then minima if the format has them.
+// Writes the bytes of scales of all groups of a block, at most two for each: of Q4_K and Q5_K a scale and a
+// minimum, of others the scales of the group's halves.
 INLINE void read_scales(int64_t kind, const uint8_t *block, uint8_t (&to)[SPAN][2]) {
     if (kind == Q4_K || kind == Q5_K) {
         uint8_t scales[SPAN], minima[SPAN];
         read_six_bits(block + 4, scales, minima);
         for (int j = 0; j < SPAN; j++) to[j][0] = scales[j], to[j][1] = minima[j];
     } else if (kind == Q6_K) memcpy(to, block + 192, 2 * SPAN);
-    else // Q3_K: the low four bits of 16 scales, then their two high bits
+    else if (kind == Q2_K) memcpy(to, block, 2 * SPAN);
+    else if (kind == IQ4_XS) { // the two high bits of all scales, then the low four bits
+        uint16_t high;
+        memcpy(&high, block + 2, 2);
+        for (int j = 0; j < SPAN; j++)
+            to[j][0] = (uint8_t)(((block[4 + j / 2] >> 4 * (j % 2) & 15) | (high >> 2 * j & 3) << 4) - 32);
+    } else // Q3_K: the low four bits of 16 scales, then their two high bits
         for (int i = 0; i < 2 * SPAN; i++) {
             const uint8_t low = block[96 + i % 8] >> i / 8 * 4 & 15;
             const uint8_t high = block[104 + i % 4] >> i / 4 * 2 & 3;
@@ -156,14 +168,15 @@ INLINE void read_scales(int64_t kind, const uint8_t *block, uint8_t (&to)[SPAN][
 
 INLINE void pack_large(int64_t kind, const uint8_t *block, uint8_t *header, int64_t row) {
     const int64_t format = PACKED_AS[kind];
-    const uint8_t *units = kind == Q4_K || kind == Q5_K ? block : block + BLOCK_BYTES[kind] - 2;
-    for (int64_t i = 0; i < header_bytes(format) / (2 * PANEL); i++)
-        memcpy(header + (i * PANEL + row) * 2, units + 2 * i, 2);
+    const int64_t num_units = header_bytes(format) / (2 * PANEL);
+    const bool is_first = kind == Q4_K || kind == Q5_K || kind == IQ4_XS; // whether the block starts with units
+    const uint8_t *units = is_first ? block : block + BLOCK_BYTES[kind] - 2 * num_units;
+    for (int64_t i = 0; i < num_units; i++) memcpy(header + (i * PANEL + row) * 2, units + 2 * i, 2);
     uint8_t scales[SPAN][2], integers[GROUP];
     read_scales(kind, block, scales);
     for (int j = 0; j < SPAN; j++) {
         uint8_t *group = header + header_bytes(format) + j * group_bytes(format);
-        for (int i = 0; i < 2; i++) group[i * PANEL + row] = scales[j][i];
+        for (int i = 0; i < scales_bytes(format) / PANEL; i++) group[i * PANEL + row] = scales[j][i];
         read_large(kind, block, j, integers);
         put_integers(format, integers, group + scales_bytes(format), row);
     }

@@ -15,16 +15,20 @@
 //   Q4K   32 scales u8, 32 minima u8, 512 bytes of nibbles      weight = unit * scale * nibble - step * minimum
 //   Q5K   32 scales u8, 32 minima u8, 5 bits a weight           as Q4K
 //   Q6K   32 scales i8, twice, 6 bits a weight                  as Q3K
+//   Q2K   32 bytes, twice, 2 bits a weight                      as Q4K; a byte is a scale, above it a minimum
+//   I4    32 scales f16, 512 bytes of nibbles                   weight = scale * CURVE[nibble]
+//   I4K   32 scales i8, 512 bytes of nibbles                    weight = unit * scale * CURVE[nibble]
+//   F4    32 exponents, 512 bytes of nibbles                    weight = 2^(exponent - 128) * DOUBLED[nibble]
 //
-// In the last four formats, SPAN groups follow a header: 32 units f16 and, in Q4K and Q5K, 32 steps f16.
-// Q3K and Q6K have a scale for each half of a group.
+// In formats with units, SPAN groups follow a header: 32 units f16 and, in Q2K, Q4K and Q5K, 32 steps f16.
+// Q2K, Q3K and Q6K have a scale, and Q2K a minimum, for each half of a group.
 //
 // Integers are stored in 32-bit words, words [j][output], so one shift and one mask extract a column, or a
 // pair of neighbouring columns, for all outputs.
-// - Nibbles and bytes: the lower half of a word holds even columns, the upper half odd ones. Nibble s of
-//   half h of word j is column 2 (4 j + s) + h, and byte s is column 2 (2 j + s) + h.
-// - B = 3, 5 or 6 bits: B words hold columns 0 to 29, 32 / B in each, lowest bits first. The two top bits of
-//   the words hold columns 30 and 31: see put_field in pack.h.
+// - Nibbles: the lower half of a word holds even columns, the upper half odd ones. Nibble s of half h of
+//   word j is column 2 (4 j + s) + h.
+// - B = 2, 3, 5, 6 or 8 bits: each of B words holds 32 / B columns, lowest bits first. If two top bits of
+//   the words are left, they hold columns 30 and 31: see put_fields in pack.h.
 //
 // The scales, minima and integers are those of GGUF's blocks, in another order.
 #pragma once
@@ -36,28 +40,56 @@ namespace {
 constexpr int PANEL = 32, GROUP = 32;
 constexpr int SPAN = 8;      // groups that share a header
 constexpr int MAX_PARTS = 3; // queries, keys and values
-constexpr int WHOLE_COLUMNS = 30; // columns of fields of 3, 5 or 6 bits that are in a single word
-enum Format : int64_t { Q4, Q8, BF16, F32, Q5, Q5M, Q3K, Q4K, Q5K, Q6K };
+enum Format : int64_t { Q4, Q8, BF16, F32, Q5, Q5M, Q3K, Q4K, Q5K, Q6K, Q2K, I4, I4K, F4 };
+
+// How the scales and minima of a group are stored.
+enum Scales {
+    NONE,
+    HALVES,    // f16
+    BYTES,     // multiplied by the header's units and steps; signed if there are no minima
+    NIBBLES,   // the same: the lower half of a byte is a scale, the upper half a minimum
+    EXPONENTS, // the exponent of a power of two, plus 128
+};
+
+// The integers that nibbles stand for.
+enum Nibbles { THEMSELVES, CURVE, DOUBLED };
+constexpr int8_t INTEGERS[][16] = {
+    {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
+    {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113}, // of IQ4_NL and IQ4_XS
+    {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12}, // numbers of E2M1, doubled
+};
 
 // What a format's groups contain.
 struct Traits {
-    int bits;           // of an integer; 16 and 32: of a number
-    int blocks;         // scales of a row in a group
-    int scale_bytes;    // 2: f16. 1: multiplied by the header's units
-    bool has_minima;
-    bool is_signed;     // whether fields of 3, 5 and 6 bits are signed
+    int bits;   // of an integer; 16 and 32: of a number
+    int blocks; // scales of a row in a group
+    Scales scales;
+    bool has_minima; // as many as there are scales
+    bool is_signed;  // whether integers that are no nibbles are signed
+    Nibbles nibbles = THEMSELVES;
 };
 constexpr Traits TRAITS[] = {
-    {4, 1, 2, true, false},  {8, 1, 2, false, true},  {16, 0, 0, false, true},
-    {32, 0, 0, false, true}, {5, 1, 2, false, true},  {5, 1, 2, true, false},
-    {3, 2, 1, false, true},  {4, 1, 1, true, false},  {5, 1, 1, true, false},
-    {6, 2, 1, false, true},
+    {4, 1, HALVES, true, false},
+    {8, 1, HALVES, false, true},
+    {16, 0, NONE, false, true},
+    {32, 0, NONE, false, true},
+    {5, 1, HALVES, false, true},
+    {5, 1, HALVES, true, false},
+    {3, 2, BYTES, false, true},
+    {4, 1, BYTES, true, false},
+    {5, 1, BYTES, true, false},
+    {6, 2, BYTES, false, true},
+    {2, 2, NIBBLES, true, false},
+    {4, 1, HALVES, false, true, CURVE},
+    {4, 1, BYTES, false, true, CURVE},
+    {4, 1, EXPONENTS, false, true, DOUBLED},
 };
 
 // Returns the bytes of a group before its integers.
 constexpr int64_t scales_bytes(int64_t format) {
     const Traits t = TRAITS[format];
-    return PANEL * t.scale_bytes * (t.blocks + t.has_minima);
+    if (t.scales == NIBBLES) return PANEL * t.blocks;
+    return PANEL * t.blocks * (1 + t.has_minima) * (t.scales == HALVES ? 2 : 1);
 }
 constexpr int64_t group_bytes(int64_t format) {
     return scales_bytes(format) + PANEL * GROUP * TRAITS[format].bits / 8;
@@ -65,7 +97,7 @@ constexpr int64_t group_bytes(int64_t format) {
 // Returns the bytes of the header of SPAN groups; 0 if the format has none.
 constexpr int64_t header_bytes(int64_t format) {
     const Traits t = TRAITS[format];
-    return t.scale_bytes == 1 ? PANEL * 2 * (1 + t.has_minima) : 0;
+    return t.scales == BYTES || t.scales == NIBBLES ? PANEL * 2 * (1 + t.has_minima) : 0;
 }
 INLINE int64_t span_bytes(int64_t format) { return header_bytes(format) + SPAN * group_bytes(format); }
 
@@ -104,9 +136,13 @@ INLINE int64_t panels_of(const Packed &matrix) {
     for (int64_t i = 0; i < matrix.num_parts; i++) panels += panels_of(matrix.parts[i].outputs);
     return panels;
 }
-INLINE bool has_minima(const Packed &matrix) {
+// Returns whether groups of the matrix have minima, and `blocks` of them.
+INLINE bool has_minima(const Packed &matrix, int blocks) {
     bool found = false;
-    for (int64_t i = 0; i < matrix.num_parts; i++) found |= TRAITS[matrix.parts[i].format].has_minima;
+    for (int64_t i = 0; i < matrix.num_parts; i++) {
+        const Traits &traits = TRAITS[matrix.parts[i].format];
+        found |= traits.has_minima && traits.blocks == blocks;
+    }
     return found;
 }
 

@@ -161,6 +161,22 @@ INLINE Floats exponential(Floats x) {
     return p * (Floats)power;
 }
 
+// Returns table[b] in place of each byte b, of 0 to 15.
+INLINE Words looked_up(const int8_t (&table)[16], Words bytes) {
+#if defined(__AVX512BW__)
+    const __m512i everywhere = _mm512_broadcast_i32x4(load_as<__m128i>(table));
+    return (Words)_mm512_shuffle_epi8(everywhere, (__m512i)bytes);
+#elif defined(__AVX2__)
+    const __m256i everywhere = _mm256_broadcastsi128_si256(load_as<__m128i>(table));
+    return (Words)_mm256_shuffle_epi8(everywhere, (__m256i)bytes);
+#else
+    uint8_t each[LANES * 4];
+    store_as(each, bytes);
+    for (uint8_t &byte : each) byte = (uint8_t)table[byte];
+    return load_as<Words>(each);
+#endif
+}
+
 // Loads float16 numbers, the type of scales in quantised files. Exact for all finite numbers.
 INLINE Floats load_f16(const uint16_t *from) {
 #if defined(__AVX512F__)

@@ -11,22 +11,22 @@
 namespace {
 
 constexpr int RUN_GROUPS = 4; // groups unpacked at a time; they fit into the first-level cache
-constexpr int MAX_BLOCKS = 2; // most scales of a row in a group
+constexpr int MAX_BLOCKS = 2; // most scales, and most minima, of a row in a group
 static_assert(SPAN % RUN_GROUPS == 0, "a run has one header");
 
 // A run of unpacked groups.
 struct Unpacked {
     alignas(64) uint32_t weights[RUN_GROUPS * GROUP * PANEL];
     alignas(64) float scales[RUN_GROUPS][MAX_BLOCKS][PANEL];
-    alignas(64) float minima[RUN_GROUPS][PANEL];
+    alignas(64) float minima[RUN_GROUPS][MAX_BLOCKS][PANEL];
 };
 
 // ---- Integers.
 
 // Returns column `column` of fields of BITS bits (packed.h), from their words.
 template <int BITS, bool IS_SIGNED> INLINE Ints field(const Words (&word)[BITS], int column) {
-    constexpr int EACH = 32 / BITS;
-    if (column < WHOLE_COLUMNS) {
+    constexpr int EACH = 32 / BITS, WHOLE = EACH * BITS;
+    if (column < WHOLE) {
         const Words w = word[column / EACH];
         const int first = column % EACH * BITS;
         if (IS_SIGNED) return (Ints)(w << (32 - BITS - first)) >> (32 - BITS);
@@ -35,7 +35,7 @@ template <int BITS, bool IS_SIGNED> INLINE Ints field(const Words (&word)[BITS],
     // The lower bits are the two top bits of some words. The higher bits come from the word `top`, shifted
     // so that they are its highest.
     constexpr int LOW = (BITS - 1) / 2 * 2; // 2 or 4 lower bits, of 3, 5 or 6
-    const int c = column - WHOLE_COLUMNS;
+    const int c = column - WHOLE;
     const int first = BITS == 6 ? 3 * c : c * (BITS / 2);
     Words low = word[first] >> 30;
     if (LOW == 4) low |= (word[first + 1] >> 28) & 12;
@@ -45,42 +45,45 @@ template <int BITS, bool IS_SIGNED> INLINE Ints field(const Words (&word)[BITS],
     return (Ints)(((top >> SHIFT) & ~((1u << LOW) - 1)) | low);
 }
 
-template <int BITS> INLINE void load_words(const uint8_t *from, int o, Words (&word)[BITS]) {
-    for (int j = 0; j < BITS; j++) word[j] = load_as<Words>(from + (j * PANEL + o) * 4);
+// Stores outputs o, ... of columns 2 p and 2 p + 1, integers of at most 8 bits, in the type of `to`.
+INLINE void store_pair(float *to, int p, int o, Ints even, Ints odd) {
+    store(to + 2 * p * PANEL + o, __builtin_convertvector(even, Floats));
+    store(to + (2 * p + 1) * PANEL + o, __builtin_convertvector(odd, Floats));
 }
+#if defined(__AVX512BF16__)
+INLINE void store_pair(uint32_t *to, int p, int o, Ints even, Ints odd) {
+    store_as(to + p * PANEL + o, words(__builtin_convertvector(even, Floats)) >> 16 |
+                                     words(__builtin_convertvector(odd, Floats)));
+}
+#endif
 
-template <int BITS, bool IS_SIGNED> INLINE void unpack_fields(const uint8_t *from, float *to) {
+template <int BITS, bool IS_SIGNED, class W> INLINE void unpack_fields(const uint8_t *from, W *to) {
     for (int o = 0; o < PANEL; o += LANES) {
         Words word[BITS];
-        load_words(from, o, word);
-#pragma GCC unroll 32
-        for (int k = 0; k < GROUP; k++)
-            store(to + k * PANEL + o, __builtin_convertvector(field<BITS, IS_SIGNED>(word, k), Floats));
+        for (int j = 0; j < BITS; j++) word[j] = load_as<Words>(from + (j * PANEL + o) * 4);
+#pragma GCC unroll 16
+        for (int p = 0; p < GROUP / 2; p++)
+            store_pair(to, p, o, field<BITS, IS_SIGNED>(word, 2 * p), field<BITS, IS_SIGNED>(word, 2 * p + 1));
     }
 }
 
-INLINE void unpack_nibbles(const uint8_t *from, float *to) {
+template <Nibbles N> INLINE void unpack_nibbles(const uint8_t *from, float *to) {
     for (int o = 0; o < PANEL; o += LANES)
         for (int j = 0; j < 4; j++) {
-            Words word = load_as<Words>(from + (j * PANEL + o) * 4);
-#pragma GCC unroll 8
-            for (int s = 0; s < 8; s++) {
-                Ints nibble = (Ints)((word >> (4 * s)) & 15);
-                const int column = 2 * (4 * j + s % 4) + s / 4;
-                store(to + column * PANEL + o, __builtin_convertvector(nibble, Floats));
-            }
-        }
-}
-
-INLINE void unpack_bytes(const uint8_t *from, float *to) {
-    for (int o = 0; o < PANEL; o += LANES)
-        for (int j = 0; j < 8; j++) {
-            Words word = load_as<Words>(from + (j * PANEL + o) * 4);
+            const Words word = load_as<Words>(from + (j * PANEL + o) * 4);
+            if constexpr (N == THEMSELVES) {
 #pragma GCC unroll 4
-            for (int s = 0; s < 4; s++) {
-                Ints byte = (Ints)(word << (24 - 8 * s)) >> 24;
-                const int column = 2 * (2 * j + s % 2) + s / 2;
-                store(to + column * PANEL + o, __builtin_convertvector(byte, Floats));
+                for (int s = 0; s < 4; s++)
+                    store_pair(to, 4 * j + s, o, (Ints)(word >> 4 * s & 15), (Ints)(word >> (4 * s + 16) & 15));
+            } else {
+                const Words bytes[2] = {looked_up(INTEGERS[N], word & 0x0f0f0f0f),
+                                        looked_up(INTEGERS[N], word >> 4 & 0x0f0f0f0f)};
+#pragma GCC unroll 4
+                for (int s = 0; s < 4; s++) { // byte s / 2 of each half
+                    const Words w = bytes[s % 2];
+                    store_pair(to, 4 * j + s, o, (Ints)(w << (24 - 8 * (s / 2))) >> 24,
+                               (Ints)(w << (8 - 8 * (s / 2))) >> 24);
+                }
             }
         }
 }
@@ -95,34 +98,14 @@ INLINE void unpack_bf16(const uint8_t *from, float *to) {
 }
 
 #if defined(__AVX512BF16__)
-// Returns two vectors of integers, of at most 8 bits, as pairs of bfloat16.
-INLINE Words pair_of(Ints even, Ints odd) {
-    return words(__builtin_convertvector(even, Floats)) >> 16 | words(__builtin_convertvector(odd, Floats));
-}
-
-template <int BITS, bool IS_SIGNED> INLINE void unpack_fields(const uint8_t *from, uint32_t *to) {
-    for (int o = 0; o < PANEL; o += LANES) {
-        Words word[BITS];
-        load_words(from, o, word);
-#pragma GCC unroll 16
-        for (int p = 0; p < GROUP / 2; p++)
-            store_as(to + p * PANEL + o, pair_of(field<BITS, IS_SIGNED>(word, 2 * p),
-                                                 field<BITS, IS_SIGNED>(word, 2 * p + 1)));
-    }
-}
-
-// Returns the integers 0 to 15 as bfloat16, twice.
-INLINE __m512i nibble_table() {
-    alignas(64) uint16_t table[32];
+// Looks up both columns of a pair at once, in a table of bfloat16.
+template <Nibbles N> INLINE void unpack_nibbles(const uint8_t *from, uint32_t *to) {
+    alignas(64) uint16_t numbers[32];
     for (int i = 0; i < 32; i++) {
-        const float value = (float)(i % 16);
-        memcpy(table + i, (const char *)&value + 2, 2);
+        const float value = INTEGERS[N][i % 16];
+        memcpy(numbers + i, (const char *)&value + 2, 2);
     }
-    return _mm512_load_si512(table);
-}
-
-INLINE void unpack_nibbles(const uint8_t *from, uint32_t *to) {
-    const __m512i table = nibble_table(), low = _mm512_set1_epi16(15);
+    const __m512i table = _mm512_load_si512(numbers), low = _mm512_set1_epi16(15);
     for (int o = 0; o < PANEL; o += LANES)
         for (int j = 0; j < 4; j++) {
             const __m512i word = load_as<__m512i>(from + (j * PANEL + o) * 4);
@@ -130,16 +113,6 @@ INLINE void unpack_nibbles(const uint8_t *from, uint32_t *to) {
                 const __m512i nibble = _mm512_and_si512(_mm512_srli_epi16(word, 4 * s), low);
                 store_as(to + (4 * j + s) * PANEL + o, _mm512_permutexvar_epi16(nibble, table));
             }
-        }
-}
-
-INLINE void unpack_bytes(const uint8_t *from, uint32_t *to) {
-    for (int o = 0; o < PANEL; o += LANES)
-        for (int j = 0; j < 8; j++) {
-            const Words word = load_as<Words>(from + (j * PANEL + o) * 4);
-            for (int s = 0; s < 2; s++)
-                store_as(to + (2 * j + s) * PANEL + o,
-                         pair_of((Ints)(word << (24 - 8 * s)) >> 24, (Ints)(word << (8 - 8 * s)) >> 24));
         }
 }
 
@@ -151,38 +124,44 @@ INLINE void unpack_bf16(const uint8_t *from, uint32_t *to) {
 
 // ---- Scales and minima.
 
-// Loads LANES bytes as floats, signed if IS_SIGNED.
-template <bool IS_SIGNED> INLINE Floats load_bytes(const uint8_t *from) {
+// Loads LANES bytes as integers, signed if IS_SIGNED.
+template <bool IS_SIGNED> INLINE Ints load_bytes(const uint8_t *from) {
 #if defined(__AVX512F__)
     const __m128i bytes = load_as<__m128i>(from);
-    return (Floats)_mm512_cvtepi32_ps(IS_SIGNED ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
+    return (Ints)(IS_SIGNED ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
 #elif defined(__AVX2__)
     const __m128i bytes = _mm_loadl_epi64((const __m128i *)from);
-    return (Floats)_mm256_cvtepi32_ps(IS_SIGNED ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
+    return (Ints)(IS_SIGNED ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
 #else
-    Floats x;
-    for (int i = 0; i < LANES; i++) x[i] = IS_SIGNED ? (float)(int8_t)from[i] : (float)from[i];
+    Ints x;
+    for (int i = 0; i < LANES; i++) x[i] = IS_SIGNED ? (int8_t)from[i] : from[i];
     return x;
 #endif
 }
 
-// Writes the scales of a group to scales [blocks][PANEL], and its minima to minima [PANEL].
+// Returns 2^(exponent - 128), exactly: the least two are subnormal numbers.
+INLINE Floats power_of_two(Ints exponent) {
+    return (Floats)(exponent < 2 ? 0x00200000 << exponent : (exponent - 1) << 23);
+}
+
+// Writes the scales and minima of outputs o, ... of a group to [blocks][PANEL].
 template <int64_t FORMAT>
-INLINE void unpack_scales(const uint8_t *header, const uint8_t *group, float (*scales)[PANEL],
-                          float *minima) {
+INLINE void unpack_scales(const uint8_t *header, const uint8_t *group, int o, float (*scales)[PANEL],
+                          float (*minima)[PANEL]) {
     constexpr Traits T = TRAITS[FORMAT];
-    for (int o = 0; o < PANEL; o += LANES) {
-        if (T.scale_bytes == 2) {
-            store(scales[0] + o, load_f16((const uint16_t *)group + o));
-            if (T.has_minima) store(minima + o, load_f16((const uint16_t *)group + PANEL + o));
-            continue;
-        }
+    if constexpr (T.scales == EXPONENTS) store(scales[0] + o, power_of_two(load_bytes<false>(group + o)));
+    else if constexpr (T.scales == HALVES) {
+        store(scales[0] + o, load_f16((const uint16_t *)group + o));
+        if (T.has_minima) store(minima[0] + o, load_f16((const uint16_t *)group + PANEL + o));
+    } else {
         const Floats unit = load_f16((const uint16_t *)header + o);
-        for (int b = 0; b < T.blocks; b++)
-            store(scales[b] + o, unit * load_bytes<!T.has_minima>(group + b * PANEL + o));
-        if (T.has_minima) {
-            const Floats step = load_f16((const uint16_t *)header + PANEL + o);
-            store(minima + o, step * -load_bytes<false>(group + PANEL + o));
+        const Floats step = T.has_minima ? -load_f16((const uint16_t *)header + PANEL + o) : Floats{};
+        for (int b = 0; b < T.blocks; b++) {
+            Ints scale = load_bytes<!T.has_minima>(group + b * PANEL + o), minimum{};
+            if constexpr (T.scales == NIBBLES) minimum = scale >> 4, scale &= 15;
+            else if (T.has_minima) minimum = load_bytes<false>(group + PANEL + o);
+            store(scales[b] + o, unit * __builtin_convertvector(scale, Floats));
+            if (T.has_minima) store(minima[b] + o, step * __builtin_convertvector(minimum, Floats));
         }
     }
 }
@@ -200,9 +179,10 @@ INLINE void unpack_as(const uint8_t *header, const uint8_t *from, int64_t groups
     for (int64_t g = 0; g < groups; g++, from += group_bytes(FORMAT)) {
         const uint8_t *integers = from + scales_bytes(FORMAT);
         W *weights = (W *)to.weights + g * group_words<W>();
-        if constexpr (T.blocks > 0) unpack_scales<FORMAT>(header, from, to.scales[g], to.minima[g]);
-        if constexpr (T.bits == 4) unpack_nibbles(integers, weights);
-        else if constexpr (T.bits == 8) unpack_bytes(integers, weights);
+        if constexpr (T.blocks > 0)
+            for (int o = 0; o < PANEL; o += LANES)
+                unpack_scales<FORMAT>(header, from, o, to.scales[g], to.minima[g]);
+        if constexpr (T.bits == 4) unpack_nibbles<T.nibbles>(integers, weights);
         else if constexpr (T.bits == 16) unpack_bf16(integers, weights);
         else unpack_fields<T.bits, T.is_signed>(integers, weights);
     }
@@ -222,6 +202,10 @@ __attribute__((noinline)) void unpack_run(int64_t format, const uint8_t *header,
     case Q4K: return unpack_as<Q4K, W>(header, from, groups, to);
     case Q5K: return unpack_as<Q5K, W>(header, from, groups, to);
     case Q6K: return unpack_as<Q6K, W>(header, from, groups, to);
+    case Q2K: return unpack_as<Q2K, W>(header, from, groups, to);
+    case I4: return unpack_as<I4, W>(header, from, groups, to);
+    case I4K: return unpack_as<I4K, W>(header, from, groups, to);
+    case F4: return unpack_as<F4, W>(header, from, groups, to);
     }
 }
 
