@@ -1,12 +1,16 @@
 """Measures the perplexity of a text with each form of weights that Tidegate computes with.
 
     python -m tests.benchmarks.perplexity [--model FILE.gguf] [--text FILE] [--llama-cpp PYTHON]
+    python -m tests.benchmarks.perplexity --types Q4_K_M,Q6_K [--model FILE.gguf] [--text FILE]
 
 Prints one line per dtype, kernels and form of weights, compared with float32 on dense weights with
 torch's operations. The engine and the worker's runner compute the text as the prompt of a request
 with `prompt_logprobs`, in one go. `--llama-cpp` names the Python of an environment that has
 llama-cpp-python: llama.cpp then computes the same token ids with the same file
 (llama_cpp_logprobs.py).
+
+With `--types`, the numbers of the model are quantised to each type as by `tidegate quantize`, and
+the packed weights of that file are compared with the same weights dequantised to float32.
 """
 
 from __future__ import annotations
@@ -15,7 +19,9 @@ import argparse
 import json
 import math
 import subprocess
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,11 +29,15 @@ import torch
 from tokenizers import Tokenizer
 
 from protocol.config.worker import KernelSet, WeightForm
+from protocol.quantize import TYPES
 from protocol.sampling import SamplingParams
 from tests.support.model import smollm2_gguf
 from tests.support.replica import Replica, load
 from worker.kernels.select import select_kernels
-from worker.models.load import LoadedModel
+from worker.loading.gguf_file import GGUFFile
+from worker.loading.header import ModelHeader, read_header
+from worker.models.load import LoadedModel, open_weights
+from worker.quantize.writing import quantized_weights, write_model
 from worker.startup.machine import cpu_flags
 
 PROSE = Path(__file__).parents[1] / "data" / "prose.txt"
@@ -54,6 +64,11 @@ class Form:
 
 
 EXACT = Form(torch.float32, "torch", "dense")
+PACKED_FORMS = [
+    EXACT,
+    Form(torch.float32, "auto", "packed"),
+    Form(torch.bfloat16, "auto", "packed"),
+]
 FORMS = [
     EXACT,
     Form(torch.float32, "auto", "dense"),
@@ -96,10 +111,28 @@ def of_llama_cpp(python: str, model: Path, tokens: Sequence[int]) -> float:
     return of_logprobs(json.loads(done.stdout))
 
 
-def measured(model: Path, text: str, llama_cpp: str) -> Iterator[tuple[str, int, float]]:
-    """Yield (what computed it, tokens of the text, perplexity). The exact form comes first."""
+def quantised(model: Path, kind: str, folder: Path) -> Path:
+    """Write the numbers of a GGUF file in another type, and return the file."""
+    header = read_header(model)
+    assert isinstance(header, ModelHeader)
+    path = folder / f"{model.stem}.{kind}.gguf"
+    contents = quantized_weights(open_weights(header))
+    write_model(header, contents, path, kind, lambda *_: None)
+    return path
+
+
+def kinds_in(path: Path) -> str:
+    """Return the block types in a file, and their matrices: "Q5_0 180, Q6_K 31"."""
+    kinds = Counter(info.kind.name for info in GGUFFile(path).tensors.values())
+    return ", ".join(f"{kind} {count}" for kind, count in sorted(kinds.items()) if kind != "F32")
+
+
+def measured(
+    model: Path, text: str, forms: Sequence[Form], llama_cpp: str = ""
+) -> Iterator[tuple[str, int, float]]:
+    """Yield (name of the form, tokens of the text, perplexity). The exact form comes first."""
     tokens: list[int] = []
-    for form in FORMS:
+    for form in forms:
         loaded = form.load(model)
         tokens = tokens or tokens_of(loaded, text)
         yield str(form), len(tokens), perplexity(loaded, tokens)
@@ -117,13 +150,27 @@ def main() -> None:
         metavar="PYTHON",
         help="a Python that has llama-cpp-python, to compare with",
     )
+    parser.add_argument(
+        "--types", default="", help=f"quantise the model first: some of {', '.join(TYPES)}"
+    )
     options = parser.parse_args()
     model, text = options.model or smollm2_gguf(), options.text.read_text(encoding="utf-8")
+    if not options.types:
+        print_table(model, measured(model, text, FORMS, options.llama_cpp))
+        return
+    for kind in options.types.split(","):
+        with tempfile.TemporaryDirectory() as folder:
+            path = quantised(model, kind, Path(folder))
+            print(f"{kind} ({kinds_in(path)})")
+            print_table(path, measured(path, text, PACKED_FORMS))
+
+
+def print_table(model: Path, rows: Iterable[tuple[str, int, float]]) -> None:
     exact = 0.0
-    for name, count, value in measured(model, text, options.llama_cpp):
+    for name, count, value in rows:
         if not exact:
             exact = value
-            print(f"{model.name}, {options.text.name}, {count} tokens")
+            print(f"{model.name}, {count} tokens")
         print(f"{name:44} {value:9.4f}  {value / exact - 1:+8.3%}", flush=True)
 
 

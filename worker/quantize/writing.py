@@ -30,6 +30,7 @@ from worker.loading.gguf_header import (
     gguf_spec,
 )
 from worker.loading.header import ModelHeader, read_header
+from worker.loading.weights import WeightSource
 from worker.models.load import open_weights
 from worker.models.rope_config import RopeConfig
 from worker.models.spec import ModelSpec
@@ -44,6 +45,8 @@ QUANTIZATION_VERSION = 2
 Kinds = dict[str, GGMLQuantizationType]
 Report = Callable[[str, int, int], None]
 """Called after each tensor with its name, the bytes written, and the bytes of all tensors."""
+Contents = Callable[[OutputTensor, GGMLQuantizationType], NDArray[np.uint8]]
+"""Returns the bytes of a tensor in a type."""
 
 
 def quantize_model(model: Path, output: Path, wanted: str, report: Report) -> None:
@@ -54,6 +57,16 @@ def quantize_model(model: Path, output: Path, wanted: str, report: Report) -> No
     header = read_header(model)
     if not isinstance(header, ModelHeader) or isinstance(header.files, GGUFFile):
         raise UnusableModel(f"{model} is not a directory of safetensors of a supported family")
+    write_model(header, quantized_weights(open_weights(header)), output, wanted, report)
+
+
+def write_model(
+    header: ModelHeader, contents: Contents, output: Path, wanted: str, report: Report
+) -> None:
+    """Write the model with this header, and with the given contents of its tensors.
+
+    Raises UnusableModel if the model cannot be stored, and OSError.
+    """
     spec = header.spec
     architecture = architecture_of(spec)
     gguf = ModelTensors(spec, architecture_names(architecture, spec))
@@ -83,7 +96,12 @@ def quantize_model(model: Path, output: Path, wanted: str, report: Report) -> No
         _check_header(writer, partial, total, spec)
         if rope is not None:
             writer.write_tensor_data(_factors(rope))
-        _write(writer, header, tensors, kinds, lambda name, done: report(name, done, total))
+        done = 0
+        for tensor in tensors:
+            raw = contents(tensor, kinds[tensor.name])
+            writer.write_tensor_data(raw)
+            done += raw.nbytes
+            report(tensor.name, done, total)
         writer.close()
         os.replace(partial, output)
     finally:
@@ -167,27 +185,23 @@ def _check_header(writer: GGUFWriter, path: Path, total: int, spec: ModelSpec) -
     os.truncate(path, size)
 
 
-def _write(
-    writer: GGUFWriter,
-    header: ModelHeader,
-    tensors: list[OutputTensor],
-    kinds: Kinds,
-    report: Callable[[str, int], None],
-) -> None:
-    source, done = open_weights(header), 0
-    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool, torch.inference_mode():
-        for tensor in tensors:
-            raw: list[NDArray[np.uint8]] = []
+def quantized_weights(source: WeightSource) -> Contents:
+    """Return the contents of tensors with the weights of `source`.
+
+    They raise UnusableModel for a tensor with a number that is not finite.
+    """
+
+    def content(tensor: OutputTensor, kind: GGMLQuantizationType) -> NDArray[np.uint8]:
+        raw: list[NDArray[np.uint8]] = []
+        with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool, torch.inference_mode():
             for values in tensor.read(source):
                 if not bool(torch.isfinite(values).all()):
                     raise UnusableModel(f"{tensor.parts[0][0]} has numbers that are not finite")
                 rows = values.reshape(-1, values.shape[-1]).numpy()
-                kind = kinds[tensor.name]
-                raw += pool.map(lambda piece, kind=kind: quantize(piece, kind), _pieces(rows))
-            whole = np.concatenate(raw)
-            writer.write_tensor_data(whole)
-            done += whole.nbytes
-            report(tensor.name, done)
+                raw += pool.map(lambda piece: quantize(piece, kind), _pieces(rows))
+        return np.concatenate(raw)
+
+    return content
 
 
 def _pieces(rows: NDArray[np.float32]) -> Iterator[NDArray[np.float32]]:
