@@ -65,7 +65,7 @@ def visit(
 
 # ---- keys and scopes
 @pytest.mark.parametrize("header", [{"Authorization": "Bearer user"}, {"X_Api_Key": "user"}])
-def test_a_key_opens_what_its_scopes_name(header: dict[str, str]):
+def test_a_key_allows_only_the_routes_of_its_scopes(header: dict[str, str]):
     assert gate().admit(visit("/chat", "POST", **header)).name == "user"
     for rule, method in (("/metrics", "GET"), ("/drain", "POST")):
         with pytest.raises(Forbidden, match="scope"):
@@ -85,7 +85,7 @@ def test_other_methods_of_a_route_need_no_less(method: str):
 @pytest.mark.parametrize(
     "key", ["", "Bearer", "Bearer ", "Bearer  users", "Basic user", "user", "Bearer us er", "\xff"]
 )
-def test_without_a_good_key_nothing_is_told_not_even_what_exists(rule: str | None, key: str):
+def test_a_missing_or_wrong_key_gets_the_same_error_for_every_route(rule: str | None, key: str):
     with pytest.raises(Unauthenticated):
         gate().admit(visit(rule, "POST", Authorization=key))
 
@@ -115,7 +115,7 @@ def test_without_keys_only_this_machine_administers():
         gate(None).admit(visit("/drain", "POST", peer="10.0.0.7"))
 
 
-def test_callers_are_told_apart_by_the_name_of_their_key():
+def test_each_key_is_a_separate_owner_and_namespace():
     ring = Keyring({**KEYS, "other": KeyEntry(digest=digest_of("other"), namespace="user")})
     user, boss, other = (ring.find(key) for key in ("user", "boss", "other"))
     assert user
@@ -133,10 +133,10 @@ def test_a_key_ends_its_own_requests_and_an_admins_those_of_all():
     assert user
     assert boss
     assert watch
-    told = user.labels("cmpl-1")
-    assert user.abort_label("cmpl-1") in told
-    assert boss.abort_label("cmpl-1") in told
-    assert watch.abort_label("cmpl-1") not in told
+    labels = user.labels("cmpl-1")
+    assert user.abort_label("cmpl-1") in labels
+    assert boss.abort_label("cmpl-1") in labels
+    assert watch.abort_label("cmpl-1") not in labels
 
 
 def test_a_field_that_a_key_may_not_use_is_refused_by_name():
@@ -178,7 +178,7 @@ def test_a_changed_file_is_read_again(keys_file: Path):
     assert opens(watch) == set(), "no keys is not: no keys needed"
 
 
-def test_a_broken_file_keeps_the_old_keys_and_says_so_once(
+def test_a_broken_file_keeps_the_old_keys_and_is_logged_once(
     keys_file: Path, caplog: pytest.LogCaptureFixture
 ):
     watch = KeyWatch(GatewayConfig(api_keys=str(keys_file)))
@@ -350,7 +350,7 @@ def test_other_paths_are_not():
         ("/v1/responses/a%2Fcancel", "/v1/responses/<response_id>/cancel", False),
     ],
 )
-def test_what_is_fixed_in_a_rule_is_sent_letter_by_letter(path: str, rule: str, fits: bool):
+def test_fixed_parts_of_a_rule_match_only_the_same_characters(path: str, rule: str, fits: bool):
     assert matches_rule(path, rule) is fits
 
 

@@ -36,8 +36,8 @@ def chat(**fields: Any) -> ChatBody:
     return translate(body(**fields)).chat
 
 
-def text(said: str) -> dict[str, Any]:
-    return {"type": "text", "text": said}
+def text(value: str) -> dict[str, Any]:
+    return {"type": "text", "text": value}
 
 
 def use(call_id: str, name: str = "weather", **arguments: Any) -> dict[str, Any]:
@@ -148,7 +148,7 @@ def test_results_may_be_in_several_turns_of_the_user() -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "is_error", "said"),
+    ("content", "is_error", "expected"),
     [
         (None, None, []),
         (None, True, ["Error:"]),
@@ -158,10 +158,10 @@ def test_results_may_be_in_several_turns_of_the_user() -> None:
     ],
 )
 def test_a_result_that_is_an_error_starts_with_error(
-    content: str | None, is_error: bool | None, said: list[str]
+    content: str | None, is_error: bool | None, expected: list[str]
 ) -> None:
     messages = [*HI, assistant(use("a")), user(result("a", content, is_error=is_error))]
-    assert contents(chat(messages=messages).messages)[-1] == ("tool", said)
+    assert contents(chat(messages=messages).messages)[-1] == ("tool", expected)
 
 
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBO"}}
@@ -303,8 +303,8 @@ def test_tools_become_functions() -> None:
 def test_a_tool_choice_becomes_that_of_a_chat(
     choice: Any, translated: Any, parallel: bool | None
 ) -> None:
-    asked = chat(tools=[TOOL], tool_choice=choice)
-    assert (asked.tool_choice, asked.parallel_tool_calls) == (translated, parallel)
+    chat_request = chat(tools=[TOOL], tool_choice=choice)
+    assert (chat_request.tool_choice, chat_request.parallel_tool_calls) == (translated, parallel)
 
 
 @pytest.mark.parametrize(
@@ -411,11 +411,11 @@ def test_max_tokens_is_required_for_messages_but_not_for_counting() -> None:
 
 def test_a_request_is_clamped_to_the_limits_of_the_model() -> None:
     thinking = {"type": "enabled", "budget_tokens": 2048}
-    asked = chat(max_tokens=32_000, thinking=thinking)
+    chat_request = chat(max_tokens=32_000, thinking=thinking)
     plain, thinker = (
         ModelOutputFormat(card, Tokenizer(card)) for card in (scripted_card(), thinking_card())
     )
-    translated, warnings = clamp_to_model(asked, 512, plain)
+    translated, warnings = clamp_to_model(chat_request, 512, plain)
     assert (translated.max_tokens, translated.thinking) == (512, {"type": "enabled"})
     assert warnings == [
         OutputWarning(
@@ -424,5 +424,5 @@ def test_a_request_is_clamped_to_the_limits_of_the_model() -> None:
             "leave the field out, or restart the server with --reasoning-format",
         )
     ]
-    translated, warnings = clamp_to_model(asked, 1 << 20, thinker)
+    translated, warnings = clamp_to_model(chat_request, 1 << 20, thinker)
     assert (translated.max_tokens, translated.thinking, warnings) == (32_000, thinking, [])

@@ -101,7 +101,7 @@ def test_a_key_that_is_written_in_another_way_is_left_to_its_operator(text: str)
         without_key(text, "alice")
 
 
-def test_an_added_key_is_read_as_it_was_meant_and_nothing_else_changes():
+def test_an_added_key_has_the_given_limits_and_the_rest_of_the_file_is_unchanged():
     entry = KeyEntry(digest=digest_of("c" * 30), scopes=["metrics"], priority=-3, namespace="us")
     changed = with_key(FILE, "carol", entry)
     assert changed.startswith(FILE)

@@ -94,7 +94,7 @@ def test_a_family_is_preferred(architecture: str) -> None:
     assert fallback({"architectures": [architecture]}) is None
 
 
-def test_what_a_family_does_not_read_is_left_to_transformers() -> None:
+def test_configs_that_no_family_reads_are_left_to_transformers() -> None:
     found = fallback({"architectures": ["StableLmForCausalLM"], "qk_layernorm": True})
     assert found is not None
     assert found.model_type == "stablelm"

@@ -157,7 +157,7 @@ def test_tokens_are_counted_from_events_without_usage() -> None:
     assert (answer.counted, answer.output_tokens) == ("chunks", 3)
 
 
-def test_time_per_token_is_of_the_tokens_behind_the_first() -> None:
+def test_time_per_token_counts_the_tokens_after_the_first() -> None:
     answer = read([HEAD + b"\r\n", text("a"), text("b"), USAGE + DONE]).answer
     assert answer.tpot_s == pytest.approx(1.0 / 6)  # one second between the events, 7 tokens
     assert read([measured(text("a") + DONE)]).answer.tpot_s is None

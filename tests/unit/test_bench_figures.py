@@ -59,26 +59,26 @@ def test_a_percentile_is_an_observed_value() -> None:
     assert percentile([3.0], 50) == 3.0
 
 
-def test_a_spread_of_nothing_is_none_and_not_zero() -> None:
+def test_the_spread_of_no_values_is_none_and_not_zero() -> None:
     assert spread([]) is None
     some = spread([0.002, 0.001])
     assert (some.mean, some.p50, some.p99, some.max) == (1.5, 1.0, 2.0, 2.0)
 
 
 def test_figures_are_those_of_the_answers() -> None:
-    told = summary(
+    figures = summary(
         answer(1.0, 1.5, 2.0, tokens=5), answer(0.5, 0.6, started=0.2, tokens=3), seconds=4.0
     )
-    assert (told.requests, told.completed, told.errors) == (2, 2, {})
-    assert (told.input_tokens, told.output_tokens) == (20, 8)
-    assert (told.requests_per_s, told.output_tokens_per_s) == (0.5, 2.0)
-    assert told.ttft_ms.max == pytest.approx(1000)
-    assert told.tpot_ms.max == pytest.approx(250)  # a second for four tokens
-    assert told.tpot_ms.p50 == pytest.approx(50)
-    assert told.gap_ms.mean == pytest.approx((500 + 500 + 100) / 3)
-    assert told.e2e_ms.p50 == pytest.approx(400)
-    assert told.counted_by == {"usage": 2}
-    assert told.client_cpu == pytest.approx(0.025)
+    assert (figures.requests, figures.completed, figures.errors) == (2, 2, {})
+    assert (figures.input_tokens, figures.output_tokens) == (20, 8)
+    assert (figures.requests_per_s, figures.output_tokens_per_s) == (0.5, 2.0)
+    assert figures.ttft_ms.max == pytest.approx(1000)
+    assert figures.tpot_ms.max == pytest.approx(250)  # a second for four tokens
+    assert figures.tpot_ms.p50 == pytest.approx(50)
+    assert figures.gap_ms.mean == pytest.approx((500 + 500 + 100) / 3)
+    assert figures.e2e_ms.p50 == pytest.approx(400)
+    assert figures.counted_by == {"usage": 2}
+    assert figures.client_cpu == pytest.approx(0.025)
 
 
 def test_failed_requests_are_counted_by_kind_and_are_in_no_other_figure() -> None:
@@ -86,11 +86,11 @@ def test_failed_requests_are_counted_by_kind_and_are_in_no_other_figure() -> Non
     broken.message = "first"
     later = answer(error="broken stream")
     later.message = "second"
-    told = summary(answer(1.0, tokens=4), broken, later, answer(error="status 429"))
-    assert told.errors == {"broken stream": 2, "status 429": 1}
-    assert told.complaints["broken stream"] == "first"
-    assert (told.requests, told.completed, told.output_tokens) == (4, 1, 4)
-    lines = warnings(told)
+    figures = summary(answer(1.0, tokens=4), broken, later, answer(error="status 429"))
+    assert figures.errors == {"broken stream": 2, "status 429": 1}
+    assert figures.complaints["broken stream"] == "first"
+    assert (figures.requests, figures.completed, figures.output_tokens) == (4, 1, 4)
+    lines = warnings(figures)
     assert any("2 x broken stream: first" in line for line in lines)
     assert any(line.endswith("1 x status 429") for line in lines)
 
@@ -100,8 +100,8 @@ def test_runs_of_the_same_load_are_summarised_together() -> None:
         BenchRun([answer(1.0, tokens=2)], 0.0, 1.0, 0.5),
         BenchRun([answer(3.0, tokens=4)], 7.0, 10.0, 0.5),
     ]
-    told = summarize("x", BenchLoad(concurrency=1), runs, config())
-    assert (told.duration_s, told.output_tokens_per_s, told.client_cpu) == (4.0, 1.5, 0.25)
+    figures = summarize("x", BenchLoad(concurrency=1), runs, config())
+    assert (figures.duration_s, figures.output_tokens_per_s, figures.client_cpu) == (4.0, 1.5, 0.25)
 
 
 @pytest.mark.parametrize(
@@ -113,9 +113,9 @@ def test_goodput_counts_answers_within_all_objectives(
 ) -> None:
     answers = [answer(0.5, 0.6, tokens=2), answer(1.0, 1.1, tokens=2), answer(0.1, 0.9, tokens=2)]
     answers.append(answer(0.1, error="status 500"))
-    told = summary(*answers, slo_ttft_ms=ttft_ms, slo_tpot_ms=tpot_ms)
-    assert told.good == good
-    assert told.goodput_per_s == (None if good is None else good / 2.0)
+    figures = summary(*answers, slo_ttft_ms=ttft_ms, slo_tpot_ms=tpot_ms)
+    assert figures.good == good
+    assert figures.goodput_per_s == (None if good is None else good / 2.0)
 
 
 def test_a_summary_warns_of_figures_that_cannot_be_trusted() -> None:
@@ -123,22 +123,22 @@ def test_a_summary_warns_of_figures_that_cannot_be_trusted() -> None:
     short = answer(1.0, tokens=3)
     short.requested_tokens = 4
     run = BenchRun([uncounted, short], 0.0, 1.0, cpu_s=0.9)
-    told = warnings(summarize("http://here", BenchLoad(concurrency=2), [run], config()))
+    figures = warnings(summarize("http://here", BenchLoad(concurrency=2), [run], config()))
     assert [
         ("did not report" in line, "shorter than requested" in line, "CPU cores" in line)
-        for line in told
+        for line in figures
     ] == [(True, False, False), (False, True, False), (False, False, True)]
-    assert all(line.startswith("http://here, 2 streams: ") for line in told)
+    assert all(line.startswith("http://here, 2 streams: ") for line in figures)
 
 
-def test_the_table_has_a_column_for_each_load_and_no_row_of_nothing() -> None:
+def test_the_table_has_a_column_for_each_load_and_no_empty_row() -> None:
     cells = table([summary(answer(1.0, 2.0, tokens=9)), summary(answer(error="x"), load=8)])
-    told = aligned(cells)
-    head, *rows = told.splitlines()
+    figures = aligned(cells)
+    head, *rows = figures.splitlines()
     assert head.split() == ["1", "stream", "8", "streams"]
     (ttft,) = [row for row in rows if row.startswith("time to first token, ms, p50")]
     assert ttft.split()[-2:] == ["1,000.0", "-"]
-    assert "objectives" not in told
+    assert "objectives" not in figures
     assert len({len(row) for row in rows}) == 1
 
 
@@ -161,9 +161,7 @@ def test_metrics_have_names_of_their_own() -> None:
 # ---- what is asked
 @pytest.mark.parametrize("dataset", ["random", "shared-prefix"])
 @pytest.mark.parametrize("api", ["completions", "chat"])
-def test_the_same_seed_asks_the_same_and_another_run_asks_other_things(
-    dataset: str, api: str
-) -> None:
+def test_prompts_depend_on_the_seed_and_the_run(dataset: str, api: str) -> None:
     wanted = config(dataset=dataset, api=api, input_tokens=20, prefix_tokens=30, spread=0.5)
 
     def first(seed: int, number: int) -> list[datasets.BenchPrompt]:
@@ -174,7 +172,7 @@ def test_the_same_seed_asks_the_same_and_another_run_asks_other_things(
     assert first(1, 0) != first(2, 0)
 
 
-def test_random_prompts_are_as_long_as_asked_and_lengths_vary_within_the_spread() -> None:
+def test_random_prompts_have_the_requested_length_within_the_spread() -> None:
     exact = config(input_tokens=20, output_tokens=9, vocabulary=100)
     for ask in itertools.islice(datasets.prompts(exact, 1, 0), 20):
         assert isinstance(ask.prompt, list)
@@ -185,7 +183,7 @@ def test_random_prompts_are_as_long_as_asked_and_lengths_vary_within_the_spread(
     assert (min(lengths), max(lengths)) == (10, 30)
 
 
-def test_requests_share_as_many_beginnings_as_were_asked_for_in_every_run() -> None:
+def test_requests_share_the_requested_number_of_prefixes_in_every_run() -> None:
     wanted = config(dataset="shared-prefix", prefix_tokens=30, prefixes=3, input_tokens=5)
     beginnings = set()
     for number in (0, 1):
@@ -271,7 +269,7 @@ def test_a_body_requests_an_exact_length_and_usage_if_supported() -> None:
 
 
 # ---- when
-def test_arrivals_come_at_the_rate_that_was_asked_for_and_are_the_same_for_a_seed() -> None:
+def test_arrivals_have_the_requested_rate_and_depend_only_on_the_seed() -> None:
     def first(seed: int) -> list[float]:
         return list(itertools.islice(arrivals(20.0, random.Random(seed)), 4000))
 
@@ -367,12 +365,12 @@ def test_equal_ratios_are_equal_distances_on_a_logarithmic_axis() -> None:
     assert [made.share(value) for value in (1, 10, 100)] == [0, pytest.approx(0.5), 1]
 
 
-def test_the_page_is_one_file_that_loads_nothing_and_hides_no_error() -> None:
+def test_the_page_loads_no_other_file_and_shows_all_errors() -> None:
     good, bad = summary(answer(1.0, 2.0, tokens=9)), summary(answer(error="status <500>"), load=8)
-    told = page("Title", "facts", [[good, bad], [bad, good]])
-    assert told.count("<svg") == 2
-    assert "1 x status &lt;500&gt;" in told
-    assert "<script" not in told
-    assert "src=" not in told
-    assert "http://www.w3.org" in told
-    assert not {"<link", "@import", "url("} & set(told.split())
+    figures = page("Title", "facts", [[good, bad], [bad, good]])
+    assert figures.count("<svg") == 2
+    assert "1 x status &lt;500&gt;" in figures
+    assert "<script" not in figures
+    assert "src=" not in figures
+    assert "http://www.w3.org" in figures
+    assert not {"<link", "@import", "url("} & set(figures.split())

@@ -64,7 +64,9 @@ def read(
     "content_type",
     ["application/json", "application/json; charset=utf-8", None, "application/x+json"],
 )
-def test_json_is_read_also_where_nobody_says_that_it_is_json(content_type: str | None) -> None:
+def test_json_is_accepted_with_other_content_types_and_without_one(
+    content_type: str | None,
+) -> None:
     assert read(a_request(b"{}", content_type), 2) == {}
 
 

@@ -71,7 +71,7 @@ def test_the_default_model_is_in_the_catalogue() -> None:
     assert DEFAULT in CATALOGUE
 
 
-def test_the_cache_is_where_the_environment_says() -> None:
+def test_the_environment_sets_the_directory_of_the_cache() -> None:
     assert home({"TIDEGATE_HOME": "/data/tide"}) == Path("/data/tide")
     assert home({"XDG_CACHE_HOME": "/var/cache"}) == Path("/var/cache/tidegate")
     assert home({}) == Path.home() / ".cache" / "tidegate"

@@ -56,7 +56,7 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "said"),
+    ("word", "message"),
     [
         ("serv", "tidegate: unknown command 'serv': did you mean serve?  (see tidegate --help)"),
         ("xyzzy", "tidegate: unknown command 'xyzzy'  (see tidegate --help)"),
@@ -64,13 +64,13 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
     ],
 )
 def test_a_command_that_does_not_exist_is_refused_with_the_nearest(
-    word: str, said: str, capsys: pytest.CaptureFixture[str]
+    word: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert said in refusal(capsys, word)
+    assert message in refusal(capsys, word)
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["chat", "--prot", "1"], "tidegate chat: unknown option --prot: did you mean --port?"),
         (["serve", "--max_slots=4"], "unknown option --max_slots=4: did you mean --max-slots?"),
@@ -81,10 +81,10 @@ def test_a_command_that_does_not_exist_is_refused_with_the_nearest(
         (["ps", "x"], "tidegate ps: unexpected argument 'x'"),
     ],
 )
-def test_an_unknown_option_is_refused_with_what_takes_its_place(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+def test_an_unknown_option_is_refused_and_its_replacement_is_named(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert said in refusal(capsys, *words)
+    assert message in refusal(capsys, *words)
 
 
 @pytest.mark.parametrize("option", OPTIONS)
@@ -102,7 +102,7 @@ def test_servers_that_share_a_name_for_an_option_share_its_meaning() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "said"),
+    ("model", "message"),
     [
         ("smollm2", "no model 'smollm2': did you mean smollm2-"),
         ("zebra-900b", "neither a path, nor OWNER/REPO on the Hugging Face Hub, nor a name in"),
@@ -111,10 +111,10 @@ def test_servers_that_share_a_name_for_an_option_share_its_meaning() -> None:
         ("https://host/m.gguf", "a download by URL needs the file's digest"),
     ],
 )
-def test_a_model_that_is_not_here_is_refused_with_what_to_type(
-    model: str, said: str, tmp_path: Path
+def test_a_missing_model_is_refused_with_a_command_to_run(
+    model: str, message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(Failure, match=re.escape(said)):
+    with pytest.raises(Failure, match=re.escape(message)):
         resolve(model, tmp_path)
 
 
@@ -236,7 +236,7 @@ def test_the_text_of_an_option_is_checked_by_the_fields_own_type() -> None:
         port.read("0")
 
 
-def test_a_key_is_written_once_and_says_where(
+def test_a_key_file_is_written_once_and_its_path_is_printed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = str(tmp_path / "cluster.key")

@@ -127,7 +127,7 @@ def check_serve(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
             assert re.search(rf"^  {option}\b", text, re.MULTILINE), option
 
 
-def test_the_unit_lets_a_drain_end_and_knows_our_exit_codes(
+def test_the_unit_waits_for_a_drain_and_does_not_restart_after_permanent_errors(
     service: configparser.SectionProxy,
 ) -> None:
     assert float(service["TimeoutStopSec"]) > GatewayConfig().drain_s + GRACE_S

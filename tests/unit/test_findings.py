@@ -57,7 +57,7 @@ HOLDER = DeviceHolder(pid=7, place="8000", model="small", since=1.7e9)
 
 
 def test_a_complete_machine_has_no_findings() -> None:
-    said = [
+    passed = [
         findings.python((3, 11, 7)),
         *findings.libraries({"engine": {"llguidance": "1.9.0"}}),
         findings.processor(FACTS),
@@ -71,13 +71,13 @@ def test_a_complete_machine_has_no_findings() -> None:
         findings.open_files(1 << 20),
         findings.cache(Path("/cache"), 50 * GIB, None),
     ]
-    assert findings.worst(said) is Verdict.OK
-    assert not any(finding.remedy for finding in said)
-    assert all(finding.fact for finding in said)
+    assert findings.worst(passed) is Verdict.OK
+    assert not any(finding.remedy for finding in passed)
+    assert all(finding.fact for finding in passed)
 
 
 @pytest.mark.parametrize(
-    ("finding", "verdict", "said", "remedy"),
+    ("finding", "verdict", "fact", "remedy"),
     [
         (findings.python((3, 10, 1)), Verdict.BAD, "3.10.1", "3.11"),
         (
@@ -141,10 +141,10 @@ def test_a_complete_machine_has_no_findings() -> None:
     ids=lambda value: value.subject if isinstance(value, Finding) else None,
 )
 def test_every_bad_finding_has_a_remedy(
-    finding: Finding, verdict: Verdict, said: str, remedy: str
+    finding: Finding, verdict: Verdict, fact: str, remedy: str
 ) -> None:
     assert finding.verdict is verdict
-    assert said in finding.fact
+    assert fact in finding.fact
     assert remedy in finding.remedy
 
 
@@ -251,8 +251,8 @@ def test_a_package_that_is_found_before_ours_is_named(site: Path, tmp_path: Path
     code = f"import sys; sys.path[:0] = {path!r}; {RUN}"
     done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True)
     assert done.returncode == 1
-    said = f"the package gateway is {tmp_path / 'first' / 'gateway'} of gateway 3.0, which hides"
-    assert said in done.stderr
+    message = f"the package gateway is {tmp_path / 'first' / 'gateway'} of gateway 3.0, which hides"
+    assert message in done.stderr
 
 
 EDITABLE = """
@@ -299,8 +299,8 @@ def test_an_edited_file_is_reported_by_the_doctor_alone(site: Path) -> None:
         file.write("# mine\n")
     assert problems_of(site) == []
     (problem,) = problems_of(site, thorough=True)
-    said = "protocol/rooms.py was changed after the installation"
-    assert problem == PackageProblem(said, is_fatal=False)
+    message = "protocol/rooms.py was changed after the installation"
+    assert problem == PackageProblem(message, is_fatal=False)
     assert findings.packages([problem]).verdict is Verdict.DOUBT
 
 

@@ -163,7 +163,7 @@ def test_no_room_reads_a_format_that_runs_code(room: str) -> None:
 
 
 @pytest.mark.parametrize("room", ROOMS)
-def test_no_room_calls_what_reads_or_writes_such_a_format(room: str) -> None:
+def test_no_package_calls_functions_of_unsafe_formats(room: str) -> None:
     for path in files(room):
         node: Any
         for node in nodes_of(path):
@@ -183,7 +183,7 @@ def test_a_program_under_test_that_unpickles_ends() -> None:
         assert program.out == ["begun"]
 
 
-def test_in_the_gateway_only_its_doors_know_flask() -> None:
+def test_only_some_modules_of_the_gateway_import_flask() -> None:
     for path in files("gateway"):
         if not any(path.relative_to(ROOT).match(pattern) for pattern in FLASK_IN):
             assert "flask" not in imported_by(path), f"{path.relative_to(ROOT)} imports flask"
@@ -200,7 +200,7 @@ def test_no_view_takes_state_from_flasks_globals() -> None:
 
 
 @pytest.mark.parametrize("folder", PURE)
-def test_what_the_gateway_makes_of_text_knows_no_socket_and_no_greenlet(folder: str) -> None:
+def test_text_folders_of_the_gateway_import_no_sockets_and_no_greenlets(folder: str) -> None:
     for path in files(f"gateway/{folder}"):
         found = imported_by(path) & {"flask", "gevent", "zmq", "socket", "threading"}
         assert not found, f"{path.relative_to(ROOT)} imports {sorted(found)}"
@@ -283,7 +283,7 @@ def test_only_listed_files_read_the_environment() -> None:
 
 
 @pytest.mark.parametrize("room", ROOMS)
-def test_every_file_says_what_its_law_is(room: str) -> None:
+def test_every_module_has_a_docstring(room: str) -> None:
     for path in files(room):
         module = nodes_of(path)[0]
         assert isinstance(module, ast.Module)

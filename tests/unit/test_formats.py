@@ -45,7 +45,7 @@ def nothing(token: str) -> None:
     """Return the id of a token in an empty vocabulary, which is always None."""
 
 
-def test_every_name_that_people_know_is_there() -> None:
+def test_common_names_of_formats_are_accepted() -> None:
     assert set(PEER_REASONING.split()) <= REASONING.keys() | REASONING_OF_ANSWER_SYNTAX.keys()
     assert set(JSON_TOOLS.split()) <= TOOLS.keys()
 
@@ -57,7 +57,7 @@ def test_a_name_that_does_not_exist_is_refused_with_those_that_do() -> None:
         format_of("hermes", "qwen")
 
 
-def test_no_name_means_that_nothing_is_looked_for() -> None:
+def test_without_a_format_markers_are_plain_text() -> None:
     machine = bind(format_of(None, None), tokenizer_of("smollm2")).parser()
     text = "<think>a</think><tool_call>{}</tool_call>"
     assert [event.text for event in machine.push(text)] == [text]  # type: ignore[union-attr]

@@ -73,7 +73,7 @@ def test_absent_parameters_are_neutral_whatever_the_models_defaults() -> None:
 
 
 def test_given_parameters_are_sent_to_the_engine() -> None:
-    said: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "max_tokens": 7,
         "min_tokens": 2,
         "temperature": 0.5,
@@ -92,10 +92,10 @@ def test_given_parameters_are_sent_to_the_engine() -> None:
         "allowed_token_ids": [15, 16],
         "logprob_token_ids": [17],
     }
-    assert {*said, "seed", "bad_words"} == set(SamplingParams.__struct_fields__)
-    sampling = {**said, "n": 2, "seed": 9, "bad_words": ["b"]}
+    assert {*fields, "seed", "bad_words"} == set(SamplingParams.__struct_fields__)
+    sampling = {**fields, "n": 2, "seed": 9, "bad_words": ["b"]}
     params = SamplingParams(
-        **(said | {"logit_bias": {5: -1.5}}), bad_words=[ids_of("b"), ids_of(" b")]
+        **(fields | {"logit_bias": {5: -1.5}}), bad_words=[ids_of("b"), ids_of(" b")]
     )
     ask = prepare.to_request(body_of(sampling), PLAIN)
     assert ask.prompt_ids == [72, 105]
@@ -220,9 +220,9 @@ def test_the_form_starts_at_once_if_the_model_has_no_reasoning() -> None:
 
 
 def test_a_complete_grammar_is_used_unchanged() -> None:
-    said = Grammar(body=ChoiceGrammar(choices=["a"]), thinking=MAY_THINK, before="<")
-    body = body_of(grammar=msgspec.to_builtins(said))
-    assert prepare.grammar_of(body, THINKER) == said
+    expected = Grammar(body=ChoiceGrammar(choices=["a"]), thinking=MAY_THINK, before="<")
+    body = body_of(grammar=msgspec.to_builtins(expected))
+    assert prepare.grammar_of(body, THINKER) == expected
 
 
 def test_a_thinking_budget_works_with_and_without_a_form() -> None:

@@ -165,17 +165,17 @@ PLAIN = ValueEnd(close="</p>", trim="newline", around="\n")
         ),
     ],
 )
-def test_plain_text_is_what_the_reader_reads_back(schema: Any, form: Form) -> None:
-    said = schemas(k=schema)
-    plain = PlainValues(Values(json_notation(("</p>",)), said, GrammarBuilder()), PLAIN)
+def test_each_schema_has_a_form_as_plain_text(schema: Any, form: Form) -> None:
+    tool_schemas = schemas(k=schema)
+    plain = PlainValues(Values(json_notation(("</p>",)), tool_schemas, GrammarBuilder()), PLAIN)
     assert plain.argument("k", schema, "parameters.properties.k") == form
 
 
 def test_a_string_beside_numbers_with_bounds_does_not_begin_like_one() -> None:
     schema = {"anyOf": [{"type": "integer", "minimum": 5}, {"type": "string"}]}
-    said = schemas(k=schema)
+    tool_schemas = schemas(k=schema)
     plain = PlainValues(
-        Values(json_notation(("</p>",)), said, GrammarBuilder()), ValueEnd(close="</p>")
+        Values(json_notation(("</p>",)), tool_schemas, GrammarBuilder()), ValueEnd(close="</p>")
     )
     form = plain.argument("k", schema, "p")
     assert isinstance(form, Either)
@@ -200,7 +200,7 @@ def admits(pattern: str, text: str, spelling: StringEscapes = VERBATIM) -> bool:
     ["^a+$", "b", r"^\d{2,3}-\w*$", "^(?:x|yz)+$", r"^[^\s,]{1,4}$", "^a|b$", r"\.", "^[a-c\\-]?$"],
 )
 @pytest.mark.parametrize("text", ["a", "aa", "b", "xb.", "12-_", "xyz", "a b", "ab", "", "-", "1-"])
-def test_a_pattern_means_what_it_means_elsewhere(pattern: str, text: str) -> None:
+def test_patterns_match_as_in_python(pattern: str, text: str) -> None:
     assert admits(pattern, text) == (re.search(pattern, text) is not None)
 
 
@@ -230,13 +230,13 @@ def test_required_arguments_whose_names_cannot_be_written_are_refused_others_lef
         return LiteralForm(key or "") if key != "a b" else None
 
     parameters = {"type": "object", "properties": {"a b": {}, "c": {}}}
-    said = Schemas(DeclaredTool("f", parameters))
-    assert arguments_form(Values(PYTHON_NOTATION, said, GrammarBuilder()), write) == Repeat(
+    tool_schemas = Schemas(DeclaredTool("f", parameters))
+    assert arguments_form(Values(PYTHON_NOTATION, tool_schemas, GrammarBuilder()), write) == Repeat(
         LiteralForm("c"), 0, 1
     )
-    said = Schemas(DeclaredTool("f", {**parameters, "required": ["a b"]}))
+    tool_schemas = Schemas(DeclaredTool("f", {**parameters, "required": ["a b"]}))
     with pytest.raises(NotWritable, match="a b"):
-        arguments_form(Values(PYTHON_NOTATION, said, GrammarBuilder()), write)
+        arguments_form(Values(PYTHON_NOTATION, tool_schemas, GrammarBuilder()), write)
 
 
 def test_python_strings_are_written_with_either_quote() -> None:

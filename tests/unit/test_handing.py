@@ -23,7 +23,7 @@ KEEPING = msgspec.structs.replace(LIMITS, kv_lease_s=30.0)
 KEEP, GO_ON = {"do_remote_decode": True}, {"do_remote_prefill": True, "handle": "abc"}
 
 
-def asks(num_prompts: int = 1, num_choices: int = 1) -> list[PromptRequest]:
+def requests_of(num_prompts: int = 1, num_choices: int = 1) -> list[PromptRequest]:
     choices = [SamplingParams(seed=seed) for seed in range(num_choices)]
     return [
         PromptRequest([1, 2, 3], choices, TokenPassthroughFactory([2])) for _ in range(num_prompts)
@@ -77,28 +77,32 @@ def test_clients_name_no_hosts_ports_or_blocks(field: str, given: dict[str, Any]
 
 
 def test_a_prompt_is_kept_for_as_many_as_it_has_choices() -> None:
-    (ask,) = apply_kv_params(asks(num_choices=3), KVTransferParams(keeps=True), streams=False)
+    (ask,) = apply_kv_params(
+        requests_of(num_choices=3), KVTransferParams(keeps=True), streams=False
+    )
     assert (ask.kv_readers, len(ask.choices)) == (3, 1)
 
 
 def test_every_choice_goes_on_from_the_handle() -> None:
-    (ask,) = apply_kv_params(asks(num_choices=3), KVTransferParams(handle="abc"), streams=True)
+    (ask,) = apply_kv_params(
+        requests_of(num_choices=3), KVTransferParams(handle="abc"), streams=True
+    )
     assert (ask.kv_handle, ask.kv_readers, len(ask.choices)) == ("abc", 0, 3)
 
 
 @pytest.mark.parametrize("wish", [KVTransferParams(keeps=True), KVTransferParams(handle="abc")])
 def test_a_handle_goes_with_one_prompt(wish: KVTransferParams) -> None:
     with pytest.raises(InvalidRequest, match="one prompt"):
-        apply_kv_params(asks(num_prompts=2), wish, streams=False)
+        apply_kv_params(requests_of(num_prompts=2), wish, streams=False)
 
 
-def test_what_is_kept_is_not_told_in_a_stream() -> None:
+def test_keeping_kv_cannot_be_combined_with_stream() -> None:
     with pytest.raises(InvalidRequest, match="cannot be combined with stream"):
-        apply_kv_params(asks(), KVTransferParams(keeps=True), streams=True)
+        apply_kv_params(requests_of(), KVTransferParams(keeps=True), streams=True)
 
 
 def test_an_engine_that_keeps_nothing_ignores_do_remote_decode() -> None:
     assert parse_kv_params(KEEP, LIMITS) is None
     assert parse_kv_params(GO_ON, LIMITS) == KVTransferParams(handle="abc")
-    given = asks()
+    given = requests_of()
     assert apply_kv_params(given, None, streams=True) == given

@@ -322,16 +322,16 @@ def test_a_lease_is_exported_before_the_step_that_completes_it_and_withdrawn_on_
     """A reader may reach P's worker before a message that P's engine sends after the step."""
     pair = HandoffPair(p={"token_budget": 16})
     number = pair.p.add(PROMPT, kv_readers=1)
-    heard = pair.movers[0].commands
+    commands = pair.movers[0].commands
     assert pair.p.plan() is not None
-    assert not heard, "13 tokens remain for another step"
+    assert not commands, "13 tokens remain for another step"
     pair.p.finish()
     assert pair.p.plan() is not None
-    exported = heard[0]
+    exported = commands[0]
     assert isinstance(exported, KVExport)
     pair.p.abort(number)
     pair.p.send_kv_commands()
-    assert heard[1:] == [KVWithdraw(lease=exported.lease)]
+    assert commands[1:] == [KVWithdraw(lease=exported.lease)]
     pair.p.run()
     assert pair.is_free()
     assert not pair.air.exports

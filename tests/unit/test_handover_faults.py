@@ -258,7 +258,7 @@ def documented() -> list[str]:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_each_fault_ends_a_request_as_the_documentation_says(fault: str) -> None:
+def test_each_fault_ends_a_request_as_documented(fault: str) -> None:
     assert row(fault) in documented()
 
 

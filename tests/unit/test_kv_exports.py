@@ -150,7 +150,7 @@ def test_every_event_has_a_next_state_or_is_damage_or_raises(state, event):
 @pytest.mark.parametrize(
     "state", [FetchJobState.OPENING, FetchJobState.MOVING, FetchJobState.CONFIRMING]
 )
-def test_a_failure_is_reported_when_nothing_writes_any_more(state, event):
+def test_a_failure_is_reported_after_the_last_write(state, event):
     job = job_in(state)
     job.on(event, "why")
     assert not job.is_over

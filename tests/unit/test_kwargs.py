@@ -53,7 +53,7 @@ SWITCHES: dict[str, tuple[Spelling, Spelling]] = {
 """Every spelling of (on, off)."""
 
 
-def told(
+def kwargs_of(
     fields: dict[str, Any] | None = None,
     kwargs: dict[str, Any] | None = None,
     defaults: dict[str, Any] | None = None,
@@ -62,14 +62,14 @@ def told(
     return effective_kwargs(ThinkingFields(**(fields or {})), kwargs, defaults, profile)
 
 
-def test_nothing_asked_is_nothing_told() -> None:
+def test_a_request_without_thinking_fields_gives_no_kwargs() -> None:
     assert effective_kwargs() == {}
     for source in templates.THINKING_TEMPLATES.values():
-        assert told(profile=thinking_profile(source)) == {}
+        assert kwargs_of(profile=thinking_profile(source)) == {}
 
 
-def test_what_is_not_about_thinking_passes_the_request_stronger_than_the_server() -> None:
-    assert told(None, {"a": 1}, {"a": 0, "b": 2}) == {"a": 1, "b": 2}
+def test_other_kwargs_pass_and_those_of_the_request_win() -> None:
+    assert kwargs_of(None, {"a": 1}, {"a": 0, "b": 2}) == {"a": 1, "b": 2}
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_what_is_not_about_thinking_passes_the_request_stronger_than_the_server(
         ),
     }.items(),
 )
-def test_what_a_template_understands_is_read_from_its_source(
+def test_the_thinking_profile_is_read_from_the_templates_source(
     name: str, profile: ThinkingProfile
 ) -> None:
     assert thinking_profile(templates.THINKING_TEMPLATES[name]) == profile
@@ -101,17 +101,15 @@ def test_what_a_template_understands_is_read_from_its_source(
         "{# enable_thinking #}reasoning_effort",
     ],
 )
-def test_a_template_that_only_mentions_thinking_understands_nothing(source: str | None) -> None:
+def test_a_template_that_only_mentions_thinking_has_no_profile(source: str | None) -> None:
     assert thinking_profile(source) == ThinkingProfile()
 
 
 @pytest.mark.parametrize("name", templates.THINKING_TEMPLATES)
 @pytest.mark.parametrize("spelling", SWITCHES)
-def test_every_spelling_of_on_and_off_says_the_same_to_every_template(
-    name: str, spelling: str
-) -> None:
+def test_every_spelling_of_on_and_off_works_with_every_template(name: str, spelling: str) -> None:
     profile = thinking_profile(templates.THINKING_TEMPLATES[name])
-    on, off = (told(*said, profile=profile) for said in SWITCHES[spelling])
+    on, off = (kwargs_of(*arguments, profile=profile) for arguments in SWITCHES[spelling])
     assert thinks(off, profile) is False
     if name == "free effort" and "effort" not in spelling:
         assert on == {}  # it thinks by itself, and has a word for how hard, not for whether
@@ -130,11 +128,11 @@ def test_every_spelling_of_on_and_off_says_the_same_to_every_template(
         (ThinkingProfile(), {}, {}),
     ],
 )
-def test_a_switch_is_told_in_the_templates_own_names_and_words(
+def test_a_switch_becomes_the_templates_own_kwargs(
     profile: ThinkingProfile, on: dict[str, Any], off: dict[str, Any]
 ) -> None:
-    assert told({"enable_thinking": True}, profile=profile) == on
-    assert told({"enable_thinking": False}, profile=profile) == off
+    assert kwargs_of({"enable_thinking": True}, profile=profile) == on
+    assert kwargs_of({"enable_thinking": False}, profile=profile) == off
 
 
 @pytest.mark.parametrize(
@@ -146,46 +144,50 @@ def test_a_switch_is_told_in_the_templates_own_names_and_words(
         (SWITCH, [None] * 7),
     ],
 )
-def test_an_effort_becomes_the_nearest_word_that_the_template_knows(
+def test_an_effort_becomes_the_nearest_one_that_the_template_accepts(
     profile: ThinkingProfile, words: list[str | None]
 ) -> None:
     efforts = [
-        told({"reasoning_effort": effort}, profile=profile).get("reasoning_effort")
+        kwargs_of({"reasoning_effort": effort}, profile=profile).get("reasoning_effort")
         for effort in REASONING_EFFORTS
     ]
     assert efforts == words
 
 
 def test_a_templates_own_words_pass() -> None:
-    assert told(None, {"reasoning_effort": "no_think"}, profile=BY_EFFORT) == {
+    assert kwargs_of(None, {"reasoning_effort": "no_think"}, profile=BY_EFFORT) == {
         "reasoning_effort": "no_think"
     }
     three = thinking_profile("{{ thinking_mode == 'adaptive' or thinking_mode == 'disabled' }}")
-    assert told(None, {"thinking_mode": "adaptive"}, profile=three) == {"thinking_mode": "adaptive"}
-    assert told(None, {"thinking_mode": False}, profile=three) == {"thinking_mode": "disabled"}
+    assert kwargs_of(None, {"thinking_mode": "adaptive"}, profile=three) == {
+        "thinking_mode": "adaptive"
+    }
+    assert kwargs_of(None, {"thinking_mode": False}, profile=three) == {"thinking_mode": "disabled"}
 
 
-def test_thinking_said_outright_is_stronger_than_the_effort() -> None:
-    assert told({"reasoning_effort": "none"}, {"enable_thinking": True}) == {
+def test_an_explicit_switch_overrides_the_effort() -> None:
+    assert kwargs_of({"reasoning_effort": "none"}, {"enable_thinking": True}) == {
         "enable_thinking": True
     }
-    assert told({"reasoning_effort": "high"}, {"thinking": False}, profile=THINKS_HARD) == {
+    assert kwargs_of({"reasoning_effort": "high"}, {"thinking": False}, profile=THINKS_HARD) == {
         "thinking": False
     }
 
 
 def test_the_requests_own_effort_is_stronger_than_the_one_among_its_kwargs() -> None:
-    said = told({"reasoning_effort": "none"}, {"reasoning_effort": "low"}, profile=FREE)
-    assert said == {"reasoning_effort": "none"}
+    kwargs = kwargs_of({"reasoning_effort": "none"}, {"reasoning_effort": "low"}, profile=FREE)
+    assert kwargs == {"reasoning_effort": "none"}
 
 
-def test_whatever_the_request_says_of_thinking_is_stronger_than_the_servers_default() -> None:
+def test_thinking_fields_of_the_request_override_the_servers_defaults() -> None:
     for spelling, (on, off) in SWITCHES.items():
-        assert told(*on, defaults={"thinking": False}) == {"enable_thinking": True}, spelling
-        assert told(*off, defaults={"reasoning_effort": "high"}) == {"enable_thinking": False}
-    assert told(defaults={"thinking": False}) == {"enable_thinking": False}
-    assert told(defaults={"reasoning_effort": "low"}, profile=FREE) == {"reasoning_effort": "low"}
-    assert told({"enable_thinking": True}, None, {"reasoning_effort": "low"}, FREE) == {
+        assert kwargs_of(*on, defaults={"thinking": False}) == {"enable_thinking": True}, spelling
+        assert kwargs_of(*off, defaults={"reasoning_effort": "high"}) == {"enable_thinking": False}
+    assert kwargs_of(defaults={"thinking": False}) == {"enable_thinking": False}
+    assert kwargs_of(defaults={"reasoning_effort": "low"}, profile=FREE) == {
+        "reasoning_effort": "low"
+    }
+    assert kwargs_of({"enable_thinking": True}, None, {"reasoning_effort": "low"}, FREE) == {
         "reasoning_effort": "low"
     }
 
@@ -202,7 +204,7 @@ def test_spellings_that_contradict_each_other_are_an_error(
     fields: dict[str, Any], kwargs: dict[str, Any], param: str
 ) -> None:
     with pytest.raises(InvalidRequest, match="contradict") as caught:
-        told(fields, kwargs)
+        kwargs_of(fields, kwargs)
     assert caught.value.param == param
 
 
@@ -223,14 +225,14 @@ def test_a_value_without_meaning_is_an_error_at_its_place(
     fields: dict[str, Any], kwargs: dict[str, Any], param: str
 ) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        told(fields, kwargs)
+        kwargs_of(fields, kwargs)
     assert caught.value.param == param
 
 
 @pytest.mark.parametrize("name", sorted(RESERVED))
 def test_a_reserved_name_is_refused_by_its_place(name: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        told(None, {name: True})
+        kwargs_of(None, {name: True})
     assert caught.value.param == f"chat_template_kwargs.{name}"
 
 
@@ -243,14 +245,14 @@ def test_an_unknown_effort_is_answered_with_the_known_ones(effort: Any) -> None:
         ({}, {"reasoning_effort": effort}, "chat_template_kwargs.reasoning_effort"),
     ):
         with pytest.raises(InvalidRequest, match=known) as caught:
-            told(fields, kwargs)
+            kwargs_of(fields, kwargs)
         assert caught.value.param == param
 
 
 def test_the_arguments_are_not_changed() -> None:
-    asked, defaults = {"a": 1, "thinking": True}, {"b": 2}
-    told({"reasoning_effort": "low"}, asked, defaults)
-    assert (asked, defaults) == ({"a": 1, "thinking": True}, {"b": 2})
+    given, defaults = {"a": 1, "thinking": True}, {"b": 2}
+    kwargs_of({"reasoning_effort": "low"}, given, defaults)
+    assert (given, defaults) == ({"a": 1, "thinking": True}, {"b": 2})
 
 
 # ---- the budget
@@ -288,11 +290,11 @@ def test_an_invalid_thinking_budget_is_refused_by_name(fields: dict[str, Any], p
     assert caught.value.param == param
 
 
-def test_a_budget_of_nothing_is_a_switch_and_any_other_says_nothing_about_it() -> None:
-    assert told({"thinking_token_budget": 0}) == {"enable_thinking": False}
-    assert told({"thinking_token_budget": 0, "enable_thinking": False}) == {
+def test_only_a_thinking_budget_of_zero_switches_thinking_off() -> None:
+    assert kwargs_of({"thinking_token_budget": 0}) == {"enable_thinking": False}
+    assert kwargs_of({"thinking_token_budget": 0, "enable_thinking": False}) == {
         "enable_thinking": False
     }
-    assert told({"thinking_token_budget": 9}) == told({"thinking_token_budget": -1}) == {}
+    assert kwargs_of({"thinking_token_budget": 9}) == kwargs_of({"thinking_token_budget": -1}) == {}
     with pytest.raises(InvalidRequest, match="contradict"):
-        told({"thinking_token_budget": 0, "enable_thinking": True})
+        kwargs_of({"thinking_token_budget": 0, "enable_thinking": True})

@@ -40,8 +40,8 @@ def a_line(message: str, *arguments: object, **more: Any) -> logging.LogRecord:
 def as_json(record: logging.LogRecord, *, shows_content: bool = False) -> dict[str, Any]:
     text = formatter("json", shows_content=shows_content).format(record)
     assert "\n" not in text
-    told: dict[str, Any] = json.loads(text)
-    return told
+    fields: dict[str, Any] = json.loads(text)
+    return fields
 
 
 def failed() -> logging.LogRecord:
@@ -52,33 +52,33 @@ def failed() -> logging.LogRecord:
 
 
 def test_a_json_line_has_message_event_level_and_time() -> None:
-    told = as_json(a_line('a "quoted" %s\nof two', "line"))
-    assert told["message"] == 'a "quoted" line\nof two'
-    assert (told["event"], told["level"]) == ("gateway.x", "WARNING")
-    assert told["time"].endswith("Z")
+    fields = as_json(a_line('a "quoted" %s\nof two', "line"))
+    assert fields["message"] == 'a "quoted" line\nof two'
+    assert (fields["event"], fields["level"]) == ("gateway.x", "WARNING")
+    assert fields["time"].endswith("Z")
 
 
 @pytest.mark.parametrize("shows_content", [False, True])
 def test_exception_messages_are_logged_only_if_content_is_shown(shows_content: bool) -> None:
-    told = as_json(failed(), shows_content=shows_content)
-    assert "ValueError" in told["exception"]
-    assert (CANARY in told["exception"]) == shows_content
+    fields = as_json(failed(), shows_content=shows_content)
+    assert "ValueError" in fields["exception"]
+    assert (CANARY in fields["exception"]) == shows_content
 
 
 def test_an_access_line_has_the_fields_of_the_request(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="gateway.access"):
         access_log.log_request(RECORD)
     (line,) = caplog.records
-    told = as_json(line)
-    assert told["event"] == "request"
-    assert {name: told[name] for name in ("request_id", "key", "end", "status", "took_s")} == {
+    fields = as_json(line)
+    assert fields["event"] == "request"
+    assert {name: fields[name] for name in ("request_id", "key", "end", "status", "took_s")} == {
         "request_id": "r-1",
         "key": "ci",
         "end": "refused",
         "status": 429,
         "took_s": 0.012346,
     }
-    assert "finish" not in told
+    assert "finish" not in fields
     text = formatter("text", shows_content=False).format(line)
     assert text.endswith("POST /v1/completions 429 id=r-1 key=ci ms=12.3")
 

@@ -40,7 +40,7 @@ class Switching(FormatParser):
         self.builder.content(f"[{marker}]")
 
 
-def told(pieces: list[Piece], *, tokens: bool = False, complete: bool = True) -> str:
+def parsed(pieces: list[Piece], *, tokens: bool = False, complete: bool = True) -> str:
     words = Lexicon({1: "<A>", 2: "<B>"} if tokens else {})
     context = ParserContext(words)
     machine = Switching(context, context.event_builder())
@@ -49,43 +49,43 @@ def told(pieces: list[Piece], *, tokens: bool = False, complete: bool = True) ->
     return "".join(event.text for event in events if isinstance(event, Content))
 
 
-def test_what_is_held_is_read_again_in_the_state_that_the_text_before_it_led_to() -> None:
-    assert told(["x.", "<B>"]) == "a(x)[<B>]"
-    assert told(["x.<", "B>"]) == "a(x)[<B>]"
-    assert told(["x.<B>"]) == "a(x)[<B>]"
-    assert told(["x.<A>.<A>"]) == "a(x)b(<A>)[<A>]"
-    assert told(["x.<A", ">"]) == "a(x)b(<A)b(>)"
+def test_held_text_is_read_in_the_state_after_the_text_before_it() -> None:
+    assert parsed(["x.", "<B>"]) == "a(x)[<B>]"
+    assert parsed(["x.<", "B>"]) == "a(x)[<B>]"
+    assert parsed(["x.<B>"]) == "a(x)[<B>]"
+    assert parsed(["x.<A>.<A>"]) == "a(x)b(<A>)[<A>]"
+    assert parsed(["x.<A", ">"]) == "a(x)b(<A)b(>)"
 
 
-def test_a_marker_that_is_a_token_is_known_by_its_id_alone() -> None:
-    assert told(["<A>", MarkerToken(1, "<A>")], tokens=True) == "a(<A>)[<A>]"
-    assert told(["<A", MarkerToken(1, "<A>")]) == "a(<A)[<A>]"
+def test_a_marker_that_is_a_token_is_recognized_only_by_its_id() -> None:
+    assert parsed(["<A>", MarkerToken(1, "<A>")], tokens=True) == "a(<A>)[<A>]"
+    assert parsed(["<A", MarkerToken(1, "<A>")]) == "a(<A)[<A>]"
 
 
 def test_a_token_that_means_nothing_in_this_state_is_dropped() -> None:
-    assert told(["x", MarkerToken(2, "<B>"), "y"], tokens=True) == "a(x)a(y)"
+    assert parsed(["x", MarkerToken(2, "<B>"), "y"], tokens=True) == "a(x)a(y)"
 
 
 def test_a_part_is_text_in_a_marker_and_nothing_outside_of_one() -> None:
-    assert told([MarkerPart("<"), "A>"]) == "[<A>]"
-    assert told([MarkerPart("<"), MarkerPart("A>")]) == "[<A>]"
-    assert told(["x", MarkerPart("<"), "A", MarkerPart("<"), "A>"]) == "a(x)a(A)[<A>]"
-    assert told(["x", MarkerPart("<"), "y"]) == "a(x)a(y)"
-    assert told(["x", MarkerPart("<")]) == "a(x)"
-    assert told(["x", MarkerPart("A>")]) == "a(x)"
-    assert told(["<", MarkerPart("B"), ">"]) == "a(<)a(>)"
+    assert parsed([MarkerPart("<"), "A>"]) == "[<A>]"
+    assert parsed([MarkerPart("<"), MarkerPart("A>")]) == "[<A>]"
+    assert parsed(["x", MarkerPart("<"), "A", MarkerPart("<"), "A>"]) == "a(x)a(A)[<A>]"
+    assert parsed(["x", MarkerPart("<"), "y"]) == "a(x)a(y)"
+    assert parsed(["x", MarkerPart("<")]) == "a(x)"
+    assert parsed(["x", MarkerPart("A>")]) == "a(x)"
+    assert parsed(["<", MarkerPart("B"), ">"]) == "a(<)a(>)"
 
 
 def test_half_a_marker_at_the_end_is_text_unless_the_answer_was_cut_off() -> None:
-    assert told(["x<A"]) == "a(x)a(<A)"
-    assert told(["x<A"], complete=False) == "a(x)"
+    assert parsed(["x<A"]) == "a(x)a(<A)"
+    assert parsed(["x<A"], complete=False) == "a(x)"
 
 
 @pytest.mark.parametrize("length", [BLOCK_CHARS - 2, BLOCK_CHARS, 3 * BLOCK_CHARS + 1])
 def test_a_long_text_is_read_in_blocks_and_means_the_same(length: int) -> None:
     text = "x" * length + "<A>" + "y" * length + "<A>"
-    said = told([text])
-    assert said.replace("a(", "").replace(")", "") == text.replace("<A>", "[<A>]")
+    output = parsed([text])
+    assert output.replace("a(", "").replace(")", "") == text.replace("<A>", "[<A>]")
 
 
 def test_a_marker_is_found_in_no_more_than_its_own_automaton() -> None:

@@ -28,7 +28,7 @@ def test_ids_together_count_as_one_by_one(many: bool, starts_inside: bool) -> No
         assert (together.count, together.inside) == (alone.count, alone.inside)
 
 
-def test_markers_and_what_is_outside_of_them_do_not_count() -> None:
+def test_markers_and_text_outside_of_them_are_not_counted() -> None:
     marks = ThinkingMarks(opens=frozenset({OPEN}), closes=frozenset({CLOSE}), many=True)
     meter = ReasoningCounter(marks, starts_inside=False)
     for ids in ([7, 8], [OPEN], [7, 8, 9], [CLOSE, 7], [7]):

@@ -12,7 +12,7 @@ from protocol.stats import EngineStats
 from tests.support.answers import new_choice_group
 
 
-def test_every_number_that_an_engine_tells_has_its_series() -> None:
+def test_every_engine_statistic_has_a_metric() -> None:
     stats = msgspec.structs.asdict(EngineStats())
     del stats["worker"]  # what is done now, and by which processes: /readyz tells it
     assert {series.field: bool(series.labels) for series in ENGINE_METRICS} == {
@@ -58,7 +58,7 @@ def test_each_tier_has_its_series_and_each_engine_its_labels() -> None:
     assert tiers == {(name, "decode", "here", tier): n for (name, tier), n in expected.items()}
 
 
-def test_each_request_for_which_something_was_guessed_is_told_with_its_share() -> None:
+def test_requests_with_drafts_are_observed_with_their_acceptance_rate() -> None:
     metrics = Metrics(list)
     for drafts, accepted in ((8, 6), (4, 0), (0, 0)):
         answer = new_choice_group()

@@ -98,5 +98,5 @@ def test_every_alias_has_a_source() -> None:
     assert {alias.source for alias in ALIASES} <= known
 
 
-def test_nothing_is_told_under_other_names_before_the_model_is_known() -> None:
+def test_there_are_no_aliases_before_the_model_is_known() -> None:
     assert list(aliased(Metrics(list).registry.collect(), "")) == []

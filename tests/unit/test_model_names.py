@@ -150,7 +150,7 @@ def test_a_quantisation_selects_one_gguf_file(choice: str, path: str) -> None:
 
 
 @pytest.mark.parametrize("choice", ["Q4_K", "Q4", "K_M", "F16", "Q4_0", "gguf.gguf"])
-def test_a_quantisation_that_is_not_there_is_refused_with_those_that_are(choice: str) -> None:
+def test_a_missing_quantisation_is_refused_with_a_list_of_those_that_exist(choice: str) -> None:
     with pytest.raises(Failure, match=r"choose one of a/b:\{BF16,IQ4_XS,Q4_K_M,Q4_K_S,Q6_K,Q8_0,"):
         chosen(f"a/b:{choice}", *GGUFS)
 

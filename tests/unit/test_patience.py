@@ -22,7 +22,9 @@ READ, ANY = "X-Stainless-Read-Timeout", "X-Stainless-Timeout"
         *[({READ: odd}, 0.0) for odd in ("nan", "inf", "-1", "0", "1e99", "soon", "9" * 400)],
     ],
 )
-def test_what_a_client_says_of_its_own_patience(headers: dict[str, str], seconds: float) -> None:
+def test_the_clients_timeout_is_read_from_its_headers(
+    headers: dict[str, str], seconds: float
+) -> None:
     assert client_timeout_s(headers) == seconds
 
 
@@ -39,7 +41,7 @@ def test_what_a_client_says_of_its_own_patience(headers: dict[str, str], seconds
         (None, 0.0, "30", 30.0),
     ],
 )
-def test_the_requests_own_word_goes_before_the_operators_and_nobody_waits_longer_than_he_does(
+def test_a_requests_timeout_overrides_the_operators_and_the_clients_limits_both(
     own: float | None, operator: float, client: str, expected: float
 ) -> None:
     config = GatewayConfig(timeout_s=operator, queue_timeout_s=2.0)

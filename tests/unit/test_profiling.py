@@ -177,7 +177,7 @@ def process(
     (folder / "cmdline").write_bytes("\0".join(words).encode() + b"\0")
 
 
-def test_a_server_is_its_process_and_all_descendants_whatever_their_names(tmp_path: Path) -> None:
+def test_a_server_is_its_process_and_all_descendants_of_any_name(tmp_path: Path) -> None:
     process(tmp_path, 10, 1, 100, "/venv/bin/python", "-P", "-m", "tools", "serve")
     process(tmp_path, 11, 10, 200, "/venv/bin/python", "-P", "-m", "engine_core", name="a) R (b")
     process(tmp_path, 12, 11, 300, "/venv/bin/python", "-m", "worker", "-m", "x")

@@ -170,7 +170,7 @@ def test_other_addresses_are_refused(address: str, why: str) -> None:
 @pytest.mark.parametrize(
     "address", ["tcp://0.0.0.0:5600", "tcp://*:5600", "tcp://host-1.lan:80", "tcp://[::1]:65535"]
 )
-def test_there_is_no_tcp_without_a_key(address: str) -> None:
+def test_tcp_requires_a_key(address: str) -> None:
     assert sockets.check_address(address, ClusterKey(b"k" * 32)) is None
     with pytest.raises(ValueError, match="needs a cluster key"):
         sockets.check_address(address)

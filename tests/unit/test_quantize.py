@@ -268,7 +268,7 @@ def options(model: Path, output: Path, **changes: Any) -> argparse.Namespace:
     return argparse.Namespace(**(values | changes))
 
 
-def test_the_command_writes_a_file_and_replaces_it_only_if_asked(
+def test_the_command_writes_a_file_and_replaces_it_only_with_force(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = write_directory(tmp_path / "tiny", random_llama(num_hidden_layers=1))

@@ -67,18 +67,18 @@ def test_the_cut_of_the_tokens_never_changes_the_events(
     ids = [*ids_of(TEXT), EOS]
     readers = factory(**options)
 
-    def said(pieces: list[list[int]]) -> tuple[list[Event], list[int], list[int]]:
+    def result_of(pieces: list[list[int]]) -> tuple[list[Event], list[int], list[int]]:
         deltas = read(readers, outputs(pieces, **end))
         tokens = [i for delta in deltas for i in delta.token_ids]
         return events(deltas), tokens, [lp.token_id for d in deltas for lp in d.logprobs]
 
-    whole = said([ids])
+    whole = result_of([ids])
     assert whole[0]
-    assert said([[i] for i in ids]) == whole
+    assert result_of([[i] for i in ids]) == whole
     for at in range(1, len(ids)):
-        assert said([ids[:at], ids[at:]]) == whole
+        assert result_of([ids[:at], ids[at:]]) == whole
     for seed in range(30):
-        assert said(cuts(ids, seed)) == whole
+        assert result_of(cuts(ids, seed)) == whole
 
 
 def test_tokens_after_the_end_are_not_counted() -> None:
@@ -126,7 +126,7 @@ def test_the_stop_token_has_no_text_and_only_a_named_one_is_a_reason() -> None:
     assert events(read(shown, outputs([[*ids, EOS]], **end)))[0] == Content("Yes.")
 
 
-def test_a_stop_string_ends_the_answer_and_what_comes_later_is_ignored() -> None:
+def test_a_stop_string_ends_the_answer_and_later_tokens_are_ignored() -> None:
     reader = factory(stop=["two"]).new()
     delta = reader.push(Output(request=1, tokens=ids_of("One, two, three")))
     assert delta.events == [Content("One, "), Finished("stop", "two")]
@@ -182,7 +182,7 @@ def test_half_a_character_waits_and_its_tokens_wait_with_it() -> None:
     assert events(cut_off) == [Content("\ufffd"), Finished("length")]
 
 
-def test_choices_of_one_request_share_nothing_that_changes() -> None:
+def test_choices_of_one_request_share_no_mutable_state() -> None:
     readers = factory(stop=["two"])
     one, other = readers.new(), readers.new()
     one.push(Output(request=1, tokens=ids_of("One, t")))

@@ -36,9 +36,7 @@ def expected(engine: str, matched: bool, calls: int) -> str:
 @pytest.mark.parametrize(
     ("engine", "matched", "calls"), [*itertools.product(ENGINE, (False, True), (0, 1, 2))]
 )
-def test_every_case_is_in_the_table_and_the_table_is_what_happens(
-    engine: str, matched: bool, calls: int
-) -> None:
+def test_finish_reasons_agree_with_the_table(engine: str, matched: bool, calls: int) -> None:
     reason = finish_reason(engine, stop_matched=matched, completed_calls=calls)  # type: ignore[arg-type]
     assert reason == expected(engine, matched, calls)
 

@@ -196,27 +196,27 @@ def test_a_reader_goes_on_in_another_process_after_any_message() -> None:
             events += reader.push(Output(request=1, tokens=[token_id], **end)).events
             wire = msgspec.msgpack.encode(reader.state())
             reader = readers.new(msgspec.msgpack.decode(wire, type=ParserState))
-        told = [
+        own = [
             msgspec.structs.replace(event, id="") if isinstance(event, ToolCall) else event
             for event in merged(events)
         ]
-        assert told == read(readers, [ids], finish="stop")
+        assert own == read(readers, [ids], finish="stop")
 
 
-def test_choices_read_in_turn_share_nothing() -> None:
+def test_interleaved_choices_are_parsed_independently() -> None:
     readers, ids = factory("qwen3")
     three = [readers.new() for _ in range(3)]
     lengths = [len(ids), len(ids) - 9, 25]
     events: list[list[Event]] = [[], [], []]
     for at in range(len(ids)):
-        for reader, told, length in zip(three, events, lengths, strict=True):
+        for reader, own, length in zip(three, events, lengths, strict=True):
             if at < length:
-                told += reader.push(Output(request=1, tokens=[ids[at]])).events
-    for reader, told, length in zip(three, events, lengths, strict=True):
-        told += reader.push(Output(request=1, finish="length")).events
+                own += reader.push(Output(request=1, tokens=[ids[at]])).events
+    for reader, own, length in zip(three, events, lengths, strict=True):
+        own += reader.push(Output(request=1, finish="length")).events
         named = [
             msgspec.structs.replace(event, id="") if isinstance(event, ToolCall) else event
-            for event in merged(told)
+            for event in merged(own)
         ]
         assert named == read(readers, [ids[:length]], finish="length")
 

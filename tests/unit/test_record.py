@@ -19,7 +19,7 @@ def usage(times: Times) -> Usage:
     return Usage(prompt_tokens=3, generated_tokens=1, times=times)
 
 
-def told(answer: ChoiceGroup, status: int = 200) -> RequestRecord:
+def record_for(answer: ChoiceGroup, status: int = 200) -> RequestRecord:
     return record_of(
         answer.timeline,
         answer,
@@ -45,7 +45,7 @@ def test_a_refused_request_has_no_prompt_tokens() -> None:
     answer.on_report(answer.choices[0], Accepted(request=0))
     error = ErrorInfo(code="overloaded", message="full")
     answer.on_report(answer.choices[1], Refused(request=0, error=error))
-    record = told(answer, 429)
+    record = record_for(answer, 429)
     assert record.end == "refused"
     assert (record.answer.finish, record.answer.prompt_tokens) == ("refused", 0)
     assert not record.answer.is_accepted
@@ -54,7 +54,7 @@ def test_a_refused_request_has_no_prompt_tokens() -> None:
 def test_a_client_that_leaves_before_acceptance_has_hung_up_and_used_nothing() -> None:
     answer = new_choice_group()
     answer.abandon()
-    record = told(answer, 499)
+    record = record_for(answer, 499)
     assert (record.end, record.answer.is_accepted) == ("disconnected", False)
     assert record.answer.prompt_tokens == 0
 
@@ -65,19 +65,19 @@ def test_each_choice_ends_in_its_own_way() -> None:
     answer.on_report(one, Output(request=0, tokens=[72], finish="length"))
     answer.on_report(two, Output(request=0, tokens=[72, 257], finish="stop", stop_token=257))
     answer.abandon()
-    record = told(answer)
+    record = record_for(answer)
     assert [c.finish for c in record.answer.choices] == ["length", "stop", "disconnected"]
     assert (record.answer.finish, record.answer.generated_tokens) == ("disconnected", 3)
     assert record.answer.prompt_tokens == 3
 
 
-def test_the_engines_last_word_is_the_time_it_took() -> None:
+def test_the_last_usage_of_the_engine_has_the_times() -> None:
     answer = accepted()
     (choice,) = answer.choices
     answer.on_report(choice, Output(request=0, tokens=[72], usage=usage(FIRST)))
     whole = Times(queued_s=1.0, prefill_s=2.0, decode_s=4.0)
     answer.on_report(choice, Output(request=0, tokens=[72], finish="length", usage=usage(whole)))
-    record = told(answer)
+    record = record_for(answer)
     assert record.answer.times == whole
 
 
@@ -94,7 +94,7 @@ def test_an_abandoned_request_decoded_until_its_client_left(
     answer.abandon()
     now = 120.0
     answer.timeline.note(TimelineMoment.ENDED)
-    record = told(answer)
+    record = record_for(answer)
     assert record.took_s == 20.0
     assert (record.answer.first_token_s, record.answer.answered_s) == (3.0, 8.5)
     assert record.answer.times == Times(queued_s=1.0, prefill_s=2.0, decode_s=5.5)
@@ -104,7 +104,7 @@ def test_an_abandoned_request_decoded_until_its_client_left(
     ("status", "end"),
     [(200, "finished"), (404, "refused"), (503, "refused"), (500, "error"), (499, "disconnected")],
 )
-def test_what_asks_for_no_answer_ends_as_its_status_says(status: int, end: str) -> None:
+def test_a_request_without_inference_ends_as_its_status_implies(status: int, end: str) -> None:
     fields = {"request_id": "1", "method": "GET", "path": "/", "route": "/", "key": ""}
     record = record_of(Timeline(), None, status=status, is_probe=False, **fields)
     assert (record.end, record.answer) == (end, None)
@@ -116,7 +116,7 @@ def test_each_stage_of_several_choices_is_that_of_the_slowest() -> None:
     assert slowest([]) == Times()
 
 
-def test_nothing_is_divided_by_nothing() -> None:
+def test_rates_without_tokens_are_none() -> None:
     answer = accepted()
     timings = timings_of(answer_record(answer.timeline, answer), 0.0)
     assert timings.predicted_per_second is None

@@ -49,7 +49,7 @@ def test_with_log_content_it_has_the_words():
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, RecursionError, UnicodeDecodeError])
-def test_any_exception_can_be_told(kind: type[BaseException]):
+def test_messages_of_exceptions_are_redacted(kind: type[BaseException]):
     made = kind("utf-8", b"x", 0, 1, CANARY) if kind is UnicodeDecodeError else kind(CANARY)
     record = logging.LogRecord("x", logging.ERROR, "x", 1, "oh", (), (kind, made, None))
     assert CANARY not in RedactingFormatter("%(message)s").format(record)

@@ -43,7 +43,7 @@ CALL = '<tool_call>{"name": "look", "arguments": {"at": "é"}}</tool_call>'
 
 
 def outputs(
-    text: str, size: int = 3, *, logprobs: int | None = None, asked: int = 0
+    text: str, size: int = 3, *, logprobs: int | None = None, num_logprob_ids: int = 0
 ) -> list[Output]:
     """Return the engine's outputs of a text, `size` tokens each. `asked` is the number of requested
     token ids, whose logprobs are added."""
@@ -52,7 +52,7 @@ def outputs(
 
     def entries(piece: list[int]) -> list[TokenLogprobs]:
         found = [scripted_logprob(token, logprobs or 0) for token in piece]
-        asked_logprobs = [-5.0 - place for place in range(asked)]
+        asked_logprobs = [-5.0 - place for place in range(num_logprob_ids)]
         return [msgspec.structs.replace(entry, asked_logprobs=asked_logprobs) for entry in found]
 
     news = [
@@ -64,7 +64,9 @@ def outputs(
 
 def trip(text: str = "Hello", size: int = 3, **body: Any) -> Trip:
     logprobs = body.get("top_logprobs", body.get("logprobs"))
-    lines = outputs(text, size, logprobs=logprobs, asked=len(body.get("logprob_token_ids", ())))
+    lines = outputs(
+        text, size, logprobs=logprobs, num_logprob_ids=len(body.get("logprob_token_ids", ()))
+    )
     given = {"model": "scripted", **body}
     return Trip(MODEL, given if "prompt" in body else {"messages": HI, **given}, lines)
 
@@ -174,19 +176,19 @@ def test_a_stop_string_ends_a_derendered_chat_like_a_direct_one(stop: str) -> No
     )
 
 
-def without_ids(said: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+def without_ids(choices: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
     """Return the choices without the ids of calls, which are random."""
-    for choice in said.values():
+    for choice in choices.values():
         choice["calls"] = [call[1:] for call in choice["calls"]]
-    return said
+    return choices
 
 
 @pytest.mark.parametrize("size", [1, 3, 99])
 @pytest.mark.parametrize("more", [{}, {"include_reasoning": False}, {"n": 2}])
 def test_logprobs_and_token_ids_of_a_chat_survive(size: int, more: dict[str, Any]) -> None:
     text = "<think>\n" + "hm " * 40 + f"\n</think>\n\nI look.{CALL}"
-    asked = {"logprobs": True, "top_logprobs": 2, "return_token_ids": True}
-    one = trip(text, size, tools=LOOK, **asked, **more)
+    options = {"logprobs": True, "top_logprobs": 2, "return_token_ids": True}
+    one = trip(text, size, tools=LOOK, **options, **more)
     whole, _ = one.chat()
     response, chunks = one.generate(one.render_chat())
     derendered = one.derender_chat(response)
@@ -197,13 +199,13 @@ def test_logprobs_and_token_ids_of_a_chat_survive(size: int, more: dict[str, Any
     assert [part["prompt_token_ids"] for part in streamed if "prompt_token_ids" in part] == [
         whole["prompt_token_ids"]
     ]
-    for index, said in fold_stream(streamed).items():
-        assert said["logprobs"] == whole["choices"][index]["logprobs"]
-        assert said["token_ids"] == whole["choices"][index]["token_ids"]
+    for index, choice in fold_stream(streamed).items():
+        assert choice["logprobs"] == whole["choices"][index]["logprobs"]
+        assert choice["token_ids"] == whole["choices"][index]["token_ids"]
 
 
 @pytest.mark.parametrize(
-    ("rank", "tops", "asked"),
+    ("rank", "tops", "extra_ids"),
     [
         (1, [(5, -0.1), (6, -2.0)], []),
         (2, [(6, -0.1), (5, -0.2)], []),
@@ -214,13 +216,13 @@ def test_logprobs_and_token_ids_of_a_chat_survive(size: int, more: dict[str, Any
     ],
 )
 def test_the_engines_logprobs_of_a_token_are_restored(
-    rank: int, tops: list[tuple[int, float]], asked: list[int]
+    rank: int, tops: list[tuple[int, float]], extra_ids: list[int]
 ) -> None:
     ids, logprobs = [i for i, _ in tops], [value for _, value in tops]
     own = dict(tops).get(5, -9.0)
-    asked_logprobs = [dict(tops).get(i, -4.0) for i in asked]
+    asked_logprobs = [dict(tops).get(i, -4.0) for i in extra_ids]
     entry = TokenLogprobs(5, own, rank, ids, logprobs, asked_logprobs)
-    assert to_token_logprobs(chosen_token(entry, asked), len(tops), asked) == entry
+    assert to_token_logprobs(chosen_token(entry, extra_ids), len(tops), extra_ids) == entry
 
 
 def test_a_missing_logprob_of_a_requested_token_is_nan() -> None:
@@ -250,8 +252,8 @@ def test_derendered_responses_match_the_documented_structs(more: dict[str, Any])
     assert msgspec.to_builtins(msgspec.convert(result, ChatCompletion)) == result
     for part in one.derender_stream(chunks, one.derender_chat_chunk):
         assert msgspec.to_builtins(msgspec.convert(part, DerenderedChatPart)) == part
-    asked: dict[str, Any] = {"logprobs": 2} if more else {}
-    other = trip(prompt="a", **asked)
+    options: dict[str, Any] = {"logprobs": 2} if more else {}
+    other = trip(prompt="a", **options)
     responses = [other.generate(rendered)[0] for rendered in other.render_completion()]
     whole = other.derender_completion(responses)
     assert msgspec.to_builtins(msgspec.convert(whole, CompletionResponse)) == whole
@@ -366,7 +368,7 @@ def test_without_a_request_there_is_one_prompt_per_response() -> None:
 
 
 def test_without_a_request_all_text_of_a_stream_is_content() -> None:
-    text, state, said = "né 語!", None, ""
+    text, state, content = "né 語!", None, ""
     ids = ids_of(text)
     for place, token in enumerate(ids):
         choice = {"index": 0, "token_ids": [token]}
@@ -377,14 +379,14 @@ def test_without_a_request_all_text_of_a_stream_is_content() -> None:
         decoded = msgspec.json.decode(msgspec.json.encode(body), type=DerenderChat)
         result, state = ChatDerendering(decoded, PLAIN, CONFIG).chunk()
         for part in result["choices"] if result else ():
-            said += part["delta"].get("content", "")
-    assert said == text
+            content += part["delta"].get("content", "")
+    assert content == text
     assert result is not None
     assert result["choices"][0]["finish_reason"] == "length"
 
 
 def test_without_a_request_a_stream_may_add_choices() -> None:
-    said, state = {0: "", 2: ""}, None
+    texts, state = {0: "", 2: ""}, None
     for index, token in [(2, 72), (0, 65), (2, 105)]:
         chunk = {"request_id": "x", "choices": [{"index": index, "token_ids": [token]}]}
         body = {"stream": True, "generate_chunk": chunk, "stream_state": state}
@@ -392,8 +394,8 @@ def test_without_a_request_a_stream_may_add_choices() -> None:
         result, state = CompletionDerendering(decoded, PLAIN, CONFIG).chunk()
         assert result is not None
         (part,) = result["choices"]
-        said[part["index"]] += part["text"]
-    assert said == {0: "A", 2: "Hi"}
+        texts[part["index"]] += part["text"]
+    assert texts == {0: "A", 2: "Hi"}
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "12"}
 THOUGHT = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}]}
 
 
-def said(role: str, text: str) -> dict[str, Any]:
+def message(role: str, text: str) -> dict[str, Any]:
     return {"type": "message", "role": role, "content": text}
 
 
@@ -64,7 +64,7 @@ def test_a_text_input_is_a_user_message() -> None:
 
 def test_consecutive_items_of_the_assistant_are_one_message() -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    assert messages(said("user", "a"), THOUGHT, said("assistant", "b"), CALL, OUTPUT) == [
+    assert messages(message("user", "a"), THOUGHT, message("assistant", "b"), CALL, OUTPUT) == [
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": "b", "reasoning": "hm", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c1", "content": "12"},
@@ -73,31 +73,31 @@ def test_consecutive_items_of_the_assistant_are_one_message() -> None:
 
 def test_calls_of_one_turn_are_in_one_message() -> None:
     other = CALL | {"call_id": "c2"}
-    chat_messages = messages(said("user", "a"), CALL, other, OUTPUT, OUTPUT | {"call_id": "c2"})
+    chat_messages = messages(message("user", "a"), CALL, other, OUTPUT, OUTPUT | {"call_id": "c2"})
     assert [m["role"] for m in chat_messages] == ["user", "assistant", "tool", "tool"]
     assert [call["id"] for call in chat_messages[1]["tool_calls"]] == ["c1", "c2"]
 
 
 def test_alternating_reasoning_and_text_are_joined_in_one_message() -> None:
     chat_messages = messages(
-        said("user", "a"), THOUGHT, said("assistant", "b"), THOUGHT, CALL, OUTPUT
+        message("user", "a"), THOUGHT, message("assistant", "b"), THOUGHT, CALL, OUTPUT
     )
     assert chat_messages[1]["reasoning"] == "hmhm"
     assert chat_messages[1]["content"] == "b"
 
 
 def test_two_assistant_messages_stay_separate() -> None:
-    chat_messages = messages(said("assistant", "a"), said("assistant", "b"))
+    chat_messages = messages(message("assistant", "a"), message("assistant", "b"))
     assert [m["content"] for m in chat_messages] == ["a", "b"]
 
 
 def test_instructions_and_the_system_messages_after_them_are_one_message() -> None:
     chat_messages = messages(
-        said("developer", "d"), said("system", "s"), said("user", "u"), instructions="i"
+        message("developer", "d"), message("system", "s"), message("user", "u"), instructions="i"
     )
     assert chat_messages[0] == {"role": "system", "content": "i\n\nd\n\ns"}
     assert chat_messages[1]["role"] == "user"
-    alone = messages(said("developer", "d"), said("user", "u"))
+    alone = messages(message("developer", "d"), message("user", "u"))
     assert alone[0] == {"role": "developer", "content": "d"}
 
 
@@ -164,7 +164,12 @@ def test_every_shared_field_is_copied_or_translated() -> None:
 )
 def test_a_chat_path_becomes_a_path_in_the_request(name: str, own: str) -> None:
     translation = translated(
-        said("user", "a"), THOUGHT, CALL, OUTPUT, before=[said("user", "earlier")], instructions="i"
+        message("user", "a"),
+        THOUGHT,
+        CALL,
+        OUTPUT,
+        before=[message("user", "earlier")],
+        instructions="i",
     )
     error = translation.translate_error(InvalidRequest(f"{name}: wrong", param=name))
     assert error.param == own
@@ -173,7 +178,7 @@ def test_a_chat_path_becomes_a_path_in_the_request(name: str, own: str) -> None:
 
 def test_only_items_without_an_id_get_one() -> None:
     number = "ab" * 16
-    items = with_ids([said("user", "a"), {**CALL, "id": "fc_own"}], "resp_" + number)
+    items = with_ids([message("user", "a"), {**CALL, "id": "fc_own"}], "resp_" + number)
     assert [item["id"] for item in items] == [f"msg_{number}_i0", "fc_own"]
 
 
@@ -187,12 +192,12 @@ def length(items: Sequence[PlacedItem]) -> list[str]:
 
 
 LONG = placed(
-    said("system", "s"),
-    said("user", "u1"),
+    message("system", "s"),
+    message("user", "u1"),
     CALL,
     OUTPUT,
-    said("user", "u2"),
-    said("assistant", "a2"),
+    message("user", "u2"),
+    message("assistant", "a2"),
     CALL | {"call_id": "c2"},
     OUTPUT | {"call_id": "c2"},
 )
@@ -231,11 +236,11 @@ def test_items_that_cannot_be_rendered_count_as_too_long() -> None:
 
     assert render_fitting(LONG, render, lambda rendered: True) == 3
     with pytest.raises(ContextTooLong):
-        render_fitting(placed(*[said("system", "s")] * 4), render, lambda rendered: True)
+        render_fitting(placed(*[message("system", "s")] * 4), render, lambda rendered: True)
 
 
 def test_the_cut_is_found_by_bisection() -> None:
-    many = placed(*[said("user", str(n)) for n in range(1000)])
+    many = placed(*[message("user", str(n)) for n in range(1000)])
     tries = []
 
     def render(items: Sequence[PlacedItem]) -> int:
@@ -284,17 +289,17 @@ def output_of(call_id: str) -> dict[str, Any]:
     [
         ([call_of("a"), call_of("b"), output_of("a"), output_of("b")], None),
         ([call_of("a"), output_of("a"), call_of("b")], None),
-        ([call_of("a"), call_of("b"), said("user", "never mind")], None),
-        ([call_of("a"), said("user", "never mind"), call_of("b"), output_of("b")], None),
+        ([call_of("a"), call_of("b"), message("user", "never mind")], None),
+        ([call_of("a"), message("user", "never mind"), call_of("b"), output_of("b")], None),
         ([call_of("a"), call_of("b"), output_of("a")], "b"),
-        ([call_of("a"), said("assistant", "and"), call_of("b"), output_of("b")], "a"),
-        ([call_of("a"), call_of("b"), output_of("b"), said("user", "go on")], "a"),
+        ([call_of("a"), message("assistant", "and"), call_of("b"), output_of("b")], "a"),
+        ([call_of("a"), call_of("b"), output_of("b"), message("user", "go on")], "a"),
     ],
 )
 def test_all_calls_of_a_turn_need_an_output_if_one_has_it(
     items: list[dict[str, Any]], missing: str | None
 ) -> None:
-    placed = input_items([said("user", "hi"), *items])
+    placed = input_items([message("user", "hi"), *items])
     if missing is None:
         check_outputs(placed)
         return

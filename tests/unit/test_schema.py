@@ -88,17 +88,19 @@ def test_max_completion_tokens_takes_precedence_over_max_tokens() -> None:
 
 
 def test_each_route_has_its_own_logprobs_fields() -> None:
-    def asked(body: requests.ChatBody | requests.CompletionBody) -> tuple[int | None, int | None]:
+    def num_logprobs(
+        body: requests.ChatBody | requests.CompletionBody,
+    ) -> tuple[int | None, int | None]:
         params = choices_of(body, SILENT_MODEL)[0]
         return params.logprobs, params.prompt_logprobs
 
-    assert asked(chat_body()) == (None, None)
-    assert asked(chat_body(logprobs=True)) == (0, None)
-    assert asked(chat_body(logprobs=True, top_logprobs=4)) == (4, None)
-    assert asked(chat_body(logprobs=False)) == (None, None)
-    assert asked(text_body(logprobs=3)) == (3, None)
-    assert asked(text_body(logprobs=3, echo=True)) == (3, 3)
-    assert asked(text_body(echo=True)) == (None, None)
+    assert num_logprobs(chat_body()) == (None, None)
+    assert num_logprobs(chat_body(logprobs=True)) == (0, None)
+    assert num_logprobs(chat_body(logprobs=True, top_logprobs=4)) == (4, None)
+    assert num_logprobs(chat_body(logprobs=False)) == (None, None)
+    assert num_logprobs(text_body(logprobs=3)) == (3, None)
+    assert num_logprobs(text_body(logprobs=3, echo=True)) == (3, 3)
+    assert num_logprobs(text_body(echo=True)) == (None, None)
 
 
 @pytest.mark.parametrize(

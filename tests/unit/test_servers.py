@@ -48,7 +48,7 @@ def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
         os.close(lock)
 
 
-def said(*words: str) -> argparse.Namespace:
+def options(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     add_server(parser)
     return parser.parse_args(words)
@@ -56,15 +56,15 @@ def said(*words: str) -> argparse.Namespace:
 
 def refusal(*words: str) -> tuple[str, int]:
     with pytest.raises(Failure) as caught:
-        local_server(said(*words))
+        local_server(options(*words))
     return str(caught.value), caught.value.exit_code
 
 
 def test_the_only_server_needs_no_name(serve: Serve) -> None:
     only = serve(8005, "http://10.0.0.7:8005", "small")
     assert running() == [only]
-    assert local_server(said()) == only
-    assert server_url(said()) == "http://10.0.0.7:8005"
+    assert local_server(options()) == only
+    assert server_url(options()) == "http://10.0.0.7:8005"
 
 
 def test_one_of_several_servers_must_be_named(serve: Serve) -> None:
@@ -74,9 +74,9 @@ def test_one_of_several_servers_must_be_named(serve: Serve) -> None:
     assert words == "2 servers are running: 8005 (small), 8006; select one with --port"
     assert code == 2
     with pytest.raises(Failure, match="2 servers are running"):
-        server_url(said())
-    assert local_server(said("--port", "8006")) == other
-    assert local_server(said("--url", "localhost:8006")) == other
+        server_url(options())
+    assert local_server(options("--port", "8006")) == other
+    assert local_server(options("--url", "localhost:8006")) == other
 
 
 def test_a_missing_server_is_reported_with_the_running_ones(serve: Serve) -> None:
@@ -92,17 +92,17 @@ def test_a_missing_server_is_reported_with_the_running_ones(serve: Serve) -> Non
 
 
 def test_a_url_may_name_a_server_elsewhere(serve: Serve) -> None:
-    assert server_url(said()) == "http://127.0.0.1:8000"
+    assert server_url(options()) == "http://127.0.0.1:8000"
     serve(8005, "http://[::1]:8005")
-    assert server_url(said("--port", "8005")) == "http://[::1]:8005"
-    assert server_url(said("--port", "9")) == "http://127.0.0.1:9"
-    assert server_url(said("--url", "https://far.example/v")) == "https://far.example/v"
+    assert server_url(options("--port", "8005")) == "http://[::1]:8005"
+    assert server_url(options("--port", "9")) == "http://127.0.0.1:9"
+    assert server_url(options("--url", "https://far.example/v")) == "https://far.example/v"
 
 
 def test_two_names_for_one_server_are_a_usage_error(serve: Serve) -> None:
     for find in (local_server, server_url):
         with pytest.raises(Failure, match="give only one") as caught:
-            find(said("--port", "9", "--url", "localhost"))
+            find(options("--port", "9", "--url", "localhost"))
         assert caught.value.exit_code == 2
 
 

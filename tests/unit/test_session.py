@@ -216,7 +216,7 @@ def test_a_pong_before_the_first_welcome_is_no_loss() -> None:
         opened(session)
 
 
-def test_a_new_welcome_of_another_epoch_ends_what_was_open() -> None:
+def test_a_welcome_of_another_epoch_ends_open_requests() -> None:
     session = connected()
     request = opened(session)
     assert ends(session.receive(welcome("e2"), 1.0)) == {request: "engine_lost"}
@@ -224,7 +224,7 @@ def test_a_new_welcome_of_another_epoch_ends_what_was_open() -> None:
     assert opened(session) != request
 
 
-def test_leaving_ends_the_session_and_says_goodbye() -> None:
+def test_leaving_ends_the_session_and_sends_goodbye() -> None:
     session = connected()
     request = opened(session)
     assert session.goodbye() == Goodbye()
@@ -248,9 +248,9 @@ def test_an_abort_by_name_is_answered_once_and_like_any_request_lost_with_the_en
 
 def test_pings_are_sent_about_twice_a_second() -> None:
     session = connected()
-    said = [message for i in range(40) for message in session.tick(i / 10)[0]]
-    assert all(isinstance(message, Ping) for message in said)
-    assert 6 <= len(said) <= 8
+    messages = [message for i in range(40) for message in session.tick(i / 10)[0]]
+    assert all(isinstance(message, Ping) for message in messages)
+    assert 6 <= len(messages) <= 8
 
 
 def test_a_pong_brings_the_statistics() -> None:
@@ -263,10 +263,10 @@ def test_a_reply_of_the_wrong_kind_is_dropped() -> None:
     session = connected()
     generation, aborting = opened(session), session.abort_by_label(["x"]).request
     profiling = session.profile(3, "/tmp").request
-    told = Profiled(request=0, file="f", steps=1, began=0.0, ended=1.0)
+    profiled = Profiled(request=0, file="f", steps=1, began=0.0, ended=1.0)
     messages: list[tuple[int, ToClient]] = [
         (generation, Aborted(request=generation)),
-        (generation, replace(told, request=generation)),
+        (generation, replace(profiled, request=generation)),
         (aborting, Accepted(request=aborting)),
         (aborting, Outputs(step=1, outputs=[Output(request=aborting, finish="stop")])),
         (profiling, Aborted(request=profiling)),
@@ -274,7 +274,7 @@ def test_a_reply_of_the_wrong_kind_is_dropped() -> None:
     for request, foreign in messages:
         assert session.receive(foreign, 1.0) == []
         assert request in session.open
-    answer = replace(told, request=profiling)
+    answer = replace(profiled, request=profiling)
     assert session.receive(answer, 1.0) == [(profiling, answer)]
 
 

@@ -36,7 +36,7 @@ def test_a_whole_answer_joins_the_deltas_of_each_choice() -> None:
     ]
 
 
-def test_tokens_behind_the_end_and_what_was_fetched_are_not_counted() -> None:
+def test_later_tokens_and_fetched_tokens_are_not_counted() -> None:
     choice = a_choice()
     usage = Usage(prompt_tokens=9, generated_tokens=3, cached_tokens=8, fetched_tokens=6)
     choice.count(Output(request=0, tokens=[5, 6, 7], usage=usage), 1)
@@ -56,14 +56,14 @@ def judged(demand: ToolChoiceCheck, *names: str) -> list[str]:
     return [event.code for event in last.events if isinstance(event, OutputWarning)]
 
 
-def test_an_answer_that_does_not_call_what_was_demanded_is_told_with_a_warning() -> None:
+def test_an_answer_without_the_required_call_has_a_warning() -> None:
     assert judged(ToolChoiceCheck()) == [NOT_CALLED]
     assert judged(ToolChoiceCheck(), "any") == []
     assert judged(ToolChoiceCheck("one"), "one", "one") == []
     assert judged(ToolChoiceCheck("one"), "one", "other") == [NOT_CALLED]
 
 
-def test_an_answer_that_was_cut_off_is_told_without() -> None:
+def test_a_truncated_answer_has_no_warning() -> None:
     cut = OutputDelta([Finished("length", None)])
     a_choice().warn_if_unmet(ToolChoiceCheck(), cut)
     assert len(cut.events) == 1

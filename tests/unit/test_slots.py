@@ -113,7 +113,7 @@ def test_binding_writes_every_field_of_the_row():
 
 
 @pytest.mark.parametrize("poison", [None, *Poison])
-def test_a_row_shows_nothing_of_its_former_owner(poison):
+def test_a_row_has_no_data_of_its_former_owner(poison):
     table = tiny_slots(2, poison=poison)
     table.bind(slot_init(0, range(20), blocks=[1, 2, 3, 4, 5], stop_ids=[5, 6, 7], params=FULL))
     table.flush()

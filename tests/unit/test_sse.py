@@ -66,7 +66,7 @@ def test_a_frame_is_one_data_line_and_an_empty_line() -> None:
     assert sse.frame(b'{"a":1}') == b'data: {"a":1}\n\n'
 
 
-def test_an_iterator_yields_what_was_written_and_ends() -> None:
+def test_an_iterator_yields_the_written_bytes_and_ends() -> None:
     outlet = an_iterator_outlet([])
     outlet.write(b"one")
     outlet.write(b"two")
@@ -152,27 +152,27 @@ def writable() -> Iterator[int]:
         os.close(end)
 
 
-def test_a_socket_tells_when_bytes_begin_to_wait_and_when_all_are_taken(writable: int) -> None:
-    heard: list[str] = []
+def test_a_socket_reports_when_its_buffer_fills_and_when_it_is_empty(writable: int) -> None:
+    events: list[str] = []
     wire = Wire(room=len("HEAD") + len("6\r\n123456\r\n"))
     wire.fileno = lambda: writable  # type: ignore[attr-defined]
-    outlet = a_socket_outlet(wire, heard)
+    outlet = a_socket_outlet(wire, events)
 
     def go_on() -> None:
-        heard.append("room")
+        events.append("room")
         outlet.write(b"the rest")
         outlet.finish()
 
-    assert outlet.watch_buffer(lambda: heard.append("full"), go_on)
+    assert outlet.watch_buffer(lambda: events.append("full"), go_on)
     outlet.write(b"123456")
-    assert not heard
+    assert not events
     outlet.write(b"more")
     outlet.write(b"still more")
-    assert heard == ["full"]
+    assert events == ["full"]
     wire.room = 1000
     with gevent.Timeout(10):
         outlet.run()
-    assert heard == ["full", "room"]
+    assert events == ["full", "room"]
     assert wire.sent.endswith(b"a\r\nstill more\r\n8\r\nthe rest\r\n0\r\n\r\n")
 
 
@@ -198,19 +198,19 @@ def test_a_socket_that_has_not_taken_the_head_is_full_already() -> None:
     assert not outlet.watch_buffer(lambda: None, lambda: None)
 
 
-def test_a_server_that_does_not_come_for_more_has_a_client_that_takes_nothing() -> None:
-    heard: list[str] = []
-    outlet = an_iterator_outlet(heard)
-    assert outlet.watch_buffer(lambda: heard.append("full"), lambda: heard.append("room"))
+def test_the_buffer_is_full_until_the_server_reads_the_rest() -> None:
+    events: list[str] = []
+    outlet = an_iterator_outlet(events)
+    assert outlet.watch_buffer(lambda: events.append("full"), lambda: events.append("room"))
     outlet.write(b"one")
     outlet.write(b"two")
-    assert not heard, "the server has not been given anything yet"
+    assert not events, "the server has not been given anything yet"
     body = outlet.run()
     assert next(body) == b"onetwo"
     outlet.write(b"three")
-    assert heard == ["full"]
+    assert events == ["full"]
     assert next(body) == b"three"
-    assert heard == ["full"], "the last of it is not taken yet"
+    assert events == ["full"], "the last of it is not taken yet"
     outlet.finish()
     assert list(body) == []
-    assert heard == ["full", "room"]
+    assert events == ["full", "room"]

@@ -53,7 +53,7 @@ def record(
     return StoredRecord(name, owner, NOW, previous, b"[]", b"x" * size)
 
 
-def says(run: str, first: int, *frames: bytes, **options: Any) -> list[RunBatch]:
+def batches(run: str, first: int, *frames: bytes, **options: Any) -> list[RunBatch]:
     return [RunBatch(run, first, list(frames), **options)]
 
 
@@ -68,7 +68,7 @@ def test_a_stored_response_is_read_by_its_owner_from_any_process(
     assert database.get("a", "o", NOW) is None
 
 
-def test_a_chain_is_told_from_its_beginning_and_counts_as_used(database: Database) -> None:
+def test_a_chain_is_returned_in_order_and_counts_as_used(database: Database) -> None:
     database.put(record("a"), NOW)
     database.put(record("b", "a"), NOW)
     database.put(record("c", "b"), NOW)
@@ -79,7 +79,7 @@ def test_a_chain_is_told_from_its_beginning_and_counts_as_used(database: Databas
     assert [r.id for r in database.chain("c", "o", NOW + 1500)] == ["a", "b", "c"]
 
 
-def test_a_chain_that_lacks_a_link_says_which(database: Database) -> None:
+def test_a_broken_chain_names_the_missing_response(database: Database) -> None:
     database.put(record("a"), NOW)
     database.put(record("b", "a"), NOW)
     database.delete("a", "o")
@@ -113,7 +113,7 @@ def test_an_open_run_is_never_swept(path: Path) -> None:
     for n in range(30):
         database.put(record(f"r{n}", size=100_000), NOW + 1)
     assert database.get("run", "o", NOW + 1) is not None
-    database.append(says("run", 0, b"x", is_last=True, body=b"done"), NOW + 1, 60)
+    database.append(batches("run", 0, b"x", is_last=True, body=b"done"), NOW + 1, 60)
     for n in range(30):
         database.put(record(f"s{n}", size=100_000), NOW + 2)
     assert database.get("run", "o", NOW + 2) is None
@@ -121,15 +121,15 @@ def test_an_open_run_is_never_swept(path: Path) -> None:
     database.close()
 
 
-def test_a_run_is_heard_from_any_event_on_page_by_page(database: Database, other: Database) -> None:
+def test_a_run_is_read_in_pages_from_any_event(database: Database, other: Database) -> None:
     database.start_run(NewRun("run", "o", "kind"), record("run"), NOW)
     frames = [b"f%d" % n for n in range(10)]
-    database.append(says("run", 0, *frames[:6]), NOW, 60)
+    database.append(batches("run", 0, *frames[:6]), NOW, 60)
     assert other.page("run", "o", -1, NOW, limit=4) == RunPage(frames[:4], is_last=False)
     assert other.page("run", "o", 3, NOW, limit=4) == RunPage(frames[4:6], is_last=False)
     assert other.page("run", "o", 5, NOW) == RunPage([], is_last=False)
     assert other.page("run", "somebody", -1, NOW) is None
-    database.append(says("run", 6, *frames[6:], is_last=True, body=b"whole"), NOW, 60)
+    database.append(batches("run", 6, *frames[6:], is_last=True, body=b"whole"), NOW, 60)
     assert other.page("run", "o", 5, NOW) == RunPage(frames[6:], is_last=True)
     assert other.page("run", "o", 9, NOW) == RunPage([], is_last=True)
     found = other.get("run", "o", NOW)
@@ -138,7 +138,7 @@ def test_a_run_is_heard_from_any_event_on_page_by_page(database: Database, other
 
 def test_a_response_may_change_before_its_end(database: Database) -> None:
     database.start_run(NewRun("run", "o", "kind"), record("run"), NOW)
-    database.append(says("run", 0, body=b"in progress"), NOW, 60)
+    database.append(batches("run", 0, body=b"in progress"), NOW, 60)
     found = database.get("run", "o", NOW)
     assert found.body == b"in progress"
 
@@ -147,13 +147,13 @@ def test_a_run_whose_lease_is_over_is_ended_by_any_reader(
     database: Database, other: Database
 ) -> None:
     database.start_run(NewRun("run", "o", "kind"), record("run", size=1), NOW)
-    database.append(says("run", 0, b"f0", b"f1"), NOW, 60)
+    database.append(batches("run", 0, b"f0", b"f1"), NOW, 60)
     still = other.page("run", "o", -1, NOW + LEASE_S - 1)
     assert still == RunPage([b"f0", b"f1"], is_last=False)
     found = other.get("run", "o", NOW + LEASE_S + 1)
     assert found.body == b"x (died)"
-    told = other.page("run", "o", 1, NOW + LEASE_S + 1)
-    assert told == RunPage([b"run died at 2"], is_last=True)
+    page = other.page("run", "o", 1, NOW + LEASE_S + 1)
+    assert page == RunPage([b"run died at 2"], is_last=True)
     heard_more = other.page("run", "o", 7, NOW + LEASE_S + 1)
     assert heard_more == RunPage([b"run died at 2"], is_last=True)
 
@@ -166,16 +166,14 @@ def test_a_beat_keeps_it_alive(database: Database, other: Database) -> None:
     assert not page.is_last
 
 
-def test_a_process_that_was_thought_dead_writes_nothing_more(
-    database: Database, other: Database
-) -> None:
+def test_a_process_without_a_lease_writes_nothing_more(database: Database, other: Database) -> None:
     database.start_run(NewRun("run", "o", "kind"), record("run"), NOW)
     before = other.page("run", "o", -1, NOW + LEASE_S + 1)
     assert database.renew_leases([], 0, NOW + LEASE_S + 2) == {}
-    late = says("run", 0, b"late", is_last=True, body=b"late")
+    late = batches("run", 0, b"late", is_last=True, body=b"late")
     assert database.append(late, NOW + LEASE_S + 2, 60) == ["run"]
     assert other.page("run", "o", -1, NOW + LEASE_S + 2) == before
-    assert other.append(says("run", 5, b"not mine"), NOW, 60) == ["run"]
+    assert other.append(batches("run", 5, b"not mine"), NOW, 60) == ["run"]
 
 
 def test_a_cancellation_by_another_process_arrives_with_the_next_renewal(
@@ -210,7 +208,7 @@ def test_a_stream_without_a_response_is_gone_after_its_window(
     path: Path, database: Database
 ) -> None:
     database.start_run(NewRun("run", "o", "kind", wanted_until=NOW + 5), None, NOW)
-    database.append(says("run", 0, b"f0", is_last=True), NOW, 60)
+    database.append(batches("run", 0, b"f0", is_last=True), NOW, 60)
     assert database.page("run", "o", -1, NOW + 59) is not None
     database.want("run", NOW + 100)
     assert database.page("run", "o", -1, NOW + 99) is not None
@@ -225,7 +223,7 @@ def test_a_response_that_is_deleted_takes_its_run_with_it(
     database: Database, other: Database
 ) -> None:
     database.start_run(NewRun("run", "o", "kind"), record("run"), NOW)
-    database.append(says("run", 0, b"f0"), NOW, 60)
+    database.append(batches("run", 0, b"f0"), NOW, 60)
     other.delete("run", "o")
     assert database.renew_leases([], 0, NOW) == {}
     assert database.page("run", "o", -1, NOW) is None
@@ -233,9 +231,9 @@ def test_a_response_that_is_deleted_takes_its_run_with_it(
 
 def test_a_failed_write_changes_nothing(database: Database) -> None:
     database.start_run(NewRun("run", "o", "kind"), record("run"), NOW)
-    database.append(says("run", 0, b"f0"), NOW, 60)
+    database.append(batches("run", 0, b"f0"), NOW, 60)
     with pytest.raises(sqlite3.IntegrityError):
-        database.append(says("run", 0, b"f0 again", is_last=True, body=b"y"), NOW, 60)
+        database.append(batches("run", 0, b"f0 again", is_last=True, body=b"y"), NOW, 60)
     assert database.page("run", "o", -1, NOW) == RunPage([b"f0"], is_last=False)
     assert database.get("run", "o", NOW) == record("run")
 

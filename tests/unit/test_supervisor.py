@@ -50,7 +50,7 @@ def serving(max_restarts: int = 0) -> Supervisor:
     return supervisor
 
 
-def deeds(actions: list[Action]) -> list[Action]:
+def no_logs(actions: list[Action]) -> list[Action]:
     return [action for action in actions if not isinstance(action, LogAction)]
 
 
@@ -66,7 +66,7 @@ def test_a_child_that_exits_by_itself_ends_the_others(made, code: int) -> None:
     supervisor = made()
     exit = ProcessExit("engine", code, "out of memory", ExitCode.OUT_OF_MEMORY)
     actions = supervisor.on_exit(exit, 5.0)
-    assert deeds(actions) == [SendSignal("gateway", SIGQUIT)]
+    assert no_logs(actions) == [SendSignal("gateway", SIGQUIT)]
     assert complaints(actions) == [exit.cause]
     wanted = 128 + SIGKILL if code < 0 else ExitCode.OUT_OF_MEMORY
     assert supervisor.on_exit(ProcessExit("gateway", 0), 6.0) == [EndServer(wanted)]
@@ -77,7 +77,10 @@ def test_a_failure_ends_all_others_at_once_so_that_each_can_send_its_clients_an_
     supervisor = Supervisor(names, 0.0, start_timeout_s=60.0, drain_s=DRAIN_S)
     supervisor.on_ready()
     actions = supervisor.on_exit(ProcessExit("prefill engine", -SIGKILL), 5.0)
-    assert deeds(actions) == [SendSignal("gateway", SIGQUIT), SendSignal("decode engine", SIGQUIT)]
+    assert no_logs(actions) == [
+        SendSignal("gateway", SIGQUIT),
+        SendSignal("decode engine", SIGQUIT),
+    ]
 
 
 def test_only_the_first_cause_is_reported() -> None:
@@ -100,11 +103,11 @@ def test_a_server_that_does_not_get_ready_is_given_up() -> None:
     supervisor = starting()
     assert supervisor.tick(59.9) == []
     actions = supervisor.tick(60.0)
-    assert deeds(actions) == [SendSignal("gateway", SIGQUIT), SendSignal("engine", SIGQUIT)]
+    assert no_logs(actions) == [SendSignal("gateway", SIGQUIT), SendSignal("engine", SIGQUIT)]
     assert complaints(actions) == ["not ready after 60 s; --start-timeout-s allows more"]
 
 
-def test_a_server_that_is_ready_may_run_for_ever() -> None:
+def test_a_ready_server_has_no_time_limit() -> None:
     supervisor = serving()
     assert supervisor.deadline is None
     assert supervisor.tick(1e9) == []
@@ -113,7 +116,7 @@ def test_a_server_that_is_ready_may_run_for_ever() -> None:
 @pytest.mark.parametrize("made", [starting, serving])
 def test_a_drain_stops_the_gateway_then_the_engine_and_ends_well(made) -> None:
     supervisor = made()
-    assert deeds(supervisor.on_signal(SIGTERM, 5.0)) == [SendSignal("gateway", SIGTERM)]
+    assert no_logs(supervisor.on_signal(SIGTERM, 5.0)) == [SendSignal("gateway", SIGTERM)]
     assert supervisor.deadline == 5.0 + DRAIN_S + GRACE_S
     assert supervisor.on_exit(ProcessExit("gateway", 0), 20.0) == [SendSignal("engine", SIGTERM)]
     assert supervisor.deadline == 20.0 + DRAIN_S + GRACE_S
@@ -132,7 +135,7 @@ def test_a_child_that_fails_while_draining_is_a_failure() -> None:
     supervisor = serving()
     supervisor.on_signal(SIGINT, 5.0)
     actions = supervisor.on_exit(ProcessExit("gateway", 1, "KeyError: 'x'"), 6.0)
-    assert deeds(actions) == [SendSignal("engine", SIGTERM)]
+    assert no_logs(actions) == [SendSignal("engine", SIGTERM)]
     assert "KeyError: 'x'" in complaints(actions)[0]
     assert supervisor.on_exit(ProcessExit("engine", 0), 7.0) == [EndServer(1)]
 
@@ -141,7 +144,7 @@ def test_an_engine_that_dies_while_the_gateway_drains_is_a_failure_and_the_drain
     supervisor = serving()
     supervisor.on_signal(SIGINT, 5.0)
     actions = supervisor.on_exit(ProcessExit("engine", -SIGKILL), 6.0)
-    assert deeds(actions) == []
+    assert no_logs(actions) == []
     assert complaints(actions) == ["while stopping, engine was killed by SIGKILL"]
     assert supervisor.deadline == 5.0 + DRAIN_S + GRACE_S
     assert supervisor.on_exit(ProcessExit("gateway", 0), 7.0) == [EndServer(128 + SIGKILL)]
@@ -151,7 +154,7 @@ def test_a_second_ctrl_c_kills_all_that_live() -> None:
     supervisor = serving()
     supervisor.on_signal(SIGINT, 5.0)
     both = [SendSignal("gateway", SIGKILL), SendSignal("engine", SIGKILL)]
-    assert deeds(supervisor.on_signal(SIGINT, 6.0)) == both
+    assert no_logs(supervisor.on_signal(SIGINT, 6.0)) == both
     assert supervisor.on_signal(SIGINT, 7.0) == []
     assert supervisor.on_exit(ProcessExit("gateway", -SIGKILL), 7.1) == []
     assert supervisor.on_exit(ProcessExit("engine", -SIGKILL), 7.2) == [EndServer(128 + SIGINT)]
@@ -168,7 +171,7 @@ def test_a_drain_that_takes_too_long_is_cut_short_and_no_success() -> None:
     supervisor = serving()
     supervisor.on_signal(SIGTERM, 5.0)
     actions = supervisor.tick(5.0 + DRAIN_S + GRACE_S)
-    assert deeds(actions) == [SendSignal("gateway", SIGKILL), SendSignal("engine", SIGKILL)]
+    assert no_logs(actions) == [SendSignal("gateway", SIGKILL), SendSignal("engine", SIGKILL)]
     assert complaints(actions) == ["gateway did not stop in time and will be killed"]
     supervisor.on_exit(ProcessExit("gateway", -SIGKILL), 41.0)
     assert supervisor.on_exit(ProcessExit("engine", -SIGKILL), 41.0) == [EndServer(1)]
@@ -189,8 +192,8 @@ DRAINED = ProcessExit("engine", 0, "drained, as the client 'drain' asked", ExitC
 def test_a_requested_drain_of_an_engine_ends_the_server_well(made) -> None:
     supervisor = made()
     actions = supervisor.on_exit(DRAINED, 5.0)
-    said = "engine drained, as the client 'drain' asked; the server stops"
-    assert actions == [LogAction(said), SendSignal("gateway", SIGTERM)]
+    message = "engine drained, as the client 'drain' asked; the server stops"
+    assert actions == [LogAction(message), SendSignal("gateway", SIGTERM)]
     assert (supervisor.phase, supervisor.deadline) == (
         SupervisorPhase.FOLLOWING,
         5.0 + DRAIN_S + GRACE_S,
@@ -201,15 +204,15 @@ def test_a_requested_drain_of_an_engine_ends_the_server_well(made) -> None:
 def test_a_clean_gateway_exit_is_reported_without_its_last_words() -> None:
     supervisor = serving()
     actions = supervisor.on_exit(ProcessExit("gateway", 0, "[ERROR] of an hour ago"), 5.0)
-    said = "gateway exited without a signal from its supervisor; the server stops"
-    assert actions == [LogAction(said), SendSignal("engine", SIGTERM)]
+    message = "gateway exited without a signal from its supervisor; the server stops"
+    assert actions == [LogAction(message), SendSignal("engine", SIGTERM)]
     assert supervisor.on_exit(ProcessExit("engine", 0), 6.0) == [EndServer(ExitCode.OK)]
 
 
 def test_the_first_signal_while_others_follow_kills_no_process() -> None:
     supervisor = serving()
     supervisor.on_exit(DRAINED, 5.0)
-    assert deeds(supervisor.on_signal(SIGTERM, 6.0)) == []
+    assert no_logs(supervisor.on_signal(SIGTERM, 6.0)) == []
     assert supervisor.phase is SupervisorPhase.DRAINING
     assert supervisor.on_exit(ProcessExit("gateway", 0), 7.0) == [EndServer(ExitCode.OK)]
 
@@ -217,7 +220,7 @@ def test_the_first_signal_while_others_follow_kills_no_process() -> None:
 def test_a_child_that_does_not_drain_in_time_is_killed() -> None:
     supervisor = serving()
     supervisor.on_exit(DRAINED, 5.0)
-    assert deeds(supervisor.tick(5.0 + DRAIN_S + GRACE_S)) == [SendSignal("gateway", SIGKILL)]
+    assert no_logs(supervisor.tick(5.0 + DRAIN_S + GRACE_S)) == [SendSignal("gateway", SIGKILL)]
     assert supervisor.on_exit(ProcessExit("gateway", -SIGKILL), 41.0) == [
         EndServer(ExitCode.FAILED)
     ]
@@ -226,7 +229,7 @@ def test_a_child_that_does_not_drain_in_time_is_killed() -> None:
 def test_an_engine_that_drains_while_another_is_away_does_not_wait_for_it() -> None:
     supervisor = restarted(5.0)
     supervisor.on_exit(KILLED, 6.0)
-    assert deeds(supervisor.on_exit(ProcessExit("gateway", 0), 6.5)) == [EndServer(ExitCode.OK)]
+    assert no_logs(supervisor.on_exit(ProcessExit("gateway", 0), 6.5)) == [EndServer(ExitCode.OK)]
 
 
 def test_the_cause_is_one_line_with_name_code_and_last_words() -> None:
@@ -242,7 +245,7 @@ KILLED = ProcessExit("engine", -SIGKILL)
 def restarted(at: float = 5.0) -> Supervisor:
     """Return a supervisor whose engine has died once and is running again."""
     supervisor = serving(max_restarts=3)
-    assert deeds(supervisor.on_exit(KILLED, at)) == [StartProcess("engine")]
+    assert no_logs(supervisor.on_exit(KILLED, at)) == [StartProcess("engine")]
     return supervisor
 
 
@@ -262,7 +265,7 @@ def test_the_second_restart_waits_and_each_one_after_it_twice_as_long() -> None:
     supervisor = restarted(5.0)
     supervisor.on_ready()
     actions = supervisor.on_exit(KILLED, 6.0)
-    assert deeds(actions) == []
+    assert no_logs(actions) == []
     assert "in 1 s (restart 2 of at most 3" in complaints(actions)[0]
     assert supervisor.deadline == 7.0
     assert supervisor.on_ready() == []
@@ -279,7 +282,7 @@ def test_more_deaths_than_the_limit_end_the_server_with_the_last_cause() -> None
         supervisor.on_exit(KILLED, now)
         supervisor.tick(now + MAX_DELAY_S)
     actions = supervisor.on_exit(KILLED, 50.0)
-    assert deeds(actions) == [SendSignal("gateway", SIGQUIT)]
+    assert no_logs(actions) == [SendSignal("gateway", SIGQUIT)]
     assert complaints(actions) == ["engine was killed by SIGKILL; 3 restarts did not help"]
     assert supervisor.on_exit(ProcessExit("gateway", 0), 51.0) == [EndServer(128 + SIGKILL)]
 
@@ -297,11 +300,11 @@ def test_deaths_of_long_ago_do_not_count() -> None:
 def test_a_failure_that_a_restart_cannot_fix_is_not_restarted(server_code: int, code: int) -> None:
     supervisor = serving(max_restarts=3)
     actions = supervisor.on_exit(ProcessExit("engine", code, "", server_code), 5.0)
-    assert deeds(actions) == [SendSignal("gateway", SIGQUIT)]
+    assert no_logs(actions) == [SendSignal("gateway", SIGQUIT)]
 
 
 def test_a_child_that_never_was_ready_is_not_restarted() -> None:
-    assert deeds(starting(3).on_exit(KILLED, 5.0)) == [SendSignal("gateway", SIGQUIT)]
+    assert no_logs(starting(3).on_exit(KILLED, 5.0)) == [SendSignal("gateway", SIGQUIT)]
 
 
 def test_a_restart_that_does_not_get_ready_is_given_up() -> None:
@@ -316,7 +319,7 @@ def test_a_restart_that_does_not_get_ready_is_given_up() -> None:
 def test_a_drain_while_a_child_is_away_does_not_wait_for_it() -> None:
     supervisor = restarted(5.0)
     supervisor.on_exit(KILLED, 6.0)
-    assert deeds(supervisor.on_signal(SIGTERM, 6.5)) == [SendSignal("gateway", SIGTERM)]
+    assert no_logs(supervisor.on_signal(SIGTERM, 6.5)) == [SendSignal("gateway", SIGTERM)]
     assert supervisor.tick(8.0) == []
     assert supervisor.on_exit(ProcessExit("gateway", 0), 9.0) == [EndServer(0)]
 
@@ -327,8 +330,8 @@ def test_a_supervisor_that_waits_for_a_restart_does_not_end() -> None:
     )
     supervisor.on_ready()
     supervisor.on_exit(KILLED, 5.0)
-    assert deeds(supervisor.on_exit(KILLED, 6.0)) == []
-    assert deeds(supervisor.on_signal(SIGTERM, 6.5)) == [EndServer(0)]
+    assert no_logs(supervisor.on_exit(KILLED, 6.0)) == []
+    assert no_logs(supervisor.on_signal(SIGTERM, 6.5)) == [EndServer(0)]
 
 
 STOPPED_WORKER = StoppedProcess("gateway", 12, is_child=False)
@@ -342,14 +345,14 @@ def test_a_stopped_gateway_process_is_killed_for_its_master_starts_another() -> 
     assert supervisor.on_stopped([STOPPED_WORKER], 7.0) == []
     assert supervisor.on_stopped([STOPPED_WORKER], 7.0 + STOPPED_S - 0.1) == []
     actions = supervisor.on_stopped([STOPPED_WORKER], 7.0 + STOPPED_S)
-    assert deeds(actions) == [KillProcess("gateway", 12)]
+    assert no_logs(actions) == [KillProcess("gateway", 12)]
 
 
 def test_a_stopped_engine_is_killed_only_if_it_is_restarted() -> None:
     for max_restarts, wanted in ((0, []), (3, [KillProcess("engine", 13)])):
         supervisor = serving(max_restarts)
         supervisor.on_stopped([STOPPED_ENGINE], 5.0)
-        assert deeds(supervisor.on_stopped([STOPPED_ENGINE], 5.0 + STOPPED_S)) == wanted
+        assert no_logs(supervisor.on_stopped([STOPPED_ENGINE], 5.0 + STOPPED_S)) == wanted
 
 
 def test_every_phase_but_the_last_can_be_left_and_the_last_only_without_children() -> None:

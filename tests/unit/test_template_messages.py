@@ -46,7 +46,7 @@ def one(message: Any, traits: TemplateTraits = PLAIN) -> dict[str, Any]:
         ("no message at all", False, True),
     ],
 )
-def test_the_form_of_content_is_found_out_by_trying(
+def test_trial_renderings_show_which_forms_of_content_work(
     source: str, parts: bool, strings: bool
 ) -> None:
     traits = ChatTemplate(source).traits
@@ -140,7 +140,7 @@ def test_reasoning_goes_by_both_names() -> None:
     assert one(assistant(reasoning=None, reasoning_content=None)) == assistant()
 
 
-def test_a_developer_is_the_system_where_the_template_knows_no_developer() -> None:
+def test_developer_messages_become_system_messages_if_the_template_lacks_that_role() -> None:
     message = {"role": "developer", "content": "x"}
     assert one(message)["role"] == "system"
     knows = ChatTemplate("{% if messages[0].role == 'developer' %}!{% endif %}").traits
@@ -175,7 +175,7 @@ def test_a_call_without_content_gets_through_real_templates(name: str, written: 
     assert "None" not in text
 
 
-def test_a_call_as_clients_wrote_it_before_there_were_tools_is_a_tool_call() -> None:
+def test_a_legacy_function_call_becomes_a_tool_call() -> None:
     old = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}
     result = one(old)
     assert "function_call" not in result

@@ -97,7 +97,7 @@ def test_an_answer_either_goes_on_or_begins() -> None:
     assert caught.value.param == "continue_final_message"
 
 
-def test_a_template_that_leaves_the_final_message_out_cannot_continue_it() -> None:
+def test_a_template_that_omits_the_final_message_cannot_continue_it() -> None:
     with pytest.raises(InvalidRequest, match="omits the final message"):
         text(template="x", add_generation_prompt=False, continue_final_message=True)
 
@@ -112,7 +112,7 @@ def test_kwargs_tools_and_documents_reach_the_template() -> None:
 @pytest.mark.parametrize(
     ("template", "said"), [(None, "has no chat template"), ("{% if %}", "does not compile")]
 )
-def test_a_model_without_a_usable_template_says_so(template: str | None, said: str) -> None:
+def test_a_model_without_a_usable_template_raises_an_error(template: str | None, said: str) -> None:
     with pytest.raises(InvalidRequest, match=f"{said}.*use the completions API") as caught:
         text(template=template)
     assert caught.value.param == "messages"

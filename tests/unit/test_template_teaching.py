@@ -48,7 +48,7 @@ def test_calls_and_results_in_the_history_become_text() -> None:
     assert "<user><tool_response>\n12:00\n</tool_response>" in text
 
 
-def test_nothing_is_taught_where_there_is_nothing_to_teach_or_the_template_knows() -> None:
+def test_no_tool_prompt_without_tools_or_if_the_template_shows_them() -> None:
     assert "# Tools" not in rendered(HISTORY[:2], tools=None, adds_tool_prompt=True)
     assert "# Tools" not in rendered(HISTORY[:2], tools=TOOLS, adds_tool_prompt=False)
     card = thinking_card()
@@ -56,7 +56,7 @@ def test_nothing_is_taught_where_there_is_nothing_to_teach_or_the_template_knows
     assert "<tool>" in rendered(HISTORY[:2], card, tools=TOOLS, adds_tool_prompt=True)
 
 
-def test_what_is_wrong_with_a_message_is_said_as_ever() -> None:
+def test_errors_name_the_clients_own_message() -> None:
     broken = [*HISTORY[:3], {"role": "tool", "tool_call_id": "2", "content": "x"}]
     with pytest.raises(InvalidRequest) as caught:
         rendered(broken, tools=TOOLS, adds_tool_prompt=True)

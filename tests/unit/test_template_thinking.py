@@ -58,23 +58,23 @@ def _card(name: str) -> ModelCard:
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("calls", [False, True], ids=["", "tools"])
-def test_the_parser_starts_where_the_prompt_and_the_kwargs_say(
+def test_the_prompt_and_the_kwargs_determine_where_the_parser_starts(
     name: str, setting: str, calls: bool
 ) -> None:
     _, template, reading = model(name)
     kwargs = effective_kwargs(SETTINGS[setting], None, None, template.profile)
     prompt = template.render(USER, kwargs=kwargs)
     begun = reading.answer_start(prompt, kwargs, calls=calls)
-    told = thinks(kwargs, template.profile)
+    wanted = thinks(kwargs, template.profile)
     if begun.bound is None or begun.bound.format.reasoning is None:
         assert not begun.inside  # a model that does not think
         return
-    said = ends_inside(prompt, begun.bound.format.reasoning)
-    assert begun.inside == bool(said) or said is None
-    if told is False:
-        assert not begun.inside, "told not to think, and read as thinking"
-    elif told is True:
-        assert said is not False, "told to think, and the prompt has closed it"
+    is_open = ends_inside(prompt, begun.bound.format.reasoning)
+    assert begun.inside == bool(is_open) or is_open is None
+    if wanted is False:
+        assert not begun.inside, "thinking is off, but the parser expects it"
+    elif wanted is True:
+        assert is_open is not False, "thinking is on, but the prompt has closed it"
     if setting in ("off", "none"):
         assert not begun.inside
 

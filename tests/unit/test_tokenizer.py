@@ -31,7 +31,7 @@ def test_a_real_text_is_encoded_and_decoded_back() -> None:
     assert smollm2().decode(ids) == "Hello world 123"
 
 
-def test_a_short_text_is_encoded_here_and_a_long_one_where_offload_says() -> None:
+def test_only_long_texts_are_encoded_by_offload() -> None:
     calls: list[int] = []
 
     def offload(work: Callable[[], list[int]]) -> list[int]:

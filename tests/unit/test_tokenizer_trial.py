@@ -98,7 +98,7 @@ def words_without_unknown() -> hf.Tokenizer:
     return inner
 
 
-def test_a_damaged_tokenizer_fails_and_says_how() -> None:
+def test_a_damaged_tokenizer_raises_an_error_with_the_reason() -> None:
     whole = byte_tokenizer().to_str()
     described = json.loads(whole)
     for damaged in (

@@ -48,8 +48,8 @@ def written(name: str, *tokens: str) -> str:
 
     def text(form: Any) -> str:
         match form:
-            case LiteralForm(said):
-                return said
+            case LiteralForm(literal):
+                return literal
             case Json():
                 return "@"
             case Pattern(pattern):
@@ -129,7 +129,7 @@ def test_a_call_is_written_in_the_models_format(
     assert written(name, *tokens) == text
 
 
-def test_arguments_are_an_object_even_if_the_schema_does_not_say_so() -> None:
+def test_arguments_are_an_object_even_if_the_schema_lacks_a_type() -> None:
     tool = DeclaredTool("f", {"properties": {"a": {}}})
     rules = bound("hermes").required_calls([tool, DeclaredTool("g")], many=True)
     assert rules.schemas == {
@@ -177,8 +177,8 @@ def test_calls_that_no_format_can_write_cannot_be_required(mode: Any) -> None:
 def test_a_required_call_without_a_tool_format_is_refused_with_advice() -> None:
     tools = [{"type": "function", "function": {"name": "now"}}]
     messages = [{"role": "user", "content": "Hi"}]
-    said = {"messages": messages, "tools": tools, "tool_choice": "required"}
-    body = msgspec.convert(said, ChatBody)
+    fields = {"messages": messages, "tools": tools, "tool_choice": "required"}
+    body = msgspec.convert(fields, ChatBody)
     with pytest.raises(InvalidRequest) as caught:
         Preparation(body, served(scripted_card(), tool_format="none"))
     assert caught.value.param == "tool_choice"

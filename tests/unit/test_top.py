@@ -66,7 +66,7 @@ def test_the_picture_shows_the_engines_load_and_requests() -> None:
 END = ["alice", "gateway-7"]
 
 
-def test_an_engine_that_drains_or_is_lost_says_so_first() -> None:
+def test_the_first_line_shows_that_an_engine_drains_or_is_lost() -> None:
     assert "draining" in drawn(a_view(draining=True))[0]
     scene = TopScene("tiny", LIMITS, [a_view()], "the engine has been silent for 4.0 s")
     assert "silent for 4.0 s" in render(scene, Canvas())[0]
@@ -98,7 +98,7 @@ def test_no_name_controls_the_terminal() -> None:
     assert all(line.isprintable() for line in lines)
 
 
-def test_bars_and_curves_grow_with_what_they_show() -> None:
+def test_bars_and_curves_grow_with_their_values() -> None:
     bars = [bar(share / 80, 10) for share in range(81)]
     assert (bars[0], bars[40], bars[80]) == ("░" * 10, "█" * 5 + "░" * 5, "█" * 10)
     assert len(set(bars)) == 81

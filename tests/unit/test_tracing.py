@@ -83,14 +83,14 @@ def spans_of(
     return whole, {stage.name: stage for stage in stages if stage is not None}
 
 
-def test_a_request_is_a_span_named_by_what_it_does_and_the_model() -> None:
+def test_a_request_is_a_span_named_by_operation_and_model() -> None:
     whole, _ = spans_of(a_record())
     assert (whole.name, whole.kind) == ("chat small", SpanKind.SERVER)
     assert whole.parent is None
     assert (whole.start_time, whole.end_time) == (BEGAN_NS, BEGAN_NS + 16_500_000_000)
-    told = dict(whole.attributes or {})
+    attributes = dict(whole.attributes or {})
     assert (
-        told.items()
+        attributes.items()
         >= {
             "gen_ai.operation.name": "chat",
             "gen_ai.provider.name": "tidegate",
@@ -107,16 +107,16 @@ def test_a_request_is_a_span_named_by_what_it_does_and_the_model() -> None:
             "tidegate.request_id": "r-1",
         }.items()
     )
-    assert "error.type" not in told
+    assert "error.type" not in attributes
 
 
 def test_stage_spans_follow_one_another_within_the_request() -> None:
     whole, stages = spans_of(a_record())
-    told = {
+    times = {
         name: ((span.start_time or 0) - BEGAN_NS, (span.end_time or 0) - BEGAN_NS)
         for name, span in stages.items()
     }
-    assert {name: (a / 1e9, b / 1e9) for name, (a, b) in told.items()} == {
+    assert {name: (a / 1e9, b / 1e9) for name, (a, b) in times.items()} == {
         "tokenize": (0.5, 0.75),
         "grammar": (0.75, 1.25),
         "queue": (1.25, 2.25),
