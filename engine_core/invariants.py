@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable
 
 from engine_core.blocks.hash import extend_hashes, root_hash
@@ -57,12 +56,20 @@ def _check_slots(scheduler: Scheduler, requests: list[Request]) -> None:
 
 def _check_blocks(scheduler: Scheduler, requests: list[Request], leases: KVLeases) -> None:
     pool = scheduler.pool
-    holders = leases.holders + Counter(b for request in requests for b in request.held_blocks)
-    assert NULL_BLOCK not in holders, "the null block is held"
-    for block in range(1, len(pool.holders)):
-        num_holders = holders.get(block, 0)
-        assert pool.holders[block] == num_holders, f"block {block}: wrong number of holders"
-        assert pool.is_free(block) == (not num_holders), f"block {block}: not either free or held"
+    holders = [0] * len(pool.holders)
+    for block, count in leases.holders.items():
+        holders[block] += count
+    for request in requests:
+        for block in request.held_blocks:
+            holders[block] += 1
+    assert not holders[NULL_BLOCK], "the null block is held"
+    blocks = range(1, len(holders))
+    if pool.holders[1:] != holders[1:]:
+        wrong = [block for block in blocks if pool.holders[block] != holders[block]]
+        raise AssertionError(f"blocks {wrong}: wrong number of holders")
+    if [*map(pool.is_free, blocks)] != [not count for count in holders[1:]]:
+        wrong = [block for block in blocks if pool.is_free(block) == bool(holders[block])]
+        raise AssertionError(f"blocks {wrong}: not either free or held")
     for request in requests:
         _check_window(request, scheduler.limits)
         covered = len(request.blocks) * scheduler.limits.block_tokens
