@@ -60,7 +60,8 @@ def text_of(tokens: list[int]) -> str:
 
 def possible(matcher: Matcher, vocab_size: int) -> set[int]:
     bits = int.from_bytes(compute_masks([matcher], vocab_size).data, "little")
-    return {token for token in range(vocab_size) if bits >> token & 1}
+    lowest_first = f"{bits:b}"[::-1]
+    return {token for token, bit in enumerate(lowest_first[:vocab_size]) if bit == "1"}
 
 
 def read(compiler: Compiler, body: Body, *parts: str | int, **around: Any) -> str:

@@ -7,16 +7,17 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import msgspec
 import tokenizers as hf
 from tokenizers import decoders, models, pre_tokenizers
 
 from engine_core.grammar.compiler import Compiler
 from engine_core.grammar.masks import compute_masks
-from engine_core.grammar.matcher import Matcher
+from engine_core.grammar.matcher import Matcher, MatcherTemplate
 from gateway.formats.choice_parser import AnswerOptions, ParserFactory
 from gateway.formats.event_builder import DeclaredTool
 from gateway.formats.events import Event, Finished, ToolArguments, ToolCall, ToolCallEnd, merged
@@ -83,11 +84,15 @@ def byte_tokenizer(markers: Iterable[str]) -> bytes:
 
 @dataclass
 class Model:
-    """A model that writes in `format`. Its vocabulary has `markers`, or is that of `card`."""
+    """A model that writes in `format`. Its vocabulary has `markers`, or is that of `card`.
+
+    Each grammar is compiled once, since most tests start several answers of one grammar.
+    """
 
     format: Format
     markers: Sequence[str] = ()
     card: ModelCard | None = None
+    _templates: dict[bytes, MatcherTemplate] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
     def _card(self) -> ModelCard:
@@ -120,7 +125,11 @@ class Model:
         return found
 
     def start(self, body: Body, **around: Any) -> Matcher:
-        return self.compiler.compile(Grammar(body=body, **around)).start()
+        grammar = Grammar(body=body, **around)
+        key = msgspec.msgpack.encode(grammar)
+        if key not in self._templates:
+            self._templates[key] = self.compiler.compile(grammar)
+        return self._templates[key].start()
 
     def refused(self, body: Body, text: str, **around: Any) -> str | None:
         """Return the rest of `text` from the first token that the grammar refuses; None if the text
