@@ -17,7 +17,8 @@ help:
 	@echo 'make serve   install Tidegate and serve the default model;        ARGS="--port 8001" passes options on'
 	@echo 'make test    install the test tools and run the whole suite;      ARGS="-k stream" passes options on'
 	@echo 'make test-oldest  test streams with the oldest supported gunicorn and gevent; make test includes this'
-	@echo 'make torture kill and stop every process of a server at every moment, and print the results (half an hour)'
+	@echo 'make torture kill and stop every process of a server at every moment, and print the results (half an hour);'
+	@echo '             then run the property tests with more random examples than make test'
 	@echo 'make check   check format, lint and types, and run the unit tests; every change must pass'
 	@echo 'make clean   remove $(VENV) and build leftovers; downloaded models stay in the cache'
 
@@ -34,6 +35,7 @@ test-oldest: $(VENV)/.installed-test
 # Runs every combination of process, signal and moment; `make test` runs a few of them.
 torture: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.torture.signals $(ARGS)
+	@$(BIN)/python -m tests.torture.examples
 	@$(BIN)/python -m tests.torture.kill_storm
 	@$(BIN)/python -m tests.torture.templates
 	@$(BIN)/python -m tests.benchmarks.memory_slope

@@ -82,8 +82,6 @@ def test_a_call_in_open_reasoning_is_a_call_in_every_pair_of_formats(sample: Sam
             pieces = units(case.text, words)
             for deltas in ([pieces], [[piece] for piece in pieces]):
                 assert read(both, deltas, words, case) == case.events, name
-            moved = read(both, [[piece] for piece in pieces], words, case, moving=True)
-            assert moved == case.events, name
 
 
 def thinking(sample: Sample, parts: Sequence[Part], name: str, *, closed: str = "") -> Fixture:
@@ -137,7 +135,7 @@ def fixtures(sample: Sample) -> list[Fixture]:
 @EACH
 def test_the_way_an_answer_is_cut_never_changes_what_is_a_call_in_reasoning(sample: Sample) -> None:
     named = replace(sample, name=f"{sample.name} (in reasoning)")
-    row = check(named, fixtures(sample), num_random=20)
+    row = check(named, fixtures(sample))
     assert row.fixtures == 5
     assert not row.differences, row.first
 
@@ -231,7 +229,7 @@ def test_no_reasoning_makes_reading_slow(part: str) -> None:
     sample = next(sample for sample in SAMPLES if sample.name == "hermes")
     for tokens in (True, False):
         short, long = (
-            seconds(sample, "<think>" + part * (size // len(part)), tokens=tokens)
+            seconds(sample, "<think>" + part * (size // len(part)), tokens=tokens, tries=3)
             for size in (20_000, 80_000)
         )
         assert long < 4 * 2.2 * short

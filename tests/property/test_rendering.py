@@ -22,6 +22,7 @@ from gateway.served_model import ModelOptions, ServedModel
 from protocol.config.gateway import GatewayConfig
 from protocol.messages import Output, Usage
 from tests.property.test_tool_grammars import SAMPLES
+from tests.support.examples import examples
 from tests.support.formats import Call, Fixture, Sample, lexicon, units
 from tests.support.http import fold_chat_response, fold_chat_stream
 from tests.support.rendering import Trip
@@ -135,9 +136,13 @@ def outputs_of(deltas: Sequence[Sequence[int]], *, complete: bool = True) -> lis
     return [*news, Output(request=0, finish="length", usage=usage)]
 
 
+LONGEST = examples((12, 60), (3, 12, 60))
+"""A cut has one of these numbers as the length of its longest delta."""
+
+
 def cuts(ids: list[int], seed: int) -> list[list[int]]:
     rng, deltas, start = random.Random(seed), [], 0
-    most = rng.choice((3, 12, 60))
+    most = rng.choice(LONGEST)
     while start < len(ids):
         end = start + rng.randint(1, most)
         deltas.append(ids[start:end])

@@ -24,7 +24,7 @@ from gateway.formats.response_template_loader import load
 from gateway.text.tokenizer import Tokenizer
 from protocol.messages import Output
 from tests.property import test_tools_nested, test_tools_response_template, test_tools_xml
-from tests.property.test_tools_tokens import token_cuts
+from tests.support.cuts import all_cuts
 from tests.support.formats import (
     JOINT,
     Call,
@@ -98,7 +98,7 @@ def check_cuts(sample: Sample, fixture: Fixture, tokenizer: Tokenizer) -> None:
     )
     called = any(isinstance(event, ToolCall) for event in fixture.events)
     whole = [*without_ids(fixture.events), Finished("tool_calls" if called else "stop")]
-    for cut in token_cuts(ids_of(tokenizer, fixture.text), seed=len(fixture.text)):
+    for cut in all_cuts(ids_of(tokenizer, fixture.text), seed=len(fixture.text)):
         said = read(readers, cut)
         assert msgspec.to_builtins(said) == msgspec.to_builtins(whole), (fixture.name, cut)
 
@@ -172,7 +172,7 @@ FORMAT = format_of("plamo3", "plamo3")
     ],
 )
 def test_a_special_token_that_is_no_part_of_a_marker_has_no_text(text: str) -> None:
-    for cut in token_cuts(ids_of(TOKENIZER, text), seed=1):
+    for cut in all_cuts(ids_of(TOKENIZER, text), seed=1):
         assert read(readers_of(TOKENIZER, FORMAT), cut) == [Content("ab"), Finished("stop")]
         shown = [Content(text), Finished("stop")]
         assert read(readers_of(TOKENIZER, FORMAT, skip=False), cut) == shown
@@ -181,7 +181,7 @@ def test_a_special_token_that_is_no_part_of_a_marker_has_no_text(text: str) -> N
 def test_markers_are_found_even_if_special_tokens_have_text() -> None:
     fixture = next(case for case in fixtures(PLAMO) if case.name == "three calls")
     readers = readers_of(TOKENIZER, PLAMO.format, skip=False)
-    for cut in list(token_cuts(ids_of(TOKENIZER, fixture.text), seed=1))[::20]:
+    for cut in list(all_cuts(ids_of(TOKENIZER, fixture.text), seed=1))[::20]:
         assert read(readers, cut)[:-1] == without_ids(fixture.events)
 
 
@@ -201,7 +201,7 @@ def test_an_answer_cut_off_anywhere_shows_no_markup() -> None:
 def test_half_a_character_before_a_part_is_emitted_before_it() -> None:
     ids = [0xE2, 0x82, *ids_of(TOKENIZER, "<|plamo:begin_think:plamo|>a")]
     expected_events = [Content("\ufffd"), Reasoning("a"), Finished("stop")]
-    for cut in token_cuts(ids, seed=2):
+    for cut in all_cuts(ids, seed=2):
         assert read(readers_of(TOKENIZER, FORMAT), cut) == expected_events
 
 

@@ -6,9 +6,7 @@ tokenizer of another family, so most of their markers are spelt out, and only so
 
 from __future__ import annotations
 
-import itertools
-import random
-from collections.abc import Iterator
+from collections.abc import Sequence
 from functools import partial
 from typing import Literal
 
@@ -22,6 +20,7 @@ from gateway.formats.registry import REASONING_OF_ANSWER_SYNTAX, TOOLS, bind
 from protocol.messages import Output
 from tests.property import test_reasoning
 from tests.property.test_tools_cuts import ANSWERS
+from tests.support.cuts import all_cuts
 from tests.support.formats import JOINT, ROWS, Fixture, FormatRow, Sample, without_ids
 from tests.support.tokenizers import REAL_NAMES, tokenizer_of
 
@@ -43,18 +42,6 @@ VOCABULARIES = [
 NAMES = ("closing tag in a string", "nested and unicode", "reasoning before and after")
 
 
-def token_cuts(ids: list[int], seed: int) -> Iterator[list[list[int]]]:
-    """Yield the ids uncut, one by one, in two parts cut at every place, and in 200 random cuts."""
-    yield [ids]
-    yield [[token] for token in ids]
-    for at in range(1, len(ids)):
-        yield [ids[:at], ids[at:]]
-    rng = random.Random(seed)
-    for _ in range(200):
-        cuts = sorted(rng.sample(range(1, len(ids)), min(len(ids) - 1, rng.randint(2, 20))))
-        yield [ids[a:b] for a, b in itertools.pairwise([0, *cuts, len(ids)])]
-
-
 def tokens_of(text: str, family: str) -> list[int]:
     """Return the ids of a text. Text on both sides of a joint is encoded separately, so a spelt-out
     marker is never one token.
@@ -64,12 +51,12 @@ def tokens_of(text: str, family: str) -> list[int]:
 
 
 def read(
-    sample: Sample, fixture: Fixture, readers: ParserFactory, cut: list[list[int]]
+    sample: Sample, fixture: Fixture, readers: ParserFactory, cut: Sequence[Sequence[int]]
 ) -> list[Event]:
     reader, events = readers.new(), []
     for at, ids in enumerate(cut, 1):
         finish: Literal["stop"] | None = "stop" if at == len(cut) else None
-        events += reader.push(Output(request=1, tokens=ids, finish=finish)).events
+        events += reader.push(Output(request=1, tokens=list(ids), finish=finish)).events
     return without_ids(merged(events))
 
 
@@ -100,7 +87,7 @@ def _compare(
     called = any(isinstance(event, ToolCall) for event in fixture.events)
     ends = [Finished("tool_calls" if called else "stop")]
     whole = msgspec.to_builtins(without_ids(fixture.events)) + msgspec.to_builtins(ends)
-    for cut in token_cuts(tokens_of(fixture.text, family), seed=len(fixture.text)):
+    for cut in all_cuts(tokens_of(fixture.text, family), seed=len(fixture.text)):
         said = msgspec.to_builtins(read(sample, fixture, readers, cut))
         row.compare(said, whole, partial("{}: {}: {}".format, fixture.name, cut, said))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -23,7 +24,7 @@ from gateway.formats.events import (
 )
 from gateway.formats.registry import bind, format_of
 from protocol.messages import Output
-from tests.support.formats import all_cuts
+from tests.support.cuts import all_cuts
 from tests.support.tokenizers import REAL_NAMES, cuts, tokenizer_of
 
 HERMES = (
@@ -59,12 +60,12 @@ def factory(
     return readers, tokenizer.encode(text, False)
 
 
-def read(readers: ParserFactory, pieces: list[list[int]], **end: Any) -> list[Event]:
+def read(readers: ParserFactory, pieces: Sequence[Sequence[int]], **end: Any) -> list[Event]:
     """Return the merged events without call ids, because each reading makes new ids."""
     reader, events = readers.new(), []
     for at, ids in enumerate(pieces, 1):
         last = end if at == len(pieces) else {}
-        events += reader.push(Output(request=1, tokens=ids, **last)).events
+        events += reader.push(Output(request=1, tokens=list(ids), **last)).events
     return [
         msgspec.structs.replace(event, id="") if isinstance(event, ToolCall) else event
         for event in merged(events)
@@ -100,8 +101,8 @@ def test_the_cut_of_the_tokens_never_changes_the_events(
     readers, ids = factory(family, options)
     whole = read(readers, [ids], finish="stop")
     assert ToolCallEnd(0) in whole or (options and options.min_tokens)
-    for pieces in all_cuts(ids, 5, 200):  # type: ignore[arg-type]
-        assert read(readers, pieces, finish="stop") == whole  # type: ignore[arg-type]
+    for pieces in all_cuts(ids, seed=5):
+        assert read(readers, pieces, finish="stop") == whole
 
 
 def test_markers_are_known_by_their_ids_and_the_same_letters_are_text() -> None:

@@ -1,0 +1,58 @@
+"""Cuts of an answer into deltas. The events of an answer must not depend on its cut.
+
+Every test of a cut reads the answer uncut, unit by unit, in two parts cut at every place, in equal
+runs that start at every place, and in random cuts.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+from tests.support.examples import examples
+
+NUM_RANDOM = examples(20, 200)
+"""Number of random cuts of one answer."""
+RUNS = (2, 3, 5)
+"""Lengths of runs. At every place, that number of units arrives as one delta."""
+LONGEST = (5, 20, 60, 200)
+"""A random cut has one of these numbers as the length of its longest delta."""
+
+_Unit = TypeVar("_Unit")
+
+
+def all_cuts(units: Sequence[_Unit], seed: int) -> Iterator[list[Sequence[_Unit]]]:
+    """Yield each cut of `units` as a list of deltas.
+
+    Random cuts into at most two parts are left out, because these have been yielded before.
+    """
+    yield [units]
+    yield [units[at : at + 1] for at in range(len(units))]
+    for at in range(1, len(units)):
+        yield [units[:at], units[at:]]
+    for length in RUNS:
+        for first in range(1, length + 1):
+            yield in_runs(units, first, length)
+    rng = random.Random(seed)
+    for _ in range(NUM_RANDOM):
+        deltas = at_random(units, rng)
+        if len(deltas) > 2:
+            yield deltas
+
+
+def in_runs(units: Sequence[_Unit], first: int, length: int) -> list[Sequence[_Unit]]:
+    """Return deltas of `length` units, but `first` units in the first delta."""
+    starts = range(first, len(units), length)
+    return [units[:first], *(units[start : start + length] for start in starts)]
+
+
+def at_random(units: Sequence[_Unit], rng: random.Random) -> list[Sequence[_Unit]]:
+    """Return deltas of random lengths."""
+    most = rng.choice(LONGEST)
+    deltas, start = [], 0
+    while start < len(units):
+        end = start + rng.randint(1, most)
+        deltas.append(units[start:end])
+        start = end
+    return deltas

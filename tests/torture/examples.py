@@ -1,0 +1,27 @@
+"""Runs the property tests with more random examples than `make test`: all random cuts of answers,
+and long storms.
+
+    python -m tests.torture.examples [-k stop]
+
+Arguments go to pytest. The command exits with pytest's exit code. `make torture` runs it.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from tests.stages import PYTEST
+from tests.support.examples import MORE, VARIABLE
+
+OPTIONS = ("--numprocesses", "auto", "--timeout", "1800", "tests/property")
+
+
+def main(arguments: list[str]) -> int:
+    environment = {**os.environ, VARIABLE: MORE}
+    return subprocess.run([*PYTEST, *OPTIONS, *arguments], env=environment).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
