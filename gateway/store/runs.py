@@ -39,9 +39,9 @@ STREAM = "stream"
 
 
 class DetachedRun:
-    """One run of this process.
+    """A response or stream of this process that continues without its client.
 
-    wake  called when there is something new to store
+    wake  called when there are new frames or a new response to store
     """
 
     def __init__(self, run_id: str, wake: Callable[[], None]) -> None:

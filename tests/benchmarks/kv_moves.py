@@ -161,7 +161,8 @@ def result(speeds: list[float], calm: list[float], busy: list[float]) -> str:
 
 @contextmanager
 def steps_of(stepper: MoveStepper, times_ms: list[float]) -> Iterator[None]:
-    """Add the times of the steps during the `with` block, up to the end of its last step."""
+    """Append the times of the steps during the `with` block, in milliseconds, up to the end of the
+    last one."""
     first = len(stepper.times_ms)
     yield
     last = len(stepper.times_ms)
@@ -171,7 +172,7 @@ def steps_of(stepper: MoveStepper, times_ms: list[float]) -> Iterator[None]:
 
 
 def move(worker: Worker, stepper: MoveStepper, count: int) -> float:
-    """Fetch `count` blocks. Return the speed in GB/s, from the order to the report."""
+    """Fetch `count` blocks. Return the speed in GB/s, from the command to the report."""
     job = len(worker.results)
     started = perf_counter()
     source = PeerSource(address=stepper.kv_address, lease=LEASE)

@@ -77,7 +77,7 @@ def line_of(points: Sequence[tuple[int, float]]) -> Trend:
 
 
 def trend_of(points: Sequence[tuple[int, float]]) -> Trend:
-    """Return the median of the slopes of three thirds.
+    """Divide the points into three thirds, and return the median of their slopes.
 
     A heap that reaches a new maximum makes a step in one third only. Memory that grows with the
     requests grows in all of them.

@@ -46,7 +46,7 @@ class OfferedResult:
     """The result of one request.
 
     sent_at   time just before the connection is opened
-    tokens    tokens of prompt and answer, if the answer is whole
+    tokens    tokens of prompt and answer; only if the answer is complete
     error     error of the connection
     """
 
@@ -113,7 +113,8 @@ class OfferedClient:
 async def closed_loop(
     ask: Callable[[], Awaitable[OfferedResult]], streams: int, until: float
 ) -> list[OfferedResult]:
-    """Keep a fixed number of requests open. After a refusal the next one is sent a little later."""
+    """Keep `streams` requests open until the time `until`. After a refusal, wait 0.25 s before the
+    next request."""
     result: list[OfferedResult] = []
 
     async def one() -> None:
@@ -213,7 +214,8 @@ class Offered:
 def offer(
     port: int, per_s: float, begin: float, until: float, load: OfferedLoad, seed: int
 ) -> Offered:
-    """Send requests at a fixed rate, whatever happens to them. Return when all have ended."""
+    """Send requests at a fixed rate, whether or not earlier ones have ended. Return when all have
+    ended."""
     draw, names, crowd = random.Random(seed), itertools.cycle(NAMES), OfferedCrowd(port)
     dues = [begin + place / per_s for place in range(int((until - begin) * per_s))]
     requests = [request_of(draw, next(names), load.prompt, load.answer) for _ in dues]

@@ -73,7 +73,7 @@ overload and the last."""
 
 @dataclass
 class Promises:
-    """Collects the promises that do not hold."""
+    """Collects the promises that a server did not keep."""
 
     broken: list[str] = field(default_factory=list)
 
@@ -111,8 +111,8 @@ def _name(process: psutil.Process) -> str:
 
 
 def done_per_s(result: Sequence[OfferedResult], begun: float, until: float) -> tuple[float, float]:
-    """Return (tokens, requests) per second of the requests that finished between `begun` and
-    `until`."""
+    """Return (tokens, requests) per second of the requests that finished between the times `begun`
+    and `until`."""
     done = [one for one in result if one.tokens and begun <= one.ended_at <= until]
     seconds = until - begun
     return sum(one.tokens for one in done) / seconds, len(done) / seconds
@@ -124,7 +124,7 @@ def spread(seconds: Sequence[float]) -> str:
 
 
 async def overload(server: Server, load: OfferedLoad, seconds: float, promises: Promises) -> None:
-    """Offer too many requests. The capacity is measured before and after."""
+    """Offer FACTOR times the capacity. The capacity is measured before and after."""
     print(f"\nprompts of {load.prompt} tokens, answers of {load.answer}")
     peaks = [await capacity(server, load, seconds)]
     before, requests_per_s = peaks[0]
@@ -215,7 +215,8 @@ def report_refusals(offered: Offered, promises: Promises) -> None:
 
 
 async def first_token(client: OfferedClient, view: EngineView, length: int) -> tuple[float, int]:
-    """Return (seconds, tokens that the engine computed) until the first token of key bob."""
+    """Return (seconds, tokens that the engine computed) until the first token of a request with the
+    key bob."""
     before = view.stats().num_computed_tokens
     result = await client.ask("bob", length, 1)
     assert result.status == 200, f"not answered: {result.status} {result.error}"
@@ -223,7 +224,8 @@ async def first_token(client: OfferedClient, view: EngineView, length: int) -> t
 
 
 async def flood(server: Server, times: int, promises: Promises) -> None:
-    """Measure the time to first token of key bob alone and during the flood, in turns."""
+    """Measure the time to first token with the key bob, alone and during a flood of the other key,
+    in turns."""
     client, view = OfferedClient(server.port), EngineView(server.address)
     alone: dict[int, list[tuple[float, int]]] = {length: [] for length in LENGTHS}
     beside: dict[int, list[tuple[float, int]]] = {length: [] for length in LENGTHS}

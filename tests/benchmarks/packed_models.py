@@ -93,7 +93,8 @@ ALLOWED_SHARE, ALLOWED_BYTES = 1.1, 300 << 20
 
 
 class RandomContents:
-    """The bytes of a quantised piece of noise, as often as a tensor needs them; ones for norms."""
+    """Random weights: the bytes of one quantised piece, repeated as often as a tensor needs. The
+    weights of norms are ones."""
 
     def __init__(self) -> None:
         self._noise = np.random.default_rng(1).normal(0, 0.02, (256, 1024)).astype(np.float32)
@@ -108,7 +109,8 @@ class RandomContents:
 
 
 def write_source(folder: Path, config: dict[str, Any]) -> ModelHeader:
-    """Write a directory with a tokenizer, and weights that are a hole in their file."""
+    """Write a directory with a tokenizer and a sparse file of weights, which takes no disk
+    space."""
     config = config | COMMON
     family = find_family(config)
     spec = family.spec(config)
@@ -142,7 +144,7 @@ def write_models(folder: Path, shape: str, types: Sequence[str]) -> dict[str, Pa
 
 
 def measured(*arguments: object) -> Any:
-    """Return what packed_steps.py prints, in a process of its own."""
+    """Run packed_steps.py in a new process, and return its JSON."""
     command = [sys.executable, "-m", "tests.benchmarks.packed_steps", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:

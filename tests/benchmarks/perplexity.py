@@ -101,7 +101,7 @@ def tokens_of(loaded: LoadedModel, text: str) -> list[int]:
 
 
 def of_llama_cpp(python: str, model: Path, tokens: Sequence[int]) -> float:
-    """Return the perplexity that llama.cpp computes, in a process of its own environment."""
+    """Return the perplexity that llama.cpp computes with the Python of another environment."""
     asked = json.dumps({"model": str(model), "tokens": list(tokens)})
     done = subprocess.run(
         [python, str(THEIRS)], input=asked, text=True, capture_output=True, timeout=THEIR_TIMEOUT_S
@@ -122,7 +122,7 @@ def quantised(model: Path, kind: str, folder: Path) -> Path:
 
 
 def kinds_in(path: Path) -> str:
-    """Return the block types in a file, and their matrices: "Q5_0 180, Q6_K 31"."""
+    """Return the block types in a file and the number of matrices of each: "Q5_0 180, Q6_K 31"."""
     kinds = Counter(info.kind.name for info in GGUFFile(path).tensors.values())
     return ", ".join(f"{kind} {count}" for kind, count in sorted(kinds.items()) if kind != "F32")
 

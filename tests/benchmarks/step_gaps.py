@@ -22,7 +22,7 @@ PROMPT = list(range(100, 116))
 
 
 def measure(streams: int, steps_in_flight: int) -> str:
-    """Return the line that the worker logs."""
+    """Serve `streams` streams, and return the line that the worker logs."""
     options = ("--steps-in-flight", str(steps_in_flight), "--max-len", "1024", "--max-slots", "16")
     with Server(*options, "--poison-slots", "off") as server:
         with Client(server.address) as engine, ThreadPoolExecutor(streams) as pool:

@@ -29,10 +29,10 @@ AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 
 @dataclass(frozen=True)
 class QuantFormat:
-    """A format: its `quantization_config`, and the function that writes the weight of a layer.
+    """A format of quantised weights in safetensors, with its `quantization_config`.
 
-    write   returns the tensors, by the end of their names, and the numbers that they stand for
-    kind    the number type that our header gives such a layer
+    write   returns a weight's tensors by the last part of their names, and its dequantised numbers
+    kind    the number type of such a weight in a `ModelHeader`
     """
 
     config: dict[str, Any]

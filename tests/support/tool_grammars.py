@@ -173,7 +173,7 @@ class Model:
 
 
 class Endless(AssertionError):
-    """Raised if a walk has not found an end. Each test decides whether that is a failure."""
+    """Raised if a walk has LIMIT tokens and no end. A test decides whether that is a failure."""
 
 
 @dataclass

@@ -48,7 +48,8 @@ HI = b'"messages":[{"role":"user","content":"hi"}]'
 
 @dataclass(frozen=True, slots=True)
 class AttackBody:
-    """A body of BODY_BYTES that repeats one unit. It must be answered with one of `statuses`."""
+    """A body of BODY_BYTES that repeats the text `unit`. The response must have one of
+    `statuses`."""
 
     path: str
     head: bytes

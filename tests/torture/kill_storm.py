@@ -55,7 +55,7 @@ class Tally:
 
     ends     requests by how they ended
     aborts   answers of the abort route, by status
-    wrong    errors of requests without exactly one end
+    wrong    errors of requests that had no end or several
     """
 
     ends: Counter[str] = field(default_factory=Counter)
@@ -102,10 +102,8 @@ class StormClient:
     dice: random.Random
 
     def ask(self) -> str:
-        """Send one request, and return its end.
-
-        Raises ValueError or AssertionError if it has not exactly one.
-        """
+        """Send one request, and return its end. Raises ValueError or AssertionError if it has no
+        end or several."""
         kinds = ("whole", "stream", "leave", "nonsense", "abort")
         kind = self.dice.choices(kinds, (45, 28, 10, 7, 10))[0]
         prompt = " ".join(
@@ -185,10 +183,8 @@ class KillStorm:
             client.join()
 
     def pid_of(self, words: str) -> int:
-        """Return the last process with `words` in its command line.
-
-        Of gunicorn's processes, that is the worker, not the master.
-        """
+        """Return the last process whose command line contains `words`. Of gunicorn's processes,
+        that is the worker, not the master."""
         family = descendants_of(self._server.process.pid)
         return [pid for pid, line in family if words in line][-1]
 

@@ -16,10 +16,11 @@ PATIENCE_S = 1.0
 
 
 class ReadinessObserver:
-    """Polls /readyz inside its `with`.
+    """Polls /readyz inside the `with` block.
 
-    answers          (time, ready, why not or what the engine does) of each poll
-    num_at_prefill   requests that the prefill engine computes; None: there is none
+    answers          (time, ready, reason or engine's state) of each poll
+    num_at_prefill   returns the number of requests that the prefill engine computes; None: there is
+                     no prefill engine
     """
 
     def __init__(self, url: str) -> None:
@@ -42,11 +43,8 @@ class ReadinessObserver:
         return bool(self.answers) and self.answers[-1][1]
 
     def sees_chunk(self) -> bool:
-        """Return whether a prompt is being computed.
-
-        With a prefill engine, that is any request there. Else it is a chunk of a prompt that is
-        neither the first nor the last.
-        """
+        """Return whether a prompt is being computed. With a prefill engine, that is any request
+        there. Else it is a chunk of a prompt that is neither the first nor the last."""
         if self.num_at_prefill is not None:
             return self.num_at_prefill > 0
         words = self.answers[-1][2] if self.answers else ""
@@ -56,7 +54,7 @@ class ReadinessObserver:
         return 1 < int(number) < int(count)
 
     def unready_since(self, moment: float) -> tuple[float | None, str]:
-        """Return (seconds from `moment` until the server was not ready, why); (None, "") if it
+        """Return (seconds from `moment` until the server was not ready, reason); (None, "") if it
         stayed ready."""
         for when, is_ready, why in list(self.answers):
             if when > moment and not is_ready:
@@ -107,7 +105,7 @@ class TortureClient:
         self.stream("/v1/completions", {"prompt": prompt, "max_tokens": max_tokens})
 
     def stream(self, path: str, body: dict[str, Any]) -> None:
-        """Send a request for a stream of exactly `max_tokens` tokens."""
+        """Start a thread that reads a stream of exactly `max_tokens` tokens."""
         whole = {**body, "ignore_eos": True, "stream": True}
         self._thread = threading.Thread(target=self._run, args=(path, whole))
         self._thread.start()

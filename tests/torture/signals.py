@@ -293,10 +293,8 @@ class TortureScene:
         return row
 
     def stop(self, row: TortureRow) -> int:
-        """End the server by SIGTERM, unless it has ended. Return its exit code.
-
-        Processes that are left are noted in the row.
-        """
+        """Stop the server by SIGTERM, unless it has ended. Return its exit code. Processes that are
+        left over are noted in `row`."""
         if self._server.process.poll() is None:
             self._server.signal(signal.SIGCONT)
             self._server.signal(signal.SIGTERM)
@@ -329,10 +327,8 @@ class TortureScene:
             row.unready_s, row.why = probe.unready_since(sent_at)
 
     def _await_answer(self, fate: Fate, probe: ReadinessObserver, sent_at: float) -> float | None:
-        """Return the time until a new request is answered.
-
-        If the server must become unready, wait for that first.
-        """
+        """Return the time until a new request is answered. If the server must become unready, wait
+        for that first."""
         if fate.is_unready:
             eventually(lambda: probe.unready_since(sent_at)[0] is not None, within_s=LIFE_S)
         answered = eventually(self._answers, within_s=LIFE_S)
@@ -368,7 +364,7 @@ class TortureScene:
 
 
 def torture(cell: Cell, model: Path) -> TortureRow:
-    """Run one cell on a server of its own."""
+    """Run one cell of the table on a new server."""
     with TortureScene(model, cell.kind) as scene:
         row = scene.strike(cell)
         scene.stop(row)

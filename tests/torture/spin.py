@@ -69,11 +69,8 @@ LIMITS = Limits(
 
 
 def idle_cpu(pids: Sequence[int]) -> float:
-    """Return the share of a core that the busiest of these processes uses.
-
-    The share is the least of a few measurements, because the last messages may still keep a process
-    busy for a moment.
-    """
+    """Return the share of a core that the busiest of these processes uses. The share is the least
+    of a few measurements, because the last messages may still keep a process busy for a moment."""
     best = dict.fromkeys(pids, float("inf"))
     for _ in range(TRIES):
         before = {pid: _cpu_s(pid) for pid in pids}
@@ -96,7 +93,8 @@ def _cpu_s(pid: int) -> float:
 
 
 def clients_killed(count: int) -> float:
-    """Return the CPU share of the engine and its worker after `count` clients were killed."""
+    """Return the CPU share of the engine and its worker after `count` of their clients were
+    killed."""
     with tiny_engine(context_tokens=CONTEXT, lease_s=LEASE_S) as (program, address):
         engine = program.process.pid
         with ThreadPoolExecutor(AT_A_TIME) as pool:
@@ -121,7 +119,7 @@ def _run_and_kill_client(address: str) -> None:
 
 
 def be_client(address: str) -> None:
-    """Read an answer that takes longer than this process lives. `_run_and_kill_client` kills it."""
+    """Read an answer that is too long to finish. `_run_and_kill_client` kills this process."""
     with Client(address, wait_s=PATIENCE_S) as engine:
         for number, _ in enumerate(engine.generate([3], max_tokens=CONTEXT - 8, ignore_eos=True)):
             if number == 2:
@@ -130,7 +128,8 @@ def be_client(address: str) -> None:
 
 
 def engines_killed(count: int) -> float:
-    """Return the CPU share of the gateway after `count` engines were killed and one was left."""
+    """Return the CPU share of the gateway after `count` of its engines were killed and one was
+    left."""
     with tempfile.TemporaryDirectory() as folder:
         address = f"ipc://{folder}/engine.sock"
         config: dict[str, Any] = {
@@ -163,10 +162,8 @@ def _ask(gateway: GatewayProcess) -> int:
 
 
 def messages_to_gateway(count: int, seed: int = 1) -> None:
-    """Send messages to the gateway's engine client, in bursts and with random pauses.
-
-    Raises AssertionError if a message is missing or out of order.
-    """
+    """Send messages to the gateway's engine client, in bursts and with random pauses. Raises
+    AssertionError if a message is missing or out of order."""
     with tempfile.TemporaryDirectory() as folder, _router(f"ipc://{folder}/engine") as router:
         command = ["-m", "tests.torture.spin", "--be-gateway", f"ipc://{folder}/engine"]
         with Program([*command, "--messages", str(count)]) as program:
@@ -234,7 +231,8 @@ def _answer(router: zmq.Socket[bytes], client: bytes, message: ToEngine) -> None
 
 
 def be_gateway(address: str, count: int) -> None:
-    """Request an answer of `count` tokens, and check that all of them arrive in order."""
+    """Request an answer of `count` tokens, and check that all of them arrive in order. This process
+    is the gateway of `messages_to_gateway`."""
     import gevent
     from gevent.event import Event
 
@@ -263,10 +261,8 @@ def be_gateway(address: str, count: int) -> None:
 
 
 def messages_to_engine(count: int) -> None:
-    """Send heartbeats as fast as possible, and check that each is answered exactly once.
-
-    Raises zmq.Again if an answer is missing.
-    """
+    """Send heartbeats as fast as possible, and check that each is answered exactly once. Raises
+    zmq.Again if an answer is missing."""
     with tiny_engine() as (_, address), RawClient(address) as client:
         client.greet()
         sent = num_pongs = 0

@@ -13,10 +13,11 @@ class TableRow(Protocol):
 
 
 def print_table(columns: Mapping[str, int], rows: Iterable[TableRow], slack: float) -> int:
-    """Print each row as it arrives and its complaints; return the exit code, 1 after a complaint.
+    """Print each row and its complaints as soon as it is known. Return the exit code: 1 if there
+    was a complaint.
 
-    columns   the width of each, by its title
-    slack     stretches the times that are promised
+    columns   title -> width
+    slack     factor by which promised times are stretched
     """
     widths = list(columns.values())
     num_complaints = 0

@@ -134,14 +134,14 @@ class TemplateTarget(Server):
 
 
 def send(template: str, port: int) -> int:
-    """Return the status of a chat that brings this template."""
+    """Send a chat request that contains this template. Return the status of the response."""
     url = f"http://127.0.0.1:{port}{CHAT}"
     body: dict[str, Any] = {"messages": MESSAGES, "chat_template": template, "max_tokens": 1}
     return requests.post(url, json=body, timeout=REQUEST_S).status_code
 
 
 def send_all(name: str, at_once: int, port: int) -> Answers:
-    """Be the attacker: send a hostile template several times at once."""
+    """Send a hostile template several times at once, and return the statuses and the time."""
     started_at = time.monotonic()
     with ThreadPoolExecutor(at_once) as pool:
         statuses = list(pool.map(lambda _: send(TEMPLATES[name], port), range(at_once)))

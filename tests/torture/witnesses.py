@@ -73,8 +73,9 @@ class Witnessed:
 
 
 class Witnesses:
-    """Clients of a server, which is attacked inside their `with`. Each of `num_streams` streams
-    answers, one after the other and at least one; another requests /livez all the time.
+    """Clients that use a server while it is attacked, inside the `with` block. Each of
+    `num_streams` clients streams at least one answer, one after the other. Another requests /livez
+    all the time.
 
     gateway_pid    the process that answers /livez
     sizes          returns the MiB of memory of the processes that may not grow, by name
@@ -147,7 +148,7 @@ class Witnesses:
 
 @dataclass(frozen=True, slots=True)
 class AttackerResult:
-    """What the process of an attacker printed, and the last line of its errors if it failed."""
+    """The output of an attacker's process, and the last line of its errors if it failed."""
 
     printed: str
     failure: str = ""
@@ -161,7 +162,7 @@ class AttackerResult:
 
 
 def run_attacker(module: str, *options: str) -> AttackerResult:
-    """Run a module with these options in a process of its own until it ends."""
+    """Run a module with these options in a new process until it ends."""
     done = subprocess.run(
         [sys.executable, "-P", "-m", module, *options],
         check=False,

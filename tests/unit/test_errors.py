@@ -1,4 +1,4 @@
-"""Law 17: what clients see of an error, and what the log has, follow from the branch of its class.
+"""Law 17: the class of an error determines what the client receives and what is logged.
 
 That a WireError is dropped and counted is tested over sockets: `tests/integration/test_mailbox.py`
 for the engine, `tests/integration/test_fuzz.py` for every process.

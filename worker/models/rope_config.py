@@ -22,7 +22,7 @@ ORIGINAL_CONTEXT = "original_max_position_embeddings"
 
 @dataclass(frozen=True, slots=True)
 class NoScaling:
-    """Leaves the frequencies as trained."""
+    """Keeps the frequencies with which the model was trained."""
 
 
 @dataclass(frozen=True, slots=True)

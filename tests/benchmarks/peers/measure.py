@@ -1,4 +1,4 @@
-"""One server's turn: start, warm-up, every load, stop."""
+"""Measures one server: starts it, warms it up, runs all loads and stops it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WARM_UP_RUN = -2
 
 @dataclass
 class Turns:
-    """All runs of one server by the name of the load, one run per round."""
+    """The results of one server: for each load, one run per round."""
 
     ready_s: list[float] = field(default_factory=list)
     runs: dict[str, list[BenchRun]] = field(default_factory=dict)

@@ -56,7 +56,7 @@ def cores() -> list[int]:
 
 
 def tidegate(gguf: Path, options: Sequence[str]) -> list[Competitor]:
-    """Return Tidegate with its prefix cache, and without."""
+    """Return two servers: Tidegate with its prefix cache, and without."""
     command = [sys.executable, "-P", "-m", "tools", "serve", str(gguf), "--port", "{port}"]
     command += ["--max-len", str(MAX_LEN), "--max-slots", str(max(STREAMS)), *options]
     return [

@@ -29,7 +29,7 @@ LOADS, REFUSED, REFUSED_BY_TRIAL = "loads", "refused", "refused by the tokenizer
 
 
 class WrongRefusal(Exception):
-    """A model was refused in another way than in one short line."""
+    """Raised if the refusal of a model is not one short line."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class DamagedModel:
 
 
 class Originals:
-    """Whole models in a directory, and copies of which one file at a time is damaged."""
+    """Models in a directory. `damage` damages one of their files at a time."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -67,7 +67,8 @@ class Originals:
         self._damaged: Path | None = None
 
     def damage(self, seed: int, index: int) -> DamagedModel:
-        """Return a damaged model, always the same for these numbers. The last one is mended."""
+        """Damage a file and return its model. Equal numbers give equal damage. The file that was
+        damaged before is repaired first."""
         if self._damaged is not None:
             self._damaged.write_bytes(self._bytes[self._damaged])
         random = Random(f"{seed}/{index}")
@@ -120,9 +121,9 @@ class Originals:
 
 
 def outcome_of(model: DamagedModel, *, tries_tokenizer: bool) -> str:
-    """Read a model as `tidegate serve` does, and return what this led to.
+    """Read a model as `tidegate serve` does, and return the outcome.
 
-    tries_tokenizer   also run the trial of the tokenizer, which a sandbox runs in a server
+    tries_tokenizer   also run the trial of the tokenizer, as a server does in a sandbox
 
     Raises WrongRefusal, or any other exception that a server would show as a traceback.
     """

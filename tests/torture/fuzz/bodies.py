@@ -148,8 +148,8 @@ def scripted_gateway() -> Iterator[GatewayProcess]:
 
 
 def recorded(gateway: GatewayProcess) -> list[tuple[str, Any]]:
-    """Return valid (path, body) pairs for every POST route, after checking that each is answered
-    with 200, or with 404 if it names something that does not exist."""
+    """Return valid (path, body) pairs for every POST route. Before that, send each body and check
+    that the status is 200, or 404 if the body names something that does not exist."""
     pairs = [(path, body) for path, bodies in RECORDED.items() for body in bodies]
     pairs += _derenders(gateway)
     for path, body in pairs:

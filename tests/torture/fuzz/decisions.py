@@ -51,7 +51,8 @@ LAST = 1 << 40
 
 
 def engine_clients(count: int, seed: int) -> Outcome:
-    """Send the messages as a client would. Another client receives correct answers meanwhile."""
+    """Send malformed messages as clients of an engine. Another client receives correct answers
+    meanwhile."""
     outcome = Outcome("engine, from clients")
     with tiny_engine() as (program, address), Client(address) as polite:
         before = wire_errors(address)
@@ -69,10 +70,8 @@ def engine_clients(count: int, seed: int) -> Outcome:
 
 
 def send_to_engine(address: str, batch: list[Frames], key: ClusterKey | None = None) -> None:
-    """Greet the engine, send it the batch, and wait for the answer to a last, valid message.
-
-    Every message that the engine sends meanwhile must be well-formed.
-    """
+    """Greet the engine, send it the batch, and wait for the answer to a last, valid message. Every
+    message that the engine sends meanwhile must be well-formed."""
     with RawClient(address, key) as client:
         client.socket.setsockopt(zmq.RCVTIMEO, int(PATIENCE_S * 1000))
         client.greet()
@@ -101,8 +100,8 @@ def check_answer(engine: Client) -> None:
 
 
 def engine_worker(count: int, seed: int) -> Outcome:
-    """Send the messages to the worker's socket, as a stranger. All of them are refused, well-formed
-    or not, because the engine has a worker already."""
+    """Send malformed messages to the socket that an engine has for its worker. All of them are
+    refused, valid or not, because the engine has a worker already."""
     outcome = Outcome("engine, from strangers")
     with (
         tiny_engine() as (program, address),
@@ -154,7 +153,8 @@ class NoisyEngine(ScriptedEngine):
 
 
 def gateway(count: int, seed: int) -> Outcome:
-    """Send the messages as the gateway's engine, while chats are open. Every chat must end."""
+    """Send malformed messages to a gateway as its engine, while chats are open. Every chat must
+    end."""
     outcome = Outcome("gateway, from its engine")
     with tempfile.TemporaryDirectory() as folder, NoisyEngine(f"ipc://{folder}/engine") as engine:
         config: dict[str, Any] = {

@@ -45,10 +45,10 @@ class Outcome:
 
 @contextmanager
 def watched(outcome: Outcome, pid: Callable[[], int]) -> Iterator[Callable[[], None]]:
-    """Measure the time of the `with` block and the growth of the process `pid()`.
+    """Measure the duration of the `with` block and the growth of the process `pid()`.
 
-    Yields a function to call once the process is warm; growth before that does not count. Raises
-    AssertionError if the process has grown, or if another one has taken its place.
+    Yields a function to call when the process is warm; growth before that does not count. Raises
+    AssertionError if the process has grown, or if another process has replaced it.
     """
     began, first = monotonic(), pid()
     before = [anonymous_kib(first)]

@@ -50,7 +50,8 @@ _NULL = _SIGNATURE + b"\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
 
 
 def cluster(count: int, seed: int) -> Outcome:
-    """Send the messages to the engine's port, with the right key, another one, and none."""
+    """Send malformed messages to the engine's port: with the right key, with another key and
+    without."""
     outcome = Outcome("engine, over a network")
     chance = Random(seed)
     address = f"tcp://127.0.0.1:{free_port()}"

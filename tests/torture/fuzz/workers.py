@@ -30,7 +30,8 @@ LEASE, OTHER_LEASE = b"l" * 16, b"the lease of others"
 
 
 def kv_server(count: int, seed: int) -> Outcome:
-    """Send the messages as a worker that reads K/V. Afterwards another worker reads K/V from it."""
+    """Send malformed messages to a worker as a peer that reads its K/V. Afterwards another worker
+    reads K/V from it."""
     outcome = Outcome("worker, from readers")
     with _kv_address() as (context, address), Peer(SHAPE, address, "zmq") as peer:
         peer.export(LEASE, [1, 2, 3, 4, 5, 6, 7, 8], readers=1000)
@@ -56,7 +57,8 @@ def kv_server(count: int, seed: int) -> Outcome:
 
 
 def kv_reader(count: int, seed: int) -> Outcome:
-    """Send the messages as the worker whose K/V is read. Every transfer must end with a failure."""
+    """Send malformed messages to a worker as the peer whose K/V it reads. Every transfer must
+    fail."""
     outcome = Outcome("worker, from its source")
     with _kv_address() as (context, address):
         router = sockets.bind_router(context, address)
@@ -114,10 +116,8 @@ def _kv_address() -> Iterator[tuple[zmq.Context[zmq.Socket[bytes]], str]]:
 
 
 def worker_engine(count: int, seed: int) -> Outcome:
-    """Send the messages as the engine of `count` workers, one worker after the other.
-
-    A worker trusts its engine: it exits with code 1 and an error at the first malformed message.
-    """
+    """Send malformed messages to `count` workers as their engine, one worker after the other. A
+    worker trusts its engine: it exits with code 1 and an error at the first malformed message."""
     outcome = Outcome("worker, from its engine")
     drawn = iter(Nonsense(steps.ToWorker, Random(seed), never=(Trace,)))
     with _kv_address() as (context, address):

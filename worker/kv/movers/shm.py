@@ -1,7 +1,7 @@
 """Shared-memory mover: maps the peer's cache into this process and copies from it directly.
 
-Each transfer has its own mapping and ends it, because a mapping keeps the peer's memory allocated
-even after the peer has exited.
+Each transfer has its own mapping and removes it at its end, because a mapping keeps the peer's
+memory allocated even after the peer has exited.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class ConfigFields(Fields):
 
     @property
     def num_kv_heads(self) -> int:
-        """Return the number of key/value heads; null means as many as query heads."""
+        """Return the number of key/value heads. If null, it is `num_heads`."""
         return self.integer("num_key_value_heads", self.num_heads)
 
     @property
@@ -80,7 +80,7 @@ class ConfigFields(Fields):
 
     @property
     def window(self) -> int | None:
-        """Return `sliding_window`; null means none."""
+        """Return `sliding_window`; None if it is null or absent."""
         return None if self.get("sliding_window") is None else self.integer("sliding_window")
 
     def rope(
