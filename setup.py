@@ -9,11 +9,14 @@ optional: if there is no compiler, or if it does not support the instruction set
 continues without the library. The worker then logs which kernels are missing.
 """
 
+import copy
+import os
 import platform
 import runpy
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
 GATEWAY = [
     "flask>=3.1,<4",
@@ -74,7 +77,25 @@ IS_X86 = platform.machine() in ("x86_64", "AMD64")
 OPTIONS = ["-std=c++17", "-O3", "-g0", "-fno-math-errno", "-fvisibility=hidden"]
 OPTIONS += ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]  # in the compiler's own headers
 
+
+class ParallelBuild(build_ext):
+    """Compiles as many libraries at a time as there are cores, unless `--parallel` says otherwise.
+
+    All libraries are compiled from kernels.cpp, so each needs its own folder for the object file.
+    """
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.parallel = self.parallel or os.cpu_count()
+
+    def build_extension(self, ext: Extension) -> None:
+        build = copy.copy(self)
+        build.build_temp = os.path.join(self.build_temp, ext.name)
+        super(ParallelBuild, build).build_extension(ext)
+
+
 setup(
+    cmdclass={"build_ext": ParallelBuild},
     ext_modules=[
         Extension(
             f"worker.kernels._{each.name}",
