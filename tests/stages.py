@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -118,6 +119,14 @@ def read_report(file: Path) -> tuple[dict[str, int], list[str]]:
     return counts, failed
 
 
+def environment() -> dict[str, str]:
+    """Return the environment of the tests, in which Python keeps the byte code of its imports.
+
+    Without it, each of the hundreds of processes would compile every source file again.
+    """
+    return {name: os.environ[name] for name in os.environ if name != "PYTHONDONTWRITEBYTECODE"}
+
+
 def run(stage: Stage, arguments: Sequence[str]) -> StageResult:
     print(f"\n== {stage.name}: {stage.why}", flush=True)
     with tempfile.TemporaryDirectory(prefix="tidegate-tests-") as folder:
@@ -125,7 +134,7 @@ def run(stage: Stage, arguments: Sequence[str]) -> StageResult:
         started = time.monotonic()
         options = [*OPTIONS, f"--junitxml={report}"]
         command = [*stage.program, *options, *stage.arguments, *arguments]
-        exit_code = subprocess.run(command).returncode
+        exit_code = subprocess.run(command, env=environment()).returncode
         seconds = time.monotonic() - started
         return StageResult(stage, exit_code, seconds, bool(arguments), *read_report(report))
 
