@@ -38,6 +38,7 @@ MOVERS = [
     ),
 ]
 LEASE = b"a lease of blocks"
+SMALL = Shape(seed=1)
 BIG = Shape(num_layers=8, num_blocks=120, block_tokens=16, num_kv_heads=4, head_dim=64, seed=3)
 """256 KiB per block. A transfer of all blocks takes long enough for a test to interrupt it."""
 
@@ -52,8 +53,32 @@ def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
 @pytest.fixture
 def address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("UCX_NET_DEVICES", "lo")
-    sockets.make_private(tmp_path / "run")
-    return f"ipc://{tmp_path / 'run' / 'kv'}"
+    return private_address(tmp_path)
+
+
+@pytest.fixture
+def lease(request: pytest.FixtureRequest) -> bytes:
+    """Return the name of a lease that no other test uses."""
+    return request.node.name.encode()
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Peer]:
+    """Yield a peer with a small cache, for tests that leave it as it is."""
+    with Peer(SMALL, private_address(tmp_path_factory.mktemp("small"))) as peer:
+        yield peer
+
+
+@pytest.fixture(scope="module")
+def big(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Peer]:
+    """Yield a peer with a big cache, which tests may overwrite."""
+    with Peer(BIG, private_address(tmp_path_factory.mktemp("big")), "zmq") as peer:
+        yield peer
+
+
+def private_address(directory: Path) -> str:
+    sockets.make_private(directory / "run")
+    return f"ipc://{directory / 'run' / 'kv'}"
 
 
 def reader(context: zmq.Context[zmq.Socket[bytes]], shape: Shape, mover: Any = "auto") -> Worker:
@@ -147,24 +172,22 @@ def test_transfers_beyond_the_limit_run_after_others(context, address):
 @pytest.mark.parametrize(
     "other", [{"dtype": "bfloat16"}, {"model": "0ther"}, {"block_tokens": 8}, {"num_layers": 3}]
 )
-def test_another_layout_is_refused_and_both_are_named(context, address, other):
-    shape = Shape(seed=1)
-    ours = empty(shape, **other)
-    with Peer(shape, address) as peer, reader(context, ours) as worker:
-        peer.export(LEASE, [1, 2])
-        worker.fetch(1, peer.source(LEASE), [1, 2])
+def test_another_layout_is_refused_and_both_are_named(context, small, lease, other):
+    ours = empty(SMALL, **other)
+    with reader(context, ours) as worker:
+        small.export(lease, [1, 2])
+        worker.fetch(1, small.source(lease), [1, 2])
         result = worker.result_of(1)
         assert isinstance(result, KVFailure)
         assert result.kind == "refused"
-        assert shape.layout.description in result.message
+        assert SMALL.layout.description in result.message
         assert ours.layout.description in result.message
 
 
-def test_more_blocks_than_a_lease_has_are_refused(context, address):
-    shape = Shape(seed=1)
-    with Peer(shape, address) as peer, reader(context, empty(shape)) as worker:
-        peer.export(LEASE, [1, 2, 3])
-        worker.fetch(1, peer.source(LEASE, first=2), [1, 2])
+def test_more_blocks_than_a_lease_has_are_refused(context, small, lease):
+    with reader(context, empty(SMALL)) as worker:
+        small.export(lease, [1, 2, 3])
+        worker.fetch(1, small.source(lease, first=2), [1, 2])
         result = worker.failure_of(1)
         assert (result.kind, "blocks 2 to 4" in result.message) == ("refused", True)
 
@@ -212,23 +235,22 @@ def fetch_all(worker: Worker, source: PeerSource, timeout_s: float = 10) -> None
 
 
 @pytest.fixture
-def under_way(context, address) -> Iterator[tuple[Peer, Worker, Proxy]]:
+def under_way(context, big, lease) -> Iterator[tuple[Peer, Worker, Proxy]]:
     """Yield a transfer by zmq that does not end, because the proxy holds its third chunk back."""
     with (
-        Peer(BIG, address, "zmq") as peer,
-        Proxy(context, f"{address}p", address) as proxy,
+        Proxy(context, f"{big.address}p", big.address) as proxy,
         reader(context, empty(BIG), "zmq") as worker,
     ):
-        peer.export(LEASE, list(range(1, BIG.num_blocks)))
+        big.export(lease, list(range(1, BIG.num_blocks)))
         proxy.holds = lambda message: isinstance(message, KVChunk) and message.chunk == 2
-        yield peer, worker, proxy
+        yield big, worker, proxy
 
 
-def through(proxy: Proxy) -> PeerSource:
-    return PeerSource(address=proxy.address, lease=LEASE)
+def through(proxy: Proxy, lease: bytes) -> PeerSource:
+    return PeerSource(address=proxy.address, lease=lease)
 
 
-def test_a_chunk_that_was_changed_in_transit_is_damage(under_way):
+def test_a_chunk_that_was_changed_in_transit_is_damage(under_way, lease):
     _, worker, proxy = under_way
 
     def flip(message):
@@ -238,7 +260,7 @@ def test_a_chunk_that_was_changed_in_transit_is_damage(under_way):
 
     proxy.holds = lambda message: False
     proxy.replaces = flip
-    fetch_all(worker, through(proxy))
+    fetch_all(worker, through(proxy, lease))
     result = worker.result_of(1)
     assert (result.kind, "chunk 5 does not match its checksum" in result.message) == (
         "damaged",
@@ -263,31 +285,32 @@ def test_a_missing_peer_is_unreachable_at_once(context, address):
 
 
 @pytest.mark.parametrize("bad", ["tcp://somewhere:99", "ipc://", "http://x", "ipc:///" + "x" * 200])
-def test_an_invalid_address_is_unreachable_and_fails_no_other_fetch(context, address, bad):
-    shape = Shape(seed=1)
-    with Peer(shape, address) as peer, reader(context, empty(shape)) as worker:
-        worker.fetch(1, PeerSource(address=bad, lease=LEASE), [1])
+def test_an_invalid_address_is_unreachable_and_fails_no_other_fetch(context, small, lease, bad):
+    with reader(context, empty(SMALL)) as worker:
+        worker.fetch(1, PeerSource(address=bad, lease=lease), [1])
         assert worker.failure_of(1).kind == "unreachable"
-        peer.export(LEASE, [2])
-        worker.fetch(2, peer.source(LEASE), [1])
+        small.export(lease, [2])
+        worker.fetch(2, small.source(lease), [1])
         assert isinstance(worker.result_of(2), KVFetched)
 
 
-def test_a_transfer_from_a_stopped_peer_fails_at_its_timeout(under_way):
+def test_a_transfer_from_a_stopped_peer_fails_at_its_timeout(under_way, lease):
     peer, worker, proxy = under_way
-    fetch_all(worker, through(proxy), timeout_s=0.6)
+    fetch_all(worker, through(proxy, lease), timeout_s=0.6)
     assert eventually(lambda: proxy.num_held)
     peer.program.signal(signal.SIGSTOP)
-    result = worker.result_of(1)
+    try:
+        result = worker.result_of(1)
+    finally:
+        peer.program.signal(signal.SIGCONT)
     assert (result.kind, "moving" in result.message) == ("timeout", True)
-    peer.program.signal(signal.SIGCONT)
 
 
-def test_a_lease_that_is_withdrawn_during_a_transfer_is_expired(under_way):
+def test_a_lease_that_is_withdrawn_during_a_transfer_is_expired(under_way, lease):
     peer, worker, proxy = under_way
-    fetch_all(worker, through(proxy))
+    fetch_all(worker, through(proxy, lease))
     assert eventually(lambda: proxy.num_held)
-    peer.withdraw(LEASE)
+    peer.withdraw(lease)
     peer.fill(7)
     proxy.release()
     assert worker.result_of(1) == KVFailure(1, "expired", "the lease has ended")
@@ -304,7 +327,7 @@ def test_data_of_an_ended_lease_is_never_accepted(context, address, mover):
     ):
         peer.export(LEASE, list(range(1, BIG.num_blocks)))
         proxy.holds = lambda message: isinstance(message, KVDone)
-        fetch_all(worker, through(proxy))
+        fetch_all(worker, through(proxy, LEASE))
         assert eventually(lambda: proxy.num_held)
         peer.withdraw(LEASE)
         peer.fill(7)
@@ -312,9 +335,9 @@ def test_data_of_an_ended_lease_is_never_accepted(context, address, mover):
         assert worker.result_of(1) == KVFailure(1, "expired", "the lease has ended")
 
 
-def test_a_cancelled_transfer_is_reported_once_and_writes_no_more(under_way):
+def test_a_cancelled_transfer_is_reported_once_and_writes_no_more(under_way, lease):
     _, worker, proxy = under_way
-    fetch_all(worker, through(proxy))
+    fetch_all(worker, through(proxy, lease))
     assert eventually(lambda: proxy.num_held)
     worker.transfers.apply(KVCancel(job=1))
     assert worker.result_of(1) == KVFailure(1, "cancelled", "cancelled by the engine")
@@ -325,19 +348,19 @@ def test_a_cancelled_transfer_is_reported_once_and_writes_no_more(under_way):
     assert torch.equal(worker.cache.rows, before)
 
 
-def test_a_reader_that_gives_up_counts_as_done(under_way):
+def test_a_reader_that_gives_up_counts_as_done(under_way, lease):
     peer, worker, proxy = under_way
-    fetch_all(worker, through(proxy))
+    fetch_all(worker, through(proxy, lease))
     assert eventually(lambda: proxy.num_held)
     worker.transfers.apply(KVCancel(job=1))
     worker.result_of(1)
     proxy.release()
-    peer.program.line_with(f"taken {LEASE.hex()}")
+    peer.program.line_with(f"taken {lease.hex()}")
 
 
-def test_a_worker_that_stops_gives_up_its_transfers(under_way):
+def test_a_worker_that_stops_gives_up_its_transfers(under_way, lease):
     _, worker, proxy = under_way
-    fetch_all(worker, through(proxy))
+    fetch_all(worker, through(proxy, lease))
     assert eventually(lambda: proxy.num_held)
     # the end of the fixture's `with` block returns
 
