@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from protocol.exit_codes import ExitCode
+from tests.support.commands import run_command
 from tests.support.processes import ROOT, free_port
 from tests.support.tiny_checkpoint import write_tiny_llama
 
@@ -23,7 +24,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def serve(model: str, *options: str, **environment: str) -> tuple[int, str]:
-    """Return the exit code and the one line that is printed, without a download's progress."""
+    """Return the exit code and the one line that a process of its own prints, without a download's
+    progress."""
     ran = subprocess.run(
         [sys.executable, "-P", "-m", "tools", "serve", model, f"--port={free_port()}", *options],
         stdin=subprocess.DEVNULL,
@@ -36,6 +38,14 @@ def serve(model: str, *options: str, **environment: str) -> tuple[int, str]:
     *progress, result = ran.stderr.splitlines()
     assert all("downloading" in line for line in progress if line), ran.stderr
     return ran.returncode, result
+
+
+def serve_here(capfd: pytest.CaptureFixture[str], model: str, *options: str) -> tuple[int, str]:
+    """Return the exit code and the one line that the command prints if this process runs it."""
+    ran = run_command(capfd, "serve", model, f"--port={free_port()}", *options)
+    assert ran.out == "", "something was started"
+    (result,) = ran.err.splitlines()
+    return ran.code, result
 
 
 @pytest.mark.parametrize(
@@ -55,15 +65,17 @@ def serve(model: str, *options: str, **environment: str) -> tuple[int, str]:
     ],
 )
 def test_a_wrong_option_is_reported_in_one_line_with_code_2(
-    model: Path, options: list[str], words: str
+    capfd: pytest.CaptureFixture[str], model: Path, options: list[str], words: str
 ) -> None:
-    code, result = serve(str(model), *options)
+    code, result = serve_here(capfd, str(model), *options)
     assert re.search(words, result), result
     assert code == ExitCode.USAGE
 
 
-def test_a_host_that_is_not_of_this_machine_is_code_6(model: Path) -> None:
-    code, result = serve(str(model), "--host", "192.0.2.7", "--insecure-no-auth")
+def test_a_host_that_is_not_of_this_machine_is_code_6(
+    capfd: pytest.CaptureFixture[str], model: Path
+) -> None:
+    code, result = serve_here(capfd, str(model), "--host", "192.0.2.7", "--insecure-no-auth")
     assert "cannot listen on 192.0.2.7" in result
     assert code == ExitCode.IN_USE
 
@@ -80,25 +92,26 @@ REMEDY = "fetch the model's files again"
 
 
 @pytest.mark.parametrize(
-    ("damage", "words"),
+    ("option", "damage", "words"),
     [
-        (lambda whole: whole[:-20], f"tokenizer.json is not valid JSON.*{REMEDY}"),
-        (lambda whole: "[]", "tokenizer.json"),
-        (lambda whole: json.dumps(json.loads(whole) | {"model": {}}), f"tokenizer.*{REMEDY}"),
+        ((), lambda whole: whole[:-20], f"tokenizer.json is not valid JSON.*{REMEDY}"),
+        ((), lambda whole: "[]", "tokenizer.json"),
+        ((), lambda whole: json.dumps(json.loads(whole) | {"model": {}}), f"tokenizer.*{REMEDY}"),
         (
+            (),
             lambda whole: json.dumps(json.loads(whole) | {"normalizer": REPLACED}),
             f"its normalizer can expand one character to more than 64; {REMEDY}",
         ),
         (
+            ("--render-only",),
             lambda whole: json.dumps(json.loads(whole) | {"pre_tokenizer": SPLIT}),
             f"the model's tokenizer cannot be used: .*; {REMEDY}",
         ),
     ],
-    ids=["cut-off", "no-object", "no-model", "exploding", "wrong-pattern"],
+    ids=["cut-off", "no-object", "no-model", "exploding", "rendered-wrong-pattern"],
 )
-@pytest.mark.parametrize("option", [(), ("--render-only",)], ids=["served", "rendered"])
 def test_a_tokenizer_that_cannot_be_used_is_code_5_before_anything_is_started(
-    tmp_path: Path, damage: Callable[[str], str], words: str, option: tuple[str, ...]
+    tmp_path: Path, option: tuple[str, ...], damage: Callable[[str], str], words: str
 ) -> None:
     file = write_tiny_llama(tmp_path) / "tokenizer.json"
     file.write_text(damage(file.read_text()))

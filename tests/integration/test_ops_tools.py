@@ -22,6 +22,7 @@ from msgspec.structs import replace
 
 from protocol.client import Client
 from protocol.messages import Pong
+from tests.support.commands import run_command
 from tests.support.gateway_process import GatewayProcess
 from tests.support.processes import ROOT, Program
 from tests.support.raw_client import RawClient
@@ -30,6 +31,7 @@ from tests.support.tiny_engine import tiny_engine
 from tests.support.waiting import eventually
 
 TOOL = [sys.executable, "-P", "-m", "tools"]
+REPLAY = ["replay", "--check"]
 HI = [{"role": "user", "content": "hi"}]
 CONTEXT = 65_536
 LONG: dict[str, Any] = {"max_tokens": 60_000, "ignore_eos": True}
@@ -42,11 +44,17 @@ def engine() -> Iterator[tuple[Program, str]]:
         yield running
 
 
-def tool(address: str, *words: str, code: int = 0) -> str:
-    command = [*TOOL, *words, "--engine", address]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (code, ""), done.stderr
-    return done.stdout
+class EngineTools:
+    """Runs commands that connect to the engine at `address`."""
+
+    def __init__(self, capfd: pytest.CaptureFixture[str], address: str) -> None:
+        self._capfd = capfd
+        self._address = address
+
+    def __call__(self, *words: str, code: int = 0) -> str:
+        done = run_command(self._capfd, *words, "--engine", self._address)
+        assert (done.code, done.err) == (code, ""), done.err
+        return done.out
 
 
 def busy(client: Client, count: int) -> list[object]:
@@ -54,29 +62,32 @@ def busy(client: Client, count: int) -> list[object]:
     return [client.generate([3, 4], labels=[f"job-{i}"], **LONG) for i in range(count)]
 
 
-def test_requests_are_seen_aborted_and_let_finish(engine: tuple[Program, str]) -> None:
+def test_requests_are_seen_aborted_and_let_finish(
+    engine: tuple[Program, str], capfd: pytest.CaptureFixture[str]
+) -> None:
     program, address = engine
+    tool = EngineTools(capfd, address)
     with Client(address, name="a program") as client:
         kept = busy(client, 12)
-        result = json.loads(tool(address, "top", "--json", "--every-s", "0.1"))
+        result = json.loads(tool("top", "--json", "--every-s", "0.1"))
         rows = result["view"]["rows"]
         assert len(rows) == 12
         assert {row["client"] for row in rows} == {"a program"}
         assert [row["name"] for row in rows] == [f"job-{i}" for i in range(12)]
         assert [row["stage"] for row in rows].count("queued") >= 4
         assert result["limits"]["max_slots"] == 8
-        text = tool(address, "top", "--once", "--every-s", "0.1")
+        text = tool("top", "--once", "--every-s", "0.1")
         assert "slots" in text
         assert "\x1b" not in text
         last = rows[-1]["name"]
-        assert tool(address, "abort", last) == f"aborted  {last}\n"
-        assert "no open request" in tool(address, "abort", last, code=1)
-        assert "aborted  job-" in tool(address, "abort", "--all")
+        assert tool("abort", last) == f"aborted  {last}\n"
+        assert "no open request" in tool("abort", last, code=1)
+        assert "aborted  job-" in tool("abort", "--all")
         assert client.get_status().num_open == 0
-        assert tool(address, "abort", "--all") == "no open requests\n"
+        assert tool("abort", "--all") == "no open requests\n"
         del kept
         answer = client.generate([3], max_tokens=50, ignore_eos=True)
-        assert "draining" in tool(address, "drain", "--wait")
+        assert "draining" in tool("drain", "--wait")
         assert len(answer.tokens()) == 50, "what was open has finished"
     assert program.end() == 0
 
@@ -167,29 +178,26 @@ def test_top_redraws_a_terminal_until_quit_and_restores_it(
         (["top", "--engine", "http://a"], "only ipc"),
     ],
 )
-def test_an_invalid_command_line_is_reported_in_one_line(words: list[str], complaint: str) -> None:
-    done = subprocess.run([*TOOL, *words], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2
-    assert complaint in done.stderr
-    assert done.stderr.count("\n") == 1
+def test_an_invalid_command_line_is_reported_in_one_line(
+    words: list[str], complaint: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    done = run_command(capfd, *words)
+    assert done.code == 2
+    assert complaint in done.err
+    assert done.err.count("\n") == 1
 
 
-def test_an_unreachable_server_is_reported(tmp_path: Path) -> None:
-    environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
-    done = subprocess.run(
-        [*TOOL, "top", "--port", "8123"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env=environment,
-    )
-    assert done.returncode == 1
-    assert "no server is running on port 8123" in done.stderr
+def test_an_unreachable_server_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    done = run_command(capfd, "top", "--port", "8123")
+    assert done.code == 1
+    assert "no server is running on port 8123" in done.err
 
 
 def test_a_journal_of_an_engine_that_was_killed_is_replayed(
-    tmp_path: Path,
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     directory = tmp_path / "journals"
     with tiny_engine(journal=str(directory)) as (program, address):
@@ -201,24 +209,20 @@ def test_a_journal_of_an_engine_that_was_killed_is_replayed(
         program.signal(signal.SIGKILL)
         program.end()
     (path,) = directory.iterdir()
-    done = replay(path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "13 accepted, 0 refused" in done.stdout
-    assert "all decisions are the same" in done.stdout
-    assert replay(ROOT / "README.md").returncode == 2
+    done = run_command(capfd, *REPLAY, str(path))
+    assert done.code == 0, done.out + done.err
+    assert "13 accepted, 0 refused" in done.out
+    assert "all decisions are the same" in done.out
+    assert run_command(capfd, *REPLAY, str(ROOT / "README.md")).code == 2
     (directory / "engine-20990101-000000-1-0001.journal").write_text("none")
-    whole = replay(directory)
-    assert whole.returncode == 2, whole.stdout + whole.stderr
-    assert "13 accepted, 0 refused" in whole.stdout
-    assert "engine-20990101-000000-1-0001.journal: not a journal: a record of" in whole.stderr
+    whole = run_command(capfd, *REPLAY, str(directory))
+    assert whole.code == 2, whole.out + whole.err
+    assert "13 accepted, 0 refused" in whole.out
+    assert "engine-20990101-000000-1-0001.journal: not a journal: a record of" in whole.err
 
 
 def test_a_directory_without_a_journal_is_refused(tmp_path: Path) -> None:
-    done = replay(tmp_path)
+    command = [*TOOL, *REPLAY, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
     assert done.stderr == f"tidegate: {tmp_path} contains no journal (*.journal)\n"
-
-
-def replay(path: Path) -> subprocess.CompletedProcess[str]:
-    command = [*TOOL, "replay", str(path), "--check"]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
