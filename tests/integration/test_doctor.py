@@ -33,12 +33,18 @@ def test_a_model_that_can_be_served_is_well(
     assert not (tmp_path / "cache").exists()  # it changes nothing
 
 
-def test_an_unsupported_architecture_is_bad_and_named(
+def test_an_unsupported_architecture_and_a_taken_port_are_bad_and_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write_tiny_llama(tmp_path, architectures=["RwkvForCausalLM"])
-    code, found = examined(capsys, str(path))
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        code, found = examined(capsys, str(path), "--port", str(port))
     assert code == 1
+    assert found[f"port {port}"]["verdict"] == "bad"
+    assert "pid" in found[f"port {port}"]["said"]
     assert found["model"]["verdict"] == "bad"
     assert "RwkvForCausalLM" in found["model"]["said"]
 
@@ -64,14 +70,3 @@ def test_a_model_that_does_not_fit_is_bad_with_the_numbers(
     assert found["memory"]["verdict"] == "bad"
     assert "GiB for weights" in found["memory"]["said"]
     assert "a smaller model" in found["memory"]["remedy"]
-
-
-def test_a_port_that_is_taken_is_bad(capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        port = other.getsockname()[1]
-        code, found = examined(capsys, "--port", str(port))
-    assert code == 1
-    assert found[f"port {port}"]["verdict"] == "bad"
-    assert "pid" in found[f"port {port}"]["said"]

@@ -77,9 +77,7 @@ def test_a_format_whose_markers_are_ordinary_text_may_be_named_for_any_model(
     ("option", "value", "said"),
     [
         ("tool_format", "hermez", "there is no tool format 'hermez'; there are "),
-        ("reasoning_format", "qwen", "there is no reasoning format 'qwen'; there are "),
         ("chat_template", "/nowhere/at.all", "--chat-template /nowhere/at.all: "),
-        ("default_chat_template_kwargs", "[]", "--default-chat-template-kwargs: "),
         ("default_chat_template_kwargs", '{"tools": 1}', "--default-chat-template-kwargs: "),
     ],
 )
