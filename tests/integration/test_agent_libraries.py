@@ -68,12 +68,13 @@ def weather_session(engine: ScriptedEngine) -> None:
 # ---- openai-agents
 
 
-@agents.function_tool
-def weather(city: str) -> str:
+def weather_in(city: str) -> str:
     """The weather in a city."""
     assert city == "Oslo"
     return RAIN
 
+
+weather = agents.function_tool(weather_in, name_override="weather")
 
 Api = Callable[[AsyncOpenAI], agents.Model]
 APIS: dict[str, Api] = {
