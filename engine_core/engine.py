@@ -113,13 +113,15 @@ class Engine:
         - cluster: for an engine that is part of a cluster
         - tiers: names of the worker's tiers
 
-        Raises ValueError if limits.kv_window is set in an engine that must keep all blocks.
+        Raises ValueError if limits.kv_window or limits.kv_groups is set in an engine that must keep
+        all blocks.
         """
         uses_draft_model = config.speculation == "model"
-        if limits.kv_window is not None and (cluster or tiers or uses_draft_model):
+        window = limits.kv_window if limits.kv_groups is None else limits.kv_groups.window
+        if window is not None and (cluster or tiers or uses_draft_model):
             raise ValueError(
-                f"kv_window is {limits.kv_window}, but K/V transfer, tiers and draft models need "
-                "the blocks that a window has passed"
+                f"kv_window is {window}, but K/V transfer, tiers and draft models need the blocks "
+                "that a window has passed"
             )
         self.limits = limits
         self._config = config

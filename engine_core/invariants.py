@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from engine_core.blocks.hash import extend_hashes, root_hash
+from engine_core.blocks.prefix_cache import window_keys
 from engine_core.kv.leases import KVLeases
 from engine_core.request import Request, RequestPhase
 from engine_core.schedule.scheduler import Scheduler
@@ -72,7 +73,7 @@ def _check_blocks(scheduler: Scheduler, requests: list[Request], leases: KVLease
         raise AssertionError(f"blocks {wrong}: not either free or held")
     for request in requests:
         _check_window(request, scheduler.limits)
-        covered = len(request.blocks) * scheduler.limits.block_tokens
+        covered = scheduler.tables.num_covered(request)
         assert covered >= request.num_computed, f"{request.number}: computed beyond its blocks"
         assert 0 <= request.num_computed <= len(request.tokens), (
             f"{request.number}: computed beyond its tokens"
@@ -92,14 +93,21 @@ def _check_blocks(scheduler: Scheduler, requests: list[Request], leases: KVLease
 
 def _check_window(request: Request, limits: Limits) -> None:
     """Check that the request holds the blocks that later queries read, and no earlier ones."""
-    size, end = limits.block_tokens, request.num_computed
-    window = end + 1 if limits.kv_window is None else limits.kv_window
+    size, end, groups = limits.block_tokens, request.num_computed, limits.kv_groups
+    window = limits.kv_window if groups is None else groups.window
+    window = end + 1 if window is None else window
     needed = {position // size for position in range(max(end + 1 - window, 0), end)}
-    freed = {i for i, block in enumerate(request.blocks) if block == NULL_BLOCK}
-    assert not needed & freed, f"{request.number}: a block in its window was freed"
     first = min(needed, default=end // size)
-    assert freed == set(range(first)), f"{request.number}: holds a block that its window has passed"
-    assert len(freed) == request.num_passed >= request.num_passed_sent
+    assert len(request.window_tables) == (0 if groups is None else groups.window_blocks)
+    for table in request.window_tables or [request.blocks]:
+        freed = {i for i, block in enumerate(table) if block == NULL_BLOCK}
+        assert not needed & freed, f"{request.number}: a block in its window was freed"
+        assert freed == set(range(first)), (
+            f"{request.number}: holds a block that its window has passed"
+        )
+        assert len(freed) == request.num_passed >= request.num_passed_sent
+        assert len(table) <= len(request.blocks), f"{request.number}: lacks a block in a column"
+    assert groups is None or NULL_BLOCK not in request.blocks
 
 
 def _check_content(scheduler: Scheduler, requests: list[Request]) -> None:
@@ -111,16 +119,22 @@ def _check_content(scheduler: Scheduler, requests: list[Request]) -> None:
     size = scheduler.limits.block_tokens
     findable = scheduler.pool.cache.items()
     for request in requests:
-        found = [index for index, block in enumerate(request.blocks) if block in findable]
+        tables = [request.blocks, *request.window_tables]
+        found = [
+            (index, number, block)
+            for number, table in enumerate(tables)
+            for index, block in enumerate(table)
+            if block in findable
+        ]
         if not found:
             continue
         fresh: list[bytes] = []
         root = root_hash(scheduler.prefixes.hashes.model_digest, request.namespace)
-        num_full = min(found[-1] + 1, len(request.tokens) // size)
+        num_full = min(max(found)[0] + 1, len(request.tokens) // size)
         extend_hashes(fresh, root, request.tokens, size, num_full)
-        for index in found:
-            block = request.blocks[index]
-            assert findable[block] == fresh[index], f"block {block}: wrong content"
+        for index, number, block in found:
+            keys = [fresh[index], *window_keys(fresh[index], len(request.window_tables))]
+            assert findable[block] == keys[number], f"block {block}: wrong content"
             end = (index + 1) * size
             assert end <= request.num_computed, f"block {block}: not computed"
             is_draft_computed = request.uses_draft_model and bool(

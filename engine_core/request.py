@@ -11,6 +11,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from itertools import chain, zip_longest
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from engine_core.policy.accounts import AccountUsage
 from engine_core.stage_timer import EngineClock, RequestStage, StageTimer
 from protocol.messages import Account, TokenLogprobs
 from protocol.sampling import SamplingParams
+from protocol.steps import NULL_BLOCK
 
 if TYPE_CHECKING:
     from engine_core.kv.handle import Handle
@@ -131,8 +133,12 @@ class Request:
     #: Generation of `slot` while the request owns it.
     slot_generation: int = 0
     #: Block ids of positions [0, len(blocks) * block_tokens). The first `num_passed` are the null
-    #: block.
+    #: block, except if there are `window_tables`.
     blocks: list[int] = field(default_factory=list)
+    #: With K/V groups, the block ids of the layers with a window: a list for each of a column's
+    #: blocks, with an id for each column. The first `num_passed` are the null block. `blocks` then
+    #: are those of the other layers. All lists have one length, which is at most that of `blocks`.
+    window_tables: list[list[int]] = field(default_factory=list)
     #: Number of leading blocks that the model's window has passed. The request has released them.
     num_passed: int = 0
     #: How many of `num_passed` are the null block in the worker's block table too.
@@ -209,7 +215,18 @@ class Request:
     @property
     def held_blocks(self) -> list[int]:
         """The blocks that the request holds: all except those that the window has passed."""
-        return self.blocks[self.num_passed :]
+        if not self.window_tables:
+            return self.blocks[self.num_passed :]
+        tables = (table[self.num_passed :] for table in self.window_tables)
+        return [*self.blocks, *chain.from_iterable(tables)]
+
+    @property
+    def block_table(self) -> list[int]:
+        """The entries of the request's block table in the worker (`KVGroups`)."""
+        if not self.window_tables:
+            return self.blocks
+        columns = zip_longest(self.blocks, *self.window_tables, fillvalue=NULL_BLOCK)
+        return list(chain.from_iterable(columns))
 
     @property
     def num_ahead(self) -> int:

@@ -73,6 +73,7 @@ def _limits(ready: WorkerReady, config: EngineConfig, *, hands_over: bool) -> Li
             num_blocks=ready.num_blocks,
             block_tokens=ready.block_tokens,
             window=ready.kv_window,
+            groups=ready.kv_groups,
         ),
         max_slots=ready.max_slots,
         block_tokens=ready.block_tokens,
@@ -81,4 +82,5 @@ def _limits(ready: WorkerReady, config: EngineConfig, *, hands_over: bool) -> Li
         prefix_cache=config.prefix_cache,
         kv_lease_s=config.kv_lease_s if hands_over else 0.0,
         kv_window=ready.kv_window,
+        kv_groups=ready.kv_groups,
     )

@@ -1,14 +1,43 @@
 """K/V blocks that a sliding window needs.
 
-In a model all of whose layers have a window, the query at position q reads the keys at positions
-[q - window + 1, q]. A block is passed when no later query reads any of its positions. It is then
-freed, and its entry in the block table becomes the null block, so the table's indexes still follow
-from the positions. The worker plans its memory by these functions, and the engine frees blocks.
+In a layer with a window, the query at position q reads the keys at positions [q - window + 1, q]. A
+block is passed when no later query reads any of its positions. It is then freed, and its entry in
+the block table becomes the null block, so the table's indexes still follow from the positions. The
+worker plans its memory by these functions, and the engine frees blocks.
 
-In all functions `window` is None if every block is kept until the request ends.
+A block usually stores its positions in all layers, so it can be freed only if all of them have a
+window. If only some layers have one, the layers form two groups (`KVGroups`), and blocks of the
+layers with a window are freed.
+
+In all functions `window` is None if every block is kept until the request ends, and `groups` is
+None if a block stores all layers. At most one of them is not None.
 """
 
 from __future__ import annotations
+
+import msgspec
+
+
+class KVGroups(msgspec.Struct, frozen=True, kw_only=True):
+    """The K/V groups of a model in which only some layers have a window.
+
+    Each column of a block table stands for `block_tokens` positions, and has 1 + `window_blocks`
+    entries. The first is the block of the layers without a window. The others are the blocks of the
+    layers with one. A block stores as many layers as there are layers without a window, so every
+    block of the cache can be an entry of either kind. Column c has the entries
+    [c * (1 + window_blocks), (c + 1) * (1 + window_blocks)) of the table.
+
+    window          longest window of the layers that have one, in tokens
+    window_blocks   blocks of a column that store the layers with a window
+    """
+
+    window: int
+    window_blocks: int
+
+
+def num_column_blocks(groups: KVGroups | None) -> int:
+    """Return the number of blocks in a column of a block table."""
+    return 1 if groups is None else 1 + groups.window_blocks
 
 
 def num_passed_blocks(num_computed: int, block_tokens: int, window: int | None) -> int:
@@ -29,15 +58,45 @@ def max_live_blocks(num_new: int, block_tokens: int, window: int | None) -> int 
     return (window + num_new + block_tokens - 3) // block_tokens + 1
 
 
+def max_held_blocks(
+    num_tokens: int,
+    num_new: int,
+    *,
+    block_tokens: int,
+    window: int | None,
+    groups: KVGroups | None = None,
+) -> int:
+    """Return the most blocks that a request of `num_tokens` tokens needs at the same time.
+
+    Its steps compute up to `num_new` tokens.
+    """
+    columns = -(-num_tokens // block_tokens)
+    live = max_live_blocks(num_new, block_tokens, window if groups is None else groups.window)
+    held = columns if live is None else min(columns, live)
+    return held if groups is None else columns + groups.window_blocks * held
+
+
 def max_request_tokens(
-    max_len: int, *, num_blocks: int, block_tokens: int, window: int | None
+    max_len: int,
+    *,
+    num_blocks: int,
+    block_tokens: int,
+    window: int | None,
+    groups: KVGroups | None = None,
 ) -> int:
     """Return the length of the longest request that a cache can serve, at most `max_len` tokens.
 
     `num_blocks` includes the null block. If the cache holds one window and the token after it, a
-    request may have any length, because its blocks are reused.
+    request may have any length, because its blocks are reused. With groups, this is so for the
+    blocks of the layers with a window.
     """
     usable = num_blocks - 1
+    if groups is not None:
+        window_blocks = groups.window_blocks * max_held_blocks(
+            max_len, 1, block_tokens=block_tokens, window=groups.window
+        )
+        columns = max(usable - window_blocks, usable // num_column_blocks(groups))
+        return min(max_len, columns * block_tokens)
     live = max_live_blocks(1, block_tokens, window)
     if live is not None and usable >= live:
         return max_len

@@ -18,6 +18,7 @@ from msgspec import Meta
 from protocol.arrays import Int32
 from protocol.errors import ErrorInfo
 from protocol.grammar import Grammar
+from protocol.kv_window import KVGroups
 from protocol.model_card import ModelCard
 from protocol.sampling import SamplingParams
 from protocol.stats import EngineStats
@@ -179,6 +180,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     kv_lease_s   seconds that this engine keeps K/V for another engine; 0: it keeps none
     kv_window    K/V blocks further back than this many tokens are freed (kv_window.py). None: a
                  request keeps all of its blocks
+    kv_groups    the K/V groups, if blocks of only some layers are freed; `kv_window` is then None
     """
 
     max_len: int
@@ -189,6 +191,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     prefix_cache: bool
     kv_lease_s: float = 0.0
     kv_window: int | None = None
+    kv_groups: KVGroups | None = None
 
 
 class Welcome(Message, frozen=True, kw_only=True):

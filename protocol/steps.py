@@ -25,6 +25,7 @@ from protocol.kv import (
     KVUsed,
     KVWithdraw,
 )
+from protocol.kv_window import KVGroups
 from protocol.messages import Message
 from protocol.model_card import ModelCard
 from protocol.sampling import SamplingParams
@@ -48,7 +49,8 @@ class SlotInit(msgspec.Struct, frozen=True, kw_only=True):
     #: Number of leading positions whose K/V is in `blocks` already (prefix cache).
     num_computed: int
     #: Ids of the request's blocks, in the order of their positions; the null block for blocks that
-    #: a window has passed.
+    #: a window has passed. With K/V groups, the entries of all columns (`KVGroups`); the null block
+    #: also for blocks of a window that are allocated later.
     blocks: Int32
     #: The seed that the user gave or the engine drew; the same each time the request is bound.
     seed: int
@@ -224,6 +226,9 @@ class WorkerReady(Message, frozen=True, kw_only=True):
     #: Every layer of the model has a window of at most this many tokens, so the engine may free the
     #: blocks before it (kv_window.py). None: the engine must keep all blocks of a request.
     kv_window: int | None = None
+    #: Some layers of the model have a window, so the engine may free the blocks of these layers.
+    #: Block tables then have several blocks per column. None: a block stores all layers.
+    kv_groups: KVGroups | None = None
 
 
 class WorkerFailed(Message, frozen=True, kw_only=True):

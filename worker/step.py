@@ -112,7 +112,13 @@ class Runner:
             if self._decode is not None and self._decode.is_for(plan, rows):
                 sampled = self._run_decode(self._decode, rows, plan, receive_masks)
             else:
-                batch = build_batch(plan, rows, self._slots, block_tokens=self._cache.block_tokens)
+                batch = build_batch(
+                    plan,
+                    rows,
+                    self._slots,
+                    block_tokens=self._cache.block_tokens,
+                    num_entries=self._cache.num_entries,
+                )
                 hidden = self._model(batch.token_ids, batch.attention, self._cache, self._attention)
                 prompt_columns = prompt_logprobs(hidden, self._model.logits, self._slots, batch)
                 sampled = self._sample(hidden, batch, plan, receive_masks)

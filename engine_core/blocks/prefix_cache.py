@@ -21,6 +21,14 @@ from protocol.messages import Limits
 from protocol.steps import NULL_BLOCK
 
 
+def window_keys(content: bytes, window_blocks: int) -> list[bytes]:
+    """Return the keys of a column's blocks that store the layers with a window.
+
+    `content` is the column's hash, which is the key of its first block.
+    """
+    return [content + bytes([index]) for index in range(window_blocks)]
+
+
 class PrefixCache:
     """A one-to-one mapping between content hashes and blocks of the pool."""
 
@@ -65,16 +73,33 @@ class PrefixCache:
         longer prefix that needs it, so if nothing is cached, there is one look-up per window. No
         hash is checked more than twice.
         """
-        block_of, end = self._block_of, len(hashes)
-        while end:
-            first = num_passed(end)
-            for index in range(first, end):
-                if hashes[index] not in block_of:
-                    end = index
-                    break
-            else:
-                return [NULL_BLOCK] * first + [block_of[content] for content in hashes[first:end]]
-        return []
+        block_of = self._block_of
+        end = _window_end(len(hashes), num_passed, lambda index: hashes[index] in block_of)
+        first = num_passed(end) if end else 0
+        return [NULL_BLOCK] * first + [block_of[content] for content in hashes[first:end]]
+
+    def match_groups(
+        self, hashes: Sequence[bytes], num_passed: Callable[[int], int], window_blocks: int
+    ) -> list[int]:
+        """Return the first blocks of the columns of the longest cached prefix of `hashes`.
+
+        These blocks must all be cached, and the blocks of the layers with a window in the columns
+        that the window has not passed. `num_passed` is as in `match_window`.
+        """
+
+        def is_cached(index: int) -> bool:
+            keys = window_keys(hashes[index], window_blocks)
+            return all(key in self._block_of for key in keys)
+
+        found = self.match(hashes)
+        return found[: _window_end(len(found), num_passed, is_cached)]
+
+    def window_columns(self, hashes: Sequence[bytes], window_blocks: int) -> list[list[int]]:
+        """Return the blocks of the layers with a window in these columns, which must be cached."""
+        return [
+            [self._block_of[key] for key in window_keys(content, window_blocks)]
+            for content in hashes
+        ]
 
     def num_draft_computed(self, found: Sequence[int]) -> int:
         """Return how many leading blocks of `found` have the draft model's K/V."""
@@ -97,6 +122,18 @@ class PrefixCache:
         return dict(self._hash_of)
 
 
+def _window_end(
+    end: int, num_passed: Callable[[int], int], is_cached: Callable[[int], bool]
+) -> int:
+    """Return the length of the longest prefix, at most `end`, whose needed blocks are cached."""
+    while end:
+        missing = next((i for i in range(num_passed(end), end) if not is_cached(i)), None)
+        if missing is None:
+            return end
+        end = missing
+    return 0
+
+
 class Prefixes:
     """Finds cached blocks for requests, and publishes the blocks that requests have filled."""
 
@@ -104,13 +141,16 @@ class Prefixes:
         self.hashes = hashes
         self._is_enabled = limits.prefix_cache
         self._block_tokens = limits.block_tokens
-        self._window = limits.kv_window
+        groups = limits.kv_groups
+        self._window = limits.kv_window if groups is None else groups.window
+        self._window_blocks = 0 if groups is None else groups.window_blocks
         self._cache = cache
 
     def find(self, request: Request) -> list[int]:
         """Return the cached blocks that hold the first tokens of the request.
 
         If the model has a window, those that it has passed after these tokens are the null block.
+        With K/V groups, they are the blocks of the layers without a window.
         The block with the last token is not used, because the step needs the logits of this token.
         A request with prompt logprobs uses no cached blocks, because it needs the logits of its
         whole prompt.
@@ -122,6 +162,8 @@ class Prefixes:
         hashes = request.hashes[:usable]
         if self._window is None:
             return self._cache.match(hashes)
+        if self._window_blocks:
+            return self._cache.match_groups(hashes, self._num_passed, self._window_blocks)
         return self._cache.match_window(hashes, self._num_passed)
 
     def publish(self, request: Request) -> range:
@@ -137,8 +179,17 @@ class Prefixes:
                     request.blocks[index],
                     is_draft_computed=request.uses_draft_model,
                 )
+            if self._window_blocks:
+                self._publish_window(request, published)
             request.num_published = full
         return published
+
+    def _publish_window(self, request: Request, published: range) -> None:
+        """Publish the blocks of the layers with a window that the window has not passed."""
+        for index in range(max(published.start, request.num_passed), published.stop):
+            keys = window_keys(request.hashes[index], self._window_blocks)
+            for key, table in zip(keys, request.window_tables, strict=True):
+                self._cache.publish(key, table[index], is_draft_computed=False)
 
     def _num_passed(self, num_blocks: int) -> int:
         return num_passed_blocks(num_blocks * self._block_tokens, self._block_tokens, self._window)

@@ -109,6 +109,7 @@ class RequestSnapshot(SnapshotPart, frozen=True, kw_only=True):
     slot: int | None
     slot_generation: int
     blocks: list[int]
+    window_tables: list[list[int]] = []
     num_passed: int
     num_passed_sent: int
     hashes: list[bytes]

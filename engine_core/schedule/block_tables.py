@@ -3,6 +3,8 @@
 If the model has no window, a request is admitted with blocks for all its known tokens, and then
 needs blocks only for the tokens that it generates.
 
+If only some layers have a window, grouped_tables.py applies.
+
 If all layers of the model have a window (`Limits.kv_window`), blocks before the window are
 released when a step commits. Their entries in the block table become the null block. No step reads
 them any more: a step in flight starts at `num_computed` or later, and the draft model, whose steps
@@ -18,7 +20,7 @@ can always continue, because the cache holds one window and the token after it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from engine_core.blocks.pool import BlockPool
 from engine_core.request import Request, RequestPhase
@@ -31,10 +33,14 @@ from protocol.steps import NULL_BLOCK
 class BlockTables:
     """Allocates and releases the blocks of requests in one pool."""
 
+    #: Whether blocks are released while their request runs.
+    frees_blocks: bool
+
     def __init__(self, limits: Limits, pool: BlockPool) -> None:
         self._pool = pool
         self._size = limits.block_tokens
         self._window = limits.kv_window
+        self.frees_blocks = self._window is not None
         #: Most blocks allocated at an admission; None: blocks for all known tokens.
         self._max_first = max_live_blocks(limits.token_budget, self._size, self._window)
 
@@ -85,28 +91,38 @@ class BlockTables:
             request.blocks[request.num_passed : num_passed] = [NULL_BLOCK] * len(passed)
             request.num_passed = num_passed
 
+    def fresh_blocks(self, request: Request) -> list[int]:
+        """Return the blocks of the request that have no content yet, at its admission."""
+        return request.blocks[-(-request.num_computed // self._size) :]
+
+    def num_covered(self, request: Request) -> int:
+        """Return how many positions the block table of the request covers."""
+        return len(request.blocks) * self._size
+
     def needs_block(self, request: Request) -> bool:
         """Return whether the request is running, and has no block for its next token."""
         return (
             request.phase is RequestPhase.RUNNING
             and request.num_uncomputed > 0
-            and request.num_scheduled >= len(request.blocks) * self._size
+            and request.num_scheduled >= self.num_covered(request)
         )
+
+    def num_to_continue(self, requests: Iterable[Request]) -> int:
+        """Return how many blocks these requests need for their next tokens."""
+        return sum(map(self.needs_block, requests))
 
     def max_positions(self, request: Request, *, reserved: int) -> int:
         """Return how many positions of the request can have blocks without a preemption.
 
-        `reserved` free blocks are left for other requests.
+        Free blocks for a column of `reserved` other requests are left.
         """
         free = max(self._pool.num_free - reserved, 0)
         return (len(request.blocks) + free) * self._size
 
     def grow(self, request: Request, num_positions: int, step: Schedule) -> None:
         """Allocate the blocks that the first `num_positions` positions lack. They must be free."""
-        lacking = max(self._num_blocks(num_positions) - len(request.blocks), 0)
-        blocks = self._pool.allocate(lacking)
-        assert blocks is not None
-        self.append(request, blocks, step)
+        has_grown = self.try_grow(request, num_positions, step)
+        assert has_grown
 
     def grow_if_free(self, request: Request, num_positions: int, step: Schedule) -> int:
         """Allocate blocks for the first `num_positions` positions, as far as blocks are free.
@@ -114,14 +130,18 @@ class BlockTables:
         Return how many positions the block table then covers. Only with a window can it lack any.
         """
         self.grow(request, min(num_positions, self.max_positions(request, reserved=0)), step)
-        return len(request.blocks) * self._size
+        return self.num_covered(request)
 
-    def append(self, request: Request, blocks: list[int], step: Schedule) -> None:
-        """Append blocks to a request that has a slot.
+    def try_grow(self, request: Request, num_positions: int, step: Schedule) -> bool:
+        """Allocate the blocks that the first `num_positions` positions of a request lack.
 
-        If the request is admitted in this step, the blocks are part of its bind. Otherwise they are
-        listed in `table_updates`.
+        The request must have a slot. If it is admitted in this step, the blocks are part of its
+        bind. Otherwise they are listed in `table_updates`. Return False, without allocating any
+        block, if too few are free.
         """
+        blocks = self._pool.allocate(max(self._num_blocks(num_positions) - len(request.blocks), 0))
+        if blocks is None:
+            return False
         assert request.slot is not None
         first = len(request.blocks)
         if request not in step.admitted:
@@ -130,6 +150,7 @@ class BlockTables:
             ]
         step.new_blocks += blocks
         request.blocks += blocks
+        return True
 
     def plan_passed(self, step: Schedule) -> None:
         """Add the null blocks to the worker's block tables of all rows of the step."""

@@ -168,7 +168,7 @@ def _slot_init(request: Request) -> SlotInit:
         tokens=Int32(memoryview(request.tokens.tobytes())),
         prompt_tokens=request.prompt_tokens,
         num_computed=request.num_computed,
-        blocks=Int32.of(request.blocks),
+        blocks=Int32.of(request.block_table),
         seed=request.seed,
         stop_ids=sorted(request.stop_ids),
         params=request.params,

@@ -62,6 +62,7 @@ from engine_core.policy.fair_share import (
 from engine_core.policy.queue import WaitingQueue
 from engine_core.request import Request, RequestEvent, RequestPhase
 from engine_core.schedule.block_tables import BlockTables
+from engine_core.schedule.grouped_tables import GroupedBlockTables
 from engine_core.schedule.plan import DraftCatchUp, Schedule
 from engine_core.schedule.slot_pool import SlotPool
 from protocol.messages import Limits
@@ -108,8 +109,11 @@ class Scheduler:
         #: while their fetch is not reported.
         self.unbound: list[Request] = []
         self.pool = pool
-        self.tables = BlockTables(limits, pool)
-        self._has_window = limits.kv_window is not None
+        self.tables = (
+            BlockTables(limits, pool)
+            if limits.kv_groups is None
+            else GroupedBlockTables(limits, pool, limits.kv_groups)
+        )
         self.slots = SlotPool(limits.max_slots)
         self.limits = limits
         self.prefixes = Prefixes(limits, hashes, pool.cache)
@@ -128,8 +132,8 @@ class Scheduler:
 
     def can_continue(self) -> bool:
         """Return whether the next step can be planned without preemption."""
-        growing = sum(map(self.tables.needs_block, self.running))
-        return growing <= self.pool.num_free and not self._fair_share_victims()
+        num_needed = self.tables.num_to_continue(self.running)
+        return num_needed <= self.pool.num_free and not self._fair_share_victims()
 
     def schedule(self, *, is_shared: bool = False) -> Schedule:
         """Decide one step, and allocate the slots and blocks that it needs.
@@ -157,7 +161,7 @@ class Scheduler:
             self._pause_decodes(step, decodes)
         self._add_drafts(step)
         self._plan_draft_model(step)
-        if self._has_window:
+        if self.tables.frees_blocks:
             self.tables.plan_passed(step)
         return step
 
@@ -165,7 +169,7 @@ class Scheduler:
         """Apply a committed step that computed `num_tokens` of a running request."""
         request.num_computed += num_tokens
         self._publish(request)
-        if self._has_window:
+        if self.tables.frees_blocks:
             self.tables.release_passed(request)
 
     def on_fetch_over(self, request: Request, match: Match | None) -> None:
@@ -261,14 +265,13 @@ class Scheduler:
         """
         if not self.tables.needs_block(request):
             return True
-        while (blocks := self.pool.allocate(1)) is None:
+        while not self.tables.try_grow(request, request.num_scheduled + 1, step):
             if self._kv_transfers.yield_lease(request):
                 continue
             victim = self.running[-1]
             self._preempt(victim, step)
             if victim is request:
                 return False
-        self.tables.append(request, blocks, step)
         return True
 
     def _add_drafts(self, step: Schedule) -> None:
@@ -428,7 +431,7 @@ class Scheduler:
         insort(self.running, request, key=lambda other: other.rank)
         request.num_charged = max(request.num_charged, request.num_computed)
         step.admitted.append(request)
-        step.new_blocks += request.blocks[-(-request.num_computed // self.limits.block_tokens) :]
+        step.new_blocks += self.tables.fresh_blocks(request)
         self._schedule_tokens(request, step)
 
     def _allocate_for(self, request: Request, found: list[int]) -> bool:

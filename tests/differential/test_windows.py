@@ -1,7 +1,7 @@
-"""Models with a window in every layer against transformers, in a cache smaller than their texts.
+"""Models with windows against transformers, in a cache smaller than their texts.
 
-The cache holds only a few windows, so the answers are right only if the blocks before each window
-are freed, and no block is freed too early.
+The cache holds only a few windows, and one text of the layers without a window. So the answers are
+right only if the blocks before each window are freed, and no block is freed too early.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from protocol.kv_window import max_live_blocks
+from protocol.config.worker import WorkerConfig
+from protocol.kv_window import max_held_blocks, num_column_blocks
 from protocol.messages import TokenLogprobs
 from protocol.sampling import SamplingParams
 from tests.support.checkpoints import write_directory
@@ -20,6 +21,7 @@ from tests.support.family_models import random_model
 from tests.support.kernels import native_kernels
 from tests.support.replica import Replica, load
 from worker.models.load import LoadedModel
+from worker.startup.kv_window import kv_groups
 
 WINDOW, BLOCK_TOKENS, BUDGET = 24, 4, 9
 SIZES = {"sliding_window": WINDOW, "hidden_size": 192, "num_hidden_layers": 2}
@@ -27,11 +29,21 @@ MAX_LEN = 10 * WINDOW
 ATOL = 2e-3
 
 
-@pytest.fixture(scope="module", params=["phi3", "mistral, compiled"])
+OWN_SIZES: dict[str, dict[str, Any]] = {
+    "gemma3_text": {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+    }
+}
+WINDOWED = ["phi3", "mistral, compiled"]
+ALTERNATING = ["gpt_oss", "gemma3_text, compiled"]
+
+
+@pytest.fixture(scope="module", params=WINDOWED + ALTERNATING)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: Any) -> tuple[Any, LoadedModel]:
     """Return a model of transformers, and ours with the same weights."""
     kind, _, compiled = request.param.partition(", ")
-    theirs = random_model(kind, **SIZES)
+    theirs = random_model(kind, **SIZES | OWN_SIZES.get(kind, {}))
     path = write_directory(tmp_path_factory.mktemp("model"), theirs)
     if not compiled:
         return theirs, load(path)
@@ -39,19 +51,25 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: Any) -> tuple[Any, Lo
 
 
 def small(loaded: LoadedModel, num_windows: int, **options: Any) -> Replica:
-    """Return a replica whose cache holds this many windows, each with a chunk."""
-    live = max_live_blocks(BUDGET, BLOCK_TOKENS, WINDOW)
-    assert live is not None
+    """Return a replica whose cache holds this many windows, each with a chunk, and one text of the
+    layers without a window."""
+    groups = kv_groups(WorkerConfig(model="", max_len=MAX_LEN), [loaded.spec])
+    live = max_held_blocks(MAX_LEN, BUDGET, block_tokens=BLOCK_TOKENS, window=WINDOW)
+    columns = -(-MAX_LEN // BLOCK_TOKENS)
+    num_blocks = num_windows * live
+    if groups is not None:
+        num_blocks = columns + num_windows * live * groups.window_blocks
+    assert num_blocks < columns * num_column_blocks(groups) / 1.5
     replica = Replica(
         loaded,
         token_budget=BUDGET,
         max_slots=4,
-        num_blocks=1 + num_windows * live,
+        num_blocks=1 + num_blocks,
         block_tokens=BLOCK_TOKENS,
         max_len=MAX_LEN,
         **options,
     )
-    assert replica.engine.limits.max_len == MAX_LEN > replica.engine.stats().total_blocks * 4
+    assert replica.engine.limits.max_len == MAX_LEN
     return replica
 
 
@@ -104,7 +122,7 @@ def test_batches_preemptions_cached_prefixes_and_drafts_give_the_same_logprobs(
     once = replica.add(text, greedy(48))
     replica.run()
     check(replica, theirs, once, text, 48)
-    # The layers together see fewer tokens than `text`, so its repetition gets the same answer.
+    # Windowed layers together see fewer tokens than `text`, so its repetition gets the same answer.
     prompts = [text + replica.tokens(once) + text] + [some_tokens(5, seed=i) for i in range(3)]
     numbers = [replica.add(prompt, greedy(48)) for prompt in prompts]
     replica.run()
@@ -113,5 +131,13 @@ def test_batches_preemptions_cached_prefixes_and_drafts_give_the_same_logprobs(
     usage = replica.outputs[numbers[0]][-1].usage
     assert usage is not None
     assert usage.cached_tokens > 3 * WINDOW
-    assert usage.accepted_tokens > 24
+    if loaded.spec.window is not None:
+        assert usage.accepted_tokens > 24
     assert replica.engine.stats().num_preemptions > 0
+    alone = replica.add(prompts[0], greedy(6))
+    replica.run()
+    check(replica, theirs, alone, prompts[0], 6)
+    usage = replica.outputs[alone][-1].usage
+    assert usage is not None
+    assert usage.draft_tokens > 0
+    assert replica.engine.stats().free_blocks == replica.engine.stats().total_blocks

@@ -32,15 +32,16 @@ def test_thousands_of_random_operations_keep_every_law(seed: int) -> None:
 
 
 # ---- windows
-WINDOW_SEEDS = (4, 5, 101, 103)
+WINDOW_SEEDS = [(4, 0), (5, 0), (101, 0), (103, 0), (5, 3), (103, 2)]
+"""Seed of the storm, and the blocks of a column for the layers with a window; 0: all have one."""
 WINDOW_OPERATIONS = 2_000
 
 
-@pytest.mark.parametrize("seed", WINDOW_SEEDS)
+@pytest.mark.parametrize(("seed", "window_blocks"), WINDOW_SEEDS)
 def test_every_answer_is_right_in_a_cache_smaller_than_the_texts_of_a_windowed_model(
-    seed: int,
+    seed: int, window_blocks: int
 ) -> None:
-    storm = WindowStorm(seed)
+    storm = WindowStorm(seed, window_blocks)
     for _ in range(WINDOW_OPERATIONS):
         storm.operate()
     storm.finish_all()

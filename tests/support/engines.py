@@ -26,7 +26,7 @@ from protocol.config.worker import WorkerConfig
 from protocol.errors import ServingError
 from protocol.grammar import Body, Grammar
 from protocol.kv import KVCancel, KVFetch, KVReport, KVStore, KVUsed, TierSource
-from protocol.kv_window import max_request_tokens
+from protocol.kv_window import KVGroups, max_request_tokens
 from protocol.messages import Accepted, Account, Generate, Limits, Output, Refused, Usage
 from protocol.model_card import ModelCard
 from protocol.sampling import SamplingParams
@@ -109,6 +109,14 @@ class EchoWorker:
     draft_kv: dict[int, list[int | None]] = field(default_factory=dict)
     _possible: list[list[int] | None] = field(default_factory=list)
 
+    @property
+    def _windows(self) -> list[int | None]:
+        """The window of the layers that each block of a column stores."""
+        groups = self.limits.kv_groups
+        if groups is None:
+            return [self.limits.kv_window]
+        return [None, *[groups.window] * groups.window_blocks]
+
     def execute(self, plan: StepPlan, masks: Masks | None = None) -> StepResult:
         self._possible = _possible(plan, masks)
         for released in plan.release:
@@ -129,9 +137,13 @@ class EchoWorker:
             strict=True,
         )
         for slot, index, block in appended:
-            assert index <= len(self.tables[slot])
-            assert (block == NULL_BLOCK) == (index < len(self.tables[slot])), "an entry was changed"
-            self.tables[slot][index : index + 1] = [block]
+            table = self.tables[slot]
+            if len(self._windows) > 1:  # blocks of a window may follow later
+                table += [NULL_BLOCK] * (index + 1 - len(table))
+            assert index <= len(table)
+            is_new = index == len(table) or (len(self._windows) > 1 and not table[index])
+            assert (block == NULL_BLOCK) != is_new, "an entry was changed"
+            table[index : index + 1] = [block]
         for block in plan.zero_blocks.tolist():
             self.kv[block] = [None] * self.limits.block_tokens
             self.draft_kv[block] = [None] * self.limits.block_tokens
@@ -200,11 +212,15 @@ class EchoWorker:
     def _row(self, slot: int, start: int, count: int, samples: int, drafts: list[int]) -> list[int]:
         known, table, size = self.tokens[slot], self.tables[slot], self.limits.block_tokens
         tokens = known + drafts
-        for position in range(start, start + count):
-            self.kv[table[position // size]][position % size] = tokens[position]
-        first = max(start + 1 - (self.limits.kv_window or start + 1), 0)
-        seen = [self.kv[table[p // size]][p % size] for p in range(first, start + count)]
-        assert seen == tokens[first : start + count], "attention would read another's K/V"
+        for index, window in enumerate(self._windows):
+            own = table[index :: len(self._windows)]  # of the layers in a column's block `index`
+            for position in range(start, start + count):
+                assert own[position // size] != NULL_BLOCK, "a position has no block"
+                self.kv[own[position // size]][position % size] = tokens[position] + index * VOCAB
+            first = max(start + 1 - (window or start + 1), 0)
+            seen = [self.kv[own[p // size]][p % size] for p in range(first, start + count)]
+            right = [token + index * VOCAB for token in tokens[first : start + count]]
+            assert seen == right, "attention would read another's K/V"
         if not samples:
             assert not drafts
             return []
@@ -292,6 +308,7 @@ class Bench:
         max_slots: int = 8,
         max_len: int = 200,
         kv_window: int | None = None,
+        kv_groups: KVGroups | None = None,
         prefix_cache: bool = True,
         max_waiting: int = 1000,
         max_waiting_tokens: int = 1_000_000,
@@ -317,7 +334,11 @@ class Bench:
         """
         self.limits = Limits(
             max_len=max_request_tokens(
-                max_len, num_blocks=num_blocks, block_tokens=block_tokens, window=kv_window
+                max_len,
+                num_blocks=num_blocks,
+                block_tokens=block_tokens,
+                window=kv_window,
+                groups=kv_groups,
             ),
             max_slots=max_slots,
             block_tokens=block_tokens,
@@ -325,6 +346,7 @@ class Bench:
             token_budget=token_budget,
             prefix_cache=prefix_cache,
             kv_window=kv_window,
+            kv_groups=kv_groups,
         )
         self.config = EngineConfig(
             worker=WorkerConfig(model="", draft_model=draft_model_for(config)),

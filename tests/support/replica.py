@@ -24,7 +24,7 @@ from protocol.config.engine import EngineConfig
 from protocol.config.worker import WorkerConfig
 from protocol.grammar import Grammar
 from protocol.kv import KVFetch
-from protocol.kv_window import max_request_tokens
+from protocol.kv_window import KVGroups, max_request_tokens, num_column_blocks
 from protocol.messages import Accepted, Generate, Limits, Output
 from protocol.sampling import SamplingParams
 from protocol.steps import Masks, StepPlan, StepResult
@@ -35,11 +35,12 @@ from worker.attention.select import select_attention
 from worker.debug.slot_registry import Poison
 from worker.draft.model import DraftModel
 from worker.kernels.select import select_kernels
-from worker.kv.cache import KVCache
+from worker.kv.cache import KVCache, layer_places
 from worker.models.load import LoadedModel, load_model
 from worker.slots.fields import slot_fields
 from worker.slots.table import SlotTable
 from worker.startup.device import choose_dtype
+from worker.startup.kv_window import kv_groups, num_block_layers
 from worker.startup.machine import cpu_flags
 from worker.step import Runner
 
@@ -125,12 +126,16 @@ class Replica:
 
     def __post_init__(self) -> None:
         config = self.loaded.spec
-        window = None if self.draft or self.place else config.window
+        keeps_all = self.draft is not None or self.place is not None
+        window = None if keeps_all else config.window
+        options = WorkerConfig(model="", max_len=self.max_len or 0)
+        groups = None if keeps_all else kv_groups(options, [config])
         max_len = max_request_tokens(
             self.max_len or config.context_tokens,
             num_blocks=self.num_blocks,
             block_tokens=self.block_tokens,
             window=window,
+            groups=groups,
         )
         limits = Limits(
             max_len=max_len,
@@ -140,9 +145,10 @@ class Replica:
             token_budget=self.token_budget,
             prefix_cache=self.prefix_cache,
             kv_window=window,
+            kv_groups=groups,
         )
-        slots = slot_table(max_len, self.block_tokens, self.max_slots)
-        self.cache = new_cache(self.loaded, self.num_blocks, self.block_tokens)
+        slots = slot_table(max_len, self.block_tokens, self.max_slots, groups=groups)
+        self.cache = new_cache(self.loaded, self.num_blocks, self.block_tokens, groups)
         self.runner = new_runner(self.loaded, slots, self.cache, self.draft)
         self.mover = None
         if self.place is not None:
@@ -282,15 +288,20 @@ def slot_table(
     *,
     poison: Poison | None = Poison.WILD,
     kind: type[SlotTable] = SlotTable,
+    groups: KVGroups | None = None,
 ) -> SlotTable:
-    fields = slot_fields(max_len, -(-max_len // block_tokens))
+    fields = slot_fields(max_len, -(-max_len // block_tokens) * num_column_blocks(groups))
     return new_slots(fields, max_slots, torch.device("cpu"), poison=poison, kind=kind)
 
 
-def new_cache(loaded: LoadedModel, num_blocks: int, block_tokens: int) -> KVCache:
+def new_cache(
+    loaded: LoadedModel, num_blocks: int, block_tokens: int, groups: KVGroups | None = None
+) -> KVCache:
     config, dtype = loaded.spec, getattr(torch, loaded.card.dtype)
-    shape = (config.num_layers, num_blocks, block_tokens, config.num_kv_heads, config.head_dim)
-    return KVCache(*shape, dtype, torch.device("cpu"))
+    num_layers = num_block_layers(config, groups)
+    shape = (num_layers, num_blocks, block_tokens, config.num_kv_heads, config.head_dim)
+    places = () if groups is None else layer_places(config.layer_windows)
+    return KVCache(*shape, dtype, torch.device("cpu"), places=places)
 
 
 def new_runner(

@@ -45,6 +45,7 @@ from protocol.kv_peers import (
     ShmOffer,
     ZmqOffer,
 )
+from protocol.kv_window import KVGroups
 from protocol.messages import (
     Abort,
     AbortByLabel,
@@ -260,6 +261,7 @@ MESSAGES: list[Message] = [
             token_budget=64,
             prefix_cache=True,
             kv_window=4096,
+            kv_groups=KVGroups(window=512, window_blocks=5),
         ),
     ),
     Accepted(request=1),
@@ -396,6 +398,7 @@ MESSAGES: list[Message] = [
         ),
         kv_tiers=["host", "disk"],
         kv_window=4096,
+        kv_groups=KVGroups(window=512, window_blocks=5),
     ),
     KVReport(
         fetched=[KVFetched(5, 4096, 0.25, "shm")],

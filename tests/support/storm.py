@@ -14,7 +14,7 @@ import re
 from typing import Any
 
 from protocol.grammar import Body, ChoiceGrammar, Regex
-from protocol.kv_window import max_live_blocks
+from protocol.kv_window import KVGroups, max_live_blocks, num_column_blocks
 from protocol.messages import Account, Refused
 from tests.support.engines import (
     VOCAB,
@@ -238,19 +238,26 @@ def _check_tokens(sample: SampleToken, prompt: list[int], tokens: list[int], see
 class WindowStorm(RequestStorm):
     """A storm of a model with a window, and a cache that holds a few windows.
 
-    Most texts are several windows long, and many do not fit into the cache as a whole.
+    Most texts are several windows long, and many do not fit into the cache as a whole. With
+    `window_blocks`, only some layers have the window, and have this many blocks of a column. The
+    cache then holds one text of the other layers.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, window_blocks: int = 0) -> None:
         draw = random.Random(seed)
         size, window = draw.choice([1, 4, 8]), draw.choice([3, 6, 13])
         live = max_live_blocks(1, size, window)
         assert live is not None
+        least, groups = live, None
+        if window_blocks:
+            least = -(-60 // size) + window_blocks * live
+            groups = KVGroups(window=window, window_blocks=window_blocks)
         super().__init__(
             seed,
-            kv_window=window,
+            kv_window=None if window_blocks else window,
+            kv_groups=groups,
             block_tokens=size,
-            num_blocks=1 + max(live, draw.choice([0, 40, 56]) // size),
+            num_blocks=1 + max(least, draw.choice([0, 40, 56]) // size * max(window_blocks, 1)),
             token_budget=draw.choice([3, 8]),
             max_len=60,
         )
@@ -270,7 +277,8 @@ class WindowStorm(RequestStorm):
     def check(self) -> None:
         super().check()
         limits = self.bench.limits
-        assert limits.max_len == 60 > (limits.num_blocks - 1) * limits.block_tokens
+        num_tokens = (limits.num_blocks - 1) * limits.block_tokens
+        assert limits.max_len == 60 > num_tokens // num_column_blocks(limits.kv_groups)
 
 
 class SmallCacheStorm(RequestStorm):

@@ -155,6 +155,16 @@ def test_a_window_without_its_freed_blocks_changes_no_bit() -> None:
     assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("window", [None, 6])
+def test_a_plan_like_another_one_differs_only_in_its_blocks(window: int | None) -> None:
+    case = case_of((90, 1), (33, 1), (2, 1), (77, 20), (0, 5), block_tokens=4)
+    swapped = [replace(row, blocks=row.blocks[::-1]) for row in case.rows]
+    other = paged(case).plan(attention_batch(swapped, 4), window)
+    plan = paged(case).plan(case.batch(), window, other)
+    found = paged(case).run(case.queries(), *case.cache().layer(0), plan)
+    assert torch.equal(found, case.attend(paged(case), window=window))
+
+
 # ---- Compiled kernels.
 @st.composite
 def native_cases(draw: st.DrawFn) -> PagedCase:

@@ -7,19 +7,27 @@ from itertools import product
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from engine_core.blocks.prefix_cache import PrefixCache
+from engine_core.blocks.prefix_cache import PrefixCache, window_keys
 from engine_core.startup import build_engine
 from protocol.cluster_key import ClusterKey
 from protocol.config.engine import EngineConfig
 from protocol.config.worker import WorkerConfig
-from protocol.kv_window import max_live_blocks, max_request_tokens, num_passed_blocks
+from protocol.kv_window import (
+    KVGroups,
+    max_held_blocks,
+    max_live_blocks,
+    max_request_tokens,
+    num_passed_blocks,
+)
 from protocol.steps import NULL_BLOCK, WorkerReady
 from tests.support.engines import Bench, a_card
-from worker.startup.kv_window import kv_window
+from worker.kv.cache import KVCache, layer_places
+from worker.startup.kv_window import kv_groups, kv_window
 
 SIZES = (1, 2, 4, 8)
 
@@ -72,6 +80,32 @@ def test_a_prefix_is_found_if_and_only_if_all_blocks_in_its_window_are_cached(
     assert len(found) == max(whole)
     needed = visible(len(found) * size, window, size)
     assert found == [1 + i if i in needed else NULL_BLOCK for i in range(len(found))]
+
+
+@given(st.integers(0, 8), st.sets(st.integers(0, 23)), st.sampled_from(SIZES), st.integers(2, 20))
+def test_with_groups_a_prefix_also_needs_all_blocks_of_the_other_layers(
+    length: int, cached: set[int], size: int, window: int
+) -> None:
+    """Of each column c, `cached` has c for the first block, c + 8 and c + 16 for the two others."""
+    hashes, cache = [bytes([i]) for i in range(length)], PrefixCache()
+    keys = [*hashes, *(window_keys(content, 2)[j] for j in range(2) for content in hashes)]
+    numbers = [*range(length), *range(8, 8 + length), *range(16, 16 + length)]
+    for key, number in zip(keys, numbers, strict=True):
+        if number in cached:
+            cache.publish(key, 1 + number, is_draft_computed=False)
+
+    def num_passed(n: int) -> int:
+        return num_passed_blocks(n * size, size, window)
+
+    def is_whole(n: int) -> bool:
+        seen = visible(n * size, window, size) - {n}
+        return {*range(n), *(c + 8 * j for c in seen for j in (1, 2))} <= cached
+
+    found = cache.match_groups(hashes, num_passed, 2)
+    assert found == [1 + c for c in range(max(filter(is_whole, range(length + 1))))]
+    first = num_passed(len(found))
+    columns = cache.window_columns(hashes[first : len(found)], 2)
+    assert columns == [[1 + c + 8, 1 + c + 16] for c in range(first, len(found))]
 
 
 class CountedHashes(list[bytes]):
@@ -128,6 +162,59 @@ def test_a_long_prompt_never_holds_more_blocks_than_a_window_and_a_step() -> Non
         assert stats.total_blocks - stats.free_blocks <= live
 
 
+GROUPS = KVGroups(window=8, window_blocks=3)
+
+
+def test_a_cache_with_groups_serves_every_request_up_to_its_longest() -> None:
+    for size, window, usable in product((1, 4), (3, 10), range(4, 60)):
+        groups = KVGroups(window=window, window_blocks=3)
+        longest = max_request_tokens(
+            1000, num_blocks=1 + usable, block_tokens=size, window=None, groups=groups
+        )
+        needed, too_many = (
+            max_held_blocks(num_tokens, 1, block_tokens=size, window=None, groups=groups)
+            for num_tokens in (longest, longest + 1)
+        )
+        assert needed <= usable < too_many
+
+
+def test_with_groups_a_long_prompt_holds_a_window_of_the_other_layers() -> None:
+    bench = Bench(kv_groups=GROUPS, block_tokens=4, num_blocks=100, max_len=200, token_budget=8)
+    bench.add(list(range(90)), max_tokens=90, ignore_eos=True)
+    most = []
+    while bench.step():
+        stats = bench.engine.stats()
+        most.append(stats.total_blocks - stats.free_blocks)
+    live = max_live_blocks(8, 4, 8)
+    assert live is not None
+    assert 45 < max(most) <= 45 + 3 * live
+    assert bench.engine.stats().num_preemptions == 0
+
+
+def test_with_groups_a_request_gets_all_blocks_of_its_admission_or_none() -> None:
+    bench = Bench(kv_groups=GROUPS, block_tokens=4, num_blocks=30, max_len=60, token_budget=8)
+    bench.add(list(range(16)), max_tokens=1, ignore_eos=True)
+    assert bench.step() == {0: 8}
+    assert bench.engine.stats().free_blocks == 29 - (4 + 3 * 4)
+    bench.add(list(range(50, 66)), max_tokens=1, ignore_eos=True)  # would fit without a window
+    assert bench.step() == {0: 8}
+    assert bench.engine.stats().free_blocks == 29
+    assert bench.step() == {0: 8}
+    bench.run()
+    assert bench.engine.stats().free_blocks == 29
+
+
+def test_with_groups_a_prompt_is_cached_until_its_last_window() -> None:
+    bench = Bench(kv_groups=GROUPS, block_tokens=4, num_blocks=60, max_len=100, token_budget=8)
+    prompt = list(range(1, 65))
+    for _ in range(2):
+        number = bench.add(prompt, max_tokens=1, ignore_eos=True)
+        bench.run()
+    usage = bench.last_output(number).usage
+    assert usage is not None
+    assert usage.cached_tokens == 60
+
+
 def test_an_engine_that_needs_whole_prefixes_refuses_a_window() -> None:
     ready = WorkerReady(
         model=a_card(), max_len=512, max_slots=8, block_tokens=16, num_blocks=5, kv_window=20
@@ -138,13 +225,20 @@ def test_an_engine_that_needs_whole_prefixes_refuses_a_window() -> None:
         build_engine(ready, config, epoch="e", key=ClusterKey(b"k" * 32))
     with pytest.raises(ValueError, match="kv_window is 20"):
         build_engine(replace(ready, kv_tiers=["host"]), config, epoch="e")
+    grouped = replace(ready, kv_window=None, kv_groups=GROUPS, kv_tiers=["host"])
+    with pytest.raises(ValueError, match="kv_window is 8"):
+        build_engine(grouped, config, epoch="e")
 
 
 class WindowedModel:
     """The facts about a model that decide whether blocks are freed."""
 
-    def __init__(self, window: int | None) -> None:
-        self.window = window
+    context_tokens = 512
+
+    def __init__(self, *layer_windows: int | None) -> None:
+        self.layer_windows = layer_windows
+        self.num_layers = len(layer_windows)
+        self.window = None if None in layer_windows else layer_windows[0]
 
 
 @pytest.mark.parametrize(
@@ -164,3 +258,37 @@ def test_a_worker_that_needs_whole_prefixes_keeps_all_blocks(
 ) -> None:
     model: Any = WindowedModel(window)
     assert kv_window(WorkerConfig(model="m", **options), [model]) == freed_before
+
+
+@pytest.mark.parametrize(
+    ("layer_windows", "options", "window_blocks"),
+    [
+        ([20, None], {}, 1),
+        ([20] * 5 + [None], {}, 5),
+        ([20] * 29 + [None] * 5, {}, 6),
+        ([20, 20], {}, None),
+        ([None, None], {}, None),
+        ([20] + [None] * 9, {}, None),  # a block of 9 layers would store one
+        ([512, None], {}, None),
+        ([20, None], {"max_len": 20}, None),
+        ([20, None], {"draft_model": "small"}, None),
+        ([20, None], {"kv_export": True}, None),
+    ],
+)
+def test_layers_form_groups_if_only_some_have_a_window_and_memory_is_saved(
+    layer_windows: list[int | None], options: dict[str, Any], window_blocks: int | None
+) -> None:
+    model: Any = WindowedModel(*layer_windows)
+    groups = kv_groups(WorkerConfig(model="m", **options), [model])
+    expected = None if window_blocks is None else KVGroups(window=20, window_blocks=window_blocks)
+    assert groups == expected
+
+
+def test_each_layer_has_its_own_place_in_a_column() -> None:
+    places = layer_places([20, 20, None, 20, 20, None, 20])
+    assert places == [(1, 0), (1, 1), (0, 0), (2, 0), (2, 1), (0, 1), (3, 0)]
+    cache = KVCache(2, 3, 4, 1, 8, torch.float32, torch.device("cpu"), places=places)
+    assert cache.num_entries == 4
+    for layer in range(len(places)):
+        cache.layer(layer)[0][layer % 3].fill_(layer)
+        assert (cache.k[places[layer].row, layer % 3] == layer).all()

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from protocol.config.worker import WorkerConfig
 from protocol.facts import GIB, ModelPlan
+from protocol.kv_window import KVGroups
 from tests.support.checkpoints import random_llama, write_directory
 from tests.support.gguf_files import write_gguf
 from tests.support.kernels import native_kernels
@@ -45,7 +46,12 @@ CPU = torch.device("cpu")
 
 
 def budget(
-    context_tokens: int = 8192, free: int = 64 * GIB, *, window: int | None = None, **config: Any
+    context_tokens: int = 8192,
+    free: int = 64 * GIB,
+    *,
+    window: int | None = None,
+    groups: KVGroups | None = None,
+    **config: Any,
 ) -> KVBudget:
     """Return the budget for blocks of 16 tokens and one MiB."""
     return kv_budget(
@@ -54,6 +60,7 @@ def budget(
         block_bytes=1 << 20,
         free_bytes=free,
         window=window,
+        groups=groups,
     )
 
 
@@ -70,7 +77,7 @@ def test_kv_memory_gib_is_filled_with_blocks() -> None:
 def test_by_default_every_slot_gets_an_average_request_and_one_the_longest() -> None:
     assert budget(max_slots=64) == KVBudget(64 * 64 + 1, 8192)
     assert budget(max_slots=1) == KVBudget(512 + 1, 8192)
-    assert budget(max_slots=8, max_len=100) == KVBudget(8 * 100 // 16 + 1, 100)
+    assert budget(max_slots=8, max_len=100) == KVBudget(8 * 7 + 1, 100)
 
 
 def test_the_default_kv_memory_is_at_most_a_quarter_of_the_free_memory() -> None:
@@ -85,6 +92,18 @@ def test_a_model_with_windows_needs_blocks_for_a_window_and_a_step() -> None:
     assert budget(max_slots=64, window=100) == KVBudget(64 * 24 + 1, 8192)
     assert budget(max_slots=1, window=5000) == KVBudget(331, 8192)
     assert budget(max_slots=1, window=9000) == budget(max_slots=1)
+
+
+def test_with_groups_only_the_layers_without_a_window_need_blocks_for_the_whole_text() -> None:
+    groups = KVGroups(window=1000, window_blocks=5)
+    columns, live = 8192 // 16, (1000 + 256 - 2) // 16 + 2
+    assert budget(max_slots=1, groups=groups) == KVBudget(columns + 5 * live + 1, 8192)
+    assert budget(max_slots=32, groups=groups) == KVBudget(32 * 64 * 6 + 1, 8192)
+    least = columns + 5 * 64  # a window and the token after it
+    assert budget(kv_blocks=least + 1, groups=groups) == KVBudget(least + 1, 8192)
+    assert budget(kv_blocks=least, groups=groups) == KVBudget(least, 8192 - 16)
+    with pytest.raises(NotEnoughMemory, match=r"hold 8,176 tokens, less than max_len \(8,192\)"):
+        budget(kv_blocks=least, max_len=8192, groups=groups)
 
 
 def test_a_cache_of_one_window_serves_the_whole_context() -> None:

@@ -79,7 +79,8 @@ def storms() -> Iterator[RequestStorm]:
     windows.
     """
     plain = [RequestStorm(seed) for seed in (2, 3, 104, 205)]
-    for storm in [*plain, SmallCacheStorm(207, ["host", "disk"]), WindowStorm(103)]:
+    windows = [WindowStorm(103), WindowStorm(103, 2)]
+    for storm in [*plain, SmallCacheStorm(207, ["host", "disk"]), *windows]:
         for number in range(120):
             storm.bench.engine.tick(number / 8)
             storm.operate()
@@ -142,7 +143,7 @@ STORED = {
     "num_draft_computed num_drafts num_fetched num_in_flight num_pending num_preemptions "
     "num_passed num_passed_sent num_published num_scheduled number order params phase "
     "priority_credit prompt_logprobs prompt_tokens queue_time seed slot slot_generation "
-    "stage_timer start_deadline stop_ids tokens uses_draft_model",
+    "stage_timer start_deadline stop_ids tokens uses_draft_model window_tables",
     "RequestDrafting": "awaited_guess drafter forced_tally is_forced tally",
     "Scheduler": "_blocked_newcomer _has_paused_decodes running unbound",
     "SlotPool": "_free _generations _releases",
@@ -172,18 +173,19 @@ DERIVED = {
 """Class -> attributes that are derived from stored ones."""
 CONFIGURED = {
     "Admission": "_config _draw_seed _limits _model",
-    "BlockTables": "_max_first _pool _size _window",
+    "BlockTables": "_max_first _pool _size _window frees_blocks",
     "ContentHashes": "_block_tokens _roots model_digest",
     "Engine": "_config _model limits",
     "FairShare": "_costs max_credit shared_prefill_budget",
     "Fetches": "_send _suppliers _timeout_s",
+    "GroupedBlockTables": "_max_first _num_window _pool _size _width _window frees_blocks",
     "InflightSteps": "_depth",
     "KVLeases": "_lease_s _pool _send",
     "KVTransfers": "_draw_lease",
     "NgramDrafter": "_longest _shortest",
     "Peers": "_block_tokens _cluster _hashes _role _seal",
-    "Prefixes": "_block_tokens _cache _is_enabled _window hashes",
-    "Scheduler": "_has_window _max_running limits",
+    "Prefixes": "_block_tokens _cache _is_enabled _window _window_blocks hashes",
+    "Scheduler": "_max_running limits",
     "Speculation": "_config _costs _draft_cost",
     "StepCosts": "_costs _tokens",
     "TierIndex": "_block_tokens _hashes _min_load_tokens",

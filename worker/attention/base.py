@@ -32,15 +32,25 @@ class AttentionBatch:
     block_table: Tensor
     #: Number of rows with exactly one token. They precede all other rows.
     num_decodes: int
+    #: The same step in the further blocks of a column (KVGroups): batches that differ in their slot
+    #: mapping and block table. Both of all batches are slices of one tensor, in order.
+    further: tuple[AttentionBatch, ...] = ()
+
+    def for_entry(self, entry: int) -> AttentionBatch:
+        """Return the batch of the layers that are in block `entry` of a column (LayerPlace)."""
+        return self if entry == 0 else self.further[entry - 1]
 
 
 class Attention(Protocol):
     """An attention backend. It keeps no state between steps."""
 
-    def plan(self, batch: AttentionBatch, window: int | None = None) -> Any:
-        """Return the indexes and masks of a step, which all layers with this window share.
+    def plan(self, batch: AttentionBatch, window: int | None = None, like: Any = None) -> Any:
+        """Return the indexes and masks of a step, which all layers with this window share that are
+        in the same block of a column.
 
         window   a token sees this many last tokens, itself included; None: all
+        like     a plan of the same step and window for another block of a column, if there is one;
+                 only the block table of `batch` differs
         """
         ...
 

@@ -6,6 +6,7 @@ A row's bits do not depend on other rows or on the number of threads, in any dty
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -29,7 +30,9 @@ class NativePagedAttention:
         self._kernels = kernels
         self._block_tokens = block_tokens
 
-    def plan(self, batch: AttentionBatch, window: int | None = None) -> NativePlan:
+    def plan(
+        self, batch: AttentionBatch, window: int | None = None, like: Any = None
+    ) -> NativePlan:
         return NativePlan(batch, batch_struct(batch, self._block_tokens), window)
 
     def run(

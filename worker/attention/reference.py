@@ -6,6 +6,7 @@ Tests compare all other backends with this one. It is never used to serve. Legen
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,9 @@ class ReferencePlan:
 
 
 class ReferenceAttention:
-    def plan(self, batch: AttentionBatch, window: int | None = None) -> ReferencePlan:
+    def plan(
+        self, batch: AttentionBatch, window: int | None = None, like: Any = None
+    ) -> ReferencePlan:
         return ReferencePlan(batch, window)
 
     def run(

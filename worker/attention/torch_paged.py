@@ -24,7 +24,7 @@ G = H / H_kv.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 
@@ -59,6 +59,8 @@ class DecodeGroup:
     rows: Tensor | None
     #: [b * m]: the blocks of the first row, then of the next one, and so on.
     blocks: Tensor
+    #: [b], on the CPU: the first block to gather of each row; None: all start with their first.
+    first: Tensor | None
     #: [b, 1, 1, N]: 0 for visible keys, -inf for hidden ones.
     mask: Tensor
 
@@ -82,6 +84,9 @@ class PrefillSpan:
     #: [m]: the blocks of the row, in order, from the first one that is gathered on.
     blocks: Tensor
     tiles: list[Tile]
+    #: Index of the row in the step, and of the first block in its block table.
+    row: int
+    first_block: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +105,11 @@ class TorchPagedAttention:
         self._block_tokens = block_tokens
         self._dtype = dtype
 
-    def plan(self, batch: AttentionBatch, window: int | None = None) -> PagedPlan:
+    def plan(
+        self, batch: AttentionBatch, window: int | None = None, like: PagedPlan | None = None
+    ) -> PagedPlan:
+        if like is not None:
+            return self._with_blocks(like, batch)
         num_rows = len(batch.context_lens)
         first_blocks = self._first_blocks(batch, window)
         groups = [
@@ -108,6 +117,26 @@ class TorchPagedAttention:
             for rows, m in self._decode_groups(batch, first_blocks)
         ]
         spans = [self._span(batch, row, window) for row in range(batch.num_decodes, num_rows)]
+        return PagedPlan(groups, spans)
+
+    def _with_blocks(self, plan: PagedPlan, batch: AttentionBatch) -> PagedPlan:
+        """Return the plan with the blocks of another block table."""
+        table = batch.block_table
+        groups = []
+        for group in plan.groups:
+            m = group.mask.shape[-1] // self._block_tokens
+            rows = (
+                table[: batch.num_decodes]
+                if group.rows is None
+                else table.index_select(0, group.rows)
+            )
+            blocks = _blocks_from(rows, group.first, m).flatten()
+            groups.append(replace(group, blocks=blocks))
+        spans = []
+        for span in plan.spans:
+            end = span.first_block + len(span.blocks)
+            blocks = table[span.row, span.first_block : end].contiguous()
+            spans.append(replace(span, blocks=blocks))
         return PagedPlan(groups, spans)
 
     def run(
@@ -178,10 +207,10 @@ class TorchPagedAttention:
         mask = self._mask(last, m * self._block_tokens, window)[:, None, None]
         if len(rows) == batch.num_decodes:
             table = batch.block_table[: batch.num_decodes]
-            return DecodeGroup(None, _blocks_from(table, first, m).flatten(), mask)
+            return DecodeGroup(None, _blocks_from(table, first, m).flatten(), first, mask)
         index = torch.tensor(rows).to(device, non_blocking=True)
         table = batch.block_table.index_select(0, index)
-        return DecodeGroup(index, _blocks_from(table, first, m).flatten(), mask)
+        return DecodeGroup(index, _blocks_from(table, first, m).flatten(), first, mask)
 
     def _span(self, batch: AttentionBatch, row: int, window: int | None) -> PrefillSpan:
         start, stop = batch.row_starts[row : row + 2].tolist()
@@ -198,7 +227,8 @@ class TorchPagedAttention:
             mask = self._mask(last, m * self._block_tokens, window)
             tiles.append(Tile(first, end, m * self._block_tokens, mask))
         num_blocks = -(-context_len // self._block_tokens)
-        return PrefillSpan(batch.block_table[row, first_block:num_blocks].contiguous(), tiles)
+        blocks = batch.block_table[row, first_block:num_blocks].contiguous()
+        return PrefillSpan(blocks, tiles, row, first_block)
 
     def _mask(self, last: Tensor, num_keys: int, window: int | None) -> Tensor:
         """Return the mask [n, num_keys] for n queries at the positions `last` [n]: 0 for the keys

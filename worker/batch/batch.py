@@ -17,7 +17,7 @@ is sampled; `_decodes` and `_tokens` have a shortcut for these steps.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -168,10 +168,11 @@ def stage_drafts(plan: StepPlan, slots: SlotTable) -> None:
 
 
 def build_batch(
-    plan: StepPlan, rows: BatchRows, slots: SlotTable, *, block_tokens: int
+    plan: StepPlan, rows: BatchRows, slots: SlotTable, *, block_tokens: int, num_entries: int = 1
 ) -> StepBatch:
     """Build the batch of a plan with at least one row, whose slots are bound and flushed. `rows` is
-    the result of `read_rows`. Raises ValueError if a row exceeds its slot."""
+    the result of `read_rows`, and `num_entries` that of the cache. Raises ValueError if a row
+    exceeds its slot."""
     max_len = slots.fields["token_ids"].width
     if rows.known.max() > max_len or (
         len(rows.sampled) and rows.known[rows.sampled].max() >= max_len
@@ -180,7 +181,9 @@ def build_batch(
     known = rows.known[rows.sampled] - rows.drafts_after
     places = (rows.slots[rows.sampled], known, rows.ends[rows.sampled] - 1 - rows.drafts_after)
     spans = Spans(rows.slots, rows.starts, rows.counts, plan.num_decodes)
-    placed, (sampled_slots, sampled_known, last) = place(spans, slots, block_tokens, *places)
+    placed, (sampled_slots, sampled_known, last) = place(
+        spans, slots, block_tokens, *places, num_entries=num_entries
+    )
     sampled = Sampled(
         torch.from_numpy(places[0]),
         torch.from_numpy(known),
@@ -228,17 +231,17 @@ class PlacedTokens:
 
 
 def place(
-    spans: Spans, slots: SlotTable, block_tokens: int, *others: Ints
+    spans: Spans, slots: SlotTable, block_tokens: int, *others: Ints, num_entries: int = 1
 ) -> tuple[PlacedTokens, list[Tensor]]:
     """Return the tokens of the spans on the device. `others` are uploaded in the same copy and
-    returned as tensors."""
+    returned as tensors. `num_entries` is the number of blocks in a column of a block table."""
     known = spans.starts + spans.counts
     slot_of_token, positions, starts = _tokens(spans, known)
     table, width = slots["block_table"], slots.fields["block_table"].width
     blocks, offsets = np.divmod(positions, block_tokens)
     columns = [
         slot_of_token * slots.fields["token_ids"].width + positions,
-        slot_of_token * width + blocks,
+        slot_of_token * width + blocks * num_entries,
         offsets,
         positions,
         spans.slots,
@@ -246,15 +249,39 @@ def place(
     ]
     tokens, entries, offset, position, row_slots, *moved = upload(columns, slots.device)
     max_blocks = -(-int(known.max()) // block_tokens)
+    used = table[:, : max_blocks * num_entries].index_select(0, row_slots)
     attention = AttentionBatch(
         positions=position,
-        slot_mapping=offset.add_(table.view(-1).index_select(0, entries), alpha=block_tokens),
+        slot_mapping=offset,
         row_starts=torch.from_numpy(starts),
         context_lens=torch.from_numpy(known),
-        block_table=table[:, :max_blocks].index_select(0, row_slots).long(),
+        block_table=used,
         num_decodes=spans.num_decodes,
     )
+    if num_entries > 1:
+        attention = _by_entry(attention, table, entries, block_tokens, num_entries)
+    else:
+        offset.add_(table.view(-1).index_select(0, entries), alpha=block_tokens)
+        attention = replace(attention, block_table=used.long())
     return PlacedTokens(tokens, attention), moved
+
+
+def _by_entry(
+    batch: AttentionBatch, table: Tensor, first: Tensor, block_tokens: int, num_entries: int
+) -> AttentionBatch:
+    """Return the batches of all blocks of a column (AttentionBatch.further). In `batch`, the slot
+    mapping is the offset in the block [T], and the block table [R, M * num_entries] is that of the
+    slots. `first` [T] are the indexes in the flat `table` of the first block of each token."""
+    entries = torch.arange(num_entries, device=table.device)[:, None]
+    blocks = table.view(-1).index_select(0, (first + entries).view(-1)).view(num_entries, -1)
+    mappings = torch.add(batch.slot_mapping, blocks, alpha=block_tokens)
+    by_row = batch.block_table.view(len(batch.block_table), -1, num_entries).permute(2, 0, 1)
+    tables = by_row.to(torch.int64, memory_format=torch.contiguous_format)
+    batches = [
+        replace(batch, slot_mapping=mapping, block_table=block_table)
+        for mapping, block_table in zip(mappings, tables, strict=True)
+    ]
+    return replace(batches[0], further=tuple(batches[1:]))
 
 
 def _tokens(spans: Spans, known: Ints) -> tuple[Ints, Ints, Ints]:

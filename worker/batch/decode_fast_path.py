@@ -119,6 +119,7 @@ class DecodeFastPath:
             block_table=address(table["block_table"]),
             max_tokens=table.fields["token_ids"].width,
             max_blocks=table.fields["block_table"].width,
+            num_entries=self._cache.num_entries,
             vocab=whole.vocab,
             logits=address(logits),
         )

@@ -1,16 +1,50 @@
 """Paged KV cache: keys and values in blocks, which can be read, written and zeroed.
 
-Legend: L layers, B blocks (block 0 is the null block), H_kv key/value heads, D head dim, T tokens.
-The engine assigns blocks to requests; the cache does not store the assignment.
+Legend: L layers of a block, B blocks (block 0 is the null block), H_kv key/value heads, D head dim,
+T tokens. The engine assigns blocks to requests; the cache does not store the assignment. Usually a
+block stores all layers of the model. If only some layers have a window, each column of a block
+table has several blocks, which store different layers (KVGroups in protocol/kv_window.py).
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from worker.kv.transfer.shared_memory import SharedMemory
+
+
+class LayerPlace(NamedTuple):
+    """The place of a layer's keys and values.
+
+    entry   index of the block that stores the layer among the blocks of a column
+    row     index of the layer among the layers of that block
+    """
+
+    entry: int
+    row: int
+
+
+def layer_places(windows: Sequence[int | None]) -> list[LayerPlace]:
+    """Return the place of each layer of a model, some of whose layers have a window.
+
+    windows   of each layer; None: the layer sees all tokens. The block of these layers is the first
+              of a column. The others store as many layers each, in order
+    """
+    size = windows.count(None)
+    places, num_full, num_windowed = [], 0, 0
+    for window in windows:
+        if window is None:
+            places.append(LayerPlace(0, num_full))
+            num_full += 1
+        else:
+            places.append(LayerPlace(1 + num_windowed // size, num_windowed % size))
+            num_windowed += 1
+    return places
 
 
 class KVCache:
@@ -27,9 +61,14 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         shared: SharedMemory | None = None,
+        *,
+        places: Sequence[LayerPlace] = (),
     ) -> None:
-        """Use `shared`, which is new memory of `num_blocks` blocks; if it is None, allocate memory
-        on the device."""
+        """Create a cache whose blocks store `num_layers` layers each.
+
+        shared   new memory of `num_blocks` blocks; None: allocate memory on the device
+        places   of the model's layers; if empty, a block stores all layers
+        """
         shape = (num_layers, num_blocks, block_tokens, num_kv_heads, head_dim)
         self.block_tokens = block_tokens
         self.shared = shared
@@ -40,8 +79,14 @@ class KVCache:
             self._memory = torch.from_numpy(shared.content)
         self.k, self.v = self._memory.view(dtype).view(2, *shape).unbind()
         flat = (num_layers, num_blocks * block_tokens, num_kv_heads, head_dim)
-        self._flat_k = list(self.k.view(flat).unbind())
-        self._flat_v = list(self.v.view(flat).unbind())
+        places = places or [LayerPlace(0, row) for row in range(num_layers)]
+        self._rows = [place.row for place in places]
+        self._flat_k = [self.k.view(flat)[row] for row in self._rows]
+        self._flat_v = [self.v.view(flat)[row] for row in self._rows]
+        #: Of each layer of the model, as in LayerPlace.
+        self.entries = tuple(place.entry for place in places)
+        #: Number of blocks in a column of a block table.
+        self.num_entries = 1 + max(self.entries)
 
     @property
     def num_blocks(self) -> int:
@@ -55,8 +100,9 @@ class KVCache:
         return self._memory.view(2 * self.k.shape[0], self.num_blocks, -1)
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of one layer, [B, block_tokens, H_kv, D] each."""
-        return self.k[index], self.v[index]
+        """Return the keys and values of one layer of the model, [B, block_tokens, H_kv, D] each."""
+        row = self._rows[index]
+        return self.k[row], self.v[row]
 
     def write(self, layer: int, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
         """Store k, v [T, H_kv, D] at slot_mapping [T] int64: block * block_tokens + offset.
@@ -67,7 +113,7 @@ class KVCache:
         self._flat_v[layer].index_copy_(0, slot_mapping, v)
 
     def zero(self, blocks: Tensor) -> None:
-        """Zero blocks [N] int64 in every layer, so that no request reads another's values."""
+        """Zero blocks [N] int64 in all their layers, so that no request reads another's values."""
         self.k.index_fill_(1, blocks, 0)
         self.v.index_fill_(1, blocks, 0)
 
@@ -75,7 +121,7 @@ class KVCache:
 def block_bytes(
     num_layers: int, block_tokens: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> int:
-    """Return the size of one block in bytes: its keys and values in all layers."""
+    """Return the size in bytes of one block that stores `num_layers` layers."""
     return 2 * num_layers * block_tokens * num_kv_heads * head_dim * dtype.itemsize
 
 

@@ -183,6 +183,11 @@ class TransformersSpec:
         """Return None: the model's class decides which keys a layer sees, when it runs."""
         return None
 
+    @property
+    def layer_windows(self) -> tuple[int | None, ...]:
+        """Return None for each layer, for the same reason."""
+        return (None,) * self.num_layers
+
 
 @dataclass(frozen=True, slots=True)
 class TransformersArchitecture:

@@ -111,6 +111,7 @@ class DecoderModel:
         self.spec = spec
         self.weights = weights
         self.kernels = kernels or TorchKernels()
+        self._windows = spec.layer_windows
         device = weights.embedding.device
         ropes = {each.rope for each in spec.attentions if each.rope is not None}
         self._frequencies = {rope: inverse_frequencies(rope).to(device) for rope in ropes}
@@ -129,22 +130,29 @@ class DecoderModel:
     ) -> Tensor:
         """Return hidden [T, hidden], before the final norm, of token_ids [T] int64. Writes this
         step's keys and values to the cache."""
-        plans = {window: attention.plan(batch, window) for window in self.spec.windows}
-        plan = next(iter(plans.values()))
         whole = self.whole
-        if whole is not None and isinstance(plan, NativePlan) and whole.is_for(len(token_ids)):
-            return whole(token_ids, plan, cache)
+        if whole is not None and whole.is_for(len(token_ids)):
+            plan = attention.plan(batch)
+            if isinstance(plan, NativePlan):
+                return whole(token_ids, plan, cache)
+        kinds = [*zip(cache.entries, self._windows, strict=True)]
+        plans: dict[tuple[int, int | None], Any] = {}
+        of_window: dict[int | None, Any] = {}
+        for entry, window in dict.fromkeys(kinds):
+            plan = attention.plan(batch.for_entry(entry), window, of_window.get(window))
+            plans[entry, window] = of_window[window] = plan
         x = self._embedded(token_ids, batch.positions)
         turns = self._turns(batch.positions, x.dtype)
         delta: Tensor | None = None
         for index, layer in enumerate(self.weights.layers):
             spec = layer.spec
             normed = self._add_norm(x, delta, layer.attention_norm)
-            q = self._place(layer, normed, turns, cache, index, batch.slot_mapping)
+            mapping = batch.for_entry(cache.entries[index]).slot_mapping
+            q = self._place(layer, normed, turns, cache, index, mapping)
             seen = attention.run(
                 q,
                 *cache.layer(index),
-                plans[spec.attention.window],
+                plans[kinds[index]],
                 scale=spec.attention.scale,
                 soft_cap=spec.attention.soft_cap,
                 sinks=layer.sinks,

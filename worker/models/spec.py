@@ -43,6 +43,11 @@ class ModelFacts(Protocol):
         the number is not known."""
         ...
 
+    @property
+    def layer_windows(self) -> tuple[int | None, ...]:
+        """Return how many last tokens each layer sees; None: all, or the number is not known."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NormSpec:
@@ -177,8 +182,13 @@ class ModelSpec:
     @property
     def window(self) -> int | None:
         """Return the longest window of all layers; None if a layer sees all tokens."""
-        windows = [attention.window for attention in self.attentions]
+        windows = self.layer_windows
         return None if None in windows else max(filter(None, windows))
+
+    @property
+    def layer_windows(self) -> tuple[int | None, ...]:
+        """Return the window of each layer; None if a layer sees all tokens."""
+        return tuple(attention.window for attention in self.attentions)
 
     @property
     def num_kv_heads(self) -> int:

@@ -137,6 +137,7 @@ class WholePass:
             raise ValueError(f"a position exceeds the {self.max_positions} learned ones")
         assert count == len(batch.positions) == len(batch.slot_mapping)
         assert token_ids.dtype == batch.positions.dtype == torch.int64
+        assert len(batch.further) == cache.num_entries - 1
         hidden = torch.empty(count, self._spec.hidden)
         step = self.forward(count, cache, self._memory)
         step.x = address(hidden)
@@ -210,6 +211,7 @@ class WholePass:
         assert dtype_code(cache.k, cache.v) == self.dtype_code
         for index, layer in enumerate(self._layers):
             layer.k_cache, layer.v_cache = map(address, cache.layer(index))
+            layer.entry = cache.entries[index]
         self._cache = cache.k.data_ptr()
 
 

@@ -7,7 +7,7 @@ blocks) go into WorkerReady, never back into the config.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +16,7 @@ import torch
 
 from protocol.arrays import Int32, UInt8
 from protocol.config.worker import WorkerConfig
+from protocol.kv_window import KVGroups, num_column_blocks
 from protocol.model_card import ModelCard
 from protocol.sampling import SamplingParams
 from protocol.steps import SlotInit, StepPlan, TokenizerRead, WorkerReady
@@ -24,7 +25,7 @@ from worker.attention.select import select_attention
 from worker.draft.model import DraftModel
 from worker.kernels.base import Kernels
 from worker.kernels.select import select_kernels
-from worker.kv.cache import KVCache, block_bytes
+from worker.kv.cache import KVCache, block_bytes, layer_places
 from worker.kv.transfer.shared_memory import SharedMemory
 from worker.loading.errors import UnusableModel
 from worker.loading.header import ModelHeader, TransformersHeader
@@ -37,7 +38,7 @@ from worker.startup import device as devices
 from worker.startup import machine, malloc
 from worker.startup.device import free_bytes
 from worker.startup.kv_budget import kv_budget
-from worker.startup.kv_window import kv_window, reason_to_keep
+from worker.startup.kv_window import kv_groups, kv_window, num_block_layers, reason_against_groups
 from worker.startup.timing import StartupTiming
 from worker.step import Runner
 
@@ -65,21 +66,31 @@ def assemble(
     loaded, draft = _load(config, timing, dtype, device, kernels, on_tokenizer)
     with timing("reserve memory"):
         models = [loaded] if draft is None else [loaded, draft]
-        shapes = [_cache_shape(model.spec, config) for model in models]
-        window = _kv_window(config, models)
+        window, groups = _windows(config, loaded.spec)
+        shapes = [_cache_shape(model.spec, config, groups) for model in models]
         budget = kv_budget(
             config,
             context_tokens=loaded.card.context_tokens,
             block_bytes=sum(block_bytes(*shape, dtype) for shape in shapes),
             free_bytes=free_bytes(device),
             window=window,
+            groups=groups,
         )
         shared = _shared_memory(config, device, budget.num_blocks * block_bytes(*shapes[0], dtype))
         caches = [
-            KVCache(shape[0], budget.num_blocks, *shape[1:], dtype, device, shared=memory)
+            KVCache(
+                shape[0],
+                budget.num_blocks,
+                *shape[1:],
+                dtype,
+                device,
+                shared=memory,
+                places=layer_places(loaded.spec.layer_windows) if groups is not None else (),
+            )
             for shape, memory in zip(shapes, (shared, None), strict=False)
         ]
-        fields = slot_fields(budget.max_len, -(-budget.max_len // config.block_tokens))
+        columns = -(-budget.max_len // config.block_tokens)
+        fields = slot_fields(budget.max_len, columns * num_column_blocks(groups))
         attention = _attention(loaded, config, dtype)
         draft_model = None
         if draft is not None:
@@ -114,6 +125,7 @@ def assemble(
         draft_cost=None if draft is None else _cost(draft.card, loaded.card),
         step_costs=loaded.step_costs,
         kv_window=window,
+        kv_groups=groups,
     )
     kind = _runner_class(config)
     return kind(loaded.model, slots, caches[0], attention, draft_model=draft_model), ready
@@ -172,19 +184,27 @@ def _cost(draft: ModelCard, model: ModelCard) -> float:
     return draft.weights_bytes / model.weights_bytes
 
 
-def _kv_window(config: WorkerConfig, models: Sequence[LoadedModel]) -> int | None:
-    """Return the window before which K/V blocks are freed; None if all blocks are kept. Log it."""
-    window, reason = models[0].spec.window, reason_to_keep(config)
-    if window is not None and reason:
-        log.info(
-            "every layer has a window of at most %d tokens, but all K/V blocks are kept until the "
-            "request ends, because of %s",
-            window,
-            reason,
-        )
+def _windows(config: WorkerConfig, spec: ModelFacts) -> tuple[int | None, KVGroups | None]:
+    """Return the window before which all K/V blocks are freed, and the K/V groups. Log them, or the
+    reason why blocks are kept although layers have windows."""
+    window, groups = kv_window(config, [spec]), kv_groups(config, [spec])
+    windows = [each for each in spec.layer_windows if each is not None]
+    if not windows:
+        return None, None
+    count, longest = f"{len(windows)} of {spec.num_layers}", max(windows)
+    if groups is not None:
+        log.info("K/V blocks of %s layers are freed once they are %d tokens back", count, longest)
     elif window is not None:
         log.info("K/V blocks are freed once they are %d tokens back", window)
-    return kv_window(config, [model.spec for model in models])
+    else:
+        log.info(
+            "%s layers have a window of at most %d tokens, but all K/V blocks are kept until the "
+            "request ends, because of %s",
+            count,
+            longest,
+            reason_against_groups(config, spec),
+        )
+    return window, groups
 
 
 def _shared_memory(
@@ -232,9 +252,12 @@ def _threads(config: WorkerConfig) -> int:
     )
 
 
-def _cache_shape(model: ModelFacts, config: WorkerConfig) -> tuple[int, int, int, int]:
-    """Return (layers, tokens per block, K/V heads, head dim)."""
-    return model.num_layers, config.block_tokens, model.num_kv_heads, model.head_dim
+def _cache_shape(
+    model: ModelFacts, config: WorkerConfig, groups: KVGroups | None
+) -> tuple[int, int, int, int]:
+    """Return (layers of a block, tokens per block, K/V heads, head dim)."""
+    num_layers = num_block_layers(model, groups)
+    return num_layers, config.block_tokens, model.num_kv_heads, model.head_dim
 
 
 def _warm_up(runner: Runner, caches: list[KVCache], max_len: int) -> None:
@@ -242,7 +265,7 @@ def _warm_up(runner: Runner, caches: list[KVCache], max_len: int) -> None:
     has a second cache, it is the draft model's, which takes part in the same steps."""
     prompt = min(WARM_UP_TOKENS, max_len)
     params = SamplingParams(temperature=1.0, top_p=0.9)
-    blocks = -(-min(prompt + 1, max_len) // caches[0].block_tokens)
+    blocks = -(-min(prompt + 1, max_len) // caches[0].block_tokens) * caches[0].num_entries
     has_draft = len(caches) > 1
     init = SlotInit(
         slot=0,

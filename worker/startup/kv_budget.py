@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from protocol.config.worker import WorkerConfig
 from protocol.facts import GIB
-from protocol.kv_window import max_live_blocks, max_request_tokens
+from protocol.kv_window import KVGroups, max_held_blocks, max_request_tokens
 from worker.loading.errors import NotEnoughMemory, UnusableModel
 
 AVERAGE_REQUEST_TOKENS = 1024
@@ -35,13 +35,15 @@ def kv_budget(
     block_bytes: int,
     free_bytes: int,
     window: int | None = None,
+    groups: KVGroups | None = None,
 ) -> KVBudget:
     """Return the number of K/V blocks to allocate, and the longest request that they can hold.
 
     context_tokens   the model's limit
-    block_bytes      size of one block, in all layers
+    block_bytes      size of one block, in all layers that it stores
     free_bytes       free memory for the cache
     window           blocks before this many last tokens are freed; None: all blocks are kept
+    groups           the K/V groups; None: a block stores all layers
 
     Raises NotEnoughMemory, with the numbers, if a request of options.max_len would never fit, and
     UnusableModel if options.max_len exceeds the model's context.
@@ -53,7 +55,7 @@ def kv_budget(
         )
     wanted_len = options.max_len or context_tokens
     num_blocks = options.kv_blocks or _affordable(
-        options, wanted_len, block_bytes, free_bytes, window
+        options, wanted_len, block_bytes, free_bytes, window, groups
     )
     max_blocks = free_bytes // block_bytes
     if num_blocks > max_blocks:
@@ -65,18 +67,18 @@ def kv_budget(
             f"{in_gib(free_bytes)} are free",
             remedy=f"{option}, or less",
         )
-    held = (num_blocks - 1) * options.block_tokens
+    size = options.block_tokens
     max_len = max_request_tokens(
-        wanted_len, num_blocks=num_blocks, block_tokens=options.block_tokens, window=window
+        wanted_len, num_blocks=num_blocks, block_tokens=size, window=window, groups=groups
     )
+    held = (num_blocks - 1) * size if groups is None else max_len
     if max_len < (options.max_len or options.block_tokens):
         limit = "too few for a request"
         if options.max_len:
             limit = f"less than max_len ({options.max_len:,})"
-        needed = _live_tokens(options, options.max_len or options.block_tokens, 1, window)
-        if needed < options.max_len:
-            blocks = needed // options.block_tokens + 1
-            limit += f"; a window of {window:,} tokens needs {blocks:,} blocks"
+        needed = _held_blocks(options, options.max_len or size, 1, window, groups)
+        if window is not None and needed * size < options.max_len:
+            limit += f"; a window of {window:,} tokens needs {needed + 1:,} blocks"
         raise NotEnoughMemory(
             f"{num_blocks:,} KV blocks hold {max(held, 0):,} tokens, {limit}",
             remedy=_longer_or_shorter(options, needed, held, block_bytes, max_blocks),
@@ -84,17 +86,26 @@ def kv_budget(
     return KVBudget(num_blocks, max_len)
 
 
-def longest_request_blocks(options: WorkerConfig, num_tokens: int, window: int | None) -> int:
+def longest_request_blocks(
+    options: WorkerConfig, num_tokens: int, window: int | None, groups: KVGroups | None
+) -> int:
     """Return the number of blocks that a cache needs to compute a request of `num_tokens` tokens in
     full steps, including the null block."""
-    return -(-_live_tokens(options, num_tokens, STEP_TOKENS, window) // options.block_tokens) + 1
+    return _held_blocks(options, num_tokens, STEP_TOKENS, window, groups) + 1
 
 
-def _live_tokens(options: WorkerConfig, num_tokens: int, num_new: int, window: int | None) -> int:
-    """Return the tokens for which a request of `num_tokens` tokens needs blocks at the same time,
-    if its steps compute up to `num_new` of them."""
-    live = max_live_blocks(num_new, options.block_tokens, window)
-    return num_tokens if live is None else min(num_tokens, live * options.block_tokens)
+def _held_blocks(
+    options: WorkerConfig,
+    num_tokens: int,
+    num_new: int,
+    window: int | None,
+    groups: KVGroups | None,
+) -> int:
+    """Return how many blocks a request of `num_tokens` tokens needs at the same time, if its steps
+    compute up to `num_new` of them."""
+    return max_held_blocks(
+        num_tokens, num_new, block_tokens=options.block_tokens, window=window, groups=groups
+    )
 
 
 def _affordable(
@@ -103,15 +114,18 @@ def _affordable(
     block_bytes: int,
     free_bytes: int,
     window: int | None,
+    groups: KVGroups | None,
 ) -> int:
     """Return the number of blocks that fit the configured memory. If no memory is configured,
     return enough blocks for max_slots average requests and for one request of `wanted_len` tokens,
     but at most 1/FREE_SHARE of the free memory."""
     if options.kv_memory_gib:
         return int(options.kv_memory_gib * GIB) // block_bytes
-    longest = _live_tokens(options, wanted_len, STEP_TOKENS, window)
-    tokens = max(options.max_slots * min(longest, AVERAGE_REQUEST_TOKENS), longest)
-    blocks = -(-tokens // options.block_tokens) + 1
+    longest, average = (
+        _held_blocks(options, num_tokens, STEP_TOKENS, window, groups)
+        for num_tokens in (wanted_len, min(wanted_len, AVERAGE_REQUEST_TOKENS))
+    )
+    blocks = max(options.max_slots * average, longest) + 1
     return min(blocks, free_bytes // FREE_SHARE // block_bytes)
 
 
@@ -119,9 +133,8 @@ def _longer_or_shorter(
     options: WorkerConfig, needed: int, held: int, block_bytes: int, max_blocks: int
 ) -> str:
     """Return advice: options that give the cache more memory, if that is possible, or that shorten
-    requests."""
-    blocks = -(-needed // options.block_tokens) + 1
-    ways = []
+    requests. `needed` blocks are needed without the null block, and `held` tokens fit."""
+    blocks, ways = needed + 1, []
     if blocks <= max_blocks:
         memory = f"--kv-memory-gib {_round_up(blocks * block_bytes / GIB)}"
         ways.append(f"--kv-blocks {blocks}" if options.kv_blocks else memory)

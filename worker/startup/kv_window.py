@@ -1,7 +1,8 @@
 """Decides whether K/V blocks are freed when the model's window has passed them.
 
-This needs a window in every layer, because all layers share one block table. Other features need
-the blocks of a whole prefix, so with them all blocks are kept.
+If every layer has a window, a block stores all layers. If only some have one, the layers form two
+groups (KVGroups). Other features need the blocks of a whole prefix, so with them all blocks are
+kept.
 """
 
 from __future__ import annotations
@@ -9,7 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from protocol.config.worker import WorkerConfig
+from protocol.kv_window import KVGroups, num_column_blocks
 from worker.models.spec import ModelFacts
+
+MAX_PADDING = 1.25
+"""Groups are formed only if a column's blocks are at most this many times as large as its keys and
+values. The last block of a column may store fewer layers than it has room for."""
+MAX_WINDOW_BLOCKS = 64
+"""Most blocks of a column for the layers with a window."""
 
 
 def kv_window(options: WorkerConfig, models: Sequence[ModelFacts]) -> int | None:
@@ -18,6 +26,48 @@ def kv_window(options: WorkerConfig, models: Sequence[ModelFacts]) -> int | None
     models   the model, and its draft model if there is one
     """
     return None if reason_to_keep(options) else models[0].window
+
+
+def kv_groups(options: WorkerConfig, models: Sequence[ModelFacts]) -> KVGroups | None:
+    """Return the K/V groups of a model, only some of whose layers have a window; None if a block
+    stores all layers.
+
+    models   the model, and its draft model if there is one
+    """
+    spec = models[0]
+    groups = _possible_groups(spec)
+    return groups if groups is None or not reason_against_groups(options, spec) else None
+
+
+def reason_against_groups(options: WorkerConfig, spec: ModelFacts) -> str:
+    """Return the reason why a block of a model stores all layers although some of them have a
+    window, as a phrase; "" if there is none."""
+    groups, max_len = _possible_groups(spec), options.max_len or spec.context_tokens
+    if reason := reason_to_keep(options):
+        return reason
+    if groups is None:
+        return ""
+    num_full = spec.layer_windows.count(None)
+    num_stored = num_column_blocks(groups) * num_full
+    if num_stored > MAX_PADDING * spec.num_layers or groups.window_blocks > MAX_WINDOW_BLOCKS:
+        return f"the layers: {num_full} of {spec.num_layers} have no window"
+    if groups.window >= max_len:
+        return f"the length of requests: {max_len} tokens at most"
+    return ""
+
+
+def _possible_groups(spec: ModelFacts) -> KVGroups | None:
+    """Return the K/V groups of a model if some of its layers have a window and some have none."""
+    windows = [window for window in spec.layer_windows if window is not None]
+    num_full = spec.num_layers - len(windows)
+    if not windows or not num_full:
+        return None
+    return KVGroups(window=max(windows), window_blocks=-(-len(windows) // num_full))
+
+
+def num_block_layers(spec: ModelFacts, groups: KVGroups | None) -> int:
+    """Return how many layers a block stores: all, or with groups as many as have no window."""
+    return spec.num_layers if groups is None else spec.layer_windows.count(None)
 
 
 def reason_to_keep(options: WorkerConfig) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from protocol.config.worker import WeightForm, WorkerConfig
 from protocol.facts import GIB, ModelPlan
-from protocol.kv_window import max_request_tokens
+from protocol.kv_window import KVGroups, max_request_tokens
 from protocol.sampling import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_SEQUENCES,
@@ -38,7 +38,7 @@ from worker.startup.kv_budget import (
     longest_request_blocks,
     round_down,
 )
-from worker.startup.kv_window import kv_window
+from worker.startup.kv_window import kv_groups, kv_window, num_block_layers
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 STORED_AS = {kind: kind for kind in sizes.BLOCK_FORMATS} | quantization.PACKED_AS
@@ -122,15 +122,17 @@ def plan_memory(
     model, item = models[0], DTYPE_BYTES[dtype]
     context_tokens = model.spec.context_tokens
     weights = sum(weights_bytes(each, dtype) for each in models)
-    block = sum(block_bytes(each.spec, options.block_tokens, item) for each in models)
+    specs = [each.spec for each in models]
+    window, groups = kv_window(options, specs), kv_groups(options, specs)
+    block = sum(block_bytes(spec, options.block_tokens, item, groups) for spec in specs)
     work = work_bytes(model, dtype, options.max_slots)
-    window = kv_window(options, [each.spec for each in models])
     # Slots hold a request's tokens, and no request is longer than the cache can serve.
     longest = max_request_tokens(
         options.max_len or context_tokens,
         num_blocks=max(free_bytes - weights - work, 0) // block + 1,
         block_tokens=options.block_tokens,
         window=window,
+        groups=groups,
     )
     work += 4 * options.max_slots * longest
     expanded = sorted({kind for each in models for kind in expanded_kinds(each)})
@@ -150,6 +152,7 @@ def plan_memory(
             block_bytes=block,
             free_bytes=left,
             window=window,
+            groups=groups,
         )
     except NotEnoughMemory as error:
         raise NotEnoughMemory(f"{demand}; {error.message}", remedy=error.remedy) from None
@@ -162,7 +165,7 @@ def plan_memory(
         max_len=budget.max_len,
         weights_bytes=weights,
         kv_bytes=budget.num_blocks * block,
-        longest_kv_bytes=longest_request_blocks(options, context_tokens, window) * block,
+        longest_kv_bytes=longest_request_blocks(options, context_tokens, window, groups) * block,
         work_bytes=work,
         tier_bytes=tier,
         free_bytes=free_bytes,
@@ -273,9 +276,12 @@ def expanded_kinds(model: AnyPlanned) -> set[str]:
     return found - PLAIN_KINDS
 
 
-def block_bytes(spec: ModelFacts, block_tokens: int, item_bytes: int) -> int:
-    """Return the memory of one KV block: its keys and values in all layers."""
-    return 2 * spec.num_layers * block_tokens * spec.num_kv_heads * spec.head_dim * item_bytes
+def block_bytes(
+    spec: ModelFacts, block_tokens: int, item_bytes: int, groups: KVGroups | None = None
+) -> int:
+    """Return the memory of one KV block: its keys and values in all layers that it stores."""
+    num_layers = num_block_layers(spec, groups)
+    return 2 * num_layers * block_tokens * spec.num_kv_heads * spec.head_dim * item_bytes
 
 
 def work_bytes(model: AnyPlanned, dtype: str, max_slots: int) -> int:

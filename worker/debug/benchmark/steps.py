@@ -23,6 +23,7 @@ import torch
 from protocol.arrays import Int32, UInt8
 from protocol.bench import PARTS, StepBench, StepBenchReady, StepTiming
 from protocol.config.worker import WorkerConfig
+from protocol.kv_window import num_column_blocks
 from protocol.sampling import SamplingParams
 from protocol.steps import SlotInit, SlotRelease, StepPlan, WorkerReady
 from worker.debug.benchmark.parts import PartsClock, TimedPart, WatchedModel, watched_linears
@@ -140,7 +141,8 @@ class StepBenchmark:
     def _init(self, slot: int, batch: int, known: int, context: int) -> SlotInit:
         """Return a request whose blocks alternate with those of the others, as if all had grown
         together."""
-        num_blocks = -(-(known + 1) // self._ready.block_tokens)
+        columns = -(-(known + 1) // self._ready.block_tokens)
+        num_blocks = columns * num_column_blocks(self._ready.kv_groups)
         return SlotInit(
             slot=slot,
             generation=self._generation,

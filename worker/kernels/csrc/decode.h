@@ -2,7 +2,8 @@
 // One call reads the slot table (slots/fields.py) and computes the logits and, if wanted, the likeliest
 // token of each row.
 //
-// Legend: R rows, V vocabulary, L tokens and B blocks that a slot can hold.
+// Legend: R rows, V vocabulary, L tokens and B blocks that a slot can hold, E blocks in a column of a
+// block table.
 #pragma once
 
 #include "forward.h"
@@ -23,7 +24,7 @@ struct Decode {
     const int64_t *slots, *starts;        // [R]: each row's slot, and the position that is computed
     int32_t *token_ids, *lens;            // [slots, L], [slots]
     const int32_t *block_table;           // [slots, B]
-    int64_t max_tokens, max_blocks, vocab;
+    int64_t max_tokens, max_blocks, num_entries, vocab; // L, B, E
     float *logits;                        // [R, V]
     int64_t *tokens;                      // [R]; if null, no token is chosen and no slot is changed
     uint8_t *finite;                      // [R]: whether the greatest logit is finite; if not, token is 0
@@ -43,18 +44,26 @@ struct DecodeRows {
         row_starts.push_back(0);
         for (int64_t r = 0; r < count; r++) {
             const int64_t slot = d.slots[r], start = d.starts[r];
-            const int32_t *blocks = d.block_table + slot * d.max_blocks;
             ids.push_back(d.token_ids[slot * d.max_tokens + start]);
             if (bad_row < 0 && (ids[r] < 0 || ids[r] >= d.vocab)) bad_row = r;
-            slot_mapping.push_back(blocks[start / size] * size + start % size);
             row_starts.push_back(r + 1);
             context_lens.push_back(start + 1);
-            block_table.insert(block_table.end(), blocks, blocks + width);
         }
+        for (int64_t e = 0; e < d.num_entries; e++)
+            for (int64_t r = 0; r < count; r++) add_blocks(d, r, e, size, width);
         pass.ids = ids.data();
         pass.positions = d.starts;
         pass.slot_mapping = slot_mapping.data();
         pass.rows = {row_starts.data(), context_lens.data(), block_table.data(), count, count, width, size};
+    }
+
+    // Appends the place of a row's token in block `entry` of its column, and these blocks of all columns.
+    void add_blocks(const Decode &d, int64_t row, int64_t entry, int64_t size, int64_t width) {
+        const int32_t *blocks = d.block_table + d.slots[row] * d.max_blocks + entry;
+        const int64_t start = d.starts[row], step = d.num_entries;
+        slot_mapping.push_back(blocks[start / size * step] * size + start % size);
+        if (step == 1) block_table.insert(block_table.end(), blocks, blocks + width);
+        else for (int64_t i = 0; i < width; i++) block_table.push_back(blocks[i * step]);
     }
 };
 

@@ -41,6 +41,7 @@ struct Layer {
     Activation activation;
     int64_t q_norm_width, k_norm_width; // D, or all heads together
     int64_t rope;         // index of the rotary embedding; -1: queries and keys are not rotated
+    int64_t entry;        // index of the layer's block in a column of a block table
     int64_t is_parallel;  // whether the MLP reads the layer's input: mlp_norm of it, or attention_norm
     int64_t num_experts, top_k; // 1 without a mixture
     int64_t renormalize;  // whether the weights of a token's experts are divided by their sum
@@ -52,8 +53,9 @@ struct Forward {
     const Rope *ropes;
     int64_t num_layers, num_ropes, tokens, hidden;
     Heads heads;
-    Rows rows;
-    const int64_t *ids, *positions, *slot_mapping; // [T]
+    Rows rows;                       // of the first block of a column; those of the others follow
+    const int64_t *ids, *positions;  // [T]
+    const int64_t *slot_mapping;     // [T], of the first block of a column; those of the others follow
     const void *embedding;          // [V, hidden], or null
     const Packed *packed_embedding; // the same, if `embedding` is null
     const void *position_embedding; // [positions, hidden], or null
@@ -136,14 +138,15 @@ template <class N> struct Pass {
         const Heads &h = f.heads;
         N *row = (N *)f.qkv + t * (h.heads + 2 * h.kv_heads) * h.dim;
         N *k = (N *)layer.k_cache, *v = (N *)layer.v_cache;
+        const int64_t slot = f.slot_mapping[layer.entry * f.tokens + t];
         if (layer.q_norm.weight) {
             norm_heads(row, layer.q_norm, h.heads, h.dim, layer.q_norm_width, (float)f.eps);
             norm_heads(row + h.heads * h.dim, layer.k_norm, h.kv_heads, h.dim, layer.k_norm_width,
                        (float)f.eps);
         }
-        if (layer.rope < 0) return cache_row(row, k, v, f.slot_mapping[t], h);
+        if (layer.rope < 0) return cache_row(row, k, v, slot, h);
         const int64_t at = (layer.rope * f.tokens + t) * h.dim;
-        rotate_and_cache_row(row, (const N *)f.cos + at, (const N *)f.sin + at, k, v, f.slot_mapping[t], h,
+        rotate_and_cache_row(row, (const N *)f.cos + at, (const N *)f.sin + at, k, v, slot, h,
                              f.ropes[layer.rope].width);
     }
 
@@ -174,7 +177,10 @@ template <class N> struct Pass {
             place_row(layer, t);
             if (norms_again) norm_x(t, layer.mlp_norm);
         });
-        attend(team, Attend<N>{qkv, (N *)f.attended, k, v, width, f.heads, layer.scoring}, f.rows, work, partials.data());
+        Rows rows = f.rows;
+        rows.block_table += layer.entry * rows.num_rows * rows.table_width;
+        attend(team, Attend<N>{qkv, (N *)f.attended, k, v, width, f.heads, layer.scoring}, rows, work,
+               partials.data());
         add(team, (const N *)f.attended, layer.output, layer.output_bias, layer.post_attention_norm);
     }
 
