@@ -179,6 +179,8 @@ QWEN2_RULES = {
     ("change", "message"),
     [
         ({"model": {"type": "Unigram"}}, "its model is 'Unigram', not BPE"),
+        (model_with(merges=None), "its model has no list of merges"),
+        (model_with(merges=["Ġ t h"]), "['Ġ', 't', 'h'] among its merges is not a pair"),
         ({"pre_tokenizer": {"type": "Whitespace"}}, "splitting texts have no name"),
         ({"normalizer": {"type": "Lowercase"}}, "splitting texts have no name"),
         ({"post_processor": template("<|stop|>")}, "it adds ['<|stop|>'] to texts"),
@@ -245,6 +247,12 @@ def test_pieces_that_would_be_read_back_as_others_are_refused(
 ) -> None:
     with pytest.raises(UnusableModel, match=message):
         tokenizer_metadata(pieces(**change), 270)
+
+
+def test_an_unknown_token_outside_the_vocabulary_is_refused() -> None:
+    model = json.loads(pieces().tokenizer)["model"] | {"unk_token": "<none>"}
+    with pytest.raises(UnusableModel, match="its unknown token '<none>' is not in the vocabulary"):
+        tokenizer_metadata(pieces(model=model), 270)
 
 
 def test_three_tokens_that_end_an_answer_are_stored_the_own_one_first() -> None:

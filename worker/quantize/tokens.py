@@ -47,7 +47,7 @@ def tokenizer_metadata(text: TextFacts, vocab_size: int) -> Values:
     if model.get("type", "BPE") != "BPE":
         raise _refused(f"its model is {model.get('type')!r:.40}, not BPE")
     kind = "llama" if model.get("byte_fallback") else "gpt2"
-    merges = [each.split(" ") if isinstance(each, str) else each for each in model["merges"]]
+    merges = _merges(model)
     tokens, types = _tokens(tokenizer, vocab_size, kind)
     before, after = _markers(tokenizer.get("post_processor"))
     bos = text.special_tokens.get("bos_token")
@@ -70,6 +70,19 @@ def tokenizer_metadata(text: TextFacts, vocab_size: int) -> Values:
     found |= _ids(text, ends) | _texts(text)
     _check(found, tokenizer, merges)
     return found
+
+
+def _merges(model: Any) -> list[list[str]]:
+    """Return the pairs of pieces that are merged, best first."""
+    merges = model.get("merges")
+    if not isinstance(merges, list):
+        raise _refused("its model has no list of merges")
+    pairs = [each.split(" ") if isinstance(each, str) else each for each in merges]
+    for pair in pairs:
+        is_pair = isinstance(pair, list) and len(pair) == 2
+        if not is_pair or not all(isinstance(piece, str) for piece in pair):
+            raise _refused(f"{pair!r:.40} among its merges is not a pair of pieces")
+    return pairs
 
 
 def _tokens(tokenizer: Any, vocab_size: int, kind: str) -> tuple[list[str], list[int]]:
@@ -96,11 +109,14 @@ def _sentencepiece(tokenizer: Any, merges: list[list[str]], tokens: list[str]) -
         rank.setdefault(left + right, len(rank))
     normalizer = tokenizer.get("normalizer") or {}
     steps = normalizer.get("normalizers", [normalizer])
+    unknown = tokenizer["model"].get("unk_token") or tokens[0]
+    if unknown not in tokens:
+        raise _refused(f"its unknown token {unknown!r:.40} is not in the vocabulary")
     return {
         f"{PREFIX}pre": "default",
         f"{PREFIX}scores": [-float(rank.get(token, len(rank))) for token in tokens],
         f"{PREFIX}add_space_prefix": any(step.get("type") == "Prepend" for step in steps),
-        f"{PREFIX}unknown_token_id": tokens.index(tokenizer["model"].get("unk_token") or tokens[0]),
+        f"{PREFIX}unknown_token_id": tokens.index(unknown),
     }
 
 
