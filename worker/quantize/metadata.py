@@ -1,4 +1,4 @@
-"""Metadata of a model in a GGUF file: the inverse of `loading.gguf_header`.
+"""Metadata of a model in a GGUF file: the inverse of `loading.gguf_config`.
 
 Everything is derived from the model's spec. What an architecture of GGUF files cannot store is
 found by reading the metadata back (`check_spec`), so that a file never means another model.

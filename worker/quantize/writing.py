@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 from protocol.facts import GIB
 from worker.layers.rope import inverse_frequencies
 from worker.loading.errors import UnusableModel
+from worker.loading.gguf_config import ROPE_FREQS
 from worker.loading.gguf_file import GGUFFile
 from worker.loading.gguf_header import (
     FAMILIES,
-    ROPE_FREQS,
     architecture_names,
     gguf_names,
     gguf_spec,
