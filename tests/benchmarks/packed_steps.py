@@ -91,9 +91,10 @@ class DecodeStep:
 
 
 def measure_steps(base: Path, other: Path, seconds: float) -> list[dict[str, Any]]:
-    """Return the median seconds and ratio for each number of rows.
+    """Time the decode steps of two models alternately. For each number of rows, return the median
+    seconds of both and the median ratio of a pair.
 
-    seconds   pairs are measured for this long for each number of rows, but at least MIN_PAIRS pairs
+    seconds   measuring time per number of rows; at least MIN_PAIRS pairs are measured
     """
     models, found = (load(base), load(other)), []
     for rows in ROWS:

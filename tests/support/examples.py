@@ -15,5 +15,5 @@ _Choice = TypeVar("_Choice")
 
 
 def examples(few: _Choice, more: _Choice) -> _Choice:
-    """Return `more` if the environment asks for more examples, else `few`."""
+    """Return `more` if the environment selects more examples, else `few`."""
     return more if os.environ.get(VARIABLE) == MORE else few

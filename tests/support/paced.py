@@ -78,7 +78,7 @@ class Paced:
         self._due = 0.0  # time of the call that runs now
 
     def at(self, when: float, do: Callable[[], object]) -> None:
-        """Call `do` at a time of the clock."""
+        """Schedule a call of `do` at the simulated time `when`."""
         heapq.heappush(self._coming, (when, next(self._numbers), do))
 
     def ask(

@@ -2,7 +2,7 @@
 
 They store the contents that the blocks had when the command arrived. So a block that was sent
 before it was written, or after it was reused, is loaded with wrong contents. From the command of a
-fetch until its report, its blocks hold values that nobody may read.
+fetch until its report, its blocks hold values that must not be read.
 """
 
 from __future__ import annotations

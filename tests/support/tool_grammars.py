@@ -249,9 +249,8 @@ def calls_of(events: Sequence[Event]) -> list[Called]:
 
 
 def fault(value: Any, schema: Mapping[str, Any]) -> str | None:
-    """Return why `schema` does not admit `value`, or None if it does. Only keywords of the schemas
-    above are checked.
-    """
+    """Return why `schema` does not admit `value`, or None if it does. Only keywords that occur in
+    the schemas of this module are checked."""
     if "enum" in schema:
         return None if value in schema["enum"] else f"{value!r} is none of {schema['enum']}"
     if not _KINDS[schema.get("type", "any")](value):

@@ -75,7 +75,7 @@ class Cell:
 class Fate:
     """The expected result of a cell.
 
-    codes        the server ends by itself with one of these exit codes; empty: it serves on
+    codes        the server ends by itself with one of these exit codes; empty: it continues
     is_error     open requests end with an error, in time
     is_unready   /readyz is 503, in time
     breaks       open streams may break off, because the process with their connections is gone.
@@ -239,7 +239,7 @@ def _seconds(seconds: float | None) -> str:
 
 
 class TortureScene:
-    """A server with a tiny model, not ready yet. `strike` may be called again if it serves on."""
+    """A server with a tiny model, not ready yet. If it survives a `strike`, another may follow."""
 
     def __init__(self, model: Path, kind: str = RESTARTS) -> None:
         options = (*OPTIONS[kind], "--token-budget", str(BUDGET), "--max-slots", "4")

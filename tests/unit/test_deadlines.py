@@ -206,7 +206,7 @@ class Timed:
             self.bench.finish()
 
     def times(self, number: int) -> Times:
-        """Return the last reported times."""
+        """Return the last reported stage times of a request."""
         usages = [output.usage for output in self.bench.outputs[CLIENT, number] if output.usage]
         assert usages[-1].times is not None
         return usages[-1].times

@@ -1,6 +1,4 @@
-"""Schemas as cases, and their grammars: which are understood, which are refused, and how values are
-written.
-"""
+"""Grammars of JSON schemas: which schemas are supported or refused, and how values are written."""
 
 from __future__ import annotations
 

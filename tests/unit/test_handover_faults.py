@@ -26,7 +26,7 @@ LEASE_S = 30.0
 
 @dataclass
 class FaultCase:
-    """One handoff on its way from P to D."""
+    """A request that P hands to D, into which a test injects a fault."""
 
     pair: HandoffPair
     #: Number of the request at P.

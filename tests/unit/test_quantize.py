@@ -32,7 +32,7 @@ from worker.quantize.types import has_more_bits, quantize, tensor_kind
 
 
 def error(values: np.ndarray[Any, Any], kind: Kind) -> float:
-    """Return the root mean square of the error of a type."""
+    """Return the root mean square error of `values` after quantisation to `kind`."""
     (back,) = quants.dequantize(quantize(values, kind).reshape(1, -1), kind)
     return float(np.sqrt(((back - values.reshape(-1)) ** 2).mean()))
 

@@ -39,7 +39,7 @@ GPTQ, PACKED = "gptq 4 bits", "packed 4 bits"
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return the function that writes a checkpoint of a format, once."""
+    """Return a function from a format to its checkpoint, which it writes on the first call."""
     written: dict[str, Path] = {}
     model = random_llama(**SIZES)
 

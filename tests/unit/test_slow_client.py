@@ -133,7 +133,7 @@ def test_pending_tokens_are_counted_and_sent_parsed_or_not(
 
 
 def test_a_client_that_stops_reading_gets_no_more_buffered_events() -> None:
-    """The other events may exceed the client's buffer, and the client would be disconnected."""
+    """More events could exceed the client's buffer, and then the client would be disconnected."""
     group = an_answer()
     outputs = token_by_token(ids_of("abc"))
     for output in outputs:

@@ -259,7 +259,7 @@ def test_no_step_is_planned_ahead_of_a_step_with_drafts() -> None:
 
 
 def test_a_request_with_rejected_drafts_does_not_stop_planning_ahead() -> None:
-    """The next step waits for its tokens only until the guesses have been wrong a few times."""
+    """After a few wrong drafts, the next step is planned without waiting for this request."""
     each = bench(steps_in_flight=2, sample=stubborn, ngram_min=1)
     number = each.add([6, 5, 7, 5], max_tokens=80)
     waits = 0

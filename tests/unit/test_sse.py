@@ -1,4 +1,4 @@
-"""SSE frames, and the outlets that write them to a socket whose room a test sets."""
+"""SSE frames, and the outlets that write them to a socket whose free space the test sets."""
 
 from __future__ import annotations
 

@@ -190,7 +190,7 @@ def test_the_cost_of_a_step_is_the_time_of_the_faster_form_in_all_layers() -> No
 
 
 def test_fewer_rows_never_cost_more() -> None:
-    """The first time was disturbed by other work."""
+    """The time for one row is larger than that for two, because other work disturbed it."""
     times = table((1, 9, None), (2, 3, None), (4, 5, None))
     assert step_costs(times, layers=1) == [(1, 3), (2, 3), (4, 5)]
 

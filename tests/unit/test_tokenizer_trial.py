@@ -113,7 +113,7 @@ def test_a_damaged_tokenizer_raises_an_error_with_the_reason() -> None:
 
 
 def splitting(pattern: str) -> str:
-    """Return a tokenizer that splits texts by a pattern."""
+    """Return the JSON of a tokenizer that splits texts by a pattern."""
     described = json.loads(byte_tokenizer().to_str())
     split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
     described["pre_tokenizer"] = {

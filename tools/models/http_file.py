@@ -36,7 +36,7 @@ class HttpFile:
     def open(self, offset: int) -> Iterator[Body]:
         """Request the file from `offset` on.
 
-        Raises ConnectionLost, and HfHubHTTPError if the server refuses the request for good.
+        Raises ConnectionLost if a retry may help, and HfHubHTTPError if the server refuses.
         """
         wanted = {"Range": f"bytes={offset}-"} if offset else {}
         with self._response(wanted) as response:

@@ -20,7 +20,7 @@ class GatedStart:
 
     An exception in the block kills the processes, without printing any of their output. Otherwise
     the gate opens, and `children` has the processes in the order in which they were started. Their
-    output stays in the pipes until somebody reads it.
+    output stays in the pipes until it is read.
 
     Stop signals are held back in the block, so none can interrupt the start or the kill of a
     process. The first one is raised as an exception inside `interruptible`, or else at the end of

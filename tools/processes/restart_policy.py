@@ -31,7 +31,7 @@ class RestartPolicy:
 
     @property
     def description(self) -> str:
-        """The number of the last restart that was allowed, in words."""
+        """The number of the last allowed restart and the limit, as text."""
         number = len(self._restarts)
         return f"restart {number} of at most {self._limit} in {WINDOW_S / 60:g} minutes"
 

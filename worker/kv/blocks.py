@@ -29,9 +29,9 @@ from `gather`."""
 class CacheBlocks(Protocol):
     """Interface to the bytes of one cache.
 
-    num_rows      R
-    num_blocks    B
-    piece_bytes   P
+    num_rows      R: rows of the cache
+    num_blocks    B: blocks of the cache
+    piece_bytes   P: bytes of a block in one row
     """
 
     num_rows: int

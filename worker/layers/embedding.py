@@ -18,7 +18,7 @@ class Embedding(Protocol):
 
     @property
     def size(self) -> int:
-        """Return V."""
+        """Return the number of rows."""
         ...
 
     @property

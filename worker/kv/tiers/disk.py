@@ -166,7 +166,7 @@ written."""
 PAUSE_S = 60.0
 """Time for which storing pauses after a failed write."""
 ABANDONED_S = 3600.0
-"""Age at which a partial file is deleted, because nobody writes it any more."""
+"""Age at which a partial file is deleted, because its writer must have ended."""
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
 
