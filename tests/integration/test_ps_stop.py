@@ -9,8 +9,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,6 +16,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tests.support.commands import run_command
 from tests.support.processes import ROOT, Program, is_alive
 from tests.support.waiting import eventually
 from tools.processes.discovery import Found, RunDirectory, discover
@@ -38,8 +37,9 @@ time.sleep(600)
 class ServerMachine:
     """The run directories of a user, and the programs in them."""
 
-    def __init__(self, runtime: Path, stack: ExitStack) -> None:
+    def __init__(self, runtime: Path, stack: ExitStack, capfd: pytest.CaptureFixture[str]) -> None:
         self.base = runtime / f"tidegate-{os.getuid()}"
+        self._capfd = capfd
         self._environment = {"XDG_RUNTIME_DIR": str(runtime), "PYTHONPATH": str(ROOT)}
         self._stack = stack
 
@@ -58,13 +58,9 @@ class ServerMachine:
         return path
 
     def tool(self, *words: str, code: int = 0) -> str:
-        command = [sys.executable, "-P", "-m", "tools", *words]
-        environment = {**os.environ, **self._environment}
-        done = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
-        )
-        assert done.returncode == code, done.stderr
-        return done.stdout + done.stderr
+        done = run_command(self._capfd, *words)
+        assert done.code == code, done.err
+        return done.out + done.err
 
     def places(self) -> dict[str, RunDirectory]:
         return {place.name: place for place in discover(self.base).run_directories}
@@ -79,11 +75,14 @@ class ServerMachine:
 
 
 @pytest.fixture
-def machine(tmp_path: Path) -> Iterator[ServerMachine]:
+def machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Iterator[ServerMachine]:
     runtime = tmp_path / "r"
     runtime.mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
     with ExitStack() as stack:
-        yield ServerMachine(runtime, stack)
+        yield ServerMachine(runtime, stack, capfd)
 
 
 def pids(place: RunDirectory) -> list[int]:

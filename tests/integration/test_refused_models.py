@@ -13,12 +13,23 @@ import pytest
 
 from protocol.cluster_key import write_cluster_key
 from protocol.exit_codes import ExitCode
+from tests.support.commands import run_command
 from tests.support.sparse_checkpoint import write_sparse_llama
 from tests.support.tiny_checkpoint import write_tiny_llama
 
 
+def serve_here(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, folder: Path, *options: str
+) -> tuple[int, list[str]]:
+    """Return the exit code and all lines of the command if this process runs it."""
+    for variable in ("XDG_RUNTIME_DIR", "TMPDIR"):
+        monkeypatch.setenv(variable, str(folder))
+    done = run_command(capfd, "serve", *options)
+    return done.code, (done.out + done.err).splitlines()
+
+
 def serve(folder: Path, *options: str, command: str = "serve") -> tuple[int, list[str]]:
-    """Return the exit code and all lines of the terminal."""
+    """Return the exit code and all lines of a process of its own."""
     env = {**os.environ, "XDG_RUNTIME_DIR": str(folder), "TMPDIR": str(folder)}
     done = subprocess.run(
         [sys.executable, "-P", "-m", "tools", command, *options],
@@ -68,10 +79,16 @@ def truncated_gguf(path: Path) -> Path:
     ],
 )
 def test_a_model_that_cannot_be_served_is_refused_in_one_line(
-    tmp_path: Path, make: Any, options: list[str], message: str
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    make: Any,
+    options: list[str],
+    message: str,
 ) -> None:
     (tmp_path / "model").mkdir()
-    code, lines = serve(tmp_path, str(make(tmp_path / "model")), "--port", "9180", *options)
+    words = (str(make(tmp_path / "model")), "--port", "9180", *options)
+    code, lines = serve_here(capfd, monkeypatch, tmp_path, *words)
     assert code == ExitCode.BAD_MODEL, lines
     assert len(lines) == 1
     assert lines[0].startswith("tidegate: ")
