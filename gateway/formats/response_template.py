@@ -111,8 +111,8 @@ class RegionOpening(msgspec.Struct, frozen=True):
     at_start: bool = False
 
     def head_end(self, text: str) -> int | None:
-        """Return the end of the opening in `text`, which follows the literal; None if more text is
-        needed."""
+        """Return where the opening ends in `text`, the text after its literal; None if more text
+        is needed."""
         if self.until:
             found = text.find(self.until)
             return found + len(self.until) if found >= 0 else None

@@ -204,7 +204,7 @@ def main(text: str) -> None:
 
 
 def serve(worker: Worker) -> None:
-    """Execute the lines of stdin until its end."""
+    """Execute the commands on stdin, one per line, until stdin ends. Print each result."""
     poller = zmq.Poller()
     poller.register(sys.stdin, zmq.POLLIN)
     poller.register(worker.transfers.fd, zmq.POLLIN)
