@@ -198,7 +198,7 @@ def json_text(text: str) -> str | None:
 def is_json(text: str) -> bool:
     """Return whether the text is JSON. Numbers are not computed, so this takes linear time."""
     try:
-        json.loads(text, parse_int=len, parse_float=len, parse_constant=_refuse)
+        JSON_DECODER.decode(text)
     except (ValueError, RecursionError):
         return False
     return True
@@ -206,6 +206,10 @@ def is_json(text: str) -> bool:
 
 def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is not JSON")
+
+
+JSON_DECODER = json.JSONDecoder(parse_int=len, parse_float=len, parse_constant=_refuse)
+"""Does not compute numbers, and refuses NaN and Infinity."""
 
 
 def escaped(text: str) -> str:

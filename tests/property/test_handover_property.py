@@ -15,12 +15,13 @@ import pytest
 
 from engine_core.request import RequestPhase
 from protocol.messages import Refused
+from tests.support.examples import examples
 from tests.support.handover import EchoMover, KVNetwork
 from tests.support.storm import RequestStorm
 
 OPERATIONS = 12_000
-SEEDS = (200, 3, 104, 7)
-"""Seeds as in tests.support.storm: the first uses a draft model, the third n-grams."""
+SEEDS = examples((200, 104), (200, 104, 3, 7))
+"""Seeds as in tests.support.storm: the first uses a draft model, the second n-grams."""
 FAULTS = ("expired", "unreachable", "damaged", "timeout")
 
 

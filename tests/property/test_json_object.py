@@ -7,10 +7,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.formats.json_scanner import MAX_DEPTH, LiteralScan, object_scan
+from tests.support.examples import examples
 from tests.support.formats import is_json_object
 from tests.support.tokenizers import cuts
 
@@ -117,6 +118,7 @@ def test_an_ambiguous_text_stays_unchanged(text: str) -> None:
     assert mended([text]) == mended(list(text)) == (text, False, False)
 
 
+@settings(max_examples=examples(40, 100))
 @given(VALUES, st.integers(0, 9), st.booleans(), st.booleans())
 def test_every_value_and_every_damage_of_one_is_judged_in_every_cut_as_a_whole(
     value: Any, seed: int, ascii_only: bool, spaced: bool

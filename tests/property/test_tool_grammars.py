@@ -30,6 +30,7 @@ from tests.property import (
     test_tools_xml,
     test_tools_xtml,
 )
+from tests.support.examples import examples
 from tests.support.format_tools import TYPED_TOOLS, tool
 from tests.support.formats import Fixture, Sample, fixtures
 from tests.support.response_templates import TEMPLATES
@@ -37,7 +38,7 @@ from tests.support.tokenizers import REAL_NAMES, family_card
 from tests.support.tool_grammars import TOOLS as DECLARED
 from tests.support.tool_grammars import Model, Walk, calls_of, fault
 
-SEEDS = range(4)
+SEEDS = range(examples(2, 4))
 BY_NAME = {declared.name: declared for declared in DECLARED}
 
 
