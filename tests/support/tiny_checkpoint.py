@@ -1,17 +1,19 @@
-"""A Llama of a few thousand random weights on disk, for tests that start real processes."""
+"""A Llama of a few thousand random weights on disk, for tests that start real processes.
+
+To import torch takes seconds, and most processes that import this module write no weights: it is
+imported where they are written.
+"""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-
-import torch
-from safetensors.torch import save_file
+from typing import TYPE_CHECKING
 
 from tests.support.model import smollm2_gguf
-from worker.loading.fields import Fields
-from worker.loading.gguf_file import GGUFFile
-from worker.loading.gguf_tokenizer import gguf_text
+
+if TYPE_CHECKING:
+    import torch
 
 VOCAB = 97
 CONFIG = {
@@ -35,6 +37,8 @@ CONFIG = {
 
 def write_tiny_llama(folder: Path, seed: int = 3, **changes: object) -> Path:
     """Write config.json, tokenizer.json and model.safetensors to `folder`, and return it."""
+    from safetensors.torch import save_file
+
     config = CONFIG | changes
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer.json").write_text(json.dumps(tiny_tokenizer_json()))
@@ -55,6 +59,10 @@ def write_babbling_llama(folder: Path) -> Path:
     the answer, the answer is wrong sooner than one of the default model, in a hundredth of the
     time.
     """
+    from worker.loading.fields import Fields
+    from worker.loading.gguf_file import GGUFFile
+    from worker.loading.gguf_tokenizer import gguf_text
+
     vocab_size = 49152
     path = smollm2_gguf()
     text = gguf_text(Fields(GGUFFile(path).metadata, str(path)), vocab_size)
@@ -77,6 +85,8 @@ def tiny_tokenizer_json() -> dict[str, object]:
 
 
 def _weights(seed: int, vocab_size: int) -> dict[str, torch.Tensor]:
+    import torch
+
     random = torch.Generator().manual_seed(seed)
 
     def weight(out: int, width: int) -> torch.Tensor:
