@@ -59,6 +59,8 @@ KILL, STOP, TERM = SIGNALS = (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM)
 ERROR_WITHIN_S, UNREADY_WITHIN_S = 5.0, 2.0
 """Time limits on an idle machine."""
 PROMPT_WORDS, ANSWER_TOKENS, BUDGET = 6000, 4000, 16
+UNHARMED_TOKENS = 1000
+"""Tokens of answers that must finish although a process of the prefill engine is lost."""
 START_S, LIFE_S, ORPHANS_S = 120.0, 90.0, 15.0
 KILLED_BY_KILL = KILLED + signal.SIGKILL
 
@@ -267,6 +269,8 @@ class TortureScene:
     def strike(self, cell: Cell) -> TortureRow:
         """Bring the server to the cell's moment, send the signal, and watch."""
         row = TortureRow(cell)
+        is_unharmed = cell.victim in OF_PREFILL and fate_of(cell) == SERVES_ON
+        num_tokens = UNHARMED_TOKENS if is_unharmed else ANSWER_TOKENS
         if cell.moment == START:
             there = WORKER if cell.victim == SUPERVISOR else cell.victim
             assert eventually(lambda: self._find(there), within_s=START_S)
@@ -280,11 +284,11 @@ class TortureScene:
             clients: list[TortureClient] = []
             if cell.moment in (PREFILL, DECODE):
                 clients.append(first)
-                first.ask(3, ANSWER_TOKENS)
+                first.ask(3, num_tokens)
                 assert eventually(first.has_begun, within_s=LIFE_S), self.output
             if cell.moment == PREFILL:
                 clients.append(second)
-                second.ask(PROMPT_WORDS, ANSWER_TOKENS)
+                second.ask(PROMPT_WORDS, num_tokens)
                 assert eventually(probe.sees_chunk, within_s=LIFE_S), self.output
             if cell.moment != START:
                 assert eventually(lambda: probe.is_ready, within_s=LIFE_S)
