@@ -12,7 +12,6 @@ from transformers import LlamaForCausalLM
 from tests.support.checkpoints import LLAMA3_ROPE, random_llama, write_directory
 from tests.support.eager import EagerStepper, assert_same, expected, load, some_tokens
 from tests.support.gguf_files import write_gguf
-from tests.support.model import smollm2_gguf
 from worker.attention.reference import ReferenceAttention
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -106,14 +105,3 @@ def test_shards_in_half_precision_give_the_logits_of_transformers(tmp_path: Path
         theirs = LlamaForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
         ours = EagerStepper(load(path), [tokens]).run([(20,)])[0]
         assert_same(ours, expected(theirs, tokens))
-
-
-def test_smollm2_as_gguf_gives_the_logits_of_transformers() -> None:
-    from tests.support.reference import load_reference
-
-    path = smollm2_gguf()
-    theirs, tokenizer = load_reference(path)
-    prompt = "<|im_start|>user\nName three rivers in Europe.<|im_end|>\n<|im_start|>assistant\n"
-    tokens = tokenizer(prompt, add_special_tokens=False).input_ids
-    ours = EagerStepper(load(path), [tokens]).run([(len(tokens),)])[0]
-    assert_same(ours, expected(theirs, tokens), atol=1e-3)
