@@ -9,11 +9,10 @@ import anthropic
 import pytest
 
 from tests.support.anthropic import prompt_tokens
-from tests.support.server import Server
+from tests.support.server import SERVED_NAME, Server
 
-MODEL = "tidegate-test"
 ASKED: dict[str, Any] = {
-    "model": MODEL,
+    "model": SERVED_NAME,
     "max_tokens": 200,
     "extra_body": {"temperature": 0},  # which the client no longer knows by name
     "system": "You are a helpful assistant.",
@@ -31,17 +30,10 @@ WEATHER: Any = {
 }
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    """Yield a float32 server, whose answers do not depend on the batch."""
-    with Server("--served-name", MODEL, "--drain-s", "2", "--dtype", "float32") as running:
-        yield running
-
-
 @pytest.fixture
-def client(server: Server) -> Iterator[anthropic.Anthropic]:
+def client(exact_server: Server) -> Iterator[anthropic.Anthropic]:
     with anthropic.Anthropic(
-        base_url=server.url, api_key="none", max_retries=0, timeout=300
+        base_url=exact_server.url, api_key="none", max_retries=0, timeout=300
     ) as client:
         yield client
 
@@ -62,7 +54,9 @@ def test_the_capital_of_france_whole_streamed_and_counted(client: anthropic.Anth
     assert "Paris" in whole.content[0].text
     assert said(result) == said(whole)
     assert result.stop_reason == whole.stop_reason == "end_turn"
-    counted = client.messages.count_tokens(model=MODEL, system=ASKED["system"], messages=PARIS)
+    counted = client.messages.count_tokens(
+        model=SERVED_NAME, system=ASKED["system"], messages=PARIS
+    )
     for usage in (whole.usage, result.usage):
         assert prompt_tokens(usage.model_dump()) == counted.input_tokens
     assert result.usage.output_tokens == whole.usage.output_tokens > 0

@@ -1,5 +1,5 @@
 """The Responses API with the real model and the official client: a chain with a tool, a resumed
-stream, and responses whose gateway is killed."""
+stream, and responses whose gateway or server ends."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from openai import APIConnectionError, InternalServerError, OpenAI
 
 from tests.support.processes import descendants_of
 from tests.support.responses import items_of, typed_events, without_ids
-from tests.support.server import Server
+from tests.support.server import SERVED_NAME, Server
 from tests.support.waiting import eventually
 
-MODEL = "tidegate-test"
 KEY = "k1"
 WEATHER: Any = {
     "type": "function",
@@ -40,8 +39,8 @@ OVER = ("completed", "incomplete", "failed", "cancelled")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Yield a float32 server, whose answers do not depend on the batch."""
     store = tmp_path_factory.mktemp("store") / "responses.db"
-    options = ("--served-name", MODEL, "--dtype", "float32", "--drain-s", "2", "--gateways", "2")
-    with Server(*options, "--response-store", str(store)) as running:
+    options = ("--served-name", SERVED_NAME, "--dtype", "float32", "--drain-s", "2")
+    with Server(*options, "--gateways", "2", "--response-store", str(store)) as running:
         yield running
 
 
@@ -66,7 +65,7 @@ def ended(client: OpenAI, name: str) -> Any:
 
 
 def test_three_turns_with_a_tool_through_previous_response_ids(client: OpenAI) -> None:
-    shared: Any = {"model": MODEL, "temperature": 0, "tools": [WEATHER]}
+    shared: Any = {"model": SERVED_NAME, "temperature": 0, "tools": [WEATHER]}
     shared["instructions"] = "You tell people about the weather."
     first = client.responses.create(
         input="What is the weather in Oslo?", tool_choice="required", **shared
@@ -96,7 +95,7 @@ def test_three_turns_with_a_tool_through_previous_response_ids(client: OpenAI) -
 
 
 def test_streamed_is_whole_and_is_the_fold_of_its_events(server: Server, client: OpenAI) -> None:
-    asked: Any = {"model": MODEL, "input": "Tell me a story.", "temperature": 0.8}
+    asked: Any = {"model": SERVED_NAME, "input": "Tell me a story.", "temperature": 0.8}
     asked |= {"max_output_tokens": 60}
     whole = client.responses.create(**asked, extra_body={"seed": 7})
     body = {**asked, "seed": 7, "stream": True}
@@ -112,7 +111,7 @@ def test_streamed_is_whole_and_is_the_fold_of_its_events(server: Server, client:
 
 def test_a_background_response_is_followed_from_the_middle(server: Server, client: OpenAI) -> None:
     stream = client.responses.create(
-        model=MODEL,
+        model=SERVED_NAME,
         input="Count from one to one hundred.",
         background=True,
         stream=True,
@@ -133,7 +132,7 @@ def test_a_background_response_is_followed_from_the_middle(server: Server, clien
 def test_a_response_whose_gateway_was_killed_is_never_lost(server: Server, client: OpenAI) -> None:
     made = [
         client.responses.create(
-            model=MODEL,
+            model=SERVED_NAME,
             input="Tell me a very long story.",
             background=True,
             max_output_tokens=2000,
@@ -156,19 +155,23 @@ def test_a_response_whose_gateway_was_killed_is_never_lost(server: Server, clien
         assert over.error.code == "server_error"
         events = list(client.responses.retrieve(response.id, stream=True))
         assert events[-1].type == "response.failed"
-    assert client.responses.create(model=MODEL, input="Hi", max_output_tokens=4).status
+    assert client.responses.create(model=SERVED_NAME, input="Hi", max_output_tokens=4).status
 
 
-def test_responses_are_there_after_a_restart(tmp_path: Path) -> None:
+def test_responses_are_there_after_a_restart(babbling_model: str, tmp_path: Path) -> None:
     store = str(tmp_path / "responses.db")
     name = ""
     for _ in range(2):
         with (
-            Server("--served-name", MODEL, "--response-store", store) as server,
+            Server("--response-store", store, model=babbling_model) as server,
             OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as client,
         ):
             if not name:
                 name = client.responses.create(
-                    model=MODEL, input="Hi", max_output_tokens=8, temperature=0
+                    model=Path(babbling_model).name,
+                    input="Hi",
+                    max_output_tokens=8,
+                    temperature=0,
+                    extra_body={"ignore_eos": True},
                 ).id
             assert client.responses.retrieve(name).output_text

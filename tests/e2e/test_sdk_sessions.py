@@ -17,7 +17,7 @@ from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel, SecretStr
 
-from tests.support.server import Server
+from tests.support.server import SERVED_NAME, Server
 
 QUESTION = "What is the weather in Oslo?"
 RESULT = '{"sky": "clear", "celsius": -3}'
@@ -37,17 +37,9 @@ class Weather(BaseModel):
     is_cold: bool
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Yield a float32 server, whose answers do not depend on the batch."""
-    store = str(tmp_path_factory.mktemp("store") / "responses.db")
-    with Server("--served-name", "m", "--dtype", "float32", "--response-store", store) as running:
-        yield running
-
-
 @pytest.fixture
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+def client(exact_server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{exact_server.url}/v1", api_key="none", max_retries=0) as client:
         yield client
 
 
@@ -64,7 +56,7 @@ CHAT_TOOL: Any = {
     "type": "function",
     "function": {"name": NAME, "description": ABOUT, "parameters": PARAMETERS},
 }
-CHAT: dict[str, Any] = {"model": "m", "temperature": 0}
+CHAT: dict[str, Any] = {"model": SERVED_NAME, "temperature": 0}
 DEMAND: dict[str, Any] = {"tool_choice": "required", "parallel_tool_calls": False}
 
 
@@ -102,7 +94,7 @@ def test_chat_completions(client: openai.OpenAI) -> None:
 
 
 def test_completions(client: openai.OpenAI) -> None:
-    asked: dict[str, Any] = {"model": "m", "prompt": "Once upon a time", "temperature": 0}
+    asked: dict[str, Any] = {"model": SERVED_NAME, "prompt": "Once upon a time", "temperature": 0}
     whole = client.completions.create(**asked, max_tokens=WORDS).choices[0]
     chunks = list(client.completions.create(**asked, max_tokens=WORDS, stream=True))
     assert "".join(chunk.choices[0].text for chunk in chunks) == whole.text
@@ -169,8 +161,8 @@ MESSAGES_TOOL: Any = {"name": NAME, "description": ABOUT, "input_schema": PARAME
 
 def message_turn(client: anthropic.Anthropic, **asked: Any) -> Any:
     asked["extra_body"] = {"temperature": 0}
-    whole = client.messages.create(model="m", **asked)
-    with client.messages.stream(model="m", **asked) as stream:
+    whole = client.messages.create(model=SERVED_NAME, **asked)
+    with client.messages.stream(model=SERVED_NAME, **asked) as stream:
         streamed = stream.get_final_message()
     parts = [
         [(block.type, getattr(block, "text", None), getattr(block, "input", None)) for block in one]
@@ -182,8 +174,8 @@ def message_turn(client: anthropic.Anthropic, **asked: Any) -> Any:
     return whole
 
 
-def test_messages(server: Server) -> None:
-    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+def test_messages(exact_server: Server) -> None:
+    with anthropic.Anthropic(base_url=exact_server.url, api_key="none", max_retries=0) as client:
         messages: list[Any] = [{"role": "user", "content": QUESTION}]
         asked: dict[str, Any] = {"tools": [MESSAGES_TOOL], "messages": messages}
         first = message_turn(client, max_tokens=100, tool_choice=ANY, **asked)
@@ -200,9 +192,12 @@ def test_messages(server: Server) -> None:
 # ---- a library on top
 
 
-def test_langchain(server: Server) -> None:
+def test_langchain(exact_server: Server) -> None:
     model = ChatOpenAI(
-        model="m", base_url=f"{server.url}/v1", api_key=SecretStr("none"), temperature=0
+        model=SERVED_NAME,
+        base_url=f"{exact_server.url}/v1",
+        api_key=SecretStr("none"),
+        temperature=0,
     )
     tools = model.bind_tools([CHAT_TOOL], **DEMAND)
     first = tools.invoke([HumanMessage(QUESTION)])

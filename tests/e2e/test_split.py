@@ -26,7 +26,7 @@ from tests.support.waiting import eventually
 pytestmark = pytest.mark.long
 
 GENERATE = "/inference/v1/generate"
-NUM_REQUESTS, MOST_TOKENS, SHORT_PROMPT = 200, 5, 20
+NUM_REQUESTS, MOST_TOKENS, SHORT_PROMPT = 100, 5, 20
 TIE = 1e-3
 """Difference of the two best logits below which the order of sums in a batch may decide."""
 EXACT = ("--dtype", "float32", "--max-len", "1024")
@@ -97,7 +97,7 @@ def states(url: str) -> dict[str, list[dict[str, Any]]]:
 
 
 @pytest.mark.timeout(400)
-def test_two_hundred_answers_are_those_of_one_engine_and_nothing_is_computed_twice(
+def test_a_hundred_answers_are_those_of_one_engine_and_nothing_is_computed_twice(
     split: Server,
 ) -> None:
     rows = json.loads(GOLDEN.read_text())

@@ -18,17 +18,15 @@ from tests.support.server import Server
 from tests.support.waiting import eventually
 
 GENERATE, ABORT = "/inference/v1/generate", "/inference/v1/abort_requests"
-REPLAYS, REPLAY_TOKENS = 100, 6
+REPLAYS, REPLAY_TOKENS = 48, 6
 SAMPLING = {"temperature": 1.0, "top_p": 0.95, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 """Every parameter for which the model has a default."""
 SHORT = [prompt for prompt in PROMPTS if len(prompt) < 50]
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    """Yield a float32 server, whose answers do not depend on the batch."""
-    with Server("--drain-s", "2", "--dtype", "float32") as running:
-        yield running
+def server(exact_server: Server) -> Server:
+    return exact_server
 
 
 @pytest.fixture

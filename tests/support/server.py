@@ -11,6 +11,8 @@ from tests.support.processes import ROOT, Program, free_port
 
 START_TIMEOUT_S = 90.0
 POISON = ("--poison-slots", "wild")
+SERVED_NAME = "tidegate-test"
+"""Name of the model of a server that serves it under another than its own."""
 
 
 class Server(Program):
