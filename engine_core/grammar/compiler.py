@@ -30,8 +30,8 @@ LIMITS = LLParserLimits(
 class Compiler:
     """The grammar compiler of one model.
 
-    Creating it holds the GIL: for a few tenths of a second, or 1.7 s for a vocabulary of 150,000
-    tokens. So the engine creates it while the weights load.
+    Creating it holds the GIL for a few tenths of a second, or for 1.7 s with a vocabulary of
+    150,000 tokens. So the engine creates it while the weights load.
     """
 
     def __init__(self, model: ModelCard | TokenizerRead) -> None:

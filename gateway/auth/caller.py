@@ -93,8 +93,9 @@ class Caller:
     def labels(self, name: str) -> list[str]:
         """Return the labels by which a request with the public id `name` can be aborted.
 
-        Callers with the scope `admin` use the first label. The caller itself uses the last one,
-        which contains its owner name, so callers cannot abort each other's requests.
+        The first is the id itself, for callers with the scope `admin`. If the caller has a key, the
+        second is the id with the caller's owner name, for the caller itself. So callers without
+        `admin` cannot abort each other's requests, and without keys only an admin can abort one.
         """
         return [name, self._owned(name)] if self.name else [name]
 

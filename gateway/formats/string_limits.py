@@ -127,14 +127,14 @@ def _code(code: int) -> str:
 
 
 def free_of(words: Sequence[str], spelling: StringEscapes) -> str:
-    """Return a pattern of the strings, in this spelling, that contain none of `words`.
+    """Return a regular expression for the strings, in this spelling, that contain none of `words`.
 
-    All words must start with the same character, the head. Of a word that contains the head again,
-    only the part before that counts, so the pattern excludes more strings than it must.
+    All words must start with the same character, the head, and another one must follow it. If the
+    head occurs again in a word, the word is cut before it. The expression then rejects more strings
+    than it must.
 
-    After a head, a word may be in progress. The pattern then has three kinds of continuation:
-    `again` leads to the next head, `back` leads back to other text, and `end` leads to the end of
-    the string.
+    After a head, the string may continue in three ways without completing a word: up to the next
+    head (`again`), with other text (`back`), or to its end (`end`).
     """
     head = words[0][0]
     assert all(word[0] == head for word in words), "they begin with different signs"

@@ -1,8 +1,8 @@
 """The times at which a request reached each stage.
 
 `record.py` builds one record from the timeline and the choices. Metrics, the access log, traces and
-the `timings` of a response are all made from that record, so they agree. No time is recorded for a
-single token.
+the `timings` of a response are all made from that record, so they agree. The first token is the
+only one whose time is recorded.
 """
 
 from __future__ import annotations

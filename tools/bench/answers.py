@@ -185,7 +185,7 @@ CHUNK = msgspec.json.Decoder(Chunk)
 
 @dataclass(slots=True)
 class BenchAnswer:
-    """The result of one request. Times are in seconds of one clock."""
+    """The result of one request. Times are in seconds on the same clock."""
 
     #: When the request was due to be sent.
     started: float

@@ -22,7 +22,8 @@ BUSY_CLIENT = 0.7
 
 @dataclass(slots=True)
 class BenchRun:
-    """One run of a load on one server. All times, also those of the answers, are of one clock."""
+    """One run of a load on one server. All times, including those in `answers`, are seconds on the
+    same clock."""
 
     answers: list[BenchAnswer]
     began: float

@@ -28,7 +28,7 @@ class ReportQueue:
         self.wake()
 
     def add_taken(self, lease: bytes) -> None:
-        """Add a lease that all its readers have finished."""
+        """Add a lease whose readers are all done."""
         with self._lock:
             self._taken.append(lease)
         self.wake()

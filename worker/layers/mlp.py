@@ -38,8 +38,8 @@ def _clamped_swiglu(gate_up: Tensor, spec: MlpSpec) -> Tensor:
 
 @dataclass(slots=True)
 class Mlp:
-    """An MLP, or one expert. `gate_up` returns the gate's items [N, I] and then the up projection's
-    [N, I]; without a gate, only the latter."""
+    """An MLP, or one expert. `gate_up` returns one tensor [N, 2 I]: the I columns of the gate, then
+    those of the up projection. Without a gate it returns the up projection, [N, I]."""
 
     spec: MlpSpec
     gate_up: Linear

@@ -70,7 +70,8 @@ class Metadata:
 
     @property
     def window(self) -> int | None:
-        """Return the window of layers that have one; zero means none."""
+        """Return the window, in tokens, of the layers that have one; None if the key is missing or
+        0."""
         return self.integer("attention.sliding_window", 0) or None
 
     def factors(self, name: str, width: int) -> list[float]:

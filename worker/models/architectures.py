@@ -191,7 +191,7 @@ class TransformersSpec:
 
 @dataclass(frozen=True, slots=True)
 class TransformersArchitecture:
-    """An architecture of CHECKED."""
+    """An architecture in CHECKED: the transformers library computes its models."""
 
     name: str
     model_type: str

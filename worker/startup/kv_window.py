@@ -21,7 +21,8 @@ MAX_WINDOW_BLOCKS = 64
 
 
 def kv_window(options: WorkerConfig, models: Sequence[ModelFacts]) -> int | None:
-    """Return the window before which blocks are freed, in tokens; None if all blocks are kept.
+    """Return the model's window, in tokens, if blocks that it has passed are freed. Return None if
+    all blocks are kept, or if only some layers have a window (`kv_groups`).
 
     models   the model, and its draft model if there is one
     """

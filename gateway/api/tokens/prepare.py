@@ -1,8 +1,9 @@
 """Turns a GenerateBody into a prompt request. Raises InvalidRequest naming the field.
 
-The tokenizer is needed only for stop strings, `bad_words`, output mode "text", and structured
-outputs. For structured outputs, the text at the end of the prompt shows whether the answer starts
-with reasoning.
+The tokenizer is needed only for stop strings, `bad_words`, output mode "text", structured outputs
+and a thinking budget. The text at the end of the prompt shows whether the answer starts with
+reasoning. It is read for structured outputs, for a thinking budget, and to parse the answer if
+`reasoning_parser_kwargs` is set.
 """
 
 from __future__ import annotations
