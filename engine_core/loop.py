@@ -334,6 +334,8 @@ class EngineLoop:
         self._engine = build_engine(
             ready, self._config, epoch=self._epoch, key=self._key, journal=self._journal
         )
+        if ready.kv_report is not None:
+            self._engine.on_kv_report(ready.kv_report)  # no client has asked for anything yet
         if self.drained_by:
             self._engine.drain()
         clients = self._clients.all()

@@ -221,8 +221,10 @@ class WorkerReady(Message, frozen=True, kw_only=True):
     step_costs: list[tuple[int, float]] = []
     #: How this worker transfers K/V (kv.py). None: it does not.
     kv: KVEndpoint | None = None
-    #: Names of the worker's tiers, fastest first. A KVReport with their contents follows.
+    #: Names of the worker's tiers, fastest first.
     kv_tiers: list[str] = []
+    #: What the tiers already store, so that the first request finds it. None: nothing.
+    kv_report: KVReport | None = None
     #: Every layer of the model has a window of at most this many tokens, so the engine may free the
     #: blocks before it (kv_window.py). None: the engine must keep all blocks of a request.
     kv_window: int | None = None

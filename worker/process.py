@@ -89,7 +89,8 @@ def run(
                 KVTransferService(config, context, runner.components.cache, layout)
             )
             loop = stack.enter_context(WorkerLoop(runner, engine, kv_transfers))
-            engine.send(replace(ready, kv=kv_transfers.endpoint, kv_tiers=kv_transfers.tiers))
+            ready = replace(ready, kv=kv_transfers.endpoint, kv_tiers=kv_transfers.tiers)
+            engine.send(replace(ready, kv_report=kv_transfers.report()))
             log.debug("ready in %.1f s", sum(seconds for _, seconds in ready.phases))
             loop.run()
         return 0

@@ -140,7 +140,7 @@ def check_counts(p: EngineStats, d: EngineStats, asked: list[tuple[int, int]]) -
     answers = sum(count for _, count in asked)
     assert (d.num_preemptions, d.num_generated_tokens) == (0, answers)
     assert d.num_computed_tokens == answers + wrong
-    assert d.num_accepted_tokens > 0
+    assert d.num_draft_tokens > 0, "nothing was speculated"
     assert p.num_leases_ended.keys() <= {"taken", "released"}
     assert sum(p.num_leases_ended.values()) == len(handed)
 

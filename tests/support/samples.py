@@ -397,6 +397,9 @@ MESSAGES: list[Message] = [
             address="tcp://here:7000", layout=b"d" * 32, layout_text="tiny, bfloat16", mover="shm"
         ),
         kv_tiers=["host", "disk"],
+        kv_report=KVReport(
+            tiers=[KVTierNews(tier="disk", stored=[b"h" * 32], num_bytes=4096, num_stored=1)]
+        ),
         kv_window=4096,
         kv_groups=KVGroups(window=512, window_blocks=5),
     ),
