@@ -209,7 +209,8 @@ class Request:
 
     @property
     def name(self) -> str:
-        """The name by which any client may abort it: the first label, or client and number."""
+        """The name of the request in EngineStatus, by which an AbortByLabel from any client can end
+        it: its first label, or else "<client in hex>.<number>"."""
         return self.labels[0] if self.labels else f"{self.client.hex()}.{self.number}"
 
     @property

@@ -1,16 +1,19 @@
 """K/V blocks that a sliding window needs.
 
-In a layer with a window, the query at position q reads the keys at positions [q - window + 1, q]. A
-block is passed when no later query reads any of its positions. It is then freed, and its entry in
-the block table becomes the null block, so the table's indexes still follow from the positions. The
-worker plans its memory by these functions, and the engine frees blocks.
+In a layer with a window, the query at position q reads the keys at positions q - window + 1 to q. A
+block is passed if no later query reads any of its positions. The engine then frees it, and its
+entry in the block table becomes the null block, so that entry i still stands for the same
+positions. The worker uses these functions to plan the memory of its K/V cache, and the engine uses
+them to free blocks.
 
-A block usually stores its positions in all layers, so it can be freed only if all of them have a
-window. If only some layers have one, the layers form two groups (`KVGroups`), and blocks of the
-layers with a window are freed.
+There are three cases. In all functions, `window` and `groups` say which one applies:
 
-In all functions `window` is None if every block is kept until the request ends, and `groups` is
-None if a block stores all layers. At most one of them is not None.
+- Both are None: every block is kept until its request ends. No layer has a window, or a feature of
+  the server needs all blocks (worker/startup/kv_window.py).
+- `window` is the longest window in tokens: all layers have one. A block stores its positions in all
+  layers and is freed when all of them have passed it.
+- `groups` is set: only some layers have a window. A block stores layers of one group only, and
+  those of the layers with a window are freed.
 """
 
 from __future__ import annotations

@@ -72,8 +72,8 @@ class ParentPipe:
         self._fd = fd
 
     def send_cause(self, cause: str) -> None:
-        """Send the first line of `cause`, the reason why this process ends, to the parent. Never
-        block."""
+        """Send the reason why this process ends to the parent: the first line of `cause`, cut at
+        MAX_CAUSE_BYTES. It is lost if there is no parent, or if the pipe is full."""
         line = (cause.strip().splitlines() or [""])[0].encode()[:MAX_CAUSE_BYTES]
         if self._fd is not None:
             with contextlib.suppress(OSError):  # the parent is gone, or the pipe is full

@@ -244,8 +244,8 @@ class Session:
         return self._on_lost(reason) if self.is_ready else []
 
     def tick(self, now: float) -> tuple[list[ToEngine], list[RequestReport]]:
-        """Return the messages to send at `now`, and the ends of requests that were lost. Call this
-        a few times a second."""
+        """Return the messages to send at `now`, and reports for the requests that are lost because
+        the engine has been silent for too long. Call this a few times a second."""
         self._discount_sleep(now)
         reports: list[RequestReport] = []
         if (

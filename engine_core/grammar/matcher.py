@@ -80,10 +80,10 @@ class Matcher:
             self._inner.consume_token(token)
 
     def forced_tokens(self, max_tokens: int) -> list[int]:
-        """Return the first tokens, at most `max_tokens`, of the only text that may come next.
+        """Return drafts: up to `max_tokens` tokens that spell the only text that may come next.
 
-        Return [] if several texts may come next. The model may spell the text with other tokens, so
-        the returned tokens are good drafts, but not certain.
+        Return [] if several texts may come next, and one token if the thinking budget forces it.
+        The model may split the text into other tokens, so the drafts must still be verified.
         """
         if self.forced is not None:
             return [self.forced]

@@ -64,14 +64,14 @@ class SnapshotRecord(JournalRecord, frozen=True, kw_only=True, tag="knew"):
 
 
 class TickRecord(JournalRecord, frozen=True, kw_only=True, tag="ticked"):
-    """A call of `tick`. `reply_digest` is empty unless requests missed a deadline."""
+    """A call to `tick`. `reply_digest` is empty unless requests missed a deadline."""
 
     now: float
     reply_digest: bytes = msgspec.field(name="said", default=b"")
 
 
 class AddRecord(JournalRecord, frozen=True, kw_only=True, tag="added"):
-    """A call of `add`."""
+    """A call to `add`."""
 
     client: bytes
     message: Generate
@@ -81,7 +81,7 @@ class AddRecord(JournalRecord, frozen=True, kw_only=True, tag="added"):
 
 
 class GrammarRecord(JournalRecord, frozen=True, kw_only=True, tag="settled"):
-    """A call of `on_grammar_compiled`. The compiled grammar itself is not stored."""
+    """A call to `on_grammar_compiled`. The compiled grammar itself is not stored."""
 
     #: Digest of the grammar.
     digest: bytes
@@ -91,7 +91,7 @@ class GrammarRecord(JournalRecord, frozen=True, kw_only=True, tag="settled"):
 
 
 class AbortRecord(JournalRecord, frozen=True, kw_only=True, tag="aborted"):
-    """A call of `abort`."""
+    """A call to `abort`."""
 
     client: bytes
     numbers: list[int]
@@ -99,24 +99,24 @@ class AbortRecord(JournalRecord, frozen=True, kw_only=True, tag="aborted"):
 
 
 class AbortByLabelRecord(JournalRecord, frozen=True, kw_only=True, tag="named"):
-    """A call of `abort_by_label`."""
+    """A call to `abort_by_label`."""
 
     names: list[str]
     reply_digest: bytes = msgspec.field(name="said")
 
 
 class ClientLostRecord(JournalRecord, frozen=True, kw_only=True, tag="dropped"):
-    """A call of `on_client_lost`."""
+    """A call to `on_client_lost`."""
 
     client: bytes
 
 
 class DrainRecord(JournalRecord, frozen=True, kw_only=True, tag="drained"):
-    """A call of `drain`."""
+    """A call to `drain`."""
 
 
 class PlanRecord(JournalRecord, frozen=True, kw_only=True, tag="planned"):
-    """A call of `plan`.
+    """A call to `plan`.
 
     A call that returned None is recorded only if the engine was not idle.
     """
@@ -130,13 +130,13 @@ class PlanRecord(JournalRecord, frozen=True, kw_only=True, tag="planned"):
 
 
 class MasksRecord(JournalRecord, frozen=True, kw_only=True, tag="masked"):
-    """A call of `masks` that returned masks."""
+    """A call to `masks` that returned masks."""
 
     reply_digest: bytes = msgspec.field(name="said")
 
 
 class CommitRecord(JournalRecord, frozen=True, kw_only=True, tag="committed"):
-    """A call of `commit`."""
+    """A call to `commit`."""
 
     result: StepResult
     elapsed_s: float
@@ -144,7 +144,7 @@ class CommitRecord(JournalRecord, frozen=True, kw_only=True, tag="committed"):
 
 
 class KVReportRecord(JournalRecord, frozen=True, kw_only=True, tag="heard"):
-    """A call of `on_kv_report`."""
+    """A call to `on_kv_report`."""
 
     report: KVReport
     reply_digest: bytes = msgspec.field(name="said")

@@ -376,9 +376,12 @@ def retry_after(waiting_tokens: int, rate: float) -> float:
 
 
 def repeat_s(waiting_tokens: int, rate: float) -> float:
-    """Return the seconds for which a gateway may repeat this refusal from its cache.
+    """Return for how many seconds a gateway may repeat an Overloaded refusal from its cache.
 
-    Only a small part of the waiting tokens leaves the queue in that time, so the engine does not
-    run out of work while requests are refused. Return 0 if the rate is unknown.
+    - waiting_tokens: tokens of the waiting requests
+    - rate: tokens per second that leave the queue; 0 if unknown, and then the result is 0
+
+    In that time 1 / REPEAT_DIVISOR of the waiting tokens leaves the queue, so the engine does not
+    run out of work while gateways refuse requests. The maximum is MAX_REPEAT_S.
     """
     return min(waiting_tokens / rate / REPEAT_DIVISOR, MAX_REPEAT_S) if rate > 0 else 0.0

@@ -57,8 +57,13 @@ def squash(priority: int) -> float:
 
 
 def prefill_budget_when_shared(full: int, costs: StepCosts | None) -> int:
-    """Return the maximum number of prompt tokens in a step while accounts share the engine. `full`
-    is the token budget. If `costs` are known, the result is a power of two or `full`."""
+    """Return the maximum number of prompt tokens in a step while accounts share the engine.
+
+    `full` is the token budget. Without `costs`, the result is `full // SHARED_DIVISOR`, but at
+    least MIN_SHARED_TOKENS. With them it is a power of two or `full`: the largest power of two that
+    takes at most MAX_TIME_RATIO times as long as a short prompt, or more if a token would otherwise
+    cost more than MAX_TOKEN_COST_RATIO times as much as in a full step.
+    """
     if costs is None:
         return max(full // SHARED_DIVISOR, MIN_SHARED_TOKENS)
     max_cost = MAX_TIME_RATIO * costs[SHORT_PROMPT_TOKENS]

@@ -136,11 +136,13 @@ def schema_of(parameters: Mapping[str, Any] | None, key: str) -> Any:
 
 
 def typed_json(text: str, kinds: tuple[str, ...], *, bare_json: bool = False) -> str:
-    """Return a complete value as JSON.
+    """Return the JSON text of an argument, given its whole `text` as the model wrote it.
 
-    The value gets the first of the types `kinds` that its text fits. If it fits none of them, it is
-    a string. If `kinds` is empty, it is JSON if `bare_json` is set and the text is JSON other than
-    a string; otherwise it is a string.
+    - If `kinds` are given, the value has the first of these types that its text fits. If it fits
+      none, it is a string.
+    - If `kinds` is empty and `bare_json` is set, text that is valid JSON other than a string is
+      returned as it is.
+    - Otherwise the value is a string.
     """
     trimmed = text.strip(BLANKS)
     if not kinds and bare_json and (found := json_text(trimmed)) is not None:

@@ -222,7 +222,8 @@ class EventBuilder:
         return not surely if self._tools is None else name in self._tools
 
     def parameters(self, name: str) -> Mapping[str, Any] | None:
-        """Return the JSON schema of the arguments of tool `name`, or None if it is unknown."""
+        """Return the JSON schema of the arguments of tool `name`. Return None if the request has no
+        tool of that name, or if that tool has no schema."""
         tool = self._tools.get(name) if self._tools else None
         return tool.parameters if tool else None
 

@@ -128,11 +128,12 @@ class AnswerStart(msgspec.Struct, frozen=True):
 class ModelOutputFormat:
     """The formats of one model's answers.
 
-    tools, reasoning  names of the formats in use, from docs/formats.md. As parameters: a name or
-                      "auto". As attributes: None if the model's answers have no calls, or no
-                      reasoning
-    why               a text for the operator: why these formats were selected
-    teachable         whether the chat template omits tools, so that the gateway may describe them
+    tools, reasoning  as parameters: the name of a format from docs/formats.md, or "auto" to detect
+                      it. As attributes: the name of the format in use; None if answers are not
+                      parsed for calls, or not for reasoning
+    why               attribute: a text for the operator, why these formats were selected
+    teachable         parameter: whether the chat template omits tools, so that the gateway may
+                      describe them in the prompt
 
     Raises ValueError, listing the known names, if a name is unknown. Raises WrongOption if the
     checkpoint's own format is requested but missing or not supported, or if this model cannot write

@@ -380,10 +380,11 @@ class CallParser(FormatParser):
 
 
 class AnswerParser(FormatParser):
-    """Base of the parsers of a whole answer. In the state "calls", `call_parser` reads the text.
+    """Base of the parsers that read a whole answer: content, reasoning and calls.
 
-    A subclass defines `start`, which enters the first state, and `on_calls_done`, which enters the
-    state after a group of calls.
+    In the state "calls", `call_parser` reads the text. A subclass must define `start`, which enters
+    the first state. A subclass whose answers have calls also defines `call_syntax`, and
+    `on_calls_done`, which enters the state after a group of calls.
     """
 
     UNSCANNED = frozenset({"calls"})

@@ -1,4 +1,5 @@
-"""Processes with hard limits of time and memory. They run code that models and requests contain.
+"""Processes with hard limits on time and memory. They run chat templates and tokenizers, which come
+with a model or a request and so are not trusted.
 
 clients.py   runs chat templates and tokenizers in such processes
 process.py   starts, calls, kills and replaces one process

@@ -75,9 +75,10 @@ class CallFailed(msgspec.Struct, frozen=True, tag="failed", array_like=True):
 
 
 class OutOfMemory(msgspec.Struct, frozen=True, tag="memory", array_like=True):
-    """Process -> gateway. The call needs more memory than the process may use.
+    """Process -> gateway. The call needs more memory than the process has left.
 
-    This is the last reply of the process, so that the next call gets a process with a clean heap.
+    This is the last reply of the process: it then ends, because earlier calls may have used up the
+    memory. Unless this was its first call, the gateway repeats the call in a new process.
     """
 
 

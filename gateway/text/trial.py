@@ -74,7 +74,8 @@ MAX_MAPPED_BYTES = 1_024
 
 
 def check_growth(tokenizer: Mapping[str, Any]) -> None:
-    """Raise ValueError if the tokenizer's normalizer or decoder can make a text too long."""
+    """Raise ValueError if the normalizer or the decoder of a parsed tokenizer.json can make more
+    than MAX_GROWTH characters of one."""
     for part in ("normalizer", "decoder"):
         if growth_of(tokenizer.get(part)) > MAX_GROWTH:
             raise ValueError(f"its {part} can expand one character to more than {MAX_GROWTH}")

@@ -215,8 +215,11 @@ class ModuleResult(NamedTuple):
 
 
 def module_command(module: str, *arguments: str) -> list[str]:
-    """Return the command line that runs one of our modules as a program. `-P` keeps the working
-    directory out of sys.path. Otherwise a directory of the user could hide one of our packages."""
+    """Return the command line that runs a module of Tidegate as a program, with this interpreter.
+
+    `-P` keeps the working directory out of sys.path, where a folder of the user might have the name
+    of one of Tidegate's packages.
+    """
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
@@ -243,7 +246,8 @@ def run_module(
 
 
 def last_error_line(lines: Iterable[str]) -> str:
-    """Return the last line that looks like an error, or else the last one that is not empty."""
+    """Return the last line that matches LOOKS_LIKE_AN_ERROR, or else the last one that is not
+    blank; "" if there is none."""
     lines = [line.strip() for line in lines if line.strip()]
     errors = [line for line in lines if LOOKS_LIKE_AN_ERROR.search(line)]
     return (errors or lines or [""])[-1]

@@ -1,1 +1,2 @@
-"""The tensors of one step."""
+"""Steps of the worker: builds their tensors from a StepPlan, runs plain decode steps in one call,
+and reads the results back."""

@@ -20,8 +20,9 @@ class DeviceIdle:
         self._ended: float | None = None
 
     def record(self, started: float, ended: float) -> None:
-        """Add a step, which was launched at `started` and done at `ended`, on one clock. If it was
-        launched before the previous step was done, its gap is 0."""
+        """Add a step that was launched at `started` and done at `ended`, both in seconds on the
+        same clock. Its gap is the time from the end of the previous step to `started`, or 0 if it
+        was launched before that end. The first step has no gap."""
         if self._ended is not None:
             self._gaps_s.append(max(0.0, started - self._ended))
         self._ended = ended

@@ -1,1 +1,1 @@
-"""CPU kernels in C++, each with a slow reference in torch, and the choice between them."""
+"""CPU kernels in C++, a slow torch reference for each, and the code that chooses between them."""

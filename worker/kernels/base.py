@@ -1,4 +1,4 @@
-"""The interface of a step's operations between linears.
+"""The interface of the operations between the linear layers of a forward pass.
 
 `native.py` implements it with compiled kernels, and `reference.py` with torch.
 
@@ -15,7 +15,7 @@ from worker.kv.cache import KVCache
 
 
 class Kernels(Protocol):
-    """The operations of a step between its linears. They hold no state.
+    """The operations between the linear layers of a forward pass. They hold no state.
 
     Sums are computed in float32 or better, and results are rounded to the tensors' dtype.
     """
@@ -24,7 +24,7 @@ class Kernels(Protocol):
     name: str
 
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        """Add `delta` to x in place, and return the RMS norm of x times `weight`.
+        """Add `delta`, unless it is None, to x in place. Return the RMS norm of x times `weight`.
 
         x, delta, returns   [T, hidden]
         weight              [hidden]
@@ -42,7 +42,8 @@ class Kernels(Protocol):
         """Rotate queries and keys, write keys and values to the cache, and return the queries.
 
         qkv            [T, (H + 2 H_kv) * D]; may be overwritten
-        rotation       cos and sin from layers/rope.py
+        rotation       cos and sin, [T, 1, D] each, from `rotation` of layers/rope.py
+        layer          index of the layer in `cache`, which gets the keys and values
         slot_mapping   [T] int64, see AttentionBatch
         returns        [T, H, D]
         """

@@ -35,9 +35,10 @@ def runnable(cpu_flags: frozenset[str]) -> list[InstructionSet]:
 
 
 def load(sets: Iterable[InstructionSet]) -> tuple[str, ctypes.CDLL]:
-    """Load the library of the first compiled set, and return the set's name and the library.
+    """Load the library of the first set that is compiled. Return the set's name and the library.
 
-    Raises NoKernels if none is compiled, or the library has another version.
+    Raises NoKernels if no set is compiled, or if this library was compiled from another version of
+    the code.
     """
     names = [each.name for each in sets]
     for name in names:
@@ -81,10 +82,11 @@ def _runtime() -> ctypes.c_void_p:
 
 
 def loaded_runtime(maps: Path = Path("/proc/self/maps")) -> str | None:
-    """Return the path of the OpenMP runtime that torch uses; None if none is found.
+    """Return the path of the OpenMP runtime that torch uses; None if `maps` lists none or cannot be
+    read, as on other systems than Linux.
 
-    None is found if the system does not list loaded files. If several runtimes are loaded, the one
-    in torch's folder is preferred, because another package may have loaded the others.
+    If several runtimes are loaded, the one in torch's folder is preferred, because another package
+    may have loaded the others.
     """
     try:
         lines = maps.read_text().splitlines()

@@ -42,7 +42,7 @@ _TYPES: dict[str, Any] = {"i": ctypes.c_int64, "p": ctypes.c_void_p, "d": ctypes
 
 
 def declare(library: ctypes.CDLL) -> None:
-    """Declare the library's signatures for ctypes."""
+    """Set the argument and result types of the library's functions, as ctypes needs them."""
     for name, letters in SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes = [_TYPES[letter] for letter in letters]
@@ -62,7 +62,8 @@ def address(tensor: Tensor | None) -> int | None:
 
 
 def batch_struct(batch: AttentionBatch, block_tokens: int) -> structs.CRows:
-    """Return the struct of a batch's rows, which points into `batch` and must not outlive it."""
+    """Return the struct that describes `batch` to the kernels. It points at tensors of `batch`, so
+    it must not outlive them."""
     integers = (batch.slot_mapping, batch.row_starts, batch.context_lens, batch.block_table)
     assert all(tensor.dtype == torch.int64 for tensor in integers)
     return structs.CRows(
@@ -84,16 +85,17 @@ def scoring_struct(
     *,
     heads: int,
 ) -> structs.CScoring:
-    """Return how attention scores are made, for `paged_attention` or a layer.
+    """Return the struct that tells the kernels how a layer computes attention scores. The arguments
+    are those of `Attention.run` and `Attention.plan`.
 
-    sinks   [heads] float32; the struct points at them, and must not outlive them
+    sinks   [heads] float32; the struct points at them, so it must not outlive them
     """
     assert sinks is None or (sinks.shape == (heads,) and sinks.dtype == torch.float32)
     return structs.CScoring(scale, soft_cap or 0.0, window or 0, address(sinks))
 
 
 class NativeKernels:
-    """The `Kernels` and the attention of one compiled library."""
+    """The `Kernels` (base.py) of one compiled library, and its attention."""
 
     def __init__(self, name: str, library: ctypes.CDLL) -> None:
         declare(library)
@@ -150,9 +152,10 @@ class NativeKernels:
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, rows: structs.CRows, scoring: structs.CScoring
     ) -> Tensor:
-        """Return the attention output like `Attention.run`.
+        """Return the attention output [T, H, D] of one layer, as `Attention.run` does.
 
-        q   [T, H, D]; may be a slice of wider rows, such as qkv
+        q        [T, H, D]; may be a slice of wider rows, such as qkv
+        k, v     the layer's caches, [B, block_tokens, H_kv, D]
         """
         tokens, heads, head_dim = q.shape
         assert q.stride()[1:] == (head_dim, 1)
@@ -171,7 +174,7 @@ class NativeKernels:
 
 
 def dtype_code(*tensors: Tensor) -> int:
-    """Return the code of the dtype that all tensors have.
+    """Return the kernels' code (DTYPE_CODES) of the dtype that all tensors have.
 
     Raises ValueError if the dtypes differ or are not supported by the kernels.
     """

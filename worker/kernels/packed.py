@@ -66,7 +66,10 @@ class PackedMatrix:
 def pack(kernels: NativeKernels, *parts: PackedPart) -> PackedMatrix:
     """Return the parts, stacked by rows, as a packed matrix.
 
-    Numbers keep their dtype, float32 or bfloat16. All parts have the same number of columns.
+    parts   at most MAX_PARTS; tensors are float32 or bfloat16 and keep their dtype
+
+    Raises ValueError if the parts differ in their number of columns, or if it is not a multiple of
+    GROUP.
     """
     inputs = {_columns(part) for part in parts}
     if len(inputs) > 1:
@@ -109,7 +112,8 @@ def _pack_dense(kernels: NativeKernels, values: Tensor, to: int) -> None:
 
 @dataclass(slots=True)
 class PackedEmbedding:
-    """An `Embedding` (layers/embedding.py) of a packed matrix, which a tied head may share."""
+    """An `Embedding` (layers/embedding.py) with a packed matrix. A tied output head shares the
+    matrix."""
 
     kernels: NativeKernels
     matrix: PackedMatrix
@@ -151,7 +155,7 @@ class PackedEmbedding:
 class PackedLinear:
     """A `Linear` (layers/linear.py) with packed weights.
 
-    A row has the same bits alone and in any batch.
+    A row of x gives the same output, bit for bit, whatever other rows x has.
     """
 
     kernels: NativeKernels
@@ -167,7 +171,8 @@ class PackedLinear:
         return self._into(x, x.new_empty(len(x), self.matrix.outputs))
 
     def to_float(self, x: Tensor) -> Tensor:
-        """Return the output [N, out] for x [N, in] in float32, without rounding to x's dtype."""
+        """Return the output [N, out] for x [N, in] in float32, without rounding to x's dtype. The
+        linear must have no bias."""
         assert self.bias is None
         y = x.new_empty(len(x), self.matrix.outputs, dtype=torch.float32)
         self.kernels.library.linear_to_float(*self._input(x), byref(self.matrix.struct), address(y))

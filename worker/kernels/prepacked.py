@@ -37,9 +37,9 @@ class Prepacked:
 
 
 def is_possible() -> bool:
-    """Return whether this build of torch and this processor support the functions used here.
+    """Return whether this build of torch and this processor can convert and use such matrices.
 
-    Without AVX-512 or avx_ne_convert, oneDNN reorders no bfloat16 matrix.
+    oneDNN converts bfloat16 matrices only on processors with AVX-512 or avx_ne_convert.
     """
     needed = ("_reorder_linear_weight", "_linear_pointwise", "_is_mkldnn_bf16_supported")
     if not torch._C._has_mkldnn or not all(hasattr(torch.ops.mkldnn, name) for name in needed):

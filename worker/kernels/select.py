@@ -25,8 +25,10 @@ def select_kernels(
 ) -> Kernels:
     """Return the kernels that the option `wanted` selects.
 
-    Raises UnusableModel if `wanted` names an instruction set that the processor lacks, or whose
-    kernels are not compiled.
+    - "torch", or a device other than the CPU: torch's kernels.
+    - "auto": the compiled kernels of the best instruction set; torch's if none can be loaded.
+    - The name of an instruction set: its kernels. Raises UnusableModel if the processor cannot run
+      them, or if they are not compiled.
 
     cpu_flags   the processor's features, from `machine.cpu_flags`
     """

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 
 class InstructionSet(NamedTuple):
-    """An instruction set that kernels are compiled for."""
+    """Extensions of a processor's instruction set for which the kernels are compiled as one
+    library."""
 
     name: str
     #: Flags of /proc/cpuinfo that a processor must have.

@@ -59,9 +59,9 @@ MAX_DIM, MAX_GROUP = 256, 32
 
 
 def fits(*, heads: int, kv_heads: int, head_dim: int, sizes: tuple[int, ...]) -> bool:
-    """Return whether the kernels support these dimensions.
+    """Return whether the kernels support a model with these dimensions.
 
-    sizes   hidden and intermediate size
+    sizes   hidden and intermediate sizes
     """
     return (
         head_dim % DIM_MULTIPLE == 0
@@ -77,7 +77,8 @@ def can_pack(inputs: int) -> bool:
 
 
 def packed_bytes(fmt: int, outputs: int, inputs: int) -> int:
-    """Return the bytes of a part of a packed matrix, without the padding for its alignment."""
+    """Return the size in bytes of [outputs, inputs] numbers packed in the format `fmt`, a constant
+    of this file. `inputs` is a multiple of GROUP. The padding for ALIGNMENT is not included."""
     groups = inputs // GROUP
     panel = groups * GROUP_BYTES[fmt] + -(-groups // SPAN) * HEADER_BYTES.get(fmt, 0)
     return -(-outputs // PANEL) * panel

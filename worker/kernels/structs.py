@@ -16,7 +16,8 @@ class CHeads(Structure):
 
 
 class CRows(Structure):
-    """The rows of an AttentionBatch (attention/base.py)."""
+    """The AttentionBatch of a step (attention/base.py). A row is one request, and
+    row_starts[num_rows + 1] has the index of each row's first token."""
 
     _fields_ = [
         ("row_starts", c_void_p),
@@ -30,7 +31,7 @@ class CRows(Structure):
 
 
 class CPart(Structure):
-    """Rows of a packed matrix that have one format."""
+    """Rows of a packed matrix that have one format, a constant of sizes.py."""
 
     _fields_ = [("data", c_void_p), ("format", c_int64), ("outputs", c_int64)]
 
@@ -45,7 +46,8 @@ class CPacked(Structure):
 
 
 class CScoring(Structure):
-    """How scores are made; zero means no soft cap, no window, or no sinks."""
+    """How attention scores are computed. A soft cap, window or address of sinks that is 0 means
+    that there is none."""
 
     _fields_ = [
         ("scale", c_double),
@@ -56,7 +58,8 @@ class CScoring(Structure):
 
 
 class CNorm(Structure):
-    """A norm; its weight is null if there is none."""
+    """An RMS norm, or a layer norm if `is_layer`. If `weight` is null, the layer lacks this norm.
+    If `is_float`, the weight is float32, otherwise it has the model's dtype."""
 
     _fields_ = [
         ("weight", c_void_p),
@@ -71,7 +74,7 @@ class CRope(Structure):
 
 
 class CActivation(Structure):
-    """The activation of an MLP; alpha and limit are those of a clamped SwiGLU."""
+    """The activation of an MLP. `alpha` and `limit` are read only for a clamped SwiGLU."""
 
     _fields_ = [("kind", c_int64), ("is_gated", c_int64), ("alpha", c_double), ("limit", c_double)]
 

@@ -1,7 +1,8 @@
 """Rotary position embeddings: pair (i, i + D/2) of a head rotates by position * inv_freq[i].
 
 Each step computes the sines and cosines of its positions once for all layers, so there is no table
-of max_len rows. Legend: T tokens, H heads (queries or keys), D head dim.
+of max_len rows. Legend: T tokens, H heads (queries or keys), D rotated items of a head
+(`RopeConfig.width`), which are the whole head or its first part.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Reads the `quantization_config` of a config.json: how a checkpoint stores quantised weights.
 
-Needs no numpy. Every key must be understood: some are read, some do not change the stored numbers,
-and all others are refused by name. Activations are never quantised here, whatever a config says
-about them.
+Every key of it is either read, or skipped because it does not change the stored numbers. Any other
+key raises UnusableModel with its name. The worker never quantises activations: keys about them are
+read only to report it. Needs no numpy.
 
 Sources of the formats: the config classes of transformers (utils/quantization_config.py), the
 documentation of GPTQModel, AutoAWQ and compressed-tensors.

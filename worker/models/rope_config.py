@@ -141,12 +141,15 @@ def rope_config(
 def layered_rope_config(
     config: Fields, head_dim: int, kind: str, *, theta: str, default_theta: float
 ) -> RopeConfig:
-    """Return the rotary embeddings of the layers of one `kind`, such as "sliding_attention", of an
-    architecture whose `rope_parameters` have an object for each kind.
+    """Return the rotary embeddings of the layers of one kind, for an architecture whose
+    `rope_parameters` have one object per kind. Raises UnusableModel, naming the field.
 
-    theta   key at the top level with this kind's `rope_theta`, in older configs
+    kind            key of the object, such as "sliding_attention"
+    theta           older configs have the base of this kind under this key, at the top level
+    default_theta   the base if the config has neither
 
-    `rope_scaling` is added to the object of layers with full attention only.
+    The parameters of kind "full_attention" also include those of `rope_scaling`, which take
+    precedence.
     """
     nested = Fields(config.get("rope_parameters") or {}, "rope_parameters")
     values = dict(nested.get(kind) or {})

@@ -257,7 +257,7 @@ class ModelTensors:
 
     @property
     def positions(self) -> str | None:
-        """Return the name of the table of learned positions."""
+        """Return the tensor name of the learned position embeddings; None if the model has none."""
         if not self.spec.learned_positions:
             return None
         return f"{self.names.roles['positions']}.weight"

@@ -42,7 +42,8 @@ def kv_budget(
     context_tokens   the model's limit
     block_bytes      size of one block, in all layers that it stores
     free_bytes       free memory for the cache
-    window           blocks before this many last tokens are freed; None: all blocks are kept
+    window           window of all layers in tokens, see protocol/kv_window.py; None: no blocks are
+                     freed before the request ends, or `groups` describes the window
     groups           the K/V groups; None: a block stores all layers
 
     Raises NotEnoughMemory, with the numbers, if a request of options.max_len would never fit, and

@@ -3,7 +3,8 @@
 - Fields that Anthropic does not define have the names and bounds of `openai.requests`.
 - `messages`, `system`, `tools` and other values with alternatives are `Any` here. `conversation`
   and `translate` check them step by step, so that an error can name the exact path.
-- Unknown fields have no effect. The response lists them.
+- Unknown fields have no effect. The response lists them in `ignored_params`, or the request is
+  refused if it sets `strict_params`.
 """
 
 from __future__ import annotations

@@ -411,7 +411,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True, tag="model"):
 
     id                            one of the model's served names, perhaps the operator's alias
     display_name                  the model's own name
-    created_at                    when the server started to serve the model
+    created_at                    when the server started to serve the model: ISO 8601, in UTC
     max_input_tokens, max_tokens  the context length, for prompt and answer together
     """
 

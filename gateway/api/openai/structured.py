@@ -84,9 +84,11 @@ def answer_form(body: GenerationBody) -> AnswerForm | None:
 
 
 def structured_form(value: Any, at: str) -> AnswerForm | None:
-    """Return the grammar that a `structured_outputs` value sets; None if there is no value.
+    """Return the grammar that a `structured_outputs` value sets; None if the value is None.
 
     at  path of the value in the request
+
+    Raises InvalidRequest, naming the path, if the value is not a valid form.
     """
     if value is None:
         return None

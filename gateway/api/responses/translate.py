@@ -377,8 +377,12 @@ def render_fitting(
 
 
 def possible_cuts(items: Sequence[PlacedItem]) -> list[int]:
-    """Return the indexes of the items before which the conversation may be cut. The preferred ones
-    are first."""
+    """Return the indexes of the items that the shortened conversation may start with, in order of
+    preference.
+
+    First come the user's messages, without item 0. Then come the items after the last of them (or
+    after item 0), without outputs of functions, because their calls would be removed.
+    """
     user_turns = [i for i, placed in enumerate(items) if _role(placed) == "user" and i]
     last = user_turns[-1] if user_turns else 0
     rest = range(last + 1, len(items))
