@@ -37,7 +37,8 @@ class AttentionBatch:
     further: tuple[AttentionBatch, ...] = ()
 
     def for_entry(self, entry: int) -> AttentionBatch:
-        """Return the batch of the layers that are in block `entry` of a column (LayerPlace)."""
+        """Return the batch for layers whose K/V is in entry `entry` of a block table's columns
+        (`LayerPlace.entry`): this one, or one of `further`."""
         return self if entry == 0 else self.further[entry - 1]
 
 
@@ -45,12 +46,12 @@ class Attention(Protocol):
     """An attention backend. It keeps no state between steps."""
 
     def plan(self, batch: AttentionBatch, window: int | None = None, like: Any = None) -> Any:
-        """Return the indexes and masks of a step, which all layers with this window share that are
-        in the same block of a column.
+        """Return the indexes and masks of a step. They are for all layers that have this window and
+        that share the block table of `batch`.
 
         window   a token sees this many last tokens, itself included; None: all
-        like     a plan of the same step and window for another block of a column, if there is one;
-                 only the block table of `batch` differs
+        like     a plan of the same step and window for another entry of the columns (KVGroups), if
+                 there is one; its batch differs only in slot mapping and block table
         """
         ...
 

@@ -1,6 +1,7 @@
 """Attention with the compiled kernels, which read keys and values in place.
 
-A row's bits do not depend on other rows or on the number of threads, in any dtype.
+In any dtype, the output of a row has the same bits, whatever other rows are in the step and however
+many threads compute it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from worker.kernels.structs import CRows
 
 @dataclass(frozen=True, slots=True)
 class NativePlan:
-    """The rows of a step in the layout that the compiled kernels read."""
+    """A step's plan: the struct that describes its rows to the compiled kernels, and the window."""
 
     #: Owns the tensors that `rows` points at.
     batch: AttentionBatch

@@ -14,8 +14,9 @@ kernel takes the same path for any padding of the table. Masked values must stil
 0 * NaN is NaN. So blocks are zeroed before they are first written, and padding refers to the null
 block.
 
-On the CPU in float32, a decode row has the same bits alone and in any batch, for any number of
-threads. In bfloat16 with several threads, the last bit of some values may differ.
+On the CPU in float32, the output of a decode row has the same bits, whatever other rows are in the
+step and however many threads compute it. In bfloat16 with several threads, the last bit of some
+values may differ.
 
 Legend: as in base.py, and b rows in a group, m blocks gathered per row, N = m * block_tokens,
 G = H / H_kv.
@@ -79,7 +80,7 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class PrefillSpan:
-    """One row of several tokens. All its tiles use the same gathered keys."""
+    """A row of several tokens, cut into tiles. All tiles read the same gathered keys."""
 
     #: [m]: the blocks of the row, in order, from the first one that is gathered on.
     blocks: Tensor

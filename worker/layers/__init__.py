@@ -1,1 +1,1 @@
-"""Parts that model families share."""
+"""The layers of a model in torch: embeddings, linears, MLPs, norms and rotary embeddings."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Embedding(Protocol):
-    """A table of V rows, with any form of weights."""
+    """A table with a row for each of V tokens. The form of its weights depends on the class."""
 
     @property
     def size(self) -> int:

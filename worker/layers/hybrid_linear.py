@@ -35,7 +35,7 @@ class HybridLinear:
 
     @property
     def dense_bytes(self) -> int:
-        """Return the memory of a dense copy in bfloat16."""
+        """Return the bytes that a dense copy takes in bfloat16."""
         return 2 * self.num_weights
 
     def finalize(self, min_dense_rows: int) -> Linear:
@@ -56,7 +56,8 @@ class HybridLinear:
         return self.packed(x)
 
     def to_float(self, x: Tensor) -> Tensor:
-        """Return the output in float32. Only the head uses this, and the head is always packed."""
+        """Return the output [N, out] for x [N, in] in float32, from the packed weights. Only the
+        output head calls this, and it has no dense copy."""
         return self.packed.to_float(x)
 
     def tensors(self) -> Iterator[Tensor]:

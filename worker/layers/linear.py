@@ -14,7 +14,7 @@ from torch.nn.functional import linear
 
 
 class Linear(Protocol):
-    """A linear layer, with any form of weights."""
+    """A linear layer. The form of its weights depends on the class."""
 
     @property
     def num_weights(self) -> int:

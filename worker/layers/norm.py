@@ -25,7 +25,8 @@ class Norm:
 
     @property
     def is_plain(self) -> bool:
-        """Return whether kernels can fuse this norm with the addition before it."""
+        """Return whether `Kernels.add_norm` can compute this norm: an RMS norm whose weight has no
+        offset."""
         return self.spec.kind == "rms" and not self.spec.offset
 
     def __call__(self, x: Tensor) -> Tensor:

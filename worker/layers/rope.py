@@ -65,7 +65,7 @@ def _yarn(inv_freq: Tensor, scaling: YarnScaling, theta: float) -> Tensor:
 
 
 def attention_factor(rope: RopeConfig) -> float:
-    """Return the factor by which cos and sin are multiplied."""
+    """Return the factor by which YaRN or LongRoPE multiplies cos and sin; 1 for other scalings."""
     scaling = rope.scaling
     return scaling.attention_factor if isinstance(scaling, YarnScaling | LongRopeScaling) else 1.0
 

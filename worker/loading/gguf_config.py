@@ -1,7 +1,7 @@
 """Translates a GGUF file's metadata to the keys of config.json. Needs no torch.
 
-`common` returns the keys that all architectures have, and the function of an architecture, or of
-several, the others. Missing metadata get llama.cpp's defaults.
+`common` returns the keys that all architectures have. The function of an architecture returns the
+other keys. Missing metadata get llama.cpp's defaults.
 """
 
 from __future__ import annotations
@@ -22,7 +22,11 @@ LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.we
 
 
 class Metadata:
-    """Metadata of one architecture. Names leave out the architecture and its dot."""
+    """The metadata of a GGUF file that belong to its architecture. The methods take names without
+    the architecture: "block_count" stands for "llama.block_count" in a file of that architecture.
+
+    Values that are missing or have the wrong type raise UnusableModel, naming the key.
+    """
 
     def __init__(self, file: GGUFFile) -> None:
         self.fields = Fields(file.metadata, str(file.path))
@@ -30,7 +34,7 @@ class Metadata:
         self.architecture = self.fields.text("general.architecture")
 
     def key(self, name: str) -> str:
-        """Return the whole name, for an error message."""
+        """Return the full key of `name`, with the architecture."""
         return f"{self.architecture}.{name}"
 
     def __contains__(self, name: str) -> bool:
@@ -75,7 +79,8 @@ class Metadata:
         return self.integer("attention.sliding_window", 0) or None
 
     def factors(self, name: str, width: int) -> list[float]:
-        """Return the factors of the rotary frequencies in a tensor."""
+        """Return the factors of the rotary frequencies in the tensor `name`, one per pair of the
+        `width` rotated items. Raises UnusableModel if its type or shape is another."""
         info = self.file.tensors[name]
         if info.kind is not GGMLType.F32 or info.shape != (width // 2,):
             raise UnusableModel(f"tensor {name} must have {width // 2} numbers of type F32")
@@ -229,14 +234,16 @@ def _experts(metadata: Metadata) -> Config:
 
 
 def qwen3_moe(metadata: Metadata) -> Config:
-    """llama.cpp always divides the weights of the chosen experts by their sum."""
+    """Return the keys of Qwen3-MoE besides those of `common`. As in llama.cpp, the weights of the
+    chosen experts are always divided by their sum."""
     inner = metadata.integer("expert_feed_forward_length")
     experts = {**_experts(metadata), "moe_intermediate_size": inner, "norm_topk_prob": True}
     return rms(metadata) | experts
 
 
 def gpt_oss(metadata: Metadata) -> Config:
-    """The ramp of yarn is not rounded to whole pairs here, which GGUF files do not say."""
+    """Return the keys of gpt-oss besides those of `common`. GGUF files do not store that the ends
+    of its YaRN ramp are not rounded (`YarnScaling.truncate`), so it is set here."""
     rope = _rope(metadata)
     return {
         **rms(metadata),
@@ -280,7 +287,8 @@ def phi3(metadata: Metadata) -> Config:
 
 
 def olmo2(metadata: Metadata) -> Config:
-    """OLMo 3 has the same architecture, with windows."""
+    """Return the keys of OLMo 2 besides those of `common`, and of OLMo 3, whose files name the same
+    architecture but have a window."""
     config = rms(metadata)
     if metadata.window is None:
         return config

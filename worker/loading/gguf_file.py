@@ -66,7 +66,8 @@ class GGMLType(IntEnum):
 
     @property
     def block(self) -> tuple[int, int]:
-        """Return (numbers, bytes) in a block."""
+        """Return how many numbers a block has, and how many bytes. Types that are not quantised
+        have blocks of one number."""
         return _BLOCKS[self]
 
     @property
@@ -168,7 +169,8 @@ class GGUFFile:
 def architecture_at_start(path: Path) -> str | None:
     """Return the architecture that a GGUF file names, even if the file ends within its metadata.
 
-    Return None if the architecture is not in the bytes that are there, or if the file is damaged.
+    So a file can be checked when only its start is there. Return None if that part does not contain
+    the architecture, or is damaged.
     """
     try:
         return _Header(_mapped(path), path).architecture()

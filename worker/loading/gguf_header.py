@@ -162,7 +162,8 @@ FAMILIES = {
 
 
 def gguf_family(architecture: str) -> GGUFFamily:
-    """Return how files of an architecture are read. Raises UnusableModel if it is not supported."""
+    """Return how files with this `general.architecture` are read. Raises UnusableModel if it is not
+    supported."""
     if family := FAMILIES.get(architecture):
         return family
     raise UnusableModel(
@@ -172,7 +173,7 @@ def gguf_family(architecture: str) -> GGUFFamily:
 
 
 def gguf_names(file: GGUFFile, spec: ModelSpec) -> TensorNames:
-    """Return the names of the tensors in the file of a model."""
+    """Return the names of the model's tensors in this file, which may be an older one."""
     names = architecture_names(file.metadata["general.architecture"], spec)
     if "blk.0.ffn_gate.0.weight" in file.tensors:
         return replace(names, roles={**names.roles, **OLD_EXPERTS})
@@ -180,7 +181,8 @@ def gguf_names(file: GGUFFile, spec: ModelSpec) -> TensorNames:
 
 
 def architecture_names(architecture: str, spec: ModelSpec) -> TensorNames:
-    """Return the names of the tensors in today's files of an architecture."""
+    """Return the names of the model's tensors in files that today's llama.cpp writes, and the order
+    of their rows."""
     family = gguf_family(architecture)
     orders: dict[str, RowOrder] = {}
     if family.is_interleaved:
@@ -194,7 +196,8 @@ def architecture_names(architecture: str, spec: ModelSpec) -> TensorNames:
 
 
 def gguf_spec(file: GGUFFile) -> ModelSpec:
-    """Return the model that the metadata describe. Raises UnusableModel, naming the key."""
+    """Return the model that the file's metadata describe. Raises UnusableModel, naming the key, if
+    it is missing, wrong or not supported."""
     metadata = Metadata(file)
     family = gguf_family(metadata.architecture)
     if "token_embd.weight" not in file.tensors:

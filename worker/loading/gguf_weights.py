@@ -1,4 +1,4 @@
-"""Weights of GGUF files, dequantised or as quantised blocks."""
+"""Reads the weights of GGUF files: dequantised, or as quantised blocks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ OWN_KINDS = ("Q4_0", "Q4_1", "Q8_0")
 
 
 class GGUFWeights:
-    """A WeightSource over a GGUF file. It dequantises piece by piece, directly into the target."""
+    """A `WeightSource` (weights.py) that reads a GGUF file. It dequantises PIECE_ITEMS numbers at a
+    time, directly into the target."""
 
     def __init__(self, file: GGUFFile) -> None:
         self._file = file

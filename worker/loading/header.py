@@ -45,7 +45,7 @@ ADAPTER = "adapter_config.json"
 
 @dataclass(frozen=True, slots=True)
 class ModelHeader:
-    """Everything in a model's files except the weights."""
+    """Everything except the weights in the files of a model that a family of ours computes."""
 
     name: str
     tensors: ModelTensors
@@ -73,7 +73,7 @@ class ModelHeader:
 
 @dataclass(frozen=True, slots=True)
 class TransformersHeader:
-    """Everything in the files of a model that transformers computes, except the weights."""
+    """Everything except the weights in the files of a model that transformers computes."""
 
     name: str
     spec: TransformersSpec

@@ -25,11 +25,13 @@ BYTES = {torch.float8_e4m3fn: torch.uint8, torch.int32: torch.uint32}
 
 
 class SafetensorsWeights:
-    """A WeightSource over safetensors files, from which each tensor is loaded when it is read.
+    """A `WeightSource` (weights.py) that reads safetensors files. A tensor is loaded when it is
+    read.
 
-    quantized   the quantised layers, by the name of the weight
+    quantized   the layers that `quantization_config` describes, by the name of their weight
 
-    Another tensor that is not in the files is one in MXFP4, with the ends of its two parts.
+    A name that is neither in `quantized` nor in the files is that of a matrix in MXFP4. The files
+    have it as two tensors, whose names end in BLOCKS and SCALES.
     """
 
     def __init__(

@@ -25,18 +25,21 @@ PAIRS = np.stack([np.tile(DOUBLED, 16), np.repeat(DOUBLED, 16)], axis=1).view(np
 
 
 def integers(blocks: Bytes) -> Integers:
-    """Return twice the numbers [N, 32] of the blocks [N, 16] of safetensors."""
+    """Return twice the E2M1 numbers [N, 32] of blocks [N, 16] as safetensors store them, before
+    their scales are applied. Doubled, all of them are integers."""
     return np.take(PAIRS, blocks).view(np.int8)
 
 
 def values(doubled: Integers, scales: Bytes) -> Floats:
-    """Return the numbers [N, 32] of `doubled` [N, 32] with scales [N]."""
+    """Return the numbers [N, 32]: half of `doubled` [N, 32], which `integers` returned, times the
+    scales [N]."""
     with np.errstate(all="ignore"):
         return _units(scales)[:, None] * doubled
 
 
 def gguf_blocks(blocks: Bytes, scales: Bytes) -> Bytes:
-    """Return the GGUF blocks [N, 17] of the blocks [N, 16] of safetensors, with scales [N]."""
+    """Return blocks of GGUF [N, 17] with the numbers of blocks [N, 16] and scales [N] of
+    safetensors."""
     raw = np.empty((len(blocks), 1 + blocks.shape[1]), np.uint8)
     raw[:, 0] = scales
     # The codes 2 j and 2 j + 1 of the first half meet those of the second half.

@@ -40,8 +40,8 @@ class BlockKind(IntEnum):
 
     @property
     def scale_bytes(self) -> slice:
-        """Return where a block has its float16 scale and, after it, its float16 minimum or step;
-        in MXFP4, a byte with the scale's exponent."""
+        """Return which bytes of a block hold its scale: a float16, followed in some types by a
+        second float16 (the minimum, or its step). In MXFP4 it is one byte, an exponent."""
         match self:
             case BlockKind.MXFP4:
                 return slice(0, 1)
@@ -57,7 +57,7 @@ class BlockKind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class QuantBlocks:
-    """A quantised matrix."""
+    """A matrix [outputs, inputs] in quantised blocks. A block holds neighbours of one row."""
 
     kind: BlockKind
     #: [outputs, blocks of a row, bytes of a block]
@@ -87,11 +87,11 @@ def q8_blocks(
 ) -> NDArray[np.uint8]:
     """Quantise numbers [N, 32] to Q8_0 blocks [N, 34].
 
-    unit   [N] the scale of each block; None: its largest absolute number / 127, so that no number
-           changes by more than 1/254 of it
+    unit   [N] the scale of each block; None: the block's largest absolute number / 127, so that
+           rounding changes no number by more than 1/254 of the largest
 
-    Scales are stored as float16. One that is not finite is stored as it is; without `unit`, this
-    is so if the block has an infinity or NaN.
+    Scales are stored as float16. If a block has an infinity or NaN and `unit` is None, its scale is
+    not finite, so that `is_sound` finds it.
     """
     with np.errstate(all="ignore"):
         if unit is None:
@@ -106,7 +106,8 @@ def q8_blocks(
 
 
 def dequantized(kind: BlockKind, raw: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """Return the numbers [N, 32] of blocks [N, bytes of a block], bit-equal to those of `gguf`.
+    """Return the numbers [N, 32] of blocks [N, bytes of a block]. They equal, bit for bit, those
+    that the package `gguf` returns.
 
     kind   Q4_0, Q4_1 or Q8_0
     """

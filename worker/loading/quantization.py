@@ -28,7 +28,8 @@ PACKED_AS = {INT4: "Q4_1", INT4_REORDERED: "Q8_0", INT8: "Q8_0", FP8: "Q8_0"}
 class QuantScheme:
     """How the weights of some layers are stored: weight = scale * (integer - zero point).
 
-    `block` is the part of a matrix that shares a scale, in rows and columns; 0 means all of them.
+    `block` is the size (rows, columns) of the part of a matrix that shares a scale. 0 means all
+    rows, or all columns.
     """
 
     #: "gptq": [in / n, out] and "awq": [in, out / n] hold n integers in each int32, "packed":
@@ -48,7 +49,8 @@ class QuantScheme:
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """How a checkpoint's quantised layers are stored: each in one of the schemes."""
+    """How a checkpoint's quantised layers are stored. Each layer uses one of `schemes`; its tensors
+    show which."""
 
     method: str
     schemes: tuple[QuantScheme, ...]
@@ -59,7 +61,7 @@ class Quantization:
 def read_quantization(config: Mapping[str, Any], own: Collection[str] = ()) -> Quantization | None:
     """Return the quantisation that a parsed config.json describes; None if there is none.
 
-    own   methods that the model's family reads itself, for which None is returned too
+    own   values of `quant_method` that the model's family handles itself: None is returned for them
 
     Raises UnusableModel, naming the field, if it is not supported.
     """

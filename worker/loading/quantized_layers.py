@@ -61,12 +61,12 @@ class QuantizedLayer:
 
     @property
     def group(self) -> int:
-        """Return the columns that share a scale."""
+        """Return the number of columns that share a scale."""
         return self.scheme.block[1] or self.columns
 
     @property
     def is_aligned(self) -> bool:
-        """Return whether each 32 columns share a scale."""
+        """Return whether the columns of each run of 32, from the first column on, share a scale."""
         fits = self.group % BLOCK_WEIGHTS == 0 or self.group >= self.columns
         return self.order is None and fits
 
@@ -81,7 +81,8 @@ class QuantizedLayer:
 
 
 class QuantizedFiles:
-    """The quantised layers in a checkpoint's files, beside its other tensors.
+    """Finds the quantised layers of a checkpoint. Methods that return all weights include the other
+    tensors of its files.
 
     The constructor raises UnusableModel if a layer's tensors do not fit the config.
     """
@@ -101,12 +102,14 @@ class QuantizedFiles:
                 self._add(name, shape, biases)
 
     def shapes(self) -> dict[str, Shape]:
-        """Return the shapes of all weights as if none was quantised, by name."""
+        """Return the shape of each weight by name. A quantised layer has the name and the shape
+        that it would have if it was not quantised."""
         plain = {n: t.shape for n, t in self._files.tensors.items() if n not in self._used}
         return plain | {name: (layer.rows, layer.columns) for name, layer in self.layers.items()}
 
     def kinds(self) -> dict[str, str]:
-        """Return the number type of each weight, by name."""
+        """Return the number type of each weight by name: its dtype in the file, or
+        `QuantizedLayer.kind`."""
         plain = {n: t.dtype for n, t in self._files.tensors.items() if n not in self._used}
         return plain | {name: layer.kind for name, layer in self.layers.items()}
 

@@ -53,9 +53,9 @@ FLOAT8 = _float8()
 
 
 class QuantizedMatrix:
-    """A quantised matrix [rows, columns].
+    """A quantised matrix [rows, columns], whose tensors the constructor reads.
 
-    read   returns a tensor of the layer: int32 as uint32, float8 as bytes, other floats as float32
+    read   returns the tensor of a name: int32 as uint32, float8 as bytes, other floats as float32
     """
 
     def __init__(self, layer: QuantizedLayer, read: Callable[[str], NDArray[Any]]) -> None:

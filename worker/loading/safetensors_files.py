@@ -118,7 +118,8 @@ def find_packed(tensors: Mapping[str, StoredTensor]) -> dict[str, tuple[int, ...
 
 
 def weight_files(path: Path) -> list[Path]:
-    """Return the safetensors files of the directory, sorted by name."""
+    """Return the safetensors files of the directory, sorted by name: the single file, or those that
+    the index lists. Raises UnusableModel if there are none."""
     if (path / SINGLE).is_file():
         return [path / SINGLE]
     if (path / INDEX).is_file():

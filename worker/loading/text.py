@@ -66,6 +66,8 @@ def directory_text(path: Path, config: Fields, vocab_size: int | None = None) ->
 
     config       the fields of config.json; empty if there is none
     vocab_size   EOS ids must be below this; None skips the check
+
+    Raises UnusableModel if there is no tokenizer.json, or if a file or a field is not valid.
     """
     if not (path / "tokenizer.json").is_file():
         raise UnusableModel(f"{path} has no tokenizer.json; other tokenizer formats are not read")
@@ -101,7 +103,8 @@ def _optional_json(path: Path) -> dict[str, Any]:
 
 
 def token_ids(tokenizer: dict[str, Any]) -> dict[str, int]:
-    """Return token -> id of the vocabulary and the added tokens in a tokenizer.json."""
+    """Return token -> id of the vocabulary and the added tokens in a parsed tokenizer.json. Raises
+    UnusableModel if an id is not an integer."""
     model = tokenizer.get("model")
     vocab = model.get("vocab") if isinstance(model, dict) else None
     ids = dict(vocab) if isinstance(vocab, dict) else {}
@@ -195,7 +198,7 @@ class Vocabulary(Protocol):
 
 
 def check_draft(draft: Vocabulary, model: Vocabulary) -> None:
-    """Raise UnusableModel if `draft` cannot draft tokens for `model`."""
+    """Raise UnusableModel if the draft model `draft` and `model` assign different ids to tokens."""
     if _tokens(draft) != _tokens(model):
         raise UnusableModel(
             f"the draft model {draft.name} and {model.name} have different vocabularies "

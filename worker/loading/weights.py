@@ -46,7 +46,8 @@ class WeightSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A matrix of the model that has not been read yet: one part, or several stacked by rows."""
+    """A matrix of the model whose weights have not been read yet. It is one tensor of the files, or
+    several parts stacked by rows."""
 
     #: Rows of each part.
     rows: tuple[int, ...]
@@ -59,7 +60,8 @@ class Matrix:
 
 
 class WeightLayout(Protocol):
-    """Makes layers with the weights in some form."""
+    """Reads matrices and makes layers with them. An implementation decides in which form the layers
+    keep their weights."""
 
     def linear(self, matrix: Matrix) -> Linear: ...
 
@@ -92,8 +94,9 @@ def load_weights(
     device: torch.device,
     layout: WeightLayout | None = None,
 ) -> DecoderWeights:
-    """Read every tensor of the model. `tensors.check` has compared the files with the config.
+    """Read every tensor of the model and return its weights. The caller has called `tensors.check`.
 
+    source   reads the files
     layout   makes the layers; None: DenseLayout
     """
     with torch.inference_mode():
@@ -224,7 +227,8 @@ class _Loader:
 def read_part(
     source: WeightSource, name: str, target: Tensor, part: MatrixPart, columns: int | None
 ) -> None:
-    """Read one part of a matrix, or its bias, with its rows in the model's order.
+    """Read the tensor `name`, the weight or the bias of `part`, into `target`. The rows are put in
+    the model's order, and a weight that the file stores transposed is transposed.
 
     target    [rows, columns], or [rows] for a bias
     columns   None for a bias

@@ -1,1 +1,1 @@
-"""Native model families: one file each, plain tensors and functions."""
+"""Models: reads their configs into specs, loads them, and computes their forward passes."""

@@ -185,7 +185,7 @@ class TransformersSpec:
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
-        """Return None for each layer, for the same reason."""
+        """Return None for each layer: the model's class decides which keys a layer sees."""
         return (None,) * self.num_layers
 
 
@@ -198,10 +198,12 @@ class TransformersArchitecture:
 
 
 def fallback(config: Mapping[str, Any]) -> TransformersArchitecture | None:
-    """Return the architecture of a parsed config.json if transformers computes it. Return None if
-    the families have to read the config or refuse it.
+    """Return the architecture of a parsed config.json if transformers computes it.
 
-    Raises UnusableModel, with the reason, for an architecture that cannot be served.
+    Return None if a family of ours has the architecture, or if the architecture is missing,
+    ambiguous or unknown: `registry.find_family` then reads or refuses the config. Raises
+    UnusableModel, with the reason, if the architecture is in REFUSED, or if the config contradicts
+    itself or has an unsupported value.
     """
     architectures, model_type = config.get("architectures"), config.get("model_type")
     if isinstance(architectures, list) and len(architectures) == 1:

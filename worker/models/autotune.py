@@ -17,7 +17,7 @@ more memory and many calls instead of one, and make a row's bits depend on its b
 
 
 class RowTime(msgspec.Struct, frozen=True):
-    """Seconds that one layer's linears take for `rows` rows."""
+    """Seconds that the linears of one layer take for `rows` rows, in each form of the weights."""
 
     rows: int
     packed_s: float
@@ -26,7 +26,8 @@ class RowTime(msgspec.Struct, frozen=True):
 
 
 def dense_from(table: Sequence[RowTime]) -> int | None:
-    """Return the least number of rows for which dense weights are used; None if they never are.
+    """Return the number of rows from which on dense weights are clearly faster (CLEARLY). Return
+    None if they are not for the largest measured number, or were not measured.
 
     table   sorted by rows
     """
@@ -40,7 +41,8 @@ def dense_from(table: Sequence[RowTime]) -> int | None:
 
 
 def step_costs(table: Sequence[RowTime], layers: int) -> list[tuple[int, float]]:
-    """Return (rows, seconds of all layers' linears in the form that is used) for each table entry.
+    """Return (rows, seconds) for each table entry. The seconds are those of the linears of all
+    `layers` layers, in the form that `dense_from` selects for that number of rows.
 
     If fewer rows took longer than more rows, the measurement was disturbed, and the shorter time
     is used.
@@ -56,7 +58,7 @@ def step_costs(table: Sequence[RowTime], layers: int) -> list[tuple[int, float]]
 
 
 def in_words(table: Sequence[RowTime]) -> str:
-    """Return a description of the choice, for the log."""
+    """Return the measured times and the choice as a text for the log."""
     winning = dense_from(table)
     if winning is None:
         return "all rows packed"

@@ -52,10 +52,13 @@ def row_times(
     inputs: Sequence[Tensor],
     folder: Path | None,
 ) -> list[RowTime]:
-    """Return a layer's table from its file. Without a file, measure it and write the file.
+    """Return the times of a layer's linears for each number of rows in ROWS. They are read from the
+    cache; if it has no valid file, they are measured and the file is written.
 
-    of           everything that the times depend on
-    read_dense   reads the dense linears, if they are to be measured; called only without a file
+    of           everything that the times depend on; its hash is the file's name
+    packed       the layer's linears with packed weights
+    read_dense   returns the same linears with dense weights; called only to measure. None: only
+                 packed weights are measured
     inputs       [max(ROWS), in] for each linear
     folder       directory of the files; None disables the cache
     """
@@ -72,7 +75,11 @@ def row_times(
 def measure(
     packed: Sequence[Linear], dense: Sequence[Linear] | None, inputs: Sequence[Tensor]
 ) -> list[RowTime]:
-    """Return the shortest time of each form for each number of rows in ROWS.
+    """Measure the linears for each number of rows in ROWS, and return the shortest time of each
+    form of their weights.
+
+    dense    None: only `packed` is measured
+    inputs   [max(ROWS), in] for each linear
 
     The forms are measured alternately, so that a disturbance affects both.
     """

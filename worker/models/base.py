@@ -22,10 +22,12 @@ class StepModel(Protocol):
         """Compute a step: write the K/V of its tokens to `cache`, and return their hidden states.
 
         token_ids   [T] int64
-        returns     [T, hidden], before the final norm
+        returns     [T, hidden], as `logits` expects them; before the final norm in models of our
+                    families, after it in those that transformers computes
         """
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits [S, V] float32 of the hidden states [S, hidden]."""
+        """Return the logits [S, V] float32 of hidden states [S, hidden]: rows of those that a call
+        of the model returned."""
         ...

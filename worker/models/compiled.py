@@ -7,7 +7,7 @@ from worker.models.spec import ModelSpec
 
 
 def is_fitting(spec: ModelSpec) -> bool:
-    """Return whether the compiled kernels support the model."""
+    """Return whether the compiled kernels support the dimensions of all layers of the model."""
     return all(
         sizes.fits(
             heads=layer.attention.num_heads,

@@ -35,9 +35,9 @@ Turn = tuple[Tensor, Tensor]
 class DecoderLayer:
     """Weights of a layer. A layer without a norm has None in its place.
 
-    qkv     [(H + 2 H_kv) * D, hidden]: queries, keys, values
+    qkv     weight [(H + 2 H_kv) * D, hidden]: rows of the queries, then of the keys and the values
     sinks   [H] float32
-    q_norm  of each head [D], or of all together [H * D]; k_norm likewise
+    q_norm  over each head (weight [D]), or over all heads together ([H * D]); k_norm likewise
     """
 
     spec: LayerSpec
@@ -59,7 +59,8 @@ class DecoderLayer:
 
     @property
     def linears(self) -> list[tuple[Any, str]]:
-        """Return (owner, name of the attribute) for each linear layer except routers."""
+        """Return (owner, name of the attribute) for each linear layer except the router, so that
+        the caller can replace it."""
         mlps = [(mlp, name) for mlp in self.mlp.experts for name in ("gate_up", "down")]
         return [(self, "qkv"), (self, "output"), *mlps]
 
@@ -88,7 +89,7 @@ class DecoderWeights:
     head: Linear
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield all tensors; a shared tensor comes several times."""
+        """Yield all tensors. A tensor that several layers share is yielded several times."""
         yield from self.embedding.tensors()
         if self.positions is not None:
             yield self.positions
@@ -99,10 +100,11 @@ class DecoderWeights:
 
 
 class DecoderModel:
-    """A model: its forward pass and its logits. It has no state of any request.
+    """A model of one of our families: its forward pass and its logits. It implements StepModel, and
+    has no state of any request.
 
-    whole   the forward pass in one call, if kernels and weights support it; its result is float32.
-            None: layers are computed one after the other
+    whole   computes the forward pass in one call of the compiled kernels, if they and the weights
+            support that; its result is float32. None: each operation is a call of its own
     """
 
     def __init__(

@@ -72,7 +72,7 @@ NUMBERS = itertools.count()
 
 @dataclass(slots=True)
 class PagedStep:
-    """The input of the step in progress."""
+    """The input of the step in progress, and how many of the model's layers have been computed."""
 
     batch: AttentionBatch
     cache: KVCache
@@ -89,7 +89,8 @@ class PagedStep:
 
 
 class PagedFunction:
-    """The attention function of one model, as transformers calls it."""
+    """The attention function of one model. Transformers finds it by `name` and calls it once per
+    layer."""
 
     def __init__(self, spec: TransformersSpec) -> None:
         #: The name under which transformers finds it.
@@ -191,8 +192,8 @@ class DecoderOutput(MoeModelOutputWithPast):
 
 
 class GivenStates(nn.Module):
-    """Replaces a model's decoder, and returns the hidden states stored in it. The model class's own
-    forward pass then computes only the logits, with its factors and caps."""
+    """A stand-in for a model's decoder that returns `hidden`. With it, the forward pass of the
+    model's class computes only the logits, with its own factors and caps."""
 
     hidden: Tensor | None = None
 
@@ -246,17 +247,18 @@ class TransformersModel:
 
     @property
     def weights_bytes(self) -> int:
-        """Return the memory of all parameters and buffers."""
+        """Return the bytes of all parameters and buffers. Shared ones count once."""
         tensors = [*self._decoder.parameters(), *self._decoder.buffers()]
         tensors += [*self._model.parameters(), *self._model.buffers()]
         return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
 
 def describe(architecture: TransformersArchitecture, values: Mapping[str, Any]) -> TransformersSpec:
-    """Return the facts about a model with this parsed config.json. Raises UnusableModel.
+    """Return the facts about the model that a parsed config.json describes.
 
-    transformers builds the model without memory for its weights, and computes it up to the first
-    attention call, which shows the shapes of queries and keys.
+    Transformers builds the model on the device "meta", without memory for its weights, and computes
+    it up to the first attention call, which shows the shapes of queries and keys. Raises
+    UnusableModel if that fails, or if a value of the config is not supported.
     """
     _silence()
     config, name = _config(architecture, values), architecture.name
@@ -453,8 +455,8 @@ class Probed(Exception):
 
 
 class MetaValues(TorchFunctionMode):
-    """While active, tensors without memory have the value 0 where a model class reads a value, such
-    as the largest position."""
+    """While active, reading a number from a tensor on the device "meta", which has no content,
+    returns 0. Some model classes read one, such as the largest position."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (Tensor.item, Tensor.__bool__, Tensor.__int__) and args[0].is_meta:

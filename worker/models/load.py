@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model that is ready to compute."""
+    """A model that is ready to compute, its card and its spec."""
 
     model: DecoderModel | TransformersModel
     card: ModelCard
@@ -53,7 +53,8 @@ def load_model(
     measurements: Path | None = None,
     on_header: Callable[[ModelHeader | TransformersHeader], object] = lambda header: None,
 ) -> LoadedModel:
-    """Load a Hugging Face directory or a .gguf file. Raises UnusableModel.
+    """Load a Hugging Face directory or a .gguf file. Raises UnusableModel if the files are missing,
+    damaged, or need an unsupported feature.
 
     kernels        used if they support the model; otherwise, or if None, torch's are used
     weights        form of the weights (weight_layout.py)

@@ -49,7 +49,8 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True)
 class FactorScaling:
-    """Divides each pair's frequency by a factor of its own, from the tensor `rope_freqs.weight`."""
+    """Divides each pair's frequency by a factor of its own. The factors are those of the tensor
+    `rope_freqs.weight` of a GGUF file."""
 
     factors: tuple[float, ...]
 
@@ -113,9 +114,10 @@ def rope_config(
 ) -> RopeConfig:
     """Return the rotary embeddings of a config.json. Raises UnusableModel, naming the field.
 
-    partial   the default share of each head that is rotated, for architectures that read
-              `partial_rotary_factor`; for others it must be 1
-    default   parameters of a config that has none; None: no scaling
+    partial   the share of each head that is rotated if the config has no `partial_rotary_factor`;
+              None for architectures that do not read this key, which must then be 1 or missing
+    default   rope parameters for a config that has none; None: the defaults of ConfigFields, and no
+              scaling
 
     `rope_scaling` replaces `rope_parameters` as a whole if it is not empty: the two are not
     merged. The `rope_theta` at the top level is used if the replacing object has none.

@@ -39,13 +39,14 @@ class ModelFacts(Protocol):
     def head_dim(self) -> int: ...
     @property
     def window(self) -> int | None:
-        """Return how many last tokens the layers see at most; None if some layer sees all, or if
-        the number is not known."""
+        """Return the longest window of all layers, in tokens; None if a layer sees all tokens, or
+        if the windows are not known."""
         ...
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
-        """Return how many last tokens each layer sees; None: all, or the number is not known."""
+        """Return the window of each layer, in tokens; None for a layer that sees all tokens, or
+        whose window is not known."""
         ...
 
 
@@ -117,7 +118,7 @@ class MlpSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """One layer: two blocks, attention and MLP, and where their norms stand.
+    """One layer: two blocks, attention and MLP. `order` says where their norms are.
 
     pre                 norm before each block
     post                norm after each block, before its result is added
@@ -133,8 +134,8 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A causal decoder with plain keys and values in each layer. Raises UnusableModel for
-    dimensions that contradict each other."""
+    """A causal decoder: its layers, and everything around them. The constructor raises
+    UnusableModel if dimensions are out of bounds or contradict each other."""
 
     architecture: str
     vocab_size: int
@@ -181,13 +182,13 @@ class ModelSpec:
 
     @property
     def window(self) -> int | None:
-        """Return the longest window of all layers; None if a layer sees all tokens."""
+        """Return the longest window of all layers, in tokens; None if a layer sees all tokens."""
         windows = self.layer_windows
         return None if None in windows else max(filter(None, windows))
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
-        """Return the window of each layer; None if a layer sees all tokens."""
+        """Return the window of each layer, in tokens; None for a layer that sees all tokens."""
         return tuple(attention.window for attention in self.attentions)
 
     @property
@@ -202,7 +203,8 @@ class ModelSpec:
 
     @property
     def windows(self) -> frozenset[int | None]:
-        """Return the distinct windows of the layers."""
+        """Return the distinct windows of the layers, in tokens. They include None if a layer sees
+        all tokens."""
         return frozenset(attention.window for attention in self.attentions)
 
 

@@ -16,16 +16,20 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class RowOrder:
-    """Order of a tensor's rows in a file, if it is not the model's: the file's rows, viewed as
-    `shape`, have to be transposed to `axes`."""
+    """Order of a tensor's rows in a file that differs from the model's order. To get the model's
+    order, reshape the rows to `shape` and transpose its axes to `axes`."""
 
     shape: Shape
     axes: tuple[int, ...]
 
 
 def interleaved(heads: int, width: int) -> RowOrder:
-    """Return the row order of a projection in which the rows of the two halves of each head
-    alternate."""
+    """Return the row order of a projection whose file alternates between the rows of the first and
+    the second half of each head.
+
+    heads   number of heads
+    width   rows of a head
+    """
     return RowOrder((heads, width // 2, 2), (0, 2, 1))
 
 
@@ -62,8 +66,8 @@ class TensorNames:
 
 
 def names_of(*changes: Mapping[str, str], **options: object) -> TensorNames:
-    """Return the usual names of Hugging Face checkpoints with `changes`, and with `options` of
-    TensorNames."""
+    """Return the usual tensor names of Hugging Face checkpoints, with `changes` (role -> name) and
+    with `options`, which are fields of TensorNames."""
     roles = dict(USUAL)
     for change in changes:
         roles |= change
@@ -269,14 +273,16 @@ class ModelTensors:
 
     @property
     def head(self) -> FusedMatrix:
-        """Return the output head. If it is tied to the embeddings, it consists of their tensor."""
+        """Return the matrix of the output head. If it is tied to the embeddings, this is their
+        tensor."""
         role = "embedding" if self.spec.tied_embeddings else "head"
         part = MatrixPart(self.names.roles[role], self.spec.vocab_size)
         return FusedMatrix((part,), self.spec.hidden, self.spec.head_bias)
 
     @property
     def head_name(self) -> str:
-        """Return the name of an untied head's weight."""
+        """Return the name that the weight of the output head has if it is not tied to the
+        embeddings."""
         return f"{self.names.roles['head']}.weight"
 
     def layer(self, index: int) -> LayerTensors:
@@ -319,7 +325,11 @@ class ModelTensors:
         yield from self.head.tensors()
 
     def check(self, found: Mapping[str, Shape]) -> None:
-        """Raise UnusableModel unless the files hold exactly the model's tensors."""
+        """Raise UnusableModel, naming a tensor, unless the files hold exactly the model's tensors.
+
+        found   name -> shape of each tensor in the files; a copy of tied embeddings is allowed, and
+                so are tensors that can be computed
+        """
         known = {self.head_name} if self.spec.tied_embeddings else set()  # a copy of the embeddings
         for name, shape in self.tensors():
             if name not in found:

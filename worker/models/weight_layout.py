@@ -54,10 +54,11 @@ def fitting(kernels: Kernels, spec: ModelSpec) -> Kernels:
 
 
 def layout(kernels: Kernels, form: WeightForm, dtype: torch.dtype) -> WeightLayout:
-    """Return the weight layout that makes layers in `form`.
+    """Return the weight layout for the option `form` and a model of dtype `dtype`.
 
-    With `auto`, it makes packed linears, to which `settle` may add dense copies. Raises
-    UnusableModel if packed weights are requested and there are no compiled kernels for them.
+    - "packed": packed weights. Raises UnusableModel without compiled kernels.
+    - "dense", or no compiled kernels: dense weights.
+    - "auto" with compiled kernels: packed weights, to which `settle` may add dense copies.
     """
     if isinstance(kernels, NativeKernels) and form != "dense":
         return PackedLayout(kernels, dtype, may_copy=form == "auto")
@@ -67,7 +68,8 @@ def layout(kernels: Kernels, form: WeightForm, dtype: torch.dtype) -> WeightLayo
 
 
 class PackedLayout:
-    """Packs every matrix whose size allows it, and quantised embeddings."""
+    """Makes layers with packed weights: linears of every matrix whose size allows it, and
+    embeddings that the file stores in quantised blocks. Other layers are dense."""
 
     def __init__(self, kernels: NativeKernels, dtype: torch.dtype, *, may_copy: bool) -> None:
         """Make layers for a model of dtype `dtype`.
@@ -101,8 +103,11 @@ class PackedLayout:
 
 
 def pack(kernels: NativeKernels, matrix: Matrix) -> PackedMatrix | None:
-    """Return the matrix packed; None if a matrix of its size cannot be packed. The file's quantised
-    blocks are packed directly. Parts without valid blocks are packed as numbers."""
+    """Read and pack a matrix. Return None if its number of columns does not allow it.
+
+    Quantised blocks of the file are packed as they are. A part that has none, or whose scales are
+    not valid (`QuantBlocks.is_sound`), is packed as numbers.
+    """
     blocks = _sound_blocks(matrix)
     if None not in blocks:
         return packed.pack(kernels, *filter(None, blocks))
@@ -128,10 +133,11 @@ def settle(
     kernels: Kernels,
     folder: Path | None,
 ) -> list[tuple[int, float]]:
-    """Measure one layer, choose the steps that use dense weights, and make the dense copies.
+    """Finalize the linears of a loaded model: measure the first layer, choose from how many rows on
+    steps use dense weights, and read the dense copies.
 
-    Return (rows, seconds of a step's linears) for each measured number of rows; empty if nothing
-    was measured.
+    Return (rows, seconds) for each measured number of rows: the time that all linears take in a
+    step. Return [] if nothing was measured: not on a CPU, a mixture of experts, or too small.
 
     folder   directory that caches the measurements; None disables the cache
     """

@@ -105,8 +105,8 @@ class WholePass:
 
     @classmethod
     def of(cls, spec: ModelSpec, weights: DecoderWeights, kernels: Kernels) -> Self | None:
-        """Return the pass; None if the kernels are not compiled ones, if they do not support the
-        model, or if a linear is not packed."""
+        """Return the pass of a model. Return None if `kernels` are torch's, if one call cannot
+        compute the model (`compiled.why_not`), or if a linear has no packed weights."""
         if not isinstance(kernels, NativeKernels) or not isinstance(weights.head, PackedLinear):
             return None
         if reason := why_not(spec):
@@ -165,8 +165,9 @@ class WholePass:
         return logits
 
     def forward(self, count: int, cache: KVCache, memory: PassMemory) -> structs.CForward:
-        """Return the struct of a step of `count` tokens. The caller fills in the fields of tokens
-        and rows."""
+        """Return the struct of a step of `count` tokens, with scratch areas in `memory`. The caller
+        fills in the fields that depend on the step: x, the rows, and the tokens' ids, positions and
+        slots."""
         spec, attention = self._spec, self._attention
         size, mlps = self._weights.embedding.dtype.itemsize, [layer.mlp for layer in spec.layers]
         inner = max(mlp.top_k * mlp.intermediate for mlp in mlps)

@@ -38,8 +38,8 @@ def q5_k(values: Floats) -> Bytes:
 
 
 def q6_k(values: Floats) -> Bytes:
-    """Return Q6_K blocks [N, 210] of numbers [N, 256]: sixteen sub-blocks of 16 with a scale of
-    eight bits each, which multiplies the block's own."""
+    """Return Q6_K blocks [N, 210] of numbers [N, 256]. A block has sixteen sub-blocks of 16, each
+    with a scale of eight bits, which is multiplied by the block's float16 scale."""
     subs = values.reshape(-1, 16, 16)
     scale = _symmetric_scale(subs)
     largest = np.take_along_axis(scale, np.abs(scale).argmax(axis=1)[:, None], axis=1)

@@ -32,7 +32,8 @@ WITH_PATTERN = ("olmo2", "exaone4")
 
 
 def architecture_of(spec: ModelSpec) -> str:
-    """Return `general.architecture` of the model's family. Raises UnusableModel if it has none."""
+    """Return the `general.architecture` under which a GGUF file stores the model. Raises
+    UnusableModel if there is none."""
     for name, family in FAMILIES.items():
         if spec.architecture in family.families and name not in NOT_WRITTEN:
             return name
@@ -40,7 +41,8 @@ def architecture_of(spec: ModelSpec) -> str:
 
 
 def metadata(spec: ModelSpec, architecture: str) -> Values:
-    """Return the metadata of the model; names leave out the architecture and its dot."""
+    """Return the metadata of the model by name, without the architecture's prefix ("block_count",
+    not "llama.block_count")."""
     attention, mlp = spec.layers[0].attention, spec.layers[0].mlp
     norm = "layer_norm_rms_epsilon" if spec.norm.kind == "rms" else "layer_norm_epsilon"
     found: Values = {
@@ -121,7 +123,8 @@ def _own(spec: ModelSpec, architecture: str) -> Values:
 
 
 def rope_of(spec: ModelSpec) -> RopeConfig | None:
-    """Return the rotary embeddings whose scaling is stored as a factor for each pair, if any."""
+    """Return the model's rotary embeddings with Llama 3 scaling; None if it has none. A GGUF file
+    stores this scaling as a tensor, with a factor for each pair."""
     for attention in spec.attentions:
         if attention.rope and isinstance(attention.rope.scaling, Llama3Scaling):
             return attention.rope
@@ -132,7 +135,8 @@ def rope_of(spec: ModelSpec) -> RopeConfig | None:
 
 
 def check_spec(spec: ModelSpec, found: ModelSpec, family: GGUFFamily) -> None:
-    """Raise UnusableModel if `found`, read back from metadata, is another model than `spec`."""
+    """Raise UnusableModel, naming the first difference, if `found` is another model than `spec`.
+    `found` was read back from the metadata that were made for `spec`."""
     if family.has_whole_norms:
         found = replace(found, norm=replace(found.norm, offset=spec.norm.offset))
     found = replace(found, architecture=spec.architecture)

@@ -23,8 +23,8 @@ Shape = tuple[int, ...]
 class OutputTensor:
     """A tensor of the GGUF file.
 
-    parts   name in the files that are read, and the part; a tensor that holds all experts of a
-            layer has a part for each, any other one part
+    parts   (name, part) of each tensor that is read for it: one for each expert if the tensor holds
+            all experts of a layer, otherwise one
     """
 
     name: str
@@ -49,18 +49,18 @@ class OutputTensor:
 
 
 def in_file_order(rows: Tensor, order: RowOrder) -> Tensor:
-    """Return the model's rows in the order of a file."""
+    """Return `rows`, which are in the model's order, in the order of a file."""
     split = rows.reshape(*(order.shape[axis] for axis in order.axes), *rows.shape[1:])
     back = [*np.argsort(order.axes).tolist(), *range(len(order.axes), split.ndim)]
     return split.permute(back).reshape(rows.shape)
 
 
 def output_tensors(ours: ModelTensors, gguf: ModelTensors, *, offset: float) -> list[OutputTensor]:
-    """Return the tensors of the GGUF file, in order.
+    """Return the tensors to write to the GGUF file, in order.
 
-    ours     the tensors that are read
-    gguf     the same model's tensors in the file
-    offset   what the file adds to the weights of norms
+    ours     the model's tensors in the files that are read
+    gguf     the same tensors with the names and row orders of GGUF
+    offset   number that is added to the weights of norms
     """
     spec = ours.spec
     found = [_plain(gguf.embedding, ours.embedding, (spec.vocab_size, spec.hidden))]

@@ -45,9 +45,10 @@ LAYER = re.compile(r"blk\.(\d+)\.(.*)\.weight")
 def tensor_kind(
     name: str, shape: tuple[int, ...], wanted: str, *, num_layers: int, num_experts: int, tied: bool
 ) -> Kind:
-    """Return the type of a tensor.
+    """Return the number type in which a tensor is stored.
 
-    wanted   one of TYPES
+    name     name of the tensor in the GGUF file
+    wanted   the file's type, one of TYPES
     tied     whether the embeddings are the output head, too
     """
     if len(shape) < 2 or any(part in name for part in DENSE):
@@ -73,7 +74,8 @@ def _mixed(part: str, layer: int, num_layers: int, num_experts: int) -> Kind:
 
 
 def has_more_bits(layer: int, num_layers: int) -> bool:
-    """Return whether the layer is in the first or last eighth, or each third one between."""
+    """Return whether the mix Q4_K_M stores some matrices of this layer with more bits: the first
+    and the last eighth of the layers, and every third one between them."""
     eighth = num_layers // 8
     return layer < eighth or layer >= 7 * num_layers // 8 or (layer - eighth) % 3 == 2
 
@@ -85,7 +87,7 @@ def _fitting(kind: Kind, columns: int) -> Kind:
 
 
 def quantize(values: Floats, kind: Kind) -> Bytes:
-    """Return the bytes of numbers [rows, columns] in a type, [rows, bytes of a row]."""
+    """Quantise numbers [rows, columns] to the type `kind`. Return uint8 [rows, bytes of a row]."""
     if kind in K_QUANTS:
         return K_QUANTS[kind](values.reshape(-1, 256)).reshape(len(values), -1)
     if kind in (Kind.F32, Kind.F16):

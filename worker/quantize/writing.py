@@ -52,7 +52,8 @@ Contents = Callable[[OutputTensor, GGMLQuantizationType], NDArray[np.uint8]]
 def quantize_model(model: Path, output: Path, wanted: str, report: Report) -> None:
     """Write the safetensors model in a directory as a GGUF file of type `wanted`.
 
-    Raises UnusableModel if the model, or what it needs, cannot be stored, and OSError.
+    report is called with the progress. Raises UnusableModel if the model cannot be read, or if a
+    GGUF file cannot store it or its tokenizer. Raises OSError if the file cannot be written.
     """
     header = read_header(model)
     if not isinstance(header, ModelHeader) or isinstance(header.files, GGUFFile):
@@ -63,9 +64,10 @@ def quantize_model(model: Path, output: Path, wanted: str, report: Report) -> No
 def write_model(
     header: ModelHeader, contents: Contents, output: Path, wanted: str, report: Report
 ) -> None:
-    """Write the model with this header, and with the given contents of its tensors.
+    """Write the model with this header. `contents` returns the bytes of each tensor.
 
-    Raises UnusableModel if the model cannot be stored, and OSError.
+    Raises UnusableModel if a GGUF file cannot store the model, and OSError if the file cannot be
+    written.
     """
     spec = header.spec
     architecture = architecture_of(spec)
@@ -186,9 +188,9 @@ def _check_header(writer: GGUFWriter, path: Path, total: int, spec: ModelSpec) -
 
 
 def quantized_weights(source: WeightSource) -> Contents:
-    """Return the contents of tensors with the weights of `source`.
+    """Return a function that returns the bytes of a tensor in a type, from the weights of `source`.
 
-    They raise UnusableModel for a tensor with a number that is not finite.
+    The function raises UnusableModel for a tensor with a number that is not finite.
     """
 
     def content(tensor: OutputTensor, kind: GGMLQuantizationType) -> NDArray[np.uint8]:

@@ -55,7 +55,9 @@ DEFAULTS: dict[str, Any] = {
 
 
 class ConfigFields(Fields):
-    """The fields of a config.json. Every key that the family reads has a value."""
+    """The fields of a config.json, with the family's defaults for missing keys, and readers of the
+    parts that most families share. All readers raise UnusableModel, naming the field, if a value is
+    not supported."""
 
     def __init__(self, values: Mapping[str, Any], architecture: str, source: str) -> None:
         super().__init__(values, source)
@@ -86,7 +88,8 @@ class ConfigFields(Fields):
     def rope(
         self, *, partial: float | None = None, default: Mapping[str, Any] | None = None
     ) -> RopeConfig:
-        """Return the rotary embeddings; for `partial` and `default` see rope_config."""
+        """Return the rotary embeddings of the config. `partial` and `default` are those of
+        `rope_config`."""
         return rope_config(self, self.head_dim, partial=partial, default=default)
 
     def attention(self, rope: RopeConfig | None, **changes: Any) -> AttentionSpec:
@@ -116,8 +119,8 @@ class ConfigFields(Fields):
         return MlpSpec(**(usual | changes))
 
     def layer_types(self, default: Callable[[int], str]) -> list[str]:
-        """Return the kind of each layer: FULL or SLIDING. `default` gives the kind of a layer by
-        its index, if the config has no list."""
+        """Return the kind of each layer, FULL or SLIDING. If the config has no list `layer_types`,
+        `default` returns the kind of the layer with a given index."""
         kinds = self.get("layer_types")
         if kinds is None:
             return [default(index) for index in range(self.num_layers)]
@@ -156,8 +159,15 @@ class ConfigFields(Fields):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFamily:
-    """A config class of transformers, and how its configs are read. A key of `defaults` may be null
-    if its default is None or it is in NULLABLE or in `nullable`."""
+    """How configs of one class of transformers are read into a ModelSpec.
+
+    architecture, model_type   the names by which a config.json refers to the class
+    defaults                   values of keys that a config lacks
+    read                       makes the spec from a config with all defaults
+    names                      returns the names of the model's tensors in its files
+    nullable                   keys that may be null, besides those in NULLABLE and those whose
+                               default is None
+    """
 
     architecture: str
     model_type: str
@@ -193,7 +203,7 @@ class ModelFamily:
         return self.read(ConfigFields(values, self.architecture, source))
 
     def is_nullable(self, key: str) -> bool:
-        """Return whether the key may be null."""
+        """Return whether `key`, one of `defaults`, may be null in a config."""
         return self.defaults[key] is None or key in NULLABLE | self.nullable
 
 
@@ -210,8 +220,8 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 def every(interval: int, *, regular: str = SLIDING, last: str = FULL) -> Callable[[int], str]:
-    """Return a function from a layer's index to its kind: each `interval`-th layer is `last`, the
-    others are `regular`."""
+    """Return a function from a layer's index to its kind: every `interval`-th layer is `last`, the
+    others are `regular`. Raises UnusableModel if `interval` is below 1."""
     if interval < 1:
         raise UnusableModel(f"a pattern of {interval} layers is not supported")
     return lambda index: regular if (index + 1) % interval else last

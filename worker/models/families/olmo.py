@@ -1,4 +1,5 @@
-"""OLMo 2, OLMo 3 and EXAONE 4: norms after each block, and norms of queries and keys."""
+"""The families of OLMo 2, OLMo 3 and EXAONE 4. They have norms after attention and MLP, not before,
+and norms of queries and keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Phi-3 and Phi-4-mini: files with fused matrices, and rotary embeddings for part of each head."""
+"""The family of Phi-3 and Phi-4-mini. Its files hold fused matrices, and its rotary embeddings may
+rotate only part of each head."""
 
 from __future__ import annotations
 

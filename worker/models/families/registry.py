@@ -17,8 +17,8 @@ FAMILIES: tuple[ModelFamily, ...] = tuple(
 
 
 def find_family(config: Mapping[str, Any]) -> ModelFamily:
-    """Return the family of a parsed config.json. Raises UnusableModel if it is not supported, or
-    if the config names two."""
+    """Return the family of a parsed config.json. Raises UnusableModel if no family supports its
+    architecture, or if it names two."""
     architectures, model_type = config.get("architectures"), config.get("model_type")
     if architectures is None:
         return _with_model_type(model_type)
