@@ -23,8 +23,8 @@ from protocol.kv import KVCancel, KVFailure, KVFetch, KVFetched, KVReport, PeerS
 class Match:
     """K/V that can be fetched for a request.
 
-    The fetch fills `num_blocks` blocks, after the blocks whose K/V the request already has. After
-    the fetch, the K/V of the request's first `num_tokens` tokens exists.
+    The fetch fills `num_blocks` blocks, which follow the blocks that the prefix cache has filled.
+    After the fetch, the request has the K/V of its first `num_tokens` tokens.
     """
 
     source: Source
@@ -118,12 +118,13 @@ class Fetches:
         return len(self._jobs)
 
     def match(self, request: Request, num_blocks: int) -> Match | None:
-        """Return the longest match of all suppliers, or None."""
+        """Return the longest match of all suppliers for a request whose first `num_blocks` blocks
+        are cached; None if no supplier has one."""
         found = (supplier.match(request, num_blocks) for supplier in self._suppliers)
         return max(filter(None, found), key=lambda match: match.num_tokens, default=None)
 
     def start(self, request: Request, match: Match, blocks: list[int], now: float) -> None:
-        """Start filling these blocks of `request`."""
+        """Start the fetch of `match` into `blocks`, which `request` holds, at time `now`."""
         assert len(blocks) == match.num_blocks
         self._last_job += 1
         self._jobs[self._last_job] = Fetch(self._last_job, request, match, now)
@@ -138,14 +139,14 @@ class Fetches:
         )
 
     def cancel(self, request: Request) -> None:
-        """Cancel the request's job."""
+        """Cancel the request's fetch. It stays open until the worker has reported on it."""
         fetch = self._jobs[self._jobs_by_request[request]]
         fetch.move(FetchEvent.CANCEL)
         self._send(KVCancel(job=fetch.job))
 
     def on_kv_report(self, report: KVReport) -> list[Fetch]:
-        """Apply a report, and return the fetches that are over. Raises RuntimeError if the report
-        names a job that is not open."""
+        """Apply a report, and return the fetches that it ends: completed, failed or cancelled.
+        Raises RuntimeError if the report names a job that is not open."""
         over = [self._on_fetched(fetched) for fetched in report.fetched]
         return over + [self._on_failed(failure) for failure in report.failed]
 

@@ -26,7 +26,8 @@ TAG_BYTES = 32
 
 
 class Handle(msgspec.Struct, frozen=True, array_like=True):
-    """Names the K/V that one engine (P) keeps for another (D). Clients pass on its sealed text."""
+    """Names the K/V that one engine (P) keeps for others (D). P sends its sealed text to the client,
+    which sends it to D with a request for the same prompt."""
 
     #: The lease under which the K/V is kept.
     lease: bytes
@@ -61,7 +62,7 @@ class Seal:
     def from_text(self, text: str) -> Handle:
         """Return the handle in a sealed text.
 
-        Raises InvalidRequest unless an engine of this cluster has written the text.
+        Raises InvalidRequest unless an engine with the same cluster key has written the text.
         """
         if len(text) > MAX_CHARS:
             raise _refusal(

@@ -150,7 +150,8 @@ class KVLeases:
             self._end(lease.name, LeaseEvent.EXPIRE)
 
     def yield_oldest(self, request: Request, now: float) -> bool:
-        """End the oldest lease if `request` may have its blocks. Return whether the lease ended."""
+        """End the oldest lease if, by the rules at the top of this file, it yields to `request`.
+        Return whether it ended; False if there is no lease."""
         oldest = next(iter(self._open.values()), None)
         if oldest is None or not self._may_yield(oldest, request, now):
             return False

@@ -32,8 +32,8 @@ class PeerCluster:
 
 
 class Peers:
-    """The supplier of K/V that other engines have computed. `cluster` is None for a single
-    engine."""
+    """The other engines of the cluster: as suppliers of K/V for this engine's requests, and as
+    readers of its own. `cluster` is None for an engine that belongs to no cluster."""
 
     def __init__(
         self,

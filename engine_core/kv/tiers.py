@@ -45,7 +45,8 @@ class Tier:
         return len(self.contents)
 
     def apply(self, news: KVTierNews) -> None:
-        """Apply one report of the worker."""
+        """Apply one report of the worker: the hashes stored and lost since the last one, the
+        present size, and what to add to the counters."""
         self.contents.update(news.stored)
         self.contents.difference_update(news.lost)
         self.num_bytes = news.num_bytes
@@ -94,7 +95,8 @@ class TierIndex:
         return KVStore(blocks=blocks, hashes=[request.hashes[index] for index in indexes])
 
     def used_command(self, request: Request) -> KVUsed | None:
-        """Return the command that marks the stored blocks of `request` as used, or None.
+        """Return the command that marks the stored blocks of `request` as used; None if no tier has
+        any of them.
 
         Call it before `request` releases its blocks. The first block of the sequence comes last in
         the command, so it counts as most recently used and is kept longest: the other blocks cannot
@@ -107,10 +109,11 @@ class TierIndex:
     # ---- loading
 
     def match(self, request: Request, num_blocks: int) -> Match | None:
-        """Return the blocks in a tier that follow the request's first `num_blocks` blocks, or None.
+        """Return the blocks in the tiers that follow the request's first `num_blocks` blocks.
 
-        The block with the last token is not loaded, because the step needs the logits of this
-        token. A request with prompt logprobs computes its whole prompt.
+        Return None if there are none, if computing them is expected to be faster, or if the request
+        needs prompt logprobs and so must compute its whole prompt. The block with the last token is
+        never loaded, because the step needs the logits of this token.
         """
         if not self._tiers or request.params.prompt_logprobs is not None:
             return None
@@ -138,7 +141,7 @@ class TierIndex:
             self._tiers[news.tier].apply(news)
 
     def observe_load(self, num_blocks: int, seconds: float) -> None:
-        """Record that loading `num_blocks` blocks took `seconds`."""
+        """Record that loading `num_blocks` blocks took `seconds`. Only the latest load counts."""
         self._load_s = seconds / (num_blocks * self._block_tokens)
 
     def by_tier(self, get: Callable[[Tier], int]) -> dict[str, int]:

@@ -139,7 +139,7 @@ class KVTransfers:
         self.fetches.start(request, match, blocks, self._now)
 
     def yield_lease(self, request: Request) -> bool:
-        """End the oldest lease if `request` may have its blocks. Return whether a lease ended."""
+        """End the oldest lease if it yields to `request` (leases.py). Return whether it ended."""
         return self.leases.yield_oldest(request, self._now)
 
     def _send_if(self, command: KVCommand | None) -> None:

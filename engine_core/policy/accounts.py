@@ -44,7 +44,8 @@ class Bucket:
         self.filled_at = now
 
     def wait_s(self, now: float) -> float:
-        """Return the seconds until the bucket holds one token."""
+        """Refill the bucket, and return the seconds until it holds one token; 0 if it does already.
+        `per_minute` must be above 0."""
         self.refill(now)
         return max(0.0, self.used + 1 - self.per_minute) * MINUTE_S / self.per_minute
 
@@ -57,7 +58,7 @@ class AccountBuckets:
 
 @dataclass(slots=True, eq=False)
 class AccountUsage:
-    """The number of tokens that one account was served."""
+    """The service of one account: the number of tokens computed for it (fair_share.py)."""
 
     name: str = ""
     #: Computed tokens. `FairShare.on_wait_started` adjusts the number.
@@ -92,7 +93,8 @@ class Accounts:
         self._check("tokens", buckets.tokens)
 
     def charge_request(self, account: Account, num_tokens: int, *, is_first: bool) -> None:
-        """Charge a request that passed `check`, and its prompt of `num_tokens`."""
+        """Charge the account for a request that passed `check`, and for its prompt of `num_tokens`
+        tokens. Charges for limits that the account does not have are ignored."""
         if is_first and account.requests_per_minute:
             self._get_buckets(account).requests.used += 1
         self.charge_tokens(account, num_tokens)

@@ -49,7 +49,7 @@ full for every request.
 
 
 class Admission:
-    """Checks new requests, and puts the accepted ones into `open_requests` and `waiting`."""
+    """Checks new requests, and adds the accepted ones to `open_requests` and `waiting`."""
 
     def __init__(
         self,
@@ -108,14 +108,15 @@ class Admission:
             return self._refuse(message.request, error)
 
     def drain_compile_jobs(self) -> list[CompileJob]:
-        """Return the grammars to compile since the last call."""
+        """Return the compilations that requests have needed since the last call."""
         jobs, self._grammars.jobs = self._grammars.jobs, []
         return jobs
 
     def on_grammar_compiled(
         self, compiled: CompiledGrammar
     ) -> list[tuple[bytes, Accepted | Refused]]:
-        """Apply a compilation's outcome, and return (client, reply) for each waiting request."""
+        """Apply a compilation's outcome, and return (client, reply) for each request that waited
+        for it: accepted, or refused with the compiler's error."""
         replies: list[tuple[bytes, Accepted | Refused]] = []
         for request in self._grammars.on_grammar_compiled(compiled):
             if isinstance(compiled.result, ServingError):
@@ -245,7 +246,8 @@ class Admission:
 
 
 def check_request(prompt: list[int], message: Generate, model: ModelCard, limits: Limits) -> None:
-    """Raise InvalidRequest or ContextTooLong if this engine can never run the request."""
+    """Raise InvalidRequest if a token id is outside the vocabulary, and ContextTooLong if the prompt
+    and the answer cannot fit the context limit."""
     check_token_ids(prompt, model.vocab_size, "prompt")
     check_vocabulary(message.params, model.vocab_size)
     longest, whose = context_limit(message, limits)
@@ -266,7 +268,8 @@ def check_request(prompt: list[int], message: Generate, model: ModelCard, limits
 
 
 def context_limit(message: Generate, limits: Limits) -> tuple[int, str]:
-    """Return the maximum of prompt and answer tokens together, and the limit's owner in words."""
+    """Return the maximum of prompt and answer tokens together, and whose limit it is, in words for
+    an error: "this key" or "this model"."""
     if message.account is not None and 0 < message.account.max_len < limits.max_len:
         return message.account.max_len, "this key"
     return limits.max_len, "this model"
@@ -284,8 +287,9 @@ def new_request(
 ) -> Request:
     """Create the request of a checked `message`.
 
-    If other engines will read the K/V (`kv_readers`), the request computes its prompt except the
-    last token, which each reader computes. A prompt of a single token leaves nothing to hand over.
+    If other engines will read the K/V (`kv_readers`), the request samples nothing and computes its
+    prompt except the last token, which each reader computes. If the prompt has only one token, the
+    request has no readers, because there is nothing to hand over.
     """
     params, readers = message.params, 0
     if message.kv_readers:
@@ -368,8 +372,9 @@ def _has_room(num_tokens: int, waiting: QueueLoad, max_load: QueueLoad) -> bool:
 
 
 def retry_after(waiting_tokens: int, rate: float) -> float:
-    """Return the whole seconds until about half of the waiting tokens have left the queue. The
-    result is between MIN_RETRY_S and MAX_RETRY_S."""
+    """Return after how many whole seconds a refused client should try again: when about half of the
+    waiting tokens have left the queue, at `rate` tokens per second. The result is between
+    MIN_RETRY_S and MAX_RETRY_S, and MIN_RETRY_S if the rate is 0 (unknown)."""
     if rate <= 0:
         return MIN_RETRY_S
     return float(math.ceil(min(max(waiting_tokens / rate / 2, MIN_RETRY_S), MAX_RETRY_S)))

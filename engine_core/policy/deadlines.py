@@ -29,7 +29,8 @@ class Deadlines:
 
     @property
     def next_at(self) -> float:
-        """Time of the earliest deadline, which may be stale; infinity if there is none."""
+        """Time of the earliest deadline; infinity if there is none. It may be that of a request
+        that has ended or started."""
         return self._heap[0][0] if self._heap else inf
 
     def add(self, request: Request) -> None:
@@ -64,7 +65,8 @@ def has_started(request: Request) -> bool:
 
 
 def timeout_error(request: Request, now: float, retry_after_s: float) -> ServingError:
-    """Return the error of a request that has missed a deadline."""
+    """Return the error of a request that has missed a deadline: TimedOut if it has started, else
+    QueueTimeout with `retry_after_s`."""
     field, given_s = _limit(request, is_total=request.deadline <= now)
     if has_started(request):
         return TimedOut(
@@ -80,7 +82,8 @@ def timeout_error(request: Request, now: float, retry_after_s: float) -> Serving
 
 
 def queue_timeout_error(request: Request, wait_s: float, retry_after_s: float) -> QueueTimeout:
-    """Return the error of a new request whose deadline comes before its expected start."""
+    """Return the error of a new request whose deadline comes before its expected start, `wait_s`
+    seconds from now."""
     field, given_s = _limit(request, is_total=request.deadline < request.start_deadline)
     return QueueTimeout(
         f"{field}: the request cannot be started within {given_s:g} s; the requests ahead of it "

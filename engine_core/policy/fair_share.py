@@ -100,10 +100,10 @@ class FairShare:
         return len(self._by_name)
 
     def get(self, name: str, num_open: Callable[[str], int]) -> AccountUsage:
-        """Return the usage of an account, creating it if needed.
+        """Return the usage of an account. If it is unknown, add it.
 
-        `num_open` returns the number of an account's open requests. If there are too many accounts,
-        those without open requests are removed.
+        `num_open` returns the number of an account's open requests. Before an account is added to
+        MAX_ACCOUNTS or more, those without open requests are removed.
         """
         usage = self._by_name.get(name)
         if usage is None:
@@ -119,7 +119,7 @@ class FairShare:
         self._last_at = now
 
     def is_shared(self, now: float) -> bool:
-        """Return whether more than one account sent requests within the last RECENT_S.
+        """Return whether more than one account sent requests within the last RECENT_S seconds.
 
         If so, steps are kept short, because the next request of another account must wait for the
         present step.
@@ -160,15 +160,16 @@ def prefill_order(running: Sequence[Request]) -> list[Request]:
 
 
 def goes_before(newcomer: Request, request: Request) -> bool:
-    """Return whether a newcomer goes before a running request; always false within one account."""
+    """Return whether a waiting request, `newcomer`, goes before a running one: its account was
+    served less. Always false within one account."""
     if newcomer.account_usage is request.account_usage:
         return False
     return (newcomer.virtual_time, newcomer.rank) < (request.virtual_time, request.rank)
 
 
 def paused_decodes(decodes: Sequence[Request], newcomer: Request) -> set[Request]:
-    """Return the decodes that may skip the step in which a newcomer starts. These are the requests
-    of accounts that were served more than the newcomer's."""
+    """Return the running `decodes` that may skip the step in which `newcomer` starts: those of
+    accounts that were served more than the newcomer's."""
     return {request for request in decodes if goes_before(newcomer, request)}
 
 

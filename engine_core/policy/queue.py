@@ -20,7 +20,7 @@ Rank = tuple[float, int]
 
 
 class QueueLoad(NamedTuple):
-    """The number of waiting requests and of their tokens. Also the type of the limits on both."""
+    """A number of waiting requests and of their tokens: those in a queue, or the limits on both."""
 
     requests: int
     tokens: int
@@ -143,7 +143,7 @@ class WaitingQueue:
         self._push_entry(queue)
 
     def first(self) -> Request | None:
-        """Return the request that goes next, without removing it."""
+        """Return the request that goes next, without removing it; None if the queue is empty."""
         while self._entries:
             entry = self._entries[0]
             queue = entry[-1]

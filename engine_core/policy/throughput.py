@@ -53,8 +53,8 @@ class Throughput:
         return self.admitted.per_s or self.computed.per_s
 
     def is_long_step(self, num_tokens: int) -> bool:
-        """Return whether a step of `num_tokens`, with prefills, is expected to take longer than
-        LONG_STEP_S."""
+        """Return whether a step of `num_tokens` tokens with prefills is expected to take longer
+        than LONG_STEP_S seconds."""
         return num_tokens > LONG_STEP_S * self.prompts.per_s > 0
 
     def observe(self, num_tokens: int, elapsed_s: float, *, has_prompts: bool) -> None:

@@ -92,7 +92,8 @@ class BlockTables:
             request.num_passed = num_passed
 
     def fresh_blocks(self, request: Request) -> list[int]:
-        """Return the blocks of the request that have no content yet, at its admission."""
+        """Return the blocks of a newly admitted request that have no content yet: those after its
+        cached prefix."""
         return request.blocks[-(-request.num_computed // self._size) :]
 
     def num_covered(self, request: Request) -> int:
@@ -112,22 +113,22 @@ class BlockTables:
         return sum(map(self.needs_block, requests))
 
     def max_positions(self, request: Request, *, reserved: int) -> int:
-        """Return how many positions of the request can have blocks without a preemption.
-
-        Free blocks for a column of `reserved` other requests are left.
-        """
+        """Return how many positions of the request can get blocks without a preemption, if enough
+        free blocks are left for one more column of each of `reserved` other requests."""
         free = max(self._pool.num_free - reserved, 0)
         return (len(request.blocks) + free) * self._size
 
     def grow(self, request: Request, num_positions: int, step: Schedule) -> None:
-        """Allocate the blocks that the first `num_positions` positions lack. They must be free."""
+        """Allocate the blocks that the first `num_positions` positions of the request lack. Enough
+        blocks must be free."""
         has_grown = self.try_grow(request, num_positions, step)
         assert has_grown
 
     def grow_if_free(self, request: Request, num_positions: int, step: Schedule) -> int:
         """Allocate blocks for the first `num_positions` positions, as far as blocks are free.
 
-        Return how many positions the block table then covers. Only with a window can it lack any.
+        Return how many of these positions then have blocks. They can be fewer only in a model with
+        a window: without one, the request got blocks for its whole prompt at admission.
         """
         self.grow(request, min(num_positions, self.max_positions(request, reserved=0)), step)
         return self.num_covered(request)
@@ -153,7 +154,8 @@ class BlockTables:
         return True
 
     def plan_passed(self, step: Schedule) -> None:
-        """Add the null blocks to the worker's block tables of all rows of the step."""
+        """Add table updates to `step`: the worker's block tables get null blocks where the window
+        has passed the rows' blocks."""
         for request, _, _ in step.rows():
             first, end = request.num_passed_sent, request.num_passed
             if first == end:

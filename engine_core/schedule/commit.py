@@ -42,7 +42,8 @@ NOTHING_COMMITTED = CommittedTokens()
 
 
 def commit_row(request: Request, count: int, row_result: RowResult) -> CommittedTokens:
-    """Append the tokens that a step sampled for `request`, up to the end of its answer.
+    """Append the tokens that a step sampled for `request`, up to the end of its answer. Return what
+    changed.
 
     `count` is the number of positions that the step computed in the row.
     """
@@ -158,7 +159,7 @@ def _stop_token(request: Request, model: ModelCard) -> int | None:
 
 
 def status_row(request: Request) -> RequestStatus:
-    """Return the request's row for EngineStatus. The loop adds the name of its client."""
+    """Return the entry of EngineStatus for `request`, without the name of its client."""
     times = request.stage_timer.times()
     return RequestStatus(
         name=request.name,

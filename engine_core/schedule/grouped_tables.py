@@ -26,7 +26,7 @@ from protocol.steps import NULL_BLOCK
 
 
 class GroupedBlockTables(BlockTables):
-    """Allocates and releases the blocks of requests, with several blocks in a column."""
+    """BlockTables for a model with K/V groups: each column of a block table has several blocks."""
 
     def __init__(self, limits: Limits, pool: BlockPool, groups: KVGroups) -> None:
         super().__init__(limits, pool)

@@ -43,12 +43,12 @@ class InflightStep:
 
     @property
     def has_prompts(self) -> bool:
-        """Whether some row is not a plain decode: it has a prompt chunk or drafts."""
+        """Whether some row is not a plain decode: it computes a chunk of a prompt, or drafts."""
         return self.plan.num_decodes < len(self.rows)
 
     @property
     def prompts(self) -> list[Request]:
-        """The requests that need more than their last prompt token from this step."""
+        """The requests of the step whose prompts lack the K/V of more than the last token."""
         return [
             request for request, _ in self.rows if request.num_computed < request.prompt_tokens - 1
         ]
@@ -81,8 +81,8 @@ class InflightSteps:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Number of tokens, decodes included, in the steps in flight that have a prompt chunk or
-        drafts."""
+        """Number of all tokens of those steps in flight for which `has_prompts` is true. Their
+        decodes count, too."""
         return sum(step.num_tokens for step in self._steps if step.has_prompts)
 
     @property

@@ -18,8 +18,8 @@ from protocol.steps import SlotInit, SlotRelease, StepPlan
 
 
 class DraftCatchUp(NamedTuple):
-    """The draft model's work for one row. The fields become `follow_starts`, `follow_tokens` and
-    `wanted` of the StepPlan."""
+    """The draft model's work for one row of a step. The plan stores the fields in its columns
+    `follow_starts`, `follow_tokens` and `wanted`."""
 
     #: First position to compute; -1: none.
     start: int
@@ -134,8 +134,13 @@ def _may_be_masked(request: Request, drafts: list[int]) -> bool:
 
 
 def mask_matchers(plan: StepPlan, rows: Sequence[tuple[Request, int]]) -> list[Matcher | None]:
-    """Return a matcher for each sampled position in the plan's `masked`, in order. A matcher is
-    None if nothing constrains the token after all, or if the answer has ended."""
+    """Return a matcher for each sampled position that the plan lists in `masked`, in order.
+
+    rows   (request, number of positions) of each row of the plan
+
+    A matcher is None if neither a grammar nor a thinking budget constrains the token at that
+    position, or if the drafts before it complete the answer.
+    """
     assert plan.masked is not None
     masked = set(plan.masked.tolist())
     ids = iter([] if plan.drafts is None else plan.drafts.tolist())

@@ -29,14 +29,14 @@ class RowResult:
 
     @property
     def num_accepted(self) -> int:
-        """The number of leading drafts that equal the sampled tokens."""
+        """The number of leading drafts that equal the tokens sampled in their places."""
         if not self.num_drafts:
             return 0
         return len(self.tokens) if self.failed else len(self.tokens) - 1
 
     @property
     def num_rejected(self) -> int:
-        """The number of drafts from the first wrong one on. Their K/V is invalid."""
+        """The number of drafts from the first wrong one on. Their K/V is not valid."""
         return self.num_drafts - self.num_accepted
 
 

@@ -108,8 +108,8 @@ def gpt2_names(spec: ModelSpec) -> TensorNames:
 
 
 def gpt_neox_names(spec: ModelSpec) -> TensorNames:
-    """Return the tensor names, and the row order of the fused projection: the file stores the query,
-    key and value rows of the first head, then those of the next one, and so on."""
+    """Return the tensor names, and the row order of the fused projection: the file stores the
+    query, key and value rows of the first head, then those of the next one, and so on."""
     layer, attention = "gpt_neox.layers.{i}.", spec.layers[0].attention
     return TensorNames(
         {
