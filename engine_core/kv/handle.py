@@ -26,8 +26,8 @@ TAG_BYTES = 32
 
 
 class Handle(msgspec.Struct, frozen=True, array_like=True):
-    """Names the K/V that one engine (P) keeps for others (D). P sends its sealed text to the client,
-    which sends it to D with a request for the same prompt."""
+    """Names the K/V that one engine (P) keeps for others (D). P sends its sealed text to the
+    client, which sends it to D with a request for the same prompt."""
 
     #: The lease under which the K/V is kept.
     lease: bytes

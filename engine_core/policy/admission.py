@@ -246,8 +246,8 @@ class Admission:
 
 
 def check_request(prompt: list[int], message: Generate, model: ModelCard, limits: Limits) -> None:
-    """Raise InvalidRequest if a token id is outside the vocabulary, and ContextTooLong if the prompt
-    and the answer cannot fit the context limit."""
+    """Raise InvalidRequest if a token id is outside the vocabulary, and ContextTooLong if the
+    prompt and the answer cannot fit the context limit."""
     check_token_ids(prompt, model.vocab_size, "prompt")
     check_vocabulary(message.params, model.vocab_size)
     longest, whose = context_limit(message, limits)

@@ -138,8 +138,8 @@ def mask_matchers(plan: StepPlan, rows: Sequence[tuple[Request, int]]) -> list[M
 
     rows   (request, number of positions) of each row of the plan
 
-    A matcher is None if neither a grammar nor a thinking budget constrains the token at that
-    position, or if the drafts before it complete the answer.
+    A matcher is None if neither the grammar nor the thinking budget constrains the token at that
+    position after all, or if the request is no longer running.
     """
     assert plan.masked is not None
     masked = set(plan.masked.tolist())
