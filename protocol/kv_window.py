@@ -39,7 +39,7 @@ class KVGroups(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def num_column_blocks(groups: KVGroups | None) -> int:
-    """Return the number of blocks in a column of a block table."""
+    """Return the number of blocks in a column of a block table: 1 without groups."""
     return 1 if groups is None else 1 + groups.window_blocks
 
 
@@ -69,10 +69,8 @@ def max_held_blocks(
     window: int | None,
     groups: KVGroups | None = None,
 ) -> int:
-    """Return the most blocks that a request of `num_tokens` tokens needs at the same time.
-
-    Its steps compute up to `num_new` tokens.
-    """
+    """Return the most blocks that a request of `num_tokens` tokens needs at the same time, if its
+    steps compute up to `num_new` tokens each."""
     columns = -(-num_tokens // block_tokens)
     live = max_live_blocks(num_new, block_tokens, window if groups is None else groups.window)
     held = columns if live is None else min(columns, live)

@@ -186,7 +186,8 @@ class Session:
         return Abort(requests=[request]) if request in self.open else None
 
     def goodbye(self) -> Goodbye:
-        """End all requests without a report. Return the last message to send."""
+        """End all requests without a report. Return the last message to send, after which the
+        session is closed."""
         self.open.clear()
         self.epoch = None
         return Goodbye()
@@ -233,8 +234,8 @@ class Session:
             self._last_sent_at = float("-inf")
 
     def on_disconnected(self) -> list[RequestReport]:
-        """Handle a broken connection, after which the engine drops this client. Return the ends of
-        all open requests.
+        """Handle a broken connection, after which the engine drops this client. Return reports that
+        end all open requests.
 
         Call this after all messages that arrived over the connection have been received.
         """

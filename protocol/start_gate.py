@@ -6,8 +6,8 @@ model is refused, the supervisor kills the processes. By then they have bound th
 gateway may have made an empty directory for its metrics, but they have used no file of the user.
 
 The gate is a pipe, and only the supervisor has the writing end. To open the gate, the supervisor
-writes one byte, which stays in the pipe: all processes see it, and so do their later children. An
-end of the pipe without a byte means that the supervisor was killed. Then the processes exit.
+writes one byte, which stays in the pipe: all processes see it, and so do their later children. If
+the pipe ends without a byte, the supervisor was killed, and the waiting processes exit.
 """
 
 from __future__ import annotations

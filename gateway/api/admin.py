@@ -320,7 +320,7 @@ def readiness(service: Service) -> ReadinessAnswer:
 
 
 def startup(service: Service) -> Startup:
-    """Return whether a model has become available since the start, and the details."""
+    """Return whether a model has become available since this process started, and if not, why."""
     trouble = None if service.has_served else service.trouble()
     return Startup(
         started=service.has_served,

@@ -147,8 +147,8 @@ def whole(
     prompt_requests: Sequence[PromptRequest],
     options: RequestOptions,
 ) -> tuple[ChoiceGroup, CollectSink]:
-    """Wait until the answer has ended. Return its choices and a sink that holds all their events.
-    Raises the error that ended the answer, or ClientGone."""
+    """Generate the answer and wait until it has ended. Return its choices and a sink that holds all
+    their events. Raises the error that ended the answer, or ClientGone."""
     return run_to_end(
         service, context, prompt_requests, options, lambda group: CollectSink(len(group.choices))
     )
@@ -161,8 +161,8 @@ def run_to_end(
     options: RequestOptions,
     make_sink: Callable[[ChoiceGroup], S],
 ) -> tuple[ChoiceGroup, S]:
-    """Wait until the answer has ended. Return its choices and the sink that `make_sink` made.
-    Raises the error that ended the answer, or ClientGone."""
+    """Generate the answer and wait until it has ended. Return its choices and the sink that
+    `make_sink` made. Raises the error that ended the answer, or ClientGone."""
     runner = GenerationRunner(service, context, prompt_requests, options, is_whole=True)
     try:
         sink = make_sink(runner.group)
@@ -180,8 +180,9 @@ def stream(
     options: RequestOptions,
     make_sink: Callable[[ChoiceGroup, Outlet], Sink],
 ) -> EventStream:
-    """Return a streamed response. `make_sink` creates the sink that writes to the outlet. Raises
-    the engine's refusal, or ClientGone."""
+    """Send all choices to the engine, and return a streamed response. `make_sink` creates the sink
+    that writes to the response's outlet. Raises the error with which the engine refuses a choice,
+    or ClientGone."""
     runner = GenerationRunner(service, context, prompt_requests, options)
     group = runner.group
     context.is_streaming = True

@@ -1,3 +1,3 @@
-"""Formats of model output. A format's parser turns generated text into events, and its grammar
-constrains generation to the same syntax.
+"""Formats of model output: how models write reasoning and tool calls. A format's parser turns
+generated text into events, and its grammar constrains generation to the same syntax.
 """

@@ -54,8 +54,11 @@ PYTHON = Dialect(
 
 
 def kinds_of(schema: Any, root: Mapping[str, Any] | None = None) -> tuple[str, ...]:
-    """Return the JSON types that a schema allows, in the order of ORDER. Return () if the schema
-    allows any type."""
+    """Return the JSON types that a schema allows, in the order of ORDER. Return () if it does not
+    limit the type, or if its references lead too deep to tell.
+
+    root   the schema that local `$ref`s refer to
+    """
     found: set[str] = set()
     _gather(schema, root or {}, found, MAX_REFS)
     return tuple(kind for kind in ORDER if kind in found)
@@ -100,7 +103,8 @@ def _referred(ref: str, root: Mapping[str, Any]) -> Any:
 
 
 def resolved(schema: Any, root: Mapping[str, Any] | None) -> Any:
-    """Return the schema that a reference leads to. Return any other schema unchanged."""
+    """Return the schema to which the `$ref` of `schema` leads within `root`; None if it leads
+    nowhere. Return a schema without `$ref` unchanged."""
     for _ in range(MAX_REFS):
         ref = schema.get("$ref") if isinstance(schema, Mapping) else None
         if not isinstance(ref, str):
@@ -125,7 +129,11 @@ def _kind_of_value(value: Any) -> str:
 
 
 def schema_of(parameters: Mapping[str, Any] | None, key: str) -> Any:
-    """Return the schema of the argument `key`, or None if the tool declares none for it."""
+    """Return the schema of the argument `key` of a tool: that of its property, or else
+    `additionalProperties`. Return None if there is neither.
+
+    parameters   the schema of all arguments of the tool
+    """
     if not isinstance(parameters, Mapping):
         return None
     properties = parameters.get("properties")
@@ -198,7 +206,8 @@ def json_text(text: str) -> str | None:
 
 
 def is_json(text: str) -> bool:
-    """Return whether the text is JSON. Numbers are not computed, so this takes linear time."""
+    """Return whether the text is a JSON value. This takes linear time, because numbers are not
+    converted."""
     try:
         JSON_DECODER.decode(text)
     except (ValueError, RecursionError):
@@ -215,7 +224,7 @@ JSON_DECODER = json.JSONDecoder(parse_int=len, parse_float=len, parse_constant=_
 
 
 def escaped(text: str) -> str:
-    """Return `text` as it is written inside a JSON string."""
+    """Return `text` with JSON's escapes, as it is written between the quotes of a JSON string."""
     return string_json(text)[1:-1]
 
 
@@ -242,7 +251,8 @@ class ArgumentsWriter(msgspec.Struct):
     def start(
         self, key: str, kinds: tuple[str, ...], builder: EventBuilder, *, bare_json: bool = False
     ) -> None:
-        """Start the argument `key`. Without `kinds` it is a string, or any JSON if `bare_json`."""
+        """Start the argument `key`, whose value may have the types `kinds`. Without `kinds` it is a
+        string, or any JSON if `bare_json`."""
         builder.arguments_delta(("{" if self.count == 0 else ", ") + string_json(key) + ": ")
         self.count += 1
         self.kinds, self.lead, self.parts, self.tail = list(kinds), True, [], []
@@ -303,7 +313,8 @@ class ArgumentsWriter(msgspec.Struct):
                 builder.arguments_delta('"' + escaped(held))
 
     def end(self, builder: EventBuilder, *, bare_json: bool = False) -> None:
-        """Complete the current argument."""
+        """Complete the current argument: write what is still held back. `bare_json` must have the
+        value that `start` got."""
         if self.mode == "string":
             builder.arguments_delta('"')
         elif self.mode:
@@ -354,11 +365,12 @@ class TypedCallParser(CallParser):
         self.s.at = then
 
     def schema_of(self, key: str) -> Any:
-        """Return the schema of an argument of the open call, or None."""
+        """Return the schema of the argument `key` of the open call; None if there is none."""
         return schema_of(self.builder.parameters(self.s.name), key)
 
     def kinds_of(self, key: str) -> tuple[str, ...]:
-        """Return the types that the schema allows for an argument of the open call."""
+        """Return the types that the schema allows for the argument `key` of the open call, as the
+        function `kinds_of` does."""
         return kinds_of(self.schema_of(key), self.builder.parameters(self.s.name))
 
     def value_text(self, text: str) -> None:

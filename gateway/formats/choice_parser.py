@@ -126,8 +126,8 @@ class ParserFactory:
             self.pieces = {token: MarkerToken(token, marker) for token, marker in markers}
 
     def format_parser(self, state: dict[str, Any] | None) -> FormatParser | None:
-        """Return a parser of the answer's format that continues from `state`. Return None if there
-        is no format."""
+        """Return a parser of the answer's format: a new one, or one that continues from `state`.
+        Return None if there is no format."""
         if self.answer is None:
             return None
         return self.answer.format.parser(
@@ -227,8 +227,8 @@ class ChoiceParser:
         return len(self._waiting_ids)
 
     def release(self) -> OutputDelta:
-        """Return the tokens whose text is still held back, for a caller that needs all tokens
-        now."""
+        """Return a delta without events that has all tokens whose text is still held back, for a
+        caller that needs the tokens now. Their text follows in later deltas."""
         return self._delta([])
 
     def push(self, output: Output) -> OutputDelta:
@@ -379,8 +379,11 @@ class ChoiceParser:
 def end_of(
     output: Output, reason: str, eos_token_ids: Collection[int], matched: str | None = None
 ) -> Finished | Failed:
-    """Return the last event of an answer. It contains the stop string `matched`. If there is none,
-    it contains the stop token, unless that is one of the model's own end tokens."""
+    """Return the last event of an answer: Failed if `reason` is "error", otherwise Finished.
+
+    The stop reason is `matched`, the stop string that was found, or else the stop token, unless
+    that is one of `eos_token_ids`, the model's own end tokens.
+    """
     if reason == "error":
         return Failed(output.error or _UNEXPLAINED)
     if matched is not None or output.stop_token in eos_token_ids:

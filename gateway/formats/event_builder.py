@@ -69,7 +69,8 @@ class EventBuilderState(msgspec.Struct):
 
 
 class BuilderCheckpoint(msgspec.Struct, frozen=True):
-    """A position in the events to which `EventBuilder.roll_back` returns."""
+    """A position in the events of an EventBuilder, which `checkpoint` returns. `roll_back` returns
+    to it."""
 
     num_events: int
     state: EventBuilderState
@@ -179,12 +180,12 @@ class EventBuilder:
         self.s.blanks, self.s.dropping = [], NEWLINES
 
     def markup(self) -> None:
-        """Pass a marker around the answer proper: drop the blanks before it, and the newlines after
-        it."""
+        """Handle a marker that stands before or after the answer proper, the text for the user:
+        drop the blanks before the marker, and the newlines after it."""
         self.s.blanks, self.s.dropping = [], NEWLINES
 
     def finish(self) -> None:
-        """Emit the blanks at the very end of the answer's content."""
+        """End the answer: emit the held-back blanks at the very end of its content."""
         if self.s.blanks:
             self.out.append(Content("".join(self.s.blanks)))
             self.s.blanks = []
@@ -217,8 +218,8 @@ class EventBuilder:
         return self.s.num_calls
 
     def declares(self, name: str, *, surely: bool = False) -> bool:
-        """Return whether the request has a tool `name`. If the tools are unknown, return `not
-        surely`."""
+        """Return whether the request has a tool `name`. If its tools are unknown, return True, or
+        False if `surely` is set."""
         return not surely if self._tools is None else name in self._tools
 
     def parameters(self, name: str) -> Mapping[str, Any] | None:
@@ -244,8 +245,9 @@ class EventBuilder:
             self.out.append(ToolArguments(self.s.num_calls - 1, repaired))
 
     def fast_arguments(self, text: str) -> ToolArguments | None:
-        """Return the event for arguments that need no scan, else None. These are texts that only
-        continue a JSON string or broken JSON. Pass any other text to `arguments_delta`."""
+        """Return the event for a piece of arguments that needs no scan: it only continues a JSON
+        string, or broken JSON. Return None for any other text, which the caller must pass to
+        `arguments_delta`."""
         at = self.s.arguments.at
         if at == BROKEN or (at == STRING and PLAIN.fullmatch(text)):
             return ToolArguments(self.s.num_calls - 1, text)

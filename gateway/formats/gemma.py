@@ -263,7 +263,7 @@ class Gemma(CallSyntax, frozen=True, kw_only=True):
         return (self.open,)
 
     def notation(self) -> Notation:
-        """Return how values are written, for the grammar."""
+        """Return the notation of values in the grammar: keys without quotes, strings in markers."""
         return Notation(
             name="gemma",
             strings=MarkedStrings(self.quote),

@@ -27,9 +27,11 @@ ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 
 class NotWritable(ValueError):
-    """Raised if a format cannot write calls of a tool.
+    """Raised if a format cannot write every call that a tool's schema allows, or if a grammar
+    cannot enforce the schema.
 
-    field  the part of the tool's `function` that prevents it: "name", "parameters.properties.x"
+    tool   name of the tool
+    field  path of the cause in the tool's `function`: "name" or "parameters.properties.x"
     """
 
     def __init__(self, tool: str, field: str, why: str) -> None:
@@ -85,15 +87,18 @@ class GrammarBuilder:
         return self.rule("call", self.each_tool(write))
 
     def several(self, item: Form, between: Form | str = "") -> Form:
-        """Return a form for one `item`. If `many`, more may follow, each after `between`."""
+        """Return a form for one `item`. If `self.many`, any number of further ones may follow, each
+        after `between`."""
         return sequence(item, self.repeated(sequence(between, item)))
 
     def repeated(self, item: Form) -> Form:
-        """Return a form for any number of `item`. Without `many`, return the empty form."""
+        """Return a form for any number of `item`, including none. Unless `self.many`, return the
+        empty form."""
         return Repeat(item) if self.many else LiteralForm("")
 
     def json(self, schema: Mapping[str, Any] | None) -> Json:
-        """Return a form for JSON that `schema` admits. An empty schema stands for any object."""
+        """Return a form for JSON that `schema` admits. None or an empty schema admits any
+        object."""
         text = msgspec.json.encode(schema or ANY_OBJECT).decode()
         for name, known in self._schemas.items():
             if known == text:
@@ -122,7 +127,8 @@ class GrammarBuilder:
         return GrammarRule(name)
 
     def body(self, start: Form) -> Rules:
-        """Return the whole grammar, which starts with the form `start`."""
+        """Return the grammar that starts with the form `start`, with all rules and schemas
+        collected so far."""
         return Rules(start=start, rules=dict(self._rules), schemas=dict(self._schemas))
 
 
@@ -174,7 +180,8 @@ def quoted(text: str) -> str:
 
 
 def pattern_not_starting_with(beginnings: Iterable[str]) -> str:
-    """Return a pattern of texts that, after leading blanks, start with none of `beginnings`."""
+    """Return a regular expression for all texts that, after leading blanks, start with none of
+    `beginnings`."""
     return rf"(?s:[ \t\r\n]*{_not_starting_with(set(beginnings), blanks=True)})"
 
 

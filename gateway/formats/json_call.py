@@ -114,7 +114,7 @@ class CallKeys(msgspec.Struct, frozen=True):
     also: tuple[str, ...] = ("type", "id")
 
     def role(self, key: str) -> str:
-        """Return the meaning of a key: "arguments", "name", "id" or "other"."""
+        """Return the meaning of the key `key` in a call: "arguments", "name", "id" or "other"."""
         if self.name_is_key or key in self.arguments:
             return "arguments"
         if key in self.name:
@@ -171,8 +171,8 @@ class CallScan(msgspec.Struct):
         """Read `text`, and emit the call's events to `builder`. Return (the position reached, the
         status).
 
-        The status is "end" after the object's closing brace. If the object has a name, the call has
-        then been emitted and ended.
+        The status is "end" after the object's closing brace. If the object had a name, the call has
+        then been emitted, with its end; otherwise nothing has been.
         """
         position = 0
         while position < len(text):
@@ -315,7 +315,8 @@ def text_of(raw: str) -> str | None:
 
 
 def repaired_object(text: str) -> str | None:
-    """Return a whole text as a JSON object, repaired if necessary; None if that is impossible."""
+    """Return `text` as a JSON object, with the repairs that `json_scanner` describes; None if it is
+    not an object even then."""
     scan = object_scan()
     repaired = scan.push(text) + scan.finish()
     return repaired if scan.is_object else None

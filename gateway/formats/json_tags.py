@@ -263,8 +263,8 @@ class JsonTags(CallSyntax, frozen=True, kw_only=True):
         return bool(self.close) and opener not in self.unclosed
 
     def closer(self, opener: str) -> str:
-        """Return the marker with which models close a group that `opener` started; "" if there is
-        none."""
+        """Return the marker that closes a group that `opener` started; "" if no marker does. If
+        several may, return the one that models write."""
         if not self.is_closed(opener):
             return ""
         return dict(self.paired).get(opener, self.close[0])

@@ -68,7 +68,8 @@ class Lexicon:
         return marker in self._by_id
 
     def automaton(self, markers: tuple[str, ...]) -> MarkerSet | None:
-        """Return a matcher for those of `markers` that are not tokens; None if all are tokens."""
+        """Return a matcher that finds in text those of `markers` that are not single tokens. Return
+        None if all are."""
         if markers not in self._sets:
             spelt = [marker for marker in markers if marker not in self._by_id]
             self._sets[markers] = MarkerSet(spelt) if spelt else None

@@ -194,7 +194,9 @@ class ModelOutputFormat:
         return AnswerStart(bound, inside, closed, thinking_marks(bound), opener, answering)
 
     def prompt_ending(self, start: AnswerStart) -> str:
-        """Return a short text that, as a prompt's end, makes `answer_start` return `start`."""
+        """Return the marker that opens the reasoning if `start` is inside it, the one that closes
+        it if `start` is after it, else "". After a prompt that ends with this text, `answer_start`
+        finds the same state of the reasoning."""
         reasoning = self._formats[True].reasoning
         if reasoning is None:
             return ""

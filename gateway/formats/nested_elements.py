@@ -234,7 +234,8 @@ class NestedElementsParser(TypedCallParser):
 
 
 def child_schema(schema: Any, name: str, root: Mapping[str, Any] | None) -> Any:
-    """Return the schema of the element `name` in a value with `schema`, or None."""
+    """Return the schema of the element `name` in a value with `schema`: that of an array's items,
+    or of an object's member. Return None if there is none."""
     schema = resolved(schema, root)
     if not isinstance(schema, Mapping):
         return None
@@ -248,7 +249,11 @@ def child_schema(schema: Any, name: str, root: Mapping[str, Any] | None) -> Any:
 
 
 def element_json(element: Element, root: Mapping[str, Any] | None, *, is_nested: bool) -> str:
-    """Return the JSON of a complete element. `is_nested` is false for an argument itself."""
+    """Return the value of a complete element as JSON text.
+
+    root        the schema of all arguments, to which references refer
+    is_nested   false for the element of an argument, true for an element inside it
+    """
     kinds = kinds_of(element.schema, root)
     if element.children:
         names = {name for name, _ in element.children}

@@ -92,7 +92,8 @@ class PlainValues:
         return self.value(schema, kinds_of(schema_of(root, key), root), path)
 
     def value(self, schema: Any, kinds: Sequence[str], path: str) -> Form:
-        """Return the form of a value. `kinds` are the types that the parser tries."""
+        """Return the form of a value and the marker that ends it. `kinds` are the types that the
+        parser tries. Raise NotWritable if the schema cannot be enforced."""
         cases = self.schemas.cases(schema, path)
         if not kinds and anything(cases):
             return self.text()
@@ -107,8 +108,8 @@ class PlainValues:
     def of_cases(
         self, cases: Sequence[SchemaCase], kinds: Sequence[str], path: str, apart: Ranges = ()
     ) -> Form:
-        """Return the form of a value of one of `cases`. No string in it starts with a character in
-        `apart`."""
+        """Return the form of a value of one of `cases`, and of the marker that ends it. It admits
+        no string that starts with a character in `apart`."""
         strings = [case for case in cases if case.kind == "string"]
         others = [case for case in cases if case.kind != "string"]
         if not any(case.free for case in strings):

@@ -81,7 +81,8 @@ class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True
     suffixed: bool = False
 
     def fitted(self, vocabulary: Collection[str]) -> ReasoningFormat:
-        """Return this format with the markers that a checkpoint with these added tokens uses."""
+        """Return this format for a checkpoint whose added tokens are `vocabulary`. If its markers
+        have a suffix, those with the suffix come first."""
         if not self.suffixed or not marker_suffix(vocabulary):
             return self
         open_ = (with_suffix(self.open[0], vocabulary), *self.open)

@@ -315,8 +315,8 @@ BLANKS_BETWEEN = Pattern(r"[ \n]{1,4}")
 
 
 def preferred_opener(syntax: CallSyntax, lexicon: Lexicon) -> str:
-    """Return the opener that the model writes. This is the first opener for the start of an answer.
-    If there is none, it is the first opener that is a token, or else the first one."""
+    """Return the opener that a grammar uses for calls: the first one that only opens calls at the
+    start of an answer, or else the first one that is a token, or else the first one."""
     if syntax.start_openers():
         return syntax.start_openers()[0]
     openers = syntax.openers()
@@ -329,7 +329,8 @@ def preferred_opener(syntax: CallSyntax, lexicon: Lexicon) -> str:
 
 
 def bind(format: Format, tokenizer: Tokenizer) -> BoundFormat:
-    """Return the format with the markers found in the tokenizer's vocabulary."""
+    """Return the format, fitted to the tokenizer's added tokens, and with the ids of those of its
+    markers that are single tokens."""
     added = tokenizer.added_tokens
     fitted = format.fitted(frozenset(added.values()))
     specials = {token: added[token] for token in tokenizer.special_ids}

@@ -485,8 +485,8 @@ def _closing_tag(opening: RegionOpening, close: str) -> str:
 
 
 def pattern_atoms(pattern: str, whole: str) -> list[re.Match[str]]:
-    """Return the parts of `pattern`: each is one match of ATOM. Raise ValueError if a part is not
-    supported. The message shows `whole`, of which `pattern` is a part."""
+    """Return the parts of a regular expression: each is one match of ATOM. Raise ValueError if a
+    part is not supported. The message quotes `whole`, of which `pattern` is a part."""
     atoms, at = [], 0
     while at < len(pattern):
         atom = ATOM.match(pattern, at)

@@ -67,7 +67,7 @@ TAG_PATTERN = re.compile(
 
 
 def parse(source: str) -> ResponseTemplate:
-    """Load a template from JSON text."""
+    """Load a template from JSON text. Raise ValueError if it is not supported, or not JSON."""
     try:
         template = msgspec.json.decode(source)
     except msgspec.DecodeError as error:

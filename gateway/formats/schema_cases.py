@@ -95,7 +95,8 @@ class Schemas:
         raise NotWritable(self.tool.name, path, f"{keyword!r} {why}")
 
     def cases(self, schema: Any, path: str) -> list[SchemaCase]:
-        """Return the cases of a schema, at least one. Raise NotWritable if that is impossible."""
+        """Return the cases of a schema, at least one. Raise NotWritable if the schema admits no
+        value, or cannot be expressed as cases."""
         found = self._cases(self._flat(schema, path, MAX_REFS), path, MAX_REFS)
         kinds = {case.kind for case in found if case.free}
         distinct = {case.key(): case for case in found if case.free or case.kind not in kinds}
@@ -330,7 +331,8 @@ def _tags_differ(a: Limits, b: Limits, name: str) -> bool:
 
 
 def shape_fault(schema: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return (keyword, what is wrong with its value), or None if all values are well-formed."""
+    """Return (keyword, what is wrong with its value) for the first keyword with a malformed value;
+    None if there is none."""
     for key, value in schema.items():
         shape = SHAPES.get(key)
         if shape is None:

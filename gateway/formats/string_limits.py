@@ -52,8 +52,8 @@ class StringEscapes(msgspec.Struct, frozen=True):
         return options[0] if len(options) == 1 else f"(?:{'|'.join(options)})"
 
     def any(self, but: str = "") -> str:
-        """Return a pattern that matches any one character. The characters of `but` are admitted
-        only as numbered escapes."""
+        """Return a pattern that matches any one character that the format can write. The characters
+        of `but` are admitted only as numbered escapes."""
         one = self.one_of(without(ALL, char_ranges(but)))
         return f"(?:{one}|{self.numbered})" if self.numbered else one
 
@@ -64,8 +64,8 @@ class StringEscapes(msgspec.Struct, frozen=True):
         return "".join(self.escapes.get(sign, sign) for sign in text)
 
     def with_length(self, least: int, most: int | None) -> str:
-        """Return a pattern of strings with `least` to `most` characters; `most` may be None: no
-        limit."""
+        """Return a pattern of strings with `least` to `most` characters. If `most` is None, there
+        is no upper limit."""
         return f"{self.any()}{{{least},{'' if most is None else most}}}"
 
 
@@ -205,8 +205,8 @@ FORMATS = {
 
 
 def limited(spelling: StringEscapes, limits: Limits) -> str:
-    """Return a pattern of the strings within a schema's limits. Raise ValueError, naming the
-    keyword, if there is none."""
+    """Return a pattern of the strings, in this spelling, that the keywords `limits` of a schema
+    allow. Raise ValueError, naming the keyword, if one cannot be enforced."""
     named = [key for key in ("pattern", "format") if key in limits]
     length = [key for key in ("minLength", "maxLength") if key in limits]
     if len(named) > 1 or (named and length):

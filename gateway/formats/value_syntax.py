@@ -197,8 +197,8 @@ class Values:
         return sequence(opens, _separated(item, comma, least, most), closes)
 
     def items(self, limits: Limits, path: str) -> tuple[list[Form], Form, int, int | None]:
-        """Return the forms of an array's items: (forms of the items in fixed places, form of every
-        other item, least and most number of other items; None: no limit)."""
+        """Return what an array may contain: (forms of its first items, form of every later item,
+        least number of later items, most number of later items or None for no limit)."""
         prefix = limits.get("prefixItems", [])
         first = [self.value(each, f"{path}.prefixItems[{n}]") for n, each in enumerate(prefix)]
         least = max(limits.get("minItems", 0) - len(first), 0)
@@ -251,7 +251,8 @@ class Values:
 
     def extra(self, limits: Limits, path: str) -> tuple[Any, int, int | None] | None:
         """Return (schema of the values, least and most number of members) of an object without
-        declared names. Return None if the object declares names or admits no members."""
+        declared names. Return None if the object declares names or admits no members. Raise
+        NotWritable if it needs more than one member, because names could then repeat."""
         schema = limits.get("additionalProperties", True)
         if "properties" in limits or limits.get("required") or schema is False:
             return None
@@ -283,11 +284,10 @@ class Values:
         return [one for one in found if one[1] is not False or one[2]]
 
     def listed(self, members: Sequence[tuple[Form, bool]], comma: Form) -> Form:
-        """Return the form of `members` in order, with a comma between each two.
+        """Return the form of `members`, which are (form, required), in order, with a comma between
+        two that are written. Members that are not required may be left out.
 
-        `members` are (form, required). Any member may be the first that is written, if no required
-        one is before it. `rests[n]` is the form of the members from `n` on, each with a comma
-        before it. Each member is a rule, so the grammar contains its form only once.
+        Each member is a rule, so the grammar contains its form only once.
         """
         shared = [(self._rule("member", form), required) for form, required in members]
         num = len(shared)
@@ -385,7 +385,11 @@ The name None stands for any undeclared name; `schema` is then the schema of its
 
 
 def arguments_form(values: Values, write: ArgumentWriter, comma: Form | None = None) -> Form:
-    """Return the form of all arguments of one call, in the schema's order."""
+    """Return the form of all arguments of one call of the tool of `values`, in the schema's order.
+
+    write   returns the form of one argument
+    comma   form between two arguments; None: no separators
+    """
     schemas = values.schemas
     return either(
         _members(values, case.limits, write, comma)

@@ -225,8 +225,8 @@ class MessageEnd(msgspec.Struct, frozen=True):
 
 
 def end_of(finished: Finished, group: ChoiceGroup) -> MessageEnd:
-    """Return the stop reason and stop sequence. If the answer was cut off before it reached
-    `max_tokens` tokens, the reason is that the context is full."""
+    """Return the stop reason and the stop sequence. If the answer was cut off before it reached
+    `max_tokens` tokens, the reason is `model_context_window_exceeded`."""
     (choice,) = group.choices
     reason = STOP_REASONS[finished.reason]
     matched = finished.stop_reason if isinstance(finished.stop_reason, str) else None

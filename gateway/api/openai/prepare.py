@@ -55,7 +55,7 @@ class Prompt:
 
     @property
     def effective(self) -> Effective:
-        """The `effective` member of the response."""
+        """The member `effective` of the response: the arguments that the template received."""
         return Effective(self.kwargs)
 
 

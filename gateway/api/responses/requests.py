@@ -3,7 +3,8 @@
 - Fields that a chat request has too have the same type and meaning.
 - A null field equals an absent field.
 - Unsupported fields that would change the answer are declared, so that `check` can refuse them.
-- Unknown fields have no effect. The response lists them.
+- Unknown fields have no effect. The response lists them in `ignored_params`, or the request is
+  refused if it sets `strict_params`.
 """
 
 from __future__ import annotations
@@ -275,10 +276,8 @@ def _check_tools(body: ResponsesBody) -> None:
 
 
 def fields_without_effect(body: ResponsesBody, unknown: list[str]) -> list[str]:
-    """Return the fields without effect.
-
-    unknown  the unknown fields; added are those accepted only because some clients always send them
-    """
+    """Return the fields that are set but have no effect: `unknown`, the unknown ones, and those
+    that are accepted only because some clients always send them."""
     names = list(unknown)
     if body.text is not None and body.text.verbosity is not None:
         names.append("text.verbosity")

@@ -1,7 +1,8 @@
 """Request bodies of the token-level routes. Names and shapes are vLLM's.
 
 - A null field equals an absent field.
-- Unknown fields have no effect; the response lists them.
+- Unknown fields have no effect. The response lists them, or the request is refused if it sets
+  `strict_params`.
 - Unsupported fields that would change the answer are declared, so that they can be refused
   (`REFUSED`, `REFUSED_SAMPLING`).
 - The model's sampling defaults are not applied to /inference/v1/generate: absent parameters are
