@@ -53,7 +53,7 @@ class ResponseReader:
 
     def push(self, data: bytes) -> bytes:
         """Parse the next bytes of the response. Return those that belong to the body. Raises
-        BadResponse."""
+        BadResponse if they are not valid HTTP."""
         data = self._held + data if self._held else data
         self._held = b""
         body = []
@@ -80,7 +80,8 @@ class ResponseReader:
         return b"".join(body)
 
     def finish(self) -> None:
-        """Handle the end of the connection, which completes a body without a length."""
+        """Handle the end of the connection. It completes a body whose length was not given. Any
+        other response that is incomplete stays so, as `part` shows."""
         if self.part is ResponsePart.BODY and self._left is None:
             self.part = ResponsePart.END
 
@@ -213,7 +214,7 @@ class BenchAnswer:
 
     @property
     def ttft_s(self) -> float:
-        """Seconds until the first token. An answer without tokens has none: IndexError."""
+        """Seconds from `started` to the first token. Raises IndexError if there are no tokens."""
         return self.times[0] - self.started
 
     @property

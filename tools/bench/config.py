@@ -146,7 +146,7 @@ class BenchConfig(Config, frozen=True, kw_only=True):
 
     @property
     def loads(self) -> list[BenchLoad]:
-        """The loads, in the order of the options."""
+        """The loads to measure, in the order in which the options list them."""
         if self.rate:
             max_streams = self.concurrency[0] if self.concurrency else 0
             return [BenchLoad(rate=rate, concurrency=max_streams) for rate in self.rate]

@@ -68,7 +68,13 @@ async def run_load(
     seed: int,
     on_answer: OnAnswer,
 ) -> BenchRun:
-    """Send the warm-up requests, then the load, and wait until all answers have ended."""
+    """Send the warm-up requests, then the load, and wait until all answers have ended. Return the
+    measured answers, without those of the warm-up.
+
+    bodies      the bodies of the requests, in order
+    seed        determines the random arrivals
+    on_answer   called with each answer when it has ended
+    """
     warm_ups = [client.post(body) for body in itertools.islice(bodies, config.warm_up)]
     await asyncio.gather(*warm_ups)
     if (number := config.num_requests(load)) is not None:

@@ -127,8 +127,8 @@ class Sampler:
 
 
 def descendants(root: int, proc: Path) -> dict[int, float]:
-    """Return the CPU time in seconds that `root` and each of its descendants have used, by process
-    id."""
+    """Return the CPU time that the process `root` and each of its descendants have used so far, in
+    seconds by process id."""
     stats = read_all_stats(proc)
     found = with_descendants(
         {root} & stats.keys(), {pid: stat.parent for pid, stat in stats.items()}

@@ -68,7 +68,8 @@ class WebServer:
     def post(
         self, connection: http.client.HTTPConnection, path: str, body: Any
     ) -> http.client.HTTPResponse:
-        """Send `body` as JSON. Return the response, whose body is not read yet."""
+        """Send `body` as JSON in a POST request. Return the response, whose body the caller
+        reads."""
         connection.request(
             "POST",
             self._path + path,

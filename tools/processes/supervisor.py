@@ -221,8 +221,8 @@ class Supervisor:
         return min([*self._restart_at.values(), *phase_deadline], default=None)
 
     def on_ready(self) -> list[Action]:
-        """Enter SERVING, unless a restart is pending or the server is stopping. Call this when the
-        server is ready, and again when it is ready after a restart."""
+        """Enter the phase SERVING, unless a restart is pending or the server is stopping. Call this
+        when the server is ready, and again when it is ready after a restart."""
         if not self._restart_at and self._transition(SupervisorEvent.READY):
             self._phase_deadline = None
         return []

@@ -41,8 +41,8 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def rates(before: EngineStatus, now: EngineStatus) -> Rates:
-    """Return the rates between two statuses; `Rates()` if no time has passed or the engine was
-    restarted."""
+    """Return the rates between two statuses of an engine. If no time has passed, or the engine was
+    restarted, all rates are those of `Rates()`."""
     seconds = now.now_s - before.now_s
     old, new = before.stats, now.stats
     if seconds <= 0 or new.num_steps < old.num_steps:

@@ -43,7 +43,7 @@ Held = tuple[str, Tensor | np.ndarray[tuple[int, ...], np.dtype[np.generic]]]
 
 
 class Poison(Enum):
-    """Values that free rows are filled with: (for integers, for floats)."""
+    """Values with which free rows are filled. Each is a pair: (for integers, for floats)."""
 
     ZEROS = (0, 0.0)
     PLAUSIBLE = (1, 7.25)

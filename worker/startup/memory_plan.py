@@ -265,7 +265,7 @@ def _block_format(kind: str, plain: int) -> int:
 
 
 def expanded_kinds(model: AnyPlanned) -> set[str]:
-    """Return the quantised types of matrices that are expanded to the dtype at loading."""
+    """Return the quantised number types of those matrices that are dequantised at loading."""
     if isinstance(model, PlannedTransformersModel):
         return set()
     matrices = [matrix for layer in model.layers for matrix in layer.matrices]
