@@ -81,10 +81,11 @@ class PrefixCache:
     def match_groups(
         self, hashes: Sequence[bytes], num_passed: Callable[[int], int], window_blocks: int
     ) -> list[int]:
-        """Return the first blocks of the columns of the longest cached prefix of `hashes`.
+        """Return the first block of each column of the longest cached prefix of `hashes`.
 
-        These blocks must all be cached, and the blocks of the layers with a window in the columns
-        that the window has not passed. `num_passed` is as in `match_window`.
+        A prefix is cached if the first block of each of its columns is, and, in the columns that
+        the window has not passed, the blocks of the layers with a window too. `num_passed` is as in
+        `match_window`.
         """
 
         def is_cached(index: int) -> bool:
@@ -95,7 +96,7 @@ class PrefixCache:
         return found[: _window_end(len(found), num_passed, is_cached)]
 
     def window_columns(self, hashes: Sequence[bytes], window_blocks: int) -> list[list[int]]:
-        """Return the blocks of the layers with a window in these columns, which must be cached."""
+        """Return, for each column, the blocks of the layers with a window. They must be cached."""
         return [
             [self._block_of[key] for key in window_keys(content, window_blocks)]
             for content in hashes

@@ -60,7 +60,7 @@ class GrammarService:
     def start(self, model: ModelCard | TokenizerRead) -> None:
         """Start the threads. The first builds the model's compiler, which all jobs wait for.
 
-        Call it once, before there are requests: to build the compiler holds the GIL.
+        Call it once, before there are requests, because building the compiler holds the GIL.
         """
         before = threading.stack_size(STACK_BYTES)
         try:

@@ -253,6 +253,6 @@ def _grammar_record(digest: bytes, error: ErrorInfo | None, reply_digest: bytes)
 
 
 def plan_record(plan: StepPlan) -> PlanRecord:
-    """Return the record of a call of `plan` that returned `plan`."""
+    """Return the record of a call to `Engine.plan` that returned `plan`."""
     rows = plan.row_tokens.tolist()
     return PlanRecord(step=plan.step, rows=len(rows), tokens=sum(rows), reply_digest=digest(plan))

@@ -110,7 +110,7 @@ class TemplateLoader(Protocol):
 
 
 class ChatTemplate(ParsedTemplate):
-    """A template in this process, without limits of time and memory.
+    """A template that is rendered in this process, without limits on time and memory.
 
     special_tokens  name of a variable (bos_token, eos_token, ...) -> text of the special token
 

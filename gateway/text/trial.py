@@ -1,7 +1,7 @@
 """A trial of a model's tokenizer before it is used.
 
 The trial encodes and decodes an ordinary text, and texts on which a badly written tokenizer fails
-or is slow. It runs in a process with limits of time and memory, because the tokenizer.json is not
+or is slow. It runs in a process with limits on time and memory, because the tokenizer.json is not
 trusted yet.
 
 The library `tokenizers` does whatever a tokenizer.json describes. A normalizer that replaces "a"
