@@ -204,7 +204,8 @@ def test_the_defaults_are_those_of_the_config_class(family: ModelFamily) -> None
 def test_an_empty_config_means_what_transformers_writes_for_it(family: ModelFamily) -> None:
     """So the defaults that follow from other keys are right too."""
     names = {"architectures": [family.architecture], "model_type": family.model_type}
-    written = AutoConfig.for_model(family.model_type).to_dict()
+    names |= family.needed
+    written = AutoConfig.for_model(family.model_type, **family.needed).to_dict()
     assert family.spec(names) == family.spec(written | names)
 
 

@@ -19,6 +19,7 @@ from worker.loading.gguf_header import FAMILIES
 NUM_TOKENS = 61
 UNSTORED = {
     "granite": {"llama3 rope"},
+    "granitemoehybrid": {"llama3 rope", "no rope", "other experts"},
     "seed_oss": {"llama3 rope"},
     "smollm3": {"windows", "all rotated", "none rotated", "every second"},
     "mistral": {"window"},

@@ -64,6 +64,7 @@ STORED: dict[str, dict[str, Any]] = {
     "phi3": {},
     "olmo3": WINDOW,
     "granite": {"rope_parameters": LINEAR},
+    "granitemoehybrid": {"position_embedding_type": "nope", "layer_types": ["attention"] * 2},
     "cohere2": WINDOW,
     "starcoder2": {},
     "gpt2": {},

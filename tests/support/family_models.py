@@ -46,6 +46,17 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "residual_multiplier": 0.4,
         "attention_multiplier": 0.2,
     },
+    "granitemoehybrid": {
+        "embedding_multiplier": 2.5,
+        "logits_scaling": 3.0,
+        "residual_multiplier": 0.4,
+        "attention_multiplier": 0.2,
+        "shared_intermediate_size": 160,
+        "layer_types": ["attention"] * 4,
+        "num_local_experts": 0,
+        "position_embedding_type": "rope",
+        "mamba_n_heads": 8,
+    },
     "gpt2": {"n_inner": 160},
     "gpt_oss": {
         "head_dim": 32,
@@ -89,6 +100,14 @@ UNTIED = {"tie_word_embeddings": False}
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "llama": {"tied": TIED, "biases": BIASED | {"mlp_bias": True}, **ROPES},
     "granite": {"tied": TIED, "biases": BIASED | {"mlp_bias": True}, **ROPES},
+    "granitemoehybrid": {
+        "tied": TIED,
+        "biases": BIASED,
+        "wide heads": {"head_dim": 32},
+        "other experts": {"intermediate_size": 128},
+        "no rope": {"position_embedding_type": "nope"},
+        **ROPES,
+    },
     "seed_oss": {
         "tied": TIED,
         "no biases": {"attention_bias": False},

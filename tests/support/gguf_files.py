@@ -45,6 +45,7 @@ ARCHITECTURES = {
     "olmo3": MODEL_ARCH.OLMO2,
     "exaone4": MODEL_ARCH.EXAONE4,
     "granite": MODEL_ARCH.GRANITE,
+    "granitemoehybrid": MODEL_ARCH.GRANITE,
     "smollm3": MODEL_ARCH.SMOLLM3,
     "seed_oss": MODEL_ARCH.SEED_OSS,
     "cohere2": MODEL_ARCH.COHERE2,
@@ -55,7 +56,7 @@ ARCHITECTURES = {
     "gpt_oss": MODEL_ARCH.GPT_OSS,
 }
 """model_type -> architecture of the GGUF file."""
-PERMUTED = frozenset({"llama", "mistral", "mixtral", "granite", "smollm3"})
+PERMUTED = frozenset({"llama", "mistral", "mixtral", "granite", "granitemoehybrid", "smollm3"})
 """Model types whose rows of queries and keys the converter interleaves."""
 WITH_PATTERN = frozenset({"olmo3", "exaone4"})
 """Model types for which the converter writes which layers have windows."""
@@ -66,7 +67,7 @@ def write_gguf(
     path: Path,
     model: Any,
     kind: GGMLQuantizationType | Kinds = F32,
-    metadata: Mapping[str, float | str | int] | None = None,
+    metadata: Mapping[str, float | str | int | list[int]] | None = None,
     *,
     stacks_experts: bool = True,
 ) -> Path:
@@ -99,6 +100,7 @@ def write_gguf(
             writer.add_tensor(part_name, _quantized(part, own), raw_dtype=own)
     for key, value in (metadata or {}).items():
         add = {float: writer.add_float32, int: writer.add_uint32, str: writer.add_string}
+        add |= {list: writer.add_array}
         add[type(value)](key, value)  # type: ignore[operator]
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -173,11 +175,17 @@ def _add_own_facts(writer: GGUFWriter, config: Any) -> None:
             writer.add_sliding_window(config.sliding_window)
             slides = [kind == "sliding_attention" for kind in config.layer_types]
             writer.add_sliding_window_pattern(slides)
-        case "granite":
+        case "granite" | "granitemoehybrid":
             writer.add_attention_scale(config.attention_multiplier)
             writer.add_embedding_scale(config.embedding_multiplier)
             writer.add_residual_scale(config.residual_multiplier)
             writer.add_logit_scale(config.logits_scaling)
+            if config.model_type == "granitemoehybrid":
+                heads = [config.num_key_value_heads] * config.num_hidden_layers
+                writer.add_head_count_kv(heads)
+                writer.add_rope_scaling_finetuned(True)
+                writer.add_expert_count(config.num_local_experts)
+                writer.add_ssm_conv_kernel(config.mamba_d_conv)
         case "cohere2":
             writer.add_logit_scale(config.logit_scale)
             writer.add_sliding_window(config.sliding_window)
@@ -255,7 +263,14 @@ def _expert_index(name: str) -> int:
 
 def _converted(config: Any, name: str, data: Array) -> Iterator[tuple[str, Array]]:
     """Yield a tensor as the converter writes it. The gate and up projections of gpt-oss, which
-    alternate in one tensor, become two."""
+    alternate in one tensor, become two, and so do those of Granite 4, which are its halves."""
+    if ".shared_mlp." in name:
+        block = name.partition("shared_mlp")[0] + "mlp."
+        parts = {"down_proj": data}
+        if "input_linear" in name:
+            parts = dict(zip(("gate_proj", "up_proj"), np.split(data, 2), strict=True))
+        yield from ((f"{block}{part}.weight", each) for part, each in parts.items())
+        return
     if config.model_type != "gpt_oss" or ".experts." not in name:
         end = ".weight" if name.endswith("sinks") else ""
         yield name + end, _ordered(config, name, data)

@@ -17,7 +17,7 @@ from worker.models.architectures import (
     REFUSED,
     fallback,
 )
-from worker.models.families.registry import FAMILIES
+from worker.models.families.registry import FAMILIES, find_family
 
 OURS = {family.architecture for family in FAMILIES}
 
@@ -98,6 +98,26 @@ def test_configs_that_no_family_reads_are_left_to_transformers() -> None:
     found = fallback({"architectures": ["StableLmForCausalLM"], "qk_layernorm": True})
     assert found is not None
     assert found.model_type == "stablelm"
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({}, "layers of type 'linear_attention' are not supported for GraniteMoeHybridForCausalLM"),
+        ({"layer_types": ["attention"] * 31 + ["mamba"]}, "layers of type 'mamba'"),
+        ({"layers_block_type": ["mamba"] * 32}, "layers of type 'mamba'"),
+        ({"layer_types": ["sliding_attention"] * 32}, "layers of type 'sliding_attention'"),
+        ({"layer_types": ["attention"] * 32}, "num_local_experts 8 is not supported"),
+        ({"position_embedding_type": "alibi"}, "position_embedding_type 'alibi' is not supported"),
+    ],
+    ids=str,
+)
+def test_a_granite_4_with_other_layers_or_experts_is_refused(
+    values: dict[str, Any], message: str
+) -> None:
+    config = {"model_type": "granitemoehybrid", **values}
+    with pytest.raises(UnusableModel, match=message):
+        find_family(config).spec(config)
 
 
 def test_the_model_type_suffices() -> None:

@@ -180,6 +180,7 @@ def test_a_damaged_header_raises_nothing_but_unusable_model(
         ({"llama.rope.scaling.attn_factor": 1.2}, "attn_factor is not supported"),
         ({"llama.rope.scaling.factor": -2.0}, "not above zero"),
         ({"llama.expert_count": 8}, "no 'llama.expert_used_count'"),
+        ({"llama.attention.head_count_kv": [2, 2, 1]}, "same number for each of the 3 layers"),
     ],
     ids=str,
 )

@@ -18,6 +18,7 @@ from worker.models.spec import checked_layers
 
 Config = dict[str, Any]
 ROPE_FREQS = "rope_freqs.weight"
+FINETUNED = "rope.scaling.finetuned"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 
 
@@ -59,9 +60,21 @@ class Metadata:
     def num_layers(self) -> int:
         return checked_layers(self.integer("block_count"))
 
+    def shared(self, name: str, *default: int) -> int:
+        """Return an integer that a file may also store as a list with an item for each layer.
+        Raises UnusableModel if the items differ."""
+        found = self.get(name)
+        if not isinstance(found, list):
+            return self.integer(name, *default)
+        if len(found) != self.num_layers or any(each != found[0] for each in found):
+            raise UnusableModel(
+                f"{self.key(name)} must be the same number for each of the {self.num_layers} layers"
+            )
+        return Fields({name: found[0]}, self.key(name)).integer(name)
+
     @property
     def num_heads(self) -> int:
-        return self.integer("attention.head_count")
+        return self.shared("attention.head_count")
 
     @property
     def head_dim(self) -> int:
@@ -96,10 +109,10 @@ def common(metadata: Metadata) -> Config:
     return {
         "vocab_size": tensors["token_embd.weight"].shape[0],
         "hidden_size": metadata.integer("embedding_length"),
-        "intermediate_size": metadata.integer("feed_forward_length"),
+        "intermediate_size": metadata.shared("feed_forward_length"),
         "num_hidden_layers": metadata.num_layers,
         "num_attention_heads": metadata.num_heads,
-        "num_key_value_heads": metadata.integer("attention.head_count_kv", metadata.num_heads),
+        "num_key_value_heads": metadata.shared("attention.head_count_kv", metadata.num_heads),
         "head_dim": metadata.head_dim,
         "max_position_embeddings": metadata.integer("context_length"),
         "tie_word_embeddings": "output.weight" not in tensors,
@@ -301,14 +314,28 @@ def exaone4(metadata: Metadata) -> Config:
 
 
 def granite(metadata: Metadata) -> Config:
+    """Granite 3 and dense Granite 4 have the same architecture. Only the latter may have no rotary
+    embeddings (`is_rotated`)."""
     usual = max(metadata.head_dim, 1) ** -0.5
+    dense = {
+        "position_embedding_type": None,
+        "layer_types": [FULL] * metadata.num_layers,
+        "num_local_experts": 0,
+        "shared_intermediate_size": metadata.shared("feed_forward_length"),
+    }
     return {
+        **({} if is_rotated(metadata) else dense),
         **rms(metadata),
         "embedding_multiplier": metadata.number("embedding_scale", 1.0),
         "residual_multiplier": metadata.number("residual_scale", 1.0),
         "attention_multiplier": metadata.number("attention.scale", 0.0) or usual,
         "logits_scaling": metadata.positive("logit_scale"),
     }
+
+
+def is_rotated(metadata: Metadata) -> bool:
+    """Return whether a Granite has rotary embeddings. llama.cpp reads it from this key."""
+    return metadata.flag(FINETUNED, True)
 
 
 def cohere2(metadata: Metadata) -> Config:
@@ -333,7 +360,7 @@ def stablelm(metadata: Metadata) -> Config:
 
 
 def gpt2(metadata: Metadata) -> Config:
-    inner = metadata.integer("feed_forward_length")
+    inner = metadata.shared("feed_forward_length")
     return _layer_norm("layer_norm_epsilon")(metadata) | {"n_inner": inner}
 
 

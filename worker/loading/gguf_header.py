@@ -92,6 +92,11 @@ def _olmo_family(metadata: Metadata) -> str:
     return "Olmo2ForCausalLM" if metadata.window is None else "Olmo3ForCausalLM"
 
 
+def _granite_family(metadata: Metadata) -> str:
+    rotated = gguf_config.is_rotated(metadata)
+    return "GraniteForCausalLM" if rotated else "GraniteMoeHybridForCausalLM"
+
+
 FAMILIES = {
     "llama": GGUFFamily(
         families=("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM"),
@@ -129,7 +134,10 @@ FAMILIES = {
         families=("Exaone4ForCausalLM",), config=gguf_config.exaone4, roles=POST_NORMS
     ),
     "granite": GGUFFamily(
-        families=("GraniteForCausalLM",), config=gguf_config.granite, is_interleaved=True
+        families=("GraniteForCausalLM", "GraniteMoeHybridForCausalLM"),
+        choose=_granite_family,
+        config=gguf_config.granite,
+        is_interleaved=True,
     ),
     "smollm3": GGUFFamily(
         families=("SmolLM3ForCausalLM",), config=gguf_config.rms, is_interleaved=True

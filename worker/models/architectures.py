@@ -107,9 +107,9 @@ _REFUSED: dict[str, str] = {
     """,
     "it has state-space, recurrent, convolution or linear attention layers": """
         BailingHybridForCausalLM BambaForCausalLM FalconH1ForCausalLM FalconMambaForCausalLM
-        GraniteMoeHybridForCausalLM Inkling2ForCausalLM InklingForCausalLM JambaForCausalLM
-        KimiLinearForCausalLM Lfm2ForCausalLM Lfm2MoeForCausalLM Lfm3ForCausalLM Mamba2ForCausalLM
-        MambaForCausalLM MiniMaxForCausalLM NemotronHForCausalLM OlmoHybridForCausalLM
+        Inkling2ForCausalLM InklingForCausalLM JambaForCausalLM KimiLinearForCausalLM
+        Lfm2ForCausalLM Lfm2MoeForCausalLM Lfm3ForCausalLM Mamba2ForCausalLM MambaForCausalLM
+        MiniMaxForCausalLM NemotronHForCausalLM OlmoHybridForCausalLM
         Qwen3NextForCausalLM Qwen3_5ForCausalLM Qwen3_5MoeForCausalLM Qwen4ExpForCausalLM
         RecurrentGemmaForCausalLM RwkvForCausalLM Zamba2ForCausalLM ZambaForCausalLM
         ZayaForCausalLM xLSTMForCausalLM

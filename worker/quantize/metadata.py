@@ -114,6 +114,7 @@ def _own(spec: ModelSpec, architecture: str) -> Values:
                 "embedding_scale": spec.embedding_scale,
                 "residual_scale": spec.residual_scale,
                 "logit_scale": 1 / spec.logits_scale,
+                "rope.scaling.finetuned": layer.attention.rope is not None,
             }
         case "cohere2":
             return {"logit_scale": spec.logits_scale}

@@ -7,7 +7,7 @@ files that are read, and once with those of GGUF.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -34,15 +34,19 @@ class OutputTensor:
     order: RowOrder | None = None
     #: Added to all numbers.
     offset: float = 0.0
+    #: First row of this tensor in its part, which has more rows if the files fuse matrices that
+    #: GGUF keeps apart.
+    first_row: int = 0
 
     def read(self, source: WeightSource) -> Iterator[Tensor]:
         """Yield the numbers of each part, float32 [rows, columns] or [size], in the file's order of
         rows."""
         shape = self.shape[-2:] if len(self.shape) == 3 else self.shape
         for name, part in self.parts:
-            target = torch.empty(shape, dtype=torch.float32)
+            whole = torch.empty((part.rows, *shape[1:]), dtype=torch.float32)
             columns = shape[1] if len(shape) == 2 else None
-            read_part(source, name, target, part, columns)
+            read_part(source, name, whole, part, columns)
+            target = whole[self.first_row : self.first_row + shape[0]]
             if self.order is not None:
                 target = in_file_order(target, self.order)
             yield target.add_(self.offset)
@@ -92,11 +96,18 @@ def _norm(ours: NormTensor, gguf: NormTensor, offset: float) -> Iterator[OutputT
 
 
 def _matrix(ours: FusedMatrix, gguf: FusedMatrix) -> Iterator[OutputTensor]:
-    for part, theirs in zip(ours.parts, gguf.parts, strict=True):
-        shape = theirs.shape(gguf.columns)
-        yield OutputTensor(theirs.weight, shape, ((part.weight, part),), theirs.order)
+    """Yield the tensors of a matrix. Several of them may be rows of one part that is read."""
+    parts = iter(ours.parts)
+    part, first = next(parts), 0
+    for theirs in gguf.parts:
+        if first == part.rows:
+            part, first = next(parts), 0
+        shape, order = theirs.shape(gguf.columns), theirs.order
+        weight, bias = ((part.weight, part),), ((part.bias, part),)
+        yield OutputTensor(theirs.weight, shape, weight, order, first_row=first)
         if ours.has_bias:
-            yield OutputTensor(theirs.bias, theirs.bias_shape, ((part.bias, part),), theirs.order)
+            yield OutputTensor(theirs.bias, theirs.bias_shape, bias, order, first_row=first)
+        first += theirs.rows
 
 
 def _merged(tensors: list[OutputTensor]) -> list[OutputTensor]:
@@ -105,7 +116,5 @@ def _merged(tensors: list[OutputTensor]) -> list[OutputTensor]:
     for tensor in tensors:
         first = found.get(tensor.name)
         parts = tensor.parts if first is None else first.parts + tensor.parts
-        found[tensor.name] = OutputTensor(
-            tensor.name, tensor.shape, parts, tensor.order, tensor.offset
-        )
+        found[tensor.name] = replace(tensor, parts=parts)
     return list(found.values())

@@ -28,7 +28,7 @@ def _gguf(family: ModelFamily) -> str:
 
 
 def _path(family: ModelFamily) -> str:
-    reason = why_not(family.spec({}))
+    reason = why_not(family.spec(family.needed))
     return "one call" if not reason else f"by operation: {reason}"
 
 

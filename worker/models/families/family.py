@@ -35,6 +35,8 @@ ACTIVATIONS: dict[str, Activation] = {
 }
 """Names that configs use; all those of gelu_tanh are one function."""
 FULL, SLIDING = "full_attention", "sliding_attention"
+FULL_ONCE = "attention"
+"""The name of FULL in older configs."""
 
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 32000,
@@ -123,11 +125,14 @@ class ConfigFields(Fields):
         `default` returns the kind of the layer with a given index."""
         kinds = self.get("layer_types")
         if kinds is None:
-            return [default(index) for index in range(self.num_layers)]
+            kinds = [default(index) for index in range(self.num_layers)]
         if not isinstance(kinds, list) or len(kinds) != self.num_layers:
             raise UnusableModel(f"layer_types must be a list of {self.num_layers} layers")
-        if others := sorted({str(kind) for kind in kinds} - {FULL, SLIDING}):
-            raise UnusableModel(f"layers of type {others[0]!r} are not supported")
+        kinds = [FULL if kind == FULL_ONCE else str(kind) for kind in kinds]
+        if others := sorted(set(kinds) - {FULL, SLIDING}):
+            raise UnusableModel(
+                f"layers of type {others[0]!r} are not supported for {self.architecture}"
+            )
         return kinds
 
     def rms_norm(self, key: str = "rms_norm_eps", *, offset: float = 0.0) -> NormSpec:
@@ -183,6 +188,9 @@ class ModelFamily:
     aliases: Mapping[str, str] = field(default_factory=dict)
     #: Methods of `quantization_config` that only this family has.
     quantizations: frozenset[str] = frozenset()
+    #: Keys without which a config is refused, because the defaults mean a model that is not
+    #: supported.
+    needed: Mapping[str, Any] = field(default_factory=dict)
 
     def spec(self, config: Mapping[str, Any], source: str = "config.json") -> ModelSpec:
         """Return the model that a parsed config.json describes.

@@ -1,11 +1,12 @@
 """Families that differ from Llama by biases, factors and layers without positions: Llama, SmolLM2
-and Falcon 3 (both are Llama in their configs), SmolLM3, Granite 3 and Seed-OSS."""
+and Falcon 3 (both are Llama in their configs), SmolLM3, Granite 3, dense Granite 4 and Seed-OSS."""
 
 from __future__ import annotations
 
 from worker.loading.errors import UnusableModel
 from worker.models.families.family import DEFAULTS, FULL, SLIDING, ConfigFields, ModelFamily
-from worker.models.spec import LayerSpec, ModelSpec
+from worker.models.rope_config import RopeConfig
+from worker.models.spec import AttentionSpec, LayerSpec, ModelSpec
 from worker.models.tensors import names_of
 
 
@@ -27,14 +28,37 @@ def read_seed_oss(config: ConfigFields) -> ModelSpec:
 
 
 def read_granite(config: ConfigFields) -> ModelSpec:
-    bias = config.flag("attention_bias")
-    attention = config.attention(
-        config.rope(),
-        qkv_bias=bias,
-        output_bias=bias,
-        scale=config.number("attention_multiplier"),
-    )
-    layer = LayerSpec(attention=attention, mlp=config.mlp(bias=config.flag("mlp_bias")))
+    mlp = config.mlp(bias=config.flag("mlp_bias"))
+    return _granite(config, LayerSpec(attention=_granite_attention(config, config.rope()), mlp=mlp))
+
+
+def read_granite_hybrid(config: ConfigFields) -> ModelSpec:
+    """Return the model that a config of Granite 4 describes. Raises UnusableModel, naming the
+    field, if some layers are state-space layers, if it has experts, or if layers have windows.
+
+    Without experts only the MLP remains that a mixture computes beside them for every token, so
+    `intermediate_size` is not read.
+    """
+    if SLIDING in config.layer_types(lambda index: LINEAR):
+        raise UnusableModel(
+            f"layers of type {SLIDING!r} are not supported for {config.architecture}"
+        )
+    if experts := config.integer("num_local_experts"):
+        raise UnusableModel(
+            f"num_local_experts {experts} is not supported for {config.architecture}: only models "
+            "without experts are"
+        )
+    rope = config.rope() if config.get("position_embedding_type") == "rope" else None
+    mlp = config.mlp(intermediate=config.integer("shared_intermediate_size"))
+    return _granite(config, LayerSpec(attention=_granite_attention(config, rope), mlp=mlp))
+
+
+def _granite_attention(config: ConfigFields, rope: RopeConfig | None) -> AttentionSpec:
+    bias, scale = config.flag("attention_bias"), config.number("attention_multiplier")
+    return config.attention(rope, qkv_bias=bias, output_bias=bias, scale=scale)
+
+
+def _granite(config: ConfigFields, layer: LayerSpec) -> ModelSpec:
     return config.model(
         [layer] * config.num_layers,
         config.rms_norm(),
@@ -79,6 +103,18 @@ def read_smollm3(config: ConfigFields) -> ModelSpec:
 
 
 BIASES = {"attention_bias": False, "mlp_bias": False}
+LINEAR = "linear_attention"
+"""Layers that a config of Granite 4 has if it names none: state-space layers."""
+MULTIPLIERS = {
+    "embedding_multiplier": 1.0,
+    "logits_scaling": 1.0,
+    "residual_multiplier": 1.0,
+    "attention_multiplier": 1.0,
+}
+GRANITE_4_NAMES = {
+    "gate_up": "model.layers.{i}.shared_mlp.input_linear",
+    "down": "model.layers.{i}.shared_mlp.output_linear",
+}
 FAMILIES = (
     ModelFamily(
         architecture="LlamaForCausalLM",
@@ -91,16 +127,27 @@ FAMILIES = (
     ModelFamily(
         architecture="GraniteForCausalLM",
         model_type="granite",
-        defaults=DEFAULTS
-        | BIASES
-        | {
-            "embedding_multiplier": 1.0,
-            "logits_scaling": 1.0,
-            "residual_multiplier": 1.0,
-            "attention_multiplier": 1.0,
-        },
+        defaults=DEFAULTS | BIASES | MULTIPLIERS,
         read=read_granite,
         names=lambda spec: names_of(),
+    ),
+    ModelFamily(
+        architecture="GraniteMoeHybridForCausalLM",
+        model_type="granitemoehybrid",
+        defaults=DEFAULTS
+        | MULTIPLIERS
+        | {
+            "attention_bias": False,
+            "layer_types": None,
+            "num_local_experts": 8,
+            "shared_intermediate_size": 1024,
+            "position_embedding_type": None,
+        },
+        only={"position_embedding_type": ("rope", "nope", None)},
+        aliases={"layers_block_type": "layer_types"},
+        needed={"layer_types": [FULL] * 32, "num_local_experts": 0},
+        read=read_granite_hybrid,
+        names=lambda spec: names_of(GRANITE_4_NAMES),
     ),
     ModelFamily(
         architecture="SeedOssForCausalLM",
