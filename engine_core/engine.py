@@ -14,7 +14,7 @@ Its main methods and their results:
     on_kv_report(KVReport)           -> Outputs per client
 
 The engine has no socket and no clock; times are arguments. At most `steps_in_flight` plans are in
-flight (inflight.py), so a step can be planned before the tokens of the previous one are known. A
+flight (schedule/), so a step can be planned before the tokens of the previous one are known. A
 slot or block that a step in flight may still write to is not reused until that step has committed.
 A request that ends earlier keeps its slot and blocks until then.
 
@@ -438,7 +438,8 @@ class Engine:
         """Apply the worker's report on fetches, leases and tiers.
 
         Return the final Outputs, per client, of requests that cannot continue without their K/V.
-        Raises RuntimeError if the report names a job that is not open.
+        Raises RuntimeError if the report names a job that is not open, and KeyError if it names an
+        unknown tier.
         """
         outputs: dict[bytes, list[Output]] = {}
         for fetch in self.kv_transfers.on_kv_report(report):

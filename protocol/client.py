@@ -266,7 +266,8 @@ def checked_reply(report: Any) -> Any:
 
 class Client(BaseClient[Generation]):
     """A connection to a running engine, from its creation until `close`. `BaseClient` describes the
-    arguments. Creating a client waits until the engine is ready."""
+    arguments. Creating a client waits until the engine is ready, and raises EngineNotReady after
+    `wait_s` seconds."""
 
     def __init__(
         self,

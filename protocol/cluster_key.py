@@ -41,7 +41,8 @@ class KeyPair(msgspec.Struct, frozen=True):
 
 
 class ClusterKey:
-    """The cluster key, and the CURVE key pairs derived from it.
+    """The cluster key, and the CURVE key pairs derived from it. The constructor raises ValueError
+    if the secret has fewer than MIN_BYTES bytes.
 
     server   key pair of every socket that binds
     client   key pair of every socket that connects; no other peer is admitted

@@ -55,7 +55,8 @@ LogprobTokenIds = Annotated[list[TokenId], Meta(max_length=MAX_LOGPROB_TOKEN_IDS
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """The sampling parameters of one generation. An engine applies no other defaults."""
+    """The sampling parameters of one generation. An engine applies no other defaults. The
+    constructor raises ValueError, naming the field, if values exclude each other."""
 
     #: Most tokens of the answer. None: until the context is full. 0: only compute the prompt, for
     #: its logprobs.

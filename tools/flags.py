@@ -143,7 +143,7 @@ class OneLineParser(argparse.ArgumentParser):
 @cache
 def flags_of(config: type[msgspec.Struct]) -> Sequence[Flag]:
     """Return the options for the fields of a config struct, in their order, without `wiring`
-    fields."""
+    fields. Raises TypeError if a field was declared without `about`."""
     described = inspect.type_info(config)
     assert isinstance(described, inspect.StructType)
     shapes = {field.name: field.type for field in described.fields}

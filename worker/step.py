@@ -65,7 +65,7 @@ class Runner:
     """Executes plans. Owns the slots and the cache of one worker.
 
     draft_model   needed only by plans that use the draft model
-    mark          records the device event that marks the end of a step; see readback.py
+    mark          records the device event that marks the end of a step; see batch/readback.py
     """
 
     def __init__(

@@ -16,7 +16,8 @@ from protocol.steps import NULL_BLOCK
 
 
 class BlockPool:
-    """The blocks 1 to num_blocks - 1. Block 0 is the null block, which is never allocated.
+    """The blocks 1 to num_blocks - 1. Block 0 is the null block, which is never allocated. The
+    constructor raises ValueError if `num_blocks` is below 2.
 
     Each operation is O(number of blocks passed or returned).
     """

@@ -6,7 +6,7 @@ The cache does not hold its blocks, so it does not keep them from being reused.
 
 For each block, the cache also records whether the draft model's K/V exists for it. If not, a
 request that uses the draft model finds the block, but its draft model must compute it. The draft
-model is not used for every request (drafting.py).
+model is not used for every request (speculation/drafting.py).
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ random walks with fixed seeds find most of these faults at once. They prefer the
 JSON, which leads quickly from one part of a schema to the next. Random letters would mostly extend
 one string.
 
-If the walks miss a fault, it ends the answer with an error (row_results.py).
+If the walks miss a fault, it ends the answer with an error (schedule/row_results.py).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NONZERO_BYTE = re.compile(rb"[^\0]")
 
 
 class GrammarProbe:
-    """Probes the grammars of one model."""
+    """Walks randomly through compiled grammars, with the tokens of one model."""
 
     def __init__(self, tokenizer: LLTokenizer, vocab_size: int) -> None:
         tokenized = map(tokenizer.tokenize_bytes, PUNCTUATION)
@@ -41,7 +41,8 @@ class GrammarProbe:
         self._vocab_size = vocab_size
 
     def find_fault(self, inner: LLMatcher) -> str | None:
-        """Return why this grammar cannot be enforced, or None if no fault was found."""
+        """Return why the compiled grammar `inner` cannot be enforced; None if no fault was found.
+        `inner` is not changed. The walks stop after MAX_S seconds."""
         deadline = perf_counter() + MAX_S
         for seed in range(NUM_WALKS):
             fault = self._walk(inner.deep_copy(), Random(seed), deadline)

@@ -9,7 +9,7 @@ One token budget covers all work, in this order:
 So a long prompt never stalls the decodes. If blocks run out, the youngest request is preempted: it
 releases its slot and blocks, and is computed again later, mostly from the prefix cache.
 
-Between accounts, the one served least goes first (fair_share.py):
+Between accounts, the one served least goes first (policy/fair_share.py):
 
 - Its newcomers go before the prefills of other accounts.
 - If the decodes would make a newcomer's first step longer, the decodes of accounts served more
@@ -75,7 +75,8 @@ One pass over many tokens costs little more than a pass over one token.
 
 
 class DraftPolicy(Protocol):
-    """Decides which requests get drafts, and how many (drafting.py)."""
+    """Decides which requests get drafts, and how many. `Speculation` (speculation/drafting.py)
+    implements it."""
 
     def propose(self, request: Request, max_tokens: int, rows: int) -> list[int]:
         """Return at most `max_tokens` drafts (>= 1) for a request in a step of `rows` rows."""

@@ -24,7 +24,8 @@ class RefusalCache:
         return len(self._until)
 
     def add(self, account: Account | None, refusal: ServingError, now: float) -> None:
-        """Store the refusal of a request with one choice, if it states how long it is valid.
+        """Store a refusal, if it states how long it is valid. It must be that of a request with one
+        choice, because it is raised for all requests.
 
         Only the data of the exception is stored, because its traceback would keep the refused
         request in memory.

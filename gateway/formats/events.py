@@ -85,7 +85,7 @@ class OutputDelta(msgspec.Struct, frozen=True):
 
     A token whose text is held back is delivered with the delta that releases the text, so tokens
     and text stay in step. The last delta has all tokens that are left. If the client requested no
-    text (`output.tokens`), deltas have tokens and no events.
+    text (`choice_parser.TokenPassthrough`), the only event is the end of the answer.
     """
 
     events: list[Event] = []

@@ -370,7 +370,8 @@ class CallParser(FormatParser):
         return rest
 
     def broken_text(self, text: str) -> None:
-        """Emit text unchanged: as arguments of the open call, or else as content."""
+        """Handle text that breaks the syntax. Emit it unchanged: as arguments of the open call, or
+        else as content. If no call has been emitted, add it to `raw` instead."""
         if self.builder.is_open:
             self.builder.arguments_delta(text)
         elif self.s.raw:

@@ -22,7 +22,9 @@ class ThinkingMarks(msgspec.Struct, frozen=True):
 
 
 def thinking_marks(bound: BoundFormat) -> ThinkingMarks | None:
-    """Return the marker ids; None unless all reasoning markers are single tokens."""
+    """Return the ids of the markers that start and end reasoning. Return None if the format has no
+    reasoning, or if one of the markers is not a single token. If calls end the reasoning, this
+    includes the markers of calls."""
     reasoning, tools = bound.format.reasoning, bound.format.tools
     if reasoning is None or not reasoning.close:
         return None

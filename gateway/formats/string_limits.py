@@ -85,7 +85,8 @@ def merged(ranges: Iterable[tuple[int, int]]) -> Ranges:
 
 
 def without(ranges: Ranges, others: Ranges) -> Ranges:
-    """Return `ranges` without the code points of `others`. Both must be sorted and disjoint."""
+    """Return `ranges` without the code points of `others`. Each of the two lists must be sorted and
+    have no overlaps."""
     found = []
     for first, last in ranges:
         for low, high in others:

@@ -47,7 +47,8 @@ class ToolChoiceCheck(msgspec.Struct, frozen=True):
     name: str | None = None
 
     def unmet(self, called: Sequence[str]) -> OutputWarning | None:
-        """Return a warning if an answer with calls of these tools does not follow `tool_choice`."""
+        """Return a warning if an answer that called the tools `called` does not follow
+        `tool_choice`, otherwise None."""
         if self.name is None and not called:
             return OutputWarning(NOT_CALLED, "a tool call was required, and the model made none")
         if self.name is not None and set(called) != {self.name}:

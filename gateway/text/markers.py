@@ -52,7 +52,8 @@ class ScannerState(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class MarkerSet:
-    """The automaton of a set of markers. It is immutable and shared by any number of scanners.
+    """The automaton of a set of markers. It is immutable and shared by any number of scanners. The
+    constructor raises ValueError if there are no markers, or if one is empty.
 
     Each node stands for a prefix of a marker. Nodes are numbered; node 0 is the empty prefix. Each
     of these lists has one item per node n:

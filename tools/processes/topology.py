@@ -100,8 +100,9 @@ def in_cluster(engine: EngineConfig, key: str, kv_address: str) -> EngineConfig:
 
 
 def with_model(engine: EngineConfig, path: Path, draft: Path | None = None) -> EngineConfig:
-    """Return the config `engine` with the paths of the model and of the draft model. The sampling
-    parameters that the catalogue recommends for the model are added."""
+    """Return the config `engine` with the paths of the model and of the draft model, the sampling
+    parameters that the catalogue recommends for the model, and the directory in which workers cache
+    measurements."""
     entry = CATALOGUE.get(engine.worker.model)
     measurements = str(home() / "measurements")
     draft_path = str(draft or "")

@@ -66,7 +66,7 @@ class Sampled:
                              which is the new one's position
     slots, known             the same on the device
     last                     on the device: index in the step's [T] of the token before the place
-    features                 union of the features of all rows of the step (features.py)
+    features                 union of the features of all rows of the step (sampling/features.py)
     """
 
     host_slots: Tensor

@@ -2,8 +2,8 @@
 it.
 
 Most steps are plain. The call reads and writes the same slot fields as the general path (batch.py,
-the model, sampler.py, SlotTable.append_tokens). That path is the reference: both give the same
-tokens, bit for bit.
+the model, sampling/sampler.py, SlotTable.append_tokens). That path is the reference: both give the
+same results, bit for bit.
 
 Legend: R rows, V vocabulary.
 """

@@ -39,8 +39,8 @@ Mark = Callable[[torch.device], DeviceEvent]
 
 
 def mark(device: torch.device) -> DeviceEvent:
-    """Record an event in the device's queue. A thread that waits for the event sleeps instead of
-    spinning."""
+    """Record an event in the device's queue, and return it. A thread that waits for it sleeps
+    instead of spinning. On the CPU, return an event that is done."""
     if device.type == "cpu":
         return HostDone()
     event: DeviceEvent = torch.cuda.current_stream(device).record_event(

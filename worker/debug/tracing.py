@@ -71,7 +71,8 @@ class Tracer:
             self._end()
 
     def pop(self) -> Traced | None:
-        """Return the result of a finished recording, once."""
+        """Return the result of a recording that has finished since the last call; None if there is
+        none."""
         traced, self._traced = self._traced, None
         return traced
 

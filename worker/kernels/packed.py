@@ -30,7 +30,8 @@ PackedPart = QuantBlocks | Tensor
 
 
 class PackedMatrix:
-    """A packed matrix [outputs, inputs], and the memory that it is stored in."""
+    """A packed matrix [outputs, inputs], and the memory that it is stored in. The constructor
+    raises ValueError if `inputs` is not a multiple of GROUP."""
 
     def __init__(
         self, kernels: NativeKernels, parts: Sequence[tuple[int, int]], inputs: int

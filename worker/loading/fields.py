@@ -16,7 +16,9 @@ _REQUIRED: Any = object()
 class Fields:
     """A mapping whose values are checked when they are read.
 
-    A field that is null reads like a missing field, except that `in` finds it.
+    A field that is null reads like a missing field, except that `in` finds it. A field that is
+    missing without a default, or has a wrong type, raises UnusableModel with its name. So does the
+    constructor if `values` is not a mapping.
 
     source   name of the mapping in error messages
     """
@@ -98,7 +100,8 @@ def parsed_json(data: bytes) -> Any:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises UnusableModel if the file is missing or has none."""
+    """Return the JSON object in a file. Raises UnusableModel if the file cannot be read, or
+    contains something else."""
     try:
         value = parsed_json(path.read_bytes())
     except OSError as error:

@@ -44,8 +44,8 @@ class GGUFWeights:
 
 
 def read_tensor(file: GGUFFile, name: str, target: Tensor, index: int | None = None) -> None:
-    """Dequantise the tensor, or its item `index` of the first axis, into `target`, a contiguous
-    tensor with the same number of items."""
+    """Dequantise the tensor `name`, or its item `index` of the first axis, into `target`, a
+    contiguous tensor with the same number of items."""
     kind, raw, flat = file.tensors[name].kind, _raw(file, name, index), target.view(-1)
     if kind in PLAIN_DTYPES:
         flat.copy_(torch.from_numpy(raw).view(PLAIN_DTYPES[kind]))

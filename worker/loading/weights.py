@@ -35,8 +35,8 @@ from worker.models.tensors import (
 
 class WeightSource(Protocol):
     def read_into(self, name: str, target: Tensor, index: int | None = None) -> None:
-        """Copy the tensor, or its item `index` of the first axis, into `target`, which has the same
-        shape; convert dtype and device."""
+        """Copy the tensor `name` of the files, or its item `index` of the first axis, into
+        `target`, which has the same shape. Convert dtype and device."""
         ...
 
     def blocks(self, name: str, index: int | None = None) -> QuantBlocks | None:

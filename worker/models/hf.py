@@ -236,7 +236,8 @@ class TransformersModel:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits [S, V] float32 of hidden [S, hidden]."""
+        """Return the logits [S, V] float32 of hidden [S, hidden]. Raises UnusableModel if the
+        model's class returns another shape."""
         self._given.hidden = hidden[None]
         ids = torch.zeros((1, len(hidden)), dtype=torch.int64, device=hidden.device)
         logits: Tensor = self._model(input_ids=ids, use_cache=False).logits[0].float()

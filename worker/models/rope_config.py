@@ -92,7 +92,8 @@ Scaling = NoScaling | LinearScaling | Llama3Scaling | FactorScaling | LongRopeSc
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
     """Rotary embeddings of the first `width` items of each head. `theta` is the base of the
-    frequencies."""
+    frequencies. The constructor raises UnusableModel unless `theta` is above 1 and `width` is even
+    and above 0."""
 
     width: int
     theta: float

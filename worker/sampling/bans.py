@@ -89,7 +89,8 @@ def _penalties(device: torch.device) -> Tensor:
 
 
 def allow_rows(logits: Tensor, slots: SlotTable, sampled: Sampled, rows: Tensor) -> None:
-    """Ban all tokens except the request's allowed tokens, in each of `rows`."""
+    """Ban, in each of `rows` [N] of logits [S, V], all tokens except the allowed tokens of its
+    request."""
     index, slot_ids = rows_and_slots(slots, sampled, rows)
     ids, _ = listed_ids(slots, "allowed_ids", "num_allowed", sampled.host_slots[rows], slot_ids)
     part = logits.index_select(0, index)
@@ -98,7 +99,7 @@ def allow_rows(logits: Tensor, slots: SlotTable, sampled: Sampled, rows: Tensor)
 
 
 def ban_early_ends(logits: Tensor, slots: SlotTable, sampled: Sampled, rows: Tensor) -> None:
-    """Ban the request's stop tokens, in each of `rows`."""
+    """Ban, in each of `rows` [N] of logits [S, V], the stop tokens of its request."""
     index, slot_ids = rows_and_slots(slots, sampled, rows)
     ids, _ = listed_ids(slots, "stop_ids", "num_stop_ids", sampled.host_slots[rows], slot_ids)
     part = logits.index_select(0, index)
@@ -107,8 +108,8 @@ def ban_early_ends(logits: Tensor, slots: SlotTable, sampled: Sampled, rows: Ten
 
 
 def ban_words(logits: Tensor, slots: SlotTable, sampled: Sampled, rows: Tensor) -> None:
-    """Ban, in each of `rows`, the last token of each bad word whose other tokens are the end of the
-    answer."""
+    """Ban, in each of `rows` [N] of logits [S, V], the last token of each bad word whose other
+    tokens are the end of the row's answer."""
     index, slot_ids = rows_and_slots(slots, sampled, rows)
     host_slots = sampled.host_slots[rows]
     ends, listed = listed_ids(slots, "bad_ends", "num_bad_words", host_slots, slot_ids)

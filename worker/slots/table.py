@@ -175,8 +175,9 @@ class SlotTable:
         indexes: NDArray[np.int64],
         values: NDArray[np.int64],
     ) -> None:
-        """Stage the writes table[name][slots[i], indexes[i]] = values[i]. The slots must be bound,
-        and each item may be written only once before the next flush."""
+        """Stage the writes table[name][slots[i], indexes[i]] = values[i]. Each item may be written
+        only once before the next flush. Raises ValueError if a slot is not bound, or if an index is
+        outside the row."""
         if not len(slots):
             return
         field = self.fields[name]

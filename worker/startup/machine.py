@@ -32,7 +32,8 @@ def choose_threads(wanted: int, *, cores: int, quota: float | None) -> int:
     """Return the number of torch threads, at least 1.
 
     cores   CPUs that this process may run on
-    quota   the container's CPU limit in cores, or None
+    wanted  the option; 0: use all cores that this process may use
+    quota   the container's CPU limit in cores; None: no limit
     """
     if wanted:
         return wanted
@@ -103,7 +104,8 @@ def free_host_bytes() -> int:
 
 
 def available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
-    """Return the memory that the machine can still allocate without swapping, in bytes."""
+    """Return the memory that the machine can still allocate without swapping, in bytes. Raises
+    OSError if the system does not report it."""
     for line in meminfo.read_text().splitlines():
         name, _, rest = line.partition(":")
         if name == "MemAvailable":

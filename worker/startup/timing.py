@@ -11,7 +11,8 @@ log = logging.getLogger(__name__)
 
 
 class StartupTiming:
-    """Times phases: `with timing("load weights"): ...` appends (name, seconds) to `phases`."""
+    """Times phases: `with timing("load weights"): ...` appends ("load weights", seconds) to
+    `phases`."""
 
     def __init__(self) -> None:
         self.phases: list[tuple[str, float]] = []

@@ -214,7 +214,8 @@ def block_text(block: Block, at: str) -> str:
 
 def result_text(block: Block, at: str) -> tuple[str, str | None]:
     """Return (text, None) for a block of a tool result. If the model cannot read the block, return
-    (a line that replaces the block, the block's type)."""
+    (a line that replaces the block, the block's type). Raise InvalidRequest, naming the path `at`,
+    if the block is invalid."""
     kind = block.get("type")
     if not isinstance(kind, str):
         raise unexpected(kind, at, tuple(_CONVERTERS))

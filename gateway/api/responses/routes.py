@@ -300,8 +300,8 @@ def delete(service: Service, context: RequestContext, response_id: str) -> Respo
     parameters=(ID,),
 )
 def cancel(service: Service, context: RequestContext, response_id: str) -> Response:
-    """Cancel a background response, whichever process runs it. A response that has already ended is
-    returned unchanged."""
+    """Cancel a background response, whichever process runs it. Return it when it has ended; one
+    that had ended already is returned unchanged. Raise InvalidRequest for another response."""
     persistence, record = _stored(service, context, response_id)
     if not body_of(record)["background"]:
         raise InvalidRequest(f"{response_id}: only a background response can be cancelled")

@@ -1,7 +1,8 @@
 """Fetches blocks from other workers: one thread runs all transfers of this worker concurrently.
 
-Every order ends in exactly one report, once nothing writes into its blocks any more. The thread
-starts with the first order. A transfer is a socket, a mover, and the state machine of fetch_job.py.
+Every fetch that is queued ends in exactly one report, once nothing writes into its blocks any more.
+The thread starts with the first fetch. A transfer is a socket, a mover, and the state machine of
+fetch_job.py.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def _granite(config: ConfigFields, layer: LayerSpec) -> ModelSpec:
 
 def read_smollm3(config: ConfigFields) -> ModelSpec:
     """Return the model that a config of SmolLM3 describes. Some of its layers have no rotary
-    embeddings.
+    embeddings. Raises UnusableModel, naming the field, if a value is not supported.
 
     Despite its name, `no_rope_layers` has 1 for a layer with rotary embeddings and 0 for one
     without. Without this key, every `no_rope_layer_interval`-th layer has none.
