@@ -150,11 +150,13 @@ class Prefixes:
     def find(self, request: Request) -> list[int]:
         """Return the cached blocks that hold the first tokens of the request.
 
-        If the model has a window, those that it has passed after these tokens are the null block.
-        With K/V groups, they are the blocks of the layers without a window.
-        The block with the last token is not used, because the step needs the logits of this token.
-        A request with prompt logprobs uses no cached blocks, because it needs the logits of its
-        whole prompt.
+        - If all layers have a window, blocks that it has passed after these tokens are replaced by
+          the null block. With K/V groups, only the blocks of the layers without a window are
+          returned.
+        - The block with the last token is not used, because the step needs the logits of this
+          token.
+        - A request with prompt logprobs uses no cached blocks, because it needs the logits of its
+          whole prompt.
         """
         if not self._is_enabled or request.params.prompt_logprobs is not None:
             return []

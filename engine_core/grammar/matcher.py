@@ -52,7 +52,8 @@ class Matcher:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the answer is complete: no token can follow."""
+        """Whether the grammar admits no further token, because the answer is complete. False if
+        there is no grammar."""
         inner = self._inner
         return inner is not None and inner.is_stopped() and not inner.is_error()
 
