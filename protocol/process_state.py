@@ -147,7 +147,8 @@ def explain_kill(number: Signals, num_before: int | None) -> str:
 
 
 def is_ending(pid: int) -> bool:
-    """Return whether a process has ended or is ending. A large process takes a while to end."""
+    """Return whether a process has ended or is ending: freeing the memory of a large one takes a
+    while. Return False if the system has no /proc."""
     stat = read_stat(pid)
     if stat is None:
         return (PROC / "self").exists()

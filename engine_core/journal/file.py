@@ -49,7 +49,8 @@ class Writer:
 
     @property
     def is_nearly_full(self) -> bool:
-        """Whether the caller should start another file."""
+        """Whether little of the file's size is left, so that the caller should start another file
+        (`start_next`)."""
         return not self._has_ended and self._left < self._max_bytes // SPARE_DIVISOR
 
     def write(self, record: JournalRecord) -> None:

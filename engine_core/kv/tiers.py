@@ -111,9 +111,9 @@ class TierIndex:
     def match(self, request: Request, num_blocks: int) -> Match | None:
         """Return the blocks in the tiers that follow the request's first `num_blocks` blocks.
 
-        Return None if there are none, if computing them is expected to be faster, or if the request
-        needs prompt logprobs and so must compute its whole prompt. The block with the last token is
-        never loaded, because the step needs the logits of this token.
+        Return None if there are none, if they have too few tokens, if computing them is expected to
+        be faster, or if the request needs prompt logprobs and so must compute its whole prompt. The
+        block with the last token is never loaded, because the step needs the logits of this token.
         """
         if not self._tiers or request.params.prompt_logprobs is not None:
             return None

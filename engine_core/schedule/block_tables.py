@@ -127,8 +127,9 @@ class BlockTables:
     def grow_if_free(self, request: Request, num_positions: int, step: Schedule) -> int:
         """Allocate blocks for the first `num_positions` positions, as far as blocks are free.
 
-        Return how many of these positions then have blocks. They can be fewer only in a model with
-        a window: without one, the request got blocks for its whole prompt at admission.
+        Return how many positions the block table then covers. It can be fewer than `num_positions`
+        only in a model with a window: in others, a request gets blocks for all its known tokens at
+        admission.
         """
         self.grow(request, min(num_positions, self.max_positions(request, reserved=0)), step)
         return self.num_covered(request)

@@ -525,7 +525,7 @@ class AnswerSyntax(Syntax, frozen=True, kw_only=True):
 
     @property
     def frames_content(self) -> bool:
-        """Whether there are markers around content."""
+        """Whether the format writes markers around content, or a header before it."""
         return True
 
     def parser(

@@ -247,7 +247,8 @@ class AnswerReader:
         return self.response.part is ResponsePart.END
 
     def push(self, data: bytes, now: float) -> None:
-        """Parse the next bytes, which arrived at `now`. Raises BadResponse."""
+        """Parse the next bytes, which arrived at `now`. Raises BadResponse if they are not valid
+        HTTP."""
         body = self.response.push(data)
         if self.response.status == OK:
             for event in self._events.push(body):

@@ -51,7 +51,8 @@ def prompts(config: BenchConfig, seed: int, number: int) -> Iterator[BenchPrompt
 
 
 def probe(config: BenchConfig, seed: int) -> BenchPrompt:
-    """Return a short prompt of the benchmark's kind, without a shared prefix."""
+    """Return a prompt of the benchmark's kind for a trial request: a short one without a shared
+    prefix, or, with --file, the first prompt of the file's sequence."""
     if config.dataset == "file":
         return next(prompts(config, seed, 0))
     short = msgspec.structs.replace(config, dataset="random", input_tokens=PROBE_TOKENS, spread=0.0)

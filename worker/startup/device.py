@@ -34,9 +34,12 @@ def choose_device(wanted: str) -> torch.device:
 
 
 def identity_of(device: torch.device) -> str | None:
-    """Return a name for the device on which all processes of this machine agree, or None for the
-    CPU, which is not exclusive. The device's index would not do, because it depends on
-    CUDA_VISIBLE_DEVICES."""
+    """Return a name for the device on which all processes of this machine agree. Return None for
+    the CPU, which is not exclusive.
+
+    The name contains the GPU's UUID or its PCI address. Only if torch reports neither, it contains
+    the device's index, which depends on CUDA_VISIBLE_DEVICES.
+    """
     if device.type != "cuda":
         return None
     properties = torch.cuda.get_device_properties(device)

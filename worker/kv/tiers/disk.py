@@ -321,8 +321,8 @@ class DiskTier:
     # ---- the directory
 
     def scan(self) -> None:
-        """Read the directory, which other servers may have changed, and enforce the limit. Raises
-        OSError."""
+        """Read the directory, which other servers may have changed, and delete files until it is
+        within its limit. Raises OSError if it cannot be read."""
         sockets.make_private(self._root / self._layout.hex())
         found = dict(self._list_blocks())
         with self._lock:
