@@ -204,7 +204,8 @@ class Request:
 
     @property
     def virtual_time(self) -> float:
-        """Sort key between accounts, in tokens. A smaller value is served earlier."""
+        """Sort key between accounts, in tokens: the account's service, changed by the request's
+        priority (policy/fair_share.py). A request with a smaller value goes earlier."""
         return self.account_usage.served + self.priority_credit
 
     @property

@@ -8,8 +8,9 @@ it. Cached tokens are free, and so are tokens recomputed after a preemption.
 - When an account starts to wait, its service is clamped to within `max_credit` of the current
   service level. So an account that was idle gets a bounded head start, not all the service that
   it missed. An account that had the engine to itself has a bounded deficit.
-- A request's priority is a head start of less than `max_credit` tokens. It changes the order, but
-  not the account's share.
+- A request's priority is a head start (or a handicap) of less than `max_credit` tokens. It changes
+  the order, but not the account's share. The virtual time of a request is the service of its
+  account minus this head start; the request with the smallest one goes first.
 
 Requests without an account share the account "".
 

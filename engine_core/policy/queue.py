@@ -117,7 +117,8 @@ class WaitingQueue:
         return before
 
     def requests(self) -> Iterator[Request]:
-        """Yield the waiting requests, account by account, each account's requests by rank."""
+        """Yield the waiting requests, account by account, those of an account in their order in the
+        queue."""
         for queue in self._queues.values():
             entries = dict.fromkeys(sorted(queue.heap))  # a stale entry may equal a new one
             yield from (request for _, request in entries if request in self._waiting)

@@ -55,7 +55,7 @@ class Caller:
 
     @classmethod
     def from_key(cls, name: str, entry: KeyEntry) -> Caller:
-        """Return the caller whose key has this name and entry in the key file."""
+        """Return the caller whose key has this name and entry in the keys file."""
         group = f"group:{entry.namespace}" if entry.namespace else f"key:{name}"
         account = Account(
             name=name,

@@ -155,8 +155,8 @@ class Gate:
         self._keyring = keyring
 
     def admit(self, head: RequestHead) -> Caller:
-        """Return the caller of an admitted request. Raises MalformedTarget, NoSuchRoute,
-        Unauthenticated or Forbidden."""
+        """Check a request, as this module describes, and return its caller. Raises MalformedTarget,
+        NoSuchRoute, Unauthenticated or Forbidden if a check fails."""
         self.check_head(head)
         required: RequiredScope | None = None
         if head.rule is not None:
@@ -173,7 +173,8 @@ class Gate:
 
     def check_head(self, head: RequestHead) -> None:
         """Check the target, Host and Origin, which do not depend on the route or the caller. Raises
-        MalformedTarget or Forbidden."""
+        MalformedTarget if the target or the Host is malformed, and Forbidden if the Host or the
+        Origin is not allowed."""
         if (reason := path_error(path_of(head.target))) is not None:
             raise MalformedTarget(reason)
         self._check_host(head)

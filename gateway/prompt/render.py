@@ -114,7 +114,8 @@ class ChatRenderer:
     def tokens(
         self, conversation: PromptConversation, *, offload: Offload | None = None
     ) -> list[int]:
-        """Return the prompt as token ids. Raises InvalidRequest or ContextTooLong.
+        """Return the prompt as token ids. Raises InvalidRequest if it cannot be rendered or
+        encoded, and ContextTooLong if its text is too long.
 
         offload  runs the tokenizer in a thread
         """

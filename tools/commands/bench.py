@@ -71,8 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the benchmark and print the results. Return 1 if a request failed, else 0. Raises
-    Failure."""
+    """Run the benchmark and print the results. Return 1 if a request failed, else 0. Raises Failure
+    if an option is wrong, or if a server cannot be measured."""
     try:
         if options.server and (options.url or options.port):
             raise Failure("give only one of URL, --url and --port", exit_code=2)

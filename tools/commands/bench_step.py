@@ -70,7 +70,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def measure(config: StepBench) -> Iterator[StepBenchLine]:
-    """Run the benchmark in a child process. Yield its results as they arrive. Raises Failure."""
+    """Run the benchmark in a child process. Yield its results as they arrive. Raises Failure, with
+    the child's error, if it fails."""
     encoded = msgspec.json.encode(config).decode()
     command = module_command("worker.debug.benchmark", "--config", encoded)
     with subprocess.Popen(

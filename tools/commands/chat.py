@@ -229,7 +229,7 @@ class ChatSession:
 
         Closing the iterator early disconnects, which ends the request on the server. The text so
         far is added to the history, because the user has read it. A message without any answer is
-        not added. Raises Failure.
+        not added. Raises Failure if the server refuses the request, or if the connection is lost.
         """
         turn = {"role": "user", "content": text}
         self.last = answer = ChatAnswer()

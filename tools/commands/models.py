@@ -53,7 +53,8 @@ def add_model(parser: argparse.ArgumentParser, *, default: str | None = None) ->
 def resolve(
     model: str, cache: Path, print_line: PrintLine = print_on_stderr, *, text_only: bool = False
 ) -> Path:
-    """Return the absolute path of MODEL. Download the model first if necessary. Raises Failure.
+    """Return the absolute path of MODEL. Download the model first if necessary. Raises Failure if
+    there is no such model, or if it cannot be downloaded.
 
     cache        Tidegate's directory of downloads
     print_line   prints a line of progress

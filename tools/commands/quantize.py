@@ -93,7 +93,8 @@ def _check_output(output: Path, *, force: bool) -> None:
 
 
 def quantize(job: QuantizeJob) -> Iterator[QuantizeProgress]:
-    """Run the job in a process of the worker. Yield its progress. Raises Failure."""
+    """Run the job in a process of the worker. Yield its progress. Raises Failure, with the error of
+    that process, if it fails."""
     command = module_command("worker.quantize", msgspec.json.encode(job).decode())
     with (
         subprocess.Popen(

@@ -144,8 +144,8 @@ def log_limits(plans: Iterable[ModelPlan], terminal: Terminal) -> None:
 
 
 def write_card(worker: WorkerConfig, file: Path) -> Path:
-    """Write the card of the worker's model to `file`, and return `file`. Raises Failure. A worker
-    process does this, because only the worker reads model files."""
+    """Write the card of the worker's model to `file`, and return `file`. A worker process writes
+    it, because only the worker reads model files. Raises Failure, with its error, if it fails."""
     model, sampling = worker.model, worker.recommended_sampling
     command = module_command(
         "worker.startup.card",

@@ -63,7 +63,7 @@ def pulled_path(name: HubName | UrlName, home: Path, print_line: PrintLine) -> P
 
 def pull_model(name: HubName | UrlName, home: Path, print_line: PrintLine) -> PulledModel:
     """Download a model, or the newest version of one in the cache. Return its record. Raises
-    Failure."""
+    Failure if it cannot be downloaded or stored."""
     return _puller(name, home, print_line)()
 
 

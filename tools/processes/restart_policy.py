@@ -20,7 +20,8 @@ PERMANENT = frozenset({ExitCode.USAGE, ExitCode.BAD_MODEL, ExitCode.IN_USE})
 class RestartPolicy:
     """Allows at most `limit` restarts within WINDOW_S. If `limit` is 0, it allows none.
 
-    why_not   after `delay` has returned None: the end of a message that says why; may be ""
+    why_not   after `delay` has returned None: text to append to the log line about the failure,
+              which says why there is no restart; "" if there is nothing to say
     """
 
     def __init__(self, limit: int) -> None:
@@ -31,7 +32,7 @@ class RestartPolicy:
 
     @property
     def description(self) -> str:
-        """The number of the last allowed restart and the limit, as text."""
+        """The number of the latest restart and the limit, as text for the log."""
         number = len(self._restarts)
         return f"restart {number} of at most {self._limit} in {WINDOW_S / 60:g} minutes"
 

@@ -205,8 +205,12 @@ def _nucleus(shares: Tensor, top_p: Tensor) -> Tensor:
 
 
 def bound_by_order(shares: Tensor, weights: Tensor, target: Tensor) -> Tensor:
-    """Return the share [N] at which the weights, summed in the descending order of shares [N, V],
-    reach target [N]."""
+    """Return the share [N] at which the sum of the weights reaches target [N], if they are added in
+    the descending order of the shares.
+
+    shares    [N, V] float32: probability of each token relative to the most likely one
+    weights   [N, V] int64: the same as exact integers (exact_probs.py)
+    """
     best, order = shares.sort(-1, descending=True)
     totals = weights.gather(1, order).cumsum(-1)
     at = torch.searchsorted(totals, target[:, None]).clamp_(max=shares.shape[1] - 1)

@@ -81,7 +81,8 @@ class MessagesTranslation(msgspec.Struct, frozen=True):
 
 
 def translate(body: CountBody) -> MessagesTranslation:
-    """Translate a body and check the resulting chat request. Raise InvalidRequest."""
+    """Translate a body and check the resulting chat request. Raise InvalidRequest, naming the field
+    of the body, if a value is invalid or not supported."""
     for field in ("messages", "system", "tools", "output_config", "output_format", "thinking"):
         check_depth(getattr(body, field), field)
     for field in ("container", "mcp_servers"):

@@ -30,8 +30,9 @@ def choices_of(
     body: Body, model: SamplingDefaults, tokenizer: Tokenizer | None = None
 ) -> list[SamplingParams]:
     """Return the sampling parameters of each of the `n` choices of one prompt. Raise
-    InvalidRequest.
+    InvalidRequest, naming the field, if a value is invalid or two fields exclude each other.
 
+    model      the served model's defaults, for fields that the body does not set
     tokenizer  encodes `bad_words`; None: `bad_words` are ignored
     """
     bad = bad_sequences(body.bad_words, tokenizer) if body.bad_words and tokenizer else []

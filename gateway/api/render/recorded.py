@@ -72,7 +72,8 @@ class RecordedOutputs:
         self._usage = usage
 
     def output(self, part: GeneratedChoice, params: SamplingParams, place: int) -> Output:
-        """Return the engine output for `part`. Raise InvalidRequest.
+        """Return the engine output for `part`, a choice of the response. Raise InvalidRequest,
+        naming the field, if it contradicts itself or the request.
 
         place  index of `part` in `choices`, for errors
         """

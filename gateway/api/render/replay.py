@@ -185,7 +185,7 @@ def derendered_chunk(
 
     is_first  only the first chunk needs the token ids of the prompt
 
-    Raises InvalidRequest.
+    Raises InvalidRequest, naming the field, if the chunk is invalid or does not fit the state.
     """
     try:
         derenderer = _ChunkDerenderer(case, prompt_request, state)

@@ -313,7 +313,8 @@ def rendered(
     body: ResponsesBody, items: Sequence[PlacedItem], model: ServedModel, *, trusts_template: bool
 ) -> Rendered:
     """Translate and render a checked body. `items` include those of previous responses. With
-    truncation "auto", drop the oldest items that do not fit. Raise InvalidRequest."""
+    truncation "auto", drop the oldest items that do not fit. Raise InvalidRequest, naming the
+    field, if the conversation is invalid or cannot be rendered."""
 
     def render(items: Sequence[PlacedItem]) -> Rendered:
         translation = chat_body(body, items)

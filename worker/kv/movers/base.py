@@ -33,12 +33,13 @@ class Mover(Protocol):
     name: str
 
     def advance(self) -> PollHint:
-        """Do some of the work. Return when to call again. Raises DamagedTransfer or
-        TransferLost."""
+        """Do some of the work. Return when to call again. Raises DamagedTransfer if the data is
+        damaged, and TransferLost if the peer's memory can no longer be read."""
         ...
 
     def receive(self, chunk: KVChunk) -> None:
-        """Handle a chunk that the peer has sent. Raises DamagedTransfer."""
+        """Handle a chunk that the peer has sent. Raises DamagedTransfer if it is damaged, or was
+        not requested."""
         ...
 
     def stop(self) -> bool:

@@ -64,7 +64,7 @@ class Agent:
 
     def read(self, offer: NixlOffer, ids: Ids, theirs: Ids) -> Any:
         """Start to read the blocks `theirs` of the peer into our blocks `ids`. Return a handle of
-        the read. Raises TransferLost."""
+        the read. Raises TransferLost if NIXL cannot start it."""
         try:
             if offer.agent not in self._peers:
                 name = self._agent.add_remote_agent(offer.agent)
@@ -87,7 +87,7 @@ class Agent:
         return handle
 
     def is_done(self, offer: NixlOffer, handle: Any) -> bool:
-        """Return whether the read is done. Raises TransferLost."""
+        """Return whether the read is done. Raises TransferLost if it has failed."""
         try:
             state = self._agent.check_xfer_state(handle)
         except Exception as error:

@@ -31,7 +31,8 @@ NAME = "tidegate-kv"
 
 class SharedMemory:
     """`num_bytes` of zeroed memory. Other processes can map it until this object is deleted;
-    existing mappings remain valid after that. Raises OSError."""
+    existing mappings remain valid after that. The constructor raises OSError if the memory cannot
+    be allocated."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
