@@ -234,7 +234,7 @@ class Engine:
         return ends, {name: bool(requests) for name, requests in found.items()}
 
     def on_client_lost(self, client: bytes) -> None:
-        """Abort all requests of a client that has left or is gone."""
+        """Abort all requests of a client that has sent Goodbye or was dropped (clients.py)."""
         for request in self.open_requests.from_client(client):
             self._finish_request(request, "abort")
 

@@ -124,8 +124,8 @@ def parse(text: str) -> dict[str, KeyEntry]:
 
 
 def read_text(path: str) -> str:
-    """Return the text of a keys file. Raises ValueError if the file cannot be read, is too large or
-    no text, or if other users can write to it."""
+    """Return the text of a keys file. Raises ValueError if the file cannot be read, is too large,
+    is not text, or can be written by other users."""
     try:
         with open(path, "rb") as file:
             info = os.fstat(file.fileno())

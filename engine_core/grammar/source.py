@@ -73,7 +73,8 @@ Part = dict[str, Any]
 
 
 def write_grammar(grammar: Grammar, markers: Markers) -> str:
-    """Return the JSON text for llguidance. The grammar must have a body."""
+    """Return a grammar as the JSON text that llguidance reads. The grammar must have a body.
+    `markers` has the id of each marker of the model."""
     assert grammar.body is not None, "free text has no grammar"
     spell = speller(markers)
     body, others = _body(grammar.body, spell)

@@ -48,7 +48,8 @@ class InflightStep:
 
     @property
     def prompts(self) -> list[Request]:
-        """The requests of the step whose prompts lack the K/V of more than the last token."""
+        """The requests of the step that, before it, still lacked K/V of their prompts. The last
+        token of a prompt does not count."""
         return [
             request for request, _ in self.rows if request.num_computed < request.prompt_tokens - 1
         ]

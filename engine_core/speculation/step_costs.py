@@ -26,8 +26,13 @@ class StepCosts(dict[int, float]):
 
     @classmethod
     def from_measurements(cls, width: int, measured: Sequence[tuple[int, float]]) -> StepCosts:
-        """Return the costs that follow from (tokens, seconds) measurements. If `width` is not 0 or
-        there are none, each `width` tokens add the cost of an empty step."""
+        """Return the costs of steps as the worker measured them, or as configured.
+
+        - width: configured number of tokens that double the cost of an empty step; 0: not
+          configured
+        - measured: (tokens, seconds) of steps; used if `width` is 0. If it is empty too,
+          UNMEASURED_WIDTH is the width
+        """
         if not width and measured:
             return cls(measured)
         return cls([(0, 1.0), (width or UNMEASURED_WIDTH, 2.0)])

@@ -90,7 +90,8 @@ class RemotePrefill:
             self.p.stop(self._request)
 
     def renew_lease(self, now: float) -> None:
-        """Renew the lease if it is time. Must be called several times a second."""
+        """Renew the lease if P has started one, and 1 / RENEWALS_PER_LEASE of its term has passed.
+        Must be called several times a second."""
         limits = self.p.limits
         if not self.handle or limits is None:
             return

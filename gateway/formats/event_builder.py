@@ -77,8 +77,8 @@ class BuilderCheckpoint(msgspec.Struct, frozen=True):
 
 
 class EventBuilder:
-    """Builds the events of one choice. They collect in `out` until `drain` returns them. Calls get
-    their ids in `drain`, so no id is spent on a call that is rolled back."""
+    """Builds the events of one choice, and collects them in `out` until `drain` returns them. Calls
+    get their ids in `drain`, so no id is spent on a call that is rolled back."""
 
     __slots__ = ("_lacks_ids", "_new_id", "_tools", "out", "s")
 

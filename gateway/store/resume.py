@@ -72,7 +72,7 @@ class NumberedFrames:
 
 
 def with_id(stream: bytes, number: int, frame: bytes) -> bytes:
-    """Return `frame` with the event id of this number."""
+    """Return the SSE frame `frame` with an `id:` line: event `number` of the stream `stream`."""
     return b"id: %b:%d\n%b" % (stream, number, frame)
 
 
