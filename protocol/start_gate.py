@@ -1,8 +1,8 @@
 """The start gate: processes import their libraries while the model is still being checked.
 
-A supervisor starts the processes of a server at the gate, before it knows whether the model can be
-served. Each process waits at the gate before it opens a model file, a database or a journal. If the
-model is refused, the supervisor kills the processes. By then they have bound their sockets, and the
+A supervisor starts the processes of a server before it is known whether the model can be served.
+Each process waits at the gate before it opens a model file, a database or a journal. If the model
+is refused, the supervisor kills the processes. By then they have bound their sockets, and the
 gateway may have made an empty directory for its metrics, but they have used no file of the user.
 
 The gate is a pipe, and only the supervisor has the writing end. To open the gate, the supervisor

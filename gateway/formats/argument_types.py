@@ -55,7 +55,7 @@ PYTHON = Dialect(
 
 def kinds_of(schema: Any, root: Mapping[str, Any] | None = None) -> tuple[str, ...]:
     """Return the JSON types that a schema allows, in the order of ORDER. Return () if it does not
-    limit the type, or if its references lead too deep to tell.
+    limit the type, or if its references are nested too deeply to be followed.
 
     root   the schema that local `$ref`s refer to
     """

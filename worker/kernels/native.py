@@ -85,8 +85,8 @@ def scoring_struct(
     *,
     heads: int,
 ) -> structs.CScoring:
-    """Return the struct that tells the kernels how a layer computes attention scores. The arguments
-    are those of `Attention.run` and `Attention.plan`.
+    """Return the struct that describes how a layer computes attention scores. The arguments are
+    those of `Attention.run` and `Attention.plan`.
 
     sinks   [heads] float32; the struct points at them, so it must not outlive them
     """

@@ -113,7 +113,8 @@ def rope_config(
     partial: float | None = None,
     default: Mapping[str, Any] | None = None,
 ) -> RopeConfig:
-    """Return the rotary embeddings of a config.json. Raises UnusableModel, naming the field.
+    """Return the rotary embeddings of a config.json. Raises UnusableModel, naming the field, if a
+    value is missing, wrong or not supported.
 
     partial   the share of each head that is rotated if the config has no `partial_rotary_factor`;
               None for architectures that do not read this key, which must then be 1 or missing
@@ -145,7 +146,8 @@ def layered_rope_config(
     config: Fields, head_dim: int, kind: str, *, theta: str, default_theta: float
 ) -> RopeConfig:
     """Return the rotary embeddings of the layers of one kind, for an architecture whose
-    `rope_parameters` have one object per kind. Raises UnusableModel, naming the field.
+    `rope_parameters` have one object per kind. Raises UnusableModel, naming the field, if a value
+    is missing, wrong or not supported.
 
     kind            key of the object, such as "sliding_attention"
     theta           older configs have the base of this kind under this key, at the top level

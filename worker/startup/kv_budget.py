@@ -90,8 +90,8 @@ def kv_budget(
 def longest_request_blocks(
     options: WorkerConfig, num_tokens: int, window: int | None, groups: KVGroups | None
 ) -> int:
-    """Return the number of blocks that a cache needs to compute a request of `num_tokens` tokens in
-    full steps, including the null block."""
+    """Return the number of blocks, including the null block, that a cache needs to compute a
+    request of `num_tokens` tokens in steps of STEP_TOKENS tokens."""
     return _held_blocks(options, num_tokens, STEP_TOKENS, window, groups) + 1
 
 

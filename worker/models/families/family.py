@@ -197,7 +197,7 @@ class ModelFamily:
 
         source   name of the config in error messages
 
-        Raises UnusableModel, naming the field.
+        Raises UnusableModel, naming the field, if a value is null, wrong or not supported.
         """
         values = {self.aliases.get(key, key): value for key, value in config.items()}
         values = {**self.defaults, **values, **self.ignored}

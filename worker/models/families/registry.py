@@ -1,4 +1,4 @@
-"""All families, and the one that a config.json names."""
+"""The list of all model families, and the search for the one that a config.json names."""
 
 from __future__ import annotations
 
