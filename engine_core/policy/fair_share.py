@@ -134,7 +134,8 @@ class FairShare:
         return costs is not None and costs[tokens + others] > LONGER_RATIO * costs[tokens]
 
     def on_wait_started(self, usage: AccountUsage) -> None:
-        """Clamp the account's service when its first request starts to wait."""
+        """Clamp the service of an account that starts to wait (`clamped_service`). The caller calls
+        this when the account's first request starts to wait."""
         usage.served = self.clamped_service(usage)
 
     def clamped_service(self, usage: AccountUsage) -> float:

@@ -19,10 +19,10 @@ The states are:
     between  after a call, in a group
     broken   in text that is not a call, which is content up to the closing marker
 
-Values are typed by the tool's schema (`argument_types`), or by the type that the model has written
-if the schema allows it and others. `</arg_value>` ends a value only if another key or the call's
-end follows, possibly after blanks. Otherwise the tag is part of the value. A name contains no
-blanks.
+Values are typed by the tool's schema (`argument_types`). If the schema allows several types, and
+the model has written one of these before the value, that type is used. `</arg_value>` ends a value
+only if another key or the call's end follows, possibly after blanks. Otherwise the tag is part of
+the value. A name contains no blanks.
 
 Some checkpoints have a suffix in their markers (`<tool_call:6124c78e>`); see `lexicon.with_suffix`.
 

@@ -105,7 +105,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class PlotLine:
-    """A line of a plot, with its points."""
+    """A line of a plot: its name in the legend, its points and its style."""
 
     name: str
     points: Sequence[Point]

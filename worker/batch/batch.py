@@ -99,7 +99,8 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """The model's input (token_ids [T] int64, attention), and the places to sample."""
+    """The tensors of one step: the model's input (token_ids [T] int64, attention), and the places
+    at which a token is sampled."""
 
     rows: BatchRows
     token_ids: Tensor

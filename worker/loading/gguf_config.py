@@ -334,7 +334,8 @@ def granite(metadata: Metadata) -> Config:
 
 
 def is_rotated(metadata: Metadata) -> bool:
-    """Return whether a Granite has rotary embeddings. llama.cpp reads it from this key."""
+    """Return whether a Granite has rotary embeddings. Like llama.cpp, this reads the key FINETUNED,
+    and a missing key means that it has them."""
     return metadata.flag(FINETUNED, True)
 
 

@@ -20,15 +20,18 @@ UNIFORM_BITS = 53
 
 
 def hash_words(seeds: Tensor, positions: Tensor, draw: int = 0) -> Tensor:
-    """Return hashes [N] int64 of seeds and positions [N] int64. All 64 bits are well mixed."""
+    """Return hashes [N] int64 of seeds and positions [N] int64. All 64 bits are well mixed.
+
+    draw   number of the random number among those of one position
+    """
     state = _mix(seeds + _signed(GAMMA))
     state = _mix((state ^ positions) + _signed(GAMMA))
     return _mix((state ^ draw) + _signed(GAMMA))
 
 
 def uniform(seeds: Tensor, positions: Tensor, draw: int = 0) -> Tensor:
-    """Return uniform random numbers [N] float64 in [0, 1), multiples of 2**-53, for seeds and
-    positions [N] int64."""
+    """Return uniform random numbers [N] float64 in [0, 1), multiples of 2**-53. The arguments are
+    those of `hash_words`."""
     bits = _shift(hash_words(seeds, positions, draw), 64 - UNIFORM_BITS)
     return bits.to(torch.float64) * 2.0**-UNIFORM_BITS
 

@@ -28,7 +28,8 @@ def known_tokens(
     """Return the rows' tokens [N, L] int64, padded with the row's first token, and a mask [N, L]
     bool of those that are not padding.
 
-    A row's tokens end at its slot's length, or at the row's own sampled place if drafts follow it.
+    A row's tokens end at its slot's length, but not after its sampled place: the slot may contain
+    drafts that follow that place.
     """
     longest = int(sampled.host_known[rows].max())
     tokens = slots["token_ids"][:, :longest].index_select(0, slot_ids).long()

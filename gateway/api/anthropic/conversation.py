@@ -44,7 +44,8 @@ class ChatConversation(msgspec.Struct):
 
 
 def translate_conversation(system: Any, messages: Sequence[Any]) -> ChatConversation:
-    """Translate the values of a request's `system` and `messages`."""
+    """Return the chat messages for the values of a request's `system` and `messages`. Raise
+    InvalidRequest, naming the path, if a value is invalid."""
     writer = _ConversationWriter()
     if system is not None:
         writer.system(system)

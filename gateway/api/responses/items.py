@@ -60,7 +60,8 @@ def response_of(item_id: str) -> str | None:
 
 
 def input_items(value: str | Sequence[Any]) -> list[PlacedItem]:
-    """Return the items of a request's `input`. Raise InvalidRequest naming the path."""
+    """Return the items of a request's `input`; a text is one user message. Raise InvalidRequest,
+    naming the path, if the list is empty or an item is invalid."""
     if isinstance(value, str):
         part = {"type": "input_text", "text": value}
         return [PlacedItem({"type": "message", "role": "user", "content": [part]}, "input")]
