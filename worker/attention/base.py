@@ -50,8 +50,9 @@ class Attention(Protocol):
         that share the block table of `batch`.
 
         window   a token sees this many last tokens, itself included; None: all
-        like     a plan of the same step and window for another entry of the columns (KVGroups), if
-                 there is one; its batch differs only in slot mapping and block table
+        like     a plan of the same step and window, made for layers with another block table; the
+                 result may reuse its parts. Its batch differs only in slot mapping and block table.
+                 None: there is no such plan
         """
         ...
 

@@ -83,8 +83,8 @@ class DraftModel:
         self._vocab = vocab
 
     def catch_up(self, plan: StepPlan, slots: SlotTable, lens: Ints) -> Tensor | None:
-        """Do the draft model's work of a plan. Return the proposed tokens, [sum of wanted] int64,
-        or None if the plan requests no proposals.
+        """Do the draft model's work of a plan. Return the proposed tokens of all rows in row order,
+        [sum of plan.wanted] int64, or None if the plan requests no proposals.
 
         lens   [R] known tokens of each row after the step has sampled
 

@@ -44,7 +44,7 @@ class CacheBlocks(Protocol):
         ...
 
     def wait_for(self, fence: object) -> None:
-        """Make all later `put`s and `copy`s happen after the fence."""
+        """Make all later `put`s and `copy`s happen after the steps whose end the fence marks."""
         ...
 
     def gather(self, first_row: int, end_row: int, ids: Ids) -> Pieces:

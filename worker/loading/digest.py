@@ -1,4 +1,4 @@
-"""Digest of a model's content: equal for equal files, different for different files.
+"""Digest of a model's files: equal for equal files, different for different models.
 
 The digest is part of every prefix-cache hash, so two models must never have the same one. Files of
 up to FULL_BYTES in total are hashed whole, which takes about 0.1 s per 200 MB. Reading larger files

@@ -314,8 +314,8 @@ def exaone4(metadata: Metadata) -> Config:
 
 
 def granite(metadata: Metadata) -> Config:
-    """Granite 3 and dense Granite 4 have the same architecture. Only the latter may have no rotary
-    embeddings (`is_rotated`)."""
+    """Return the keys of Granite 3, or of dense Granite 4, besides those of `common`. Only the
+    latter may have no rotary embeddings (`is_rotated`)."""
     usual = max(metadata.head_dim, 1) ** -0.5
     dense = {
         "position_embedding_type": None,

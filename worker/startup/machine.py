@@ -21,8 +21,8 @@ CPUINFO = Path("/proc/cpuinfo")
 
 
 def dtype_name(wanted: Dtype, *, is_gpu: bool, cpu_flags: frozenset[str]) -> str:
-    """Return the name of the dtype of weights and K/V. `cpu_flags` is the result of
-    `cpu_flags()`."""
+    """Return the name of the dtype of weights and K/V: `wanted` itself, or for "auto" bfloat16 if
+    the device computes it fast, else float32. `cpu_flags` is the result of `cpu_flags()`."""
     if wanted == "auto":
         return "bfloat16" if is_gpu or cpu_flags & BFLOAT16_CPU_FLAGS else "float32"
     return wanted
