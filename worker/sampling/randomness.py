@@ -22,7 +22,7 @@ UNIFORM_BITS = 53
 def hash_words(seeds: Tensor, positions: Tensor, draw: int = 0) -> Tensor:
     """Return hashes [N] int64 of seeds and positions [N] int64. All 64 bits are well mixed.
 
-    draw   number of the random number among those of one position
+    draw   which of the random numbers of a position, counted from 0
     """
     state = _mix(seeds + _signed(GAMMA))
     state = _mix((state ^ positions) + _signed(GAMMA))
