@@ -6,11 +6,17 @@ The full run is `python -m tests.torture.damaged --count 10000`.
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
-from tests.torture.damaged.cases import LOADS, REFUSED, Originals, outcome_of
+import pytest
 
-COUNT, SEED = 300, 3
+from tests.torture.damaged.cases import LOADS, REFUSED, Originals, outcome_of
+from worker.loading.errors import UnusableModel
+from worker.models.families.family import ModelFamily
+from worker.models.families.registry import FAMILIES
+
+COUNT, SEED = 200, 3
 
 
 def test_damaged_models_load_or_are_refused_in_one_line(tmp_path: Path) -> None:
@@ -20,3 +26,11 @@ def test_damaged_models_load_or_are_refused_in_one_line(tmp_path: Path) -> None:
     )
     assert found[LOADS] + found[REFUSED] == COUNT
     assert found[REFUSED] > COUNT // 4
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
+def test_an_odd_number_in_a_config_raises_nothing_but_unusable_model(family: ModelFamily) -> None:
+    for key in family.defaults:
+        for odd in (0, -1, 1 << 200, 1e-320, 1e308, -0.5):
+            with suppress(UnusableModel):
+                family.spec({key: odd})

@@ -12,13 +12,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors import SafetensorError, safe_open
 
 from protocol.model_card import SamplingDefaults
 from tests.support.checkpoints import TEMPLATE, VOCAB, random_llama, tiny_tokenizer, write_directory
 from worker.loading import digest as digests
 from worker.loading.errors import UnusableModel
-from worker.loading.header import read_header
-from worker.models.load import LoadedModel, load_model
+from worker.loading.header import ModelHeader, read_header
+from worker.models.load import LoadedModel, load_model, open_weights
 
 
 @pytest.fixture(scope="module")
@@ -176,6 +177,8 @@ def test_the_digest_of_a_large_file_covers_its_size_both_ends_and_samples(
         ("intermediate_size", 128, "gate_proj.weight has shape"),
         ("attention_bias", True, "tensor 'model.layers.0.self_attn.q_proj.bias' is missing"),
         ("rms_norm_eps", "NaN", "not a finite number"),
+        ("rms_norm_eps", 1e308, "not a finite number of float32"),
+        ("rms_norm_eps", 10**4000, "not a finite number of float32"),
     ],
 )
 def test_a_config_that_cannot_be_served_is_refused_with_the_name_of_its_field(
@@ -292,3 +295,37 @@ def test_a_header_with_bytes_that_are_not_utf8_is_refused(directory: Path) -> No
     file = directory / "model.safetensors"
     file.write_bytes(file.read_bytes().replace(b'"dtype"', b'"dty\xed\xa0\x80"', 1))
     assert "not valid JSON" in refusal(directory)
+
+
+def replace_in_header(file: Path, before: bytes, after: bytes) -> None:
+    content = file.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = content[8:end].replace(before, after, 1)
+    file.write_bytes(len(header).to_bytes(8, "little") + header + content[end:])
+    with pytest.raises(SafetensorError):
+        safe_open(file, framework="pt")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        (b'"dtype"', b'"dtype": "F64", "dtype"', "the key 'dtype' is there twice"),
+        (b'"dtype"', b'"x": NaN, "dtype"', "NaN is not a JSON number"),
+        (b'"format":"pt"', b'"format":1', "__metadata__ is not an object of strings"),
+    ],
+)
+def test_a_header_that_the_safetensors_library_refuses_is_refused_before_a_start(
+    directory: Path, before: bytes, after: bytes, message: str
+) -> None:
+    replace_in_header(directory / "model.safetensors", before, after)
+    assert message in refusal(directory)
+
+
+def test_weights_that_disappear_before_they_are_read_are_refused_in_one_line(
+    directory: Path,
+) -> None:
+    header = read_header(directory)
+    assert isinstance(header, ModelHeader)
+    (directory / "model.safetensors").unlink()
+    with pytest.raises(UnusableModel, match="model.safetensors is damaged or truncated"):
+        open_weights(header)

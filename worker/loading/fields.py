@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,8 @@ from typing import Any
 from worker.loading.errors import FETCH_AGAIN, UnusableModel
 
 _REQUIRED: Any = object()
+MIN_FLOAT32, MAX_FLOAT32 = 2.0**-126, (2 - 2.0**-23) * 2.0**127
+"""Smallest normal and largest number of float32, the widest type that models compute in."""
 
 
 class Fields:
@@ -48,18 +50,17 @@ class Fields:
         return value
 
     def number(self, name: str, default: float = _REQUIRED) -> float:
+        """Return a number whose size float32 can hold."""
         value = self._found(name, default)
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not math.isfinite(value)
-        ):
-            raise self._wrong(name, value, "a finite number")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not -MAX_FLOAT32 <= value <= MAX_FLOAT32:
+            raise self._wrong(name, value, "a finite number of float32")
         return float(value)
 
     def positive(self, name: str, default: float = _REQUIRED) -> float:
+        """Return a number above zero, whose inverse float32 can hold too."""
         value = self.number(name, default)
-        if value <= 0:
+        if value < MIN_FLOAT32:
             raise self._wrong(name, value, "above zero")
         return value
 
@@ -87,16 +88,35 @@ class Fields:
         return UnusableModel(f"{self._source}: {name!r} is {value!r:.80}, not {wanted}")
 
 
-def parsed_json(data: bytes) -> Any:
+def parsed_json(data: bytes, *, is_strict: bool = False) -> Any:
     """Return the value of a JSON text in UTF-8.
+
+    is_strict   raise ValueError also if an object has a key twice, and for NaN and Infinity. Python
+                would read these; other libraries that read the same file refuse them.
 
     Raises ValueError or RecursionError, also for half of a surrogate pair. Python would read that,
     but no message or file can hold the string.
     """
-    value = json.loads(data.decode("utf-8-sig"))
+    text = data.decode("utf-8-sig")
+    if is_strict:
+        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
+    else:
+        value = json.loads(text)
     if b"\\ud" in data or b"\\uD" in data:
         json.dumps(value, ensure_ascii=False).encode()
     return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"the key {twice!r:.80} is there twice")
+    return found
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from worker.loading import mxfp4
 from worker.loading.quant_blocks import BLOCK_WEIGHTS, BlockKind, QuantBlocks
 from worker.loading.quantized_layers import QuantizedLayer
 from worker.loading.quantized_weights import QuantizedMatrix
-from worker.loading.safetensors_files import BLOCK_BYTES, BLOCKS, SCALES, SafetensorsFiles
+from worker.loading.safetensors_files import (
+    BLOCK_BYTES,
+    BLOCKS,
+    SCALES,
+    SafetensorsFiles,
+    damaged,
+)
 
 PIECE_BLOCKS = 1 << 13
 """Blocks dequantised at once: few enough for the CPU's caches."""
@@ -32,12 +39,14 @@ class SafetensorsWeights:
 
     A name that is neither in `quantized` nor in the files is that of a matrix in MXFP4. The files
     have it as two tensors, whose names end in BLOCKS and SCALES.
+
+    The constructor raises UnusableModel if the safetensors library refuses a file.
     """
 
     def __init__(
         self, files: SafetensorsFiles, quantized: Mapping[str, QuantizedLayer] | None = None
     ) -> None:
-        opened: dict[Any, Any] = {path: safe_open(path, framework="pt") for path in files.paths}
+        opened = {path: _opened(path) for path in files.paths}
         self._files = {name: opened[tensor.path] for name, tensor in files.tensors.items()}
         self._quantized = quantized or {}
 
@@ -90,3 +99,10 @@ class SafetensorsWeights:
             tensor = tensor.to(torch.float32)
         array: NDArray[Any] = np.asarray(tensor)
         return array
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise damaged(path, str(error)) from error

@@ -155,40 +155,47 @@ def _tensors(path: Path) -> dict[str, StoredTensor]:
             size = int.from_bytes(file.read(HEADER_SIZE_BYTES), "little")
             start = HEADER_SIZE_BYTES + size
             if size > MAX_HEADER_BYTES or start > file_bytes:
-                raise _damaged(path, "its header extends past the end of the file")
-            header = parsed_json(file.read(size))
+                raise damaged(path, "its header extends past the end of the file")
+            header = parsed_json(file.read(size), is_strict=True)
     except OSError as error:
-        raise _damaged(path, str(error.strerror)) from error
+        raise damaged(path, str(error.strerror)) from error
     except (ValueError, RecursionError) as error:
-        raise _damaged(path, f"its header is not valid JSON: {error}") from error
+        raise damaged(path, f"its header is not valid JSON: {error}") from error
     if not isinstance(header, dict):
-        raise _damaged(path, "its header is not a JSON object")
-    header.pop("__metadata__", None)
+        raise damaged(path, "its header is not a JSON object")
+    metadata = header.pop("__metadata__", None)
+    if metadata is not None and not _is_map_of_strings(metadata):
+        raise damaged(path, "its __metadata__ is not an object of strings")
     found = {name: _stored(path, name, entry, start) for name, entry in header.items()}
     end = start
     for tensor in sorted(found.values(), key=lambda tensor: tensor.begin):
         if tensor.begin != end:
-            raise _damaged(path, "its tensors overlap, or leave gaps")
+            raise damaged(path, "its tensors overlap, or leave gaps")
         end = tensor.end
     if end != file_bytes:
-        raise _damaged(path, f"its tensors end at byte {end:,}, the file at {file_bytes:,}")
+        raise damaged(path, f"its tensors end at byte {end:,}, the file at {file_bytes:,}")
     return found
+
+
+def _is_map_of_strings(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(each, str) for each in value.values())
 
 
 def _stored(path: Path, name: str, entry: Any, start: int) -> StoredTensor:
     try:
         stored = msgspec.convert(entry, _Entry)
     except msgspec.ValidationError as error:
-        raise _damaged(path, f"the header's entry of {name!r}: {error}") from error
+        raise damaged(path, f"the header's entry of {name!r}: {error}") from error
     begin, end = stored.data_offsets
     num_bytes = end - begin
     item_bytes = (DTYPE_BYTES | QUANTIZED_BYTES).get(stored.dtype)
     if num_bytes < 0 or (item_bytes and num_bytes != item_bytes * math.prod(stored.shape)):
-        raise _damaged(path, f"the size of {name!r} does not match its shape")
+        raise damaged(path, f"the size of {name!r} does not match its shape")
     return StoredTensor(path, stored.dtype, tuple(stored.shape), start + begin, start + end)
 
 
-def _damaged(path: Path, reason: str) -> UnusableModel:
+def damaged(path: Path, reason: str) -> UnusableModel:
+    """Return the error of a safetensors file that cannot be read."""
     return UnusableModel(f"{path} is damaged or truncated: {reason}", remedy=FETCH_AGAIN)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import resource
 import signal
 import subprocess
@@ -113,6 +114,7 @@ def read_models(seed: int, first: int, end: int) -> None:
     """Read models with limits of time and memory. Print two JSON lines for each."""
     from tests.torture.damaged.cases import Originals, outcome_of
 
+    logging.disable()  # refusals are raised, and warnings would hide the progress
     with tempfile.TemporaryDirectory() as folder:
         originals = Originals(Path(folder))
         pages = int(Path("/proc/self/statm").read_text().split()[0])

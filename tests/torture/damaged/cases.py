@@ -8,24 +8,45 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
+import torch
+from gguf import GGMLQuantizationType
+
 from gateway.text.trial import run_trial
 from protocol.config.worker import WorkerConfig
 from tests.support.checkpoints import tiny_tokenizer
+from tests.support.eager import CPU, EagerStepper
 from tests.support.family_models import random_model
 from tests.support.gguf_files import write_gguf
+from tests.support.quantized_files import FORMATS, write_quantized
 from tests.torture.damaged.damage import damaged_bytes, damaged_json
 from tests.torture.damaged.gguf import GGUFParts
+from worker.kernels.select import select_kernels
+from worker.loading.errors import UnusableModel
 from worker.loading.gguf_file import GGUFFile
+from worker.models.load import load_model
+from worker.startup.machine import cpu_flags
 from worker.startup.preflight import preflight
 
-DIRECTORIES = ("llama", "gemma2", "qwen3_moe", "phi3", "smollm3")
-GGUF_FILES = ("llama", "gemma3_text", "phi3")
+FAMILIES = ("llama", "gemma2", "qwen3_moe", "phi3", "smollm3", "gpt2", "gpt_oss", "stablelm")
+QUANTIZED = ("gptq 4 bits, desc_act", "awq", "fp8 blocks", "packed 4 bits, asymmetric", "int8")
+DIRECTORIES = (*FAMILIES, *QUANTIZED)
+GGUF_FILES = {
+    "llama": GGMLQuantizationType.F32,
+    "gemma3_text": GGMLQuantizationType.F32,
+    "phi3": GGMLQuantizationType.F32,
+    "mixtral": GGMLQuantizationType.Q4_0,
+    "gpt2": GGMLQuantizationType.Q8_0,
+    "gpt_oss": GGMLQuantizationType.IQ4_NL,
+}
+"""model_type -> type of its matrices."""
 SETTINGS = {"chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"}
 WEIGHTS, CONFIG, TOKENIZER = "model.safetensors", "config.json", "tokenizer.json"
 OTHERS = ("tokenizer_config.json", "generation_config.json")
 MAX_LINE_CHARS = 1_000
 SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
 LOADS, REFUSED, REFUSED_BY_TRIAL = "loads", "refused", "refused by the tokenizer's trial"
+REFUSED_BY_WORKER = "refused with its weights"
+TOKENS = [1, 2, 3]
 
 
 class WrongRefusal(Exception):
@@ -53,15 +74,22 @@ class Originals:
         self._parts = {}
         for name in DIRECTORIES:
             path = folder / name
-            random_model(name, **SMALL, num_attention_heads=4).save_pretrained(path)
+            if name in QUANTIZED:
+                path.mkdir()
+                model = random_model("llama", **SMALL, num_attention_heads=4)
+                write_quantized(path, model, FORMATS[name])
+                for file in (path / "quantized").iterdir():
+                    file.rename(path / file.name)
+            else:
+                random_model(name, **SMALL, num_attention_heads=4).save_pretrained(path)
             tiny_tokenizer().save(str(path / TOKENIZER))
             (path / OTHERS[0]).write_text(json.dumps(SETTINGS | {"eos_token": "</s>"}))
             (path / OTHERS[1]).write_text(json.dumps({"eos_token_id": [0, 1], "top_p": 0.9}))
             for file in (WEIGHTS, CONFIG, TOKENIZER, *OTHERS):
                 self._bytes[path / file] = (path / file).read_bytes()
-        for name in GGUF_FILES:
+        for name, kind in GGUF_FILES.items():
             model = random_model(name, **SMALL, num_attention_heads=4)
-            path = write_gguf(folder / f"{name}.gguf", model)
+            path = write_gguf(folder / f"{name}.gguf", model, kind)
             self._bytes[path] = path.read_bytes()
             self._parts[path] = GGUFFile(path)
         self._damaged: Path | None = None
@@ -111,7 +139,7 @@ class Originals:
         return file, len(text).to_bytes(8, "little") + text + data[end:]
 
     def _gguf(self, random: Random) -> tuple[Path, bytes]:
-        file = self._folder / f"{random.choice(GGUF_FILES)}.gguf"
+        file = self._folder / f"{random.choice(list(GGUF_FILES))}.gguf"
         original = GGUFParts.from_file(self._parts[file])
         if random.random() < 0.5:
             data = self._bytes[file]
@@ -121,7 +149,7 @@ class Originals:
 
 
 def outcome_of(model: DamagedModel, *, tries_tokenizer: bool) -> str:
-    """Read a model as `tidegate serve` does, and return the outcome.
+    """Read a model as `tidegate serve` does, compute tokens with it, and return the outcome.
 
     tries_tokenizer   also run the trial of the tokenizer, as a server does in a sandbox
 
@@ -129,10 +157,9 @@ def outcome_of(model: DamagedModel, *, tries_tokenizer: bool) -> str:
     """
     found = preflight([WorkerConfig(model=str(model.path), device="cpu")])
     if found.error:
-        line = f"{found.error}; {found.remedy}"
-        if "\n" in line or len(line) > MAX_LINE_CHARS or not found.remedy:
-            raise WrongRefusal(f"{len(line):,} characters: {line[:200]!r}")
-        line.encode()  # as when it is printed
+        _check_line(f"{found.error}; {found.remedy}")
+        if not found.remedy:
+            raise WrongRefusal(f"no remedy: {found.error}")
         return REFUSED
     assert found.card is not None
     if tries_tokenizer:
@@ -140,4 +167,18 @@ def outcome_of(model: DamagedModel, *, tries_tokenizer: bool) -> str:
             run_trial(found.card.tokenizer.decode())
         except ValueError:
             return REFUSED_BY_TRIAL
+    kernels = select_kernels("auto", CPU, cpu_flags=cpu_flags())
+    try:
+        loaded = load_model(model.path, dtype=torch.float32, device=CPU, kernels=kernels)
+    except UnusableModel as error:
+        _check_line(error.message)
+        return REFUSED_BY_WORKER
+    EagerStepper(loaded, [TOKENS]).run([(2,), (1,)])
     return LOADS
+
+
+def _check_line(line: str) -> None:
+    """Raise WrongRefusal if a refusal is not one short line."""
+    if "\n" in line or len(line) > MAX_LINE_CHARS:
+        raise WrongRefusal(f"{len(line):,} characters: {line[:200]!r}")
+    line.encode()  # as when it is printed

@@ -11,7 +11,7 @@ from worker.models.tensors import RowOrder, TensorNames, interleaved, names_of
 
 def read_gpt2(config: ConfigFields) -> ModelSpec:
     by_index = config.flag("scale_attn_by_inverse_layer_idx")
-    scale = config.head_dim**-0.5 if config.flag("scale_attn_weights") else 1.0
+    scale = config.attention(None).scale if config.flag("scale_attn_weights") else 1.0
     hidden = config.integer("hidden_size")
     mlp = config.mlp(intermediate=config.integer("n_inner", 4 * hidden), is_gated=False, bias=True)
     layers = [
