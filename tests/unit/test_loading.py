@@ -327,5 +327,5 @@ def test_weights_that_disappear_before_they_are_read_are_refused_in_one_line(
     header = read_header(directory)
     assert isinstance(header, ModelHeader)
     (directory / "model.safetensors").unlink()
-    with pytest.raises(UnusableModel, match="model.safetensors is damaged or truncated"):
+    with pytest.raises(UnusableModel, match=r"model\.safetensors is damaged or truncated"):
         open_weights(header)

@@ -82,7 +82,9 @@ def read_quantization(config: Mapping[str, Any], own: Collection[str] = ()) -> Q
 
 def _gptq(fields: Fields, values: Mapping[str, Any]) -> Quantization:
     _check_keys(values, GPTQ_KEYS, GPTQ_IGNORED)
-    _check_constants(fields, {"is_marlin_format": (False,), "pack_dtype": ("int32",)})
+    _check_constants(
+        fields, {"is_marlin_format": (False,), "pack_dtype": ("int32",), "method": ("gptq",)}
+    )
     for name in ("dynamic", "adapter"):
         if fields.get(name):
             raise UnusableModel(f"{SOURCE}: {name!r} is not supported for gptq")
@@ -106,8 +108,14 @@ def _awq(fields: Fields, values: Mapping[str, Any]) -> Quantization:
     version = fields.text("version", fields.text("format", "gemm"))
     if version.lower() != "gemm":
         raise UnusableModel(f"{SOURCE}: version {version!r:.80} is not supported for awq")
-    if not fields.flag("zero_point", True):
-        raise UnusableModel(f"{SOURCE}: zero_point false is not supported for awq")
+    _check_constants(
+        fields,
+        {"checkpoint_format": ("gemm",), "pack_dtype": ("int32",), "method": ("awq",)},
+    )
+    for name in ("dynamic", "adapter"):
+        if fields.get(name):
+            raise UnusableModel(f"{SOURCE}: {name!r} is not supported for awq")
+    fields.flag("zero_point", True)  # zero points are stored in either case
     _check_names(fields, "modules_to_not_convert")
     bits = _bits(fields, "bits" if "bits" in fields else "w_bit", (4,), 4)
     group = _group_size(fields, "group_size" if "group_size" in fields else "q_group_size", 128)
@@ -273,7 +281,7 @@ COMPRESSED_TYPES = {
 
 GPTQ_KEYS = frozenset(
     {"quant_method", "bits", "group_size", "sym", "desc_act", "lm_head", "checkpoint_format"}
-    | {"format", "is_marlin_format", "pack_dtype", "dynamic", "adapter"}
+    | {"format", "is_marlin_format", "method", "pack_dtype", "dynamic", "adapter"}
 )
 GPTQ_IGNORED = frozenset(
     {"act_group_aware", "backend", "batch_size", "block_name_to_quantize", "cache_block_outputs"}
@@ -286,11 +294,12 @@ GPTQ_IGNORED = frozenset(
 """How the numbers were found, and how a program should compute with them."""
 AWQ_KEYS = frozenset(
     {"quant_method", "bits", "w_bit", "group_size", "q_group_size", "zero_point", "version"}
-    | {"format", "modules_to_not_convert"}
+    | {"format", "checkpoint_format", "method", "pack_dtype", "dynamic", "adapter"}
+    | {"modules_to_not_convert"}
 )
-AWQ_IGNORED = frozenset(
-    {"backend", "do_fuse", "exllama_config", "fuse_max_seq_len", "modules_to_fuse"}
-)
+AWQ_IGNORED = GPTQ_IGNORED | {"desc_act", "do_fuse", "fuse_max_seq_len", "lm_head", "sym"}
+AWQ_IGNORED |= {"modules_to_fuse"}
+"""Transformers and GPTQModel write the keys of GPTQ in a config of AWQ, too."""
 FP8_KEYS = frozenset(
     {"quant_method", "activation_scheme", "fmt", "scale_fmt", "expert_dtype", "weight_block_size"}
     | {"modules_to_convert", "modules_to_not_convert", "ignored_layers"}

@@ -214,7 +214,7 @@ def _scale_shapes(scheme: QuantScheme, rows: int, groups: int) -> list[Shape]:
     if scheme.layout in ("gptq", "awq"):
         return [(groups, rows)]
     if scheme.block == (0, 0):
-        return [(1,), ()]
+        return [(1,), (), (1, 1)]
     if scheme.block == (1, 0):
         return [(rows, 1), (rows,)]
     return [(-(-rows // scheme.block[0]), groups)]

@@ -162,11 +162,13 @@ class QuantizedMatrix:
             return middle if layout == "packed" else None
         if layout == "plain":
             return self._by_row(stored)
-        unpacked = _unpacked(stored.T if layout == "packed" else stored, bits)
+        # GPTQ subtracts the offset from whole words: that from a zero borrows from its neighbour.
+        offset = scheme.zero_offset * sum(1 << at for at in range(0, 32, bits))
+        words = stored + np.asarray([offset], np.uint32)
+        unpacked = _unpacked(words.T if layout == "packed" else words, bits)
         if layout == "awq":
             unpacked = _awq_order(unpacked)
-        zeros = (unpacked[:, :rows].astype(np.int32) + scheme.zero_offset) & ((1 << bits) - 1)
-        return np.ascontiguousarray(zeros.T, np.float32)
+        return np.ascontiguousarray(unpacked[:, :rows].T, np.float32)
 
     def _groups(self, stored: NDArray[Any] | None) -> NDArray[np.int64]:
         if stored is None:

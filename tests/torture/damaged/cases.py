@@ -78,8 +78,8 @@ class Originals:
                 path.mkdir()
                 model = random_model("llama", **SMALL, num_attention_heads=4)
                 write_quantized(path, model, FORMATS[name])
-                for file in (path / "quantized").iterdir():
-                    file.rename(path / file.name)
+                for written in (path / "quantized").iterdir():
+                    written.rename(path / written.name)
             else:
                 random_model(name, **SMALL, num_attention_heads=4).save_pretrained(path)
             tiny_tokenizer().save(str(path / TOKENIZER))
