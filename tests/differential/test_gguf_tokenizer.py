@@ -7,7 +7,14 @@ import json
 import pytest
 from tokenizers import Tokenizer, pre_tokenizers
 
-from tests.support.gguf_tokenizers import NUMBERS, TEXTS, as_metadata, assert_same, rebuilt
+from tests.support.gguf_tokenizers import (
+    NUMBERS,
+    TEXTS,
+    as_metadata,
+    assert_same,
+    odd_texts,
+    rebuilt,
+)
 from tests.support.model import smollm2_gguf
 from tests.support.tokenizers import FAMILY_NAMES, family_json, family_of
 from worker.loading.fields import Fields
@@ -45,7 +52,8 @@ def test_a_tokenizer_encodes_the_same_after_conversion_to_gguf_and_back(name: st
     if family.begins:
         metadata["bos_token_id"] = metadata["tokens"].index(family.bos)
     theirs = Tokenizer.from_str(data.decode())
-    assert_same(rebuilt(metadata), theirs)
+    marks = [family.eos, *family.special, *family.marks]
+    assert_same(rebuilt(metadata), theirs, TEXTS + odd_texts(500, marks))
     bos = metadata.get("bos_token_id")
     special = {"bos_token": family.bos} if bos is not None and family.bos else {}
     facts = TextFacts(data, eos_token_ids=[0], bos_token_id=bos, special_tokens=special)

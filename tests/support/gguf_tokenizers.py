@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -28,6 +30,39 @@ TEXTS = [
     *(NUMBERS := ["x 1  2   3    45", "\u2460\u00bd \u0663 numbers, 2\u00b2 \u2167"]),
 ]
 """NUMBERS are the texts that show whether digits are split off first."""
+
+# fmt: off
+BLANKS = [" ", "  ", "\t", "\n", "\r", "\r\n", "\n\n", " \n ", "\u00a0", "\u3000", "\x0b", "\u2028"]
+WORDS = [
+    "a", "It's", "we'LL", "'\u017f", "it\u2019s", "CamelCase", "HTTPServer2", "e\u0301", "\ufb01n",
+    "\u01c5", "\u02b0x", "Straße", "\u0130i", "\u212a", "ΩΣς", "Ёлка", "日本語", "カタ", "العربية",
+    "\u1112\u1161\u11ab", "हिन्दी", "ไทย", "ქართ", "\u0300", "x\u0301\u0302", "\U0001d400",
+]
+DIGITS = ["0", "42", "1234567890", "3.14", "1,000", "\u0663", "½", "²", "\u2167", "1e-9", "0x1F"]
+SIGNS = [
+    "!", "?!", "...", "--", "\u2014", "_", "__init__", "'", '"', "\\n", "//", "#!", "&amp;", "<b>",
+    "</s>", "<|im_", "|>", "<0x0A>", '{"a":', "()=>", "\u200d", "\u200b", "\ufeff", "\x00",
+    "\x1b[0m", "\ufffd", "\ue000", "\U000e0061", "🙂", "👩🏽‍🚀", "🇩🇪", "\ufe0f", "\u2260",
+]
+# fmt: on
+
+
+def odd_texts(count: int, marks: Sequence[str] = ()) -> list[str]:
+    """Return texts of odd blanks, words, digits and signs in random order; some have long runs or
+    characters of any script. They are the same in each call.
+
+    marks   tokens that are matched before merging
+    """
+    dice, texts = random.Random(1), []
+    kinds = [BLANKS, WORDS, DIGITS, [*SIGNS, *marks]]
+    for _ in range(count):
+        parts = [dice.choice(dice.choice(kinds)) for _ in range(dice.randrange(1, 14))]
+        if dice.random() < 0.15:
+            parts.append(dice.choice(parts) * dice.randrange(2, 40))
+        if dice.random() < 0.2:
+            parts += [chr(dice.choice((0x20, 0xE000)) + dice.randrange(0xD7E0)) for _ in range(6)]
+        texts.append("".join(parts))
+    return texts
 
 
 def rebuilt(metadata: dict[str, Any]) -> Tokenizer:
