@@ -72,6 +72,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "ministral": [WINDOW],
     "mixtral": [WINDOW],
     "qwen2": [{"use_sliding_window": True, "max_window_layers": 2, **WINDOW}],
+    "gemma2": [{"initializer_range": 0.06}],
     "gemma3_text": [{"sliding_window_pattern": 2}],
     "qwen3_moe": [
         {"moe_intermediate_size": 64},
@@ -96,7 +97,9 @@ COMPILED_CASES = [
 def test_the_compiled_kernels_give_the_same_logits(
     tmp_path: Path, model_type: str, changes: dict[str, Any]
 ) -> None:
-    sizes = {"hidden_size": 192} | changes
+    """The weights are smaller than in the tests above, as the model is wider. With weights as large
+    as there, float32 in transformers itself is up to 4e-4 from float64."""
+    sizes = {"hidden_size": 192, "initializer_range": 0.1} | changes
     if "head_dim" in OWN_SIZES.get(model_type, {}):
         sizes["head_dim"] = 32
     theirs, tokens = random_model(model_type, **sizes), some_tokens(300)
@@ -105,7 +108,7 @@ def test_the_compiled_kernels_give_the_same_logits(
     assert loaded.model.whole is not None
     attention = select_attention(BLOCK_TOKENS, dtype=torch.float32, kernels=loaded.model.kernels)
     logits = expected(theirs, tokens)
-    atol = 4e-4 * max(1.0, float(logits.abs().max()) / 10)
+    atol = 1e-4 * max(1.0, float(logits.abs().max()) / 10)
     for steps in [(300,)], [(7,), (1,), (260,), (12,), *[(1,)] * 20]:
         assert_same(EagerStepper(loaded, [tokens], attention).run(steps)[0], logits, atol)
 
