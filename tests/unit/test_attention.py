@@ -233,6 +233,40 @@ def test_compiled_attention_gives_a_row_the_same_bits_alone_and_in_a_batch(
         start += row.count
 
 
+CHUNKS = ((1,) * 80, (7, 64, 9), (64, 16), (2, 1, 30, 47), (79, 1))
+"""Cuts of the last 80 positions of a text into rows of a step each."""
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("before", [0, 200, 460])
+@pytest.mark.parametrize(
+    ("group", "head_dim", "window"),
+    [(1, 128, None), (2, 32, 70), (3, 64, None), (3, 64, 300), (5, 96, 33), (7, 256, None)],
+)
+def test_compiled_attention_gives_a_position_the_same_bits_in_any_chunk(
+    name: str, dtype: torch.dtype, before: int, group: int, head_dim: int, window: int | None
+) -> None:
+    """The positions before 80 new ones end within a tile of keys, a piece, and the second piece."""
+    case = paged_case(
+        (before, 80), kv_heads=1, group=group, head_dim=head_dim, dtype=dtype, zeroed=True
+    )
+    attention, queries = native(name, case), case.queries()
+    cache, row = case.cache().layer(0), case.rows[0]
+    cap = 3.0 if window == 70 else None
+    scoring: dict[str, Any] = {"soft_cap": cap, "sinks": case.sinks() if window == 33 else None}
+    whole = case.attend(attention, window=window, **scoring)
+    for chunks in CHUNKS:
+        start = 0
+        for count in chunks:
+            chunk = replace(row, computed=before + start, count=count)
+            plan = attention.plan(attention_batch([chunk], case.block_tokens), window)
+            ours = attention.run(queries[start : start + count], *cache, plan, **scoring)
+            assert torch.equal(ours, whole[start : start + count]), (count, start)
+            start += count
+
+
 def test_compiled_attention_accepts_queries_that_are_part_of_wider_rows() -> None:
     case = paged_case((40, 1), (7, 20))
     attention = NativePagedAttention(native_kernels(), case.block_tokens)

@@ -1,13 +1,13 @@
 // Attention that reads keys and values in place, block by block, without copying them.
 //
-// A row of one token (decode) is cut into pieces of PIECE keys. For each piece and key/value head, the
-// queries that share the head are multiplied by each key. If a row has several pieces, their results
-// are combined at the end, in the order of the keys. So a row has the same bits alone and in any
-// batch, for any number of threads.
-// A row of several tokens (prefill) is cut into tiles of queries. For each tile, 64 keys at a time are
-// transposed, and their scores are computed together (prefill.h).
+// The keys of a row are cut into pieces of PIECE keys, and these into tiles of TILE_KEYS (key_tile.h), at the
+// same positions in every row. The sums of a piece's tiles are added in the order of the keys, and so are
+// those of a row's pieces.
+// - A row of one token (decode): an item is a piece. The pieces' sums are added when all are there.
+// - A row of several tokens (prefill.h): an item is TILE_TOKENS tokens, with all their keys.
+// Both ways give a position the same bits, alone and in any batch, for any number of threads.
 //
-// Only keys that a query sees are read, so data that other requests left in a block is never read.
+// Only keys that a row sees are read, so data that other requests left in a block is never read.
 //
 // Legend: T tokens, R rows, M columns of the block table, H query heads, H_kv key/value heads,
 // D head dim, G = H / H_kv.
@@ -15,14 +15,12 @@
 
 #include <vector>
 
-#include "elementwise.h"
+#include "key_tile.h"
 
 namespace {
 
 constexpr int PIECE = 256;         // keys of a decode item
 constexpr int TILE_TOKENS = 64;    // tokens of a prefill item
-constexpr int KEYS_AT_ONCE = 64;   // keys that a prefill item transposes together
-constexpr int QUERIES_AT_ONCE = 4; // queries that are computed together
 // With at least this many pieces, an item has several heads, and there are still items for all threads.
 constexpr int MIN_PIECES = 16;
 constexpr int64_t L2_BYTES = 1 << 18; // bytes of keys and values that the second-level cache holds
@@ -61,20 +59,11 @@ template <class N> struct Attend {
     Scoring scoring;
 };
 
-// Applies a soft cap to `count` scores, whole vectors.
-INLINE void cap_scores(float *scores, int64_t count, float cap) {
-    for (int64_t j = 0; j < count; j += LANES) {
-        const Floats power = exponential(load(scores + j) * (2.0f / cap));
-        // tanh(x) = (e^2x - 1) / (e^2x + 1); first the quotient, because the power may be near infinity
-        store(scores + j, cap * ((power - 1.0f) / (power + 1.0f)));
-    }
-}
-
 // A piece of a decode row, or a tile of a prefill row.
 struct Item {
     int64_t row;
     int64_t first;   // first key of the row (decode), or first token of the step (prefill)
-    int64_t partial; // index of the piece's Partial; -1 if the piece is the whole row, or for a tile
+    int64_t partial; // index of the piece's Sums; -1 if the piece is the whole row, or for a tile
 };
 
 // The items of a step, which are the same for all layers.
@@ -114,154 +103,15 @@ INLINE int64_t cache_index(const Rows &rows, int64_t row, int64_t key) {
     return block * rows.block_tokens + key % rows.block_tokens;
 }
 
-// ---- decode
-
-// The result of a piece for the query heads that share a key/value head.
-struct Partial {
-    float *peak;  // [G]: the greatest score
-    float *total; // [G]: the sum of the weights e^(score - peak)
-    float *sums;  // [G, D]: the sum of the weighted values
-};
-
-// Returns the number of floats in a Partial.
-INLINE int64_t partial_floats(const Heads &h) { return h.heads / h.kv_heads * (h.dim + 2); }
-
-// The form of queries for their multiplication by keys, and one step of the multiplication. Pairs of
-// bfloat16 are multiplied directly, with sums in float, if the hardware supports this. Otherwise
-// queries and keys are converted to float.
-template <class N> struct Dots {
-    typedef float Query;
-    static INLINE Floats add(Floats sums, const float *q, Floats key) { return sums + load(q) * key; }
-    static INLINE Floats key(const N *from) { return load(from); }
-    static constexpr int WIDTH = LANES;
-};
-#if defined(__AVX512BF16__)
-template <> struct Dots<bf16> {
-    typedef bf16 Query;
-    static INLINE Floats add(Floats sums, const bf16 *q, __m512i key) {
-        return (Floats)_mm512_dpbf16_ps((__m512)sums, (__m512bh)load_as<__m512i>(q), (__m512bh)key);
-    }
-    static INLINE __m512i key(const bf16 *from) { return load_as<__m512i>(from); }
-    static constexpr int WIDTH = 2 * LANES;
-};
-#endif
-
-// Prefetches `size` numbers. The same head of the next token is far away in memory, so the processor
-// does not prefetch it by itself.
-template <class N> INLINE void prefetch(const N *row, int64_t size) {
-    for (int64_t byte = 0; byte < size * (int64_t)sizeof(N); byte += 64)
-        __builtin_prefetch((const char *)row + byte);
-}
-
-constexpr int KEYS_AHEAD = 12; // a key is prefetched this many keys before it is read
-
-// Writes the scaled scores [G][PIECE] of q [G, D] and `count` keys. The dot products of LANES keys are
-// summed together, so up to LANES - 1 scores after `count` are overwritten.
-//
-// prefetch_size: numbers to prefetch of each key and value, from this head on. More than D numbers also
-// prefetch the heads that follow.
-template <int G, class N>
-INLINE void scores_of(const typename Dots<N>::Query *q, const N *const *keys,
-                      const N *const *values, int64_t count, int64_t dim, int64_t prefetch_size,
-                      float scale, float (*scores)[PIECE]) {
-    for (int64_t j = 0; j < count && j < KEYS_AHEAD; j++) prefetch(keys[j], prefetch_size);
-    for (int64_t j = 0; j < count; j += LANES) {
-        Floats dots[G][LANES];
-        const int some = count - j < LANES ? (int)(count - j) : LANES;
-        for (int i = some; i < LANES; i++)
-            for (int g = 0; g < G; g++) dots[g][i] = Floats{};
-        for (int i = 0; i < some; i++) {
-            if (j + i + KEYS_AHEAD < count) prefetch(keys[j + i + KEYS_AHEAD], prefetch_size);
-            prefetch(values[j + i], prefetch_size);
-            Floats sums[G] = {};
-            for (int64_t d = 0; d < dim; d += Dots<N>::WIDTH) {
-                const auto key = Dots<N>::key(keys[j + i] + d);
-                for (int g = 0; g < G; g++) sums[g] = Dots<N>::add(sums[g], q + g * dim + d, key);
-            }
-            for (int g = 0; g < G; g++) dots[g][i] = sums[g];
-        }
-        for (int g = 0; g < G; g++) store(scores[g] + j, sums_of(dots[g]) * scale);
-    }
-}
-
-// Writes ACROSS vectors of sums [G, D], from dimension `d` on: weights [G][PIECE] times values. The sums
-// stay in registers, so each weight is read once for all of them.
-template <int G, int ACROSS, class N>
-INLINE void values_across(const N *const *values, int64_t count, int64_t dim, int64_t d,
-                          const float (*weights)[PIECE], float *sums) {
-    Floats own[G][ACROSS] = {};
-    for (int64_t j = 0; j < count; j++) {
-        Floats value[ACROSS];
-        for (int i = 0; i < ACROSS; i++) value[i] = load(values[j] + d + i * LANES);
-        for (int g = 0; g < G; g++)
-            for (int i = 0; i < ACROSS; i++) own[g][i] += weights[g][j] * value[i];
-    }
-    for (int g = 0; g < G; g++)
-        for (int i = 0; i < ACROSS; i++) store(sums + g * dim + d + i * LANES, own[g][i]);
-}
-
-// Writes sums [G, D]: weights [G][PIECE] times values.
-template <int G, class N>
-INLINE void values_of(
-    const N *const *values, int64_t count, int64_t dim, const float (*weights)[PIECE], float *sums
-) {
-    constexpr int MOST = LANES == 16 ? 4 : 2;
-    int64_t d = 0;
-    for (; d + MOST * LANES <= dim; d += MOST * LANES)
-        values_across<G, MOST>(values, count, dim, d, weights, sums);
-    for (; d < dim; d += 2 * LANES) values_across<G, 2>(values, count, dim, d, weights, sums);
-}
-
-// Pads scores [count] to whole vectors with -inf, the score of a hidden key. Returns the greatest.
-INLINE float pad_scores(float *scores, int64_t count) {
-    const int64_t whole = (count + LANES - 1) / LANES * LANES;
-    for (int64_t j = count; j < whole; j++) scores[j] = -INFINITY;
-    Floats high = load(scores);
-    for (int64_t j = LANES; j < whole; j += LANES) high = max_of(load(scores + j), high);
-    return max_in(high);
-}
-
-// Replaces scores [count], padded to whole vectors, by weights e^(score - peak). Returns their sum.
-INLINE float to_weights(float *scores, int64_t count, float peak) {
-    Floats total = {};
-    for (int64_t j = 0; j < count; j += LANES) {
-        Floats score = load(scores + j);
-        Floats weight = exponential(score - peak);
-        weight = (Floats)(words(weight) & (Words)(score != splat(-INFINITY)));
-        store(scores + j, weight);
-        total += weight;
-    }
-    return sum(total);
-}
-
-// Computes the Partial of G query heads and `count` keys.
-template <int G, class N>
-void decode_heads(const Attend<N> &a, const N *query, const N **keys, const N **values,
-                  int64_t count, int64_t prefetch_size, const Partial &to) {
-    const int64_t dim = a.heads.dim;
-    alignas(64) typename Dots<N>::Query q[G * MAX_DIM];
-    for (int64_t d = 0; d < G * dim; d += LANES) store(q + d, load(query + d));
-    alignas(64) float scores[G][PIECE];
-    scores_of<G>(q, keys, values, count, dim, prefetch_size, (float)a.scoring.scale, scores);
-    if (a.scoring.soft_cap != 0)
-        for (int g = 0; g < G; g++)
-            cap_scores(scores[g], (count + LANES - 1) / LANES * LANES, (float)a.scoring.soft_cap);
-    for (int g = 0; g < G; g++) {
-        to.peak[g] = pad_scores(scores[g], count);
-        to.total[g] = to_weights(scores[g], count, to.peak[g]);
-    }
-    values_of<G>(values, count, dim, scores, to.sums);
-}
-
-// Writes the addresses of `count` keys and values of a row and head, from key `first` on.
+// Writes the addresses of the keys and values [first, count) of a row and head, counted from key `start`.
 template <class N>
-INLINE void find_keys(const Attend<N> &a, const Rows &rows, int64_t row, int64_t kv_head, int64_t first,
-                 int64_t count, const N **keys, const N **values) {
+INLINE void find_keys(const Attend<N> &a, const Rows &rows, int64_t row, int64_t kv_head, int64_t start,
+                      int64_t first, int64_t count, const N **keys, const N **values) {
     const int64_t apart = a.heads.kv_heads * a.heads.dim; // from token to token
-    for (int64_t j = 0; j < count;) {
-        const int64_t left = rows.block_tokens - (first + j) % rows.block_tokens;
+    for (int64_t j = first; j < count;) {
+        const int64_t left = rows.block_tokens - (start + j) % rows.block_tokens;
         const int64_t end = j + (left < count - j ? left : count - j);
-        int64_t at = cache_index(rows, row, first + j) * apart + kv_head * a.heads.dim;
+        int64_t at = cache_index(rows, row, start + j) * apart + kv_head * a.heads.dim;
         for (; j < end; j++, at += apart) {
             keys[j] = a.k + at;
             values[j] = a.v + at;
@@ -269,61 +119,83 @@ INLINE void find_keys(const Attend<N> &a, const Rows &rows, int64_t row, int64_t
     }
 }
 
-// Computes the Partial of a piece and all query heads that share a key/value head.
+// Writes the output [D] of query head `head` from the sums of all its keys.
+template <class N> INLINE void finish_head(const Attend<N> &a, int64_t head, const Sums &sums, N *out) {
+    const float total = a.scoring.with_sink(head, *sums.peak, *sums.total);
+    for (int64_t d = 0; d < a.heads.dim; d += LANES) store(out + d, load(sums.values + d) / total);
+}
+
+// ---- decode
+
+// Returns the number of floats of the sums of the query heads that share a key/value head.
+INLINE int64_t group_floats(const Heads &h) { return h.heads / h.kv_heads * (h.dim + 2); }
+
+// Returns the sums of query number `g` of those that share a key/value head. floats: their memory.
+INLINE Sums sums_at(float *floats, int64_t g, const Heads &h) {
+    const int64_t group = h.heads / h.kv_heads;
+    float *after = floats + group * h.dim;
+    return {after + g, after + group + g, floats + g * h.dim};
+}
+
+// A tile of a piece, and what is prefetched meanwhile.
+template <class N> struct Tile {
+    const N *const *keys, *const *values; // addresses
+    int64_t first, count; // the row sees the keys [first, count)
+    int64_t ahead;        // keys from which on there is nothing to prefetch
+    int64_t prefetch_size;
+};
+
+// Adds the keys of a tile to the sums of Q query heads, from number `g` on.
+//
+// q: [G, D]. floats: the memory of the sums of all heads that share the key/value head.
+template <int Q, class N>
+INLINE void decode_heads(const Attend<N> &a, const typename Dots<N>::Query *q, const Tile<N> &tile, int64_t g,
+                         float *floats) {
+    const int64_t dim = a.heads.dim, from = tile.first / LANES * LANES;
+    const int64_t to = (tile.count + LANES - 1) / LANES * LANES;
+    alignas(64) float scores[Q * TILE_KEYS];
+    scores_in_place<Q>(q + g * dim, tile.keys, tile.values, tile.first, tile.count, tile.ahead, dim,
+                       g == 0 ? tile.prefetch_size : 0, (float)a.scoring.scale, scores);
+    for (int m = 0; m < Q; m++) {
+        float *own = scores + m * TILE_KEYS;
+        if (a.scoring.soft_cap != 0) cap_scores(own + from, to - from, (float)a.scoring.soft_cap);
+        add_weights(own, from, to, tile.first, tile.count, sums_at(floats, g + m, a.heads), dim);
+    }
+    add_values<Q>(scores, tile.values, tile.first, tile.count, dim, floats + g * dim);
+}
+
+// Computes the sums of a piece and all query heads that share a key/value head.
+//
+// prefetch_size: numbers to prefetch of each key and value, from this head on. More than D numbers also
+// prefetch the heads that follow.
 template <class N>
 void decode_piece(const Attend<N> &a, const Rows &rows, const Item &item, int64_t kv_head,
-                  int64_t prefetch_size, const Partial &to) {
+                  int64_t prefetch_size, float *floats) {
     const Heads &h = a.heads;
-    const int64_t group = h.heads / h.kv_heads, context = rows.context_lens[item.row];
-    const int64_t end = item.first + PIECE < context ? item.first + PIECE : context;
-    const int64_t visible = a.scoring.first_key(context - 1);
-    const int64_t first = item.first > visible ? item.first : visible, count = end - first;
-    if (count <= 0) { // the window starts after this piece
-        for (int64_t g = 0; g < group; g++) to.peak[g] = -INFINITY, to.total[g] = 0;
-        memset(to.sums, 0, (size_t)(group * h.dim) * sizeof(float));
-        return;
-    }
+    const int64_t group = h.heads / h.kv_heads, dim = h.dim, context = rows.context_lens[item.row];
+    const int64_t end = context - item.first < PIECE ? context - item.first : PIECE;
+    const int64_t visible = a.scoring.first_key(context - 1) - item.first;
+    const int64_t start = visible > 0 ? visible : 0; // the first key of the piece that is seen
+    memset(floats, 0, (size_t)group_floats(h) * sizeof(float));
+    for (int64_t g = 0; g < group; g++) *sums_at(floats, g, h).peak = -INFINITY;
+    if (start >= end) return; // the window starts after this piece
     const N *keys[PIECE], *values[PIECE];
-    find_keys(a, rows, item.row, kv_head, first, count, keys, values);
-    const N *query = a.q + rows.row_starts[item.row] * a.q_stride + kv_head * group * h.dim;
-    for (int64_t g = 0; g < group;) {
-        const Partial part{to.peak + g, to.total + g, to.sums + g * h.dim};
-        const int64_t some = group - g < QUERIES_AT_ONCE ? group - g : QUERIES_AT_ONCE;
-        const N *q = query + g * h.dim;
-        switch (some) {
-        case 1: decode_heads<1>(a, q, keys, values, count, prefetch_size, part); break;
-        case 2: decode_heads<2>(a, q, keys, values, count, prefetch_size, part); break;
-        case 3: decode_heads<3>(a, q, keys, values, count, prefetch_size, part); break;
-        default: decode_heads<4>(a, q, keys, values, count, prefetch_size, part);
+    find_keys(a, rows, item.row, kv_head, item.first, start, end, keys, values);
+    alignas(64) typename Dots<N>::Query q[MAX_GROUP * MAX_DIM];
+    convert_row(a.q + rows.row_starts[item.row] * a.q_stride + kv_head * group * dim, q, group * dim);
+    for (int64_t j = start; j < end && j < start + KEYS_AHEAD; j++) prefetch(keys[j], prefetch_size);
+    for (int64_t at = start / TILE_KEYS * TILE_KEYS; at < end; at += TILE_KEYS) {
+        const Tile<N> tile{keys + at, values + at, start > at ? start - at : 0,
+                           end - at < TILE_KEYS ? end - at : TILE_KEYS, end - at, prefetch_size};
+        for (int64_t g = 0; g < group; g += QUERIES_AT_ONCE) {
+            switch (group - g) {
+            case 1: decode_heads<1>(a, q, tile, g, floats); break;
+            case 2: decode_heads<2>(a, q, tile, g, floats); break;
+            case 3: decode_heads<3>(a, q, tile, g, floats); break;
+            default: decode_heads<4>(a, q, tile, g, floats);
+            }
         }
-        g += some;
     }
-}
-
-// Writes the output [D] of query head `head`, which is number `g` of those that share a key/value head:
-// combines its pieces in the order of their keys.
-template <class N>
-INLINE void combine(const Attend<N> &a, const Partial *parts, int64_t count, int64_t head, N *out) {
-    const int64_t dim = a.heads.dim, g = head % (a.heads.heads / a.heads.kv_heads);
-    float peak = parts[0].peak[g], total = 0;
-    for (int64_t i = 1; i < count; i++)
-        peak = parts[i].peak[g] > peak ? parts[i].peak[g] : peak;
-    alignas(64) float sums[MAX_DIM] = {};
-    for (int64_t i = 0; i < count; i++) {
-        const float share = std::exp(parts[i].peak[g] - peak);
-        total += share * parts[i].total[g];
-        for (int64_t d = 0; d < dim; d += LANES)
-            store(sums + d, load(sums + d) + share * load(parts[i].sums + g * dim + d));
-    }
-    total = a.scoring.with_sink(head, peak, total);
-    for (int64_t d = 0; d < dim; d += LANES) store(out + d, load(sums + d) / total);
-}
-
-// Returns Partial number `index` in `scratch`.
-INLINE Partial partial_at(float *scratch, int64_t index, const Heads &h) {
-    const int64_t group = h.heads / h.kv_heads;
-    float *at = scratch + index * partial_floats(h);
-    return {at + group * h.dim, at + group * h.dim + group, at};
 }
 
 // Computes one piece for one key/value head. A piece that is the whole row is finished at once.
@@ -331,32 +203,33 @@ template <class N>
 void decode_item(const Attend<N> &a, const Rows &rows, const Item &item, int64_t kv_head,
                  int64_t prefetch_size, float *partials) {
     const Heads &h = a.heads;
-    const int64_t group = h.heads / h.kv_heads;
+    const int64_t group = h.heads / h.kv_heads, size = group_floats(h);
     if (item.partial >= 0) {
-        const int64_t index = item.partial * h.kv_heads + kv_head;
-        decode_piece(a, rows, item, kv_head, prefetch_size, partial_at(partials, index, h));
-        return;
+        float *floats = partials + (item.partial * h.kv_heads + kv_head) * size;
+        return decode_piece(a, rows, item, kv_head, prefetch_size, floats);
     }
     alignas(64) float own[MAX_GROUP * (MAX_DIM + 2)];
-    const Partial part = partial_at(own, 0, h);
-    decode_piece(a, rows, item, kv_head, prefetch_size, part);
-    N *out = a.out + rows.row_starts[item.row] * h.heads * h.dim;
-    for (int64_t head = kv_head * group; head < (kv_head + 1) * group; head++)
-        combine(a, &part, 1, head, out + head * h.dim);
+    decode_piece(a, rows, item, kv_head, prefetch_size, own);
+    N *out = a.out + (rows.row_starts[item.row] * h.heads + kv_head * group) * h.dim;
+    for (int64_t g = 0; g < group; g++)
+        finish_head(a, kv_head * group + g, sums_at(own, g, h), out + g * h.dim);
 }
 
-// Finishes a row of several pieces, items[0, count), after all of them are computed.
+// Finishes a row of several pieces, items[0, count), after all of them are computed. Their sums are added
+// to those of the first piece.
 template <class N>
 void join_row(const Attend<N> &a, const Rows &rows, const Item *items, int64_t count,
               float *partials) {
     const Heads &h = a.heads;
-    const int64_t group = h.heads / h.kv_heads;
-    std::vector<Partial> parts((size_t)count);
+    const int64_t group = h.heads / h.kv_heads, size = group_floats(h);
+    N *out = a.out + rows.row_starts[items[0].row] * h.heads * h.dim;
     for (int64_t head = 0; head < h.heads; head++) {
-        for (int64_t i = 0; i < count; i++)
-            parts[i] = partial_at(partials, items[i].partial * h.kv_heads + head / group, h);
-        N *out = a.out + (rows.row_starts[items[0].row] * h.heads + head) * h.dim;
-        combine(a, parts.data(), count, head, out);
+        auto piece = [&](int64_t i) {
+            float *floats = partials + (items[i].partial * h.kv_heads + head / group) * size;
+            return sums_at(floats, head % group, h);
+        };
+        for (int64_t i = 1; i < count; i++) add_sums(piece(0), piece(i), h.dim);
+        finish_head(a, head, piece(0), out + head * h.dim);
     }
 }
 

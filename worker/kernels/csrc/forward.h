@@ -82,7 +82,7 @@ template <class N> struct Pass {
     std::vector<Routing> routings;
 
     explicit Pass(const Forward &forward) : f(forward), work(forward.rows) {
-        partials.resize((size_t)(work.num_partials * f.heads.kv_heads * partial_floats(f.heads)));
+        partials.resize((size_t)(work.num_partials * f.heads.kv_heads * group_floats(f.heads)));
         for (int64_t i = 0; i < f.num_layers; i++)
             routings.emplace_back(f.tokens, f.layers[i].num_experts, f.layers[i].top_k);
     }

@@ -84,7 +84,7 @@ EXPORT void paged_attention(int64_t numbers, int64_t threads, const Heads *heads
     in_numbers(numbers, [&](auto zero) {
         using N = decltype(zero);
         const Work work(*rows);
-        std::vector<float> partials((size_t)(work.num_partials * heads->kv_heads * partial_floats(*heads)));
+        std::vector<float> partials((size_t)(work.num_partials * heads->kv_heads * group_floats(*heads)));
         const Attend<N> a{(const N *)q, (N *)out, (const N *)k_cache, (const N *)v_cache,
                           q_stride, *heads, *scoring};
         together(threads, 2, [&](Team &team) { attend(team, a, *rows, work, partials.data()); });

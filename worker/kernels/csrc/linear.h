@@ -11,6 +11,7 @@
 
 #include <vector>
 
+#include "multiply.h"
 #include "team.h"
 #include "unpack.h"
 
@@ -21,32 +22,6 @@ constexpr int PREFETCH_BYTES = 8192; // weights are prefetched this many bytes b
 // Most rows, and vectors of outputs, that are computed together: their sums fit into the registers.
 constexpr int TILE_ROWS = LANES == 16 ? 12 : 6;
 constexpr int TILE_VECTORS = 2;
-
-// ---- The two ways to multiply: one column at a time in float, or pairs of columns in bfloat16.
-
-struct ByFloats {
-    static constexpr int COLUMNS = 1;
-    typedef float Weight; // unpacked: [column][PANEL]
-    typedef Floats Vector;
-    static INLINE Floats multiply(Floats sums, const float *x, Floats w) { return sums + *x * w; }
-};
-
-#if defined(__AVX512BF16__)
-constexpr bool HAS_PAIRS = true;
-struct ByPairs {
-    static constexpr int COLUMNS = 2;
-    typedef uint32_t Weight; // unpacked: [pair][PANEL]
-    typedef Words Vector;
-    static INLINE Floats multiply(Floats sums, const bf16 *x, Words w) {
-        uint32_t pair;
-        memcpy(&pair, x, 4);
-        return (Floats)_mm512_dpbf16_ps((__m512)sums, (__m512bh)_mm512_set1_epi32((int)pair), (__m512bh)w);
-    }
-};
-#else
-constexpr bool HAS_PAIRS = false;
-typedef ByFloats ByPairs;
-#endif
 
 // ---- Multiplying.
 

@@ -98,6 +98,19 @@ INLINE float sum(Floats x) {
 #endif
 }
 
+// The order in which `sums_of` adds the lanes of a vector: it adds those whose indexes differ in the last of
+// these bits, then the results for the bit before it, and so on.
+constexpr int SUM_BITS[] = {
+#if defined(__AVX512F__)
+    8, 4, 1, 2
+#elif defined(__AVX2__)
+    4, 2, 1
+#else
+    2, 1
+#endif
+};
+constexpr int NUM_SUM_BITS = sizeof SUM_BITS / sizeof *SUM_BITS;
+
 // Returns the sums of LANES vectors as one vector.
 INLINE Floats sums_of(const Floats *v) {
 #if defined(__AVX512F__)
@@ -124,7 +137,7 @@ INLINE Floats sums_of(const Floats *v) {
                                  _mm256_permute2f128_ps(b[0], b[1], 0x31));
 #else
     Floats sums;
-    for (int i = 0; i < LANES; i++) sums[i] = sum(v[i]);
+    for (int i = 0; i < LANES; i++) sums[i] = (v[i][0] + v[i][1]) + (v[i][2] + v[i][3]);
     return sums;
 #endif
 }

@@ -1,0 +1,284 @@
+// The arithmetic of attention, which is the same for decode and prefill: up to QUERIES_AT_ONCE queries
+// against a tile of TILE_KEYS keys.
+//
+// The order of every sum depends only on the positions of the query and its keys:
+// - A tile starts at a multiple of TILE_KEYS, and a piece (attention.h) at a multiple of PIECE.
+// - A score is the sum of LANES sums, each over every LANES-th dimension. A decode row computes these as one
+//   vector for each key. A prefill row has many queries for the same keys, so keys are transposed: the scores
+//   of neighbouring keys form a vector, and the LANES sums are computed one by one and added in the same order.
+// - As in flash attention, the sums of a query are relative to its greatest score so far, and are rescaled if
+//   a later tile of the piece has a greater one. The pieces of a row are added in the same way.
+//
+// So a query's output has the same bits whether it is computed as a row of one token or in a chunk.
+#pragma once
+
+#include <type_traits>
+#include <utility>
+
+#include "elementwise.h"
+#include "multiply.h"
+
+namespace {
+
+constexpr int TILE_KEYS = 64;
+constexpr int QUERIES_AT_ONCE = 4;
+
+// How queries and keys of number type N are multiplied: WIDTH numbers of a key that is read in place, or
+// By::COLUMNS numbers of each key of a vector of transposed ones. Pairs of bfloat16 are multiplied directly,
+// with sums in float, if the hardware supports this. Otherwise they are converted to float.
+template <class N> struct Dots {
+    typedef ByFloats By;
+    typedef float Query;
+    static constexpr int WIDTH = LANES;
+    static INLINE Floats key(const N *from) { return load(from); }
+    static INLINE Floats add(Floats sums, const float *q, Floats key) { return sums + load(q) * key; }
+};
+#if defined(__AVX512BF16__)
+template <> struct Dots<bf16> {
+    typedef ByPairs By;
+    typedef bf16 Query;
+    static constexpr int WIDTH = 2 * LANES;
+    static INLINE __m512i key(const bf16 *from) { return load_as<__m512i>(from); }
+    static INLINE Floats add(Floats sums, const bf16 *q, __m512i key) {
+        return (Floats)_mm512_dpbf16_ps((__m512)sums, (__m512bh)load_as<__m512i>(q), (__m512bh)key);
+    }
+};
+#endif
+
+// ---- Transposing keys.
+
+// Returns a's lanes whose index has bit H clear, in their places, and b's in the H lanes above them.
+template <int H, size_t... I>
+INLINE Words low_of(Words a, Words b, std::index_sequence<I...>) {
+    return (Words)__builtin_shuffle(a, b, Words{(I & H ? LANES + I - H : I)...});
+}
+
+// Returns b's lanes whose index has bit H set, in their places, and a's in the H lanes below them.
+template <int H, size_t... I>
+INLINE Words high_of(Words a, Words b, std::index_sequence<I...>) {
+    return (Words)__builtin_shuffle(a, b, Words{(I & H ? LANES + I : I + H)...});
+}
+
+// Transposes LANES vectors of LANES words, by exchanging halves, then quarters, and so on.
+template <int H = LANES / 2> INLINE void transpose(Words (&rows)[LANES]) {
+    constexpr auto LANE = std::make_index_sequence<LANES>{};
+    for (int i = 0; i < LANES; i++) {
+        if (i & H) continue;
+        const Words a = rows[i], b = rows[i | H];
+        rows[i] = low_of<H>(a, b, LANE);
+        rows[i | H] = high_of<H>(a, b, LANE);
+    }
+    if constexpr (H > 1) transpose<H / 2>(rows);
+}
+
+// Writes LANES keys' words number `word`, of one pair of bfloat16 or one float each, to the transposed
+// keys `to` [columns][TILE_KEYS].
+INLINE void put_word(const float *, Words words, int64_t word, uint32_t *to) {
+    store_as(to + word * TILE_KEYS, words);
+}
+INLINE void put_word(const bf16 *, Words words, int64_t word, uint32_t *to) {
+    if (HAS_PAIRS) return store_as(to + word * TILE_KEYS, words);
+    store_as(to + 2 * word * TILE_KEYS, words << 16);
+    store_as(to + (2 * word + 1) * TILE_KEYS, words & 0xffff0000);
+}
+
+// Transposes the keys [first, count), `dim` numbers each, to `to` [columns][TILE_KEYS], and the keys that
+// precede them in their vector, or follow, as zeros.
+template <class N>
+INLINE void transpose_keys(const N *const *keys, int64_t first, int64_t count, int64_t dim, uint32_t *to) {
+    const int64_t words = dim * (int64_t)sizeof(N) / 4;
+    for (int64_t j = first / LANES * LANES; j < count; j += LANES)
+        for (int64_t w = 0; w < words; w += LANES) {
+            Words rows[LANES];
+            for (int i = 0; i < LANES; i++) {
+                const bool is_read = j + i >= first && j + i < count;
+                rows[i] = is_read ? load_as<Words>((const uint32_t *)keys[j + i] + w) : Words{};
+            }
+            transpose(rows);
+            for (int i = 0; i < LANES; i++) put_word((const N *)nullptr, rows[i], w + i, to + j);
+        }
+}
+
+// ---- Scores.
+
+// Vectors that are computed together for Q queries; their sums fit into the registers.
+template <int Q> constexpr int across() { return LANES == 16 ? 4 : Q == 1 ? 8 : Q == 2 ? 4 : 2; }
+
+constexpr int KEYS_AHEAD = 12; // a key is prefetched this many keys before it is read
+
+// Prefetches `size` numbers. The same head of the next token is far away in memory, so the processor
+// does not prefetch it by itself.
+template <class N> INLINE void prefetch(const N *row, int64_t size) {
+    for (int64_t byte = 0; byte < size * (int64_t)sizeof(N); byte += 64)
+        __builtin_prefetch((const char *)row + byte);
+}
+
+// Writes the scores [Q][TILE_KEYS] of q [Q, D] and the keys [first, count) of a tile. The keys are read
+// where they are, and the products of LANES keys are summed together. So scores before `first` and after
+// `count` in the same vectors are overwritten.
+//
+// ahead: keys from which on there is nothing to prefetch. prefetch_size: numbers to prefetch of each key and
+// value.
+template <int Q, class N>
+INLINE void scores_in_place(const typename Dots<N>::Query *q, const N *const *keys, const N *const *values,
+                            int64_t first, int64_t count, int64_t ahead, int64_t dim,
+                            int64_t prefetch_size, float scale, float *scores) {
+    for (int64_t j = first / LANES * LANES; j < count; j += LANES) {
+        Floats dots[Q][LANES];
+        for (int i = 0; i < LANES; i++) {
+            Floats sums[Q] = {};
+            if (j + i >= first && j + i < count) {
+                if (j + i + KEYS_AHEAD < ahead) prefetch(keys[j + i + KEYS_AHEAD], prefetch_size);
+                prefetch(values[j + i], prefetch_size);
+                for (int64_t d = 0; d < dim; d += Dots<N>::WIDTH) {
+                    const auto key = Dots<N>::key(keys[j + i] + d);
+                    for (int m = 0; m < Q; m++) sums[m] = Dots<N>::add(sums[m], q + m * dim + d, key);
+                }
+            }
+            for (int m = 0; m < Q; m++) dots[m][i] = sums[m];
+        }
+        for (int m = 0; m < Q; m++) store(scores + m * TILE_KEYS + j, sums_of(dots[m]) * scale);
+    }
+}
+
+// Computes the sums of products [Q, ACROSS vectors] of q [Q, D] and transposed keys from `keys` on, over those
+// lanes that equal LANE in the first LEVEL of SUM_BITS: in the order in which `scores_in_place` adds them.
+template <int Q, int ACROSS, class N, int LEVEL = 0, int LANE = 0>
+INLINE void sum_lanes(const typename Dots<N>::Query *q, const uint32_t *keys, int64_t dim,
+                      Floats (&sums)[Q][ACROSS]) {
+    using By = typename Dots<N>::By;
+    if constexpr (LEVEL < NUM_SUM_BITS) {
+        sum_lanes<Q, ACROSS, N, LEVEL + 1, LANE>(q, keys, dim, sums);
+        Floats others[Q][ACROSS];
+        sum_lanes<Q, ACROSS, N, LEVEL + 1, (LANE | SUM_BITS[LEVEL])>(q, keys, dim, others);
+        for (int m = 0; m < Q; m++)
+            for (int i = 0; i < ACROSS; i++) sums[m][i] += others[m][i];
+    } else {
+        for (int m = 0; m < Q; m++)
+            for (int i = 0; i < ACROSS; i++) sums[m][i] = Floats{};
+        for (int64_t w = LANE; w < dim / By::COLUMNS; w += LANES) {
+            typename By::Vector key[ACROSS];
+            for (int i = 0; i < ACROSS; i++)
+                key[i] = load_as<typename By::Vector>(keys + w * TILE_KEYS + i * LANES);
+            for (int m = 0; m < Q; m++)
+                for (int i = 0; i < ACROSS; i++)
+                    sums[m][i] = By::multiply(sums[m][i], q + m * dim + w * By::COLUMNS, key[i]);
+        }
+    }
+}
+
+// Writes the scores [Q][TILE_KEYS] of q [Q, D] and the transposed keys [from, to), whole vectors. They have the
+// bits of `scores_in_place`.
+template <int Q, class N>
+__attribute__((noinline)) void scores_of_transposed(const typename Dots<N>::Query *q, const uint32_t *keys,
+                                                    int64_t dim, int64_t from, int64_t to, float scale,
+                                                    float *scores) {
+    auto some = [&](int64_t j, auto across) __attribute__((always_inline)) {
+        constexpr int ACROSS = decltype(across)::value;
+        Floats sums[Q][ACROSS];
+        sum_lanes<Q, ACROSS, N>(q, keys + j, dim, sums);
+        for (int m = 0; m < Q; m++)
+            for (int i = 0; i < ACROSS; i++) store(scores + m * TILE_KEYS + j + i * LANES, sums[m][i] * scale);
+    };
+    int64_t j = from;
+    for (; j + 2 * LANES <= to; j += 2 * LANES) some(j, std::integral_constant<int, 2>{});
+    for (; j < to; j += LANES) some(j, std::integral_constant<int, 1>{});
+}
+
+// ---- Softmax.
+
+// What a query has of some of its keys.
+struct Sums {
+    float *peak;   // the greatest score; -inf: no key yet
+    float *total;  // the sum of the weights e^(score - peak)
+    float *values; // [D]: the sum of the weighted values
+};
+
+// Applies a soft cap to `count` scores, whole vectors.
+INLINE void cap_scores(float *scores, int64_t count, float cap) {
+    for (int64_t j = 0; j < count; j += LANES) {
+        const Floats power = exponential(load(scores + j) * (2.0f / cap));
+        // tanh(x) = (e^2x - 1) / (e^2x + 1); first the quotient, because the power may be near infinity
+        store(scores + j, cap * ((power - 1.0f) / (power + 1.0f)));
+    }
+}
+
+// Multiplies the sums by e^(peak - higher), and makes `higher` the peak.
+inline __attribute__((noinline)) void rescale(const Sums &sums, float higher, int64_t dim) {
+    const float share = std::exp(*sums.peak - higher);
+    *sums.total *= share;
+    *sums.peak = higher;
+    for (int64_t d = 0; d < dim; d += LANES) store(sums.values + d, load(sums.values + d) * share);
+}
+
+// Replaces the scores of one query by weights e^(score - peak), and adds them to its sums, of which it first
+// rescales all if there is a higher peak. The query sees the keys [first, count); scores of other keys
+// between `from` and `to`, whole vectors, become weights of 0.
+inline __attribute__((noinline)) void add_weights(
+    float *scores, int64_t from, int64_t to, int64_t first, int64_t count, const Sums &sums, int64_t dim
+) {
+    for (int64_t j = from; j < first; j++) scores[j] = -INFINITY;
+    for (int64_t j = count; j < to; j++) scores[j] = -INFINITY;
+    Floats high = load(scores + from);
+    for (int64_t j = from + LANES; j < to; j += LANES) high = max_of(load(scores + j), high);
+    const float here = max_in(high);
+    if (here > *sums.peak) rescale(sums, here, dim);
+    const float peak = *sums.peak;
+    Floats total = {};
+    for (int64_t j = from; j < to; j += LANES) {
+        const Floats score = load(scores + j);
+        Floats weight = exponential(score - peak);
+        weight = (Floats)(words(weight) & (Words)(score != splat(-INFINITY)));
+        store(scores + j, weight);
+        total += weight;
+    }
+    *sums.total += sum(total);
+}
+
+// Adds the sums of later keys to those of earlier ones. Total 0 means that there are no keys.
+inline __attribute__((noinline)) void add_sums(const Sums &sums, const Sums &later, int64_t dim) {
+    if (*later.total == 0) return;
+    if (*sums.total == 0) {
+        *sums.peak = *later.peak, *sums.total = *later.total;
+        memcpy(sums.values, later.values, (size_t)dim * sizeof(float));
+        return;
+    }
+    if (*later.peak > *sums.peak) rescale(sums, *later.peak, dim);
+    const float share = std::exp(*later.peak - *sums.peak);
+    *sums.total += *later.total * share;
+    for (int64_t d = 0; d < dim; d += LANES)
+        store(sums.values + d, load(sums.values + d) + load(later.values + d) * share);
+}
+
+// ---- Values.
+
+// Adds the values [first, count), from dimension d on, times their weights [Q][TILE_KEYS] to ACROSS vectors
+// of the sums [Q, D].
+template <int Q, int ACROSS, class V>
+INLINE void values_across(const float *weights, const V *const *values, int64_t first, int64_t count,
+                          int64_t dim, int64_t d, float *sums) {
+    Floats own[Q][ACROSS];
+    for (int m = 0; m < Q; m++)
+        for (int i = 0; i < ACROSS; i++) own[m][i] = load(sums + m * dim + d + i * LANES);
+    for (int64_t j = first; j < count; j++) {
+        Floats value[ACROSS];
+        for (int i = 0; i < ACROSS; i++) value[i] = load(values[j] + d + i * LANES);
+        for (int m = 0; m < Q; m++)
+            for (int i = 0; i < ACROSS; i++) own[m][i] += weights[m * TILE_KEYS + j] * value[i];
+    }
+    for (int m = 0; m < Q; m++)
+        for (int i = 0; i < ACROSS; i++) store(sums + m * dim + d + i * LANES, own[m][i]);
+}
+
+// Adds the values [first, count) times their weights [Q][TILE_KEYS] to the sums [Q, D].
+template <int Q, class V>
+INLINE void add_values(const float *weights, const V *const *values, int64_t first, int64_t count,
+                       int64_t dim, float *sums) {
+    constexpr int MOST = LANES == 16 && Q == 4 ? 4 : across<Q>();
+    int64_t d = 0;
+    for (; d + MOST * LANES <= dim; d += MOST * LANES)
+        values_across<Q, MOST>(weights, values, first, count, dim, d, sums);
+    for (; d < dim; d += 2 * LANES) values_across<Q, 2>(weights, values, first, count, dim, d, sums);
+}
+
+} // namespace
