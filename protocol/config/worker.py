@@ -12,7 +12,7 @@ Poisoning = Literal["off", "zeros", "plausible", "wild"]
 KernelSet = Literal["auto", "avx512bf16", "avx512", "avx2", "generic", "torch"]
 Gpu = Literal["cuda:0", "cuda:1", "cuda:2", "cuda:3", "cuda:4", "cuda:5", "cuda:6", "cuda:7"]
 Device = Literal["auto", "cpu", "cuda", Gpu]
-WeightForm = Literal["auto", "packed", "dense"]
+WeightForm = Literal["auto", "packed", "dense", "both"]
 
 
 class WorkerConfig(Config, frozen=True, kw_only=True):
@@ -59,8 +59,9 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
         WeightForm,
         about(
             "packed: keep the weights as stored in the file; dense: convert them to --dtype, for "
-            "torch; auto: packed, plus a dense copy for large steps if it is faster and fits "
-            "in memory"
+            "torch; auto: packed if the CPU kernels support the model, else dense; both: packed, "
+            "plus a dense copy for large steps if it is faster and fits in memory, but then an "
+            "answer can depend on how many others are computed with it"
         ),
     ] = "auto"
     measurements: Annotated[

@@ -1,5 +1,5 @@
 """Runs the property tests with more random examples than `make test`: all random cuts of answers,
-and long storms.
+long storms, and the bits of more prompts.
 
     python -m tests.torture.examples [-k stop]
 
@@ -15,7 +15,8 @@ import sys
 from tests.stages import PYTEST
 from tests.support.examples import MORE, VARIABLE
 
-OPTIONS = ("--numprocesses", "auto", "--timeout", "1800", "tests/property")
+BITS = "tests/differential/test_same_bits.py"
+OPTIONS = ("--numprocesses", "auto", "--timeout", "1800", "tests/property", BITS)
 
 
 def main(arguments: list[str]) -> int:

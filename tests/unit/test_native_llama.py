@@ -107,7 +107,7 @@ def test_steps_of_many_rows_use_dense_weights_with_the_same_answers(
     kernels = native_kernels()
     header = read_header(directory)
     assert isinstance(header, ModelHeader)
-    form = layout(kernels, "auto", torch.bfloat16)
+    form = layout(kernels, "both", torch.bfloat16)
     weights = load_weights(
         header.tensors, open_weights(header), dtype=torch.bfloat16, device=CPU, layout=form
     )
@@ -130,7 +130,7 @@ def test_steps_of_many_rows_use_dense_weights_with_the_same_answers(
 
 
 def test_a_model_too_small_to_measure_has_no_dense_copies(directory: Path) -> None:
-    loaded = load(directory, native_kernels(), torch.bfloat16)
+    loaded = load(directory, native_kernels(), torch.bfloat16, "both")
     assert loaded.step_costs == []
     assert all(isinstance(layer.qkv, PackedLinear) for layer in loaded.model.weights.layers)
     assert isinstance(loaded.model.weights.head, PackedLinear)

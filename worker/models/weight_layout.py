@@ -58,10 +58,11 @@ def layout(kernels: Kernels, form: WeightForm, dtype: torch.dtype) -> WeightLayo
 
     - "packed": packed weights. Raises UnusableModel without compiled kernels.
     - "dense", or no compiled kernels: dense weights.
-    - "auto" with compiled kernels: packed weights, to which `settle` may add dense copies.
+    - "auto" with compiled kernels: packed weights.
+    - "both" with compiled kernels: packed weights, to which `settle` may add dense copies.
     """
     if isinstance(kernels, NativeKernels) and form != "dense":
-        return PackedLayout(kernels, dtype, may_copy=form == "auto")
+        return PackedLayout(kernels, dtype, may_copy=form == "both")
     if form == "packed":
         raise UnusableModel("packed weights need compiled kernels that fit the model")
     return DenseLayout()

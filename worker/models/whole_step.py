@@ -109,11 +109,16 @@ class WholePass:
         compute the model (`compiled.why_not`), or if a linear has no packed weights."""
         if not isinstance(kernels, NativeKernels) or not isinstance(weights.head, PackedLinear):
             return None
-        if reason := why_not(spec):
-            log.info("each operation of a step is a call of its own, which is slower: %s", reason)
-            return None
         linears = (_linear(slot) for layer in weights.layers for slot in layer.linears)
+        reason = why_not(spec)
         if not all(isinstance(linear, PackedLinear | HybridLinear) for linear in linears):
+            reason = "some of its weights are not packed"
+        if reason:
+            log.info(
+                "each operation of a step is a call of its own: %s; this is slower, and an answer "
+                "can depend on how its prompt is cut into chunks",
+                reason,
+            )
             return None
         return cls(spec, weights, weights.head.matrix, kernels)
 
