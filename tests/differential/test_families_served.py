@@ -1,11 +1,12 @@
-"""Every model family in a real engine: greedy answers are those of transformers, with prompts in
-chunks, a shared prefix, preemptions and drafts."""
+"""Every model family in a real engine: greedy answers and their logprobs are those of transformers,
+with prompts in chunks, a shared prefix, preemptions and drafts."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+import torch
 
 from protocol.sampling import SamplingParams
 from tests.support.checkpoints import write_directory
@@ -13,12 +14,14 @@ from tests.support.eager import BLOCK_TOKENS, expected, some_tokens
 from tests.support.family_models import MODEL_TYPES, VARIANTS, random_model
 from tests.support.replica import Replica, load
 
-TIE = 1e-4
-PARAMS = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+ATOL = 1e-4
+PARAMS = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=0)
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_greedy_answers_are_those_of_transformers(tmp_path: Path, model_type: str) -> None:
+def test_greedy_answers_and_logprobs_are_those_of_transformers(
+    tmp_path: Path, model_type: str
+) -> None:
     """A model has windows if its family does. An answer may contain another token than transformers
     chooses if their logits are a tie."""
     variants = VARIANTS[model_type]
@@ -39,7 +42,12 @@ def test_greedy_answers_are_those_of_transformers(tmp_path: Path, model_type: st
     assert stats.num_preemptions > 0
     assert stats.num_accepted_tokens > 0
     assert stats.num_cached_tokens > 0
-    for prompt, answer in zip(prompts, answers, strict=True):
+    for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         logits = expected(theirs, prompt + answer)[len(prompt) - 1 : -1]
-        chosen = logits.gather(1, logits.new_tensor(answer).long()[:, None])[:, 0]
-        assert (logits.amax(1) - chosen).max() <= TIE * max(1.0, float(logits.abs().max()))
+        atol = ATOL * max(1.0, float(logits.abs().max()) / 10)
+        logprobs = logits.log_softmax(-1)
+        chosen = logprobs.gather(1, torch.tensor(answer)[:, None])[:, 0]
+        assert (logprobs.amax(1) - chosen).max() <= atol
+        entries = [entry for output in replica.outputs[number] for entry in output.logprobs]
+        ours = torch.tensor([entry.logprob for entry in entries])
+        torch.testing.assert_close(ours, chosen, rtol=0, atol=atol)
