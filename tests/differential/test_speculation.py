@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from protocol.grammar import Grammar, JsonSchema
 from protocol.sampling import SamplingParams
 from tests.support.drafted import is_same, prompts, replica_of
+from tests.support.kernels import native_kernels
 from tests.support.model import smollm2_gguf
 from tests.support.replica import Replica, load
 from worker.models.load import LoadedModel
@@ -27,7 +28,7 @@ GREEDY_PROMPTS, GREEDY_SLOTS = prompts()[-12:], 8
 
 @pytest.fixture(scope="module")
 def loaded() -> LoadedModel:
-    return load(smollm2_gguf())
+    return load(smollm2_gguf(), kernels=native_kernels(), weights="packed")
 
 
 @pytest.fixture(scope="module")

@@ -18,12 +18,13 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from tests.support.examples import examples
 from tests.support.server import Server
 from tests.support.tiny_checkpoint import write_tiny_llama
 
 pytestmark = pytest.mark.long
 
-EXAMPLES, EXAMPLES_LIKE_A_CHAT = 16, 8
+EXAMPLES, EXAMPLES_LIKE_A_CHAT = examples(8, 32), examples(4, 16)
 """Number of requests per operation. Operations with the body of a chat have fewer, because the body
 takes long to generate, and POST /v1/chat/completions has it as well."""
 LIKE_A_CHAT = tuple(f"/v1/chat/completions/{name}" for name in ("batch", "input_tokens", "render"))

@@ -1,5 +1,5 @@
 """Runs the property tests with more random examples than `make test`: all random cuts of answers,
-long storms, and the bits of more prompts.
+long storms, more requests from the OpenAPI document, and the bits of more prompts.
 
     python -m tests.torture.examples [-k stop]
 
@@ -15,8 +15,9 @@ import sys
 from tests.stages import PYTEST
 from tests.support.examples import MORE, VARIABLE
 
-BITS = "tests/differential/test_same_bits.py"
-OPTIONS = ("--numprocesses", "auto", "--timeout", "1800", "tests/property", BITS)
+OTHER_TESTS = ("tests/e2e/test_openapi.py", "tests/differential/test_same_bits.py")
+"""Tests outside of tests/property that draw more examples."""
+OPTIONS = ("--numprocesses", "auto", "--timeout", "1800", "tests/property", *OTHER_TESTS)
 
 
 def main(arguments: list[str]) -> int:
