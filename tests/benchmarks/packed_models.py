@@ -1,6 +1,7 @@
 """Measures memory and decode steps of quantised models of 0.5 and 3 thousand million weights.
 
     python -m tests.benchmarks.packed_models [--shapes NAME,...] [--types NAME,...] [--folder DIR]
+        [--no-steps]
 
 The program writes models of published shapes as `tidegate quantize` does, but with random weights,
 of which one piece is quantised and repeated. It prints two tables:
@@ -183,6 +184,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--shapes", default=",".join(SHAPES), help="default: %(default)s")
     parser.add_argument("--types", default="Q4_K_M,Q8_0", help="default: %(default)s")
     parser.add_argument("--seconds", type=float, default=8.0, help="time for a number of rows")
+    parser.add_argument("--no-steps", action="store_true", help="measure memory and loading only")
     parser.add_argument("--folder", type=Path, help="keep the files in this directory, or use them")
     options = parser.parse_args()
     for names, valid in ((options.shapes, SHAPES), (options.types, TYPES)):
@@ -213,6 +215,8 @@ def main() -> None:
         name = cpu_name().partition(",")[0]
         print(f"\n{datetime.now(UTC):%Y-%m-%d}, {name}, {os.cpu_count()} cores, kernels")
         print(f"{found['kernels']}, {found['dtype']}, load average {os.getloadavg()[0]:.1f}")
+        if options.no_steps:
+            return
         print(
             f"\n| ms of {BASE} and of the type: ratio | {' | '.join(f'{n} rows' for n in ROWS)} |"
         )

@@ -9,8 +9,9 @@ with `prompt_logprobs`, in one go. `--llama-cpp` names the Python of an environm
 llama-cpp-python: llama.cpp then computes the same token ids with the same file
 (llama_cpp_logprobs.py).
 
-With `--types`, the numbers of the model are quantised to each type as by `tidegate quantize`, and
-the packed weights of that file are compared with the same weights dequantised to float32.
+With `--types`, the numbers of the model are quantised to each type, and the packed weights of that
+file are compared with the same weights dequantised to float32. Types of `tidegate quantize` are
+written by its code. Others (THEIR_TYPES) are written by llama.cpp, so they need `--llama-cpp`.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from gguf import LlamaFileType
 from tokenizers import Tokenizer
 
 from protocol.config.worker import KernelSet, WeightForm
@@ -43,6 +46,15 @@ from worker.startup.machine import cpu_flags
 PROSE = Path(__file__).parents[1] / "data" / "prose.txt"
 """1,300 words that were written for this purpose, so no model has been trained on them."""
 THEIRS = Path(__file__).with_name("llama_cpp_logprobs.py")
+THEIR_QUANTIZER = Path(__file__).with_name("llama_cpp_quantize.py")
+THEIR_TYPES = {
+    "Q2_K": LlamaFileType.MOSTLY_Q2_K,
+    "Q3_K": LlamaFileType.MOSTLY_Q3_K_M,
+    "IQ4_NL": LlamaFileType.MOSTLY_IQ4_NL,
+    "IQ4_XS": LlamaFileType.MOSTLY_IQ4_XS,
+    "MXFP4": LlamaFileType.MOSTLY_MXFP4_MOE,
+}
+"""Type -> llama.cpp's type of a file. All matrices get it whose rows fit, the head too."""
 THEIR_TIMEOUT_S = 600
 
 
@@ -102,20 +114,32 @@ def tokens_of(loaded: LoadedModel, text: str) -> list[int]:
 
 def of_llama_cpp(python: str, model: Path, tokens: Sequence[int]) -> float:
     """Return the perplexity that llama.cpp computes with the Python of another environment."""
-    asked = json.dumps({"model": str(model), "tokens": list(tokens)})
+    asked = {"model": str(model), "tokens": list(tokens)}
+    return of_logprobs(json.loads(_run([python, str(THEIRS)], asked)))
+
+
+def _run(command: list[str], asked: dict[str, Any]) -> str:
+    """Run a program of llama.cpp's environment with JSON as its input, and return its output."""
     done = subprocess.run(
-        [python, str(THEIRS)], input=asked, text=True, capture_output=True, timeout=THEIR_TIMEOUT_S
+        command, input=json.dumps(asked), text=True, capture_output=True, timeout=THEIR_TIMEOUT_S
     )
     if done.returncode:
         raise RuntimeError(f"llama.cpp: {done.stderr.strip()[-2000:]}")
-    return of_logprobs(json.loads(done.stdout))
+    return done.stdout
 
 
-def quantised(model: Path, kind: str, folder: Path) -> Path:
-    """Write the numbers of a GGUF file in another type, and return the file."""
+def quantised(model: Path, kind: str, folder: Path, llama_cpp: str = "") -> Path:
+    """Write the numbers of a GGUF file in another type, and return the file.
+
+    llama_cpp   the Python that writes THEIR_TYPES
+    """
     header = read_header(model)
     assert isinstance(header, ModelHeader)
     path = folder / f"{model.stem}.{kind}.gguf"
+    if kind in THEIR_TYPES:
+        asked = {"model": str(model), "output": str(path), "file_type": THEIR_TYPES[kind]}
+        _run([llama_cpp, str(THEIR_QUANTIZER)], asked)
+        return path
     contents = quantized_weights(open_weights(header))
     write_model(header, contents, path, kind, lambda *_: None)
     return path
@@ -150,19 +174,22 @@ def main() -> None:
         metavar="PYTHON",
         help="a Python that has llama-cpp-python, to compare with",
     )
-    parser.add_argument(
-        "--types", default="", help=f"quantise the model first: some of {', '.join(TYPES)}"
-    )
+    types = f"{', '.join(TYPES)}; with --llama-cpp also {', '.join(THEIR_TYPES)}"
+    parser.add_argument("--types", default="", help=f"quantise the model first: some of {types}")
     options = parser.parse_args()
+    kinds = options.types.split(",") if options.types else []
+    for kind in kinds:
+        if kind not in (*TYPES, *(THEIR_TYPES if options.llama_cpp else ())):
+            parser.error(f"--types: {kind!r} is not one of {types}")
     model, text = options.model or smollm2_gguf(), options.text.read_text(encoding="utf-8")
-    if not options.types:
+    if not kinds:
         print_table(model, measured(model, text, FORMS, options.llama_cpp))
         return
-    for kind in options.types.split(","):
+    for kind in kinds:
         with tempfile.TemporaryDirectory() as folder:
-            path = quantised(model, kind, Path(folder))
+            path = quantised(model, kind, Path(folder), options.llama_cpp)
             print(f"{kind} ({kinds_in(path)})")
-            print_table(path, measured(path, text, PACKED_FORMS))
+            print_table(path, measured(path, text, PACKED_FORMS, options.llama_cpp))
 
 
 def print_table(model: Path, rows: Iterable[tuple[str, int, float]]) -> None:
