@@ -29,7 +29,8 @@ from worker.startup.preflight import preflight
 
 FAMILIES = ("llama", "gemma2", "qwen3_moe", "phi3", "smollm3", "gpt2", "gpt_oss", "stablelm")
 QUANTIZED = ("gptq 4 bits, desc_act", "awq", "fp8 blocks", "packed 4 bits, asymmetric", "int8")
-DIRECTORIES = (*FAMILIES, *QUANTIZED)
+SHARDED = "in shards"
+DIRECTORIES = (*FAMILIES, *QUANTIZED, SHARDED)
 GGUF_FILES = {
     "llama": GGMLQuantizationType.F32,
     "gemma3_text": GGMLQuantizationType.F32,
@@ -40,7 +41,7 @@ GGUF_FILES = {
 }
 """model_type -> type of its matrices."""
 SETTINGS = {"chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"}
-WEIGHTS, CONFIG, TOKENIZER = "model.safetensors", "config.json", "tokenizer.json"
+INDEX, CONFIG, TOKENIZER = "model.safetensors.index.json", "config.json", "tokenizer.json"
 OTHERS = ("tokenizer_config.json", "generation_config.json")
 MAX_LINE_CHARS = 1_000
 SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
@@ -74,22 +75,22 @@ class Originals:
         self._parts = {}
         for name in DIRECTORIES:
             path = folder / name
+            kind = name if name in FAMILIES else "llama"
+            model = random_model(kind, **SMALL, num_attention_heads=4)
             if name in QUANTIZED:
                 path.mkdir()
-                model = random_model("llama", **SMALL, num_attention_heads=4)
                 write_quantized(path, model, FORMATS[name])
                 for written in (path / "quantized").iterdir():
                     written.rename(path / written.name)
             else:
-                random_model(name, **SMALL, num_attention_heads=4).save_pretrained(path)
+                model.save_pretrained(path, max_shard_size="90KB" if name == SHARDED else "50GB")
             tiny_tokenizer().save(str(path / TOKENIZER))
             (path / OTHERS[0]).write_text(json.dumps(SETTINGS | {"eos_token": "</s>"}))
             (path / OTHERS[1]).write_text(json.dumps({"eos_token_id": [0, 1], "top_p": 0.9}))
-            for file in (WEIGHTS, CONFIG, TOKENIZER, *OTHERS):
-                self._bytes[path / file] = (path / file).read_bytes()
-        for name, kind in GGUF_FILES.items():
+            self._bytes |= {file: file.read_bytes() for file in path.iterdir() if file.is_file()}
+        for name, blocks in GGUF_FILES.items():
             model = random_model(name, **SMALL, num_attention_heads=4)
-            path = write_gguf(folder / f"{name}.gguf", model, kind)
+            path = write_gguf(folder / f"{name}.gguf", model, blocks)
             self._bytes[path] = path.read_bytes()
             self._parts[path] = GGUFFile(path)
         self._damaged: Path | None = None
@@ -108,8 +109,11 @@ class Originals:
         return DamagedModel("gguf" if is_gguf else file.name, file if is_gguf else file.parent)
 
     def _json(self, random: Random) -> tuple[Path, bytes]:
+        path = self._folder / random.choice(DIRECTORIES)
         name = CONFIG if random.random() < 0.8 else random.choice(OTHERS)
-        return self._text(self._folder / random.choice(DIRECTORIES) / name, random)
+        if path.name == SHARDED and random.random() < 0.5:
+            name = INDEX
+        return self._text(path / name, random)
 
     def _tokenizer(self, random: Random) -> tuple[Path, bytes]:
         return self._text(self._folder / random.choice(DIRECTORIES) / TOKENIZER, random)
@@ -120,7 +124,8 @@ class Originals:
         return file, damage(self._bytes[file], random)
 
     def _safetensors(self, random: Random) -> tuple[Path, bytes]:
-        file = self._folder / random.choice(DIRECTORIES) / WEIGHTS
+        path = self._folder / random.choice(DIRECTORIES)
+        file = random.choice(sorted(path.glob("*.safetensors")))
         data = self._bytes[file]
         end = 8 + int.from_bytes(data[:8], "little")
         if random.random() < 0.4:
