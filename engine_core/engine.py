@@ -234,7 +234,8 @@ class Engine:
         return ends, {name: bool(requests) for name, requests in found.items()}
 
     def on_client_lost(self, client: bytes) -> None:
-        """Abort all requests of a client that has sent Goodbye or was dropped (clients.py)."""
+        """Abort all requests of a client that has sent Goodbye, was dropped (clients.py), or opens
+        a new session with another Hello. Their last Outputs are not returned."""
         for request in self.open_requests.from_client(client):
             self._finish_request(request, "abort")
 

@@ -111,12 +111,12 @@ class Peers:
         return handle.lease if handle.epoch == self._cluster.epoch else None
 
     def match(self, request: Request, num_blocks: int) -> Match | None:
-        """Return the part of the K/V named by the request's handle that is still missing if its
-        first `num_blocks` blocks are filled.
+        """Return the part of the K/V named by the request's handle that must still be fetched if
+        the request's first `num_blocks` blocks are filled already.
 
         Return None if there is no handle or no such part, if the request was preempted, or if it
-        needs prompt logprobs and so must compute its whole prompt. The last token of the prompt is
-        never part of it, because computing that token gives the first logits.
+        needs prompt logprobs and so must compute its whole prompt. The part never includes the last
+        token of the prompt, because computing that token gives the first logits.
         """
         handle = request.handle
         must_compute = request.num_preemptions or request.params.prompt_logprobs is not None

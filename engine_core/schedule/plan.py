@@ -79,7 +79,11 @@ def plan_rows(schedule: Schedule) -> list[tuple[Request, int]]:
 
 
 def build_plan(step: int, schedule: Schedule, releases: list[SlotRelease]) -> StepPlan:
-    """Build the plan of step number `step`. `releases` are the slots to release first."""
+    """Build the plan of step number `step`. `releases` are the slots to release first.
+
+    The starts of the rows are read from `num_scheduled`. So call this before
+    `InflightSteps.on_sent`, which advances it.
+    """
     rows = plan_rows(schedule)
     samples = [request.is_sampled(count) for request, count in rows]
     drafts = [row_drafts for _, _, row_drafts in schedule.rows()]

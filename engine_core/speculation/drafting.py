@@ -124,10 +124,14 @@ class RequestDrafting:
 
     def observe(self, proposed: int, accepted: int, token: int) -> None:
         """Count the drafts of a step: `proposed` drafts, of which the first `accepted` were right.
+        Drafts that the grammar forced are counted in `forced_tally`, others in `tally`.
 
-        `token` is the first token that the step sampled. If the next step waited for this token,
-        the drafter's guess of it counts as a draft, so that useless waiting lowers the acceptance
-        rate.
+        Call this after every step that sampled a token for the request, even without drafts,
+        because past counts then decay.
+
+        `token` is the first token that the step sampled. If `proposed` is 0 and the next step
+        waited for this token, the drafter's guess of it counts as a draft, so that useless waiting
+        lowers the acceptance rate.
         """
         counts = (proposed, accepted)
         if not proposed and self.awaited_guess is not None:

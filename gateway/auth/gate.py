@@ -1,14 +1,16 @@
-"""Access control. Every request passes `Gate.admit` before a byte of its body is read.
+"""Access control. Requests pass `Gate.admit` before a byte of their body is read. Only CORS
+preflights from allowed origins, which carry no key, skip it: they pass `Gate.check_head` (checks 1
+and 2).
 
 The checks, in this order:
 
-1. the target is spelled canonically (`request_head.py`);
-2. the Host and the Origin are allowed;
-3. the caller's key has the scope that the route requires. The gate gets the route that Flask has
-   matched, so the path is not matched to a route a second time.
+1. the path is well-formed (`request_head.py`);
+2. the Host is allowed and, if the server has no keys, the Origin too;
+3. the path, as it was sent, spells letter by letter the rule of the route that Flask has matched;
+4. the caller's key is valid and has the scope that the route requires. A public route needs no key.
 
-If no route matched, a request without a valid key gets 401, not 404. So a client without a key
-cannot discover which routes exist.
+If no route matched, or if check 3 fails, a request without a valid key gets 401, not 404. So a
+client without a key cannot discover which routes exist.
 """
 
 from __future__ import annotations

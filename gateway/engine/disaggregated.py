@@ -90,13 +90,16 @@ class _Request:
 
 
 class DisaggregatedClient:
-    """The `EngineClient` that sends prompts to prefill engines and decodes on decode engines.
+    """The `EngineClient` that sends prompts to prefill engines (P) and decodes on decode engines
+    (D).
 
     prefill, decode  clients of the engines
     min_tokens       shortest prompt that P computes
-    recomputes       D computes the prompt if P fails; otherwise the request fails
+    recomputes       D computes the prompt if P fails or its handle cannot be used; otherwise the
+                     request fails. It always fails if P enforced a limit (LIMIT_CODES)
     on_handover      called for each request that D continued from P's K/V
-    on_fallback      called with the cause for each prompt that D computed instead of P
+    on_fallback      called with the cause for each request (one choice) whose prompt D computes
+                     instead of P; prompts that P never computes, such as short ones, do not count
     """
 
     def __init__(

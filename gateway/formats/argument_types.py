@@ -104,7 +104,11 @@ def _referred(ref: str, root: Mapping[str, Any]) -> Any:
 
 def resolved(schema: Any, root: Mapping[str, Any] | None) -> Any:
     """Return the schema to which the `$ref` of `schema` leads within `root`; None if it leads
-    nowhere. Return a schema without `$ref` unchanged."""
+    nowhere. Return a schema without `$ref` unchanged.
+
+    At most MAX_REFS references are followed. If their chain is longer or circular, the returned
+    schema still has a `$ref`.
+    """
     for _ in range(MAX_REFS):
         ref = schema.get("$ref") if isinstance(schema, Mapping) else None
         if not isinstance(ref, str):

@@ -212,8 +212,8 @@ class FreeText:
     """Writes the grammar of free text that contains calls and markers.
 
     calls  opener -> form of what must follow it; empty if there are no calls
-    marks  markers that have no meaning of their own and may occur anywhere. Spelt-out markers need
-           no entry, because they are ordinary text
+    marks  markers that have no meaning of their own and may occur anywhere. Markers that consist of
+           ordinary tokens only need no entry, because they are ordinary text
 
     If only one call is admitted, it ends the answer.
     """

@@ -259,13 +259,13 @@ class BoundFormat(msgspec.Struct, frozen=True):
         """Return the grammar of free text in which everything that opens a call continues as a
         valid call of one of `tools`. Raise NotWritable like `required_calls`.
 
-        Pass a tool without parameters if its arguments may be anything. Without `many` the answer
-        ends with its first call.
+        Pass a tool with `parameters=None` if its arguments may be anything. Without `many` the
+        answer ends with its first call.
 
-        An opener is never plain text. If a format's calls start like prose ("functools["), or like
-        JSON at the start of an answer, the model cannot write prose that starts like calls. Other
-        markers without a meaning of their own, such as those around the answer proper, may occur
-        anywhere.
+        An opener is never plain text. A format's calls may start like prose ("functools["), or like
+        JSON at the start of an answer. The model then cannot write text that starts like a call but
+        is none. Other markers without a meaning of their own, such as those around the answer
+        proper, may occur anywhere.
         """
         grammar, syntax = GrammarBuilder(self.lexicon, tools, many=many), self._syntax
         if isinstance(syntax, AnswerSyntax):

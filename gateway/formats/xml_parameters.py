@@ -381,7 +381,8 @@ class XmlParameters(CallSyntax, frozen=True, kw_only=True):
         return name if PLAIN_NAME.fullmatch(name) else None
 
     def write_arguments(self, tool: DeclaredTool, grammar: GrammarBuilder) -> Form:
-        """Return the grammar of a call's arguments, without the markup around them."""
+        """Return the grammar of a call's arguments: their tags and values, without the markup of
+        the call around them."""
         ending = ValueEnd(
             close=self.parameter_close,
             others=(self.call_close,) if self.close and self.doubts else (),

@@ -75,7 +75,11 @@ class NullSink:
 
 
 class CollectSink(NullSink):
-    """Collects a whole answer: one delta for each choice, which joins all its deltas."""
+    """Collects a whole answer in `whole`: one delta for each choice, which joins all its deltas.
+
+    It ignores `end` and `fail`. So the caller waits for the end with `ChoiceGroup.wait`, which
+    raises the error if a choice failed.
+    """
 
     def __init__(self, num_choices: int) -> None:
         self.whole = [OutputDelta([], [], []) for _ in range(num_choices)]

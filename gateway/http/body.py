@@ -1,8 +1,8 @@
 """Reads the JSON body of a request and converts it to a checked struct. Errors name the field.
 
-The JSON is decoded once. Its size, and the numbers of its strings and values, are checked while it
-is read. msgspec checks types and bounds while the decoded body is converted to a struct. This
-module does not depend on what a field means.
+The JSON is decoded once. Its size, and how many strings, containers and values it has, are checked
+while it is read. msgspec checks types and bounds while the decoded body is converted to a struct.
+This module does not depend on what a field means.
 """
 
 from __future__ import annotations

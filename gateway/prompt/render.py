@@ -125,7 +125,7 @@ class ChatRenderer:
         self, text: str, *, offload: Offload | None = None, param: str = "messages"
     ) -> list[int]:
         """Return the token ids of a rendered prompt. The tokenizer adds no special tokens, because
-        the template has written them."""
+        the template has written them. Arguments and errors are those of `Tokenizer.encode`."""
         return self._tokenizer.encode(text, False, offload=offload, param=param)
 
     def compiled(self, source: str) -> ParsedTemplate:

@@ -9,11 +9,16 @@ A run is a generation that continues without its client. `Database` has the bloc
   process that finds a dead run ends it. If the run's own process stores events after that, they are
   dropped, and `Database.append` returns the run as lost.
 - A reader never sees a dead run as open, because the run is ended first, with a last event.
-- Records that were not used for `max_age_s` are deleted. If the file is larger than `max_bytes`,
-  the least recently used records are deleted. Open runs are never deleted.
+- A response that was not used for `max_age_s` is deleted, with its run. A response is used when it
+  is stored, and when it is part of a `chain`; `get` does not count.
+- A run without a response is deleted at the end of its window (`append`, `want`).
+- If the file is larger than `max_bytes`, the least recently used records are deleted. A record is a
+  response with its run, or a run without a response, which counts as used when it was created.
+- None of these rules deletes an open run.
 
-The processes of one host may share the file (SQLite's WAL mode). Only the user who runs the server
-can read it.
+The processes of one host may share the file (SQLite's WAL mode). The file is created with mode
+0600, so that only the user who runs the server can read it. The mode of an existing file is not
+changed.
 """
 
 from __future__ import annotations

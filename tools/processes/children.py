@@ -98,7 +98,8 @@ class Child:
         self._unfinished = b""
 
     def relay(self) -> bool:
-        """Print the child's output so far. Return False after the end of the output."""
+        """Print at most READ_BYTES of the child's output, without waiting. Return False after the
+        end of the output; True also means that there is nothing to read now."""
         return self._read() != b""
 
     def send(self, number: signal.Signals) -> None:

@@ -1,8 +1,8 @@
 """Records the next steps with torch's profiler, and writes a Chrome trace.
 
 Recording starts with the first plan after the request, so idle time is not recorded. It ends when
-the result of the last step was sent, or when the engine stops it. Recording makes steps slower.
-Writing takes seconds, in which the worker does nothing else.
+the result of the last step has been sent, or when the engine stops it. Recording makes steps
+slower. Writing takes seconds, in which the worker does nothing else.
 """
 
 from __future__ import annotations

@@ -2,10 +2,12 @@
 
 The digest is part of every prefix-cache hash, so two models must never have the same one. Files of
 up to FULL_BYTES in total are hashed whole, which takes about 0.1 s per 200 MB. Reading larger files
-would take most of the start, so their digest covers only the size, the first and last HEAD_BYTES
-(which include the name and offset of every tensor) and evenly spaced samples. Fine-tuning changes
-nearly all weights, so the samples of two real models differ. Samples do not detect single bytes
-that were altered on purpose.
+would take most of the start, so their digest covers only the size of each file, its first and last
+HEAD_BYTES, and evenly spaced samples. The first bytes of a safetensors file usually hold the names
+and offsets of its tensors. In a GGUF file, a large vocabulary may come before these.
+
+Fine-tuning changes nearly all weights, so the samples of two real models differ. Samples do not
+detect single bytes that were altered on purpose.
 """
 
 from __future__ import annotations
@@ -21,7 +23,12 @@ NUM_SAMPLES = 4096
 
 
 def digest(paths: list[Path], *extra: bytes) -> str:
-    """Return the hex SHA-256 of the content of the files, in the given order, and of `extra`."""
+    """Return the hex digest of the files, in the given order, and of `extra`: a SHA-256 over one
+    SHA-256 for each.
+
+    If the files have more than FULL_BYTES in total, the SHA-256 of a file covers only its size, its
+    ends and samples of it (`sampled`).
+    """
     total = sum(path.stat().st_size for path in paths)
     whole = hashlib.sha256()
     for path in paths:

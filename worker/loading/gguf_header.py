@@ -1,8 +1,8 @@
 """Reads the model spec, and the names of tensors, from a GGUF file's header. Needs no torch.
 
 The metadata keys are translated to those of config.json (gguf_config.py), and the reader of the
-model's family reads the result. So both formats of a model give the same spec. Tensor names and row
-order are those of llama.cpp's converter.
+model's family reads the result. So a model's GGUF file and its Hugging Face directory give the same
+spec. Tensor names and row order are those of llama.cpp's converter.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Reads the `quantization_config` of a config.json: how a checkpoint stores quantised weights.
 
-Every key of it is either read, or skipped because it does not change the stored numbers. Any other
-key raises UnusableModel with its name. The worker never quantises activations: keys about them are
-read only to report it. Needs no numpy.
+A known key is read, or skipped if it does not change the stored numbers. An unknown key raises
+UnusableModel with its name. The worker never quantises activations. If a checkpoint was made for
+quantised inputs of its layers, `Quantization.quantizes_activations` is set, and header.py logs
+this. Needs no numpy.
 
 Sources of the formats: the config classes of transformers (utils/quantization_config.py), the
 documentation of GPTQModel, AutoAWQ and compressed-tensors.

@@ -1,7 +1,7 @@
 """Loads the tensors of a model's files into the fused matrices of a model, one at a time.
 
-A source reads one tensor, by its name in the files, into memory that the model has allocated, so no
-tensor is held twice.
+A source reads a tensor, by its name in the files, straight into its part of the fused matrix. Only
+a tensor that must be reordered, transposed or packed is held twice, while it is converted.
 """
 
 from __future__ import annotations

@@ -75,8 +75,9 @@ def row_times(
 def measure(
     packed: Sequence[Linear], dense: Sequence[Linear] | None, inputs: Sequence[Tensor]
 ) -> list[RowTime]:
-    """Measure the linears for each number of rows in ROWS, and return the shortest time of each
-    form of their weights.
+    """Measure the linears, and return one RowTime for each number of rows in ROWS: the shortest
+    time of each form of the weights. A time is that of all linears together, in CPU seconds of all
+    threads divided by the number of threads.
 
     dense    None: only `packed` is measured
     inputs   [max(ROWS), in] for each linear

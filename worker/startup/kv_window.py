@@ -67,7 +67,8 @@ def _possible_groups(spec: ModelFacts) -> KVGroups | None:
 
 
 def num_block_layers(spec: ModelFacts, groups: KVGroups | None) -> int:
-    """Return how many layers a block stores: all, or with groups as many as have no window."""
+    """Return how many layers a block stores: all of them; with groups, as many as the model has
+    layers without a window."""
     return spec.num_layers if groups is None else spec.layer_windows.count(None)
 
 

@@ -231,8 +231,8 @@ class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
 class ChatCompletion(ChatResponse, frozen=True, kw_only=True):
     """A complete chat completion.
 
-    kv_transfer_params  set if the request had do_remote_decode; the client copies it into the
-                        request to the decode server
+    kv_transfer_params  set if the request had do_remote_decode and the engine keeps the K/V; the
+                        router copies it into the request to the decode server
     """
 
     object: Literal["chat.completion"]
@@ -341,8 +341,8 @@ class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
 class CompletionResponse(OpenAIResponse, frozen=True, kw_only=True):
     """A complete text completion.
 
-    kv_transfer_params  set if the request had do_remote_decode; the client copies it into the
-                        request to the decode server
+    kv_transfer_params  set if the request had do_remote_decode and the engine keeps the K/V; the
+                        router copies it into the request to the decode server
     """
 
     object: Literal["text_completion"]

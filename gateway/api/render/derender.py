@@ -198,7 +198,12 @@ def _check_count(declared: int | None, count: int, at: str) -> None:
 
 
 class CompletionDerendering:
-    """Handles one body of POST /v1/completions/derender. Raises InvalidRequest naming the field."""
+    """Handles one body of POST /v1/completions/derender. Call `chunk` if the body has `stream`, and
+    `whole` otherwise.
+
+    The constructor and both methods raise InvalidRequest naming the field. The methods raise
+    ContextTooLong if they must tokenize a prompt that is too long.
+    """
 
     def __init__(self, body: DerenderCompletion, model: ServedModel, config: GatewayConfig) -> None:
         self._body = body

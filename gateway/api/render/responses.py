@@ -40,18 +40,18 @@ class RenderedRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
 
 class DerenderedChatPart(ChatChunk, frozen=True, kw_only=True):
-    """A chunk of a chat completion.
+    """A derendered chunk of a chat completion.
 
-    kv_transfer_params  copied from the token endpoint's chunk
+    kv_transfer_params  copied from the chunk of POST /inference/v1/generate
     """
 
     kv_transfer_params: dict[str, Any] | UnsetType = UNSET
 
 
 class DerenderedCompletionPart(CompletionChunk, frozen=True, kw_only=True):
-    """A chunk of a text completion.
+    """A derendered chunk of a text completion.
 
-    kv_transfer_params  copied from the token endpoint's chunk
+    kv_transfer_params  copied from the chunk of POST /inference/v1/generate
     """
 
     kv_transfer_params: dict[str, Any] | UnsetType = UNSET

@@ -47,7 +47,10 @@ class PlacedItem(msgspec.Struct, frozen=True):
 
 
 def item_id(kind: str, response_id: str, place: int, *, in_input: bool = False) -> str:
-    """Return the id of the item at index `place` of a response's output, or of its input."""
+    """Return the id of the item at index `place` of a response's output, or of its input.
+
+    kind   the item's type, such as "message"; KeyError if it is not in _PREFIXES
+    """
     number = response_id.removeprefix(RESPONSE_PREFIX)
     return f"{_PREFIXES[kind]}_{number}_{'i' if in_input else ''}{place}"
 

@@ -78,7 +78,8 @@ class TierReader:
         self._orders.put(TierOrder(fetch, source, self._blocks.fence(), deadline))
 
     def cancel(self, job: int) -> None:
-        """Cancel a job, if it has not ended."""
+        """Request the end of a job. The thread may write the job's blocks until it reports the
+        job."""
         self._open.discard(job)
 
     def close(self) -> None:
