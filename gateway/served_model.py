@@ -107,7 +107,7 @@ class ServedModel:
     defaults: SamplingDefaults
     #: Default chat-template kwargs.
     default_kwargs: Mapping[str, Any]
-    #: The `system_fingerprint` of responses: our version and the start of the model's digest.
+    #: The `system_fingerprint` of responses (`fingerprint_of`).
     fingerprint: str
     #: When the model was prepared, in seconds since 1970.
     created_at: int = field(default_factory=lambda: int(time.time()))
@@ -138,8 +138,15 @@ class ServedModel:
             ),
             defaults=options.default_sampling.with_fallback(valid_defaults(card.defaults)),
             default_kwargs=options.template_kwargs,
-            fingerprint=f"tidegate-{version()}-{card.digest[:8]}",
+            fingerprint=fingerprint_of(card),
         )
+
+
+def fingerprint_of(card: ModelCard) -> str:
+    """Return the `system_fingerprint` of responses: our version, the start of the model's digest
+    and, if a request's answer does not depend on how it is computed, `ModelCard.numerics`."""
+    numerics = f"-{card.numerics}" if card.numerics else ""
+    return f"tidegate-{version()}-{card.digest[:8]}{numerics}"
 
 
 def valid_defaults(defaults: SamplingDefaults) -> SamplingDefaults:

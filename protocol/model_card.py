@@ -100,6 +100,10 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     license: str | None = None
     #: Jinja source of the template for conversations with tools, if the model has a separate one.
     tool_use_template: str | None = None
+    #: Digest of what the bits of logits depend on besides `digest`: kernels, C library and dtype.
+    #: Two engines in which both are equal give the same answers. Empty: in this engine, the bits of
+    #: a position depend on how it is computed.
+    numerics: str = ""
 
 
 class CardFile(msgspec.Struct, frozen=True, kw_only=True):

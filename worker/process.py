@@ -86,7 +86,9 @@ def run(
             gc.enable()
             layout = KVLayout.from_cache(ready.model, runner.components.cache)
             kv_transfers = stack.enter_context(
-                KVTransferService(config, context, runner.components.cache, layout)
+                KVTransferService(
+                    config, context, runner.components.cache, layout, ready.model.numerics
+                )
             )
             loop = stack.enter_context(WorkerLoop(runner, engine, kv_transfers))
             ready = replace(ready, kv=kv_transfers.endpoint, kv_tiers=kv_transfers.tiers)

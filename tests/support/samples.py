@@ -153,6 +153,7 @@ CARD = ModelCard(
     weights_bytes=2000,
     license="apache-2.0",
     tool_use_template="{{ tools }}",
+    numerics="0f1e2d3c",
 )
 ERROR = ErrorInfo(
     code="overloaded", message="later", param="prompt", retry_after_s=2.5, stands_s=0.25

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
+from gateway.served_model import fingerprint_of, version
 from gateway.text.tokenizer import Tokenizer
 from protocol.config.gateway import GatewayConfig
 from protocol.model_card import CardFile, SamplingDefaults, read_card, sampling_defaults
@@ -168,3 +170,12 @@ def test_a_card_uses_the_recommendation_for_parameters_its_files_omit(
 def test_a_config_that_was_written_by_hand_is_checked_too() -> None:
     with pytest.raises(ValueError, match="default_sampling: temperature: "):
         GatewayConfig(default_sampling='{"temperature": -1}')
+
+
+def test_a_fingerprint_names_the_version_the_weights_and_what_bits_depend_on(
+    tmp_path: Path,
+) -> None:
+    card = replace(text_card(directory(tmp_path)), digest="0123456789abcdef")
+    plain = fingerprint_of(card)
+    assert plain == f"tidegate-{version()}-01234567"
+    assert fingerprint_of(replace(card, numerics="0f1e2d3c")) == plain + "-0f1e2d3c"

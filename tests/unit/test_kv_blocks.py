@@ -118,6 +118,12 @@ def test_the_digest_of_a_layout_never_changes():
     )
 
 
+def test_blocks_on_disk_are_found_only_by_the_kernels_that_computed_them():
+    assert LAYOUT.stored_digest("") == LAYOUT.digest
+    digests = {LAYOUT.digest, LAYOUT.stored_digest("0f1e2d3c"), LAYOUT.stored_digest("0f1e2d3d")}
+    assert len(digests) == 3
+
+
 # ---- shared memory
 def test_shared_blocks_are_mapped_read_only():
     memory = SharedMemory(8192)

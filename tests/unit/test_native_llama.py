@@ -20,6 +20,7 @@ from worker.attention.torch_paged import TorchPagedAttention
 from worker.kernels import library, prepacked
 from worker.kernels.base import Kernels
 from worker.kernels.library import NoKernels, runnable
+from worker.kernels.native import NativeKernels
 from worker.kernels.packed import PackedLinear
 from worker.kernels.reference import TorchKernels
 from worker.kernels.select import select_kernels
@@ -127,6 +128,25 @@ def test_steps_of_many_rows_use_dense_weights_with_the_same_answers(
     for rows in (1, 9, 10, 20):
         expected = first.dense if rows >= from_rows else first.packed
         assert torch.equal(first(x[:rows]), expected(x[:rows]))
+
+
+def test_a_card_names_the_kernels_and_dtype_on_which_bits_depend(
+    directory: Path, tmp_path: Path
+) -> None:
+    kernels = native_kernels()
+    own = load(directory, kernels, torch.bfloat16).card.numerics
+    assert own == load(directory, native_kernels(), torch.bfloat16).card.numerics != ""
+    copied = NativeKernels(kernels.name, kernels.library, tmp_path / "other.so")
+    copied.file.write_bytes(kernels.file.read_bytes() + b"from another compiler")
+    others = {
+        load(directory, kernels, torch.float32).card.numerics,
+        load(directory, copied, torch.bfloat16).card.numerics,
+        load(directory, kernels, torch.bfloat16, "dense").card.numerics,
+        load(directory, TorchKernels(), torch.bfloat16).card.numerics,
+    }
+    assert own not in others
+    assert len(others) == 3
+    assert "" in others, "torch's operations promise no bits"
 
 
 def test_a_model_too_small_to_measure_has_no_dense_copies(directory: Path) -> None:

@@ -34,8 +34,9 @@ def runnable(cpu_flags: frozenset[str]) -> list[InstructionSet]:
     return [each for each in INSTRUCTION_SETS if each.needs <= cpu_flags]
 
 
-def load(sets: Iterable[InstructionSet]) -> tuple[str, ctypes.CDLL]:
-    """Load the library of the first set that is compiled. Return the set's name and the library.
+def load(sets: Iterable[InstructionSet]) -> tuple[str, ctypes.CDLL, Path]:
+    """Load the library of the first set that is compiled. Return the set's name, the library and
+    its file.
 
     Raises NoKernels if no set is compiled, or if this library was compiled from another version of
     the code.
@@ -52,7 +53,7 @@ def load(sets: Iterable[InstructionSet]) -> tuple[str, ctypes.CDLL]:
                 f"{path} was compiled from another version; reinstall (pip install -e .)"
             )
         library.set_runtime(_runtime())
-        return name, library
+        return name, library, path
     raise NoKernels(
         f"no kernels are compiled for {' or '.join(names)}; reinstall with a C++ compiler"
     )

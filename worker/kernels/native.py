@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import byref
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -97,10 +98,11 @@ def scoring_struct(
 class NativeKernels:
     """The `Kernels` (base.py) of one compiled library, and its attention."""
 
-    def __init__(self, name: str, library: ctypes.CDLL) -> None:
+    def __init__(self, name: str, library: ctypes.CDLL, file: Path) -> None:
         declare(library)
         self.name = name
         self.library = library
+        self.file = file
 
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         rows, size = x.shape

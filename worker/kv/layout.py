@@ -1,4 +1,8 @@
-"""Layout of a KV cache. Blocks can be exchanged only between caches with equal layouts."""
+"""Layout of a KV cache. Blocks can be exchanged only between caches with equal layouts.
+
+Blocks on disk may be older than the compiled kernels. So they have a digest of their own, which
+covers `ModelCard.numerics`: a block that is loaded has the bits that would be computed now.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +27,13 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
     num_kv_heads: int
     head_dim: int
     block_tokens: int
+
+    def stored_digest(self, numerics: str) -> bytes:
+        """Return the digest for blocks that are stored on disk. `numerics` is that of the model's
+        card."""
+        if not numerics:
+            return self.digest
+        return blake2b(self.digest + numerics.encode(), digest_size=DIGEST_BYTES).digest()
 
     @classmethod
     def from_cache(cls, card: ModelCard, cache: KVCache) -> Self:

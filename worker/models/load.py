@@ -13,6 +13,8 @@ import torch
 from protocol.config.worker import WeightForm
 from protocol.model_card import ModelCard
 from worker.kernels.base import Kernels
+from worker.kernels.fingerprint import fingerprint
+from worker.kernels.native import NativeKernels
 from worker.kernels.reference import TorchKernels
 from worker.layers.mlp import ExpertMlp
 from worker.loading.digest import digest
@@ -26,6 +28,7 @@ from worker.models.architectures import TransformersSpec
 from worker.models.decoder import DecoderModel, DecoderWeights
 from worker.models.spec import ModelSpec
 from worker.models.weight_layout import fitting, layout, settle
+from worker.startup import machine
 
 if TYPE_CHECKING:
     from worker.models.hf import TransformersModel
@@ -78,6 +81,7 @@ def load_model(
         dtype,
         num_parameters=_num_parameters(loaded, tied=spec.tied_embeddings),
         weights_bytes=sum(memory.values()),
+        numerics=_numerics(model, dtype),
     )
     return LoadedModel(model, card, spec, costs)
 
@@ -116,6 +120,7 @@ def _card(
     *,
     num_parameters: int,
     weights_bytes: int,
+    numerics: str = "",
 ) -> ModelCard:
     text, facts = header.text, repr(header.spec)
     if isinstance(header, ModelHeader) and header.quantized is not None:
@@ -139,7 +144,16 @@ def _card(
         num_parameters=num_parameters,
         weights_bytes=weights_bytes,
         license=text.license,
+        numerics=numerics,
     )
+
+
+def _numerics(model: DecoderModel, dtype: torch.dtype) -> str:
+    """Return ModelCard.numerics."""
+    whole, kernels = model.whole, model.kernels
+    if whole is None or not whole.keeps_bits or not isinstance(kernels, NativeKernels):
+        return ""
+    return fingerprint(kernels.file, str(dtype), cpu_flags=machine.cpu_flags())
 
 
 def _num_parameters(weights: DecoderWeights, *, tied: bool) -> int:

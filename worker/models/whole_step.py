@@ -128,6 +128,11 @@ class WholePass:
             if router is not None:
                 yield router.matrix.memory
 
+    @property
+    def keeps_bits(self) -> bool:
+        """Whether a position has the same bits in every step: all steps use packed weights."""
+        return self._from_rows >= NEVER
+
     def is_for(self, tokens: int) -> bool:
         """Return whether this pass computes a step of `tokens` tokens. For longer steps, dense
         weights are faster, and each operation is a call of its own."""

@@ -20,7 +20,7 @@ offset  bytes
 0       8      "tidegate"
 8       4      format version, uint32 LE
 12      8      length of the payload, uint64 LE
-20      16     layout: digest of model, dtype and shape (worker/kv/layout.py)
+20      16     layout: digest of model, dtype, shape and kernels (worker/kv/layout.py)
 36      32     content: the block's chained hash (engine_core/blocks/hash.py)
 68      32     SHA-256 of the 68 bytes before and of the payload
 100            the payload

@@ -41,6 +41,7 @@ KVMessage = KVExport | KVWithdraw | KVFetch | KVCancel | KVStore | KVUsed
 class KVTransferService:
     """Owns the threads that move K/V. Use it as a context manager.
 
+    numerics   of the model's card; blocks that are stored on disk are found only with the same
     endpoint   goes into WorkerReady; its address is "" if this worker exports nothing
 
     Raises NoNixl if NIXL is configured but not available, and zmq.ZMQError if the address cannot be
@@ -53,6 +54,7 @@ class KVTransferService:
         context: zmq.Context[zmq.Socket[bytes]],
         cache: KVCache,
         layout: KVLayout,
+        numerics: str = "",
     ) -> None:
         key = read_cluster_key(config.cluster_key)
         uses_nixl = config.kv_mover == "nixl"
@@ -77,7 +79,7 @@ class KVTransferService:
                 socket, self.endpoint, blocks, offers, self._exports, self._reports, helper=helper
             )
         self._tiers = TierStore.from_config(
-            config, layout.digest, cache.rows, blocks, self._reports
+            config, layout.stored_digest(numerics), cache.rows, blocks, self._reports
         )
         shared = TransferContext(context, key, self.endpoint, blocks, movers)
         self._fetcher = Fetcher(shared, self._reports)

@@ -1,0 +1,26 @@
+"""Fingerprint of what the bits of results depend on besides the model: the compiled kernels, the C
+library whose exponential and trigonometric functions they call, the processor's features by which
+that library chooses among its versions of them, and the dtype."""
+
+from __future__ import annotations
+
+import os
+from hashlib import sha256
+from pathlib import Path
+
+HEX_DIGITS = 8
+_LIBC = "CS_GNU_LIBC_VERSION"
+_CHOOSES_BY = ("avx512f", "avx2", "fma", "fma4")
+"""Flags of /proc/cpuinfo by which GNU's C library chooses the version of a function."""
+
+
+def fingerprint(library: Path, dtype: str, *, cpu_flags: frozenset[str]) -> str:
+    """Return HEX_DIGITS hex digits: equal ones promise equal bits for the same model.
+
+    library   file of the compiled kernels; its whole content counts, so kernels from another
+              compiler differ
+    """
+    libc = os.confstr(_LIBC) if _LIBC in os.confstr_names else "unknown"
+    flags = [flag for flag in _CHOOSES_BY if flag in cpu_flags]
+    facts = [sha256(library.read_bytes()).hexdigest(), str(libc), dtype, *flags]
+    return sha256("\n".join(facts).encode()).hexdigest()[:HEX_DIGITS]
