@@ -18,7 +18,7 @@ TOP = {
 }
 LARGEST_BYTES = 256 << 10
 NUM_LAWS = 18
-NOT_BUILT = {14}
+NOT_BUILT: set[int] = set()
 
 
 @pytest.fixture(scope="module")
