@@ -47,16 +47,23 @@ template <> struct Dots<bf16> {
 
 // ---- Transposing keys.
 
+// Returns the lanes I of a and b, where b's lanes follow a's.
+template <size_t... I> INLINE Words lanes_of(Words a, Words b) {
+#if defined(__clang__)
+    return __builtin_shufflevector(a, b, (int)I...);
+#else
+    return __builtin_shuffle(a, b, Words{(uint32_t)I...});
+#endif
+}
+
 // Returns a's lanes whose index has bit H clear, in their places, and b's in the H lanes above them.
-template <int H, size_t... I>
-INLINE Words low_of(Words a, Words b, std::index_sequence<I...>) {
-    return (Words)__builtin_shuffle(a, b, Words{(I & H ? LANES + I - H : I)...});
+template <size_t H, size_t... I> INLINE Words low_of(Words a, Words b, std::index_sequence<I...>) {
+    return lanes_of<(I & H ? LANES + I - H : I)...>(a, b);
 }
 
 // Returns b's lanes whose index has bit H set, in their places, and a's in the H lanes below them.
-template <int H, size_t... I>
-INLINE Words high_of(Words a, Words b, std::index_sequence<I...>) {
-    return (Words)__builtin_shuffle(a, b, Words{(I & H ? LANES + I : I + H)...});
+template <size_t H, size_t... I> INLINE Words high_of(Words a, Words b, std::index_sequence<I...>) {
+    return lanes_of<(I & H ? LANES + I : I + H)...>(a, b);
 }
 
 // Transposes LANES vectors of LANES words, by exchanging halves, then quarters, and so on.

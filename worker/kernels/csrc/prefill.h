@@ -3,18 +3,22 @@
 // Legend in attention.h. An item has TILE_TOKENS * G queries, ordered by token.
 #pragma once
 
+#include <algorithm>
+
 #include "attention.h"
 
 namespace {
 
-// A thread's scratch memory for an item. It is allocated once. [n][Q, ...]: of the piece, and of all earlier
-// pieces.
+// Two sums of each query: of the current piece, and of all pieces before it.
+enum { PIECE_SUMS, ROW_SUMS };
+
+// A thread's scratch memory for an item of Q queries. It is allocated once.
 template <class N> struct TileScratch {
     typedef typename Dots<N>::Query Query;
-    std::vector<Query> queries;                                   // [Q, D]
-    std::vector<float> sums[2], peaks[2], totals[2];              // [Q, D], [Q], [Q]
-    alignas(64) uint32_t keys[MAX_DIM * TILE_KEYS];   // [columns, TILE_KEYS]
-    alignas(64) float values[TILE_KEYS * MAX_DIM];    // [TILE_KEYS, D]
+    std::vector<Query> queries;                      // [Q, D]
+    std::vector<float> sums[2], peaks[2], totals[2]; // [Q, D], [Q], [Q]
+    alignas(64) uint32_t keys[MAX_DIM * TILE_KEYS];  // [columns, TILE_KEYS]
+    alignas(64) float values[TILE_KEYS * MAX_DIM];   // [TILE_KEYS, D]
     alignas(64) float scores[QUERIES_AT_ONCE * TILE_KEYS];
 
     void fit(int64_t count, int64_t dim) {
@@ -37,9 +41,6 @@ template <class N> struct TileScratch {
         return {&peaks[i][(size_t)query], &totals[i][(size_t)query], sums[i].data() + query * dim};
     }
 };
-
-// The sums of the current piece, and of all pieces before it.
-enum { PIECE_SUMS, ROW_SUMS };
 
 // Adds the sums of the current piece to those of all before, and clears them.
 template <class N> INLINE void end_piece(TileScratch<N> &s, int64_t queries, int64_t dim) {
