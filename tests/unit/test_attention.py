@@ -237,7 +237,6 @@ CHUNKS = ((1,) * 80, (7, 64, 9), (2, 1, 30, 47), (79, 1))
 """Cuts of the last 80 positions of a text into rows of a step each."""
 
 
-@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("before", [0, 460])
