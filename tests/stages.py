@@ -53,8 +53,8 @@ STAGES = (
     ),
     Stage(
         "integration",
-        "real processes, which often wait: three files at a time",
-        ["-v", *files_at_a_time(3), "-m", "not alone", "tests/integration"],
+        "real processes: two files at a time",
+        ["-v", *files_at_a_time(2), "-m", "not alone", "tests/integration"],
     ),
     Stage(
         "alone",
@@ -69,8 +69,8 @@ STAGES = (
     ),
     Stage(
         "real model and whole servers",
-        "servers as users start them, and the default model: three files at a time",
-        ["-v", *files_at_a_time(3), "tests/differential", "tests/e2e"],
+        "servers as users start them, and the default model: two files at a time",
+        ["-v", *files_at_a_time(2), "tests/differential", "tests/e2e"],
     ),
 )
 
