@@ -62,7 +62,7 @@ def test_a_model_is_pulled_served_without_a_network_listed_and_removed(
     serve = ["-P", "-m", "tools", "serve", "tide/tiny", "--port", str(free_port())]
     with Program(serve, environment=environment) as server:
         server.line_with("Tidegate serves tide/tiny at", timeout_s=START_TIMEOUT_S)
-        assert any("model tiny dtype=" in line for line in server.err)
+        assert eventually(lambda: any("model tiny dtype=" in line for line in server.err))
     assert hub.requests == []
 
     code, out, _ = tidegate(environment, "models", "--json")
