@@ -185,6 +185,22 @@ def test_the_engine_gets_the_tokenizer_before_the_weights_are_loaded(start, tmp_
     assert isinstance(engine.receive_any(START_S), WorkerReady)
 
 
+def test_the_engine_gets_what_is_on_disk_before_it_can_plan(start, tiny_llama, tmp_path):
+    """A later report could come after the plan of a request that waited for the model."""
+    disk, block = tmp_path / "kv", b"\xab" * 32
+    first = start(tiny_llama, kv_disk=str(disk))
+    ready = first.receive(START_S)
+    assert ready.kv_tiers == ["disk"]
+    assert ready.kv_report is None
+    first.send(*wire.encode(Stop()))
+    assert first.exit_code() == 0
+    (layout,) = disk.iterdir()
+    (layout / block.hex()).write_bytes(b"a block")
+    ready = start(tiny_llama, kv_disk=str(disk)).receive(START_S)
+    (tier,) = ready.kv_report.tiers
+    assert (tier.tier, tier.stored) == ("disk", [block])
+
+
 def test_a_draft_model_proposes_tokens_that_verify(start, tiny_llama):
     """The model is its own draft model, so its proposals are what it samples next."""
     engine = start(tiny_llama, draft_model=str(tiny_llama), max_slots=5)

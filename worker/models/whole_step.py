@@ -131,7 +131,7 @@ class WholePass:
     @property
     def keeps_bits(self) -> bool:
         """Whether a position has the same bits in every step: all steps use packed weights."""
-        return self._from_rows >= NEVER
+        return self._from_rows == NEVER
 
     def is_for(self, tokens: int) -> bool:
         """Return whether this pass computes a step of `tokens` tokens. For longer steps, dense

@@ -108,9 +108,6 @@ INLINE void transpose_keys(const N *const *keys, int64_t first, int64_t count, i
 
 // ---- Scores.
 
-// Vectors that are computed together for Q queries; their sums fit into the registers.
-template <int Q> constexpr int across() { return LANES == 16 ? 4 : Q == 1 ? 8 : Q == 2 ? 4 : 2; }
-
 constexpr int KEYS_AHEAD = 12; // a key is prefetched this many keys before it is read
 
 // Prefetches `size` numbers. The same head of the next token is far away in memory, so the processor
@@ -218,9 +215,9 @@ inline __attribute__((noinline)) void rescale(const Sums &sums, float higher, in
     for (int64_t d = 0; d < dim; d += LANES) store(sums.values + d, load(sums.values + d) * share);
 }
 
-// Replaces the scores of one query by weights e^(score - peak), and adds them to its sums, of which it first
-// rescales all if there is a higher peak. The query sees the keys [first, count); scores of other keys
-// between `from` and `to`, whole vectors, become weights of 0.
+// Replaces the scores of one query by weights e^(score - peak), and adds the weights to its total. If a score
+// is higher than its peak, its sums are rescaled first. The query sees the keys [first, count). The scores of
+// other keys from `from` to `to`, whole vectors, become weights of 0.
 inline __attribute__((noinline)) void add_weights(
     float *scores, int64_t from, int64_t to, int64_t first, int64_t count, const Sums &sums, int64_t dim
 ) {
@@ -259,6 +256,9 @@ inline __attribute__((noinline)) void add_sums(const Sums &sums, const Sums &lat
 
 // ---- Values.
 
+// Vectors that are computed together for Q queries; their sums fit into the registers.
+template <int Q> constexpr int across() { return LANES == 16 ? 4 : Q == 1 ? 8 : Q == 2 ? 4 : 2; }
+
 // Adds the values [first, count), from dimension d on, times their weights [Q][TILE_KEYS] to ACROSS vectors
 // of the sums [Q, D].
 template <int Q, int ACROSS, class V>
@@ -281,7 +281,7 @@ INLINE void values_across(const float *weights, const V *const *values, int64_t 
 template <int Q, class V>
 INLINE void add_values(const float *weights, const V *const *values, int64_t first, int64_t count,
                        int64_t dim, float *sums) {
-    constexpr int MOST = LANES == 16 && Q == 4 ? 4 : across<Q>();
+    constexpr int MOST = across<Q>();
     int64_t d = 0;
     for (; d + MOST * LANES <= dim; d += MOST * LANES)
         values_across<Q, MOST>(weights, values, first, count, dim, d, sums);
