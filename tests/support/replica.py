@@ -19,6 +19,7 @@ from torch import Tensor
 from engine_core.engine import Engine
 from engine_core.grammar.cache import CompiledGrammar
 from engine_core.grammar.compiler import Compiler
+from engine_core.kv.peers import PeerCluster
 from protocol.arrays import Int32
 from protocol.config.engine import EngineConfig
 from protocol.config.worker import WorkerConfig
@@ -30,12 +31,14 @@ from protocol.sampling import SamplingParams
 from protocol.steps import Masks, StepPlan, StepResult
 from tests.support.handover import ClusterMember, EchoMover
 from tests.support.model import smollm2_gguf
+from tests.support.replica_transfers import ReplicaTransfers
 from tests.support.tiny_model import new_slots
 from worker.attention.select import select_attention
 from worker.debug.slot_registry import Poison
 from worker.draft.model import DraftModel
 from worker.kernels.select import select_kernels
-from worker.kv.cache import KVCache, layer_places
+from worker.kv.cache import KVCache, block_bytes, layer_places
+from worker.kv.transfer.shared_memory import SharedMemory
 from worker.models.load import LoadedModel, load_model
 from worker.slots.fields import slot_fields
 from worker.slots.table import SlotTable
@@ -100,6 +103,7 @@ class Replica:
     draft             the draft model, if any
     draft_cost        cost of a draft step that is reported to the engine
     place             the replica's place in a cluster, if any: `move` carries out the oldest fetch
+    moves             options of the worker's real K/V transfers, if it has any; `close` ends them
     steps_in_flight   plans that are made before the first of them is executed
     is_timed          whether the engine gets the times of steps; if not, its decisions depend on no
                       clock
@@ -120,6 +124,7 @@ class Replica:
     draft: LoadedModel | None = None
     draft_cost: float = 0.0
     place: ClusterMember | None = None
+    moves: WorkerConfig | None = None
     outputs: dict[int, list[Output]] = field(default_factory=dict)
     steps: list[Executed] = field(default_factory=list)
     out: deque[StepPlan] = field(default_factory=deque)
@@ -148,11 +153,17 @@ class Replica:
             kv_groups=groups,
         )
         slots = slot_table(max_len, self.block_tokens, self.max_slots, groups=groups)
-        self.cache = new_cache(self.loaded, self.num_blocks, self.block_tokens, groups)
+        shared = self.moves is not None and self.moves.kv_export
+        self.cache = new_cache(
+            self.loaded, self.num_blocks, self.block_tokens, groups, is_shared=shared
+        )
         self.runner = new_runner(self.loaded, slots, self.cache, self.draft)
         self.mover = None
         if self.place is not None:
             self.mover = EchoMover(self.place, ReplicaBlocks(self.cache), self.block_tokens)
+        self.transfers = None
+        if self.moves is not None:
+            self.transfers = ReplicaTransfers.of(self.moves, self.loaded.card, self.cache)
         self._arrived: list[Arrived] = []  # since the last step
         self._seeds = iter(range(1, 1 << 30))
         self._masks: Masks | None = None  # of the oldest plan that is not executed
@@ -166,8 +177,16 @@ class Replica:
             limits,
             draft_cost=self.draft_cost,
             draw_seed=lambda: 7919 * next(self._seeds),
-            cluster=None if self.place is None else self.place.cluster,
+            cluster=self._cluster,
+            tiers=() if self.transfers is None else self.transfers.tiers,
         )
+
+        self.receive_report()  # the blocks that a directory holds
+
+    @property
+    def _cluster(self) -> PeerCluster | None:
+        place = self.place or self.transfers
+        return None if place is None else place.cluster
 
     def add(
         self,
@@ -199,13 +218,28 @@ class Replica:
         self.engine.check()
 
     def step(self) -> bool:
-        """Plan as many steps as possible, and execute the oldest. Return False if there is nothing
-        to do."""
+        """Plan as many steps as possible, and execute the oldest. If requests wait for K/V instead,
+        wait for a report of the transfers. Return False if there is nothing to do."""
+        self.receive_report()
         self.plan()
-        if not self.out:
+        if self.out:
+            self.finish()
+        elif self.transfers is not None and self.engine.num_open:
+            self.transfers.wait()
+        else:
             return False
-        self.finish()
         return True
+
+    def receive_report(self) -> None:
+        """Apply what the real transfers have to report, if there is anything."""
+        if self.transfers is not None and (report := self.transfers.report()) is not None:
+            for news in self.engine.on_kv_report(report).values():
+                self._record(news.outputs)
+
+    def close(self) -> None:
+        """End the real transfers, if there are any."""
+        if self.transfers is not None:
+            self.transfers.close()
 
     def plan(self) -> None:
         """Make all plans that are possible."""
@@ -217,10 +251,11 @@ class Replica:
 
     def _send_kv_commands(self) -> None:
         for order in self.engine.drain_kv_commands():
-            assert self.mover is not None
             if isinstance(order, KVFetch):
                 self.runner.zero_draft_blocks(order.blocks)
-            self.mover.apply(order)
+            mover = self.mover or self.transfers
+            assert mover is not None
+            mover.apply(order)
 
     def move(self, fault: str = "") -> None:
         """Carry out the oldest fetch, if there is one. `fault` is the kind of its failure."""
@@ -295,13 +330,22 @@ def slot_table(
 
 
 def new_cache(
-    loaded: LoadedModel, num_blocks: int, block_tokens: int, groups: KVGroups | None = None
+    loaded: LoadedModel,
+    num_blocks: int,
+    block_tokens: int,
+    groups: KVGroups | None = None,
+    *,
+    is_shared: bool = False,
 ) -> KVCache:
+    """Return a cache for a model. Other replicas can map it if `is_shared`."""
     config, dtype = loaded.spec, getattr(torch, loaded.card.dtype)
     num_layers = num_block_layers(config, groups)
     shape = (num_layers, num_blocks, block_tokens, config.num_kv_heads, config.head_dim)
     places = () if groups is None else layer_places(config.layer_windows)
-    return KVCache(*shape, dtype, torch.device("cpu"), places=places)
+    shared = (
+        SharedMemory(num_blocks * block_bytes(num_layers, *shape[2:], dtype)) if is_shared else None
+    )
+    return KVCache(*shape, dtype, torch.device("cpu"), shared, places=places)
 
 
 def new_runner(

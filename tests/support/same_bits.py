@@ -1,0 +1,326 @@
+"""The ways in which a prompt and its answer can be computed, all of which give the same bits.
+
+A subject has the answer to each prompt alone, in one chunk, one token per step after that. Each of
+WAYS computes the same prompts in another way, checks that it did, and yields the answers. Answers
+are compared to the last bit: tokens, and the logprobs of prompt and answer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from dataclasses import replace as replaced
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from msgspec.structs import replace
+
+from protocol.config.worker import WorkerConfig
+from protocol.messages import TokenLogprobs
+from protocol.sampling import SamplingParams
+from tests.support.checkpoints import random_llama, write_directory
+from tests.support.kernels import native_kernels
+from tests.support.reference import GOLDEN
+from tests.support.replica import Replica, load
+from worker.models.load import LoadedModel
+from worker.quantize.writing import quantize_model
+
+NUM_TOKENS, BLOCK_TOKENS, MAX_PROMPT = 8, 16, 300
+SAMPLED = SamplingParams(
+    temperature=0.8, seed=7, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=3, prompt_logprobs=0
+)
+REUSING = replace(SAMPLED, prompt_logprobs=None)
+"""A request with prompt logprobs computes its whole prompt, so it uses no K/V from elsewhere."""
+GREEDY = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+LENGTHS = (MAX_PROMPT, 70, 24, 9, 64, 1, 131, 15, 100, 33, 48, 5, 257, 12, 20, 2)
+
+
+DENSE = "dense"
+SHAPE = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 8,
+    "num_hidden_layers": 2,
+    "initializer_range": 0.1,
+}
+"""Rows of 256 numbers, as K-quants need."""
+
+
+def small_model(folder: Path, kind: str, dtype: torch.dtype) -> LoadedModel:
+    """Write and load a Llama with random weights on the compiled kernels.
+
+    kind   a type that `tidegate quantize` writes, or DENSE: numbers of `dtype`
+    """
+    model: Any = random_llama(**SHAPE)
+    path = write_directory(folder / "numbers", model.to(dtype))
+    if kind != DENSE:
+        source, path = path, folder / "small.gguf"
+        quantize_model(source, path, kind, lambda *_: None)
+    return load(path, dtype, kernels=native_kernels(), weights="packed")
+
+
+@dataclass(frozen=True)
+class BitAnswer:
+    """The sampled tokens of a request, their logprobs, and those of its prompt."""
+
+    tokens: list[int]
+    logprobs: list[TokenLogprobs]
+    of_prompt: list[TokenLogprobs]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model, prompts, and their answers when each is computed alone.
+
+    every   one in this many boundaries between blocks is tried, and one in this many steps
+    """
+
+    loaded: LoadedModel
+    prompts: list[list[int]]
+    alone: list[BitAnswer]
+    every: int = 1
+
+    @classmethod
+    def of(cls, loaded: LoadedModel, num_prompts: int, *, every: int = 1) -> Subject:
+        """Compute the prompts of a model, each alone."""
+        chosen = prompts(num_prompts, loaded.spec.vocab_size)
+        replica = Replica(loaded, max_slots=1, prefix_cache=False)
+        return cls(loaded, chosen, [answer(replica, prompt) for prompt in chosen], every)
+
+    def shortest(self, number: int) -> Subject:
+        """Return the same model with the `number` shortest prompts."""
+        some = slice(-number, None)
+        return replaced(self, prompts=self.prompts[some], alone=self.alone[some])
+
+    def is_same(self, case: BitCase) -> bool:
+        """Return whether the case has the bits of the same prompt alone. Logprobs of the prompt are
+        compared if the case has them."""
+        alone, found = self.alone[case.prompt], case.answer
+        if found.of_prompt and found.of_prompt != alone.of_prompt:
+            return False
+        return (found.tokens, found.logprobs) == (alone.tokens, alone.logprobs)
+
+
+@dataclass(frozen=True)
+class BitCase:
+    """The answer to a prompt of a subject, by its number, and a parameter of the way, if any."""
+
+    prompt: int
+    answer: BitAnswer
+    parameter: int | None = None
+
+
+Way = Callable[[Subject, Path], Iterator[BitCase]]
+"""Computes the prompts of a subject. The directory is empty and private."""
+
+
+def prompts(number: int, vocab_size: int) -> list[list[int]]:
+    """Return `number` prompts of different lengths, the longest first: pieces of recorded texts."""
+    rows = json.loads(GOLDEN.read_text())
+    text = [token % vocab_size for row in rows for token in row["prompt"] + row["tokens"]]
+    lengths = sorted((LENGTHS[n % len(LENGTHS)] for n in range(number)), reverse=True)
+    starts = [17 * n % (len(text) - MAX_PROMPT) for n in range(number)]
+    return [text[start:][:length] for start, length in zip(starts, lengths, strict=True)]
+
+
+def answer(
+    replica: Replica, prompt: Sequence[int], params: SamplingParams = SAMPLED, **fields: Any
+) -> BitAnswer:
+    """Compute a prompt that is the replica's only request. `fields` are other fields of
+    Generate."""
+    number = replica.add(prompt, params, **fields)
+    replica.run()
+    return _answer(replica, number)
+
+
+def answers(
+    replica: Replica, subject: Subject, params: SamplingParams = SAMPLED
+) -> Iterator[BitCase]:
+    """Compute all prompts of the subject together, as far as there are slots."""
+    numbers = [replica.add(prompt, params) for prompt in subject.prompts]
+    replica.run()
+    for prompt, number in enumerate(numbers):
+        yield BitCase(prompt, _answer(replica, number))
+
+
+def _answer(replica: Replica, number: int) -> BitAnswer:
+    outputs = replica.outputs[number]
+    entries = [entry for output in outputs for entry in output.logprobs]
+    of_prompt = [entry for output in outputs for entry in output.prompt_logprobs]
+    return BitAnswer(replica.tokens(number), entries, of_prompt)
+
+
+# ---- Ways.
+
+
+def in_chunks(budget: int, subject: Subject, folder: Path) -> Iterator[BitCase]:
+    """With a budget of 1, the prompt is computed token by token, like an answer."""
+    replica = Replica(subject.loaded, max_slots=1, token_budget=budget, prefix_cache=False)
+    for number, prompt in enumerate(subject.prompts):
+        yield BitCase(number, answer(replica, prompt), budget)
+    assert replica.engine.stats().num_steps >= sum(map(len, subject.prompts)) / budget
+
+
+def together(subject: Subject, folder: Path) -> Iterator[BitCase]:
+    """Prompts and answers of all requests are rows of the same steps."""
+    replica = Replica(subject.loaded, token_budget=100, prefix_cache=False)
+    yield from answers(replica, subject)
+    assert max(len(step.plan.row_tokens) for step in replica.steps) > 1
+
+
+def with_other_threads(subject: Subject, folder: Path) -> Iterator[BitCase]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3 - min(before, 2))
+    try:
+        yield from answers(Replica(subject.loaded, prefix_cache=False), subject)
+    finally:
+        torch.set_num_threads(before)
+
+
+def from_prefix_cache(subject: Subject, folder: Path) -> Iterator[BitCase]:
+    """The cached prefix ends at each boundary between blocks in turn."""
+    replica = Replica(subject.loaded, block_tokens=BLOCK_TOKENS, max_slots=1)
+    for number, prompt in enumerate(subject.prompts):
+        for boundary in range(BLOCK_TOKENS, len(prompt), subject.every * BLOCK_TOKENS):
+            space = f"{number}, {boundary}"
+            answer(replica, prompt[: boundary + 1], GREEDY, namespace=space)
+            yield BitCase(number, answer(replica, prompt, REUSING, namespace=space), boundary)
+            usage = [*replica.outputs.values()][-1][-1].usage
+            assert usage is not None
+            assert usage.cached_tokens == boundary
+
+
+def preempted_together(subject: Subject, folder: Path) -> Iterator[BitCase]:
+    """There are too few blocks for all requests, so the youngest are preempted."""
+    block_tokens, max_slots = 4, 8
+    at_once = subject.prompts[:max_slots]
+    num_blocks = sum(len(prompt) // block_tokens + 1 for prompt in at_once) + 2
+    replica = Replica(
+        subject.loaded, max_slots=max_slots, num_blocks=num_blocks, block_tokens=block_tokens
+    )
+    yield from answers(replica, subject, REUSING)
+    assert replica.engine.stats().num_preemptions
+
+
+def preempted_at_each_step(subject: Subject, folder: Path) -> Iterator[BitCase]:
+    """Each request is preempted once, after its first step, or its second, and so on. Its prompt
+    has at least four chunks."""
+    for number, prompt in enumerate(subject.prompts):
+        for at in range(1, NUM_TOKENS + 3, subject.every):
+            replica = Replica(
+                subject.loaded,
+                token_budget=max(len(prompt) // 4, 1),
+                max_slots=1,
+                num_blocks=len(prompt) + NUM_TOKENS + 1,
+                block_tokens=1,
+                prefix_cache=False,
+            )
+            request = replica.add(prompt, SAMPLED)
+            for _ in range(at):
+                replica.step()
+            if replica.is_ended(request):
+                break
+            _preempt(replica)
+            replica.run()
+            yield BitCase(number, _answer(replica, request), at)
+
+
+def _preempt(replica: Replica) -> None:
+    """Take the free blocks until the running request is preempted, and return them."""
+    pool = replica.engine.scheduler.pool
+    taken: list[int] = []
+    while not replica.engine.stats().num_preemptions:
+        taken += pool.allocate(pool.num_free) or []
+        replica.step()
+    pool.release(taken)
+
+
+def with_drafts(kind: str, subject: Subject, folder: Path) -> Iterator[BitCase]:
+    """Drafts are those of n-grams, or of the model, which drafts for itself."""
+    replica = Replica(
+        subject.loaded,
+        options={"speculation": kind, "ngram_min": 1},
+        draft=subject.loaded if kind == "model" else None,
+        prefix_cache=False,
+    )
+    yield from answers(replica, subject)
+    assert replica.engine.stats().num_draft_tokens > 0
+
+
+def from_another_engine(mover: Any, subject: Subject, folder: Path) -> Iterator[BitCase]:
+    """Another engine computes all of the prompt but its last token, as with --split."""
+    address = f"ipc://{folder}/kv"
+    exporting = WorkerConfig(model="", kv_export=True, kv_address=address, kv_mover=mover)
+    p = Replica(subject.loaded, token_budget=100, moves=exporting)
+    d = Replica(subject.loaded, moves=WorkerConfig(model="", kv_mover=mover), prefix_cache=False)
+    with closing(p), closing(d):
+        for number, prompt in enumerate(subject.prompts):
+            if len(prompt) > 1:
+                answer(p, prompt, GREEDY, kv_readers=1)
+                handle = [*p.outputs.values()][-1][-1].kv_handle
+                yield BitCase(number, answer(d, prompt, REUSING, kv_handle=handle))
+                p.receive_report()
+        fetched = d.engine.stats().num_fetched_tokens
+        assert fetched == sum(len(prompt) - 1 for prompt in subject.prompts)
+
+
+def from_tier(tier: str, subject: Subject, folder: Path) -> Iterator[BitCase]:
+    """The blocks of a prompt are stored when it is first computed, and loaded later: from host
+    memory after the cache has lost them, from disk by another engine."""
+    if tier == "disk":
+        moves = WorkerConfig(model="", kv_disk=str(folder))
+    else:
+        moves = WorkerConfig(model="", kv_host_gib=0.25)
+    new_replica = partial(
+        Replica,
+        subject.loaded,
+        block_tokens=BLOCK_TOKENS,
+        options={"kv_load_tokens": 1},
+        moves=moves,
+    )
+    replica = new_replica()
+    for number, prompt in enumerate(subject.prompts):
+        answer(replica, prompt, GREEDY, namespace=str(number))
+    if tier == "disk":
+        replica.close()
+        replica = new_replica()
+    else:
+        _await_stored(replica, tier, sum(len(prompt) // BLOCK_TOKENS for prompt in subject.prompts))
+        pool = replica.engine.scheduler.pool
+        pool.release(pool.allocate(pool.num_free) or [])
+    with closing(replica):
+        for number, prompt in enumerate(subject.prompts):
+            found = answer(replica, prompt, REUSING, namespace=str(number))
+            usage = [*replica.outputs.values()][-1][-1].usage
+            assert usage is not None
+            assert usage.cached_tokens == (len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+            yield BitCase(number, found)
+
+
+def _await_stored(replica: Replica, tier: str, num_blocks: int) -> None:
+    assert replica.transfers is not None
+    while replica.engine.stats().tier_blocks.get(tier, 0) < num_blocks:
+        replica.transfers.wait()
+        replica.receive_report()
+
+
+WAYS: dict[str, Way] = {
+    "chunks of 1": partial(in_chunks, 1),
+    "chunks of 7": partial(in_chunks, 7),
+    "chunks of 64": partial(in_chunks, 64),
+    "in a batch": together,
+    "other threads": with_other_threads,
+    "cached prefix": from_prefix_cache,
+    "preempted": preempted_together,
+    "preempted at each step": preempted_at_each_step,
+    "n-gram drafts": partial(with_drafts, "ngram"),
+    "model drafts": partial(with_drafts, "model"),
+    "fetched by shm": partial(from_another_engine, "shm"),
+    "fetched by zmq": partial(from_another_engine, "zmq"),
+    "host tier": partial(from_tier, "host"),
+    "disk tier": partial(from_tier, "disk"),
+}
