@@ -35,6 +35,7 @@ from gateway.engine.handoff import (
     merge_usage,
     was_recomputed,
 )
+from gateway.engine.paired_numerics import PairedNumerics
 from gateway.engine.pool import EnginePool
 from gateway.engine.remote_prefill import RemotePrefill
 from protocol.arrays import Int32
@@ -125,6 +126,8 @@ class DisaggregatedClient:
         self._unsent: list[RemotePrefill] = []
         self._next_number = 1
         self._has_warned = False  # that no prefill engine is ready
+        self._numerics = PairedNumerics()
+        self._compared: dict[str, ModelCard] = {}  # address -> the card that was compared last
         self._clock: Any = None
 
     # ---- lifecycle
@@ -157,7 +160,10 @@ class DisaggregatedClient:
 
     @property
     def model(self) -> ModelCard | None:
-        return self._d.first.model
+        """Return the card of the first ready D, without `numerics` if the engines differ in it."""
+        card = self._d.first.model
+        self._compare_numerics()
+        return None if card is None else self._numerics.promised(card)
 
     @property
     def limits(self) -> Limits | None:
@@ -231,6 +237,14 @@ class DisaggregatedClient:
         )
 
     # ---- choosing engines
+
+    def _compare_numerics(self) -> None:
+        """Compare the engines whose cards have arrived since the last call."""
+        for connection in self.connections:
+            engine, card = connection.client, connection.client.model
+            if card is not None and card is not self._compared.get(engine.address):
+                self._compared[engine.address] = card
+                self._numerics.add(f"the {connection.role} engine {engine.address}", card)
 
     def _can_prefill(self, prompt: Int32, params: SamplingParams) -> bool:
         """Return whether P may compute this prompt. D itself computes short prompts, prompts whose

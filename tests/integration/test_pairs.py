@@ -395,3 +395,18 @@ def test_an_engine_with_another_model_is_not_used(tmp_path: Path) -> None:
         assert [pair.complete(max_tokens=2).status_code for _ in range(3)] == [200] * 3
         assert (len(pair.asked(pair.p)), len(pair.d[0].generates)) == (0, 3)
     assert "another model" in pair.gateway.log
+
+
+def test_engines_with_other_numerics_are_logged_and_answers_promise_no_bits(
+    tmp_path: Path,
+) -> None:
+    pair = EnginePair(tmp_path)
+    for engine, numerics in zip([*pair.p, *pair.d], ["aa11", "bb22", "aa11", "aa11"], strict=True):
+        engine.card = scripted_card(numerics=numerics)
+    with ExitStack() as stack:
+        started(pair, stack)
+        fingerprint = pair.complete().json()["system_fingerprint"]
+        (line,) = [line for line in pair.gateway.log.splitlines() if "compute other bits" in line]
+    assert fingerprint.count("-") == 2, "the fourth part promises bits"
+    first, other = (f"the prefill engine {engine.address}" for engine in pair.p)
+    assert f"{first} has fingerprint aa11, {other} has bb22" in line

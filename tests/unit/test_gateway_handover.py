@@ -15,7 +15,9 @@ from gateway.engine.handoff import (
     merge_usage,
     was_recomputed,
 )
+from gateway.engine.paired_numerics import PairedNumerics
 from protocol.messages import Times, Usage
+from tests.support.scripted_engine import scripted_card
 
 LIVE = [state for state in HandoffState if state is not HandoffState.ENDED]
 ENDS = {HandoffEvent.STOPPED, HandoffEvent.FINISHED, HandoffEvent.ABORT}
@@ -114,3 +116,31 @@ def test_a_prompt_counts_as_recomputed_if_d_computed_more_than_a_block(
 ) -> None:
     usage = Usage(prompt_tokens=num_prompt, generated_tokens=1, cached_tokens=num_cached)
     assert was_recomputed(usage, 16) is again
+
+
+def test_engines_with_other_numerics_end_the_promise_of_bits_and_are_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    paired, card = PairedNumerics(), scripted_card(numerics="0f1e2d3c")
+    paired.add("p", card)
+    paired.add("d", scripted_card(numerics="0f1e2d3c"))
+    assert paired.promised(card) is card
+    assert not caplog.records
+    for _ in range(2):
+        paired.add("d", scripted_card(numerics="4b5a6978"))
+    (record,) = caplog.records
+    assert "p has fingerprint 0f1e2d3c, d has 4b5a6978" in record.getMessage()
+    withdrawn = paired.promised(card)
+    assert withdrawn.numerics == ""
+    assert paired.promised(card) is withdrawn, "a new object would be prepared again"
+    paired.add("d", scripted_card(numerics="0f1e2d3c"))
+    assert paired.promised(card) is withdrawn, "K/V of before may still be cached"
+
+
+def test_engines_with_another_model_do_not_end_the_promise() -> None:
+    paired, card = PairedNumerics(), scripted_card(numerics="0f1e2d3c")
+    paired.add("p", scripted_card(digest="another", numerics="4b5a6978"))
+    paired.add("d", card)
+    assert paired.promised(card) is card
+    paired.add("p", scripted_card(numerics=""))
+    assert paired.promised(card).numerics == ""

@@ -1,0 +1,61 @@
+"""Whether the engines of a server, which exchange K/V, compute the same bits."""
+
+from __future__ import annotations
+
+import logging
+
+from msgspec.structs import replace
+
+from protocol.model_card import ModelCard
+
+log = logging.getLogger(__name__)
+
+NO_PROMISE = "none"
+"""Stands in the log for the empty `ModelCard.numerics` of an engine that promises no bits."""
+
+
+class PairedNumerics:
+    """Compares `ModelCard.numerics` of engines with the same model, and withdraws the promise of
+    equal bits if they differ.
+
+    An engine that was seen once counts from then on: after it has left, other engines may still
+    have K/V that it computed in their caches.
+    """
+
+    def __init__(self) -> None:
+        #: Digest of a model -> the first engine that had it, and its numerics.
+        self._first: dict[str, tuple[str, str]] = {}
+        #: Digests of models whose engines differ.
+        self._differing: set[str] = set()
+        self._is_logged: set[tuple[str, str]] = set()
+        #: The last card without a promise, and the card that it was made from.
+        self._without: tuple[ModelCard, ModelCard] | None = None
+
+    def add(self, engine: str, card: ModelCard) -> None:
+        """Compare an engine with the first one that was added with the same model. If they differ,
+        write one log line for this engine and its numerics.
+
+        engine   the engine's name in the log
+        """
+        name, first = self._first.setdefault(card.digest, (engine, card.numerics))
+        if card.numerics == first:
+            return
+        self._differing.add(card.digest)
+        if (engine, card.numerics) not in self._is_logged:
+            self._is_logged.add((engine, card.numerics))
+            log.warning(
+                "engines that share K/V compute other bits: %s has fingerprint %s, %s has %s; "
+                "answers can depend on which engine computes a prompt, and system_fingerprint "
+                "promises nothing",
+                *(name, first or NO_PROMISE),
+                *(engine, card.numerics or NO_PROMISE),
+            )
+
+    def promised(self, card: ModelCard) -> ModelCard:
+        """Return the card, without its numerics if the engines differ. The same object is returned
+        for the same card."""
+        if card.digest not in self._differing or not card.numerics:
+            return card
+        if self._without is None or self._without[0] is not card:
+            self._without = card, replace(card, numerics="")
+        return self._without[1]
