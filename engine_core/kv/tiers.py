@@ -88,6 +88,8 @@ class TierIndex:
         `published` are their indexes in the block table. Return None if all tiers have these
         blocks. The blocks keep their content at least until the next plan.
         """
+        if not self._tiers:
+            return None
         indexes = [index for index in published if self._should_store(request.hashes[index])]
         if not indexes:
             return None

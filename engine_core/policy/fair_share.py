@@ -20,7 +20,7 @@ to compute next, the decodes to pause for a newcomer, and the requests to preemp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import inf
 
 from engine_core.policy.accounts import AccountUsage
@@ -151,10 +151,21 @@ class FairShare:
 # ---- running requests
 
 
-def prefill_order(running: Sequence[Request]) -> list[Request]:
-    """Return the requests with more than one token to compute, least served account first. The
-    requests of one account stay in the order of `running`."""
-    prefills = [r for r in running if r.phase is RequestPhase.RUNNING and r.num_uncomputed > 1]
+def charge_rows(requests: Iterable[Request], counts: Iterable[int]) -> None:
+    """Charge each request's account for the positions that a step computes for the first time.
+
+    counts   number of positions of each request, from `num_scheduled` on
+    """
+    for request, count in zip(requests, counts, strict=True):
+        num_new = request.num_scheduled + count - request.num_charged
+        if num_new > 0:
+            request.account_usage.served += num_new
+            request.num_charged += num_new
+
+
+def prefill_order(prefills: Sequence[Request]) -> Sequence[Request]:
+    """Return the running requests `prefills`, which have more than one token to compute, least
+    served account first. The requests of one account stay in their order."""
     first: dict[AccountUsage, float] = {}
     for request in prefills:
         first.setdefault(request.account_usage, request.virtual_time)

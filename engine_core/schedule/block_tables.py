@@ -20,10 +20,11 @@ can always continue, because the cache holds one window and the token after it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from engine_core.blocks.pool import BlockPool
 from engine_core.request import Request, RequestPhase
+from engine_core.schedule.columns import slot_column
 from engine_core.schedule.plan import Schedule
 from protocol.kv_window import max_live_blocks, num_passed_blocks
 from protocol.messages import Limits
@@ -108,9 +109,30 @@ class BlockTables:
             and request.num_scheduled >= self.num_covered(request)
         )
 
-    def num_to_continue(self, requests: Iterable[Request]) -> int:
-        """Return how many blocks these requests need for their next tokens."""
-        return sum(map(self.needs_block, requests))
+    def growing(self, requests: Iterable[Request]) -> list[Request]:
+        """Return those `requests` that need a block for their next token (`needs_block`)."""
+        size = self._size
+        full = [r for r in requests if r.num_scheduled >= len(r.blocks) * size]
+        return [request for request in full if self.needs_block(request)]
+
+    def can_grow(self, requests: Sequence[Request]) -> bool:
+        """Return whether enough blocks are free for the next tokens of all `requests`."""
+        num_free = self._pool.num_free
+        return len(requests) <= num_free or len(self.growing(requests)) <= num_free
+
+    def grow_all(self, growing: Sequence[Request], step: Schedule) -> None:
+        """Allocate the block that each of the requests `growing` needs for its next token, in their
+        order. Enough blocks must be free. `grow` is the reference."""
+        blocks = self._pool.allocate(len(growing))
+        assert blocks is not None
+        step.new_blocks += blocks
+        slots = slot_column(growing)
+        step.table_updates += [
+            (slot, len(request.blocks), block)
+            for slot, request, block in zip(slots, growing, blocks, strict=True)
+        ]
+        for request, block in zip(growing, blocks, strict=True):
+            request.blocks.append(block)
 
     def max_positions(self, request: Request, *, reserved: int) -> int:
         """Return how many positions of the request can get blocks without a preemption, if enough

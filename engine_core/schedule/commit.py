@@ -37,6 +37,8 @@ class CommittedTokens:
     error: ServingError | None = None
 
 
+NO_LOGPROBS: list[TokenLogprobs] = []
+"""The empty list of all Outputs without logprobs. It never changes."""
 NOTHING_COMMITTED = CommittedTokens()
 """For a request that ends outside a step."""
 

@@ -14,7 +14,7 @@ request's layers without a window, one window, and the token after it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from engine_core.blocks.pool import BlockPool
 from engine_core.request import Request
@@ -88,9 +88,17 @@ class GroupedBlockTables(BlockTables):
     def num_covered(self, request: Request) -> int:
         return len(request.window_tables[0]) * self._size
 
-    def num_to_continue(self, requests: Iterable[Request]) -> int:
-        growing = [request for request in requests if self.needs_block(request)]
-        return sum(self._num_lacking(request, request.num_scheduled + 1) for request in growing)
+    def growing(self, requests: Iterable[Request]) -> list[Request]:
+        return [request for request in requests if self.needs_block(request)]
+
+    def can_grow(self, requests: Sequence[Request]) -> bool:
+        growing = self.growing(requests)
+        num_lacking = sum(self._num_lacking(r, r.num_scheduled + 1) for r in growing)
+        return num_lacking <= self._pool.num_free
+
+    def grow_all(self, growing: Sequence[Request], step: Schedule) -> None:
+        for request in growing:
+            self.grow(request, request.num_scheduled + 1, step)
 
     def max_positions(self, request: Request, *, reserved: int) -> int:
         free = max(self._pool.num_free - reserved * self._width, 0)

@@ -13,19 +13,17 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from engine_core.request import Request
-from engine_core.schedule.row_results import RowResult, row_results
+from engine_core.schedule.row_results import StepRowResults
 from protocol.steps import StepPlan, StepResult
-
-StepRows = list[tuple[Request, int]]
-"""(request, number of positions) of each row."""
 
 
 @dataclass(slots=True)
 class InflightStep:
-    """A plan in flight and its rows."""
+    """A plan in flight and the requests of its rows."""
 
     plan: StepPlan
-    rows: StepRows
+    #: The request of each row of the plan.
+    requests: list[Request]
     #: Whether some rows are constrained by a grammar and their masks have not been sent.
     needs_masks: bool
     #: Maximum number of drafts per row that the plan requests of the draft model.
@@ -39,19 +37,24 @@ class InflightStep:
 
     @property
     def num_tokens(self) -> int:
-        return sum(count for _, count in self.rows)
+        return sum(self.counts)
+
+    @property
+    def counts(self) -> list[int]:
+        """The number of positions of each row."""
+        return self.plan.row_tokens.tolist()
 
     @property
     def has_prompts(self) -> bool:
         """Whether some row is not a plain decode: it computes a chunk of a prompt, or drafts."""
-        return self.plan.num_decodes < len(self.rows)
+        return self.plan.num_decodes < len(self.requests)
 
     @property
     def prompts(self) -> list[Request]:
         """The requests of the step that, before it, still lacked K/V of their prompts. The last
         token of a prompt does not count."""
         return [
-            request for request, _ in self.rows if request.num_computed < request.prompt_tokens - 1
+            request for request in self.requests if request.num_computed < request.prompt_tokens - 1
         ]
 
 
@@ -90,29 +93,31 @@ class InflightSteps:
     def oldest(self) -> InflightStep | None:
         return self._steps[0] if self._steps else None
 
-    def on_sent(self, plan: StepPlan, rows: StepRows) -> None:
+    def on_sent(self, plan: StepPlan, requests: list[Request]) -> None:
         """Record that `plan` was sent, and count it in the requests of its rows."""
-        for (request, count), samples in zip(rows, plan.row_samples.tolist(), strict=True):
+        counts, samples = plan.row_tokens.tolist(), plan.row_samples.tolist()
+        for request, count, sampled in zip(requests, counts, samples, strict=True):
             request.num_scheduled += count
-            request.num_pending += samples
+            request.num_pending += sampled
             request.num_in_flight += 1
-        num_requested_drafts = 0 if plan.wanted is None else max(plan.wanted.tolist(), default=0)
-        self._steps.append(InflightStep(plan, rows, plan.masked is not None, num_requested_drafts))
+        num_requested = 0 if plan.wanted is None else max(plan.wanted.tolist(), default=0)
+        self._steps.append(InflightStep(plan, requests, plan.masked is not None, num_requested))
 
-    def on_completed(self, result: StepResult) -> tuple[InflightStep, list[RowResult]]:
-        """Remove the oldest step, and return it with the result of each row. Raises RuntimeError if
-        the result belongs to another step, or does not fit the plan."""
+    def on_completed(self, result: StepResult) -> tuple[InflightStep, StepRowResults]:
+        """Remove the oldest step, and return it with the results of its rows. Raises RuntimeError
+        if the result belongs to another step, or does not fit the plan."""
         oldest = self.oldest
         if oldest is None or oldest.plan.step != result.step:
             raise RuntimeError(
                 f"got the result of step {result.step}, which is not the oldest in flight"
             )
-        results = row_results(oldest.plan, result)
+        results = StepRowResults(oldest.plan, result)
         self._steps.popleft()
-        for (request, _), samples, row_result in zip(
-            oldest.rows, oldest.plan.row_samples.tolist(), results, strict=True
-        ):
-            request.num_scheduled -= row_result.num_rejected
-            request.num_pending -= samples
+        samples = oldest.plan.row_samples.tolist()
+        for request, sampled in zip(oldest.requests, samples, strict=True):
+            request.num_pending -= sampled
             request.num_in_flight -= 1
+        if oldest.plan.row_drafts is not None:
+            for row, request in enumerate(oldest.requests):
+                request.num_scheduled -= results[row].num_rejected
         return oldest, results

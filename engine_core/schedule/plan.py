@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from engine_core.grammar.matcher import Matcher
 from engine_core.request import Request, RequestPhase
+from engine_core.schedule.columns import samples_column, slot_column, start_column
 from protocol.arrays import Int32, UInt8
 from protocol.steps import SlotInit, SlotRelease, StepPlan
 
@@ -43,6 +44,8 @@ class Schedule:
     drafted: list[tuple[Request, list[int]]] = field(default_factory=list)
     #: The draft model's work, by request.
     draft_catch_ups: dict[Request, DraftCatchUp] = field(default_factory=dict)
+    #: Requests of which the step does not compute all known tokens. They sample nothing.
+    partial: set[Request] = field(default_factory=set)
     #: Requests that became RUNNING, in order.
     admitted: list[Request] = field(default_factory=list)
     #: Requests that became PREEMPTED.
@@ -57,7 +60,8 @@ class Schedule:
 
     @property
     def num_tokens(self) -> int:
-        return sum(count for _, count, _ in self.rows())
+        drafts = sum(1 + len(drafts) for _, drafts in self.drafted)
+        return len(self.decodes) + drafts + sum(count for _, count in self.chunks)
 
     def rows(self) -> Iterator[tuple[Request, int, list[int]]]:
         """Yield (request, number of positions, drafts) for each row, one-token rows first. The
@@ -70,62 +74,90 @@ class Schedule:
             yield request, count, []
 
 
+class RowColumns(NamedTuple):
+    """The rows of a step in the order of `Schedule.rows`, with one column per fact."""
+
+    requests: list[Request]
+    #: Number of positions, including those of the drafts.
+    counts: list[int]
+    #: Whether the row samples (`Request.is_sampled`).
+    samples: list[bool]
+
+    @classmethod
+    def from_schedule(cls, schedule: Schedule) -> RowColumns:
+        requests, counts = schedule.decodes[:], [1] * len(schedule.decodes)
+        for request, drafts in schedule.drafted:
+            requests.append(request)
+            counts.append(1 + len(drafts))
+        for request, count in schedule.chunks:
+            requests.append(request)
+            counts.append(count)
+        samples = samples_column(requests)
+        if partial := schedule.partial:
+            samples = [
+                flag and request not in partial
+                for request, flag in zip(requests, samples, strict=True)
+            ]
+        return cls(requests, counts, samples)
+
+
+NO_ENTRIES = Int32.of([])
 NO_CATCH_UP = DraftCatchUp(start=-1, num_tokens=0, num_requested=0)
 
 
-def plan_rows(schedule: Schedule) -> list[tuple[Request, int]]:
-    """Return (request, number of positions) for each row, one-token rows first."""
-    return [(request, count) for request, count, _ in schedule.rows()]
-
-
-def build_plan(step: int, schedule: Schedule, releases: list[SlotRelease]) -> StepPlan:
-    """Build the plan of step number `step`. `releases` are the slots to release first.
+def build_plan(
+    step: int, schedule: Schedule, rows: RowColumns, releases: list[SlotRelease]
+) -> StepPlan:
+    """Build the plan of step number `step`. `rows` are the rows of `schedule`, and `releases` are
+    the slots to release first.
 
     The starts of the rows are read from `num_scheduled`. So call this before
     `InflightSteps.on_sent`, which advances it.
     """
-    rows = plan_rows(schedule)
-    samples = [request.is_sampled(count) for request, count in rows]
-    drafts = [row_drafts for _, _, row_drafts in schedule.rows()]
-    catch_ups = [schedule.draft_catch_ups.get(request, NO_CATCH_UP) for request, _ in rows]
-    masked = _masked_places(rows, samples, drafts)
-    updates = schedule.table_updates
+    requests, updates = rows.requests, schedule.table_updates
+    catch_ups = _catch_ups(schedule, requests)
+    masked = _masked_places(schedule, rows)
+    row_drafts = [drafts for _, _, drafts in schedule.rows()] if schedule.drafted else None
     return StepPlan(
         step=step,
         release=releases,
         bind=[_slot_init(request) for request in schedule.admitted],
-        block_slots=Int32.of(slot for slot, _, _ in updates),
-        block_indexes=Int32.of(index for _, index, _ in updates),
-        block_ids=Int32.of(block for _, _, block in updates),
-        zero_blocks=Int32.of(schedule.new_blocks),
-        row_slots=Int32.of(_slot(request) for request, _ in rows),
-        row_starts=Int32.of(request.num_scheduled for request, _ in rows),
-        row_tokens=Int32.of(count for _, count in rows),
-        row_samples=UInt8.of(samples),
+        block_slots=_int32([slot for slot, _, _ in updates]),
+        block_indexes=_int32([index for _, index, _ in updates]),
+        block_ids=_int32([block for _, _, block in updates]),
+        zero_blocks=_int32(schedule.new_blocks),
+        row_slots=Int32.of(slot_column(requests)),
+        row_starts=Int32.of(start_column(requests)),
+        row_tokens=Int32.of(rows.counts),
+        row_samples=UInt8.of(rows.samples),
         num_decodes=len(schedule.decodes),
         masked=Int32.of(masked) if masked else None,
-        row_drafts=Int32.of(map(len, drafts)) if schedule.drafted else None,
-        drafts=Int32.of(chain.from_iterable(drafts)) if schedule.drafted else None,
-        follow_starts=Int32.of(catch_up.start for catch_up in catch_ups)
-        if schedule.draft_catch_ups
-        else None,
-        follow_tokens=Int32.of(catch_up.num_tokens for catch_up in catch_ups)
-        if schedule.draft_catch_ups
-        else None,
-        wanted=Int32.of(catch_up.num_requested for catch_up in catch_ups)
-        if schedule.draft_catch_ups
-        else None,
+        row_drafts=None if row_drafts is None else Int32.of(map(len, row_drafts)),
+        drafts=None if row_drafts is None else Int32.of(chain.from_iterable(row_drafts)),
+        follow_starts=None if catch_ups is None else Int32.of([row.start for row in catch_ups]),
+        follow_tokens=None if catch_ups is None else Int32.of([r.num_tokens for r in catch_ups]),
+        wanted=None if catch_ups is None else Int32.of([row.num_requested for row in catch_ups]),
     )
 
 
-def _masked_places(
-    rows: Sequence[tuple[Request, int]], samples: Sequence[bool], drafts: Sequence[list[int]]
-) -> list[int]:
+def _int32(values: list[int]) -> Int32:
+    return Int32.of(values) if values else NO_ENTRIES
+
+
+def _catch_ups(schedule: Schedule, requests: Sequence[Request]) -> list[DraftCatchUp] | None:
+    """Return the draft model's work for each row; None if it has none."""
+    if not schedule.draft_catch_ups:
+        return None
+    return [schedule.draft_catch_ups.get(request, NO_CATCH_UP) for request in requests]
+
+
+def _masked_places(schedule: Schedule, rows: RowColumns) -> list[int]:
     """Return the indexes of the sampled places that may need a mask (`StepPlan.masked`)."""
-    sampled = compress(zip(rows, drafts, strict=True), samples)
+    if not any([request.matcher is not None for request in rows.requests]):
+        return []
     flags = (
-        [_may_be_masked(request, row_drafts)] * (1 + len(row_drafts))
-        for (request, _), row_drafts in sampled
+        [_may_be_masked(request, drafts)] * (1 + len(drafts))
+        for request, _, drafts in compress(schedule.rows(), rows.samples)
     )
     return [place for place, flag in enumerate(chain.from_iterable(flags)) if flag]
 
@@ -137,10 +169,10 @@ def _may_be_masked(request: Request, drafts: list[int]) -> bool:
     return matcher is not None and (matcher.constrains or bool(request.num_pending or drafts))
 
 
-def mask_matchers(plan: StepPlan, rows: Sequence[tuple[Request, int]]) -> list[Matcher | None]:
+def mask_matchers(plan: StepPlan, requests: Sequence[Request]) -> list[Matcher | None]:
     """Return a matcher for each sampled position that the plan lists in `masked`, in order.
 
-    rows   (request, number of positions) of each row of the plan
+    requests   the request of each row of the plan
 
     A matcher is None if neither the grammar nor the thinking budget constrains the token at that
     position after all, or if the request is no longer running.
@@ -148,10 +180,8 @@ def mask_matchers(plan: StepPlan, rows: Sequence[tuple[Request, int]]) -> list[M
     assert plan.masked is not None
     masked = set(plan.masked.tolist())
     ids = iter([] if plan.drafts is None else plan.drafts.tolist())
-    counts = repeat(0, len(rows)) if plan.row_drafts is None else plan.row_drafts.tolist()
-    drafted = [
-        (request, list(islice(ids, n))) for (request, _), n in zip(rows, counts, strict=True)
-    ]
+    counts = repeat(0, len(requests)) if plan.row_drafts is None else plan.row_drafts.tolist()
+    drafted = [(request, list(islice(ids, n))) for request, n in zip(requests, counts, strict=True)]
     places = (_row_matchers(*row) for row in compress(drafted, plan.row_samples.tolist()))
     matchers = enumerate(chain.from_iterable(places))
     return [matcher for place, matcher in matchers if place in masked]

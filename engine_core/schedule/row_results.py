@@ -40,6 +40,67 @@ class RowResult:
         return self.num_drafts - self.num_accepted
 
 
+class StepRowResults:
+    """The results of the rows of one step.
+
+    In most steps, a row has one token or nothing, and then the tokens are all there is. Otherwise
+    each row has its RowResult (`row_results`). Raises RuntimeError if the result does not fit the
+    plan.
+    """
+
+    def __init__(self, plan: StepPlan, result: StepResult) -> None:
+        self._rows = None if _has_only_tokens(plan, result) else row_results(plan, result)
+        #: Token of each row that sampled exactly one, and for which the result has nothing else;
+        #: None for the other rows.
+        self.tokens: list[int | None]
+        if self._rows is not None:
+            self.tokens = [_only_token(row_result) for row_result in self._rows]
+        else:
+            self.tokens = _token_column(plan.row_samples.tolist(), result.tokens.tolist())
+
+    def __getitem__(self, row: int) -> RowResult:
+        if self._rows is not None:
+            return self._rows[row]
+        token = self.tokens[row]
+        return RowResult() if token is None else RowResult(tokens=[token])
+
+
+def _has_only_tokens(plan: StepPlan, result: StepResult) -> bool:
+    """Return whether the result has one token for each row that samples, and nothing else."""
+    return (
+        plan.row_drafts is None
+        and plan.wanted is None
+        and result.counts is None
+        and result.logprobs is None
+        and result.prompt_logprobs is None
+        and result.proposed is None
+        and not len(result.failed)
+    )
+
+
+def _token_column(samples: list[int], tokens: list[int]) -> list[int | None]:
+    """Return the token of each row; None for a row that does not sample."""
+    num_sampled = sum(samples)
+    if num_sampled != len(tokens):
+        raise RuntimeError(f"{len(tokens)} tokens for {num_sampled} sampled rows")
+    if num_sampled == len(samples):
+        return [*tokens]
+    remaining = iter(tokens)
+    return [next(remaining) if sampled else None for sampled in samples]
+
+
+def _only_token(row_result: RowResult) -> int | None:
+    """Return the token of a row that has one and nothing else; None for other rows."""
+    is_plain = len(row_result.tokens) == 1 and not (
+        row_result.failed
+        or row_result.num_drafts
+        or row_result.logprobs
+        or row_result.prompt_logprobs
+        or row_result.proposed
+    )
+    return row_result.tokens[0] if is_plain else None
+
+
 def row_results(plan: StepPlan, result: StepResult) -> list[RowResult]:
     """Return one result per row of the plan, in order. Raises RuntimeError if the result does not
     fit the plan."""

@@ -62,6 +62,7 @@ from engine_core.policy.fair_share import (
 from engine_core.policy.queue import WaitingQueue
 from engine_core.request import Request, RequestEvent, RequestPhase
 from engine_core.schedule.block_tables import BlockTables
+from engine_core.schedule.columns import running_column, uncomputed_column
 from engine_core.schedule.grouped_tables import GroupedBlockTables
 from engine_core.schedule.plan import DraftCatchUp, Schedule
 from engine_core.schedule.slot_pool import SlotPool
@@ -77,6 +78,11 @@ One pass over many tokens costs little more than a pass over one token.
 class DraftPolicy(Protocol):
     """Decides which requests get drafts, and how many. `Speculation` (speculation/drafting.py)
     implements it."""
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether any request can get drafts."""
+        ...
 
     def propose(self, request: Request, max_tokens: int, rows: int) -> list[int]:
         """Return at most `max_tokens` drafts (>= 1) for a request in a step of `rows` rows."""
@@ -133,8 +139,7 @@ class Scheduler:
 
     def can_continue(self) -> bool:
         """Return whether the next step can be planned without preemption."""
-        num_needed = self.tables.num_to_continue(self.running)
-        return num_needed <= self.pool.num_free and not self._fair_share_victims()
+        return self.tables.can_grow(self.running) and not self._fair_share_victims()
 
     def schedule(self, *, is_shared: bool = False) -> Schedule:
         """Decide one step, and allocate the slots and blocks that it needs.
@@ -143,19 +148,22 @@ class Scheduler:
         accounts sent requests recently (`FairShare.is_shared`).
         """
         step = Schedule(budget=self.limits.token_budget)
-        self._preempt_for_newcomer(step)
+        if self._blocked_newcomer is not None:
+            self._preempt_for_newcomer(step)
         num_preempted = len(step.preempted)
-        self._schedule_decodes(step)
+        prefills = self._schedule_decodes(step)
         decodes = step.decodes[:]
-        self._bind_fetched(step, max_tokens=1)  # in effect, these are decodes
+        if self.unbound:
+            self._bind_fetched(step, max_tokens=1)  # in effect, these are decodes
         may_admit = len(step.preempted) == num_preempted
         reserved = 0
         if is_shared:
             max_tokens = max(self.fair_share.shared_prefill_budget, len(decodes))
             step.budget = min(step.budget, max_tokens)
             reserved = min(len(decodes), max_tokens - len(decodes))
-        self._schedule_prefills(step, may_admit=may_admit, reserved=reserved)
-        self._bind_fetched(step, max_tokens=self.limits.max_len)
+        self._schedule_prefills(step, prefills, may_admit=may_admit, reserved=reserved)
+        if self.unbound:
+            self._bind_fetched(step, max_tokens=self.limits.max_len)
         if may_admit:
             self._admit(step)
         if is_shared:
@@ -213,30 +221,37 @@ class Scheduler:
             self._has_paused_decodes = True
             step.decodes = [request for request in step.decodes if request not in paused]
 
-    def _schedule_decodes(self, step: Schedule) -> None:
-        """Schedule the running requests that compute one token, oldest first.
+    def _schedule_decodes(self, step: Schedule) -> list[Request]:
+        """Schedule the running requests that compute one token, oldest first. There are at most as
+        many as the budget.
 
-        Those that compute more get a block for their next token, if they have none.
+        Those that compute more get a block for their next token, if they have none. Return them.
         """
-        for request in list(self.running):
-            if step.budget == 0:
-                return
-            if (
-                request.phase is RequestPhase.RUNNING
-                and self._ensure_block(request, step)
-                and request.num_uncomputed == 1
-            ):
-                step.decodes.append(request)
-                step.budget -= 1
+        if self.tables.can_grow(self.running):
+            self.tables.grow_all(self.tables.growing(self.running), step)
+        else:
+            for request in list(self.running):
+                self._ensure_block(request, step)
+        running = running_column(self.running)
+        counts = uncomputed_column(running)
+        if counts.count(1) == len(counts):
+            step.decodes, prefills = running, []
+        else:
+            step.decodes = [r for r, count in zip(running, counts, strict=True) if count == 1]
+            prefills = [r for r, count in zip(running, counts, strict=True) if count > 1]
+        step.budget -= len(step.decodes)
+        return prefills
 
-    def _schedule_prefills(self, step: Schedule, *, may_admit: bool, reserved: int) -> None:
-        """Schedule prompt chunks of running requests.
+    def _schedule_prefills(
+        self, step: Schedule, prefills: Sequence[Request], *, may_admit: bool, reserved: int
+    ) -> None:
+        """Schedule prompt chunks of the running requests `prefills`.
 
         - may_admit: first admit newcomers of accounts that were served less. If there are any, no
           prompt chunks are added, because these would make the newcomers' step longer
         - reserved: the part of the budget that only these newcomers may use
         """
-        for request in prefill_order(self.running):
+        for request in prefill_order(prefills):
             if may_admit:
                 num_admitted = len(step.admitted)
                 self._admit(step, before=request)
@@ -252,6 +267,8 @@ class Scheduler:
         count = min(request.num_uncomputed, step.budget)
         covered = self.tables.grow_if_free(request, request.num_scheduled + count, step)
         count = min(count, covered - request.num_scheduled)
+        if count < request.num_uncomputed:
+            step.partial.add(request)
         if count == 1:
             step.decodes.append(request)
         else:
@@ -277,6 +294,8 @@ class Scheduler:
 
     def _add_drafts(self, step: Schedule) -> None:
         """Add drafts to the decodes that have no token in flight."""
+        if not self._speculation.is_enabled:
+            return
         rows, plain = len(step.decodes) + len(step.chunks), []
         for request in step.decodes:
             are_all_known = request.num_uncomputed == 1 and not request.num_pending
@@ -302,6 +321,8 @@ class Scheduler:
 
     def _plan_draft_model(self, step: Schedule) -> None:
         """Plan the draft model's work: the tokens that it lacks, and the drafts requested of it."""
+        if not self._speculation.is_enabled:
+            return
         rows = list(step.rows())
         for request, count, drafts in rows:
             if not request.uses_draft_model:

@@ -163,6 +163,11 @@ class Speculation:
         self._model_tally = AcceptanceTally(MODEL_PRIOR)
         self._num_started = 0
 
+    @property
+    def is_enabled(self) -> bool:
+        """Whether any request can get drafts."""
+        return self._config.speculation != "none"
+
     def start(self, request: Request) -> None:
         """Choose the drafter of an accepted request."""
         kind = self._config.speculation
@@ -246,7 +251,9 @@ class Speculation:
         If it is planned earlier, requests with a token in flight get no drafts. So it should wait
         if some request is likely to get right ones.
         """
-        return any(self._has_likely_drafts(request, rows) for request in running)
+        return self.is_enabled and any(
+            self._has_likely_drafts(request, rows) for request in running
+        )
 
     def _has_likely_drafts(self, request: Request, rows: int) -> bool:
         drafting = request.drafting

@@ -131,7 +131,7 @@ STORED = {
     "Fetch": "job match request started_at state",
     "Fetches": "_jobs _last_job num_bytes num_failed num_tokens",
     "GrammarCache": "_templates _waiters jobs",
-    "InflightStep": "needs_masks num_requested_drafts plan rows",
+    "InflightStep": "needs_masks num_requested_drafts plan requests",
     "InflightSteps": "_steps",
     "Match": "num_blocks num_tokens source",
     "ModelDrafter": "_num_known _proposed",
