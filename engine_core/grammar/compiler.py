@@ -52,9 +52,9 @@ class Compiler:
         """Compile a grammar. Raises InvalidRequest if it cannot be enforced.
 
         Compiling takes milliseconds, or seconds for huge schemas, mostly without the GIL.
-        llguidance recurses deeply, so the calling thread needs a large stack (`service.py` sets
-        512 MiB). If the grammar has thinking or calls beside its body, compiling takes about twice
-        as long, because these parts are also compiled separately.
+        llguidance recurses deeply, so the calling thread needs a large stack (`large_stack.py`).
+        If the grammar has thinking or calls beside its body, compiling takes about twice as long,
+        because these parts are also compiled separately.
         """
         inner = None
         if grammar.body is not None:

@@ -4,8 +4,7 @@ The loop never waits for a compilation: `submit` queues a job, and `fd` becomes 
 `drain` has a result. A job that takes too long is refused. llguidance cannot be interrupted, so the
 thread still completes such a job, and its result is cached for later requests.
 
-The threads have large stacks, because llguidance recurses over its input. With the usual 8 MB, a
-chain of 20,000 references overflows the stack and crashes the process.
+The threads have large stacks (large_stack.py).
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from engine_core.grammar.cache import CompiledGrammar, CompileJob
+from engine_core.grammar.large_stack import large_stacks
 from engine_core.grammar.matcher import MatcherTemplate
 from protocol.errors import EngineError, InvalidRequest, RequestError, ServingError
 from protocol.model_card import ModelCard
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NUM_THREADS = 2
-STACK_BYTES = 512 << 20
-"""Stack size of each thread. Only the part of the address space that is touched uses memory."""
 NICENESS = 10
 """Niceness of the compiler threads (Linux), so that decoding has precedence on busy cores."""
 SLOW_S = 1.0
@@ -62,14 +60,11 @@ class GrammarService:
 
         Call it once, before there are requests, because building the compiler holds the GIL.
         """
-        before = threading.stack_size(STACK_BYTES)
-        try:
+        with large_stacks():
             for n in range(NUM_THREADS):
                 arguments = (model if n == 0 else None,)
                 name = f"grammar-{n}"
                 threading.Thread(target=self._work, args=arguments, name=name, daemon=True).start()
-        finally:
-            threading.stack_size(before)
 
     @property
     def is_busy(self) -> bool:

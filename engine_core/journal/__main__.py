@@ -1,15 +1,17 @@
 """Replay a journal and print a summary: `python -P -m engine_core.journal PATH`.
 
 PATH is a journal file, or a directory of journals (the engine's option `--journal`). The files of a
-directory are replayed one by one.
+directory are replayed one by one. With `--weights`, a worker computes the steps again.
 
-The exit code is 0 if all replies are the same, 1 if a reply differs, and 2 if a file is not a
-journal or the directory has none.
+The exit code is 0 if all replies are the same, and with `--weights` all tokens and logprobs; 1 if
+one differs; and 2 if a file is not a journal, if the directory has none, or if the worker cannot
+compute the steps.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import time
 import traceback
@@ -17,6 +19,8 @@ from pathlib import Path
 
 from engine_core.journal.file import SUFFIX, list_journals, read
 from engine_core.journal.replay import NoJournal, ReplayDiffers, ReplayReport, replay
+from engine_core.journal.weights import NotComparable, ReplayWorker
+from engine_core.worker_link import WorkerLost
 from protocol.errors import WireError
 
 SAME, DIFFERS, NO_JOURNAL = 0, 1, 2
@@ -26,30 +30,35 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="tidegate replay")
     parser.add_argument("path", type=Path)
     parser.add_argument("--check", action="store_true")
+    parser.add_argument("--weights", action="store_true")
+    parser.add_argument("--any-fingerprint", action="store_true")
     options = parser.parse_args()
-    if not options.path.is_dir():
-        return replay_file(options.path, checks=options.check)
-    files = list_journals(options.path)
+    is_directory = options.path.is_dir()
+    files = list_journals(options.path) if is_directory else [options.path]
     if not files:
         print(f"tidegate: {options.path} contains no journal (*{SUFFIX})", file=sys.stderr)
         return NO_JOURNAL
     codes = set()
-    for file in files:
-        print(file.name, flush=True)
-        codes.add(replay_file(file, checks=options.check))
-        print(flush=True)
+    worker = ReplayWorker(any_fingerprint=options.any_fingerprint) if options.weights else None
+    with contextlib.nullcontext() if worker is None else contextlib.closing(worker):
+        for file in files:
+            if is_directory:
+                print(file.name, flush=True)
+            codes.add(replay_file(file, checks=options.check, worker=worker))
+            if is_directory:
+                print(flush=True)
     return next(code for code in (DIFFERS, NO_JOURNAL, SAME) if code in codes)
 
 
-def replay_file(file: Path, *, checks: bool) -> int:
+def replay_file(file: Path, *, checks: bool, worker: ReplayWorker | None = None) -> int:
     """Replay one journal, print its summary or what differs, and return the exit code."""
     started_at = time.monotonic()
     try:
-        report = replay(read(file), checks=checks)
+        report = replay(read(file), checks=checks, worker=worker)
     except ReplayDiffers as error:
         print(f"the replay differs: {error}")
         return DIFFERS
-    except (NoJournal, WireError, OSError) as error:
+    except (NoJournal, NotComparable, WorkerLost, WireError, OSError) as error:
         print(f"tidegate: {file}: {error}", file=sys.stderr)
         return NO_JOURNAL
     except Exception:  # raised by the engine; it may be the failure that is being investigated
@@ -58,7 +67,10 @@ def replay_file(file: Path, *, checks: bool) -> int:
         return DIFFERS
     print(summary(report))
     print(f"\nreplayed in {time.monotonic() - started_at:.1f} s: all decisions are the same")
-    return SAME
+    if worker is None:
+        return SAME
+    print(worker.comparison.summary())
+    return SAME if worker.comparison.is_same else DIFFERS
 
 
 def summary(report: ReplayReport) -> str:

@@ -1,7 +1,8 @@
-"""Replays a journal without a worker, and checks that the engine gives the same replies.
+"""Replays a journal, and checks that the engine gives the same replies.
 
 `replay` raises ReplayDiffers at the first record with a different reply. So a test can replay the
-journal of an incident.
+journal of an incident. The engine gets the recorded results of the worker. A worker can compute the
+same steps beside it, so that its results can be compared (weights.py).
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import count
+from typing import Protocol
 
 from engine_core.engine import Engine
+from engine_core.grammar import large_stack
 from engine_core.grammar.cache import CompiledGrammar, grammar_digest
 from engine_core.grammar.compiler import Compiler
 from engine_core.grammar.matcher import MatcherTemplate
@@ -40,6 +43,7 @@ from engine_core.journal.snapshot import restore_snapshot
 from protocol.errors import ServingError, WireError, error_from
 from protocol.grammar import Grammar
 from protocol.stats import EngineStats
+from protocol.steps import Masks, StepPlan, StepResult
 
 
 class ReplayDiffers(Exception):
@@ -68,12 +72,29 @@ class ReplayReport:
     is_full: bool = False
 
 
-def replay(records: Iterable[AnyRecord], *, checks: bool = False) -> ReplayReport:
+class StepComparer(Protocol):
+    """Computes the steps of a replay. ReplayWorker (weights.py) implements it."""
+
+    def start(self, record: StartRecord) -> None:
+        """Prepare for the steps of an engine that was created with these arguments."""
+
+    def send(self, message: StepPlan | Masks) -> None:
+        """Compute a step, or pass on its masks."""
+
+    def compare(self, recorded: StepResult, where: str) -> None:
+        """Compare the result of the oldest step with the recorded one. `where` names its record."""
+
+
+def replay(
+    records: Iterable[AnyRecord], *, checks: bool = False, worker: StepComparer | None = None
+) -> ReplayReport:
     """Replay the records, and return a summary.
 
-    With `checks`, check the invariants of slots, blocks and the prefix cache after each record
-    (slow). Raises ReplayDiffers, NoJournal, and any exception of the engine, which may have raised
-    it when it was recorded too.
+    checks   check the invariants of slots, blocks and the prefix cache after each record (slow)
+    worker   computes the steps too
+
+    Raises ReplayDiffers, NoJournal, and any exception of the worker, or of the engine, which may
+    have raised it when it was recorded too.
     """
     remaining = iter(records)
     start = next(remaining, None)
@@ -81,7 +102,9 @@ def replay(records: Iterable[AnyRecord], *, checks: bool = False) -> ReplayRepor
         raise NoJournal("not a journal: it does not start with the engine's configuration")
     if start.format != FORMAT:
         raise NoJournal(f"the journal has format {start.format}; this release reads {FORMAT}")
-    replayed = _ReplayedEngine(start)
+    if worker is not None:
+        worker.start(start)
+    replayed = _ReplayedEngine(start, worker)
     report = ReplayReport(start)
     first: float | None = None
     for number, record in zip(count(1), remaining, strict=False):
@@ -101,7 +124,8 @@ def replay(records: Iterable[AnyRecord], *, checks: bool = False) -> ReplayRepor
 class _ReplayedEngine:
     """An engine to which records are applied."""
 
-    def __init__(self, start: StartRecord) -> None:
+    def __init__(self, start: StartRecord, worker: StepComparer | None) -> None:
+        self._worker = worker
         #: Seeds of the current record.
         self._seeds: list[int] = []
         #: Digest -> grammar that was to be compiled.
@@ -151,8 +175,10 @@ class _ReplayedEngine:
             case PlanRecord():
                 self._plan(number, record)
             case MasksRecord():
-                self._compare(number, record, digest(engine.masks()))
+                self._masks(number, record)
             case CommitRecord(result=result, elapsed_s=elapsed_s):
+                if self._worker is not None:
+                    self._worker.compare(result, self._position(number))
                 self._compare(number, record, digest(engine.commit(result, elapsed_s)))
             case KVReportRecord(report=report):
                 self._compare(number, record, digest(engine.on_kv_report(report)))
@@ -172,7 +198,7 @@ class _ReplayedEngine:
             raise NoJournal(f"the snapshot in this journal is damaged: {error!r}") from None
 
     def _template(self, digest: bytes) -> MatcherTemplate:
-        return self._compiler().compile(self._jobs[digest])
+        return large_stack.call(lambda: self._compiler().compile(self._jobs[digest]))
 
     def _plan(self, number: int, record: PlanRecord) -> None:
         plan = self.engine.plan()
@@ -181,6 +207,14 @@ class _ReplayedEngine:
             raise ReplayDiffers(
                 f"{self._position(number)}: was {_describe(record)}, is {_describe(replayed)}"
             )
+        if self._worker is not None and plan is not None:
+            self._worker.send(plan)
+
+    def _masks(self, number: int, record: MasksRecord) -> None:
+        masks = self.engine.masks()
+        self._compare(number, record, digest(masks))
+        if self._worker is not None and masks is not None:
+            self._worker.send(masks)
 
     def _compare(
         self,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tests.support.model import smollm2_gguf
 
@@ -42,7 +42,7 @@ def write_tiny_llama(folder: Path, seed: int = 3, **changes: object) -> Path:
     config = CONFIG | changes
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer.json").write_text(json.dumps(tiny_tokenizer_json()))
-    weights = _weights(seed, int(str(config["vocab_size"])))
+    weights = _weights(seed, config)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
@@ -50,6 +50,15 @@ def write_tiny_llama(folder: Path, seed: int = 3, **changes: object) -> Path:
 def write_roomy_llama(folder: Path) -> Path:
     """Write a model with a context long enough for answers that outlast a test."""
     return write_tiny_llama(folder, max_position_embeddings=16384)
+
+
+FITTING: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+"""Dimensions that the compiled kernels support, unlike those of CONFIG."""
 
 
 def write_babbling_llama(folder: Path) -> Path:
@@ -84,28 +93,32 @@ def tiny_tokenizer_json() -> dict[str, object]:
     }
 
 
-def _weights(seed: int, vocab_size: int) -> dict[str, torch.Tensor]:
+def _weights(seed: int, config: dict[str, object]) -> dict[str, torch.Tensor]:
     import torch
+
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
+    vocab_size, hidden, inner, heads = (int(str(config[name])) for name in sizes)
+    kv = hidden // heads * int(str(config["num_key_value_heads"]))
 
     random = torch.Generator().manual_seed(seed)
 
     def weight(out: int, width: int) -> torch.Tensor:
         return torch.randn(out, width, generator=random) * 0.2
 
-    weights = {"model.embed_tokens.weight": weight(vocab_size, 32)}
-    weights["model.norm.weight"] = torch.ones(32)
+    weights = {"model.embed_tokens.weight": weight(vocab_size, hidden)}
+    weights["model.norm.weight"] = torch.ones(hidden)
     for layer in range(2):
         at = f"model.layers.{layer}"
-        weights[f"{at}.input_layernorm.weight"] = torch.ones(32)
-        weights[f"{at}.post_attention_layernorm.weight"] = torch.ones(32)
+        weights[f"{at}.input_layernorm.weight"] = torch.ones(hidden)
+        weights[f"{at}.post_attention_layernorm.weight"] = torch.ones(hidden)
         for name, out, width in (
-            ("self_attn.q_proj", 32, 32),
-            ("self_attn.k_proj", 16, 32),
-            ("self_attn.v_proj", 16, 32),
-            ("self_attn.o_proj", 32, 32),
-            ("mlp.gate_proj", 48, 32),
-            ("mlp.up_proj", 48, 32),
-            ("mlp.down_proj", 32, 48),
+            ("self_attn.q_proj", hidden, hidden),
+            ("self_attn.k_proj", kv, hidden),
+            ("self_attn.v_proj", kv, hidden),
+            ("self_attn.o_proj", hidden, hidden),
+            ("mlp.gate_proj", inner, hidden),
+            ("mlp.up_proj", inner, hidden),
+            ("mlp.down_proj", hidden, inner),
         ):
             weights[f"{at}.{name}.weight"] = weight(out, width)
     return weights

@@ -17,16 +17,19 @@ START_S = 60.0
 
 
 @contextmanager
-def tiny_engine(*, context_tokens: int = 400, **config: Any) -> Iterator[tuple[Program, str]]:
+def tiny_engine(
+    *, context_tokens: int = 400, model: Path | None = None, **config: Any
+) -> Iterator[tuple[Program, str]]:
     """Start an engine, and yield its process and its address once it is ready.
 
+    model    None: a tiny Llama of `context_tokens` positions
     config   fields of EngineConfig
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "run").mkdir(mode=0o700)
         address = config.setdefault("address", f"ipc://{folder}/run/engine.sock")
-        model = write_tiny_llama(folder, max_position_embeddings=context_tokens)
+        model = model or write_tiny_llama(folder, max_position_embeddings=context_tokens)
         worker = {"model": str(model), "dtype": "float32", "poison_slots": "wild", "threads": 1}
         worker |= {"address": f"ipc://{folder}/run/engine.sock.worker"}
         worker |= {"max_slots": 8, "kv_blocks": max(129, context_tokens // 16 + 2)}

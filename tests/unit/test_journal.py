@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from itertools import chain
@@ -27,6 +29,7 @@ from protocol.errors import WireError
 from protocol.grammar import ChoiceGrammar, Regex
 from tests.support.engines import Bench, a_card
 from tests.support.grammars import text_of
+from tests.support.processes import ROOT
 from tests.support.storm import RequestStorm, SmallCacheStorm
 
 
@@ -317,3 +320,37 @@ def test_a_file_that_is_not_a_journal_is_refused(data: bytes, tmp_path: Path) ->
 def test_an_empty_journal_is_refused() -> None:
     with pytest.raises(NoJournal):
         replay([])
+
+
+DEEP = """
+import sys
+from pathlib import Path
+from engine_core.grammar import large_stack
+from engine_core.grammar.cache import CompiledGrammar
+from engine_core.journal.file import Writer, read
+from engine_core.journal.recorder import RecordedEngine
+from engine_core.journal.replay import replay
+from protocol.arrays import Int32
+from protocol.grammar import Grammar, Lark
+from protocol.messages import Generate
+from protocol.sampling import SamplingParams
+from tests.support.engines import Bench, a_card, echo_compiler
+
+rules = "start: r0\\n" + "".join(f"r{n}:r{n + 1}\\n" for n in range(4_500)) + 'r4500: "a"'
+bench = Bench()
+writer = Writer(Path(sys.argv[1]), 1 << 24)
+engine = RecordedEngine(writer, bench.config, a_card(), bench.engine.limits)
+fields = {"prompt": Int32.of([1]), "params": SamplingParams()}
+engine.add(b"client", Generate(request=1, grammar=Grammar(body=Lark(text=rules)), **fields))
+(job,) = engine.drain_compile_jobs()
+template = large_stack.call(lambda: echo_compiler().compile(job.grammar))
+engine.on_grammar_compiled(CompiledGrammar(job.digest, template))
+print(replay(read(writer.path)).kinds["settled"])
+"""
+
+
+def test_a_replay_compiles_deep_grammars_on_a_large_stack(tmp_path: Path) -> None:
+    """In another process, because a stack overflow would end it."""
+    command = [sys.executable, "-c", DEEP, str(tmp_path / "journals")]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (ran.returncode, ran.stdout) == (0, "1\n"), ran.stderr

@@ -1,0 +1,216 @@
+"""Computes the steps of a replayed journal in a real worker, and compares the results.
+
+The worker executes the plans of the replayed engine, but the engine commits the recorded results.
+So after a token that differs, later ones of the same request can differ for that reason alone.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import zmq
+from msgspec.structs import astuple, replace
+
+from engine_core.journal.records import StartRecord
+from engine_core.worker_link import WorkerLink
+from protocol.arrays import Array
+from protocol.model_card import ModelCard
+from protocol.steps import Logprobs, Masks, StepPlan, StepResult, WorkerFailed, WorkerReady
+
+POLL_MS = 1000
+
+
+class NotComparable(Exception):
+    """The steps of a journal cannot be computed again, or not so that results must be equal."""
+
+
+@dataclass
+class Comparison:
+    """Counts of results that were computed again, and of those that have the recorded bits."""
+
+    num_steps: int = 0
+    num_tokens: int = 0
+    num_equal_tokens: int = 0
+    #: Logprobs of sampled and of prompt tokens, of requests that have them.
+    num_logprobs: int = 0
+    num_equal_logprobs: int = 0
+    #: The first step whose result differs; "" if there is none.
+    first_difference: str = ""
+
+    @property
+    def is_same(self) -> bool:
+        return not self.first_difference
+
+    def add(self, recorded: StepResult, computed: StepResult, where: str) -> None:
+        """Compare the results of one step."""
+        self.num_steps += 1
+        old, new = recorded.tokens.tolist(), computed.tokens.tolist()
+        equal = sum(a == b for a, b in zip(old, new, strict=False))
+        self.num_tokens += len(old)
+        self.num_equal_tokens += equal
+        difference = "" if old == new else f"tokens were {_some(old)}, are {_some(new)}"
+        kinds = {
+            "logprobs": (recorded.logprobs, computed.logprobs),
+            "prompt logprobs": (recorded.prompt_logprobs, computed.prompt_logprobs),
+        }
+        for name, (before, now) in kinds.items():
+            entries, others = _entries(before), _entries(now)
+            equal = sum(a == b for a, b in zip(entries, others, strict=False))
+            self.num_logprobs += len(entries)
+            self.num_equal_logprobs += equal
+            if not difference and entries != others:
+                difference = f"{len(entries) - equal} of {len(entries)} {name} differ"
+        if not difference and recorded.failed != computed.failed:
+            rows = _some(recorded.failed.tolist()), _some(computed.failed.tolist())
+            difference = "failed rows were {}, are {}".format(*rows)
+        if difference and not self.first_difference:
+            self.first_difference = f"{where}, step {recorded.step}: {difference}"
+
+    def summary(self) -> str:
+        """Return the counts as text, and the first difference, if there is one."""
+        text = (
+            f"computed again: {self.num_equal_tokens:,} of {self.num_tokens:,} tokens are equal, "
+            f"{self.num_equal_logprobs:,} of {self.num_logprobs:,} logprobs"
+        )
+        if self.first_difference:
+            text += f"\nthe first difference: {self.first_difference}"
+        return text
+
+
+class ReplayWorker:
+    """The real worker process that computes the steps of journals. It is started for the first
+    file of an engine, and continues with the files that follow it.
+
+    any_fingerprint   compare also if bits can differ, because of other kernels
+    """
+
+    def __init__(self, *, any_fingerprint: bool = False) -> None:
+        #: The results of the current file.
+        self.comparison = Comparison()
+        self._any_fingerprint = any_fingerprint
+        self._start: StartRecord | None = None
+        self._process = ExitStack()
+        self._link: WorkerLink | None = None
+
+    def start(self, record: StartRecord) -> None:
+        """Start the worker, or continue with the next file of the same engine.
+
+        Raises NotComparable, and WorkerLost if the worker fails, for example because the model is
+        not there any more.
+        """
+        self.comparison = Comparison()
+        if self._start is not None and self._link is not None and _follows(self._start, record):
+            self._start = record
+            return
+        self.close()
+        if record.part > 1:
+            raise NotComparable(
+                f"file {record.part} of its engine needs the K/V of the files before it, which a "
+                "journal does not contain; replay a directory that has all files of the engine"
+            )
+        if record.tiers:
+            raise NotComparable("with tiers (--kv-host-gib, --kv-disk) steps cannot be repeated")
+        self._link = self._new_link(record)
+        check_card(record.model, self._ready().model, any_fingerprint=self._any_fingerprint)
+        self._start = record
+
+    def send(self, message: StepPlan | Masks) -> None:
+        """Send a plan or its masks to the worker."""
+        assert self._link is not None, "not started"
+        self._link.send(message)
+
+    def compare(self, recorded: StepResult, where: str) -> None:
+        """Wait for the result of the oldest step, and compare it. Raises WorkerLost."""
+        computed = self._receive()
+        if not isinstance(computed, StepResult) or computed.step != recorded.step:
+            raise NotComparable(f"{where}: the worker has no result of step {recorded.step}")
+        self.comparison.add(recorded, computed, where)
+
+    def close(self) -> None:
+        """Stop the worker, if it was started."""
+        self._process.close()
+        self._link = self._start = None
+
+    def _new_link(self, record: StartRecord) -> WorkerLink:
+        folder = self._process.enter_context(tempfile.TemporaryDirectory(prefix="tidegate-replay-"))
+        context = self._process.enter_context(zmq.Context())
+        limits = record.limits
+        config = replace(
+            record.config.worker,
+            kv_blocks=limits.num_blocks,
+            max_slots=limits.max_slots,
+            block_tokens=limits.block_tokens,
+        )
+        link = WorkerLink(context, config, f"ipc://{Path(folder) / 'worker'}")
+        self._process.callback(link.stop)
+        return link
+
+    def _ready(self) -> WorkerReady:
+        while not isinstance(message := self._receive(), WorkerReady):
+            pass
+        return message
+
+    def _receive(self) -> object:
+        """Return the worker's next message. Raises WorkerLost if there is none."""
+        link = self._link
+        assert link is not None, "not started"
+        poller = zmq.Poller()
+        for source in (link.socket, link.death):
+            poller.register(source, zmq.POLLIN)
+        while (message := link.receive()) is None:
+            if link.death in dict(poller.poll(POLL_MS)) and (message := link.receive()) is None:
+                raise link.exit_error()
+        if isinstance(message, WorkerFailed):
+            raise NotComparable(message.message)
+        return message
+
+
+def check_card(recorded: ModelCard, found: ModelCard, *, any_fingerprint: bool = False) -> None:
+    """Raise NotComparable if the worker's model is not that of the journal, or, without
+    `any_fingerprint`, if the journal or this machine does not promise the same bits."""
+    if found.digest != recorded.digest:
+        raise NotComparable(
+            f"the model {recorded.name} has changed: its digest was {recorded.digest[:8]}, and is "
+            f"{found.digest[:8]}"
+        )
+    if recorded.numerics == found.numerics != "" or any_fingerprint:
+        return
+    before, now = recorded.numerics or "none", found.numerics or "none"
+    raise NotComparable(
+        f"the journal has fingerprint {before}, this machine {now}: tokens can differ, because "
+        "kernels, C library or dtype do; --any-fingerprint compares them all the same"
+    )
+
+
+def _follows(before: StartRecord, record: StartRecord) -> bool:
+    """Return whether a file continues the one that starts with `before`."""
+    return record == replace(before, at=record.at, part=before.part + 1)
+
+
+def _entries(logprobs: Logprobs | None) -> list[bytes]:
+    """Return the bits of each entry: of all columns, and of its second distribution, if any."""
+    if logprobs is None:
+        return []
+    columns = [each for each in astuple(logprobs) if isinstance(each, Array)]
+    count = len(logprobs.ids)
+    rows = [
+        b"".join(_row(each, i) for each in columns if each.shape[0] == count) for i in range(count)
+    ]
+    if logprobs.drawn is not None:
+        rows += [_row(logprobs.drawn, i) for i in range(logprobs.drawn.shape[0])]
+    return rows
+
+
+def _row(array: Array, number: int) -> bytes:
+    size = array.data.nbytes // array.shape[0]
+    return bytes(array.data[number * size : (number + 1) * size])
+
+
+def _some(values: Sequence[int]) -> str:
+    """Return the first values as text."""
+    most = 8
+    return ", ".join(map(str, values[:most])) + (", ..." if len(values) > most else "") or "none"
