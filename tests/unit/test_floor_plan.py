@@ -117,7 +117,6 @@ LIGHT_ENTRANCES = {
     "tools.__main__": HEAVY
     | {"flask", "gevent", "jinja2", "tokenizers", "gunicorn", "huggingface_hub", "httpx2"},
     "worker.startup.card": {"torch", "transformers", "gguf"},
-    "worker.startup.assembly": {"transformers", "gguf"},
 }
 """What people and processes enter by -> what must not have been loaded then, however indirectly."""
 
@@ -297,6 +296,23 @@ def test_a_light_process_loads_no_heavy_library(entrance: str) -> None:
     ran = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     assert not set(ran.stdout.split()) & LIGHT_ENTRANCES[entrance]
+
+
+def test_a_worker_loads_only_the_part_of_torch_that_steps_use() -> None:
+    code = """if True:
+        import sys
+        from worker.startup import environment
+        environment.prepare()
+        import worker.startup.assembly
+        assert not sys.modules.keys() & {"transformers", "gguf", "torch._refs"}
+        from worker.startup.postponed import TORCH_SHAPES, load_postponed
+        load_postponed(TORCH_SHAPES)
+        import torch
+        columns, scales = (torch.zeros(shape, device="meta") for shape in [(3, 2), (2,)])
+        assert torch.linalg.householder_product(columns, scales).shape == (3, 2)
+        """
+    ran = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
 
 
 def test_our_rooms_win_over_folders_of_the_same_name(tmp_path: Path) -> None:

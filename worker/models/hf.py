@@ -48,6 +48,7 @@ from worker.models.architectures import (
     TransformersArchitecture,
     TransformersSpec,
 )
+from worker.startup.postponed import TORCH_SHAPES, load_postponed
 
 AttentionFunction = Callable[..., tuple[Tensor, None]]
 
@@ -262,6 +263,7 @@ def describe(architecture: TransformersArchitecture, values: Mapping[str, Any]) 
     UnusableModel if that fails, or if a value of the config is not supported.
     """
     _silence()
+    load_postponed(TORCH_SHAPES)
     config, name = _config(architecture, values), architecture.name
     probe = _registered(_probe)
     try:

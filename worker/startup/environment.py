@@ -1,9 +1,11 @@
-"""Sets environment variables before torch is loaded. Every entry point that computes steps calls
+"""Prepares the process before torch is loaded. Every entry point that computes steps calls
 `prepare`."""
 
 from __future__ import annotations
 
 import os
+
+from worker.startup.postponed import TORCH_SHAPES, postpone
 
 MAX_CACHED_KERNELS = 128
 """Maximum number of compiled kernels in oneDNN's cache, and in torch's own cache in front of it.
@@ -16,7 +18,8 @@ in about a millisecond, once per step, whatever the number of layers.
 
 
 def prepare() -> None:
-    """Set the defaults. A value that the user has set is kept.
+    """Set environment variables, and postpone a part of torch's import that no step uses. A value
+    that the user has set is kept.
 
     OMP_WAIT_POLICY makes idle OpenMP threads sleep instead of spin. Two threads that spun on cores
     needed by other processes made a step ten times as long.
@@ -24,3 +27,4 @@ def prepare() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(name, str(MAX_CACHED_KERNELS))
+    postpone(TORCH_SHAPES)

@@ -1,0 +1,56 @@
+"""A postponed module is executed at the first use of one of its names, and only once."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from worker.startup.postponed import load_postponed, postpone
+
+NAME = "postponed_example"
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """A postponed module, imported. `executions` of the module `sys` counts its executions."""
+    source = "import sys\nsys.executions += 1\nanswer = 42\n"
+    (tmp_path / f"{NAME}.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "executions", 0, raising=False)
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    postpone(NAME)
+    yield importlib.import_module(NAME)
+    del sys.modules[NAME]
+
+
+def executions() -> int:
+    return vars(sys)["executions"]  # type: ignore[no-any-return]
+
+
+def test_an_import_and_a_look_at_its_file_do_not_execute_a_module(module: ModuleType) -> None:
+    assert module.__file__
+    assert not hasattr(module, "__path__")
+    assert executions() == 0
+
+
+def test_the_use_of_a_name_executes_a_module_once(module: ModuleType) -> None:
+    assert module.answer == 42
+    assert not hasattr(module, "question")
+    assert executions() == 1
+
+
+def test_a_module_can_be_loaded_before_its_use(module: ModuleType) -> None:
+    load_postponed(NAME)
+    load_postponed(NAME)
+    assert executions() == 1
+    assert vars(module)["answer"] == 42
+
+
+def test_loading_a_module_that_was_not_postponed_does_nothing() -> None:
+    load_postponed("json")
+    load_postponed("a_module_that_is_not_imported")

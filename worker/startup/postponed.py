@@ -1,0 +1,74 @@
+"""Postpones a part of `import torch` that eager computation on real tensors does not use.
+
+torch implements the shapes of about a thousand operators in Python, in the module TORCH_SHAPES.
+They serve compilers and tensors without memory (the device "meta"). With the modules that it
+imports (`torch._decomp`, `torch._refs`, `torch._prims`), it takes a quarter of the time of
+`import torch`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
+
+TORCH_SHAPES = "torch._meta_registrations"
+
+
+class PostponedLoader(Loader):
+    """Leaves a module empty until one of its names is used, or until `load`.
+
+    importlib's LazyLoader is not suitable. It executes the module at any access, such as that to
+    `__file__` with which `inspect` searches all modules while torch is imported.
+    """
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader: Loader | None = loader
+
+    def exec_module(self, module: ModuleType) -> None:
+        def load_and_get(name: str) -> Any:
+            if name.startswith("__") or self._loader is None:
+                raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
+            self.load(module)
+            return getattr(module, name)
+
+        module.__dict__["__getattr__"] = load_and_get
+
+    def load(self, module: ModuleType) -> None:
+        """Execute the module, unless that was done before."""
+        loader, self._loader = self._loader, None
+        if loader is not None:
+            loader.exec_module(module)
+
+
+class PostponingFinder(MetaPathFinder):
+    """Finds the module `name` for its import, with a PostponedLoader."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != self._name:
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = PostponedLoader(spec.loader)
+        return spec
+
+
+def postpone(name: str) -> None:
+    """Postpone the execution of the module `name`, if it has not been imported yet."""
+    sys.meta_path.insert(0, PostponingFinder(name))
+
+
+def load_postponed(name: str) -> None:
+    """Execute the module `name` now, if it was imported and its execution was postponed."""
+    module = sys.modules.get(name)
+    spec = None if module is None else module.__spec__
+    if module is not None and spec is not None and isinstance(spec.loader, PostponedLoader):
+        spec.loader.load(module)
