@@ -20,6 +20,7 @@ import os
 import re
 import socket as system_socket
 import stat
+import sys
 import tempfile
 import threading
 from dataclasses import dataclass
@@ -28,7 +29,6 @@ from typing import Self
 
 import zmq
 from zmq.utils import z85
-from zmq.utils.monitor import recv_monitor_message
 
 from protocol.cluster_key import ClusterKey
 from protocol.wire import MAX_MESSAGE_BYTES
@@ -53,6 +53,11 @@ _DOWN = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
+
+_EVENT_BYTES = 2
+"""Length of the event number at the start of a monitor's message: zmq_socket_monitor(3). It is
+decoded here, because `zmq.utils.monitor` imports asyncio, which would delay every process's start.
+"""
 
 _TCP = re.compile(r"tcp://(?P<host>\[[0-9A-Fa-f:.]+(%\w+)?\]|[^\s:/\[\]]+):(?P<port>\d{1,5})")
 _ANY_HOST = ("*", "0.0.0.0", "[::]")
@@ -193,7 +198,8 @@ def read_connection_events(monitor: zmq.Socket[bytes]) -> list[bool]:
     """
     events = []
     while monitor.poll(0):
-        events.append(bool(recv_monitor_message(monitor)["event"] & _UP))
+        event, _address = monitor.recv_multipart()
+        events.append(bool(int.from_bytes(event[:_EVENT_BYTES], sys.byteorder) & _UP))
     return events
 
 

@@ -1,7 +1,8 @@
 """The `tidegate` command: runs the module of the selected subcommand and reports its failure.
 
-Each subcommand is a row of COMMANDS and a module in `tools.commands`. A Failure is printed as one
-line on stderr. Ctrl-C ends the command without a message, with the exit code that shells expect.
+Each subcommand is a row of COMMANDS and a module in `tools.commands`. Only the module of the
+selected subcommand is imported, so that a server starts sooner. A Failure is printed as one line on
+stderr. Ctrl-C ends the command without a message, with the exit code that shells expect.
 """
 
 from __future__ import annotations
@@ -11,34 +12,11 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from difflib import get_close_matches
 from functools import cache
-from importlib.metadata import version
+from importlib import import_module
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, cast
 
-from tools.commands import (
-    abort,
-    chat,
-    doctor,
-    drain,
-    engine,
-    key,
-    keys,
-    models,
-    profile,
-    ps,
-    pull,
-    quantize,
-    replay,
-    rm,
-    serve,
-    status,
-    stop,
-)
-from tools.commands import bench as bench
-from tools.commands import bench_step as bench_step
-from tools.commands import top as top
 from tools.failure import Failure
 from tools.flags import OneLineParser
 from tools.other_servers import OPTIONS
@@ -47,7 +25,7 @@ from tools.terminal import Terminal, log_style
 DESCRIPTION = "Tidegate serves language models over the OpenAI API. It runs on a plain CPU."
 
 BENCH_STEP = "bench step"
-STARTERS = (serve.run, engine.run)
+STARTERS = ("serve", "engine")
 """Commands that start engines. Their errors name replacements for options of other servers."""
 
 EXAMPLES = """\
@@ -74,41 +52,60 @@ class Tool(Protocol):
     def run(self, options: argparse.Namespace) -> int: ...
 
 
-COMMANDS: tuple[tuple[str, str, Tool], ...] = (
-    ("serve", "start a server", serve),
-    ("chat", "chat with a server", chat),
-    ("status", "show whether a server is ready and how busy it is", status),
-    ("top", "watch an engine and its open requests", top),
-    ("abort", "abort requests", abort),
-    ("ps", "list servers, and processes and sockets left behind", ps),
-    ("stop", "stop servers and remove what was left behind", stop),
-    ("replay", "replay a journal", replay),
-    ("drain", "stop an engine after its open requests finish", drain),
-    ("engine", "start one engine of a cluster, without a gateway", engine),
-    ("doctor", "check whether this machine can run a server", doctor),
-    ("bench", "measure the latency and throughput of a server", bench),
-    (BENCH_STEP, "measure one step of the worker", bench_step),
-    ("keys", "add, list and revoke API keys", keys),
-    ("profile", "trace the worker of a running server", profile),
-    ("key", "create a cluster key", key),
-    ("models", "list the models in the cache, and those of the catalogue", models),
-    ("pull", "download a model", pull),
-    ("quantize", "write a model as a smaller GGUF file", quantize),
-    ("rm", "remove models from the cache", rm),
-)
-"""Name, summary and module of each command, in the order of `--help`."""
+COMMANDS = {
+    "serve": "start a server",
+    "chat": "chat with a server",
+    "status": "show whether a server is ready and how busy it is",
+    "top": "watch an engine and its open requests",
+    "abort": "abort requests",
+    "ps": "list servers, and processes and sockets left behind",
+    "stop": "stop servers and remove what was left behind",
+    "replay": "replay a journal",
+    "drain": "stop an engine after its open requests finish",
+    "engine": "start one engine of a cluster, without a gateway",
+    "doctor": "check whether this machine can run a server",
+    "bench": "measure the latency and throughput of a server",
+    BENCH_STEP: "measure one step of the worker",
+    "keys": "add, list and revoke API keys",
+    "profile": "trace the worker of a running server",
+    "key": "create a cluster key",
+    "models": "list the models in the cache, and those of the catalogue",
+    "pull": "download a model",
+    "quantize": "write a model as a smaller GGUF file",
+    "rm": "remove models from the cache",
+}
+"""Name and summary of each command, in the order of `--help`."""
+
+
+def _tool(name: str) -> Tool:
+    """Import the module of a command."""
+    return cast(Tool, import_module(f"tools.commands.{name.replace(' ', '_')}"))
+
+
+class PrintVersion(argparse.Action):
+    """Prints the version of the installed package, and exits."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from importlib.metadata import version  # imports the parser of e-mails
+
+        print(f"tidegate {version('tidegate')}")
+        parser.exit()
 
 
 @cache
-def build_parser() -> argparse.ArgumentParser:
+def build_parser(*names: str) -> argparse.ArgumentParser:
+    """Return the parser of the commands `names`, or of all commands if there are no names."""
     parser = OneLineParser(prog="tidegate", description=DESCRIPTION, epilog=EXAMPLES)
-    parser.add_argument("--version", action="version", version=f"tidegate {version('tidegate')}")
+    parser.add_argument(
+        "--version", action=PrintVersion, nargs=0, help="show program's version number and exit"
+    )
     commands = parser.add_subparsers(
         title="commands", metavar="COMMAND", required=True, parser_class=OneLineParser
     )
-    for name, summary, tool in COMMANDS:
+    for name in names or COMMANDS:
+        tool = _tool(name)
         command = commands.add_parser(
-            name, help=summary, description=tool.DESCRIPTION, epilog=tool.EXAMPLES
+            name, help=COMMANDS[name], description=tool.DESCRIPTION, epilog=tool.EXAMPLES
         )
         tool.add_arguments(command)
         command.set_defaults(run=tool.run, parser=command)
@@ -117,14 +114,15 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _check_command(words: Sequence[str]) -> None:
     """Raise Failure if the first word is not a command. The message suggests a similar one."""
-    names = [name for name, _, _ in COMMANDS]
     word = words[0] if words else ""
-    if word.startswith("-") or word in names:
+    if word.startswith("-") or word in COMMANDS:
         return
     if Path(word).suffix == ".gguf" or Path(word).is_dir():
         hint = f": to serve it, run: tidegate serve {word}"
     else:
-        close = get_close_matches(word, names, n=1)
+        from difflib import get_close_matches
+
+        close = get_close_matches(word, COMMANDS, n=1)
         hint = f": did you mean {close[0]}?" if close else ""
     raise Failure(f"unknown command {word!r}{hint}  (see tidegate --help)", exit_code=2)
 
@@ -144,9 +142,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     log_format = None
     try:
         _check_command(words)
-        options, unknown = build_parser().parse_known_args(words)
+        parser = build_parser(*([words[0]] if words[0] in COMMANDS else []))
+        options, unknown = parser.parse_known_args(words)
         if unknown:
-            options.parser.refuse(unknown, OPTIONS if options.run in STARTERS else {})
+            options.parser.refuse(unknown, OPTIONS if words[0] in STARTERS else {})
         log_format = getattr(options, "log_format", None)  # only `serve` and `engine` have it
         code: int = options.run(options)
         sys.stdout.flush()

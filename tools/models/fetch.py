@@ -25,13 +25,14 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import BinaryIO, NoReturn, Self
-
-from tqdm import tqdm
+from typing import TYPE_CHECKING, BinaryIO, NoReturn, Self
 
 from protocol.exit_codes import ExitCode
 from tools.failure import Failure
 from tools.models.catalogue import Entry
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 PIECE_BYTES = 1 << 20
 REFRESH_S = 0.2
@@ -284,5 +285,7 @@ class ProgressLines:
 def progress_bar(total: int, title: str, print_line: PrintLine) -> tqdm[NoReturn] | ProgressLines:
     if not sys.stderr.isatty():
         return ProgressLines(total, title, print_line)
+    from tqdm import tqdm  # most starts of a server download nothing
+
     tqdm.monitor_interval = 0  # no monitor thread: this process forks children
     return tqdm(total=total, desc=title, unit="B", unit_scale=True, file=sys.stderr, leave=True)
