@@ -53,9 +53,7 @@ def check_model() -> int:
         try_tokenizer(card.tokenizer, trial)
     except ValueError as error:
         return _refused(error, ExitCode.BAD_MODEL)
-    if (config.tool_format, config.reasoning_format) == ("auto", "auto"):
-        return ExitCode.OK
-    return _check_formats(card, config)
+    return _check_formats(card, config) if config.names_formats else ExitCode.OK
 
 
 def _check_formats(card: ModelCard, config: GatewayConfig) -> int:

@@ -203,6 +203,11 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
         """Whether clients need an API key."""
         return bool(self.api_keys or self.api_key or self.api_key_digests)
 
+    @property
+    def names_formats(self) -> bool:
+        """Whether the format of tool calls or of reasoning is given, not found for each model."""
+        return (self.tool_format, self.reasoning_format) != ("auto", "auto")
+
     def __post_init__(self) -> None:
         if bool(self.prefill) != bool(self.decode):
             raise ValueError(

@@ -34,7 +34,7 @@ def test_a_wrong_option_is_a_usage_error_with_its_reason() -> None:
 
 def test_a_check_without_a_card_ends_its_process() -> None:
     with pytest.raises(Failure), ModelCheck(GatewayConfig()) as check:  # noqa: PT012
-        pid = check.pid
+        pid = check.start()
         assert is_alive(pid)
         raise Failure("the model's files are missing")
     assert not is_alive(pid)
@@ -43,7 +43,7 @@ def test_a_check_without_a_card_ends_its_process() -> None:
 def test_a_check_whose_process_is_killed_is_a_failure_with_its_exit_code() -> None:
     said = "checking the model's tokenizer failed: exit code -9"
     with ModelCheck(GatewayConfig()) as check:
-        os.kill(check.pid, signal.SIGKILL)
+        os.kill(check.start(), signal.SIGKILL)
         with pytest.raises(Failure, match=said) as failed:
             check.run(scripted_card())
     assert failed.value.exit_code == ExitCode.FAILED

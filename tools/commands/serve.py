@@ -45,6 +45,7 @@ from tools.models.preflight import (
     write_card,
 )
 from tools.models.pulling import served_name
+from tools.models.trials import PassedTrials
 from tools.processes import run_lock
 from tools.processes.children import Child, Command, module_command, run_module
 from tools.processes.gated_start import GatedStart
@@ -311,7 +312,10 @@ def _check_model(plan: Plan, start: GatedStart, lock: int, terminal: Terminal) -
         return plan
     start.start(engine_commands(plan, lock))
     gateway, plans = plan.gateway, []
+    model, trials = plan.engine.worker.model, PassedTrials(home() / "trials")
     with ModelCheck(gateway) as check:
+        if gateway.names_formats or not trials.is_expected(model):
+            check.start()
         if plan.serve.render_only:
             file = write_card(plan.engine.worker, plan.directory / run_lock.CARD_FILE)
             gateway = msgspec.structs.replace(gateway, card=str(file))
@@ -322,7 +326,9 @@ def _check_model(plan: Plan, start: GatedStart, lock: int, terminal: Terminal) -
             plans, card = found.plans, found.card
         checked = replace(plan, gateway=without_trial(gateway, card))
         start.start([gateway_command(checked, lock)])
-        check.run(card)
+        if gateway.names_formats or not trials.has_passed(model, card.tokenizer):
+            check.run(card)
+            trials.add(model, card.tokenizer)
     log_limits(plans, terminal)
     return checked
 

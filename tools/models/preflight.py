@@ -76,42 +76,49 @@ def check_config(file: Path) -> None:
 class ModelCheck:
     """Checks in a process of the gateway whether a gateway can serve a model.
 
-    The process starts at the start of the `with` block, so it imports its libraries while this
-    process waits for the model card. It is killed at the end of the block if it still runs.
+    The process may be started before the model card is known, so that it imports its libraries
+    meanwhile. It is killed at the end of the `with` block if it still runs.
     """
 
     def __init__(self, config: GatewayConfig) -> None:
         self._config = config
+        self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
-        self._process = subprocess.Popen(
-            module_command("gateway.check", "--model"),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={**os.environ, **self._config.to_environment()},
-        )
         return self
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+    def start(self) -> int:
+        """Start the process, unless it was started before, and return its id."""
+        return self._started().pid
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._process is None:
+            self._process = subprocess.Popen(
+                module_command("gateway.check", "--model"),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env={**os.environ, **self._config.to_environment()},
+            )
+        return self._process
 
     def __exit__(self, *exception: object) -> None:
-        self._process.kill()
-        self._process.communicate()
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
 
     def run(self, card: ModelCard) -> None:
         """Check a model. Raises Failure, in one line with a remedy, if a gateway cannot serve the
         model."""
+        process = self._started()
         try:
-            output, errors = self._process.communicate(
+            output, errors = process.communicate(
                 msgspec.json.encode(card), timeout=MODEL_CHECK_TIMEOUT_S
             )
         except subprocess.TimeoutExpired:
             message = f"checking the model's tokenizer took more than {MODEL_CHECK_TIMEOUT_S} s"
             raise Failure(message) from None
-        code = self._process.returncode
+        code = process.returncode
         if code in (ExitCode.USAGE, ExitCode.BAD_MODEL):
             raise Failure(output.decode(errors="replace").strip(), exit_code=code)
         if code:
