@@ -68,6 +68,14 @@ class ModelOptions:
             default_sampling=sampling_defaults(config.default_sampling),
         )
 
+    def effective_card(self, card: ModelCard) -> ModelCard:
+        """Return `card` with the operator's chat template, if there is one."""
+        if self.chat_template is None:
+            return card
+        return msgspec.structs.replace(
+            card, chat_template=self.chat_template, tool_use_template=None
+        )
+
 
 def _read_template(path: str, templates: TemplateLoader) -> str:
     """Return the source of a chat template file after loading it once. Raises ValueError."""
@@ -88,6 +96,55 @@ def _parse_template_kwargs(text: str) -> Mapping[str, Any]:
     except (msgspec.DecodeError, InvalidRequest) as error:
         raise ValueError(f"{option}: {error}") from None
     return kwargs
+
+
+@dataclass(frozen=True, slots=True)
+class ModelText:
+    """The parts of a served model that follow from its tokenizer and templates. Making them takes
+    most of the preparation, and needs no engine."""
+
+    #: The card from which the parts are made.
+    card: ModelCard
+    tokenizer: Tokenizer
+    renderer: ChatRenderer
+    #: The formats by which the model's output is parsed.
+    output_format: ModelOutputFormat
+
+    @classmethod
+    def from_card(
+        cls, card: ModelCard, options: ModelOptions, templates: TemplateLoader
+    ) -> ModelText:
+        """Make the parts. Raises ValueError if the tokenizer or an option cannot be used."""
+        effective = options.effective_card(card)
+        tokenizer = Tokenizer(effective)
+        renderer = ChatRenderer(effective, tokenizer, templates)
+        output_format = ModelOutputFormat(
+            effective,
+            tokenizer,
+            options.tool_format,
+            options.reasoning_format,
+            teachable=renderer.omits_tools,
+        )
+        return cls(card, tokenizer, renderer, output_format)
+
+    def fits(self, card: ModelCard) -> bool:
+        """Return whether `card` would give the same parts, because at most facts about the weights
+        differ."""
+        return _without_weights(card) == _without_weights(self.card)
+
+
+def _without_weights(card: ModelCard) -> ModelCard:
+    """Return `card` without the fields that no part of a ModelText reads."""
+    return msgspec.structs.replace(
+        card,
+        digest="",
+        defaults=SamplingDefaults(),
+        dtype="",
+        num_parameters=0,
+        weights_bytes=0,
+        license=None,
+        numerics="",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,28 +171,26 @@ class ServedModel:
 
     @classmethod
     def from_card(
-        cls, card: ModelCard, limits: Limits, options: ModelOptions, templates: TemplateLoader
+        cls,
+        card: ModelCard,
+        limits: Limits,
+        options: ModelOptions,
+        templates: TemplateLoader,
+        text: ModelText | None = None,
     ) -> ServedModel:
-        """Prepare a model. Raises ValueError if its tokenizer or an option cannot be used."""
-        if options.chat_template is not None:
-            card = msgspec.structs.replace(
-                card, chat_template=options.chat_template, tool_use_template=None
-            )
-        tokenizer = Tokenizer(card)
-        renderer = ChatRenderer(card, tokenizer, templates)
+        """Prepare a model. Raises ValueError if its tokenizer or an option cannot be used.
+
+        text   the model's text side, if it was made before; None: make it now
+        """
+        text = text or ModelText.from_card(card, options, templates)
+        card = options.effective_card(card)
         return cls(
             card=card,
             limits=limits,
             names=options.served_names or [card.name],
-            tokenizer=tokenizer,
-            renderer=renderer,
-            output_format=ModelOutputFormat(
-                card,
-                tokenizer,
-                options.tool_format,
-                options.reasoning_format,
-                teachable=renderer.omits_tools,
-            ),
+            tokenizer=text.tokenizer,
+            renderer=text.renderer,
+            output_format=text.output_format,
             defaults=options.default_sampling.with_fallback(valid_defaults(card.defaults)),
             default_kwargs=options.template_kwargs,
             fingerprint=fingerprint_of(card),

@@ -6,6 +6,7 @@ other state.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import time
@@ -34,7 +35,7 @@ from gateway.http.sse import LAST_EVENT_HEADER
 from gateway.observe.metrics import Metrics
 from gateway.observe.tracing import tracing_to
 from gateway.sandbox.clients import TemplateProcesses, trial_process, try_tokenizer
-from gateway.served_model import ModelOptions, ServedModel, return_free_memory
+from gateway.served_model import ModelOptions, ModelText, ServedModel, return_free_memory
 from gateway.store.database import Interrupt
 from gateway.store.runs import Persistence
 from gateway.threads import result_of
@@ -43,7 +44,7 @@ from protocol.config.gateway import GatewayConfig
 from protocol.errors import Draining, EngineLost, EngineNotReady, ServingError, UnknownModel
 from protocol.exit_codes import ExitCode
 from protocol.messages import Account, Limits
-from protocol.model_card import ModelCard
+from protocol.model_card import ModelCard, read_card
 from protocol.session import GenerateOptions
 from protocol.sockets import engine_address
 
@@ -114,6 +115,8 @@ class Service:
         self._watch: gevent.Greenlet[..., None] | None = None
         self._preparing = Semaphore(1)
         self._trial = trial_process()
+        #: The text side of the model that the engine is expected to report.
+        self._expected: ModelText | None = None
         self._served: ServedModel | None = None
         self._served_card: ModelCard | None = None
         self._unservable: tuple[ModelCard, ValueError] | None = None
@@ -127,6 +130,16 @@ class Service:
                 self._trial.start()
             self.engine.start()
             self._watch = gevent.spawn(self._keep_watch)
+            if self.config.expected_card:
+                gevent.spawn(self._prepare_expected)
+
+    def _prepare_expected(self) -> None:
+        """Prepare the text side of the model that the engine is loading. If that fails, the model
+        is prepared when the engine reports it, and the error is reported then."""
+        with self._preparing, contextlib.suppress(ValueError):
+            card = read_card(self.config.expected_card).card
+            if self._served is None and self._is_tried(card.tokenizer):
+                self._expected = ModelText.from_card(card, self.options, self.templates)
 
     def close(self) -> None:
         """Wait until detached generations have ended, then close everything. Outside a drain,
@@ -247,7 +260,9 @@ class Service:
         started_at = time.monotonic()
         try:
             self._try_tokenizer(card.tokenizer)
-            served = ServedModel.from_card(card, limits, self.options, self.templates)
+            expected, self._expected = self._expected, None
+            text = expected if expected is not None and expected.fits(card) else None
+            served = ServedModel.from_card(card, limits, self.options, self.templates, text)
         except ValueError as error:
             self._unservable = card, error
             log.error("the engine's model cannot be served: %s", error)
@@ -271,10 +286,14 @@ class Service:
         """Raise ValueError if the tokenizer cannot be used. `tidegate serve` tries the tokenizer
         before it starts this process. That tokenizer is not tried again."""
         trial, self._trial = self._trial, trial_process()
-        if hashlib.sha256(tokenizer).hexdigest() == self.config.tried_tokenizer:
+        if self._is_tried(tokenizer):
             trial.close()
         else:
             try_tokenizer(tokenizer, trial)
+
+    def _is_tried(self, tokenizer: bytes) -> bool:
+        """Return whether `tidegate serve` has tried this tokenizer."""
+        return hashlib.sha256(tokenizer).hexdigest() == self.config.tried_tokenizer
 
     def new_group(
         self,

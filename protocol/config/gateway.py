@@ -70,6 +70,9 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
     tried_tokenizer: Annotated[
         str, about("SHA-256 of a tokenizer.json that passed its trial run, to skip it", wiring=True)
     ] = ""
+    expected_card: Annotated[
+        str, about("card file of the model that the engine loads, to prepare it early", wiring=True)
+    ] = ""
     supervisor_digest: Annotated[
         str,
         about("digest of the API key that the supervisor uses to check this gateway", wiring=True),

@@ -133,6 +133,7 @@ def test_every_field_but_wiring_is_an_option() -> None:
         wiring = {"model", "address", "worker", "engine", "card", "measurements"}
         wiring |= {"recommended_sampling"}
         wiring |= {"api_key_digests", "supervisor_digest", "metrics_directory", "tried_tokenizer"}
+        wiring |= {"expected_card"}
         if config is not ServeConfig:
             wiring |= {"log_format", "cluster_key", "kv_export", "kv_address"}
         if config is GatewayConfig:

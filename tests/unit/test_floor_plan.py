@@ -301,11 +301,10 @@ def test_a_light_process_loads_no_heavy_library(entrance: str) -> None:
 def test_a_worker_loads_only_the_part_of_torch_that_steps_use() -> None:
     code = """if True:
         import sys
-        from worker.startup import environment
-        environment.prepare()
+        from worker.startup.postponed import TORCH_SHAPES, load_postponed, postpone
+        postpone(TORCH_SHAPES)
         import worker.startup.assembly
         assert not sys.modules.keys() & {"transformers", "gguf", "torch._refs"}
-        from worker.startup.postponed import TORCH_SHAPES, load_postponed
         load_postponed(TORCH_SHAPES)
         import torch
         columns, scales = (torch.zeros(shape, device="meta") for shape in [(3, 2), (2,)])

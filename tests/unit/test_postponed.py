@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from worker.startup.postponed import load_postponed, postpone
+from worker.startup.postponed import load_postponed, postpone, postpone_torch_shapes
 
 NAME = "postponed_example"
 
@@ -54,3 +54,16 @@ def test_a_module_can_be_loaded_before_its_use(module: ModuleType) -> None:
 def test_loading_a_module_that_was_not_postponed_does_nothing() -> None:
     load_postponed("json")
     load_postponed("a_module_that_is_not_imported")
+
+
+@pytest.mark.parametrize(
+    ("version", "is_gpu", "is_postponed"),
+    [("2.13.0+cpu", False, True), ("2.13.0+cu130", True, False), ("2.12.1", False, False)],
+)
+def test_only_a_checked_version_of_torch_without_gpus_is_imported_in_parts(
+    monkeypatch: pytest.MonkeyPatch, version: str, is_gpu: bool, is_postponed: bool
+) -> None:
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    before = len(sys.meta_path)
+    postpone_torch_shapes(version, is_gpu=is_gpu)
+    assert len(sys.meta_path) - before == is_postponed

@@ -40,6 +40,7 @@ from tools.models.fetch import home
 from tools.models.preflight import (
     ModelCheck,
     check_models,
+    expecting,
     log_limits,
     without_trial,
     write_card,
@@ -313,17 +314,19 @@ def _check_model(plan: Plan, start: GatedStart, lock: int, terminal: Terminal) -
     start.start(engine_commands(plan, lock))
     gateway, plans = plan.gateway, []
     model, trials = plan.engine.worker.model, PassedTrials(home() / "trials")
+    file = plan.directory / run_lock.CARD_FILE
     with ModelCheck(gateway) as check:
         if gateway.names_formats or not trials.is_expected(model):
             check.start()
         if plan.serve.render_only:
-            file = write_card(plan.engine.worker, plan.directory / run_lock.CARD_FILE)
+            write_card(plan.engine.worker, file)
             gateway = msgspec.structs.replace(gateway, card=str(file))
             card = read_card(file).card
         else:
             found = check_models([each.worker for each in plan.engines.values()])
             assert found.card is not None
             plans, card = found.plans, found.card
+            gateway = expecting(gateway, card, file)
         checked = replace(plan, gateway=without_trial(gateway, card))
         start.start([gateway_command(checked, lock)])
         if gateway.names_formats or not trials.has_passed(model, card.tokenizer):

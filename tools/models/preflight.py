@@ -15,6 +15,7 @@ from typing import Self
 
 import msgspec
 
+from protocol import model_card
 from protocol.config.gateway import GatewayConfig
 from protocol.config.worker import WorkerConfig
 from protocol.exit_codes import ExitCode
@@ -131,6 +132,13 @@ def without_trial(config: GatewayConfig, card: ModelCard) -> GatewayConfig:
     """Return the config of a gateway that skips the trial of the tokenizer of `card`."""
     tried = hashlib.sha256(card.tokenizer).hexdigest()
     return msgspec.structs.replace(config, tried_tokenizer=tried)
+
+
+def expecting(config: GatewayConfig, card: ModelCard, file: Path) -> GatewayConfig:
+    """Return the config of a gateway that prepares the model of `card` before its engine has loaded
+    it. The card is written to `file`."""
+    model_card.write_card(file, model_card.CardFile(card=card, max_len=card.context_tokens))
+    return msgspec.structs.replace(config, expected_card=str(file))
 
 
 def limit(plan: ModelPlan) -> str | None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import os
 
-from worker.startup.postponed import TORCH_SHAPES, postpone
+from worker.startup import machine
+from worker.startup.postponed import postpone_torch_shapes
 
 MAX_CACHED_KERNELS = 128
 """Maximum number of compiled kernels in oneDNN's cache, and in torch's own cache in front of it.
@@ -27,4 +28,5 @@ def prepare() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(name, str(MAX_CACHED_KERNELS))
-    postpone(TORCH_SHAPES)
+    version, gpu = machine.torch_build()
+    postpone_torch_shapes(version, is_gpu=bool(gpu))

@@ -3,7 +3,7 @@
 torch implements the shapes of about a thousand operators in Python, in the module TORCH_SHAPES.
 They serve compilers and tensors without memory (the device "meta"). With the modules that it
 imports (`torch._decomp`, `torch._refs`, `torch._prims`), it takes a quarter of the time of
-`import torch`.
+`import torch`. In torch 2.13, `torch.Generator` and CUDA's generators need these modules, too.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from types import ModuleType
 from typing import Any
 
 TORCH_SHAPES = "torch._meta_registrations"
+CHECKED_VERSIONS = ("2.13.",)
+"""Starts of the versions of torch in which the worker was tested with TORCH_SHAPES postponed."""
 
 
 class PostponedLoader(Loader):
@@ -59,6 +61,16 @@ class PostponingFinder(MetaPathFinder):
         if spec is not None and spec.loader is not None:
             spec.loader = PostponedLoader(spec.loader)
         return spec
+
+
+def postpone_torch_shapes(version: str, *, is_gpu: bool) -> None:
+    """Postpone TORCH_SHAPES if the installed torch allows it.
+
+    version   of the installed torch
+    is_gpu    whether it is built for GPUs
+    """
+    if version.startswith(CHECKED_VERSIONS) and not is_gpu:
+        postpone(TORCH_SHAPES)
 
 
 def postpone(name: str) -> None:
