@@ -171,18 +171,16 @@ class ServedModel:
 
     @classmethod
     def from_card(
-        cls,
-        card: ModelCard,
-        limits: Limits,
-        options: ModelOptions,
-        templates: TemplateLoader,
-        text: ModelText | None = None,
+        cls, card: ModelCard, limits: Limits, options: ModelOptions, templates: TemplateLoader
     ) -> ServedModel:
-        """Prepare a model. Raises ValueError if its tokenizer or an option cannot be used.
+        """Prepare a model. Raises ValueError if its tokenizer or an option cannot be used."""
+        return cls.from_text(ModelText.from_card(card, options, templates), card, limits, options)
 
-        text   the model's text side, if it was made before; None: make it now
-        """
-        text = text or ModelText.from_card(card, options, templates)
+    @classmethod
+    def from_text(
+        cls, text: ModelText, card: ModelCard, limits: Limits, options: ModelOptions
+    ) -> ServedModel:
+        """Return the model of `card`, which `text` fits."""
         card = options.effective_card(card)
         return cls(
             card=card,

@@ -115,8 +115,8 @@ class Service:
         self._watch: gevent.Greenlet[..., None] | None = None
         self._preparing = Semaphore(1)
         self._trial = trial_process()
-        #: The text side of the model that the engine is expected to report.
-        self._expected: ModelText | None = None
+        #: The text side that was made last, of the served model or of the one being loaded.
+        self._text: ModelText | None = None
         self._served: ServedModel | None = None
         self._served_card: ModelCard | None = None
         self._unservable: tuple[ModelCard, ValueError] | None = None
@@ -138,8 +138,8 @@ class Service:
         is prepared when the engine reports it, and the error is reported then."""
         with self._preparing, contextlib.suppress(ValueError):
             card = read_card(self.config.expected_card).card
-            if self._served is None and self._is_tried(card.tokenizer):
-                self._expected = ModelText.from_card(card, self.options, self.templates)
+            if self._text is None and self._is_tried(card.tokenizer):
+                self._text = ModelText.from_card(card, self.options, self.templates)
 
     def close(self) -> None:
         """Wait until detached generations have ended, then close everything. Outside a drain,
@@ -260,9 +260,9 @@ class Service:
         started_at = time.monotonic()
         try:
             self._try_tokenizer(card.tokenizer)
-            expected, self._expected = self._expected, None
-            text = expected if expected is not None and expected.fits(card) else None
-            served = ServedModel.from_card(card, limits, self.options, self.templates, text)
+            if self._text is None or not self._text.fits(card):
+                self._text = ModelText.from_card(card, self.options, self.templates)
+            served = ServedModel.from_text(self._text, card, limits, self.options)
         except ValueError as error:
             self._unservable = card, error
             log.error("the engine's model cannot be served: %s", error)

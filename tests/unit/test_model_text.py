@@ -46,7 +46,7 @@ def test_a_model_prepared_early_equals_one_prepared_at_once(
 ) -> None:
     loaded = with_weights(card)
     assert text.fits(loaded)
-    early = ServedModel.from_card(loaded, LIMITS, OPTIONS, TEMPLATES, text)
+    early = ServedModel.from_text(text, loaded, LIMITS, OPTIONS)
     once = ServedModel.from_card(loaded, LIMITS, OPTIONS, TEMPLATES)
     made = dict(tokenizer=None, renderer=None, output_format=None, created_at=0)
     assert dataclasses.replace(early, **made) == dataclasses.replace(once, **made)
