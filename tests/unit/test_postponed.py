@@ -12,7 +12,7 @@ import pytest
 
 from worker.startup.postponed import load_postponed, postpone, postpone_torch_shapes
 
-NAME = "postponed_example"
+NAME, DEPENDENT = "postponed_example", "dependent_of_postponed_example"
 
 
 @pytest.fixture
@@ -23,9 +23,11 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleTy
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "executions", 0, raising=False)
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
-    postpone(NAME)
+    postpone(NAME, [DEPENDENT])
+    (tmp_path / f"{DEPENDENT}.py").write_text("import sys\nseen = sys.executions\n")
     yield importlib.import_module(NAME)
-    del sys.modules[NAME]
+    for name in (NAME, DEPENDENT):
+        sys.modules.pop(name, None)
 
 
 def executions() -> int:
@@ -49,6 +51,12 @@ def test_a_module_can_be_loaded_before_its_use(module: ModuleType) -> None:
     load_postponed(NAME)
     assert executions() == 1
     assert vars(module)["answer"] == 42
+
+
+def test_a_module_is_executed_before_its_dependents(module: ModuleType) -> None:
+    assert executions() == 0
+    assert importlib.import_module(DEPENDENT).seen == 1
+    assert module.answer == 42
 
 
 def test_loading_a_module_that_was_not_postponed_does_nothing() -> None:

@@ -9,13 +9,16 @@ imports (`torch._decomp`, `torch._refs`, `torch._prims`), it takes a quarter of 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
 TORCH_SHAPES = "torch._meta_registrations"
+TORCH_COMPILERS = ("torch._dynamo", "torch._inductor", "torch._prims")
+"""Modules that need TORCH_SHAPES to be executed before them. torch imports them late, for example
+when a profile starts."""
 CHECKED_VERSIONS = ("2.13.",)
 """Starts of the versions of torch in which the worker was tested with TORCH_SHAPES postponed."""
 
@@ -47,14 +50,18 @@ class PostponedLoader(Loader):
 
 
 class PostponingFinder(MetaPathFinder):
-    """Finds the module `name` for its import, with a PostponedLoader."""
+    """Finds the module `name` for its import, with a PostponedLoader. The import of one of
+    `dependents` executes the module first."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, dependents: Collection[str]) -> None:
         self._name = name
+        self._dependents = frozenset(dependents)
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        if fullname in self._dependents:
+            load_postponed(self._name)
         if fullname != self._name:
             return None
         spec = PathFinder.find_spec(fullname, path, target)
@@ -70,12 +77,15 @@ def postpone_torch_shapes(version: str, *, is_gpu: bool) -> None:
     is_gpu    whether it is built for GPUs
     """
     if version.startswith(CHECKED_VERSIONS) and not is_gpu:
-        postpone(TORCH_SHAPES)
+        postpone(TORCH_SHAPES, TORCH_COMPILERS)
 
 
-def postpone(name: str) -> None:
-    """Postpone the execution of the module `name`, if it has not been imported yet."""
-    sys.meta_path.insert(0, PostponingFinder(name))
+def postpone(name: str, dependents: Collection[str] = ()) -> None:
+    """Postpone the execution of the module `name`, if it has not been imported yet.
+
+    dependents   modules before whose import it must be executed
+    """
+    sys.meta_path.insert(0, PostponingFinder(name, dependents))
 
 
 def load_postponed(name: str) -> None:
