@@ -276,7 +276,8 @@ class Engine:
             if request not in schedule.partial:
                 self.kv_transfers.announce(request)
         self._step += 1
-        plan = build_plan(self._step, schedule, rows, self.scheduler.slots.drain_releases())
+        releases = self.scheduler.slots.drain_releases()
+        plan = build_plan(self._step, schedule, rows, releases, self._inflight.newest)
         self._inflight.on_sent(plan, rows.requests)
         return plan
 
@@ -342,10 +343,13 @@ class Engine:
         counts, starts = step.counts, step.plan.row_starts.tolist()
         quiet = quiet_tokens(step.requests, starts, results.tokens, step.plan.num_decodes)
         self._counts["generated_tokens"] += len(quiet) - quiet.count(None)
-        size, frees_blocks = self.limits.block_tokens, self.scheduler.tables.frees_blocks
+        # After how many positions `advance` may do more than count: when a block is full, or, if
+        # blocks are freed as well, at any time.
+        size = 1 if self.scheduler.tables.frees_blocks else self.limits.block_tokens
         outputs: dict[bytes, list[Output]] = {}
         client, own = None, []
-        for row, (request, token) in enumerate(zip(step.requests, quiet, strict=True)):
+        rows = range(len(step.requests))
+        for row, request, start, token in zip(rows, step.requests, starts, quiet, strict=True):
             if token is None:
                 if request.phase is not RequestPhase.RUNNING:
                     continue
@@ -356,10 +360,10 @@ class Engine:
                 request.tokens.append(token)
                 if request.account is not None:
                     self._accounts.charge_tokens(request.account, 1)
-                if frees_blocks or (starts[row] + 1) % size == 0:
-                    self.scheduler.advance(request, 1)
-                else:  # no block is filled or freed
+                if (start + 1) % size:
                     request.num_computed += 1
+                else:
+                    self.scheduler.advance(request, 1)
                 output = Output(
                     request=request.number,
                     tokens=[token],

@@ -157,10 +157,11 @@ def charge_rows(requests: Iterable[Request], counts: Iterable[int]) -> None:
     counts   number of positions of each request, from `num_scheduled` on
     """
     for request, count in zip(requests, counts, strict=True):
-        num_new = request.num_scheduled + count - request.num_charged
+        ahead = request.num_scheduled + count
+        num_new = ahead - request.num_charged
         if num_new > 0:
             request.account_usage.served += num_new
-            request.num_charged += num_new
+            request.num_charged = ahead
 
 
 def prefill_order(prefills: Sequence[Request]) -> Sequence[Request]:

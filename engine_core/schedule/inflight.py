@@ -93,6 +93,10 @@ class InflightSteps:
     def oldest(self) -> InflightStep | None:
         return self._steps[0] if self._steps else None
 
+    @property
+    def newest(self) -> InflightStep | None:
+        return self._steps[-1] if self._steps else None
+
     def on_sent(self, plan: StepPlan, requests: list[Request]) -> None:
         """Record that `plan` was sent, and count it in the requests of its rows."""
         counts, samples = plan.row_tokens.tolist(), plan.row_samples.tolist()

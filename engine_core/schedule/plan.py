@@ -14,6 +14,7 @@ from typing import NamedTuple
 from engine_core.grammar.matcher import Matcher
 from engine_core.request import Request, RequestPhase
 from engine_core.schedule.columns import samples_column, slot_column, start_column
+from engine_core.schedule.inflight import InflightStep
 from protocol.arrays import Int32, UInt8
 from protocol.steps import SlotInit, SlotRelease, StepPlan
 
@@ -80,8 +81,6 @@ class RowColumns(NamedTuple):
     requests: list[Request]
     #: Number of positions, including those of the drafts.
     counts: list[int]
-    #: Whether the row samples (`Request.is_sampled`).
-    samples: list[bool]
 
     @classmethod
     def from_schedule(cls, schedule: Schedule) -> RowColumns:
@@ -92,13 +91,7 @@ class RowColumns(NamedTuple):
         for request, count in schedule.chunks:
             requests.append(request)
             counts.append(count)
-        samples = samples_column(requests)
-        if partial := schedule.partial:
-            samples = [
-                flag and request not in partial
-                for request, flag in zip(requests, samples, strict=True)
-            ]
-        return cls(requests, counts, samples)
+        return cls(requests, counts)
 
 
 NO_ENTRIES = Int32.of([])
@@ -106,17 +99,33 @@ NO_CATCH_UP = DraftCatchUp(start=-1, num_tokens=0, num_requested=0)
 
 
 def build_plan(
-    step: int, schedule: Schedule, rows: RowColumns, releases: list[SlotRelease]
+    step: int,
+    schedule: Schedule,
+    rows: RowColumns,
+    releases: list[SlotRelease],
+    newest: InflightStep | None,
 ) -> StepPlan:
-    """Build the plan of step number `step`. `rows` are the rows of `schedule`, and `releases` are
-    the slots to release first.
+    """Build the plan of step number `step`.
+
+    - rows: the rows of `schedule`
+    - releases: the slots to release first
+    - newest: the newest step in flight, if any. If this step repeats it, its columns are used again
 
     The starts of the rows are read from `num_scheduled`. So call this before
     `InflightSteps.on_sent`, which advances it.
     """
     requests, updates = rows.requests, schedule.table_updates
     catch_ups = _catch_ups(schedule, requests)
-    masked = _masked_places(schedule, rows)
+    row_slots, row_tokens, row_samples = (
+        (newest.plan.row_slots, newest.plan.row_tokens, newest.plan.row_samples)
+        if newest is not None and repeats(schedule, requests, newest)
+        else (
+            Int32.of(slot_column(requests)),
+            Int32.of(rows.counts),
+            UInt8.of(row_samples_column(schedule, requests)),
+        )
+    )
+    masked = _masked_places(schedule, requests, row_samples)
     row_drafts = [drafts for _, _, drafts in schedule.rows()] if schedule.drafted else None
     return StepPlan(
         step=step,
@@ -126,10 +135,10 @@ def build_plan(
         block_indexes=_int32([index for _, index, _ in updates]),
         block_ids=_int32([block for _, _, block in updates]),
         zero_blocks=_int32(schedule.new_blocks),
-        row_slots=Int32.of(slot_column(requests)),
+        row_slots=row_slots,
         row_starts=Int32.of(start_column(requests)),
-        row_tokens=Int32.of(rows.counts),
-        row_samples=UInt8.of(rows.samples),
+        row_tokens=row_tokens,
+        row_samples=row_samples,
         num_decodes=len(schedule.decodes),
         masked=Int32.of(masked) if masked else None,
         row_drafts=None if row_drafts is None else Int32.of(map(len, row_drafts)),
@@ -138,6 +147,30 @@ def build_plan(
         follow_tokens=None if catch_ups is None else Int32.of([r.num_tokens for r in catch_ups]),
         wanted=None if catch_ups is None else Int32.of([row.num_requested for row in catch_ups]),
     )
+
+
+def repeats(schedule: Schedule, requests: Sequence[Request], newest: InflightStep) -> bool:
+    """Return whether the rows of a step are those of the newest step in flight, and each computes
+    one position and samples in both.
+
+    No slot has changed in between, because the requests are in flight. After a step that samples
+    for a request, the request lacks one position, so it samples again.
+    """
+    return (
+        len(schedule.decodes) == len(requests) == newest.plan.num_decodes
+        and requests == newest.requests
+        and 0 not in newest.plan.row_samples.tolist()
+    )
+
+
+def row_samples_column(schedule: Schedule, requests: Sequence[Request]) -> list[bool]:
+    """Return whether each row samples (`Request.is_sampled`)."""
+    samples, partial = samples_column(requests), schedule.partial
+    if not partial:
+        return samples
+    return [
+        flag and request not in partial for request, flag in zip(requests, samples, strict=True)
+    ]
 
 
 def _int32(values: list[int]) -> Int32:
@@ -151,13 +184,15 @@ def _catch_ups(schedule: Schedule, requests: Sequence[Request]) -> list[DraftCat
     return [schedule.draft_catch_ups.get(request, NO_CATCH_UP) for request in requests]
 
 
-def _masked_places(schedule: Schedule, rows: RowColumns) -> list[int]:
+def _masked_places(
+    schedule: Schedule, requests: Sequence[Request], row_samples: UInt8
+) -> list[int]:
     """Return the indexes of the sampled places that may need a mask (`StepPlan.masked`)."""
-    if not any([request.matcher is not None for request in rows.requests]):
+    if not any([request.matcher is not None for request in requests]):
         return []
     flags = (
         [_may_be_masked(request, drafts)] * (1 + len(drafts))
-        for request, _, drafts in compress(schedule.rows(), rows.samples)
+        for request, _, drafts in compress(schedule.rows(), row_samples.tolist())
     )
     return [place for place, flag in enumerate(chain.from_iterable(flags)) if flag]
 

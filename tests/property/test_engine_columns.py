@@ -63,6 +63,7 @@ def row_by_row(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
         )
         patch.setattr(scheduler, "uncomputed_column", lambda rs: [r.num_uncomputed for r in rs])
         patch.setattr(plan, "samples_column", lambda rs: [r.samples for r in rs])
+        patch.setattr(plan, "repeats", lambda schedule, requests, newest: False)
         patch.setattr(BlockTables, "growing", lambda t, rs: [r for r in rs if t.needs_block(r)])
         patch.setattr(BlockTables, "grow_all", grow_one_by_one)
         patch.setattr(inflight, "StepRowResults", RowByRowResults)

@@ -115,3 +115,17 @@ def test_a_token_outside_the_grammar_ends_its_answer_with_a_step_in_flight() -> 
     bench.run()
     assert bench.last_output(number).finish == "error"
     assert bench.engine.is_idle
+
+
+def test_a_step_with_as_many_rows_but_another_request_has_its_own_columns() -> None:
+    bench = ahead()
+    first, second = (bench.add([n, n], max_tokens=9, ignore_eos=True) for n in (1, 2))
+    bench.step()
+    assert bench.in_flight[-1].row_slots.tolist() == [0, 1]
+    bench.abort(first)
+    third = bench.add([3], max_tokens=9, ignore_eos=True)
+    plan = bench.plan()
+    assert (plan.row_slots.tolist(), plan.row_starts.tolist()) == ([1, 2], [3, 0])
+    bench.run()
+    assert bench.tokens(second) == answer([2, 2], 9, ignore_eos=True)
+    assert bench.tokens(third) == answer([3], 9, ignore_eos=True)
