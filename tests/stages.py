@@ -3,6 +3,10 @@
 `make test` runs this; arguments go to every stage's pytest:
 
     python -m tests.stages -k stream
+
+Tests of real processes often wait: for a start, a drain or a deadline. So stages whose tests only
+compute run in the background at the same time, with a lower priority, and use the time that the
+others leave. Their output is printed when they have ended.
 """
 
 from __future__ import annotations
@@ -13,9 +17,12 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ET
+from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 from tests import oldest
 
@@ -23,14 +30,26 @@ PYTEST = (sys.executable, "-m", "pytest")
 OPTIONS = ("-ra", "--durations=10")
 PASSED, NO_TEST_MATCHES = 0, 5  # pytest's exit codes
 INTEGRATION = Path(__file__).parent / "integration"
+NICENESS = 5
+"""Niceness of background stages. A process of another stage then has three times their share."""
+BACKGROUND = ("--timeout", "900")
+"""Options of background stages, whose tests may wait for a core."""
 
 
 @dataclass(frozen=True)
 class Stage:
+    """One run of pytest.
+
+    in_background   whether it runs beside other stages, one background stage at a time
+    alone           whether it waits until all background stages have ended
+    """
+
     name: str
     why: str
     arguments: Sequence[str]
     program: Sequence[str] = PYTEST
+    in_background: bool = False
+    alone: bool = False
 
 
 def files_at_a_time(count: int) -> list[str]:
@@ -49,7 +68,14 @@ STAGES = (
     Stage(
         "unit and property",
         "they compute a little: as many at a time as there are cores",
-        ["--numprocesses", "auto", "tests/unit", "tests/property"],
+        ["--numprocesses", "auto", *BACKGROUND, "tests/unit", "tests/property"],
+        in_background=True,
+    ),
+    Stage(
+        "differential",
+        "they compute a lot: two files at a time",
+        [*files_at_a_time(2), *BACKGROUND, "tests/differential"],
+        in_background=True,
     ),
     Stage(
         "integration",
@@ -57,9 +83,9 @@ STAGES = (
         ["-v", *files_at_a_time(2), "-m", "not alone", "tests/integration"],
     ),
     Stage(
-        "alone",
-        "tests that compare moments: one at a time",
-        ["-v", "-m", "alone", *files_with("mark.alone")],
+        "real model and whole servers",
+        "servers as users start them, and the default model: two files at a time",
+        ["-v", *files_at_a_time(2), "tests/e2e"],
     ),
     Stage(
         "oldest gunicorn and gevent",
@@ -68,9 +94,10 @@ STAGES = (
         (sys.executable, "-m", "tests.oldest"),
     ),
     Stage(
-        "real model and whole servers",
-        "servers as users start them, and the default model: two files at a time",
-        ["-v", *files_at_a_time(2), "tests/differential", "tests/e2e"],
+        "alone",
+        "tests that compare moments: one at a time",
+        ["-v", "-m", "alone", *files_with("mark.alone")],
+        alone=True,
     ),
 )
 
@@ -127,16 +154,60 @@ def environment() -> dict[str, str]:
     return {name: os.environ[name] for name in os.environ if name != "PYTHONDONTWRITEBYTECODE"}
 
 
-def run(stage: Stage, arguments: Sequence[str]) -> StageResult:
-    print(f"\n== {stage.name}: {stage.why}", flush=True)
+def run(stage: Stage, arguments: Sequence[str], output: IO[bytes] | None = None) -> StageResult:
+    """Run one stage. Its output goes to `output`, or by default to our own."""
     with tempfile.TemporaryDirectory(prefix="tidegate-tests-") as folder:
         report = Path(folder) / "report.xml"
         started = time.monotonic()
         options = [*OPTIONS, f"--junitxml={report}"]
         command = [*stage.program, *options, *stage.arguments, *arguments]
-        exit_code = subprocess.run(command, env=environment()).returncode
+        nice = ["nice", "-n", str(NICENESS)] if stage.in_background else []
+        exit_code = subprocess.run(
+            [*nice, *command],
+            env=environment(),
+            stdin=None if output is None else subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+        ).returncode
         seconds = time.monotonic() - started
         return StageResult(stage, exit_code, seconds, bool(arguments), *read_report(report))
+
+
+def heading(stage: Stage) -> None:
+    """Print the name of a stage, whose output follows."""
+    print(f"\n== {stage.name}: {stage.why}", flush=True)
+
+
+class BackgroundStages:
+    """Runs stages one after another in a thread, beside the stages that `main` runs."""
+
+    def __init__(self, chosen: Sequence[Stage], arguments: Sequence[str]) -> None:
+        self._pool = ThreadPoolExecutor(max_workers=1)
+        self._runs = deque(self._pool.submit(run_captured, stage, arguments) for stage in chosen)
+
+    def ended(self, *, all_of_them: bool) -> list[StageResult]:
+        """Print the output of each stage that has ended since the last call, and return the
+        results. If `all_of_them`, wait until each stage has ended."""
+        results = []
+        while self._runs and (all_of_them or self._runs[0].done()):
+            result, output = self._runs[0].result()
+            self._runs.popleft()
+            heading(result.stage)
+            print(output, end="", flush=True)
+            results.append(result)
+        return results
+
+    def close(self) -> None:
+        """Start no other stage."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def run_captured(stage: Stage, arguments: Sequence[str]) -> tuple[StageResult, str]:
+    """Run one stage. Return its result and its output."""
+    with tempfile.TemporaryFile() as output:
+        result = run(stage, arguments, output)
+        output.seek(0)
+        return result, output.read().decode(errors="replace")
 
 
 def summary(results: Sequence[StageResult]) -> str:
@@ -147,13 +218,21 @@ def summary(results: Sequence[StageResult]) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    results = []
-    for stage in STAGES:
-        try:
-            results.append(run(stage, arguments))
-        except KeyboardInterrupt:
-            print(summary(results), flush=True)
-            return 130
+    results: list[StageResult] = []
+    background = BackgroundStages([stage for stage in STAGES if stage.in_background], arguments)
+    try:
+        for stage in STAGES:
+            if not stage.in_background:
+                results += background.ended(all_of_them=stage.alone)
+                heading(stage)
+                results.append(run(stage, arguments))
+        results += background.ended(all_of_them=True)
+    except KeyboardInterrupt:  # every process of the terminal has received it as well
+        print(summary(results), flush=True)
+        return 130
+    finally:
+        background.close()
+    results.sort(key=lambda result: STAGES.index(result.stage))
     print(summary(results), flush=True)
     return 0 if all(result.is_good for result in results) else 1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,44 @@ def test_arguments_go_to_every_stage_and_a_stage_without_a_match_is_good(
 ) -> None:
     assert main(["-k", "test_good"]) == 0
     assert capfd.readouterr().out.count("no test matches") == 2
+
+
+MEETING = """
+from pathlib import Path
+from tests.support.waiting import eventually
+
+def test_{name}():
+    own, other = Path(__file__).with_name("{name}"), Path(__file__).with_name("{other}")
+    own.touch()
+    assert eventually(other.exists)
+"""
+
+
+def test_a_background_stage_runs_beside_others_and_before_a_stage_that_is_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    monkeypatch.setattr(stages, "STAGES", list(meeting_stages(tmp_path)))
+    assert main(["-p", "no:cacheprovider"]) == 0
+    out, summary = capfd.readouterr().out.split("== Summary\n")
+    assert [row.split()[1] for row in summary.splitlines()] == ["first", "second", "last"]
+    headings = [line for line in out.splitlines() if line.startswith("== ")]
+    assert headings == ["== second: a test", "== first: a test", "== last: a test"]
+
+
+def meeting_stages(folder: Path) -> Iterator[Stage]:
+    """Yield two stages whose tests wait for one another, and one that runs after both."""
+    (folder / "pytest.ini").write_text("[pytest]\npythonpath = " + str(Path.cwd()))
+    texts = {
+        "first": MEETING.format(name="first", other="second"),
+        "second": MEETING.format(name="second", other="first"),
+        "last": "def test_last(): pass",
+    }
+    for name, text in texts.items():
+        file = folder / f"test_{name}.py"
+        file.write_text(text)
+        arguments = ["-q", "-c", str(folder / "pytest.ini"), str(file)]
+        yield Stage(name, "a test", arguments, in_background=name == "first", alone=name == "last")
 
 
 def test_a_stage_without_a_report_has_no_counts(tmp_path: Path) -> None:
