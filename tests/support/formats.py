@@ -296,6 +296,18 @@ def joined(pieces: Sequence[Piece]) -> list[Piece]:
     return found
 
 
+class NumberedIds:
+    """Makes ids of calls. It is no method of `Reading`, because that would refer to the parser and
+    the parser to it, and only the garbage collector frees such a cycle."""
+
+    def __init__(self, num_made: int = 0) -> None:
+        self.num_made = num_made
+
+    def __call__(self) -> str:
+        self.num_made += 1
+        return f"call_{self.num_made}"
+
+
 @dataclass
 class Reading:
     """A parser of one answer, and the events so far. It continues from the serialised `state`."""
@@ -304,21 +316,18 @@ class Reading:
     words: Lexicon
     fixture: Fixture
     state: bytes | None = None
-    num_ids: int = 0
+    num_ids: int = 0  # made before this parser started
     events: list[Event] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.ids = NumberedIds(self.num_ids)
         self.parser = self.sample.format.parser(
             self.words,
             tools=self.sample.tools,
-            new_id=self.new_id,
+            new_id=self.ids,
             starts_inside=self.fixture.starts_inside,
             state=None if self.state is None else msgspec.msgpack.decode(self.state),
         )
-
-    def new_id(self) -> str:
-        self.num_ids += 1
-        return f"call_{self.num_ids}"
 
     def push(self, delta: Sequence[Piece]) -> None:
         for piece in joined(delta):
@@ -327,7 +336,9 @@ class Reading:
     def moved(self) -> Reading:
         """Return a new parser that continues from the present state. This parser is not changed."""
         state = msgspec.msgpack.encode(parser_state(self.parser))
-        return Reading(self.sample, self.words, self.fixture, state, self.num_ids, [*self.events])
+        return Reading(
+            self.sample, self.words, self.fixture, state, self.ids.num_made, [*self.events]
+        )
 
     def finish(self) -> list[Event]:
         """Return the merged events of the whole answer."""
