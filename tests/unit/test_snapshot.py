@@ -107,11 +107,15 @@ def plain(value: Any) -> Any:
 
 
 def test_a_restored_engine_has_the_same_snapshot() -> None:
+    """The bytes of a snapshot differ if a dict or a set has another order. Only then the values are
+    compared, which takes much longer."""
     for storm in storms():
         taken = take_snapshot(storm.bench.engine)
-        again = restored(storm.bench, msgspec.msgpack.encode(taken))
+        data = msgspec.msgpack.encode(taken)
+        again = restored(storm.bench, data)
         again.check()
-        assert plain(take_snapshot(again)) == plain(taken)
+        retaken = take_snapshot(again)
+        assert msgspec.msgpack.encode(retaken) == data or plain(retaken) == plain(taken)
         assert again.stats() == storm.bench.engine.stats()
 
 
