@@ -30,10 +30,12 @@ PYTEST = (sys.executable, "-m", "pytest")
 OPTIONS = ("-ra", "--durations=10")
 PASSED, NO_TEST_MATCHES = 0, 5  # pytest's exit codes
 INTEGRATION = Path(__file__).parent / "integration"
-NICENESS = 5
-"""Niceness of background stages. A process of another stage then has three times their share."""
+NICENESS = 10
+"""Niceness of background stages. A process of another stage then has nine times their share."""
 BACKGROUND = ("--timeout", "900")
 """Options of background stages, whose tests may wait for a core."""
+ADJACENT = ("--numprocesses", "auto", "--dist", "worksteal")
+"""Options that run adjacent tests in one process, which then makes the fixtures of a file once."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ STAGES = (
     Stage(
         "unit and property",
         "they compute a little: as many at a time as there are cores",
-        ["--numprocesses", "auto", *BACKGROUND, "tests/unit", "tests/property"],
+        [*ADJACENT, *BACKGROUND, "tests/unit", "tests/property"],
         in_background=True,
     ),
     Stage(
