@@ -52,6 +52,17 @@ def main() -> int:
 
 def replay_file(file: Path, *, checks: bool, worker: ReplayWorker | None = None) -> int:
     """Replay one journal, print its summary or what differs, and return the exit code."""
+    with contextlib.ExitStack() as unless_whole:
+        if worker is not None:
+            unless_whole.callback(worker.close)  # it lacks steps, so it cannot continue
+        return _replay_file(file, unless_whole, checks=checks, worker=worker)
+
+
+def _replay_file(
+    file: Path, unless_whole: contextlib.ExitStack, *, checks: bool, worker: ReplayWorker | None
+) -> int:
+    """Do as `replay_file`. Remove the callbacks of `unless_whole` if all records were replayed and
+    none is missing."""
     started_at = time.monotonic()
     try:
         report = replay(read(file), checks=checks, worker=worker)
@@ -65,6 +76,8 @@ def replay_file(file: Path, *, checks: bool, worker: ReplayWorker | None = None)
         traceback.print_exc()
         print("the engine raised an exception, as it may have done when it was recorded")
         return DIFFERS
+    if not report.is_full:
+        unless_whole.pop_all()
     print(summary(report))
     print(f"\nreplayed in {time.monotonic() - started_at:.1f} s: all decisions are the same")
     if worker is None:

@@ -17,11 +17,14 @@ from tests.support.same_bits import DENSE, WAYS, Subject, small_model
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
-NUM_PROMPTS, EVERY = 4, 6
+NUM_PROMPTS, EVERY = 4, 9
 SHORTEST = {
     "chunks of 1": 2,
     "chunks of 7": 3,
+    "other threads": 3,
+    "preempted": 3,
     "preempted at each step": 1,
+    "n-gram drafts": 3,
     "model drafts": 3,
     "fetched by zmq": 2,
     "host tier": 3,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from itertools import chain
@@ -24,10 +25,12 @@ from engine_core.journal.records import (
     TickRecord,
 )
 from engine_core.journal.replay import NoJournal, ReplayDiffers, replay
+from engine_core.journal.weights import Comparison
 from protocol.arrays import Int32
 from protocol.errors import WireError
 from protocol.grammar import ChoiceGrammar, Regex
-from tests.support.engines import Bench, a_card
+from protocol.steps import Masks, StepPlan, StepResult
+from tests.support.engines import Bench, EchoWorker, SampleToken, a_card
 from tests.support.grammars import text_of
 from tests.support.processes import ROOT
 from tests.support.storm import RequestStorm, SmallCacheStorm
@@ -73,10 +76,39 @@ def stormy(
     return storm.bench, path
 
 
+class EchoComparer:
+    """Computes the steps of a replay again with an echo worker, and compares the results."""
+
+    def __init__(self, sample: SampleToken, guess: SampleToken) -> None:
+        self.comparison = Comparison()
+        self._functions = sample, guess
+        self._steps: deque[tuple[StepPlan, Masks | None]] = deque()
+        self._worker: EchoWorker | None = None
+
+    def start(self, record: StartRecord) -> None:
+        self._worker = EchoWorker(record.limits, *self._functions)
+
+    def send(self, message: StepPlan | Masks) -> None:
+        if isinstance(message, StepPlan):
+            self._steps.append((message, None))
+        else:
+            (number,) = [i for i, (plan, _) in enumerate(self._steps) if plan.step == message.step]
+            self._steps[number] = self._steps[number][0], message
+
+    def compare(self, recorded: StepResult, where: str) -> None:
+        assert self._worker is not None
+        self.comparison.add(recorded, self._worker.execute(*self._steps.popleft()), where)
+
+
 @pytest.mark.parametrize("seed", [2, 3, 104, 205])
-def test_a_replay_gives_the_same_replies_for_any_input(seed: int, journals: Journals) -> None:
+def test_a_replay_gives_the_same_replies_and_steps_for_any_input(
+    seed: int, journals: Journals
+) -> None:
     bench, path = stormy(seed, journals)
-    report = replay(read(path), checks=True)
+    comparer = EchoComparer(bench.worker.sample, bench.worker.guess)
+    report = replay(read(path), checks=True, worker=comparer)
+    assert comparer.comparison.is_same, comparer.comparison.first_difference
+    assert comparer.comparison.num_steps == report.stats.num_steps
     assert report.stats == bench.engine.stats()
     assert report.kinds["committed"] == report.stats.num_steps > 20
     assert report.kinds["added"] == report.stats.num_accepted + report.stats.num_refused

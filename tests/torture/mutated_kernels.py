@@ -1,0 +1,183 @@
+"""Proves that the test of the same bits finds a kernel that sums in another order.
+
+    python -m tests.torture.mutated_kernels [--only "prefill scores"]
+
+Each mutation puts one kernel back to an order of sums that depends on how a position is computed.
+The kernels are compiled with it in a temporary folder, for the best instruction set of this
+machine, and tests/differential/test_same_bits.py runs on them, for two small models. It must fail.
+It must pass on the unchanged source, which is compiled in the same way. The command prints a row
+for each mutation, and exits with 1 if there is a complaint. It takes minutes, and needs a C++
+compiler. `tests/unit/test_mutated_kernels.py` checks that each text is still in the source.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+import pytest
+
+from tests.emulated import CSRC, OPTIONS, ROOT
+from tests.torture.table import print_table
+from worker.kernels import library
+from worker.startup.machine import cpu_flags
+
+TEST = "tests/differential/test_same_bits.py"
+TESTS = (TEST, "-k", "weights_of_every_kind and float32")
+PASSED, FAILED = pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED
+COLUMNS = {"mutation": 44, "test": 0}
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A change of one file of csrc: pairs of texts, each of which occurs once."""
+
+    name: str
+    file: str
+    changes: tuple[tuple[str, str], ...]
+
+    def apply(self, folder: Path) -> None:
+        """Change the copy of csrc in `folder`. Raises ValueError if a text is not there once."""
+        path = folder / self.file
+        source = path.read_text()
+        for before, after in self.changes:
+            if source.count(before) != 1:
+                raise ValueError(f"{self.name}: {self.file} does not have once: {before}")
+            source = source.replace(before, after)
+        path.write_text(source)
+
+
+UNCHANGED = Mutation("none", "kernels.cpp", ())
+MUTATIONS = (
+    UNCHANGED,
+    Mutation(
+        "prefill scores: dimensions one by one",
+        "key_tile.h",
+        (
+            ("if constexpr (LEVEL < NUM_SUM_BITS) {", "if constexpr (LEVEL < 0) {"),
+            (
+                "int64_t w = LANE; w < dim / By::COLUMNS; w += LANES",
+                "int64_t w = 0; w < dim / By::COLUMNS; w++",
+            ),
+        ),
+    ),
+    Mutation(
+        "prefill: all keys in one piece",
+        "prefill.h",
+        (("if (tile % PIECE == 0) end_piece(s, queries, dim);", ""),),
+    ),
+    Mutation(
+        "decode scores: the last dimensions first",
+        "key_tile.h",
+        (
+            (
+                "for (int64_t d = 0; d < dim; d += Dots<N>::WIDTH) {",
+                "for (int64_t d = dim - Dots<N>::WIDTH; d >= 0; d -= Dots<N>::WIDTH) {",
+            ),
+        ),
+    ),
+    Mutation(
+        "decode values: the second half of a tile first",
+        "attention.h",
+        (
+            (
+                "add_values<Q>(scores, tile.values, tile.first, tile.count, dim, floats + g * "
+                "dim);",
+                "const int64_t half = (tile.first + tile.count) / 2;\n"
+                "    add_values<Q>(scores, tile.values, half, tile.count, dim, floats + g * dim);\n"
+                "    add_values<Q>(scores, tile.values, tile.first, half, dim, floats + g * dim);",
+            ),
+        ),
+    ),
+    Mutation(
+        "linears of many rows: the last columns first",
+        "linear.h",
+        (
+            (
+                "#pragma GCC unroll 4\n        for (int k = 0; k < COUNT; k += By::COLUMNS)",
+                "#pragma GCC unroll 4\n"
+                "        for (int k = COUNT - By::COLUMNS; k >= 0; k -= By::COLUMNS)",
+            ),
+        ),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class MutationRow:
+    """The outcome of the test with one mutation: pytest's exit code, and the end of its output."""
+
+    mutation: Mutation
+    code: int
+    output: str
+
+    def cells(self) -> tuple[str, ...]:
+        outcome = {PASSED: "passes", FAILED: "fails"}.get(pytest.ExitCode(self.code), "is broken")
+        return self.mutation.name, outcome
+
+    def complaints(self, slack: float) -> list[str]:
+        wanted = PASSED if self.mutation is UNCHANGED else FAILED
+        return [] if self.code == wanted else [f"the test {self.cells()[1]}: {self.output}"]
+
+
+class KernelFolder:
+    """A pytest plugin: the compiled kernels are those in `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def pytest_configure(self) -> None:
+        library.FOLDER = self._folder
+
+
+def build(mutation: Mutation, folder: Path) -> None:
+    """Compile the mutated kernels into `folder`, for the best instruction set of this machine."""
+    source = folder / "csrc"
+    shutil.copytree(CSRC, source)
+    mutation.apply(source)
+    best = library.runnable(cpu_flags())[0]
+    target = folder / f"_{best.name}{EXTENSION_SUFFIXES[0]}"
+    command = ["c++", *OPTIONS, *best.options, str(source / "kernels.cpp"), "-o", str(target)]
+    subprocess.run(command, check=True)
+
+
+def outcomes(mutations: list[Mutation]) -> Iterator[MutationRow]:
+    """Compile and test each mutation."""
+    for mutation in mutations:
+        with tempfile.TemporaryDirectory(prefix="tidegate-mutated-") as folder:
+            try:
+                build(mutation, Path(folder))
+            except ValueError as error:
+                yield MutationRow(mutation, pytest.ExitCode.INTERNAL_ERROR, str(error))
+                continue
+            command = [sys.executable, "-m", "tests.torture.mutated_kernels", "--test", folder]
+            ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+            yield MutationRow(mutation, ran.returncode, ran.stdout.strip()[-400:])
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.torture.mutated_kernels",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--only", default="", help="mutations whose name contains this text")
+    parser.add_argument("--test", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.test:
+        return pytest.main(
+            ["-q", "-p", "no:cacheprovider", *TESTS], [KernelFolder(Path(options.test))]
+        )
+    chosen = [each for each in MUTATIONS if options.only in each.name]
+    return print_table(COLUMNS, outcomes(chosen), 1.0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
