@@ -29,7 +29,7 @@ class NotComparable(Exception):
 
 
 @dataclass
-class Comparison:
+class StepComparison:
     """Counts of results that were computed again, and of those that have the recorded bits."""
 
     num_steps: int = 0
@@ -90,7 +90,7 @@ class ReplayWorker:
 
     def __init__(self, *, any_fingerprint: bool = False) -> None:
         #: The results of the current file.
-        self.comparison = Comparison()
+        self.comparison = StepComparison()
         self._any_fingerprint = any_fingerprint
         self._start: StartRecord | None = None
         self._process = ExitStack()
@@ -102,7 +102,7 @@ class ReplayWorker:
         Raises NotComparable, and WorkerLost if the worker fails, for example because the model is
         not there any more.
         """
-        self.comparison = Comparison()
+        self.comparison = StepComparison()
         if self._start is not None and self._link is not None and _follows(self._start, record):
             self._start = record
             return

@@ -25,7 +25,7 @@ from engine_core.journal.records import (
     TickRecord,
 )
 from engine_core.journal.replay import NoJournal, ReplayDiffers, replay
-from engine_core.journal.weights import Comparison
+from engine_core.journal.weights import StepComparison
 from protocol.arrays import Int32
 from protocol.errors import WireError
 from protocol.grammar import ChoiceGrammar, Regex
@@ -80,7 +80,7 @@ class EchoComparer:
     """Computes the steps of a replay again with an echo worker, and compares the results."""
 
     def __init__(self, sample: SampleToken, guess: SampleToken) -> None:
-        self.comparison = Comparison()
+        self.comparison = StepComparison()
         self._functions = sample, guess
         self._steps: deque[tuple[StepPlan, Masks | None]] = deque()
         self._worker: EchoWorker | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from engine_core.journal.weights import Comparison, NotComparable, check_card
+from engine_core.journal.weights import NotComparable, StepComparison, check_card
 from protocol.arrays import Float32, Int32
 from protocol.steps import Logprobs, StepResult
 from tests.support.engines import a_card
@@ -29,8 +29,8 @@ RESULT = StepResult(
 )
 
 
-def compared(*computed: StepResult) -> Comparison:
-    comparison = Comparison()
+def compared(*computed: StepResult) -> StepComparison:
+    comparison = StepComparison()
     for result in computed:
         comparison.add(RESULT, result, "record 9, at 1.500 s")
     return comparison
