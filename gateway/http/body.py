@@ -11,7 +11,7 @@ import contextlib
 import re
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any, TypeVar
 
@@ -31,10 +31,6 @@ from werkzeug.exceptions import (
 from gateway.http.json_size import USUAL_BOUNDS, JsonBounds, JsonCounter, too_much
 from protocol.errors import InvalidRequest, Overloaded
 
-MAX_DEPTH = 64
-"""Maximum nesting of objects and arrays in a field without a schema (tools, template arguments)."""
-MAX_VALUES = 200_000
-"""Maximum number of values in a field without a schema, on all its levels."""
 MAX_LISTED_FIELDS = 16
 """Maximum number of unknown fields that a response lists."""
 MAX_SHOWN_CHARS = 64
@@ -338,34 +334,6 @@ def _short_values(mapping: dict[str, Any]) -> dict[str, Any]:
         for key, value in mapping.items()
         if not isinstance(value, dict | list) and len(str(value)) <= MAX_SHOWN_CHARS
     }
-
-
-def as_object(value: Any, at: str) -> Mapping[str, Any]:
-    """Return a JSON object unchanged. Raise InvalidRequest naming the path `at` if `value` is not
-    an object."""
-    if not isinstance(value, Mapping):
-        raise InvalidRequest.at(at, "must be an object")
-    return value
-
-
-def check_depth(value: Any, param: str) -> None:
-    """Raise InvalidRequest if `value` is nested too deeply or has too many values. The check is
-    iterative, so deep nesting cannot exhaust the stack."""
-    level, count = [value], 0
-    for _ in range(MAX_DEPTH):
-        level = [inner for outer in level for inner in _inside(outer)]
-        count += len(level)
-        if not level:
-            return
-        if count > MAX_VALUES:
-            raise InvalidRequest(f"{param}: more than {MAX_VALUES:,} values", param=param)
-    raise InvalidRequest(f"{param}: nested deeper than {MAX_DEPTH} levels", param=param)
-
-
-def _inside(value: Any) -> Iterable[Any]:
-    if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, list) else ()
 
 
 def unknown_fields(fields: dict[str, Any], kind: type) -> list[str]:

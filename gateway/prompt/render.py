@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gateway.prompt.content import template_messages
+from gateway.prompt.kwargs import ThinkingFields, effective_kwargs
 from gateway.prompt.template import ParsedTemplate, TemplateLoader, TemplateTraits
 from gateway.prompt.tool_prompt import with_tool_prompt
 from gateway.text.tokenizer import Offload, Tokenizer
@@ -41,6 +42,25 @@ class PromptConversation:
     add_generation_prompt: bool = True
     #: Whether the prompt ends with the final message, so that the model continues it.
     continue_final_message: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TemplateOptions:
+    """A request's options for the template, and the operator's defaults: `effective_kwargs`."""
+
+    thinking: ThinkingFields
+    kwargs: Mapping[str, Any] | None
+    defaults: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedPrompt:
+    """A rendered and tokenized conversation."""
+
+    text: str
+    ids: list[int]
+    #: The arguments that the chat template received.
+    kwargs: dict[str, Any]
 
 
 class ChatRenderer:
@@ -91,6 +111,34 @@ class ChatRenderer:
         """Whether the model has a usable template and this template does not render tools."""
         return not isinstance(self._tool_use, str) and not self._tool_use.traits.tools
 
+    def prompt(
+        self,
+        conversation: PromptConversation,
+        options: TemplateOptions,
+        *,
+        offload: Offload | None = None,
+    ) -> RenderedPrompt:
+        """Render a conversation with the effective kwargs of `options`, and tokenize the prompt.
+
+        offload  runs the tokenizer in a thread
+
+        Raises InvalidRequest if an option is invalid, or if the conversation cannot be rendered or
+        encoded, and ContextTooLong if the text is too long.
+        """
+        kwargs = self.kwargs(options, conversation.template, conversation.tools)
+        text = self.text(replace(conversation, kwargs=kwargs))
+        return RenderedPrompt(text, self._encode(text, conversation.param, offload), kwargs)
+
+    def kwargs(
+        self, options: TemplateOptions, own: ParsedTemplate | None, tools: Sequence[Any] | None
+    ) -> dict[str, Any]:
+        """Return the effective kwargs of a conversation with `tools`.
+
+        own  the request's own template; None: the model's template is used
+        """
+        profile = (own or self.template_for(tools)).profile
+        return effective_kwargs(options.thinking, options.kwargs, options.defaults, profile)
+
     def text(self, conversation: PromptConversation) -> str:
         """Return the prompt as text. Raises InvalidRequest if it cannot be rendered."""
         template = conversation.template or self.template_for(conversation.tools)
@@ -119,13 +167,11 @@ class ChatRenderer:
 
         offload  runs the tokenizer in a thread
         """
-        return self.encode(self.text(conversation), offload=offload, param=conversation.param)
+        return self._encode(self.text(conversation), conversation.param, offload)
 
-    def encode(
-        self, text: str, *, offload: Offload | None = None, param: str = "messages"
-    ) -> list[int]:
+    def _encode(self, text: str, param: str, offload: Offload | None) -> list[int]:
         """Return the token ids of a rendered prompt. The tokenizer adds no special tokens, because
-        the template has written them. Arguments and errors are those of `Tokenizer.encode`."""
+        the template has written them."""
         return self._tokenizer.encode(text, False, offload=offload, param=param)
 
     def compiled(self, source: str) -> ParsedTemplate:

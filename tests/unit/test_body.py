@@ -18,17 +18,15 @@ from gateway.api.openai.requests import ChatBody, CompletionBody
 from gateway.api.responses.requests import ResponsesBody
 from gateway.api.tokens.requests import GenerateBody
 from gateway.http.body import (
-    MAX_DEPTH,
-    MAX_VALUES,
     SMALL_BYTES,
     BodyMemory,
     BodyReader,
-    check_depth,
     decode,
     decode_json,
     unknown_fields,
 )
 from gateway.http.json_size import USUAL_BOUNDS, JsonBounds
+from gateway.http.json_values import MAX_DEPTH, MAX_VALUES, check_depth
 from protocol.errors import InvalidRequest, Overloaded
 
 

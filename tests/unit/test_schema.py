@@ -8,8 +8,9 @@ import msgspec
 import pytest
 
 from gateway.api.openai import requests
+from gateway.api.openai.checks import check_batch, check_chat
+from gateway.api.openai.field_paths import ignored_fields
 from gateway.api.openai.parameters import choices_of, read_options
-from gateway.api.openai.prepare import check_batch, check_chat, ignored_fields
 from gateway.http.body import decode
 from gateway.served_model import valid_defaults
 from protocol.errors import InvalidRequest

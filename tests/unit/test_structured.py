@@ -12,7 +12,7 @@ import pytest
 
 from engine_core.grammar.compiler import Compiler
 from gateway.api.openai import requests
-from gateway.api.openai.prepare import check_chat
+from gateway.api.openai.checks import check_chat
 from gateway.api.openai.structured import ENFORCED, SILENT, UNENFORCEABLE, answer_form
 from gateway.api.openai.tools import tool_grammar, tool_plan
 from gateway.formats.choice_parser import AnswerOptions, ParserFactory

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.api.openai.prepare import translate_errors
+from gateway.api.openai.field_paths import translate_errors
 from protocol.errors import EngineLost, InvalidRequest, RequestError
 
 

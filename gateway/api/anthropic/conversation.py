@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from gateway.formats.events import OutputWarning
-from gateway.http.body import as_object
+from gateway.http.json_values import as_object
 from protocol.errors import InvalidRequest
 
 LEFT_OUT = "content_left_out"

@@ -12,7 +12,8 @@ from gateway.api.anthropic import requests, responses
 from gateway.api.anthropic.responses import AnthropicEnvelope
 from gateway.api.anthropic.stream import PING, EventWriter, whole_message
 from gateway.api.anthropic.translate import MessagesTranslation, clamp_to_model, translate
-from gateway.api.openai.prepare import Preparation, Prompt, ignored_fields
+from gateway.api.openai.field_paths import ignored_fields
+from gateway.api.openai.prepare import Preparation, Prompt
 from gateway.context import RequestContext
 from gateway.formats.events import OutputWarning
 from gateway.generation.group import ChoiceGroup

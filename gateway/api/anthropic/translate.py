@@ -20,11 +20,12 @@ from gateway.api.anthropic.conversation import (
     unexpected,
 )
 from gateway.api.anthropic.requests import CountBody
-from gateway.api.openai.prepare import check_chat, translate_errors
+from gateway.api.openai.checks import check_chat
+from gateway.api.openai.field_paths import translate_errors
 from gateway.api.openai.requests import ChatBody, unsupported
 from gateway.formats.events import OutputWarning
 from gateway.formats.model_format import ModelOutputFormat
-from gateway.http.body import as_object, check_depth
+from gateway.http.json_values import as_object, check_depth
 from gateway.prompt.kwargs import thinking_budget
 from protocol.errors import InvalidRequest
 

@@ -7,14 +7,13 @@ the answer starts in that state.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from gateway.api.openai.parameters import choices_of, first, read_options
+from gateway.api.openai.field_paths import translate_error
+from gateway.api.openai.parameters import choices_of, read_options
 from gateway.api.openai.requests import (
     BatchBody,
     ChatBody,
@@ -22,20 +21,18 @@ from gateway.api.openai.requests import (
     CompletionPrompt,
     empty_prompt,
     prompts_of,
-    unsupported,
 )
 from gateway.api.openai.response_builder import CompletionResponseBuilder
 from gateway.api.openai.responses import Effective
-from gateway.api.openai.structured import FORM_FIELDS, answer_form
+from gateway.api.openai.structured import answer_form
 from gateway.api.openai.tools import ToolPlan, calls_instead_of_form, tool_grammar, tool_plan
 from gateway.formats.choice_parser import AnswerOptions, ParserFactory
 from gateway.formats.model_format import AnswerStart
 from gateway.formats.reasoning_tokens import ReasoningCounter
 from gateway.generation.request import PromptRequest, ToolChoiceCheck
-from gateway.http.body import MAX_LISTED_FIELDS, check_depth
 from gateway.prompt import tool_prompt
-from gateway.prompt.kwargs import effective_kwargs, thinking_budget
-from gateway.prompt.render import PromptConversation
+from gateway.prompt.kwargs import thinking_budget
+from gateway.prompt.render import PromptConversation, RenderedPrompt, TemplateOptions
 from gateway.prompt.template import ParsedTemplate
 from gateway.served_model import ServedModel
 from gateway.service import offload
@@ -45,13 +42,8 @@ from protocol.sampling import check_token_ids
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class Prompt(RenderedPrompt):
     """A rendered conversation: the prompt of a chat request."""
-
-    text: str
-    ids: list[int]
-    #: The arguments that the chat template received.
-    kwargs: dict[str, Any]
 
     @property
     def effective(self) -> Effective:
@@ -132,36 +124,35 @@ class Preparation:
 
     def prompt(self, messages: Sequence[Any], param: str = "messages") -> Prompt:
         """Render and tokenize a conversation. `param` is the path of `messages` in the body."""
-        body, renderer = self.body, self.model.renderer
-        kwargs = self.kwargs()
+        body = self.body
         continues = bool(body.continue_final_message)
-        text = renderer.text(
-            PromptConversation(
-                messages=messages,
-                param=param,
-                template=self._template,
-                adds_tool_prompt=self.model.output_format.tools in tool_prompt.FORMATS,
-                tools=self.plan.shown or None,
-                documents=body.documents,
-                kwargs=kwargs,
-                add_generation_prompt=first(body.add_generation_prompt, default=not continues),
-                continue_final_message=continues,
-            )
+        adds_prompt = body.add_generation_prompt
+        conversation = PromptConversation(
+            messages=messages,
+            param=param,
+            template=self._template,
+            adds_tool_prompt=self.model.output_format.tools in tool_prompt.FORMATS,
+            tools=self.plan.shown or None,
+            documents=body.documents,
+            add_generation_prompt=not continues if adds_prompt is None else adds_prompt,
+            continue_final_message=continues,
         )
-        ids = renderer.encode(text, offload=offload, param=param)
-        if not ids:
+        rendered = self.model.renderer.prompt(conversation, self._options, offload=offload)
+        if not rendered.ids:
             raise empty_prompt(param)
-        return Prompt(text, ids, kwargs)
+        return Prompt(rendered.text, rendered.ids, rendered.kwargs)
 
     def kwargs(self) -> dict[str, Any]:
         """Return the effective arguments of the chat template."""
+        return self.model.renderer.kwargs(self._options, self._template, self.plan.shown)
+
+    @property
+    def _options(self) -> TemplateOptions:
         body = self.body
-        template = self._template or self.model.renderer.template_for(self.plan.shown)
-        return effective_kwargs(
-            body.thinking_fields,
-            body.chat_template_kwargs,
-            self.model.default_kwargs,
-            template.profile,
+        return TemplateOptions(
+            thinking=body.thinking_fields,
+            kwargs=body.chat_template_kwargs,
+            defaults=self.model.default_kwargs,
         )
 
     def answer_start(self, prompt: Prompt) -> AnswerStart:
@@ -239,12 +230,11 @@ class Completion:
         self._model = model
         self._prompts = prompts_of(body, max_prompts)
         self._options = read_options(body, continues=True)
+        choices = choices_of(body, model.defaults, model.tokenizer)
         form = answer_form(body)
         #: Paths of structured output members that have no effect.
         self.ignored: list[str] = form.ignored if form else []
         self._form_field = form.field if form else ""
-        choices = choices_of(body, model.defaults, model.tokenizer)
-        parsers = ParserFactory(model.tokenizer, self._options)
         grammar = Grammar(body=form.body) if form is not None else None
         if ids is None:
             is_list = self._prompts is body.prompt  # else it is a single prompt
@@ -252,6 +242,7 @@ class Completion:
                 _prompt_ids(prompt, model, f"prompt[{place}]" if is_list else "prompt")
                 for place, prompt in enumerate(self._prompts)
             ]
+        parsers = ParserFactory(model.tokenizer, self._options)
         #: One request per prompt.
         self.prompt_requests = [
             PromptRequest(prompt_ids, choices, parsers, grammar=grammar) for prompt_ids in ids
@@ -297,135 +288,3 @@ def _prompt_text(prompt: CompletionPrompt, model: ServedModel, skip_special_toke
     if isinstance(prompt, str):
         return prompt
     return model.tokenizer.decode(prompt, skip_special_tokens=skip_special_tokens)
-
-
-# ---- errors about a chat that was translated from another API's request
-
-RequestPath = Callable[[str], str]
-"""Maps the path of a chat field to its path in the client's request."""
-
-
-@contextmanager
-def translate_errors(request_path: RequestPath) -> Iterator[None]:
-    """Replace the field path in each RequestError that is raised inside the block."""
-    try:
-        yield
-    except RequestError as error:
-        raise translate_error(error, request_path) from None
-
-
-def translate_error(error: RequestError, request_path: RequestPath) -> RequestError:
-    """Replace the field path in the error's `param` and message. Return the error."""
-    if error.param:
-        path = request_path(error.param)
-        pattern = rf"(?<![\w.]){re.escape(error.param)}(?!\w)"
-        error.message = re.sub(pattern, lambda _: path, error.message)
-        error.param = path
-    return error
-
-
-# ---- checks across the fields of a body
-#
-# An unsupported field that would change the answer is refused, never ignored. All functions raise
-# InvalidRequest naming the field.
-
-_NESTED = (
-    "tools",
-    "tool_choice",
-    "documents",
-    "chat_template_kwargs",
-    "reasoning",
-    "thinking",
-)
-_REFUSED = {
-    "guided_whitespace_pattern": "JSON values are separated by at most 8 blanks",
-    "grammar_lazy": "set `strict: true` on a tool to enforce its arguments",
-    "grammar_triggers": "use the triggers of structural_tag",
-}
-"""Unsupported field -> advice in the error."""
-_REPLACED = {
-    "functions": 'use `tools`, with each function as {"type": "function", "function": ...}',
-    "function_call": "use `tool_choice`",
-    "audio": "this model writes text only",
-}
-"""Unsupported field of a conversation -> advice in the error."""
-_REASONING_MEMBERS = ("effort", "enabled", "max_tokens")
-_THINKING_MEMBERS = ("type", "budget_tokens")
-
-
-def check_chat(body: ChatBody) -> None:
-    check_depth(body.messages, "messages")
-    check_conversation(body)
-
-
-def check_batch(body: BatchBody, max_conversations: int) -> None:
-    if body.stream:
-        raise InvalidRequest.at("stream", "must be false; batches cannot be streamed")
-    if len(body.messages) > max_conversations:
-        raise InvalidRequest.at(
-            "messages",
-            f"{len(body.messages):,} conversations exceed this server's limit of "
-            f"{max_conversations:,} per batch",
-        )
-    for place, messages in enumerate(body.messages):
-        check_depth(messages, f"messages[{place}]")
-    check_conversation(body)
-
-
-def check_conversation(body: ChatBody | BatchBody) -> None:
-    _check_common(body)
-    for field in _NESTED:
-        check_depth(getattr(body, field), field)
-    if body.top_logprobs and not body.logprobs:
-        raise InvalidRequest.at("top_logprobs", "requires logprobs to be true")
-    if body.modalities not in (None, ["text"]):
-        raise unsupported("modalities", "the only supported value is ['text']")
-    for field, instead in _REPLACED.items():
-        if getattr(body, field):
-            raise unsupported(field, instead)
-    _check_members(body.reasoning, "reasoning", _REASONING_MEMBERS)
-    _check_members(body.thinking, "thinking", _THINKING_MEMBERS)
-
-
-def _check_members(value: Any, field: str, known: Sequence[str]) -> None:
-    if isinstance(value, Mapping):
-        for name, member in value.items():
-            if name not in known and member is not None:
-                raise unsupported(f"{field}.{name}", f"supported members: {', '.join(known)}")
-
-
-def check_completion(body: CompletionBody) -> None:
-    _check_common(body)
-    if body.suffix:
-        raise unsupported("suffix")
-    if body.max_tokens == 0 and not body.echo:
-        raise InvalidRequest.at("max_tokens", "0 requires echo to be true")
-
-
-def _check_common(body: ChatBody | BatchBody | CompletionBody) -> None:
-    if body.stream_options is not None and not body.stream:
-        raise InvalidRequest.at("stream_options", "requires stream to be true")
-    if body.prompt_logprobs is not None and body.stream:
-        raise InvalidRequest.at("prompt_logprobs", "not available with stream")
-    if body.logprob_token_ids and body.num_logprobs is None:
-        raise InvalidRequest.at("logprob_token_ids", "requires logprobs")
-    if body.best_of not in (None, body.n or 1):
-        raise unsupported("best_of", "the only supported value is that of n")
-    for field, instead in _REFUSED.items():
-        if getattr(body, field):
-            raise unsupported(field, instead)
-    for field in FORM_FIELDS:
-        check_depth(getattr(body, field), field)
-
-
-def ignored_fields(ignored: Iterable[str], strict_params: bool | None) -> list[str]:
-    """Return the first MAX_LISTED_FIELDS distinct fields of `ignored`, for `ignored_params`. Raise
-    InvalidRequest if there are any and `strict_params` is true."""
-    fields = list(dict.fromkeys(ignored))[:MAX_LISTED_FIELDS]
-    if fields and strict_params:
-        raise InvalidRequest.at(
-            fields[0],
-            f"without effect here, and strict_params is true; fields without effect: "
-            f"{', '.join(fields)}",
-        )
-    return fields

@@ -12,8 +12,9 @@ from typing import Any
 from flask import Response, request
 
 from gateway.api import run
-from gateway.api.openai import prepare, requests, responses
+from gateway.api.openai import checks, prepare, requests, responses
 from gateway.api.openai import resume_routes as resume
+from gateway.api.openai.field_paths import ignored_fields
 from gateway.api.openai.parameters import check_counts
 from gateway.api.openai.response_builder import (
     ChatResponseBuilder,
@@ -49,7 +50,7 @@ routes = Routes("OpenAI", responses.ErrorAnswer)
 )
 def chat(service: Service, context: RequestContext) -> Response:
     body, unknown = service.bodies.parse_known(request, requests.ChatBody)
-    prepare.check_chat(body)
+    checks.check_chat(body)
     return _answer_chats(service, context, body, unknown, {"messages": body.messages})
 
 
@@ -64,7 +65,7 @@ def batch(service: Service, context: RequestContext) -> Response:
     """Answer several conversations. The choices are ordered by conversation. Each conversation has
     its own template arguments, prompt and parsers."""
     body, unknown = service.bodies.parse_known(request, requests.BatchBody)
-    prepare.check_batch(body, service.config.max_prompts)
+    checks.check_batch(body, service.config.max_prompts)
     conversations = {f"messages[{place}]": value for place, value in enumerate(body.messages)}
     return _answer_chats(service, context, body, unknown, conversations)
 
@@ -109,7 +110,7 @@ def _answer_chats(
 def completions(service: Service, context: RequestContext) -> Response:
     bounds = service.id_bounds(service.config.max_prompts)
     body, unknown = service.bodies.parse_known(request, requests.CompletionBody, bounds)
-    prepare.check_completion(body)
+    checks.check_completion(body)
     model = service.model(body.model)
     service.raise_cached_refusal(context)
     with context.timeline.tokenizing():
@@ -133,7 +134,7 @@ def _kv_params(
     params = parse_kv_params(body.kv_transfer_params, model.limits)
     if params is None and body.kv_transfer_params is not None:
         ignored.append(KV_FIELD)
-    context.ignored = prepare.ignored_fields(ignored, body.strict_params)
+    context.ignored = ignored_fields(ignored, body.strict_params)
     return params
 
 

@@ -28,7 +28,7 @@ import msgspec
 
 from gateway.api.openai.requests import GenerationBody
 from gateway.formats.schema_cases import ANNOTATIONS
-from gateway.http.body import as_object, check_depth
+from gateway.http.json_values import as_object, check_depth
 from protocol.errors import InvalidRequest
 from protocol.grammar import (
     Body,

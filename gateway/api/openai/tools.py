@@ -20,7 +20,7 @@ from gateway.api.openai.structured import check_keywords
 from gateway.formats.event_builder import DeclaredTool
 from gateway.formats.grammar_builder import NotWritable
 from gateway.formats.registry import BoundFormat
-from gateway.http.body import as_object
+from gateway.http.json_values import as_object
 from protocol.errors import InvalidRequest
 from protocol.grammar import Body, Rules
 

@@ -8,15 +8,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from gateway.api.openai.checks import check_chat, check_completion
+from gateway.api.openai.field_paths import translate_errors
 from gateway.api.openai.parameters import check_counts
-from gateway.api.openai.prepare import (
-    Completion,
-    Preparation,
-    Prompt,
-    check_chat,
-    check_completion,
-    translate_errors,
-)
+from gateway.api.openai.prepare import Completion, Preparation, Prompt
 from gateway.api.openai.requests import ChatBody, CompletionBody, prompts_of
 from gateway.api.openai.response_builder import ChatResponseBuilder
 from gateway.api.openai.responses import Effective

@@ -13,7 +13,8 @@ from flask import Response, request
 from gateway.api.anthropic.requests import MessagesBody
 from gateway.api.anthropic.responses import MessagesErrorAnswer
 from gateway.api.anthropic.translate import clamp_to_model, translate
-from gateway.api.openai import prepare, requests
+from gateway.api.openai import checks, prepare, requests
+from gateway.api.openai.field_paths import ignored_fields
 from gateway.api.openai.parameters import check_counts
 from gateway.api.openai.responses import ChatCompletion, CompletionResponse, ErrorAnswer
 from gateway.api.render import responses
@@ -52,7 +53,7 @@ routes = Routes("Rendering", ErrorAnswer)
 )
 def render_chat(service: Service, context: RequestContext) -> Response:
     body, carried, unknown = _read(service, requests.ChatBody)
-    prepare.check_chat(body)
+    checks.check_chat(body)
     preparation = _preparation(service, body)
     _note_ignored(context, [*unknown, *preparation.ignored], body)
     return _chat(
@@ -69,7 +70,7 @@ def render_chat(service: Service, context: RequestContext) -> Response:
 def render_completions(service: Service, context: RequestContext) -> Response:
     bounds = service.id_bounds(service.config.max_prompts)
     body, carried, unknown = _read(service, requests.CompletionBody, bounds)
-    prepare.check_completion(body)
+    checks.check_completion(body)
     model, config = service.model(body.model), service.config
     completion = prepare.Completion(body, model, max_prompts=config.max_prompts)
     _note_ignored(context, [*unknown, *completion.ignored], body)
@@ -153,7 +154,7 @@ def _read(
 
 
 def _note_ignored(context: RequestContext, names: list[str], body: requests.GenerationBody) -> None:
-    context.ignored = prepare.ignored_fields(
+    context.ignored = ignored_fields(
         (name for name in names if name not in Carried.__struct_fields__), body.strict_params
     )
 

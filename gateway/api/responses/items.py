@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.http.body import as_object
+from gateway.http.json_values import as_object
 from protocol.errors import InvalidRequest
 
 Item = dict[str, Any]

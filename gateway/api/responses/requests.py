@@ -32,7 +32,7 @@ from gateway.api.openai.requests import (
     unsupported,
 )
 from gateway.api.openai.tools import tool_type_hint
-from gateway.http.body import as_object, check_depth
+from gateway.http.json_values import as_object, check_depth
 from protocol.errors import InvalidRequest
 from protocol.sampling import MaxTokens, NumLogprobs
 

@@ -19,7 +19,7 @@ from flask import Response, request
 from werkzeug.exceptions import NotFound
 
 from gateway.api import run
-from gateway.api.openai.prepare import ignored_fields
+from gateway.api.openai.field_paths import ignored_fields
 from gateway.api.openai.responses import ErrorAnswer
 from gateway.api.responses.events import ResponseEvents
 from gateway.api.responses.history import UNFINISHED, History, body_of, input_of

@@ -18,13 +18,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from gateway.api.openai.prepare import (
-    Preparation,
-    Prompt,
-    check_chat,
-    translate_error,
-    translate_errors,
-)
+from gateway.api.openai.checks import check_chat
+from gateway.api.openai.field_paths import translate_error, translate_errors
+from gateway.api.openai.prepare import Preparation, Prompt
 from gateway.api.openai.requests import ChatBody
 from gateway.api.openai.tools import CHOICE_TYPES
 from gateway.api.responses.items import PREVIOUS, SYSTEM_ROLES, Item, PlacedItem, reasoning_text

@@ -15,8 +15,8 @@ from typing import Any
 
 import msgspec
 
+from gateway.api.openai.field_paths import ignored_fields, translate_error
 from gateway.api.openai.parameters import bad_sequences, first, nth_seed
-from gateway.api.openai.prepare import ignored_fields, translate_error
 from gateway.api.openai.requests import unsupported
 from gateway.api.openai.structured import structured_form
 from gateway.api.tokens.requests import (

@@ -11,7 +11,8 @@ from flask import Response, request
 from msgspec import UNSET, UnsetType
 
 from gateway.api import run
-from gateway.api.openai.prepare import Preparation, Prompt, check_chat
+from gateway.api.openai.checks import check_chat
+from gateway.api.openai.prepare import Preparation, Prompt
 from gateway.api.openai.requests import ChatBody
 from gateway.api.openai.responses import Effective, ErrorAnswer
 from gateway.api.tokens import prepare, requests, responses

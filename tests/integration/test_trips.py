@@ -1,0 +1,94 @@
+"""The files that a request visits on its way from the HTTP body to token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import gevent
+import pytest
+from flask.testing import FlaskClient
+
+from gateway.app import EXTENSION, create_app
+from protocol.config.gateway import GatewayConfig
+from tests.support.scripted_engine import ScriptedEngine
+from tests.support.trips import Entry, TripTrace, files_of, returns
+from tests.support.waiting import eventually
+
+HI = [{"role": "user", "content": "Hi"}]
+READ = ["http/body.py", "http/json_size.py"]
+PREPARE = ["api/openai/prepare.py", "api/openai/tools.py", "api/openai/structured.py"]
+RENDER = [
+    *("prompt/render.py", "prompt/kwargs.py", "prompt/content.py", "prompt/template.py"),
+    *("sandbox/clients.py", "sandbox/process.py", "sandbox/messages.py"),
+]
+ENCODE = "text/tokenizer.py"
+CHAT = [
+    *("api/openai/routes.py", *READ),
+    *("api/openai/checks.py", *PREPARE, *RENDER, ENCODE),
+]
+MESSAGES = [
+    *("api/anthropic/routes.py", *READ),
+    *("api/anthropic/translate.py", "api/anthropic/conversation.py"),
+    *("api/openai/checks.py", "prompt/kwargs.py", *PREPARE),
+    *(each for each in RENDER if each != "prompt/kwargs.py"),
+    ENCODE,
+]
+COMPLETION = [
+    *("api/openai/routes.py", *READ, "api/openai/checks.py", "api/openai/prepare.py"),
+    *("api/openai/requests.py", "api/openai/parameters.py", "api/openai/structured.py", ENCODE),
+]
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FlaskClient]:
+    address = f"ipc://{tmp_path_factory.mktemp('trips') / 'engine.sock'}"
+    with ScriptedEngine(address):
+        app = create_app(GatewayConfig(engine=address, response_store="none"))
+        client = app.test_client()
+
+        def is_ready() -> bool:
+            gevent.sleep(0)  # lets the engine's client read its socket
+            return client.get("/readyz").status_code == 200
+
+        assert eventually(is_ready)
+        yield client
+        app.extensions[EXTENSION].close()
+
+
+def traced(client: FlaskClient, path: str, body: dict[str, Any], view: str) -> list[Entry]:
+    """Return the trip of the second of two equal requests. The first one fills caches."""
+    assert client.post(path, json=body).status_code == 200
+    trace = TripTrace()
+    with trace():
+        assert client.post(path, json=body).status_code == 200
+    return trace.trip(view)
+
+
+def test_a_chat_visits_its_view_and_fourteen_files_once_each(client: FlaskClient) -> None:
+    trip = traced(client, "/v1/chat/completions", {"messages": HI}, CHAT[0])
+    assert files_of(trip) == CHAT
+    assert len(CHAT) == 1 + 14
+    assert returns(trip) == []
+
+
+def test_a_completion_visits_each_file_once(client: FlaskClient) -> None:
+    trip = traced(client, "/v1/completions", {"prompt": "Hi"}, COMPLETION[0])
+    assert files_of(trip) == COMPLETION
+    assert returns(trip) == []
+
+
+def test_a_message_returns_only_to_the_rules_about_thinking(client: FlaskClient) -> None:
+    body = {"messages": HI, "max_tokens": 5}
+    trip = traced(client, "/v1/messages", body, MESSAGES[0])
+    assert files_of(trip) == MESSAGES
+    again = Entry("prompt/render.py", "prompt/kwargs.py", "effective_kwargs")
+    assert returns(trip) == [again]
+
+
+def test_a_return_is_found() -> None:
+    first, inner, again = Entry("a", "b", "f"), Entry("b", "c", "g"), Entry("a", "b", "h")
+    assert returns([first, inner, again]) == []
+    beside, back, other = Entry("b", "d", "f"), Entry("b", "c", "f"), Entry("x", "c", "f")
+    assert returns([first, inner, beside, back]) == [back]
+    assert returns([first, inner, other]) == [other]
