@@ -12,7 +12,7 @@ from flask.testing import FlaskClient
 from gateway.app import EXTENSION, create_app
 from protocol.config.gateway import GatewayConfig
 from tests.support.scripted_engine import ScriptedEngine
-from tests.support.trips import Entry, TripTrace, files_of, returns
+from tests.support.trips import FileEntry, TripTrace, files_of, returns
 from tests.support.waiting import eventually
 
 HI = [{"role": "user", "content": "Hi"}]
@@ -56,7 +56,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FlaskClient]:
         app.extensions[EXTENSION].close()
 
 
-def traced(client: FlaskClient, path: str, body: dict[str, Any], view: str) -> list[Entry]:
+def traced(client: FlaskClient, path: str, body: dict[str, Any], view: str) -> list[FileEntry]:
     """Return the trip of the second of two equal requests. The first one fills caches."""
     assert client.post(path, json=body).status_code == 200
     trace = TripTrace()
@@ -82,13 +82,21 @@ def test_a_message_returns_only_to_the_rules_about_thinking(client: FlaskClient)
     body = {"messages": HI, "max_tokens": 5}
     trip = traced(client, "/v1/messages", body, MESSAGES[0])
     assert files_of(trip) == MESSAGES
-    again = Entry("prompt/render.py", "prompt/kwargs.py", "effective_kwargs")
+    again = FileEntry("prompt/render.py", "prompt/kwargs.py", "effective_kwargs")
     assert returns(trip) == [again]
 
 
 def test_a_return_is_found() -> None:
-    first, inner, again = Entry("a", "b", "f"), Entry("b", "c", "g"), Entry("a", "b", "h")
+    first, inner, again = (
+        FileEntry("a", "b", "f"),
+        FileEntry("b", "c", "g"),
+        FileEntry("a", "b", "h"),
+    )
     assert returns([first, inner, again]) == []
-    beside, back, other = Entry("b", "d", "f"), Entry("b", "c", "f"), Entry("x", "c", "f")
+    beside, back, other = (
+        FileEntry("b", "d", "f"),
+        FileEntry("b", "c", "f"),
+        FileEntry("x", "c", "f"),
+    )
     assert returns([first, inner, beside, back]) == [back]
     assert returns([first, inner, other]) == [other]

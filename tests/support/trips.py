@@ -29,7 +29,7 @@ ASIDES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class FileEntry:
     """A call of a function by a function in another file of the gateway."""
 
     caller: str
@@ -41,7 +41,7 @@ class TripTrace:
     """Records the entries of files inside `with trace():`, in this thread."""
 
     def __init__(self) -> None:
-        self.entries: list[Entry] = []
+        self.entries: list[FileEntry] = []
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
@@ -61,9 +61,9 @@ class TripTrace:
             caller = caller.f_back
         source = "" if caller is None else _file_of(caller) or ""
         if source != file:
-            self.entries.append(Entry(source, file, frame.f_code.co_qualname))
+            self.entries.append(FileEntry(source, file, frame.f_code.co_qualname))
 
-    def trip(self, view: str) -> list[Entry]:
+    def trip(self, view: str) -> list[FileEntry]:
         """Return the entries from that of the file `view` to the first of LAST, without asides."""
         files = [entry.file for entry in self.entries]
         first = files.index(view)
@@ -71,7 +71,7 @@ class TripTrace:
         return [each for each in entries if not {each.caller, each.file} & ASIDES.keys()]
 
 
-def returns(trip: Sequence[Entry]) -> list[Entry]:
+def returns(trip: Sequence[FileEntry]) -> list[FileEntry]:
     """Return the entries that visit a file again."""
     found = []
     last_of: dict[str, str] = {}  # caller -> the file that it has entered last
@@ -96,6 +96,6 @@ def _is_attribute(frame: FrameType) -> bool:
     return isinstance(found, property | cached_property)
 
 
-def files_of(trip: Sequence[Entry]) -> list[str]:
+def files_of(trip: Sequence[FileEntry]) -> list[str]:
     """Return the files of a trip in the order in which they are entered first."""
     return list(dict.fromkeys(entry.file for entry in trip))
