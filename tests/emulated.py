@@ -28,6 +28,7 @@ MACROS = ("F", "BW", "DQ", "VL")
 TESTS = (
     "tests/unit/test_attention.py",
     "tests/unit/test_decode.py",
+    "tests/unit/test_integer_kernels.py",
     "tests/unit/test_kernels.py",
     "tests/unit/test_native_llama.py",
     "tests/unit/test_whole_step.py",
@@ -39,7 +40,7 @@ def build(folder: Path) -> None:
     from worker.kernels.sets import INSTRUCTION_SETS
 
     by_name = {each.name: each for each in INSTRUCTION_SETS}
-    for name, macros in {"avx512": MACROS, "avx512bf16": (*MACROS, "BF16")}.items():
+    for name, macros in {"avx512": MACROS, "avx512bf16": (*MACROS, "BF16", "VNNI")}.items():
         print(f"== Compiling {name}, emulated", flush=True)
         defined = folder / f"{name}.h"
         lines = [f'#include "{HEADER}"', *(f"#define __AVX512{macro}__ 1" for macro in macros)]

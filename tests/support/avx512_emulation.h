@@ -62,6 +62,26 @@ FUNCTION __m512i srli_epi16(__m512i a, unsigned count) {
 FUNCTION __m512i permutexvar_epi16(__m512i index, __m512i a) {
     return made<__m512i, uint16_t>([&](int i) { return lane<uint16_t>(a, lane<uint16_t>(index, i) & 31); });
 }
+FUNCTION __m512i maddubs_epi16(__m512i a, __m512i b) {
+    return made<__m512i, int16_t>([&](int i) {
+        int sum = 0;
+        for (int j = 2 * i; j < 2 * i + 2; j++) sum += lane<uint8_t>(a, j) * lane<int8_t>(b, j);
+        return sum > 32767 ? 32767 : sum < -32768 ? -32768 : sum;
+    });
+}
+FUNCTION __m512i madd_epi16(__m512i a, __m512i b) {
+    return made<__m512i, int>([&](int i) {
+        return lane<int16_t>(a, 2 * i) * lane<int16_t>(b, 2 * i) +
+               lane<int16_t>(a, 2 * i + 1) * lane<int16_t>(b, 2 * i + 1);
+    });
+}
+FUNCTION __m512i dpbusd_epi32(__m512i sums, __m512i a, __m512i b) {
+    return made<__m512i, int>([&](int i) {
+        int sum = lane<int>(sums, i);
+        for (int j = 4 * i; j < 4 * i + 4; j++) sum += lane<uint8_t>(a, j) * lane<int8_t>(b, j);
+        return sum;
+    });
+}
 FUNCTION __m512i broadcast_i32x4(__m128i a) {
     return made<__m512i, int>([&](int i) { return lane<int>(a, i % 4); });
 }
@@ -133,7 +153,10 @@ template <int FIRST> FUNCTION __m512d unpack_pd(__m512d a, __m512d b) {
 #define _mm512_cvtneps_pbh emulated::cvtneps_pbh
 #define _mm512_cvtph_ps emulated::cvtph_ps
 #define _mm512_dpbf16_ps emulated::dpbf16_ps
+#define _mm512_dpbusd_epi32 emulated::dpbusd_epi32
 #define _mm512_load_si512 emulated::load_si512
+#define _mm512_madd_epi16 emulated::madd_epi16
+#define _mm512_maddubs_epi16 emulated::maddubs_epi16
 #define _mm512_permutexvar_epi16 emulated::permutexvar_epi16
 #define _mm512_reduce_add_ps emulated::reduce_add_ps
 #define _mm512_reduce_max_ps emulated::reduce_max_ps
@@ -146,3 +169,4 @@ template <int FIRST> FUNCTION __m512d unpack_pd(__m512d a, __m512d b) {
 #define _mm512_unpackhi_ps emulated::unpack_ps<2>
 #define _mm512_unpacklo_pd emulated::unpack_pd<0>
 #define _mm512_unpacklo_ps emulated::unpack_ps<0>
+#define KEEP_ORDER(vector) // a register that the processor lacks

@@ -98,7 +98,7 @@ MUTATIONS = (
     ),
     Mutation(
         "linears of many rows: the last columns first",
-        "linear.h",
+        "float_tiles.h",
         (
             (
                 "#pragma GCC unroll 4\n        for (int k = 0; k < COUNT; k += By::COLUMNS)",

@@ -34,11 +34,17 @@ class PackedMatrix:
     raises ValueError if `inputs` is not a multiple of GROUP."""
 
     def __init__(
-        self, kernels: NativeKernels, parts: Sequence[tuple[int, int]], inputs: int
+        self,
+        kernels: NativeKernels,
+        parts: Sequence[tuple[int, int]],
+        inputs: int,
+        *,
+        rounds_inputs: bool = False,
     ) -> None:
         """Allocate the memory.
 
-        parts   format and outputs of each part, at most MAX_PARTS
+        parts           format and outputs of each part, at most MAX_PARTS
+        rounds_inputs   round inputs to eight bits for quantised parts (csrc/rounded.h)
         """
         if inputs % GROUP:
             raise ValueError(f"{inputs} columns are not a multiple of {GROUP}")
@@ -51,6 +57,7 @@ class PackedMatrix:
         self.struct = CPacked(
             sum(rows for _, rows in parts),
             inputs,
+            rounds_inputs,
             len(parts),
             tuple(CPart(at, *part) for at, part in zip(starts, parts, strict=False)),
         )
@@ -64,10 +71,11 @@ class PackedMatrix:
         return int(self.struct.inputs)
 
 
-def pack(kernels: NativeKernels, *parts: PackedPart) -> PackedMatrix:
+def pack(kernels: NativeKernels, *parts: PackedPart, rounds_inputs: bool = False) -> PackedMatrix:
     """Return the parts, stacked by rows, as a packed matrix.
 
-    parts   at most MAX_PARTS; tensors are float32 or bfloat16 and keep their dtype
+    parts           at most MAX_PARTS; tensors are float32 or bfloat16 and keep their dtype
+    rounds_inputs   round inputs to eight bits for quantised parts (csrc/rounded.h)
 
     Raises ValueError if the parts differ in their number of columns, or if it is not a multiple of
     GROUP.
@@ -75,7 +83,8 @@ def pack(kernels: NativeKernels, *parts: PackedPart) -> PackedMatrix:
     inputs = {_columns(part) for part in parts}
     if len(inputs) > 1:
         raise ValueError(f"the parts of a matrix have {sorted(inputs)} columns")
-    matrix = PackedMatrix(kernels, [(_format(part), _rows(part)) for part in parts], inputs.pop())
+    shapes = [(_format(part), _rows(part)) for part in parts]
+    matrix = PackedMatrix(kernels, shapes, inputs.pop(), rounds_inputs=rounds_inputs)
     for part, struct in zip(parts, matrix.struct.parts, strict=False):
         if isinstance(part, QuantBlocks):
             _pack_blocks(kernels, part, struct.data)

@@ -36,7 +36,7 @@ def _x86(name: str, flags: tuple[str, ...], *more: str) -> InstructionSet:
 
 
 INSTRUCTION_SETS = (
-    _x86("avx512bf16", _AVX512, "avx512_bf16"),
+    _x86("avx512bf16", _AVX512, "avx512_bf16", "avx512_vnni"),
     _x86("avx512", _AVX512),
     _x86("avx2", _AVX2),
     InstructionSet("generic", frozenset(), ()),

@@ -37,9 +37,13 @@ class CPart(Structure):
 
 
 class CPacked(Structure):
+    """A packed matrix. If `rounds_inputs`, inputs are rounded to eight bits for its quantised
+    parts."""
+
     _fields_ = [
         ("outputs", c_int64),
         ("inputs", c_int64),
+        ("rounds_inputs", c_int64),
         ("num_parts", c_int64),
         ("parts", CPart * MAX_PARTS),
     ]

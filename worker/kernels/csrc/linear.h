@@ -5,150 +5,22 @@
 // hardware multiplies such pairs, and float otherwise. Scales are applied to the sum of the weights that
 // share one, not to each weight, so quantised weights cause no rounding beyond that of float sums.
 //
+// If the matrix says so (Packed.rounds_inputs), x is rounded to eight bits (rounded.h), and the integers are
+// multiplied as such, which is about twice as fast.
+//
 // Every output is summed in the same order for any number of rows and threads, so a row has the same
 // bits alone and in any batch.
 #pragma once
 
 #include <vector>
 
-#include "multiply.h"
+#include "float_tiles.h"
+#include "integer_tiles.h"
 #include "team.h"
-#include "unpack.h"
 
 namespace {
 
 constexpr int BLOCK_ROWS = 132; // most rows that use a run of weights after it is unpacked once
-constexpr int PREFETCH_BYTES = 8192; // weights are prefetched this many bytes before they are read
-// Most rows, and vectors of outputs, that are computed together: their sums fit into the registers.
-constexpr int TILE_ROWS = LANES == 16 ? 12 : 6;
-constexpr int TILE_VECTORS = 2;
-
-// ---- Multiplying.
-
-// Multiplies ROWS rows of x by COUNT columns, and adds the products to part [ROWS][TILE_VECTORS].
-template <int ROWS, int COUNT, class By, class X>
-INLINE void multiply_columns(const typename By::Weight *w, const X *x, int64_t ldx,
-                             Floats (&part)[ROWS][TILE_VECTORS]) {
-    auto multiply_column = [&](int k) __attribute__((always_inline)) {
-        typename By::Vector across[TILE_VECTORS];
-        for (int j = 0; j < TILE_VECTORS; j++)
-            across[j] = load_as<typename By::Vector>(w + k / By::COLUMNS * PANEL + j * LANES);
-        for (int m = 0; m < ROWS; m++)
-            for (int j = 0; j < TILE_VECTORS; j++)
-                part[m][j] = By::multiply(part[m][j], x + m * ldx + k, across[j]);
-    };
-    // Every multiplication of a small tile waits for the one before. Without the loop's own instructions, the
-    // processor starts the next group meanwhile.
-    if constexpr (ROWS <= 2) {
-#pragma GCC unroll 32
-        for (int k = 0; k < COUNT; k += By::COLUMNS) multiply_column(k);
-    } else {
-#pragma GCC unroll 4
-        for (int k = 0; k < COUNT; k += By::COLUMNS) multiply_column(k);
-    }
-}
-
-// The operands of a multiplication: rows of x, a run of groups, and the sums so far.
-template <class By, class X> struct Run {
-    int64_t format, groups;
-    const typename By::Weight *weights; // unpacked
-    const Unpacked *unpacked;           // their scales and minima
-    const uint8_t *packed;              // the same groups as stored
-    const X *x;                         // starts at the run's first column
-    int64_t ldx;                        // numbers from row to row of x
-    const float *xsums;                 // the sum of each block of x, for minima
-    int64_t ldsums;                     // numbers from row to row of xsums
-    float *sums;                        // [rows, PANEL]; the products are added
-    bool is_first;                      // whether this is the first tile of rows, which prefetches
-};
-
-// Prefetches the weights that are PREFETCH_BYTES after group g. The hardware's own prefetching stops while
-// a group is multiplied, because nothing is read from memory.
-template <class By, class X> INLINE void prefetch_weights(const Run<By, X> &run, int64_t g) {
-    if (!run.is_first) return;
-    const int64_t size = group_bytes(run.format);
-    for (int64_t line = 0; line < size; line += 64)
-        __builtin_prefetch(run.packed + g * size + PREFETCH_BYTES + line);
-}
-
-// Multiplies a tile of ROWS rows by weights with BLOCKS scales for each row of a group, and with as many
-// minima if MINIMA.
-template <int ROWS, int BLOCKS, bool MINIMA, class By, class X>
-INLINE void multiply_scaled(const Run<By, X> &run) {
-    constexpr int COUNT = GROUP / BLOCKS;
-    for (int o = 0; o < PANEL; o += TILE_VECTORS * LANES)
-        for (int64_t g = 0; g < run.groups; g++) {
-            if (o == 0) prefetch_weights(run, g);
-            for (int b = 0; b < BLOCKS; b++) {
-                const int64_t first = (g * GROUP + b * COUNT) / By::COLUMNS;
-                Floats part[ROWS][TILE_VECTORS] = {};
-                multiply_columns<ROWS, COUNT, By>(run.weights + first * PANEL + o,
-                                                  run.x + g * GROUP + b * COUNT, run.ldx, part);
-                forget_memory(); // otherwise the compiler keeps sums in the registers that `part` needs
-                for (int j = 0; j < TILE_VECTORS; j++) {
-                    const Floats scale = load(run.unpacked->scales[g][b] + o + j * LANES);
-                    const Floats minimum =
-                        MINIMA ? load(run.unpacked->minima[g][b] + o + j * LANES) : Floats{};
-                    for (int m = 0; m < ROWS; m++) {
-                        float *at = run.sums + m * PANEL + o + j * LANES;
-                        Floats total = load(at) + scale * part[m][j];
-                        if (MINIMA) total += minimum * run.xsums[m * run.ldsums + g * BLOCKS + b];
-                        store(at, total);
-                    }
-                }
-            }
-        }
-}
-
-// Multiplies a tile of ROWS rows by weights without scales.
-template <int ROWS, class By, class X> INLINE void multiply_plain(const Run<By, X> &run) {
-    for (int o = 0; o < PANEL; o += TILE_VECTORS * LANES) {
-        Floats part[ROWS][TILE_VECTORS];
-        for (int m = 0; m < ROWS; m++)
-            for (int j = 0; j < TILE_VECTORS; j++)
-                part[m][j] = load(run.sums + m * PANEL + o + j * LANES);
-        for (int64_t g = 0; g < run.groups; g++) {
-            if (o == 0) prefetch_weights(run, g);
-            multiply_columns<ROWS, GROUP, By>(run.weights + g * group_words<typename By::Weight>() + o,
-                                              run.x + g * GROUP, run.ldx, part);
-        }
-        for (int m = 0; m < ROWS; m++)
-            for (int j = 0; j < TILE_VECTORS; j++)
-                store(run.sums + m * PANEL + o + j * LANES, part[m][j]);
-    }
-}
-
-// Multiplies a tile of `rows` rows, at most ROWS.
-template <int ROWS, class By, class X> INLINE void multiply_tile(int64_t rows, const Run<By, X> &run) {
-    if (rows == ROWS) {
-        const Traits &traits = TRAITS[run.format];
-        if (traits.blocks == 0) multiply_plain<ROWS>(run);
-        else if (traits.blocks == 1) {
-            if (traits.has_minima) multiply_scaled<ROWS, 1, true>(run);
-            else multiply_scaled<ROWS, 1, false>(run);
-        } else {
-            if (traits.has_minima) multiply_scaled<ROWS, 2, true>(run);
-            else multiply_scaled<ROWS, 2, false>(run);
-        }
-    } else if constexpr (ROWS > 1) multiply_tile<ROWS - 1>(rows, run);
-}
-
-// Multiplies any number of rows, in tiles of nearly equal size. A small tile would be slow, because each
-// of its multiplications has to wait for the one before.
-template <class By, class X>
-__attribute__((noinline)) void multiply_rows(int64_t rows, Run<By, X> run) {
-    for (int64_t tiles = (rows + TILE_ROWS - 1) / TILE_ROWS; tiles > 0; tiles--) {
-        const int64_t count = (rows + tiles - 1) / tiles;
-        multiply_tile<TILE_ROWS>(count, run);
-        rows -= count;
-        run.x += count * run.ldx;
-        run.xsums += count * run.ldsums;
-        run.sums += count * PANEL;
-        run.is_first = false;
-    }
-}
-
-// ---- The whole linear.
 
 // What happens with a result r: y = r, or y += r with r rounded to y's type first, as in torch.
 enum Then { STORE, ADD };
@@ -166,6 +38,7 @@ template <class X, class Y> struct Linear {
 
 // A thread's scratch memory for the rows and weights that it multiplies.
 struct RowScratch {
+    RoundedRows rounded;
     std::vector<float> xsums[MAX_BLOCKS]; // [b - 1]: the sums of x, b for each group
     std::vector<float> x;     // the rows as float, if they have to be converted
     alignas(64) float sums[BLOCK_ROWS * PANEL];
@@ -201,36 +74,64 @@ INLINE void finish(const Linear<X, Y> &l, int64_t row, int64_t first, int64_t co
     memcpy(y, ready, (size_t)count * sizeof(Y));
 }
 
-// Computes a panel of outputs for the rows [first, first + count).
-//
-// x: the first of these rows, in the number type of the multiplication.
-template <class By, class N, class X, class Y>
-void linear_item(const Linear<X, Y> &l, int64_t panel, int64_t first, int64_t count, const N *x,
-                 RowScratch &s) {
-    const Part *part = l.weight.parts;
+// The part of a matrix that a panel is in.
+struct Place {
+    const Part *part;
+    int64_t panel;  // of the part
+    int64_t output; // the first of the panel
+    int64_t width;  // outputs of the panel
+};
+INLINE Place place_of(const Packed &matrix, int64_t panel) {
+    const Part *part = matrix.parts;
     int64_t output = 0; // the part's first
     for (; panel >= panels_of(part->outputs); part++) {
         panel -= panels_of(part->outputs);
         output += part->outputs;
     }
-    const int64_t format = part->format, groups = l.weight.inputs / GROUP;
-    const uint8_t *packed = part->data + panel * panel_bytes(format, groups);
+    const int64_t left = part->outputs - panel * PANEL;
+    return {part, panel, output + panel * PANEL, left < PANEL ? left : PANEL};
+}
+
+// Calls multiply(g, some, header, packed) for each run of `some` groups from group g of a panel.
+template <class Multiply> INLINE void in_runs(const Place &at, int64_t groups, Multiply &&multiply) {
+    const int64_t format = at.part->format;
+    const uint8_t *panel = at.part->data + at.panel * panel_bytes(format, groups);
+    for (int64_t g = 0; g < groups; g += RUN_GROUPS) {
+        const int64_t some = groups - g < RUN_GROUPS ? groups - g : RUN_GROUPS;
+        multiply(g, some, header_at(format, panel, g), group_at(format, panel, g));
+    }
+}
+
+// Multiplies `count` rows by a panel, in the number type of `By`, and adds the products to s.sums.
+//
+// x: the first of these rows, in that number type.
+template <class By, class N>
+void multiply_panel(const Place &at, int64_t inputs, int64_t count, const N *x, RowScratch &s) {
+    const int64_t format = at.part->format, groups = inputs / GROUP;
     const bool direct = format == (By::COLUMNS == 2 ? BF16 : F32);
     const int64_t blocks = TRAITS[format].blocks ? TRAITS[format].blocks : 1;
     const float *xsums = s.xsums[blocks - 1].data();
-    memset(s.sums, 0, (size_t)count * PANEL * sizeof(float));
-    for (int64_t g = 0; g < groups; g += RUN_GROUPS) {
-        const int64_t some = groups - g < RUN_GROUPS ? groups - g : RUN_GROUPS;
-        const uint8_t *from = group_at(format, packed, g);
+    in_runs(at, groups, [&](int64_t g, int64_t some, const uint8_t *header, const uint8_t *packed) {
         using Weight = typename By::Weight;
-        if (!direct) unpack_run<Weight>(format, header_at(format, packed, g), from, some, s.unpacked);
-        const auto *weights = (const Weight *)(direct ? (const void *)from : s.unpacked.weights);
-        multiply_rows(count, Run<By, N>{format, some, weights, &s.unpacked, from, x + g * GROUP,
-                                        l.weight.inputs, xsums + g * blocks, groups * blocks, s.sums, true});
-    }
-    const int64_t left = part->outputs - panel * PANEL, width = left < PANEL ? left : PANEL;
-    for (int64_t m = 0; m < count; m++)
-        finish(l, first + m, output + panel * PANEL, width, s.sums + m * PANEL);
+        if (!direct) unpack_run<Weight>(format, header, packed, some, s.unpacked);
+        const auto *weights = (const Weight *)(direct ? (const void *)packed : s.unpacked.weights);
+        multiply_rows(count, Run<By, N>{format, some, weights, &s.unpacked, packed, x + g * GROUP, inputs,
+                                        xsums + g * blocks, groups * blocks, s.sums, true});
+    });
+}
+
+// The same in integers, for the rows that s.rounded has.
+inline void multiply_panel_in_integers(const Place &at, int64_t inputs, int64_t count, RowScratch &s) {
+    const int64_t format = at.part->format, groups = inputs / GROUP, blocks = TRAITS[format].blocks;
+    const RoundedRows &x = s.rounded;
+    const size_t b = (size_t)blocks - 1;
+    in_runs(at, groups, [&](int64_t g, int64_t some, const uint8_t *header, const uint8_t *packed) {
+        unpack_run<Quad>(format, header, packed, some, s.unpacked);
+        multiply_rows(count, IntegerRun{format, some, (const Quad *)s.unpacked.weights, &s.unpacked, packed,
+                                        x.bytes.data() + g * GROUP, inputs, x.scales.data() + g,
+                                        x.totals[b].data() + g * blocks, x.sums[b].data() + g * blocks, groups,
+                                        s.sums, true});
+    });
 }
 
 // The scratch memory of this thread.
@@ -245,6 +146,19 @@ template <class X, class Y> INLINE int64_t items_of(const Linear<X, Y> &l) {
     return panels_of(l.weight) * ((l.rows + BLOCK_ROWS - 1) / BLOCK_ROWS);
 }
 
+// Prepares the rows x, `count` numbers, in the forms in which they will be multiplied.
+template <class X> INLINE void prepare_rows(const Packed &weight, const X *x, int64_t count, RowScratch &s) {
+    constexpr bool PAIRS = HAS_PAIRS && sizeof(X) == 2;
+    if (weight.rounds_inputs && is_any(weight, true)) round_rows(x, count, s.rounded);
+    if (weight.rounds_inputs && !is_any(weight, false)) return;
+    if (has_minima(weight, 1)) sum_blocks<GROUP>(x, count, s.xsums[0]);
+    if (has_minima(weight, 2)) sum_blocks<GROUP / 2>(x, count, s.xsums[1]);
+    if constexpr (!PAIRS && sizeof(X) == 2) {
+        s.x.resize((size_t)count);
+        for (int64_t i = 0; i < count; i += LANES) store(s.x.data() + i, load(x + i));
+    }
+}
+
 // Computes an item. block: the block of which the scratch memory holds the rows; -1 if none.
 template <class X, class Y>
 INLINE void compute_item(const Linear<X, Y> &l, int64_t item, RowScratch &s, int64_t &block) {
@@ -255,17 +169,16 @@ INLINE void compute_item(const Linear<X, Y> &l, int64_t item, RowScratch &s, int
     const X *x = l.x + first * inputs;
     if (block != item / panels) {
         block = item / panels;
-        if (has_minima(l.weight, 1)) sum_blocks<GROUP>(x, count * inputs, s.xsums[0]);
-        if (has_minima(l.weight, 2)) sum_blocks<GROUP / 2>(x, count * inputs, s.xsums[1]);
-        if constexpr (!PAIRS && sizeof(X) == 2) {
-            s.x.resize((size_t)(count * inputs));
-            for (int64_t i = 0; i < count * inputs; i += LANES) store(s.x.data() + i, load(x + i));
-        }
+        prepare_rows(l.weight, x, count * inputs, s);
     }
-    if constexpr (PAIRS) linear_item<ByPairs>(l, item % panels, first, count, x, s);
-    else if constexpr (sizeof(X) == 2)
-        linear_item<ByFloats>(l, item % panels, first, count, s.x.data(), s);
-    else linear_item<ByFloats>(l, item % panels, first, count, x, s);
+    const Place at = place_of(l.weight, item % panels);
+    memset(s.sums, 0, (size_t)count * PANEL * sizeof(float));
+    if (l.weight.rounds_inputs && TRAITS[at.part->format].blocks)
+        multiply_panel_in_integers(at, inputs, count, s);
+    else if constexpr (PAIRS) multiply_panel<ByPairs>(at, inputs, count, x, s);
+    else if constexpr (sizeof(X) == 2) multiply_panel<ByFloats>(at, inputs, count, s.x.data(), s);
+    else multiply_panel<ByFloats>(at, inputs, count, x, s);
+    for (int64_t m = 0; m < count; m++) finish(l, first + m, at.output, at.width, s.sums + m * PANEL);
 }
 
 // Computes a linear. All threads of the team call this.

@@ -1,5 +1,9 @@
-// The two ways to multiply a number of x by a vector of numbers, and add the products to float sums: one
-// column at a time in float, or pairs of columns in bfloat16. Linears and attention use both.
+// The ways to multiply a number of x by a vector of numbers, and add the products to sums.
+//
+// - One column at a time in float, or pairs of columns in bfloat16, added to floats. Linears and attention
+//   use both.
+// - Quads of columns in integers, added to integers: four unsigned bytes of each weight's row times four
+//   signed bytes of x. Only linears use these.
 #pragma once
 
 #include "simd.h"
@@ -28,6 +32,53 @@ struct ByPairs {
 #else
 constexpr bool HAS_PAIRS = false;
 typedef ByFloats ByPairs;
+#endif
+
+
+#if defined(__AVX512VNNI__)
+constexpr bool ADDS_IN_SHORTS = false;
+typedef Ints QuadSums;
+INLINE QuadSums add_products(QuadSums sums, Words weights, uint32_t x) {
+    return (Ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)weights, _mm512_set1_epi32((int)x));
+}
+#elif defined(__AVX512BW__) || defined(__AVX2__)
+// Emits no instruction. Without it the compiler adds integers in another order, which keeps more products
+// than there are registers. tests/support/avx512_emulation.h defines it as nothing.
+#ifndef KEEP_ORDER
+#define KEEP_ORDER(vector) asm("" : "+x"(vector))
+#endif
+
+// The hardware adds two products in 16 bits, so few sums of them may be added before `in_32_bits`.
+constexpr bool ADDS_IN_SHORTS = true;
+typedef int16_t QuadSums __attribute__((vector_size(LANES * 4)));
+INLINE QuadSums add_products(QuadSums sums, Words weights, uint32_t x) {
+#if defined(__AVX512BW__)
+    sums += (QuadSums)_mm512_maddubs_epi16((__m512i)weights, _mm512_set1_epi32((int)x));
+#else
+    sums += (QuadSums)_mm256_maddubs_epi16((__m256i)weights, _mm256_set1_epi32((int)x));
+#endif
+    KEEP_ORDER(sums);
+    return sums;
+}
+// Adds neighbouring sums, times `factor`.
+INLINE Ints in_32_bits(QuadSums sums, int factor) {
+#if defined(__AVX512BW__)
+    return (Ints)_mm512_madd_epi16((__m512i)sums, _mm512_set1_epi16((short)factor));
+#else
+    return (Ints)_mm256_madd_epi16((__m256i)sums, _mm256_set1_epi16((short)factor));
+#endif
+}
+#else
+constexpr bool ADDS_IN_SHORTS = false;
+typedef Ints QuadSums;
+INLINE QuadSums add_products(QuadSums sums, Words weights, uint32_t x) {
+    for (int i = 0; i < 32; i += 8) sums += (Ints)(weights >> i & 0xff) * (int8_t)(x >> i);
+    return sums;
+}
+#endif
+constexpr int MOST_SHORT = 32767;
+#if defined(__AVX512VNNI__) || !(defined(__AVX512BW__) || defined(__AVX2__))
+INLINE Ints in_32_bits(QuadSums sums, int) { return sums; }
 #endif
 
 } // namespace

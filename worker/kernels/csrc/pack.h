@@ -46,6 +46,9 @@ template <int BITS> INLINE void put_fields(const uint8_t *from, uint8_t *integer
     if constexpr (BITS == 4)
         for (int k = 0; k < GROUP; k++)
             word[k / 8] |= (uint32_t)from[k] << (4 * (k / 2 % 4) + 16 * (k % 2));
+    else if constexpr (BITS == 8)
+        for (int k = 0; k < GROUP; k++)
+            word[quad_index(k) / 4] |= (uint32_t)from[k] << (quad_index(k) % 4 * 8);
     else
         for (int k = 0; k < WHOLE; k++) word[k / EACH] |= (uint32_t)from[k] << (k % EACH * BITS);
     // If a word has two bits left, column 30 + c gets those of one word (3 bits) or two (5 and 6 bits). Its

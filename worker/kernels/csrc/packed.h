@@ -28,7 +28,8 @@
 // - Nibbles: the lower half of a word holds even columns, the upper half odd ones. Nibble s of half h of
 //   word j is column 2 (4 j + s) + h.
 // - B = 2, 3, 5, 6 or 8 bits: each of B words holds 32 / B columns, lowest bits first. If two top bits of
-//   the words are left, they hold columns 30 and 31: see put_fields in pack.h.
+//   the words are left, they hold columns 30 and 31: see put_fields in pack.h. With 8 bits, each 8 columns
+//   are in QUAD_ORDER.
 //
 // The scales, minima and integers are those of GGUF's blocks, in another order.
 #pragma once
@@ -41,6 +42,12 @@ constexpr int PANEL = 32, GROUP = 32;
 constexpr int SPAN = 8;      // groups that share a header
 constexpr int MAX_PARTS = 3; // queries, keys and values
 enum Format : int64_t { Q4, Q8, BF16, F32, Q5, Q5M, Q3K, Q4K, Q5K, Q6K, Q2K, I4, I4K, F4 };
+
+// The order in which bytes of 8 neighbouring columns are stored, and in which a multiplication of integers
+// reads them: two words of four. So one shift and mask of a word of nibbles gives a word of bytes.
+constexpr int QUAD_ORDER[] = {0, 4, 1, 5, 2, 6, 3, 7};
+// Returns the index of a column's byte in QUAD_ORDER.
+constexpr int quad_index(int column) { return column / 8 * 8 + column % 4 * 2 + column / 4 % 2; }
 
 // How the scales and minima of a group are stored.
 enum Scales {
@@ -57,6 +64,13 @@ constexpr int8_t INTEGERS[][16] = {
     {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
     {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113}, // of IQ4_NL and IQ4_XS
     {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12}, // numbers of E2M1, doubled
+};
+
+// The same integers with the offset that makes them unsigned (offset_of).
+constexpr int8_t UNSIGNED[][16] = {
+    {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
+    {1, 24, 45, 63, 79, 93, 106, 118, -127, -115, -103, -90, -75, -59, -39, -15}, // bytes over 127
+    {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0},
 };
 
 // What a format's groups contain.
@@ -84,6 +98,19 @@ constexpr Traits TRAITS[] = {
     {4, 1, BYTES, false, true, CURVE},
     {4, 1, EXPONENTS, false, true, DOUBLED},
 };
+
+// Returns what is added to integers of a format so that none is negative.
+constexpr int offset_of(const Traits &t) {
+    if (t.nibbles == CURVE) return 128;
+    if (t.nibbles == DOUBLED) return 12;
+    return t.is_signed ? 1 << (t.bits - 1) : 0;
+}
+// Returns the greatest integer of a format after the offset is added.
+constexpr int greatest_of(const Traits &t) {
+    if (t.nibbles == CURVE) return 128 + 113;
+    if (t.nibbles == DOUBLED) return 12 + 12;
+    return (1 << t.bits) - 1;
+}
 
 // Returns the bytes of a group before its integers.
 constexpr int64_t scales_bytes(int64_t format) {
@@ -126,6 +153,7 @@ struct Part {
 struct Packed {
     int64_t outputs;
     int64_t inputs; // a multiple of GROUP
+    int64_t rounds_inputs; // whether x is rounded to eight bits for the parts that are quantised
     int64_t num_parts;
     Part parts[MAX_PARTS];
 };
@@ -135,6 +163,13 @@ INLINE int64_t panels_of(const Packed &matrix) {
     int64_t panels = 0;
     for (int64_t i = 0; i < matrix.num_parts; i++) panels += panels_of(matrix.parts[i].outputs);
     return panels;
+}
+// Returns whether any part of the matrix is quantised, or whether any is not.
+INLINE bool is_any(const Packed &matrix, bool quantised) {
+    bool found = false;
+    for (int64_t i = 0; i < matrix.num_parts; i++)
+        found |= (TRAITS[matrix.parts[i].format].blocks > 0) == quantised;
+    return found;
 }
 // Returns whether groups of the matrix have minima, and `blocks` of them.
 INLINE bool has_minima(const Packed &matrix, int blocks) {

@@ -194,6 +194,8 @@ INLINE Words looked_up(const int8_t (&table)[16], Words bytes) {
 INLINE Floats load_f16(const uint16_t *from) {
 #if defined(__AVX512F__)
     return (Floats)_mm512_cvtph_ps(load_as<__m256i>(from));
+#elif defined(__F16C__)
+    return (Floats)_mm256_cvtph_ps(load_as<__m128i>(from));
 #else
     Words half = widened(load_as<Halves>(from));
     Floats size = (Floats)((half & 0x7fff) << 13) * 0x1p112f;

@@ -6,6 +6,7 @@
 
 #include <type_traits>
 
+#include "multiply.h"
 #include "packed.h"
 
 namespace {
@@ -26,6 +27,7 @@ struct Unpacked {
 // Returns column `column` of fields of BITS bits (packed.h), from their words.
 template <int BITS, bool IS_SIGNED> INLINE Ints field(const Words (&word)[BITS], int column) {
     constexpr int EACH = 32 / BITS, WHOLE = EACH * BITS;
+    if (BITS == 8) column = quad_index(column);
     if (column < WHOLE) {
         const Words w = word[column / EACH];
         const int first = column % EACH * BITS;
@@ -122,6 +124,57 @@ INLINE void unpack_bf16(const uint8_t *from, uint32_t *to) {
 }
 #endif
 
+// ---- Integers as quads, for the multiplication of integers.
+
+// Four columns of an output, as unsigned bytes.
+struct Quad {
+    uint32_t bytes;
+};
+
+// Stores the bytes of 8 columns, which are the lowest bytes of `bits`, in QUAD_ORDER.
+INLINE void store_quads(uint8_t *to, const uint32_t *bits) {
+    typedef uint32_t Four __attribute__((vector_size(16)));
+    typedef uint16_t FourHalves __attribute__((vector_size(8)));
+    const Four first = load_as<Four>(bits), second = load_as<Four>(bits + 4);
+    store_as(to, __builtin_convertvector((first & 0xff) | (second & 0xff) << 8, FourHalves));
+}
+
+// Returns the planes in which integers up to `greatest` are unpacked. If their products are added in 16 bits,
+// large integers are cut into nibbles: the plane of the lower ones, then of the higher ones.
+constexpr int planes_of(int greatest) {
+    return ADDS_IN_SHORTS && 2 * 127 * greatest > MOST_SHORT ? 2 : 1;
+}
+
+// Stores word `word` of a group, for outputs o, ...
+template <int PLANES> INLINE void store_quad(Quad *to, int word, int o, Words bytes) {
+    if (PLANES == 1) return store_as(to + word * PANEL + o, bytes);
+    store_as(to + word * PANEL + o, bytes & 0x0f0f0f0f);
+    store_as(to + (GROUP / 4 + word) * PANEL + o, bytes >> 4 & 0x0f0f0f0f);
+}
+
+template <int64_t FORMAT> INLINE void unpack_quads(const uint8_t *from, Quad *to) {
+    constexpr Traits T = TRAITS[FORMAT];
+    constexpr int PLANES = planes_of(greatest_of(T)), OFFSET = offset_of(T);
+    for (int o = 0; o < PANEL; o += LANES) {
+        Words word[T.bits];
+        for (int j = 0; j < T.bits; j++) word[j] = load_as<Words>(from + (j * PANEL + o) * 4);
+#pragma GCC unroll 8
+        for (int w = 0; w < GROUP / 4; w++) {
+            Words bytes = {};
+            if constexpr (T.bits == 4) {
+                bytes = word[w / 2] >> w % 2 * 4 & 0x0f0f0f0f;
+                if (T.nibbles != THEMSELVES) bytes = looked_up(UNSIGNED[T.nibbles], bytes);
+            } else if constexpr (T.bits == 8) bytes = word[w] ^ 0x80808080;
+            else
+                for (int i = 0; i < 4; i++) {
+                    const int column = w / 2 * 8 + QUAD_ORDER[w % 2 * 4 + i];
+                    bytes |= ((Words)field<T.bits, false>(word, column) ^ (uint32_t)OFFSET) << 8 * i;
+                }
+            store_quad<PLANES>(to, w, o, bytes);
+        }
+    }
+}
+
 // ---- Scales and minima.
 
 // Loads LANES bytes as integers, signed if IS_SIGNED.
@@ -168,9 +221,13 @@ INLINE void unpack_scales(const uint8_t *header, const uint8_t *group, int o, fl
 
 // ---- Runs.
 
-// Returns the words of an unpacked group: one for each float, or for each pair of bfloat16.
+// Returns the words of an unpacked group of numbers: one for each float, or for each pair of bfloat16.
 template <class W> constexpr int64_t group_words() {
     return std::is_same<W, float>::value ? PANEL * GROUP : PANEL * GROUP / 2;
+}
+// Returns the words of an unpacked group of quads.
+template <int64_t FORMAT> constexpr int64_t quad_words() {
+    return PANEL * GROUP / 4 * planes_of(greatest_of(TRAITS[FORMAT]));
 }
 
 template <int64_t FORMAT, class W>
@@ -178,13 +235,18 @@ INLINE void unpack_as(const uint8_t *header, const uint8_t *from, int64_t groups
     constexpr Traits T = TRAITS[FORMAT];
     for (int64_t g = 0; g < groups; g++, from += group_bytes(FORMAT)) {
         const uint8_t *integers = from + scales_bytes(FORMAT);
-        W *weights = (W *)to.weights + g * group_words<W>();
         if constexpr (T.blocks > 0)
             for (int o = 0; o < PANEL; o += LANES)
                 unpack_scales<FORMAT>(header, from, o, to.scales[g], to.minima[g]);
-        if constexpr (T.bits == 4) unpack_nibbles<T.nibbles>(integers, weights);
-        else if constexpr (T.bits == 16) unpack_bf16(integers, weights);
-        else unpack_fields<T.bits, T.is_signed>(integers, weights);
+        if constexpr (std::is_same<W, Quad>::value) {
+            if constexpr (T.blocks > 0)
+                unpack_quads<FORMAT>(integers, (Quad *)to.weights + g * quad_words<FORMAT>());
+        } else {
+            W *weights = (W *)to.weights + g * group_words<W>();
+            if constexpr (T.bits == 4) unpack_nibbles<T.nibbles>(integers, weights);
+            else if constexpr (T.bits == 16) unpack_bf16(integers, weights);
+            else unpack_fields<T.bits, T.is_signed>(integers, weights);
+        }
     }
 }
 

@@ -1,0 +1,131 @@
+"""Linears that round their inputs to eight bits, compared with torch, for every instruction set
+that this machine can run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.kernels import NAMES, dequantised, native_kernels, randn, random_blocks
+from worker.kernels.native import NativeKernels
+from worker.kernels.packed import PackedLinear, PackedPart, pack
+from worker.loading.quant_blocks import BlockKind
+
+DTYPES = [torch.float32, torch.bfloat16]
+GROUP = 32
+MOST_ROWS = 140
+"""More than one block of rows."""
+
+pytestmark = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+@pytest.fixture(params=NAMES)
+def native(request: pytest.FixtureRequest) -> NativeKernels:
+    return native_kernels(request.param)
+
+
+def rounded(x: Tensor, *, is_fused: bool) -> Tensor:
+    """Return x [N, inputs] with each group of 32 numbers rounded to eight bits, in float64.
+
+    is_fused   whether the product that is rounded to an integer is not rounded to float32 before,
+               as with instructions that multiply and add
+    """
+    groups = x.float().view(len(x), -1, GROUP)
+    largest = groups.abs().amax(-1, keepdim=True)
+    inverse = torch.full_like(largest, 127) / largest  # `127 / largest` rounds twice
+    products = groups.double() * inverse.double() if is_fused else (groups * inverse).double()
+    integers = products.nan_to_num(0, posinf=0, neginf=0).round()
+    return (integers * (largest / 127).double()).view(x.shape)
+
+
+def odd_rows(count: int, inputs: int, dtype: torch.dtype) -> Tensor:
+    """Return [count, inputs] random numbers, in which some groups are zero or tiny, have one large
+    number, or have only the two greatest integers."""
+    x = randn(count, inputs, dtype=dtype)
+    groups = x.view(-1, GROUP)
+    groups[1::7] = 0
+    groups[2::7] *= 1e-38
+    groups[3::7, 5] = 300
+    groups[4::7] = groups[4::7].sign() + 0.0
+    return x
+
+
+@pytest.mark.parametrize("kind", BlockKind)
+@pytest.mark.parametrize(("outputs", "blocks_of_row"), [(32, 1), (70, 5)])
+def test_integers_give_the_result_of_the_rounded_inputs(
+    native: NativeKernels, dtype: torch.dtype, kind: BlockKind, outputs: int, blocks_of_row: int
+) -> None:
+    blocks = random_blocks(kind, outputs, blocks_of_row * kind.weights)
+    linear = PackedLinear(native, pack(native, blocks, rounds_inputs=True))
+    x = odd_rows(MOST_ROWS, blocks.inputs, dtype)
+    weights = dequantised(blocks).double()
+    near = rounded(x, is_fused=native.name != "generic")
+    expected = near @ weights.T
+    size = near.abs() @ weights.abs().T  # of the numbers that are added
+    for rows in (1, 2, 7, 13, MOST_ROWS):
+        error = (linear.to_float(x[:rows]).double() - expected[:rows]).abs()
+        # A minimum may cancel most of a sum of integers, so errors are relative to more than this.
+        assert (error <= 1e-5 * size[:rows] + 1e-30).all()
+
+
+@pytest.mark.parametrize("kind", BlockKind)
+def test_rows_of_integers_are_multiplied_exactly(
+    native: NativeKernels, dtype: torch.dtype, kind: BlockKind
+) -> None:
+    """Inputs that are integers up to 127, with 127 among each group, are not rounded at all. With
+    the largest ones, no sum of products overflows."""
+    blocks = random_blocks(kind, 40, 512)
+    linear = PackedLinear(native, pack(native, blocks, rounds_inputs=True))
+    plain = PackedLinear(native, pack(native, blocks))
+    identity = torch.eye(512, dtype=dtype) * 127
+    torch.testing.assert_close(
+        linear.to_float(identity), plain.to_float(identity), rtol=1e-6, atol=1e-7
+    )
+    largest = torch.full((1, 512), 127.0, dtype=dtype)
+    for x in (largest, -largest):
+        expected = x.double() @ dequantised(blocks).double().T
+        size = x.abs().double() @ dequantised(blocks).double().abs().T
+        assert ((linear.to_float(x).double() - expected).abs() <= 1e-6 * size).all()
+
+
+def test_parts_that_are_not_quantised_get_inputs_that_are_not_rounded(
+    native: NativeKernels, dtype: torch.dtype
+) -> None:
+    parts: list[PackedPart] = [
+        random_blocks(BlockKind.Q2_K, 70, 512),
+        randn(32, 512, dtype=dtype),
+        random_blocks(BlockKind.Q4_1, 16, 512),
+    ]
+    x = randn(13, 512, dtype=dtype)
+    together = PackedLinear(native, pack(native, *parts, rounds_inputs=True))(x)
+    separate = [PackedLinear(native, pack(native, part, rounds_inputs=True))(x) for part in parts]
+    assert torch.equal(together, torch.cat(separate, dim=1))
+    assert torch.equal(separate[1], PackedLinear(native, pack(native, parts[1]))(x))
+
+
+@pytest.mark.parametrize("kind", BlockKind)
+def test_a_row_has_the_same_bits_alone_and_in_any_batch(
+    native: NativeKernels, dtype: torch.dtype, kind: BlockKind
+) -> None:
+    matrix = pack(native, random_blocks(kind, 70, 512), rounds_inputs=True)
+    linear, x = PackedLinear(native, matrix), odd_rows(MOST_ROWS, 512, dtype)
+    together = linear(x)
+    for row in (0, 11, 12, 131, 132, 139):
+        assert torch.equal(linear(x[row : row + 1])[0], together[row])
+    assert torch.equal(linear(x[:17]), together[:17])
+
+
+@pytest.mark.parametrize("odd", [float("nan"), float("inf"), float("-inf")])
+def test_a_row_that_is_not_finite_stays_so_and_harms_no_other(
+    native: NativeKernels, dtype: torch.dtype, odd: float
+) -> None:
+    linear = PackedLinear(
+        native, pack(native, random_blocks(BlockKind.Q4_1, 32, 64), rounds_inputs=True)
+    )
+    x = randn(3, 64, dtype=dtype)
+    good = linear(x)
+    x[1, 40] = odd
+    result = linear(x)
+    assert not result[1].isfinite().any()
+    assert torch.equal(result[::2], good[::2])
