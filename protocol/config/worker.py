@@ -13,6 +13,7 @@ KernelSet = Literal["auto", "avx512bf16", "avx512", "avx2", "generic", "torch"]
 Gpu = Literal["cuda:0", "cuda:1", "cuda:2", "cuda:3", "cuda:4", "cuda:5", "cuda:6", "cuda:7"]
 Device = Literal["auto", "cpu", "cuda", Gpu]
 WeightForm = Literal["auto", "packed", "dense", "both"]
+Activations = Literal["auto", "int8", "bfloat16"]
 
 
 class WorkerConfig(Config, frozen=True, kw_only=True):
@@ -62,6 +63,14 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
             "torch; auto: packed if the CPU kernels support the model, else dense; both: packed, "
             "plus a dense copy for large steps if it is faster and fits in memory, but then an "
             "answer can depend on how many others are computed with it"
+        ),
+    ] = "auto"
+    activations: Annotated[
+        Activations,
+        about(
+            "int8: round the inputs of quantised weights to eight bits, which multiplies 4-bit "
+            "weights about twice as fast but loses some quality (docs/performance.md); bfloat16: "
+            "keep them in --dtype; auto: bfloat16"
         ),
     ] = "auto"
     measurements: Annotated[

@@ -31,7 +31,7 @@ import torch
 from gguf import LlamaFileType
 from tokenizers import Tokenizer
 
-from protocol.config.worker import KernelSet, WeightForm
+from protocol.config.worker import Activations, KernelSet, WeightForm
 from protocol.quantize import TYPES
 from protocol.sampling import SamplingParams
 from tests.support.model import smollm2_gguf
@@ -65,14 +65,18 @@ class Form:
     dtype: torch.dtype
     kernels: KernelSet
     weights: WeightForm
+    activations: Activations = "bfloat16"
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"{dtype}, kernels {self.kernels}, weights {self.weights}"
+        rounded = "" if self.activations == "bfloat16" else f", activations {self.activations}"
+        return f"{dtype}, kernels {self.kernels}, weights {self.weights}{rounded}"
 
     def load(self, model: Path) -> LoadedModel:
         kernels = select_kernels(self.kernels, torch.device("cpu"), cpu_flags=cpu_flags())
-        return load(model, self.dtype, kernels=kernels, weights=self.weights)
+        return load(
+            model, self.dtype, kernels=kernels, weights=self.weights, activations=self.activations
+        )
 
 
 EXACT = Form(torch.float32, "torch", "dense")
@@ -80,6 +84,7 @@ PACKED_FORMS = [
     EXACT,
     Form(torch.float32, "auto", "packed"),
     Form(torch.bfloat16, "auto", "packed"),
+    Form(torch.bfloat16, "auto", "packed", "int8"),
 ]
 FORMS = [
     EXACT,
@@ -88,6 +93,7 @@ FORMS = [
     Form(torch.bfloat16, "torch", "dense"),
     Form(torch.bfloat16, "auto", "dense"),
     Form(torch.bfloat16, "auto", "packed"),
+    Form(torch.bfloat16, "auto", "packed", "int8"),
 ]
 
 

@@ -51,7 +51,9 @@ def test_a_position_has_the_same_bits_however_it_is_computed(
     ("kind", "dtype"),
     [
         ("Q4_1", torch.float32),
+        ("Q4_1-int8", torch.bfloat16),
         ("Q8_0", torch.bfloat16),
+        ("Q8_0-int8", torch.float32),
         ("Q4_K", torch.bfloat16),
         (DENSE, torch.bfloat16),
         (DENSE, torch.float32),
@@ -72,3 +74,12 @@ def assert_same(subject: Subject, way: str, folder: Path) -> None:
     cases = [*WAYS[way](subject, folder)]
     assert cases
     assert all(map(subject.is_same, cases))
+
+
+def test_the_fingerprint_says_whether_inputs_are_rounded(tmp_path: Path) -> None:
+    plain = small_model(tmp_path / "plain", "Q4_1", torch.bfloat16).card
+    rounded = small_model(tmp_path / "rounded", "Q4_1-int8", torch.bfloat16).card
+    assert plain.numerics
+    assert rounded.numerics
+    assert plain.numerics != rounded.numerics
+    assert plain.digest == rounded.digest

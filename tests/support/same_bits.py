@@ -40,6 +40,8 @@ LENGTHS = (MAX_PROMPT, 70, 24, 9, 64, 1, 131, 15, 100, 33, 48, 5, 257, 12, 20, 2
 
 
 DENSE = "dense"
+INT8 = "-int8"
+"""Suffix of a kind of weights whose inputs are rounded to eight bits."""
 SHAPE = {
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -53,14 +55,15 @@ SHAPE = {
 def small_model(folder: Path, kind: str, dtype: torch.dtype) -> LoadedModel:
     """Write and load a Llama with random weights on the compiled kernels.
 
-    kind   a type that `tidegate quantize` writes, or DENSE: numbers of `dtype`
+    kind   a type that `tidegate quantize` writes, maybe with INT8, or DENSE: numbers of `dtype`
     """
     model: Any = random_llama(**SHAPE)
     path = write_directory(folder / "numbers", model.to(dtype))
     if kind != DENSE:
         source, path = path, folder / "small.gguf"
-        quantize_model(source, path, kind, lambda *_: None)
-    return load(path, dtype, kernels=native_kernels(), weights="packed")
+        quantize_model(source, path, kind.removesuffix(INT8), lambda *_: None)
+    activations = "int8" if kind.endswith(INT8) else "bfloat16"
+    return load(path, dtype, kernels=native_kernels(), weights="packed", activations=activations)
 
 
 @dataclass(frozen=True)

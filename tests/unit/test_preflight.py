@@ -154,6 +154,8 @@ def test_a_draft_model_with_another_vocabulary_is_refused(tmp_path: Path, tiny: 
     ("options", "message"),
     [
         ({"weights": "packed", "kernels": "torch"}, "packed weights need compiled kernels"),
+        ({"activations": "int8", "weights": "dense"}, "in int8 need packed weights"),
+        ({"activations": "int8", "kernels": "torch"}, "in int8 need packed weights"),
         ({"max_len": 4096}, "max_len is 4,096; the model's context is 128 tokens"),
     ],
     ids=str,

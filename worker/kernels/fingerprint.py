@@ -1,6 +1,6 @@
 """Fingerprint of what the bits of results depend on besides the model: the compiled kernels, the C
 library whose exponential and trigonometric functions they call, the processor's features by which
-that library chooses among its versions of them, and the dtype."""
+that library chooses among its versions of them, the dtype, and whether inputs are rounded."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ _CHOOSES_BY = ("avx512f", "avx2", "fma", "fma4")
 """Flags of /proc/cpuinfo by which GNU's C library chooses the version of a function."""
 
 
-def fingerprint(library: Path, dtype: str, *, cpu_flags: frozenset[str]) -> str:
+def fingerprint(
+    library: Path, dtype: str, *, rounds_inputs: bool, cpu_flags: frozenset[str]
+) -> str:
     """Return HEX_DIGITS hex digits: equal ones promise equal bits for the same model.
 
-    library   file of the compiled kernels; its whole content counts, so kernels from another
-              compiler differ
+    library         file of the compiled kernels; its whole content counts, so kernels from
+                    another compiler differ
+    rounds_inputs   whether inputs of quantised weights are rounded to eight bits
     """
     libc = os.confstr(_LIBC) if _LIBC in os.confstr_names else "unknown"
     flags = [flag for flag in _CHOOSES_BY if flag in cpu_flags]
-    facts = [sha256(library.read_bytes()).hexdigest(), str(libc), dtype, *flags]
+    facts = [sha256(library.read_bytes()).hexdigest(), str(libc), dtype, str(rounds_inputs), *flags]
     return sha256("\n".join(facts).encode()).hexdigest()[:HEX_DIGITS]

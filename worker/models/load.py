@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from protocol.config.worker import WeightForm
+from protocol.config.worker import Activations, WeightForm
 from protocol.model_card import ModelCard
 from worker.kernels.base import Kernels
 from worker.kernels.fingerprint import fingerprint
@@ -23,11 +23,11 @@ from worker.loading.gguf_file import GGUFFile
 from worker.loading.gguf_weights import GGUFWeights
 from worker.loading.header import ModelHeader, TransformersHeader, read_header
 from worker.loading.huggingface import SafetensorsWeights
-from worker.loading.weights import WeightSource, load_weights
+from worker.loading.weights import WeightLayout, WeightSource, load_weights
 from worker.models.architectures import TransformersSpec
 from worker.models.decoder import DecoderModel, DecoderWeights
 from worker.models.spec import ModelSpec
-from worker.models.weight_layout import fitting, layout, settle
+from worker.models.weight_layout import PackedLayout, fitting, layout, settle
 from worker.startup import machine
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ def load_model(
     device: torch.device,
     kernels: Kernels | None = None,
     weights: WeightForm = "auto",
+    activations: Activations = "auto",
     measurements: Path | None = None,
     on_header: Callable[[ModelHeader | TransformersHeader], object] = lambda header: None,
 ) -> LoadedModel:
@@ -61,16 +62,19 @@ def load_model(
 
     kernels        used if they support the model; otherwise, or if None, torch's are used
     weights        form of the weights (weight_layout.py)
+    activations    whether the inputs of quantised weights are rounded (weight_layout.py)
     measurements   directory that caches measured times between starts; None disables the cache
     on_header      called with the model's header, before the weights are loaded
     """
     header = read_header(Path(path))
     on_header(header)
     if isinstance(header, TransformersHeader):
+        if activations == "int8":
+            raise UnusableModel("activations in int8 need packed weights")
         return _load_transformers(header, dtype, device, kernels or TorchKernels(), weights)
     spec = header.spec
     kernels = fitting(kernels or TorchKernels(), spec)
-    form = layout(kernels, weights, dtype)
+    form = layout(kernels, weights, dtype, activations)
     source = open_weights(header)
     loaded = load_weights(header.tensors, source, dtype=dtype, device=device, layout=form)
     costs = settle(spec, loaded, dtype, kernels, measurements)
@@ -81,7 +85,7 @@ def load_model(
         dtype,
         num_parameters=_num_parameters(loaded, tied=spec.tied_embeddings),
         weights_bytes=sum(memory.values()),
-        numerics=_numerics(model, dtype),
+        numerics=_numerics(model, dtype, form),
     )
     return LoadedModel(model, card, spec, costs)
 
@@ -148,12 +152,17 @@ def _card(
     )
 
 
-def _numerics(model: DecoderModel, dtype: torch.dtype) -> str:
+def _numerics(model: DecoderModel, dtype: torch.dtype, form: WeightLayout) -> str:
     """Return ModelCard.numerics."""
     whole, kernels = model.whole, model.kernels
     if whole is None or not whole.keeps_bits or not isinstance(kernels, NativeKernels):
         return ""
-    return fingerprint(kernels.file, str(dtype), cpu_flags=machine.cpu_flags())
+    return fingerprint(
+        kernels.file,
+        str(dtype),
+        rounds_inputs=isinstance(form, PackedLayout) and form.rounds_inputs,
+        cpu_flags=machine.cpu_flags(),
+    )
 
 
 def _num_parameters(weights: DecoderWeights, *, tied: bool) -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from protocol.config.worker import WeightForm
+from protocol.config.worker import Activations, WeightForm
 from worker.kernels import packed, prepacked, sizes
 from worker.kernels.base import Kernels
 from worker.kernels.library import VERSION
@@ -53,18 +53,28 @@ def fitting(kernels: Kernels, spec: ModelSpec) -> Kernels:
     return TorchKernels()
 
 
-def layout(kernels: Kernels, form: WeightForm, dtype: torch.dtype) -> WeightLayout:
-    """Return the weight layout for the option `form` and a model of dtype `dtype`.
+def layout(
+    kernels: Kernels, form: WeightForm, dtype: torch.dtype, activations: Activations = "auto"
+) -> WeightLayout:
+    """Return the weight layout for the options `form` and `activations` and a model of dtype
+    `dtype`.
 
     - "packed": packed weights. Raises UnusableModel without compiled kernels.
     - "dense", or no compiled kernels: dense weights.
     - "auto" with compiled kernels: packed weights.
     - "both" with compiled kernels: packed weights, to which `settle` may add dense copies.
+
+    With activations "int8", packed weights round their inputs. "auto" does not: it increases the
+    perplexity of some texts by more than 0.3 % (docs/performance.md). Raises UnusableModel if
+    activations are "int8" and the weights are dense.
     """
     if isinstance(kernels, NativeKernels) and form != "dense":
-        return PackedLayout(kernels, dtype, may_copy=form == "both")
+        rounds_inputs = activations == "int8"
+        return PackedLayout(kernels, dtype, may_copy=form == "both", rounds_inputs=rounds_inputs)
     if form == "packed":
         raise UnusableModel("packed weights need compiled kernels that fit the model")
+    if activations == "int8":
+        raise UnusableModel("activations in int8 need packed weights")
     return DenseLayout()
 
 
@@ -72,16 +82,25 @@ class PackedLayout:
     """Makes layers with packed weights: linears of every matrix whose size allows it, and
     embeddings that the file stores in quantised blocks. Other layers are dense."""
 
-    def __init__(self, kernels: NativeKernels, dtype: torch.dtype, *, may_copy: bool) -> None:
+    def __init__(
+        self,
+        kernels: NativeKernels,
+        dtype: torch.dtype,
+        *,
+        may_copy: bool,
+        rounds_inputs: bool = False,
+    ) -> None:
         """Make layers for a model of dtype `dtype`.
 
-        may_copy   wrap linears so that `settle` can add dense copies
+        may_copy        wrap linears so that `settle` can add dense copies
+        rounds_inputs   round the inputs of quantised weights to eight bits
         """
         self._kernels, self._dtype, self._may_copy = kernels, dtype, may_copy
+        self.rounds_inputs = rounds_inputs
         self._dense = DenseLayout()
 
     def linear(self, matrix: Matrix) -> Linear:
-        packed_matrix = pack(self._kernels, matrix)
+        packed_matrix = pack(self._kernels, matrix, rounds_inputs=self.rounds_inputs)
         if packed_matrix is None:
             return self._dense.linear(matrix)
         linear = PackedLinear(self._kernels, packed_matrix, matrix.bias)
@@ -103,7 +122,9 @@ class PackedLayout:
         return self._dense.tied_embedding(linear)
 
 
-def pack(kernels: NativeKernels, matrix: Matrix) -> PackedMatrix | None:
+def pack(
+    kernels: NativeKernels, matrix: Matrix, *, rounds_inputs: bool = False
+) -> PackedMatrix | None:
     """Read and pack a matrix. Return None if its number of columns does not allow it.
 
     Quantised blocks of the file are packed as they are. A part that has none, or whose scales are
@@ -111,7 +132,7 @@ def pack(kernels: NativeKernels, matrix: Matrix) -> PackedMatrix | None:
     """
     blocks = _sound_blocks(matrix)
     if None not in blocks:
-        return packed.pack(kernels, *filter(None, blocks))
+        return packed.pack(kernels, *filter(None, blocks), rounds_inputs=rounds_inputs)
     values = matrix.values()
     if not sizes.can_pack(values.shape[1]):
         return None
@@ -119,7 +140,7 @@ def pack(kernels: NativeKernels, matrix: Matrix) -> PackedMatrix | None:
         return packed.pack(kernels, values)
     numbers = torch.split(values, list(matrix.rows))
     parts = [part or rows for part, rows in zip(blocks, numbers, strict=True)]
-    return packed.pack(kernels, *parts)
+    return packed.pack(kernels, *parts, rounds_inputs=rounds_inputs)
 
 
 def _sound_blocks(matrix: Matrix) -> list[QuantBlocks | None]:
@@ -232,6 +253,13 @@ def _circumstances(
         (x.shape[1], linear.num_weights, sum(tensor.nbytes for tensor in linear.tensors()))
         for x, linear in zip(inputs, layer, strict=True)
     ]
-    forms = [type(linear).__name__ for linear in layer]
+    forms = [_form(linear) for linear in layer]
     about = (machine.cpu_name(), torch.get_num_threads(), torch.__version__, VERSION)
     return [*about, kernels.name, dtype, may_be, *forms, *sizes]
+
+
+def _form(linear: Linear) -> str:
+    """Return the name of the linear's class, and whether it rounds its inputs."""
+    packed = linear.packed if isinstance(linear, HybridLinear) else linear
+    rounds_inputs = isinstance(packed, PackedLinear) and packed.matrix.struct.rounds_inputs
+    return f"{type(linear).__name__} {'int8' if rounds_inputs else ''}"

@@ -153,6 +153,7 @@ def _load(
         device=device,
         kernels=kernels,
         weights=config.weights,
+        activations=config.activations,
         measurements=Path(config.measurements) if config.measurements else None,
     )
     with timing("load weights"):

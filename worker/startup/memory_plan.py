@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from protocol.config.worker import WeightForm, WorkerConfig
+from protocol.config.worker import Activations, WeightForm, WorkerConfig
 from protocol.facts import GIB, ModelPlan
 from protocol.kv_window import KVGroups, max_request_tokens
 from protocol.sampling import (
@@ -89,11 +89,18 @@ class PlannedTransformersModel:
 AnyPlanned = PlannedModel | PlannedTransformersModel
 
 
-def is_packed(spec: ModelSpec, form: WeightForm, *, has_kernels: bool) -> bool:
+def is_packed(
+    spec: ModelSpec, form: WeightForm, activations: Activations = "auto", *, has_kernels: bool
+) -> bool:
     """Return whether the model's matrices are packed. Raises UnusableModel if packed weights were
-    requested and are impossible. `has_kernels` states whether compiled kernels run on this
-    device."""
+    requested, or activations that need them, and are impossible. `has_kernels` states whether
+    compiled kernels run on this device."""
     fits = has_kernels and is_fitting(spec)
+    if activations == "int8" and (form == "dense" or not fits):
+        raise UnusableModel(
+            "activations in int8 need packed weights, and compiled kernels that fit the model",
+            remedy="serve without --activations int8",
+        )
     if form == "packed" and not fits:
         raise UnusableModel(
             "packed weights need compiled kernels that fit the model",

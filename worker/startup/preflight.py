@@ -104,8 +104,13 @@ def _planned(
                 "packed weights are not possible for models that transformers computes",
                 remedy="serve without --weights packed",
             )
+        if config.activations == "int8":
+            raise UnusableModel(
+                "activations in int8 are not possible for models that transformers computes",
+                remedy="serve without --activations int8",
+            )
         return PlannedTransformersModel(header.name, header.spec)
-    packs = is_packed(header.spec, config.weights, has_kernels=has_kernels)
+    packs = is_packed(header.spec, config.weights, config.activations, has_kernels=has_kernels)
     return PlannedModel(header.name, header.tensors, header.kinds, packs)
 
 
