@@ -111,6 +111,7 @@ class Session:
         self._next_request = 1
         self._last_sent_at = float("-inf")
         self._last_tick_at: float | None = None
+        self._is_connected = False
         self._is_loading = False
         self._read_bytes = 0
         self._stats_epoch: str | None = None
@@ -230,15 +231,21 @@ class Session:
 
     def on_connected(self) -> None:
         """Handle a new connection: the next `tick` returns a Hello."""
+        self._is_connected = True
         if not self.is_ready:
             self._last_sent_at = float("-inf")
 
     def on_disconnected(self) -> list[RequestReport]:
-        """Handle a broken connection, after which the engine drops this client. Return reports that
-        end all open requests.
+        """Handle a broken connection, after which the engine drops this client, or a failed attempt
+        to connect. Return reports that end all open requests.
 
-        Call this after all messages that arrived over the connection have been received.
+        Call this after all messages that arrived over the connection have been received. A failed
+        attempt changes nothing: if the process was busy, the messages of the connection that was
+        established after it may have been received already.
         """
+        if not self._is_connected:
+            return []
+        self._is_connected = False
         reason = "the connection to the engine broke"
         if self._is_loading:
             self._is_loading, self.not_ready_error = False, EngineLost(reason)

@@ -56,6 +56,7 @@ def welcome(epoch: str = "e1", protocol: int = PROTOCOL_VERSION) -> Welcome:
 
 def connected() -> Session:
     session = Session("test", lease_s=6.0)
+    session.on_connected()
     assert isinstance(session.tick(0.0)[0][0], Hello)
     session.receive(welcome(), 0.0)
     return session
@@ -168,6 +169,20 @@ def test_a_connection_that_breaks_ends_every_open_request_at_once() -> None:
     assert session.tick(1.1)[0] == []
     session.on_connected()
     assert isinstance(session.tick(1.2)[0][0], Hello), "Hello is sent at once"
+
+
+def test_a_failed_attempt_to_connect_ends_nothing_though_it_is_noticed_late() -> None:
+    """A process that was busy first reads the engine's answer, and then that its first attempt to
+    connect had failed."""
+    session = Session("test")
+    assert isinstance(session.tick(0.0)[0][0], Hello)
+    session.receive(welcome(), 0.1)
+    request = opened(session)
+    assert session.on_disconnected() == []
+    session.on_connected()
+    assert session.tick(0.2)[0] == [Ping()]
+    assert session.is_ready
+    assert ends(session.on_disconnected()) == {request: "engine_lost"}
 
 
 def test_the_reason_of_engine_stopped_survives_a_broken_connection() -> None:
@@ -307,6 +322,7 @@ def test_while_the_model_is_loading_requests_are_refused_with_the_time_so_far() 
 
 def test_an_engine_that_dies_while_loading_is_reported_as_lost() -> None:
     session = Session("test")
+    session.on_connected()
     session.receive(Loading(elapsed_s=3.0), 1.0)
     session.on_disconnected()
     with pytest.raises(EngineLost, match="connection"):
