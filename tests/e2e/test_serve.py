@@ -55,7 +55,7 @@ def test_the_start_prints_its_phases_and_a_banner(server: Server) -> None:
 
 
 def test_at_most_ten_lines_precede_the_banner(server: Server) -> None:
-    asked = next(n for n, line in enumerate(server.err) if "GET /v1/models 200" in line)
+    asked = server.err.index(server.line_with("GET /v1/models 200", on_stderr=True))
     welcome = next(n for n, line in enumerate(server.out) if "Tidegate serves" in line)
     lines = [*filter(None, server.out[:welcome]), *server.err[: asked + 1]]
     assert len(lines) <= 10, server.output

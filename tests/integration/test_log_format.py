@@ -85,11 +85,12 @@ def test_an_engine_alone_logs_no_client_while_its_model_loads(model: Path, tmp_p
     words = ["-P", "-m", "tools", "engine", str(model), *where, "--cluster-key", key]
     with Program([*words, "--max-slots", "2", "--log-format", "json"]) as program:
         program.line_with("This engine serves")
+        program.line_with("tidegate engine", on_stderr=True)  # a client, which asked if it is ready
         # A warning is about this tiny model.
         usual = [line for line in lines_of(program.err) if line.level == "INFO"]
         said = [line.message for line in usual if line.process.startswith("engine")]
         assert said[0].startswith("engine ready: ")
-        assert any("tidegate engine" in line for line in said[1:]), said  # which asked if it is
+        assert any("tidegate engine" in line for line in said[1:]), said
 
 
 @pytest.mark.parametrize("command", ["serve", "engine"])

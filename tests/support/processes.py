@@ -79,11 +79,13 @@ class Program:
     def output(self) -> str:
         return "\n".join(["-- stdout", *self.out, "-- stderr", *self.err])
 
-    def line_with(self, words: str, *, timeout_s: float = HANG_S) -> str:
-        """Wait for a line on stdout that contains `words`, and return it."""
+    def line_with(self, words: str, *, timeout_s: float = HANG_S, on_stderr: bool = False) -> str:
+        """Wait for a line on stdout, or on stderr, that contains `words`, and return it. A line on
+        one of them may be read later than one that the program printed after it on the other."""
+        lines = self.err if on_stderr else self.out
 
         def found() -> list[str]:
-            return [line for line in list(self.out) if words in line]
+            return [line for line in list(lines) if words in line]
 
         with self._news:
             self._news.wait_for(lambda: found() or self.process.poll() is not None, timeout_s)
