@@ -406,7 +406,11 @@ def test_engines_with_other_numerics_are_logged_and_answers_promise_no_bits(
     with ExitStack() as stack:
         started(pair, stack)
         fingerprint = pair.complete().json()["system_fingerprint"]
-        (line,) = [line for line in pair.gateway.log.splitlines() if "compute other bits" in line]
+        lines = [line for line in pair.gateway.log.splitlines() if "compute other bits" in line]
     assert fingerprint.count("-") == 2, "the fourth part promises bits"
-    first, other = (f"the prefill engine {engine.address}" for engine in pair.p)
-    assert f"{first} has fingerprint aa11, {other} has bb22" in line
+    # Which engine answers first is chance. Each line compares one with it, and only one has bb22.
+    assert lines
+    for line in lines:
+        assert "aa11" in line
+        assert f"the prefill engine {pair.p[1].address} has" in line
+        assert "bb22" in line
