@@ -5,14 +5,15 @@ docs/architecture.md defines the words used here.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+from tests.support.calls import watched_calls
 
 GATEWAY = f"{Path(__file__).parents[2]}/gateway/"
 LAST = "text/tokenizer.py"
@@ -43,14 +44,8 @@ class TripTrace:
     def __init__(self) -> None:
         self.entries: list[FileEntry] = []
 
-    @contextmanager
-    def __call__(self) -> Iterator[None]:
-        before = sys.getprofile()
-        sys.setprofile(self._note)
-        try:
-            yield
-        finally:
-            sys.setprofile(before)
+    def __call__(self) -> AbstractContextManager[None]:
+        return watched_calls(self._note)
 
     def _note(self, frame: FrameType, event: str, _: Any) -> None:
         file = _file_of(frame)

@@ -7,10 +7,9 @@ them with recorded ones.
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -27,6 +26,7 @@ from gateway.generation.request import PromptRequest
 from gateway.text.tokenizer import Tokenizer
 from protocol.messages import Output, Outputs
 from protocol.sampling import SamplingParams
+from tests.support.calls import watched_calls
 from tests.support.engines import Bench
 from tests.support.plans import GREEDY, slot_init, step_plan
 from tests.support.scripted_engine import ids_of, marked_ids, scripted_card, thinking_card
@@ -68,14 +68,8 @@ class CountedWork:
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
 
-    @contextmanager
-    def __call__(self) -> Iterator[None]:
-        before = sys.getprofile()
-        sys.setprofile(self._note)
-        try:
-            yield
-        finally:
-            sys.setprofile(before)
+    def __call__(self) -> AbstractContextManager[None]:
+        return watched_calls(self._note)
 
     def _note(self, frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code

@@ -1,5 +1,5 @@
-"""What a response says about fields of its request: their paths in errors, and those that had no
-effect."""
+"""Names the fields of a request in its response: the path of a field in an error, and the fields
+that had no effect."""
 
 from __future__ import annotations
 

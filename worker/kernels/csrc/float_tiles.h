@@ -43,7 +43,7 @@ template <class By, class X> struct Run {
     const float *xsums;                 // the sum of each block of x, for minima
     int64_t ldsums;                     // numbers from row to row of xsums
     float *sums;                        // [rows, PANEL]; the products are added
-    bool is_first;                      // whether this is the first tile of rows, which prefetches
+    bool is_first = true;               // whether this is the first tile of rows, which prefetches
 };
 
 // Multiplies a tile of ROWS rows by weights with BLOCKS scales for each row of a group, and with as many
@@ -108,19 +108,17 @@ template <int ROWS, class By, class X> INLINE void multiply_tile(int64_t rows, c
     } else if constexpr (ROWS > 1) multiply_tile<ROWS - 1>(rows, run);
 }
 
-// Multiplies any number of rows, in tiles of nearly equal size. A small tile would be slow, because each
-// of its multiplications has to wait for the one before.
+// Multiplies any number of rows.
 template <class By, class X>
-__attribute__((noinline)) void multiply_rows(int64_t rows, Run<By, X> run) {
-    for (int64_t tiles = (rows + TILE_ROWS - 1) / TILE_ROWS; tiles > 0; tiles--) {
-        const int64_t count = (rows + tiles - 1) / tiles;
-        multiply_tile<TILE_ROWS>(count, run);
-        rows -= count;
-        run.x += count * run.ldx;
-        run.xsums += count * run.ldsums;
-        run.sums += count * PANEL;
-        run.is_first = false;
-    }
+__attribute__((noinline)) void multiply_rows(int64_t rows, const Run<By, X> &run) {
+    in_tiles(rows, TILE_ROWS, [&](int64_t first, int64_t count) {
+        Run<By, X> tile = run;
+        tile.x += first * run.ldx;
+        tile.xsums += first * run.ldsums;
+        tile.sums += first * PANEL;
+        tile.is_first = first == 0;
+        multiply_tile<TILE_ROWS>(count, tile);
+    });
 }
 
 } // namespace

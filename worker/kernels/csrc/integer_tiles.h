@@ -8,8 +8,8 @@
 namespace {
 
 // Most rows of a tile. With six, the instructions that add do not wait for one another, and more sizes of
-// tiles would take long to compile.
-constexpr int INTEGER_ROWS = 6;
+// tiles would take long to compile. Without AVX2, tiles would be slow to compile and not faster.
+constexpr int INTEGER_ROWS = LANES > 4 ? 6 : 1;
 
 // The operands of a multiplication: rows of x, a run of groups, and the sums so far.
 struct IntegerRun {
@@ -24,12 +24,12 @@ struct IntegerRun {
     const float *xsums;       // the same, times the scale
     int64_t num_groups;       // of a row of x
     float *sums;              // [rows, PANEL]; the products are added
-    bool is_first;            // whether this is the first tile of rows, which prefetches
+    bool is_first = true;     // whether this is the first tile of rows, which prefetches
 };
 
-// What differs between formats: the scales of a row in a group, whether there are minima, and the greatest
-// unsigned integer.
-template <int BLOCKS, bool MINIMA, int GREATEST> struct QuadBlock {
+// A block: the columns of a group that share a scale. What differs between formats is the number of blocks
+// in a group, and the greatest integer after the offset is added.
+template <int BLOCKS, int GREATEST> struct QuadBlock {
     static constexpr int WORDS = GROUP / 4 / BLOCKS; // of a block
     static constexpr int PLANES = planes_of(GREATEST);
     // Words whose products are added before `in_32_bits`. A sum in 16 bits gets two products of each.
@@ -66,10 +66,11 @@ INLINE void multiply_quads(const Quad *w, const uint8_t *x, int64_t ldx, Ints (&
         }
 }
 
-// Multiplies a tile of ROWS rows.
+// Multiplies a tile of ROWS rows. MINIMA is whether the format has minima; asking that in the loops would
+// leave too few registers.
 template <int ROWS, int BLOCKS, bool MINIMA, int GREATEST>
 INLINE void multiply_kind(const IntegerRun &run) {
-    using K = QuadBlock<BLOCKS, MINIMA, GREATEST>;
+    using K = QuadBlock<BLOCKS, GREATEST>;
     const int offset = offset_of(TRAITS[run.format]);
     for (int o = 0; o < PANEL; o += TILE_VECTORS * LANES)
         for (int64_t g = 0; g < run.groups; g++) {
@@ -114,20 +115,19 @@ template <int ROWS> INLINE void multiply_integer_tile(int64_t rows, const Intege
     } else if constexpr (ROWS > 1) multiply_integer_tile<ROWS - 1>(rows, run);
 }
 
-// Multiplies any number of rows, in tiles of nearly equal size.
-__attribute__((noinline)) inline void multiply_rows(int64_t rows, IntegerRun run) {
-    const int blocks = TRAITS[run.format].blocks;
-    for (int64_t tiles = (rows + INTEGER_ROWS - 1) / INTEGER_ROWS; tiles > 0; tiles--) {
-        const int64_t count = (rows + tiles - 1) / tiles;
-        multiply_integer_tile<INTEGER_ROWS>(count, run);
-        rows -= count;
-        run.x += count * run.ldx;
-        run.xscales += count * run.num_groups;
-        run.xtotals += count * run.num_groups * blocks;
-        run.xsums += count * run.num_groups * blocks;
-        run.sums += count * PANEL;
-        run.is_first = false;
-    }
+// Multiplies any number of rows.
+__attribute__((noinline)) inline void multiply_rows(int64_t rows, const IntegerRun &run) {
+    in_tiles(rows, INTEGER_ROWS, [&](int64_t first, int64_t count) {
+        const int64_t groups = first * run.num_groups, blocks = groups * TRAITS[run.format].blocks;
+        IntegerRun tile = run;
+        tile.x += first * run.ldx;
+        tile.xscales += groups;
+        tile.xtotals += blocks;
+        tile.xsums += blocks;
+        tile.sums += first * PANEL;
+        tile.is_first = first == 0;
+        multiply_integer_tile<INTEGER_ROWS>(count, tile);
+    });
 }
 
 } // namespace

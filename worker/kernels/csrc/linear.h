@@ -116,7 +116,7 @@ void multiply_panel(const Place &at, int64_t inputs, int64_t count, const N *x, 
         if (!direct) unpack_run<Weight>(format, header, packed, some, s.unpacked);
         const auto *weights = (const Weight *)(direct ? (const void *)packed : s.unpacked.weights);
         multiply_rows(count, Run<By, N>{format, some, weights, &s.unpacked, packed, x + g * GROUP, inputs,
-                                        xsums + g * blocks, groups * blocks, s.sums, true});
+                                        xsums + g * blocks, groups * blocks, s.sums});
     });
 }
 
@@ -130,7 +130,7 @@ inline void multiply_panel_in_integers(const Place &at, int64_t inputs, int64_t 
         multiply_rows(count, IntegerRun{format, some, (const Quad *)s.unpacked.weights, &s.unpacked, packed,
                                         x.bytes.data() + g * GROUP, inputs, x.scales.data() + g,
                                         x.totals[b].data() + g * blocks, x.sums[b].data() + g * blocks, groups,
-                                        s.sums, true});
+                                        s.sums});
     });
 }
 

@@ -34,21 +34,16 @@ constexpr bool HAS_PAIRS = false;
 typedef ByFloats ByPairs;
 #endif
 
+constexpr int MOST_SHORT = 32767;
 
-#if defined(__AVX512VNNI__)
-constexpr bool ADDS_IN_SHORTS = false;
-typedef Ints QuadSums;
-INLINE QuadSums add_products(QuadSums sums, Words weights, uint32_t x) {
-    return (Ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)weights, _mm512_set1_epi32((int)x));
-}
-#elif defined(__AVX512BW__) || defined(__AVX2__)
+#if defined(__AVX2__) && !defined(__AVX512VNNI__)
 // Emits no instruction. Without it the compiler adds integers in another order, which keeps more products
 // than there are registers. tests/support/avx512_emulation.h defines it as nothing.
 #ifndef KEEP_ORDER
 #define KEEP_ORDER(vector) asm("" : "+x"(vector))
 #endif
 
-// The hardware adds two products in 16 bits, so few sums of them may be added before `in_32_bits`.
+// An instruction adds pairs of products in 16 bits. A sum of several pairs must not exceed MOST_SHORT.
 constexpr bool ADDS_IN_SHORTS = true;
 typedef int16_t QuadSums __attribute__((vector_size(LANES * 4)));
 INLINE QuadSums add_products(QuadSums sums, Words weights, uint32_t x) {
@@ -69,16 +64,18 @@ INLINE Ints in_32_bits(QuadSums sums, int factor) {
 #endif
 }
 #else
+// All four products are added in 32 bits.
 constexpr bool ADDS_IN_SHORTS = false;
 typedef Ints QuadSums;
 INLINE QuadSums add_products(QuadSums sums, Words weights, uint32_t x) {
+#if defined(__AVX512VNNI__)
+    return (Ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)weights, _mm512_set1_epi32((int)x));
+#else
     for (int i = 0; i < 32; i += 8) sums += (Ints)(weights >> i & 0xff) * (int8_t)(x >> i);
     return sums;
-}
 #endif
-constexpr int MOST_SHORT = 32767;
-#if defined(__AVX512VNNI__) || !(defined(__AVX512BW__) || defined(__AVX2__))
-INLINE Ints in_32_bits(QuadSums sums, int) { return sums; }
+}
+INLINE Ints in_32_bits(QuadSums sums, int factor) { return sums * factor; }
 #endif
 
 } // namespace

@@ -66,13 +66,6 @@ constexpr int8_t INTEGERS[][16] = {
     {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12}, // numbers of E2M1, doubled
 };
 
-// The same integers with the offset that makes them unsigned (offset_of).
-constexpr int8_t UNSIGNED[][16] = {
-    {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
-    {1, 24, 45, 63, 79, 93, 106, 118, -127, -115, -103, -90, -75, -59, -39, -15}, // bytes over 127
-    {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0},
-};
-
 // What a format's groups contain.
 struct Traits {
     int bits;   // of an integer; 16 and 32: of a number
@@ -99,17 +92,19 @@ constexpr Traits TRAITS[] = {
     {4, 1, EXPONENTS, false, true, DOUBLED},
 };
 
-// Returns what is added to integers of a format so that none is negative.
+// Returns what is added to integers of a format so that the least of them is 0.
 constexpr int offset_of(const Traits &t) {
-    if (t.nibbles == CURVE) return 128;
-    if (t.nibbles == DOUBLED) return 12;
-    return t.is_signed ? 1 << (t.bits - 1) : 0;
+    if (t.bits != 4) return t.is_signed ? 1 << (t.bits - 1) : 0;
+    int least = 0;
+    for (int i = 0; i < 16; i++) least = INTEGERS[t.nibbles][i] < least ? INTEGERS[t.nibbles][i] : least;
+    return -least;
 }
 // Returns the greatest integer of a format after the offset is added.
 constexpr int greatest_of(const Traits &t) {
-    if (t.nibbles == CURVE) return 128 + 113;
-    if (t.nibbles == DOUBLED) return 12 + 12;
-    return (1 << t.bits) - 1;
+    if (t.bits != 4) return (1 << t.bits) - 1;
+    int most = 0;
+    for (int i = 0; i < 16; i++) most = INTEGERS[t.nibbles][i] > most ? INTEGERS[t.nibbles][i] : most;
+    return most + offset_of(t);
 }
 
 // Returns the bytes of a group before its integers.

@@ -18,4 +18,15 @@ INLINE void prefetch_after(int64_t format, const uint8_t *packed, int64_t g) {
         __builtin_prefetch(packed + g * size + PREFETCH_BYTES + line);
 }
 
+// Calls multiply(first, count) for tiles of nearly equal size, of at most `most` rows. A small tile would be
+// slow, because each of its multiplications has to wait for the one before.
+template <class Multiply> INLINE void in_tiles(int64_t rows, int most, Multiply &&multiply) {
+    int64_t first = 0;
+    for (int64_t tiles = (rows + most - 1) / most; tiles > 0; tiles--) {
+        const int64_t count = (rows - first + tiles - 1) / tiles;
+        multiply(first, count);
+        first += count;
+    }
+}
+
 } // namespace

@@ -152,6 +152,16 @@ template <int PLANES> INLINE void store_quad(Quad *to, int word, int o, Words by
     store_as(to + (GROUP / 4 + word) * PANEL + o, bytes >> 4 & 0x0f0f0f0f);
 }
 
+// The integers that the nibbles of a format stand for, with the format's offset.
+template <int64_t FORMAT> struct OffsetIntegers {
+    int8_t of[16] = {}; // the bytes of unsigned integers
+
+    constexpr OffsetIntegers() {
+        for (int i = 0; i < 16; i++)
+            of[i] = (int8_t)(INTEGERS[TRAITS[FORMAT].nibbles][i] + offset_of(TRAITS[FORMAT]));
+    }
+};
+
 template <int64_t FORMAT> INLINE void unpack_quads(const uint8_t *from, Quad *to) {
     constexpr Traits T = TRAITS[FORMAT];
     constexpr int PLANES = planes_of(greatest_of(T)), OFFSET = offset_of(T);
@@ -163,7 +173,10 @@ template <int64_t FORMAT> INLINE void unpack_quads(const uint8_t *from, Quad *to
             Words bytes = {};
             if constexpr (T.bits == 4) {
                 bytes = word[w / 2] >> w % 2 * 4 & 0x0f0f0f0f;
-                if (T.nibbles != THEMSELVES) bytes = looked_up(UNSIGNED[T.nibbles], bytes);
+                if constexpr (T.nibbles != THEMSELVES) {
+                    static constexpr OffsetIntegers<FORMAT> integers;
+                    bytes = looked_up(integers.of, bytes);
+                }
             } else if constexpr (T.bits == 8) bytes = word[w] ^ 0x80808080;
             else
                 for (int i = 0; i < 4; i++) {
