@@ -10,6 +10,7 @@ continues without the library. The worker then logs which kernels are missing.
 """
 
 import copy
+import fcntl
 import os
 import platform
 import runpy
@@ -72,35 +73,53 @@ TEST = [  # the Makefile also installs instructor, without its dependencies
 ]
 
 CSRC = Path("worker/kernels/csrc")
-SETS = runpy.run_path("worker/kernels/sets.py")["INSTRUCTION_SETS"]
+SETS_FILE = Path("worker/kernels/sets.py")
+SETS = runpy.run_path(str(SETS_FILE))["INSTRUCTION_SETS"]
 IS_X86 = platform.machine() in ("x86_64", "AMD64")
 OPTIONS = ["-std=c++17", "-O3", "-g0", "-fno-math-errno", "-fvisibility=hidden"]
 OPTIONS += ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]  # in the compiler's own headers
 
 
-class ParallelBuild(build_ext):
+class KernelBuild(build_ext):
     """Compiles as many libraries at a time as there are cores, unless `--parallel` says otherwise.
 
-    All libraries are compiled from kernels.cpp, so each needs its own folder for the object file.
+    A library in worker/kernels/ that is newer than its sources is not compiled again. Only one
+    build runs at a time. So `make` can compile while pip downloads: pip's own build waits, and
+    then finds the libraries.
     """
 
     def finalize_options(self) -> None:
         super().finalize_options()
         self.parallel = self.parallel or os.cpu_count()
 
+    def build_extensions(self) -> None:
+        with open("setup.py") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            super().build_extensions()
+
     def build_extension(self, ext: Extension) -> None:
-        build = copy.copy(self)
-        build.build_temp = os.path.join(self.build_temp, ext.name)
-        super(ParallelBuild, build).build_extension(ext)
+        made, target = self.get_ext_filename(ext.name), self.get_ext_fullpath(ext.name)
+        if self.force or not is_newer(made, [*ext.sources, *ext.depends]):
+            build = copy.copy(self)
+            # All are compiled from kernels.cpp, so each needs a folder for its object file.
+            build.build_temp = os.path.join(self.build_temp, ext.name)
+            super(KernelBuild, build).build_extension(ext)
+        elif os.path.abspath(made) != os.path.abspath(target):
+            self.mkpath(os.path.dirname(target))
+            self.copy_file(made, target)
+
+
+def is_newer(file: str, sources: list[str]) -> bool:
+    return os.path.exists(file) and os.path.getmtime(file) > max(map(os.path.getmtime, sources))
 
 
 setup(
-    cmdclass={"build_ext": ParallelBuild},
+    cmdclass={"build_ext": KernelBuild},
     ext_modules=[
         Extension(
             f"worker.kernels._{each.name}",
             [str(CSRC / "kernels.cpp")],
-            depends=sorted(map(str, CSRC.glob("*.h"))),
+            depends=["setup.py", str(SETS_FILE), *sorted(map(str, CSRC.glob("*.h")))],
             extra_compile_args=[*OPTIONS, *each.options],
             language="c++",
             optional=True,

@@ -123,15 +123,15 @@ class Scanner:
 
     def __init__(self, markers: MarkerSet, state: ScannerState | None = None) -> None:
         self._set = markers
-        self._parts: list[tuple[int, int]] = []  # as in ScannerState
-        self._reset("")
+        self._parts: list[tuple[int, int]]  # as in ScannerState
+        self._reset()
         if state is not None and state.held:
             self.next(state.held)  # restores the automaton's position
             self._parts = list(state.parts)
 
-    def _reset(self, held: str) -> None:
-        """Return to the initial state. `held` is the next text, which is not read yet."""
-        self._held = held
+    def _reset(self) -> None:
+        """Return to the initial state."""
+        self._held = ""
         self._parts = []
         self._node = 0
         self._best = NONE  # a complete marker, unless an earlier or longer one completes
@@ -173,6 +173,8 @@ class Scanner:
         final  no more text follows, so nothing is held back
         part   the characters of `delta` are dropped unless they are inside a marker
         """
+        if not self._held and not part and self._set.opening.search(delta) is None:
+            return delta, None, ""  # most deltas
         text = self._held + delta
         if part:
             self._parts.append((len(self._held), len(text)))
@@ -186,11 +188,11 @@ class Scanner:
             return self._release(text, at) if self._parts else text[:at], None, ""
         if self._best == NONE:
             released = self._release(text, len(text))
-            self._reset("")
+            self._reset()
             return released, None, ""
         marker, start = self._set.markers[self._best], self._start
         released = self._release(text, start) if self._parts else text[:start]
-        self._reset("")
+        self._reset()
         return released, marker, text[start + len(marker) :]
 
     def _release(self, text: str, end: int) -> str:
