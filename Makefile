@@ -67,8 +67,8 @@ $(VENV)/.installed-test: $(DECLARED) | $(BIN)/python
 # pip would compile the byte code of 19,000 files on one core. A few of them are not valid Python.
 # Files of which few are imported are left out: Python compiles each of them at its first import.
 SELDOM_IMPORTED := /tests/|/transformers/models/\w+/(?!configuration_|__init__)
-SELDOM_IMPORTED := $(SELDOM_IMPORTED)|/torch/(_inductor|ao|onnx|testing)/|/torchgen/|/(sympy|mpmath|networkx)/
-SELDOM_IMPORTED := $(SELDOM_IMPORTED)|/(pip|setuptools)/|/mypyc?/|/pygments/lexers/
+SELDOM_IMPORTED := $(SELDOM_IMPORTED)|/torch/(_inductor|ao|onnx|testing)/|/(torchgen|networkx)/
+SELDOM_IMPORTED := $(SELDOM_IMPORTED)|/(pip|setuptools|schemathesis|langsmith)/|/mypyc?/|/pygments/lexers/
 
 # The kernels are compiled while pip downloads; pip's own build of them waits for that (setup.py).
 BUILD_KERNELS := $(BIN)/python setup.py build_ext --inplace --build-temp $(VENV)/build --build-lib $(VENV)/build

@@ -80,14 +80,9 @@ STAGES = (
         in_background=True,
     ),
     Stage(
-        "integration",
-        "real processes: two files at a time",
-        ["-v", *files_at_a_time(2), "-m", "not alone", "tests/integration"],
-    ),
-    Stage(
-        "real model and whole servers",
-        "servers as users start them, and the default model: two files at a time",
-        ["-v", *files_at_a_time(2), "tests/e2e"],
+        "integration and end to end",
+        "real processes, and servers as users start them: two files at a time",
+        ["-v", *files_at_a_time(2), "-m", "not alone", "tests/integration", "tests/e2e"],
     ),
     Stage(
         "oldest gunicorn and gevent",
