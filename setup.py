@@ -75,6 +75,7 @@ TEST = [  # the Makefile also installs instructor, without its dependencies
 CSRC = Path("worker/kernels/csrc")
 SETS_FILE = Path("worker/kernels/sets.py")
 SETS = runpy.run_path(str(SETS_FILE))["INSTRUCTION_SETS"]
+CPU_FLAGS = runpy.run_path("worker/kernels/cpuinfo.py")["cpu_flags"]()
 IS_X86 = platform.machine() in ("x86_64", "AMD64")
 OPTIONS = ["-std=c++17", "-O3", "-g0", "-fno-math-errno", "-fvisibility=hidden"]
 OPTIONS += ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]  # in the compiler's own headers
@@ -82,6 +83,9 @@ OPTIONS += ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]  # in the compiler
 
 class KernelBuild(build_ext):
     """Compiles as many libraries at a time as there are cores, unless `--parallel` says otherwise.
+
+    A build in place, as an editable installation makes it, is for this machine: it contains only
+    the instruction sets that this processor can run. Other builds contain all.
 
     A library in worker/kernels/ that is newer than its sources is not compiled again. Only one
     build runs at a time. So `make` can compile while pip downloads: pip's own build waits, and
@@ -91,6 +95,9 @@ class KernelBuild(build_ext):
     def finalize_options(self) -> None:
         super().finalize_options()
         self.parallel = self.parallel or os.cpu_count()
+        if self.inplace or self.editable_mode:
+            names = {f"worker.kernels._{each.name}" for each in SETS if each.needs <= CPU_FLAGS}
+            self.extensions = [each for each in self.extensions if each.name in names]
 
     def build_extensions(self) -> None:
         with open("setup.py") as lock:

@@ -57,13 +57,12 @@ class EmulatedProcessor:
         self._folder = folder
 
     def pytest_configure(self) -> None:
-        from worker.kernels import library
+        from worker.kernels import cpuinfo, library
         from worker.kernels.sets import INSTRUCTION_SETS
-        from worker.startup import machine
 
         library.FOLDER = self._folder
-        flags = machine.cpu_flags().union(*(each.needs for each in INSTRUCTION_SETS))
-        machine.cpu_flags = lambda *_: flags
+        flags = cpuinfo.cpu_flags().union(*(each.needs for each in INSTRUCTION_SETS))
+        cpuinfo.cpu_flags = lambda *_: flags
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -36,12 +36,12 @@ from protocol.quantize import TYPES
 from protocol.sampling import SamplingParams
 from tests.support.model import smollm2_gguf
 from tests.support.replica import Replica, load
+from worker.kernels.cpuinfo import cpu_flags
 from worker.kernels.select import select_kernels
 from worker.loading.gguf_file import GGUFFile
 from worker.loading.header import ModelHeader, read_header
 from worker.models.load import LoadedModel, open_weights
 from worker.quantize.writing import quantized_weights, write_model
-from worker.startup.machine import cpu_flags
 
 PROSE = Path(__file__).parents[1] / "data" / "prose.txt"
 """1,300 words that were written for this purpose, so no model has been trained on them."""

@@ -36,6 +36,7 @@ from tests.support.tiny_model import new_slots
 from worker.attention.select import select_attention
 from worker.debug.slot_registry import Poison
 from worker.draft.model import DraftModel
+from worker.kernels.cpuinfo import cpu_flags
 from worker.kernels.select import select_kernels
 from worker.kv.cache import KVCache, block_bytes, layer_places
 from worker.kv.transfer.shared_memory import SharedMemory
@@ -44,7 +45,6 @@ from worker.slots.fields import slot_fields
 from worker.slots.table import SlotTable
 from worker.startup.device import choose_dtype
 from worker.startup.kv_window import kv_groups, num_block_layers
-from worker.startup.machine import cpu_flags
 from worker.step import Runner
 
 CLIENT = b"test"

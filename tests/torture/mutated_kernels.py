@@ -27,7 +27,7 @@ import pytest
 from tests.emulated import CSRC, OPTIONS, ROOT
 from tests.torture.table import print_table
 from worker.kernels import library
-from worker.startup.machine import cpu_flags
+from worker.kernels.cpuinfo import cpu_flags
 
 TEST = "tests/differential/test_same_bits.py"
 TESTS = (TEST, "-k", "weights_of_every_kind and float32")

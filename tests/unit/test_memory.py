@@ -24,6 +24,7 @@ from tests.support.gguf_files import write_gguf
 from tests.support.kernels import native_kernels
 from tests.support.sparse_checkpoint import write_sparse_llama
 from worker.kernels import sizes
+from worker.kernels.cpuinfo import cpu_flags
 from worker.kernels.native import NativeKernels
 from worker.kv.cache import block_bytes
 from worker.loading.errors import NotEnoughMemory, UnusableModel
@@ -228,7 +229,7 @@ def test_the_auto_dtype_is_bfloat16_if_the_cpu_computes_in_it(
     tmp_path: Path, flags: str, dtype: torch.dtype
 ) -> None:
     (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{flags}\n")
-    read = machine.cpu_flags(tmp_path / "cpuinfo")
+    read = cpu_flags(tmp_path / "cpuinfo")
     assert device.choose_dtype("auto", CPU, cpu_flags=read) == dtype
     assert device.choose_dtype("float32", CPU, cpu_flags=read) == torch.float32
     assert device.choose_dtype("bfloat16", CPU, cpu_flags=frozenset()) == torch.bfloat16

@@ -19,6 +19,7 @@ from worker.attention.select import select_attention
 from worker.attention.torch_paged import TorchPagedAttention
 from worker.kernels import library, prepacked
 from worker.kernels.base import Kernels
+from worker.kernels.cpuinfo import cpu_flags
 from worker.kernels.library import NoKernels, runnable
 from worker.kernels.native import NativeKernels
 from worker.kernels.packed import PackedLinear
@@ -33,7 +34,6 @@ from worker.loading.weights import load_weights
 from worker.models.decoder import DecoderModel
 from worker.models.load import LoadedModel, load_model, open_weights
 from worker.models.weight_layout import layout
-from worker.startup.machine import cpu_flags
 
 CPU = torch.device("cpu")
 BLOCK_TOKENS = 4
@@ -191,6 +191,17 @@ def test_without_compiled_kernels_torch_is_used_with_a_warning(
     assert "install with a C++ compiler" in caplog.text
     with pytest.raises(UnusableModel, match="no kernels are compiled for generic"):
         select_kernels("generic", CPU, cpu_flags=cpu_flags())
+
+
+def test_a_library_that_is_not_the_best_of_this_processor_is_used_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (compiled,) = library.FOLDER.glob("_generic.*")
+    (tmp_path / compiled.name).symlink_to(compiled)
+    monkeypatch.setattr(library, "FOLDER", tmp_path)
+    kernels = select_kernels("auto", CPU, cpu_flags=frozenset({"avx2", "fma", "f16c"}))
+    assert isinstance(kernels, NativeKernels)
+    assert "using kernels for generic, because none are compiled for avx2" in caplog.text
 
 
 def test_a_library_of_another_version_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

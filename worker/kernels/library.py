@@ -53,6 +53,13 @@ def load(sets: Iterable[InstructionSet]) -> tuple[str, ctypes.CDLL, Path]:
                 f"{path} was compiled from another version; reinstall (pip install -e .)"
             )
         library.set_runtime(_runtime())
+        if name != names[0]:
+            log.warning(
+                "using kernels for %s, because none are compiled for %s; "
+                "reinstall on this machine (pip install -e .)",
+                name,
+                names[0],
+            )
         return name, library, path
     raise NoKernels(
         f"no kernels are compiled for {' or '.join(names)}; reinstall with a C++ compiler"

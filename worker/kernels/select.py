@@ -30,7 +30,7 @@ def select_kernels(
     - The name of an instruction set: its kernels. Raises UnusableModel if the processor cannot run
       them, or if they are not compiled.
 
-    cpu_flags   the processor's features, from `machine.cpu_flags`
+    cpu_flags   the processor's features, from `cpuinfo.cpu_flags`
     """
     if wanted == "torch" or device.type != "cpu":
         return TorchKernels()

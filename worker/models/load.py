@@ -13,6 +13,7 @@ import torch
 from protocol.config.worker import Activations, WeightForm
 from protocol.model_card import ModelCard
 from worker.kernels.base import Kernels
+from worker.kernels.cpuinfo import cpu_flags
 from worker.kernels.fingerprint import fingerprint
 from worker.kernels.native import NativeKernels
 from worker.kernels.reference import TorchKernels
@@ -28,7 +29,6 @@ from worker.models.architectures import TransformersSpec
 from worker.models.decoder import DecoderModel, DecoderWeights
 from worker.models.spec import ModelSpec
 from worker.models.weight_layout import PackedLayout, fitting, layout, settle
-from worker.startup import machine
 
 if TYPE_CHECKING:
     from worker.models.hf import TransformersModel
@@ -161,7 +161,7 @@ def _numerics(model: DecoderModel, dtype: torch.dtype, form: WeightLayout) -> st
         kernels.file,
         str(dtype),
         rounds_inputs=isinstance(form, PackedLayout) and form.rounds_inputs,
-        cpu_flags=machine.cpu_flags(),
+        cpu_flags=cpu_flags(),
     )
 
 

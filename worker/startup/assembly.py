@@ -23,6 +23,7 @@ from protocol.steps import SlotInit, StepPlan, TokenizerRead, WorkerReady
 from worker.attention.base import Attention
 from worker.attention.select import select_attention
 from worker.draft.model import DraftModel
+from worker.kernels import cpuinfo
 from worker.kernels.base import Kernels
 from worker.kernels.select import select_kernels
 from worker.kv.cache import KVCache, block_bytes, layer_places
@@ -60,7 +61,7 @@ def assemble(
     """
     devices.set_threads(_threads(config))
     device = devices.choose_device(config.device)
-    cpu_flags = machine.cpu_flags()
+    cpu_flags = cpuinfo.cpu_flags()
     dtype = devices.choose_dtype(config.dtype, device, cpu_flags=cpu_flags)
     kernels = select_kernels(config.kernels, device, cpu_flags=cpu_flags)
     loaded, draft = _load(config, timing, dtype, device, kernels, on_tokenizer)

@@ -52,7 +52,7 @@ def identity_of(device: torch.device) -> str | None:
 
 
 def choose_dtype(wanted: Dtype, device: torch.device, *, cpu_flags: frozenset[str]) -> torch.dtype:
-    """Return the dtype of weights and K/V. `cpu_flags` is the result of `machine.cpu_flags()`."""
+    """Return the dtype of weights and K/V. `cpu_flags` is the result of `cpuinfo.cpu_flags()`."""
     name = dtype_name(wanted, is_gpu=device.type == "cuda", cpu_flags=cpu_flags)
     dtype: torch.dtype = getattr(torch, name)
     return dtype

@@ -12,6 +12,7 @@ import msgspec
 import torch
 
 from protocol.facts import MachineFacts
+from worker.kernels.cpuinfo import cpu_flags
 from worker.startup import device as devices
 from worker.startup import machine
 from worker.startup.device import free_bytes
@@ -25,7 +26,7 @@ SPEED_FLAGS = frozenset(
 
 def machine_facts() -> MachineFacts:
     device = devices.choose_device("auto")
-    flags = machine.cpu_flags()
+    flags = cpu_flags()
     dtype = devices.choose_dtype("auto", device, cpu_flags=flags)
     cores, quota = machine.allowed_cores(), machine.cpu_quota()
     return MachineFacts(

@@ -12,12 +12,12 @@ import re
 from pathlib import Path
 
 from protocol.config.worker import Dtype
+from worker.kernels.cpuinfo import CPUINFO, first_of
 
 BFLOAT16_CPU_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 """Names of CPU features in /proc/cpuinfo; the last one is ARM's. Without any of them bfloat16 is
 emulated and slow."""
 CGROUP = Path("/sys/fs/cgroup")
-CPUINFO = Path("/proc/cpuinfo")
 
 
 def dtype_name(wanted: Dtype, *, is_gpu: bool, cpu_flags: frozenset[str]) -> str:
@@ -40,33 +40,15 @@ def choose_threads(wanted: int, *, cores: int, quota: float | None) -> int:
     return max(1, cores if quota is None else min(cores, int(quota)))
 
 
-def cpu_flags(cpuinfo: Path = CPUINFO) -> frozenset[str]:
-    """Return the features of the first core; empty if the system does not list them."""
-    return frozenset(_first_of(cpuinfo, "flags", "Features").split())
-
-
 def cpu_model(cpuinfo: Path = CPUINFO) -> str:
     """Return the processor's name as the system spells it; empty if the system does not list it."""
-    return _first_of(cpuinfo, "model name")
+    return first_of(cpuinfo, "model name")
 
 
 def cpu_name(cpuinfo: Path = CPUINFO) -> str:
     """Return the first core's name, model and features; empty if the system does not list them."""
-    names = (_first_of(cpuinfo, name) for name in ("model name", "cpu family", "model", "flags"))
+    names = (first_of(cpuinfo, name) for name in ("model name", "cpu family", "model", "flags"))
     return ", ".join(name for name in names if name)
-
-
-def _first_of(cpuinfo: Path, *names: str) -> str:
-    """Return the value of the first line whose name is one of `names`, or ""."""
-    try:
-        lines = cpuinfo.read_text().splitlines()
-    except OSError:
-        return ""
-    for line in lines:
-        name, _, value = line.partition(":")
-        if name.strip() in names:
-            return value.strip()
-    return ""
 
 
 def allowed_cores() -> int:

@@ -24,6 +24,7 @@ import msgspec
 from protocol.config.worker import WorkerConfig
 from protocol.facts import ModelPlan, Preflight
 from protocol.model_card import ModelCard
+from worker.kernels.cpuinfo import cpu_flags
 from worker.kernels.library import is_compiled, runnable
 from worker.loading.errors import REMEDY, NotEnoughMemory, UnusableModel
 from worker.loading.header import ModelHeader, TransformersHeader, read_header
@@ -83,7 +84,7 @@ def _plan(
         headers.append(read_header(Path(config.draft_model)))
         check_draft(headers[1], headers[0])
     device, free_bytes = choose_device(config.device)
-    flags = machine.cpu_flags()
+    flags = cpu_flags()
     has_kernels = has_compiled_kernels(config, device, flags)
     return plan_memory(
         config,
