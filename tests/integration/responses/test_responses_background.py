@@ -23,6 +23,8 @@ from tests.support.waiting import eventually
 MODEL = "scripted"
 TEXT = "one two three four five six seven eight nine ten"
 KEY = {"Authorization": "Bearer k1"}
+SLOW_S = 1.0
+"""Time between two steps with which TEXT takes most of a minute, so a test sees it in progress."""
 
 
 def start(client: OpenAI, **options: Any) -> Any:
@@ -59,12 +61,13 @@ def test_a_background_response_completes_without_its_client(
     engine: ScriptedEngine, client: OpenAI, elsewhere: OpenAI
 ) -> None:
     engine.script = lambda generate: text_reply(TEXT)
-    engine.step_s, engine.is_paused = 0.01, True
+    engine.step_s, engine.is_paused = SLOW_S, True
     made = start(client)
     assert (made.status, made.background) == ("queued", True)
     assert elsewhere.responses.retrieve(made.id).status == "queued"
     engine.is_paused = False
     assert awaited(elsewhere, made.id, lambda status: status != "queued").status == "in_progress"
+    engine.step_s = 0.001
     done = awaited(elsewhere, made.id, is_over)
     assert (done.status, done.output_text) == ("completed", TEXT)
     assert done.usage.output_tokens == len(TEXT) + 1
@@ -197,12 +200,13 @@ def test_a_drain_waits_for_background_responses(
     engine: ScriptedEngine, client: OpenAI, store: str
 ) -> None:
     engine.script = lambda generate: text_reply(TEXT)
-    engine.step_s = 0.02
+    engine.step_s = SLOW_S
     with GatewayProcess(engine=engine.address, response_store=store, drain_s=10) as leaving:
         leaving.await_ready()
         with OpenAI(base_url=f"{leaving.url}/v1", api_key="k1", max_retries=0) as sdk:
             made = start(sdk)
             awaited(sdk, made.id, lambda status: status == "in_progress")
+        engine.step_s = 0.02
         leaving.process.send_signal(signal.SIGTERM)
         assert leaving.wait() == 0
     assert client.responses.retrieve(made.id).output_text == TEXT
