@@ -175,7 +175,8 @@ def test_a_server_that_was_killed_with_all_its_processes_leaves_nothing_to_the_n
 ) -> None:
     model = str(write_tiny_llama(tmp_path))
     with Server("--split", model=model) as server:
-        for pid, _ in [*descendants_of(server.process.pid), (server.process.pid, "")]:
+        # First the supervisor, which would otherwise clean up after the death of the others.
+        for pid, _ in [(server.process.pid, ""), *descendants_of(server.process.pid)]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, SIGKILL)
         server.end()
