@@ -141,8 +141,8 @@ class Scanner:
         return ScannerState(self._held, list(self._parts))
 
     def lets_through(self, delta: str) -> bool:
-        """Return whether `delta` can be released without reading it: nothing is held, and no
-        character in `delta` starts a marker."""
+        """Return whether `delta` can be released as it is: nothing is held, and no character in
+        `delta` starts a marker."""
         return not self._held and self._set.opening.search(delta) is None
 
     def push(self, delta: str) -> list[MarkerText | Marker]:
@@ -173,8 +173,8 @@ class Scanner:
         final  no more text follows, so nothing is held back
         part   the characters of `delta` are dropped unless they are inside a marker
         """
-        if not self._held and not part and self._set.opening.search(delta) is None:
-            return delta, None, ""  # most deltas
+        if not part and self.lets_through(delta):  # most deltas
+            return delta, None, ""
         text = self._held + delta
         if part:
             self._parts.append((len(self._held), len(text)))

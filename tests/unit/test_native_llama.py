@@ -196,7 +196,7 @@ def test_without_compiled_kernels_torch_is_used_with_a_warning(
 def test_a_library_that_is_not_the_best_of_this_processor_is_used_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (compiled,) = library.FOLDER.glob("_generic.*")
+    compiled = native_kernels("generic").file
     (tmp_path / compiled.name).symlink_to(compiled)
     monkeypatch.setattr(library, "FOLDER", tmp_path)
     kernels = select_kernels("auto", CPU, cpu_flags=frozenset({"avx2", "fma", "f16c"}))

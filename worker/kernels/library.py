@@ -55,8 +55,8 @@ def load(sets: Iterable[InstructionSet]) -> tuple[str, ctypes.CDLL, Path]:
         library.set_runtime(_runtime())
         if name != names[0]:
             log.warning(
-                "using kernels for %s, because none are compiled for %s; "
-                "reinstall on this machine (pip install -e .)",
+                "using kernels for %s, because none are compiled for %s, which this processor can "
+                "run; reinstall here (pip install -e .), with a compiler that supports it",
                 name,
                 names[0],
             )

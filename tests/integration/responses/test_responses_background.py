@@ -24,7 +24,7 @@ MODEL = "scripted"
 TEXT = "one two three four five six seven eight nine ten"
 KEY = {"Authorization": "Bearer k1"}
 SLOW_S = 1.0
-"""Time between two steps with which TEXT takes most of a minute, so a test sees it in progress."""
+"""Seconds per step that let a test see a response in progress: TEXT then takes ten or more."""
 
 
 def start(client: OpenAI, **options: Any) -> Any:
