@@ -109,6 +109,9 @@ FUNCTION __m512 cvtph_ps(__m256i a) {
 FUNCTION __m256i cvtneps_pbh(__m512 a) {
     return made<__m256i, uint16_t>([&](int i) { return to_bf16(a[i]); });
 }
+FUNCTION __m512bh cvtne2ps_pbh(__m512 high, __m512 low) {
+    return made<__m512bh, uint16_t>([&](int i) { return to_bf16(i < 16 ? low[i] : high[i - 16]); });
+}
 // Adds the products of the odd lanes first, each with a rounding of its own.
 FUNCTION __m512 dpbf16_ps(__m512 sums, __m512bh a, __m512bh b) {
     auto product = [&](int i) { return from_bf16(lane<uint16_t>(a, i)) * from_bf16(lane<uint16_t>(b, i)); };
@@ -118,6 +121,16 @@ FUNCTION float reduce_add_ps(__m512 a) {
     for (int n = 8; n; n /= 2)
         for (int i = 0; i < n; i++) a[i] += a[i + n];
     return a[0];
+}
+FUNCTION int reduce_add_epi32(__m512i a) {
+    int total = 0;
+    for (int i = 0; i < 16; i++) total += lane<int>(a, i);
+    return total;
+}
+FUNCTION int reduce_max_epi32(__m512i a) {
+    int most = lane<int>(a, 0);
+    for (int i = 1; i < 16; i++) most = lane<int>(a, i) > most ? lane<int>(a, i) : most;
+    return most;
 }
 FUNCTION float reduce_max_ps(__m512 a) {
     float most = a[0];
@@ -150,6 +163,7 @@ template <int FIRST> FUNCTION __m512d unpack_pd(__m512d a, __m512d b) {
 #define _mm512_cvtepi8_epi32 emulated::cvtepi8_epi32
 #define _mm512_cvtepu16_epi32 emulated::cvtepu16_epi32
 #define _mm512_cvtepu8_epi32 emulated::cvtepu8_epi32
+#define _mm512_cvtne2ps_pbh emulated::cvtne2ps_pbh
 #define _mm512_cvtneps_pbh emulated::cvtneps_pbh
 #define _mm512_cvtph_ps emulated::cvtph_ps
 #define _mm512_dpbf16_ps emulated::dpbf16_ps
@@ -158,6 +172,8 @@ template <int FIRST> FUNCTION __m512d unpack_pd(__m512d a, __m512d b) {
 #define _mm512_madd_epi16 emulated::madd_epi16
 #define _mm512_maddubs_epi16 emulated::maddubs_epi16
 #define _mm512_permutexvar_epi16 emulated::permutexvar_epi16
+#define _mm512_reduce_add_epi32 emulated::reduce_add_epi32
+#define _mm512_reduce_max_epi32 emulated::reduce_max_epi32
 #define _mm512_reduce_add_ps emulated::reduce_add_ps
 #define _mm512_reduce_max_ps emulated::reduce_max_ps
 #define _mm512_set1_epi16 emulated::set1_epi16

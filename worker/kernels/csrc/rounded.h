@@ -7,6 +7,7 @@
 
 #include <vector>
 
+#include "rounding.h"
 #include "unpack.h"
 
 namespace {
@@ -18,32 +19,23 @@ struct RoundedRows {
     std::vector<float> sums[MAX_BLOCKS];     // the same, times the scale
 };
 
-constexpr float ROUND = 12582912.0f; // 1.5 * 2^23: adding it rounds to an integer, in the lowest bits
-
-// Rounds group g of all groups of all rows. A group with NaN or an infinite number has such a scale, too, and
-// any integers.
+// Rounds group g of all groups of all rows.
 template <class X> INLINE void round_group(const X *x, int64_t g, RoundedRows &to) {
-    constexpr int EACH = GROUP / LANES;
-    alignas(64) uint32_t bits[GROUP];
-    Ints most = {}; // of the bits without the sign, which order numbers as their sizes do, NaN last
-    for (int i = 0; i < EACH; i++) {
-        const Ints size = (Ints)(words(load(x + i * LANES)) & 0x7fffffff);
-        most = size > most ? size : most;
-    }
-    int32_t largest_bits = most[0];
-    for (int i = 1; i < LANES; i++) largest_bits = most[i] > largest_bits ? most[i] : largest_bits;
-    float largest;
-    memcpy(&largest, &largest_bits, 4);
-    const float scale = largest / 127, inverse = 127 / largest;
-    for (int i = 0; i < EACH; i++) {
-        // Without numbers, or with tiny ones, the product is NaN or infinite. Its lowest byte is 0.
-        const Words moved = words(load(x + i * LANES) * inverse + ROUND);
-        store_as(bits + i * LANES, moved);
-    }
+    constexpr int HALF = GROUP / MAX_BLOCKS;
+    const float largest = largest_of(x, GROUP), inverse = MOST_ROUNDED / largest, scale = largest / MOST_ROUNDED;
     uint8_t *bytes = to.bytes.data() + g * GROUP;
-    for (int i = 0; i < GROUP; i += 8) store_quads(bytes + i, bits + i);
-    int32_t totals[MAX_BLOCKS] = {};
-    for (int i = 0; i < GROUP; i++) totals[i * MAX_BLOCKS / GROUP] += (int8_t)bits[i];
+    int32_t totals[MAX_BLOCKS];
+    for (int b = 0; b < MAX_BLOCKS; b++) {
+        alignas(64) uint32_t bits[HALF];
+        Ints total = {};
+        for (int i = 0; i < HALF; i += LANES) {
+            const Words each = rounded_bits(load(x + b * HALF + i), inverse);
+            store_as(bits + i, each);
+            total += integers_in(each);
+        }
+        for (int i = 0; i < HALF; i += 8) store_quads(bytes + b * HALF + i, bits + i);
+        totals[b] = sum(total);
+    }
     to.scales[(size_t)g] = scale;
     for (int b = 0; b < MAX_BLOCKS; b++) {
         to.totals[1][(size_t)(g * MAX_BLOCKS + b)] = totals[b];

@@ -154,6 +154,36 @@ INLINE float max_in(Floats x) {
 #endif
 }
 
+// Returns the greatest lane.
+INLINE int32_t max_in(Ints x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_epi32((__m512i)x);
+#elif defined(__AVX2__)
+    __m128i most = _mm_max_epi32(_mm256_castsi256_si128((__m256i)x), _mm256_extracti128_si256((__m256i)x, 1));
+    most = _mm_max_epi32(most, _mm_shuffle_epi32(most, 0x4e));
+    return _mm_cvtsi128_si32(_mm_max_epi32(most, _mm_shuffle_epi32(most, 0xb1)));
+#else
+    int32_t most = x[0];
+    for (int i = 1; i < LANES; i++) most = x[i] > most ? x[i] : most;
+    return most;
+#endif
+}
+
+// Returns the sum of all lanes.
+INLINE int32_t sum(Ints x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_epi32((__m512i)x);
+#elif defined(__AVX2__)
+    __m128i sums = _mm_add_epi32(_mm256_castsi256_si128((__m256i)x), _mm256_extracti128_si256((__m256i)x, 1));
+    sums = _mm_add_epi32(sums, _mm_shuffle_epi32(sums, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(sums, _mm_shuffle_epi32(sums, 0xb1)));
+#else
+    int32_t total = 0;
+    for (int i = 0; i < LANES; i++) total += x[i];
+    return total;
+#endif
+}
+
 // Returns e^x within 2 units in the last place. The result is about 1e-38 for x below -87, and about
 // 1e38 for x above 88. NaN stays NaN.
 INLINE Floats exponential(Floats x) {
