@@ -22,6 +22,7 @@ REPLACEMENTS: Mapping[str, str] = {
     "--gateways": "--api-server-count --threads-http",
     "--kv-blocks": "--num-gpu-blocks-override --max-total-tokens",
     "--kv-disk": "--slot-save-path",
+    "--kv-dtype": "--kv-cache-dtype -ctk --cache-type-k -ctv --cache-type-v",
     "--kv-host-gib": "--swap-space --kv-offloading-size --hicache-size --cache-ram",
     "--max-drafts": "--num-speculative-tokens --speculative-num-draft-tokens --draft --draft-max",
     "--max-len": "--max-model-len --context-length -c --ctx-size",

@@ -14,6 +14,7 @@ Gpu = Literal["cuda:0", "cuda:1", "cuda:2", "cuda:3", "cuda:4", "cuda:5", "cuda:
 Device = Literal["auto", "cpu", "cuda", Gpu]
 WeightForm = Literal["auto", "packed", "dense", "both"]
 Activations = Literal["auto", "int8", "bfloat16"]
+KVDtype = Literal["auto", "int8"]
 
 
 class WorkerConfig(Config, frozen=True, kw_only=True):
@@ -44,7 +45,10 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
     ] = False
     dtype: Annotated[
         Dtype,
-        about("number type of weights and KV cache; auto: bfloat16 if supported, else float32"),
+        about(
+            "number type of weights and, by default, of the KV cache; auto: bfloat16 if supported, "
+            "else float32"
+        ),
     ] = "auto"
     threads: Annotated[
         int,
@@ -71,6 +75,14 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
             "int8: round the inputs of quantised weights to eight bits, which multiplies 4-bit "
             "weights about twice as fast but loses some quality (docs/performance.md); bfloat16: "
             "keep them in --dtype; auto: bfloat16"
+        ),
+    ] = "auto"
+    kv_dtype: Annotated[
+        KVDtype,
+        about(
+            "number type of the KV cache; int8: round keys and values to eight bits, so the cache "
+            "holds about twice as many tokens, with a little loss of quality "
+            "(docs/performance.md); auto: --dtype"
         ),
     ] = "auto"
     measurements: Annotated[

@@ -55,6 +55,9 @@ def test_a_position_has_the_same_bits_however_it_is_computed(
         ("Q8_0", torch.bfloat16),
         ("Q8_0-int8", torch.float32),
         ("Q4_K", torch.bfloat16),
+        ("Q4_1-kv8", torch.bfloat16),
+        ("Q4_K-int8-kv8", torch.bfloat16),
+        ("dense-kv8", torch.float32),
         (DENSE, torch.bfloat16),
         (DENSE, torch.float32),
     ],
@@ -76,10 +79,9 @@ def assert_same(subject: Subject, way: str, folder: Path) -> None:
     assert all(map(subject.is_same, cases))
 
 
-def test_the_fingerprint_says_whether_inputs_are_rounded(tmp_path: Path) -> None:
-    plain = small_model(tmp_path / "plain", "Q4_1", torch.bfloat16).card
-    rounded = small_model(tmp_path / "rounded", "Q4_1-int8", torch.bfloat16).card
-    assert plain.numerics
-    assert rounded.numerics
-    assert plain.numerics != rounded.numerics
-    assert plain.digest == rounded.digest
+def test_the_fingerprint_says_what_is_rounded(tmp_path: Path) -> None:
+    kinds = ("Q4_1", "Q4_1-int8", "Q4_1-kv8", "Q4_1-int8-kv8")
+    cards = [small_model(tmp_path / kind, kind, torch.bfloat16).card for kind in kinds]
+    assert all(card.numerics for card in cards)
+    assert len({card.numerics for card in cards}) == len(kinds)
+    assert len({card.digest for card in cards}) == 1

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from worker.attention.base import Attention, AttentionBatch
 from worker.kv.cache import KVCache
+from worker.kv.rounding import round_heads
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class PagedCase:
     """Rows of one step, and a cache with their keys and values.
 
     Everything else in the cache is NaN. If `zeroed`, the positions of a row's blocks that the row
-    does not attend to are zero instead.
+    does not attend to are zero instead. `kv_dtype` is that of the cache.
     """
 
     rows: list[PagedRow]
@@ -76,13 +77,15 @@ class PagedCase:
     block_tokens: int
     dtype: torch.dtype
     zeroed: bool
+    kv_dtype: torch.dtype
 
     def cache(self) -> KVCache:
         taken = [block for row in self.rows for block in row.blocks]
         size = (1, max(taken) + 3, self.block_tokens, self.kv_heads, self.head_dim)
-        cache = KVCache(*size, self.dtype, torch.device("cpu"))
-        cache.k.fill_(float("nan"))
-        cache.v.fill_(float("nan"))
+        cache = KVCache(*size, self.kv_dtype, torch.device("cpu"))
+        for tensor in (cache.k, cache.v):
+            nan = torch.full((*tensor.shape[:-1], self.head_dim), float("nan"))
+            tensor.copy_(round_heads(nan) if cache.is_rounded else nan)
         if self.zeroed:
             cache.zero(torch.tensor([0, *taken]))
         generator = torch.Generator().manual_seed(3)
@@ -122,9 +125,12 @@ def case_of(
     head_dim: int = 64,
     dtype: torch.dtype = torch.float32,
     zeroed: bool = False,
+    kv_dtype: torch.dtype | None = None,
 ) -> PagedCase:
     """Return a case with the given (computed, count) rows, decode rows first."""
     sizes = [-(-sum(row) // block_tokens) for row in rows]
     blocks = scattered(sum(sizes) + 5, *sizes)
     placed = [PagedRow(*row, own) for row, own in zip(rows, blocks, strict=True)]
-    return PagedCase(placed, kv_heads * group, kv_heads, head_dim, block_tokens, dtype, zeroed)
+    return PagedCase(
+        placed, kv_heads * group, kv_heads, head_dim, block_tokens, dtype, zeroed, kv_dtype or dtype
+    )

@@ -90,7 +90,9 @@ class ReplicaBlocks:
         if isinstance(content, Arrived):
             replace(content, blocks=[block]).write(self._cache)
         else:
-            self._cache.k[:, block] = self._cache.v[:, block] = float("nan")
+            # Bytes of rounded heads that are all -1 make a scale of NaN.
+            wild = -1 if self._cache.is_rounded else float("nan")
+            self._cache.k[:, block] = self._cache.v[:, block] = wild
 
 
 @dataclass
@@ -338,7 +340,7 @@ def new_cache(
     is_shared: bool = False,
 ) -> KVCache:
     """Return a cache for a model. Other replicas can map it if `is_shared`."""
-    config, dtype = loaded.spec, getattr(torch, loaded.card.dtype)
+    config, dtype = loaded.spec, loaded.kv_dtype
     num_layers = num_block_layers(config, groups)
     shape = (num_layers, num_blocks, block_tokens, config.num_kv_heads, config.head_dim)
     places = () if groups is None else layer_places(config.layer_windows)

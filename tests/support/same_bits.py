@@ -40,8 +40,10 @@ LENGTHS = (MAX_PROMPT, 70, 24, 9, 64, 1, 131, 15, 100, 33, 48, 5, 257, 12, 20, 2
 
 
 DENSE = "dense"
-INT8 = "-int8"
-"""Suffix of a kind of weights whose inputs are rounded to eight bits."""
+INT8 = "int8"
+"""Option of a kind of weights: their inputs are rounded to eight bits."""
+KV8 = "kv8"
+"""Option: keys and values are rounded to eight bits."""
 SHAPE = {
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -55,15 +57,23 @@ SHAPE = {
 def small_model(folder: Path, kind: str, dtype: torch.dtype) -> LoadedModel:
     """Write and load a Llama with random weights on the compiled kernels.
 
-    kind   a type that `tidegate quantize` writes, maybe with INT8, or DENSE: numbers of `dtype`
+    kind   a type that `tidegate quantize` writes, or DENSE: numbers of `dtype`; and options from
+           INT8 and KV8 behind hyphens
     """
+    form, *options = kind.split("-")
     model: Any = random_llama(**SHAPE)
     path = write_directory(folder / "numbers", model.to(dtype))
-    if kind != DENSE:
+    if form != DENSE:
         source, path = path, folder / "small.gguf"
-        quantize_model(source, path, kind.removesuffix(INT8), lambda *_: None)
-    activations = "int8" if kind.endswith(INT8) else "bfloat16"
-    return load(path, dtype, kernels=native_kernels(), weights="packed", activations=activations)
+        quantize_model(source, path, form, lambda *_: None)
+    return load(
+        path,
+        dtype,
+        kernels=native_kernels(),
+        weights="packed",
+        activations="int8" if INT8 in options else "bfloat16",
+        kv_dtype="int8" if KV8 in options else "auto",
+    )
 
 
 @dataclass(frozen=True)

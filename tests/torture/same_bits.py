@@ -31,7 +31,7 @@ from tests.torture.table import print_table
 from worker.models.load import LoadedModel
 
 DEFAULT = "default"
-MODELS = (DEFAULT, "Q4_1", "Q4_1-int8", "Q8_0", "Q8_0-int8", "Q4_K", "Q4_K-int8", DENSE)
+MODELS = (DEFAULT, "Q4_1", "Q4_1-int8", "Q8_0", "Q8_0-int8", "Q4_K", "Q4_K-int8", "Q4_1-kv8", DENSE)
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 COLUMNS = {"model": 12, "dtype": 10, "way": 24, "answers": 8, "other bits": 0}
 

@@ -19,6 +19,10 @@ from worker.attention import torch_paged
 from worker.attention.native_paged import NativePagedAttention
 from worker.attention.reference import ReferenceAttention
 from worker.attention.torch_paged import TorchPagedAttention
+from worker.kv.rounding import ROUNDED, round_heads
+
+KV_DTYPES = pytest.mark.parametrize("kv_dtype", [None, ROUNDED], ids=["as numbers", "rounded"])
+"""dtypes of the cache; None: the dtype of the queries."""
 
 
 def paged(case: PagedCase) -> TorchPagedAttention:
@@ -39,6 +43,7 @@ def cases(draw: st.DrawFn) -> PagedCase:
         block_tokens=draw(st.sampled_from([1, 2, 4, 16])),
         kv_heads=draw(st.integers(1, 3)),
         group=draw(st.integers(1, 4)),
+        kv_dtype=draw(st.sampled_from([None, ROUNDED])),
     )
 
 
@@ -178,6 +183,7 @@ def native_cases(draw: st.DrawFn) -> PagedCase:
         kv_heads=draw(st.integers(1, 3)),
         group=draw(st.sampled_from([1, 2, 3, 4, 7])),
         head_dim=draw(st.sampled_from([32, 64, 96])),
+        kv_dtype=draw(st.sampled_from([None, ROUNDED])),
     )
 
 
@@ -208,8 +214,12 @@ def test_a_sink_far_from_all_scores_leaves_all_weight_or_none(name: str) -> None
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
-def test_compiled_attention_in_bfloat16_differs_only_by_rounding(name: str, head_dim: int) -> None:
-    case = paged_case((0, 1), (17, 1), (700, 1), (30, 90), head_dim=head_dim, dtype=torch.bfloat16)
+@KV_DTYPES
+def test_compiled_attention_in_bfloat16_differs_only_by_rounding(
+    name: str, head_dim: int, kv_dtype: torch.dtype | None
+) -> None:
+    rows, dtype = [(0, 1), (17, 1), (700, 1), (30, 90)], torch.bfloat16
+    case = paged_case(*rows, head_dim=head_dim, dtype=dtype, kv_dtype=kv_dtype)
     theirs = case.attend(ReferenceAttention(), sinks=case.sinks())
     assert theirs.isfinite().all()
     assert_near(case.attend(native(name, case), sinks=case.sinks()), theirs)
@@ -218,11 +228,12 @@ def test_compiled_attention_in_bfloat16_differs_only_by_rounding(name: str, head
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@KV_DTYPES
 def test_compiled_attention_gives_a_row_the_same_bits_alone_and_in_a_batch(
-    name: str, dtype: torch.dtype
+    name: str, dtype: torch.dtype, kv_dtype: torch.dtype | None
 ) -> None:
     rows = [(60, 1), (3, 1), (900, 1), (256, 1), (40, 1), (5, 70), (300, 66)]
-    case = paged_case(*rows, dtype=dtype)
+    case = paged_case(*rows, dtype=dtype, kv_dtype=kv_dtype)
     together, cache = case.attend(native(name, case)), case.cache().layer(0)
     start = 0
     for row in case.rows:
@@ -240,17 +251,23 @@ CHUNKS = ((1,) * 80, (7, 64, 9), (2, 1, 30, 47), (79, 1))
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("before", [0, 460])
+@KV_DTYPES
 @pytest.mark.parametrize(
     ("group", "head_dim", "window"),
     [(1, 128, None), (2, 32, 70), (3, 64, 300), (5, 96, 33), (7, 256, None)],
 )
 def test_compiled_attention_gives_a_position_the_same_bits_in_any_chunk(
-    name: str, dtype: torch.dtype, before: int, group: int, head_dim: int, window: int | None
+    name: str,
+    dtype: torch.dtype,
+    before: int,
+    kv_dtype: torch.dtype | None,
+    group: int,
+    head_dim: int,
+    window: int | None,
 ) -> None:
     """80 positions are the first two tiles of keys, or end the second piece and begin the third."""
-    case = paged_case(
-        (before, 80), kv_heads=1, group=group, head_dim=head_dim, dtype=dtype, zeroed=True
-    )
+    shape: dict[str, Any] = {"kv_heads": 1, "group": group, "head_dim": head_dim}
+    case = paged_case((before, 80), **shape, dtype=dtype, zeroed=True, kv_dtype=kv_dtype)
     attention, queries = native(name, case), case.queries()
     cache, row = case.cache().layer(0), case.rows[0]
     cap = 3.0 if window == 70 else None
@@ -275,10 +292,14 @@ def test_compiled_attention_accepts_queries_that_are_part_of_wider_rows() -> Non
     assert_near(ours, case.attend(ReferenceAttention()))
 
 
-def test_compiled_attention_does_not_hide_a_nan_in_a_rows_own_block() -> None:
-    case = paged_case((40, 1))
+@KV_DTYPES
+def test_compiled_attention_does_not_hide_a_nan_in_a_rows_own_block(
+    kv_dtype: torch.dtype | None,
+) -> None:
+    case = paged_case((40, 1), kv_dtype=kv_dtype)
     attention = NativePagedAttention(native_kernels(), case.block_tokens)
     cache = case.cache()
-    cache.k[0, case.rows[0].blocks[1], 3] = float("nan")
+    nan = torch.full((case.head_dim,), float("nan"))
+    cache.k[0, case.rows[0].blocks[1], 3] = round_heads(nan) if cache.is_rounded else nan
     plan = attention.plan(attention_batch(case.rows, case.block_tokens))
     assert attention.run(case.queries(), *cache.layer(0), plan).isnan().all()

@@ -19,6 +19,7 @@ from worker.kernels.native import NativeKernels
 from worker.kernels.packed import PackedEmbedding, PackedLinear, PackedPart, pack
 from worker.kernels.reference import TorchKernels
 from worker.kv.cache import KVCache
+from worker.kv.rounding import ROUNDED
 from worker.layers.rope import inverse_frequencies, rotation
 from worker.loading.quant_blocks import BlockKind
 from worker.models.rope_config import RopeConfig
@@ -67,20 +68,37 @@ def test_silu_mul_equals_its_reference(
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(9, 3, 64), (4, 4, 32), (5, 1, 128)])
+@pytest.mark.parametrize("rounds_kv", [False, True], ids=["as numbers", "rounded"])
 def test_rotation_and_cache_write_equal_their_reference(
-    native: NativeKernels, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int
+    native: NativeKernels,
+    dtype: torch.dtype,
+    rounds_kv: bool,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
 ) -> None:
     tokens = 5
     qkv = randn(tokens, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
     frequencies = inverse_frequencies(RopeConfig(head_dim, 1e4))
     cos_sin = rotation(torch.tensor([0, 3, 77, 4000, 9]), frequencies, dtype)
     slots = torch.tensor([9, 4, 31, 12, 30])
-    caches = [KVCache(2, 8, 4, kv_heads, head_dim, dtype, CPU) for _ in range(2)]
+    qkv[1, -head_dim:] = 0
+    kv_dtype = ROUNDED if rounds_kv else dtype
+    caches = [KVCache(2, 8, 4, kv_heads, head_dim, kv_dtype, CPU) for _ in range(2)]
     theirs = TorchKernels().rotate_and_cache(qkv.clone(), cos_sin, caches[0], 1, slots)
     ours = native.rotate_and_cache(qkv, cos_sin, caches[1], 1, slots)
     assert_near(ours, theirs)
-    assert_near(caches[1].k, caches[0].k)
-    assert torch.equal(caches[1].v, caches[0].v)
+    if not rounds_kv:
+        assert_near(caches[1].k, caches[0].k)
+        assert torch.equal(caches[1].v, caches[0].v)
+        return
+    # A number that is almost in the middle of two integers may become either.
+    for one, other in ((caches[1].k, caches[0].k), (caches[1].v, caches[0].v)):
+        apart = one[..., :head_dim].int() - other[..., :head_dim].int()
+        assert apart.abs().max() <= 1
+        assert apart.count_nonzero() <= apart.numel() / 100
+        scales = [each[..., head_dim:].contiguous().view(torch.float32) for each in (one, other)]
+        torch.testing.assert_close(*scales, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=0)
 
 
 @pytest.mark.parametrize("kind", BlockKind)

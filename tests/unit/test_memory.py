@@ -27,6 +27,7 @@ from worker.kernels import sizes
 from worker.kernels.cpuinfo import cpu_flags
 from worker.kernels.native import NativeKernels
 from worker.kv.cache import block_bytes
+from worker.kv.rounding import ROUNDED
 from worker.loading.errors import NotEnoughMemory, UnusableModel
 from worker.loading.header import read_header
 from worker.models.load import load_model
@@ -301,8 +302,10 @@ def test_packed_sizes_equal_those_of_the_kernels() -> None:
 def test_the_planned_block_size_equals_that_of_the_cache(model: Path) -> None:
     config = read_header(model).spec
     shape = (config.num_layers, 16, config.num_kv_heads, config.head_dim)
-    for name, item in DTYPE_BYTES.items():
-        assert planned_block_bytes(config, 16, item) == block_bytes(*shape, getattr(torch, name))
+    for name in DTYPE_BYTES:
+        assert planned_block_bytes(config, 16, name) == block_bytes(*shape, getattr(torch, name))
+        rounded = planned_block_bytes(config, 16, name, rounds_kv=True)
+        assert rounded == block_bytes(*shape, ROUNDED)
 
 
 def test_types_that_cannot_stay_packed_are_expanded(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from worker.attention.base import AttentionBatch
+from worker.kv.rounding import numbers_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +43,10 @@ class ReferenceAttention:
         for row, table in enumerate(batch.block_table):
             start, stop = batch.row_starts[row : row + 2].tolist()
             unseen = int(batch.context_lens[row]) - (stop - start)
-            keys = k_cache[table].flatten(0, 1).float()
-            values = v_cache[table].flatten(0, 1).float()
+            keys, values = (
+                numbers_of(cache[table], torch.float32).flatten(0, 1).float()
+                for cache in (k_cache, v_cache)
+            )
             for token in range(start, stop):
                 end = unseen + token - start + 1
                 first = 0 if plan.window is None else max(end - plan.window, 0)

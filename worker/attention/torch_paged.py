@@ -35,6 +35,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention, softmax
 
 from protocol.kv_window import num_passed_blocks
 from worker.attention.base import AttentionBatch
+from worker.kv.rounding import ROUNDED, numbers_of
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """`_attend` with its scale and soft cap bound: (q, k, v, mask, sinks) -> attention."""
@@ -270,8 +271,11 @@ def _decode(
     keys become G queries of one head, so that their keys are read once."""
     b, heads, head_dim = q.shape
     kv_heads, num_keys = k_cache.shape[2], group.mask.shape[-1]
-    k = k_cache.index_select(0, group.blocks).view(b, num_keys, kv_heads, head_dim).transpose(1, 2)
-    v = v_cache.index_select(0, group.blocks).view(b, num_keys, kv_heads, head_dim).transpose(1, 2)
+    k, v = k_cache.index_select(0, group.blocks), v_cache.index_select(0, group.blocks)
+    if k.dtype == ROUNDED:
+        k, v = numbers_of(k, q.dtype), numbers_of(v, q.dtype)
+    k = k.view(b, num_keys, kv_heads, head_dim).transpose(1, 2)
+    v = v.view(b, num_keys, kv_heads, head_dim).transpose(1, 2)
     shared_by = heads // kv_heads
     padding = -shared_by % QUERY_MULTIPLE
     grouped = pad(q.reshape(b, kv_heads, shared_by, head_dim), (0, 0, 0, padding))
@@ -291,8 +295,10 @@ def _prefill(
     sinks: Tensor | None,
 ) -> None:
     """Write the attention of a span's tiles into their rows of `out`, [T, H, D] like q."""
-    k = k_cache.index_select(0, span.blocks).flatten(0, 1).transpose(0, 1)[None]  # [1, H_kv, N, D]
-    v = v_cache.index_select(0, span.blocks).flatten(0, 1).transpose(0, 1)[None]
+    k, v = k_cache.index_select(0, span.blocks), v_cache.index_select(0, span.blocks)
+    if k.dtype == ROUNDED:
+        k, v = numbers_of(k, q.dtype), numbers_of(v, q.dtype)
+    k, v = (each.flatten(0, 1).transpose(0, 1)[None] for each in (k, v))  # [1, H_kv, N, D]
     sinks = None if sinks is None else sinks[:, None, None]
     for tile in span.tiles:
         queries = q[tile.start : tile.stop].transpose(0, 1)[None]

@@ -17,6 +17,7 @@ from torch import Tensor
 from worker.attention.base import AttentionBatch
 from worker.kernels import structs
 from worker.kv.cache import KVCache
+from worker.kv.rounding import ROUNDED, stored_width
 
 IS_FLOAT, IS_BFLOAT16 = 0, 1
 DTYPE_CODES = {torch.float32: IS_FLOAT, torch.bfloat16: IS_BFLOAT16}
@@ -24,8 +25,8 @@ DTYPE_CODES = {torch.float32: IS_FLOAT, torch.bfloat16: IS_BFLOAT16}
 SIGNATURES = {
     "add_norm": "iiiippppd",
     "silu_mul": "iiiipp",
-    "place_kv": "iiippppppp",
-    "paged_attention": "iipppipppp",
+    "place_kv": "iiiippppppp",
+    "paged_attention": "iiipppipppp",
     "linear_to_float": "iipipp",
     "linear_same": "iipippp",
     "forward": "iip",
@@ -128,11 +129,12 @@ class NativeKernels:
         slot_mapping: Tensor,
     ) -> Tensor:
         k, v = cache.layer(layer)
-        kv_heads, head_dim = k.shape[-2:]
+        kv_heads, head_dim = k.shape[2], cache.head_dim
         heads = qkv.shape[1] // head_dim - 2 * kv_heads
         assert slot_mapping.shape == (len(qkv),) == rotation[0].shape[:1]
         self.library.place_kv(
-            dtype_code(qkv, k, *rotation),
+            dtype_code(qkv, *rotation),
+            rounds_kv(k, v, qkv.dtype, head_dim),
             torch.get_num_threads(),
             len(qkv),
             byref(structs.CHeads(heads, kv_heads, head_dim)),
@@ -157,13 +159,14 @@ class NativeKernels:
         """Return the attention output [T, H, D] of one layer, as `Attention.run` does.
 
         q        [T, H, D]; may be a slice of wider rows, such as qkv
-        k, v     the layer's caches, [B, block_tokens, H_kv, D]
+        k, v     the layer's caches, [B, block_tokens, H_kv, stored_width]
         """
         tokens, heads, head_dim = q.shape
         assert q.stride()[1:] == (head_dim, 1)
         out = q.new_empty(tokens, heads, head_dim)
         self.library.paged_attention(
-            dtype_code(q, k, v),
+            dtype_code(q),
+            rounds_kv(k, v, q.dtype, head_dim),
             torch.get_num_threads(),
             byref(structs.CHeads(heads, k.shape[2], head_dim)),
             byref(rows),
@@ -173,6 +176,19 @@ class NativeKernels:
             byref(scoring),
         )
         return out
+
+
+def rounds_kv(k: Tensor, v: Tensor, dtype: torch.dtype, head_dim: int) -> bool:
+    """Return whether caches [..., stored_width] store rounded keys and values (kv/rounding.py).
+
+    Raises ValueError if they store heads of `head_dim` numbers neither so nor in `dtype`.
+    """
+    for cache in (k, v):
+        if cache.shape[-1] != stored_width(head_dim, cache.dtype) or cache.dtype != k.dtype:
+            raise ValueError(f"a cache of {tuple(cache.shape)} {cache.dtype} has other heads")
+    if k.dtype not in (dtype, ROUNDED):
+        raise ValueError(f"kernels in {dtype} cannot read a cache in {k.dtype}")
+    return k.dtype == ROUNDED
 
 
 def dtype_code(*tensors: Tensor) -> int:

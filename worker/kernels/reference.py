@@ -28,8 +28,8 @@ class TorchKernels:
         layer: int,
         slot_mapping: Tensor,
     ) -> Tensor:
-        kv_heads, head_dim = cache.k.shape[-2:]
-        heads = qkv.view(len(qkv), -1, head_dim)
+        kv_heads = cache.k.shape[3]
+        heads = qkv.view(len(qkv), -1, cache.head_dim)
         rotated = rotate(heads[:, :-kv_heads], *rotation)
         cache.write(layer, rotated[:, -kv_heads:], heads[:, -kv_heads:], slot_mapping)
         return rotated[:, :-kv_heads]

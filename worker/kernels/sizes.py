@@ -56,6 +56,8 @@ DIM_MULTIPLE, SIZE_MULTIPLE = 32, 16
 """Head dims must be a multiple of the first, hidden and intermediate sizes of the second."""
 MAX_DIM, MAX_GROUP = 256, 32
 """Largest head dim, and most query heads that share a key/value head."""
+SCALE_BYTES = 4
+"""Bytes of the scale behind each rounded head of a K/V cache (kv/rounding.py)."""
 
 
 def fits(*, heads: int, kv_heads: int, head_dim: int, sizes: tuple[int, ...]) -> bool:

@@ -1,9 +1,10 @@
 """Paged KV cache: keys and values in blocks, which can be read, written and zeroed.
 
 Legend: L layers of a block, B blocks (block 0 is the null block), H_kv key/value heads, D head dim,
-T tokens. The engine assigns blocks to requests; the cache does not store the assignment. Usually a
-block stores all layers of the model. If only some layers have a window, each column of a block
-table has several blocks, which store different layers (KVGroups in protocol/kv_window.py).
+W items of a stored head: D, or more if heads are rounded (rounding.py), T tokens. The engine
+assigns blocks to requests; the cache does not store the assignment. Usually a block stores all
+layers of the model. If only some layers have a window, each column of a block table has several
+blocks, which store different layers (KVGroups in protocol/kv_window.py).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from worker.kv.rounding import ROUNDED, head_bytes, round_heads, stored_width
 from worker.kv.transfer.shared_memory import SharedMemory
 
 
@@ -48,7 +50,7 @@ def layer_places(windows: Sequence[int | None]) -> list[LayerPlace]:
 
 
 class KVCache:
-    """The keys `k` and values `v`, [L, B, block_tokens, H_kv, D] each, initially zero. Block 0 is
+    """The keys `k` and values `v`, [L, B, block_tokens, H_kv, W] each, initially zero. Block 0 is
     never written."""
 
     def __init__(
@@ -66,19 +68,26 @@ class KVCache:
     ) -> None:
         """Create a cache whose blocks store `num_layers` layers each.
 
+        dtype    of the numbers; int8: heads are rounded
         shared   new memory of `num_blocks` blocks; None: allocate memory on the device
         places   of the model's layers; if empty, a block stores all layers
         """
-        shape = (num_layers, num_blocks, block_tokens, num_kv_heads, head_dim)
+        width = stored_width(head_dim, dtype)
+        shape = (num_layers, num_blocks, block_tokens, num_kv_heads, width)
         self.block_tokens = block_tokens
+        self.head_dim = head_dim
+        #: Whether heads are rounded to eight bits.
+        self.is_rounded = dtype == ROUNDED
         self.shared = shared
         if shared is None:
-            num_bytes = num_blocks * block_bytes(*shape[:1], *shape[2:], dtype)
+            num_bytes = num_blocks * block_bytes(
+                num_layers, block_tokens, num_kv_heads, head_dim, dtype
+            )
             self._memory = _zeros(num_bytes, device)
         else:
             self._memory = torch.from_numpy(shared.content)
         self.k, self.v = self._memory.view(dtype).view(2, *shape).unbind()
-        flat = (num_layers, num_blocks * block_tokens, num_kv_heads, head_dim)
+        flat = (num_layers, num_blocks * block_tokens, num_kv_heads, width)
         places = places or [LayerPlace(0, row) for row in range(num_layers)]
         self._rows = [place.row for place in places]
         self._flat_k = [self.k.view(flat)[row] for row in self._rows]
@@ -100,7 +109,7 @@ class KVCache:
         return self._memory.view(2 * self.k.shape[0], self.num_blocks, -1)
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of one layer of the model, [B, block_tokens, H_kv, D] each."""
+        """Return the keys and values of one layer of the model, [B, block_tokens, H_kv, W] each."""
         row = self._rows[index]
         return self.k[row], self.v[row]
 
@@ -109,6 +118,8 @@ class KVCache:
 
         Entries must be distinct and outside block 0.
         """
+        if self.is_rounded:
+            k, v = round_heads(k), round_heads(v)
         self._flat_k[layer].index_copy_(0, slot_mapping, k)
         self._flat_v[layer].index_copy_(0, slot_mapping, v)
 
@@ -122,7 +133,7 @@ def block_bytes(
     num_layers: int, block_tokens: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> int:
     """Return the size in bytes of one block that stores `num_layers` layers."""
-    return 2 * num_layers * block_tokens * num_kv_heads * head_dim * dtype.itemsize
+    return 2 * num_layers * block_tokens * num_kv_heads * head_bytes(head_dim, dtype)
 
 
 def _zeros(num_bytes: int, device: torch.device) -> Tensor:

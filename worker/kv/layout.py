@@ -37,13 +37,13 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_cache(cls, card: ModelCard, cache: KVCache) -> Self:
-        num_layers, _, block_tokens, num_kv_heads, head_dim = cache.k.shape
+        num_layers, _, block_tokens, num_kv_heads, _ = cache.k.shape
         return cls(
             model=card.digest,
             dtype=str(cache.k.dtype).removeprefix("torch."),
             num_layers=num_layers,
             num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
+            head_dim=cache.head_dim,
             block_tokens=block_tokens,
         )
 

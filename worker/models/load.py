@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from protocol.config.worker import Activations, WeightForm
+from protocol.config.worker import Activations, KVDtype, WeightForm
 from protocol.model_card import ModelCard
 from worker.kernels.base import Kernels
 from worker.kernels.cpuinfo import cpu_flags
 from worker.kernels.fingerprint import fingerprint
 from worker.kernels.native import NativeKernels
 from worker.kernels.reference import TorchKernels
+from worker.kv.rounding import ROUNDED, choose_kv_dtype
 from worker.layers.mlp import ExpertMlp
 from worker.loading.digest import digest
 from worker.loading.errors import UnusableModel
@@ -38,11 +39,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model that is ready to compute, its card and its spec."""
+    """A model that is ready to compute, its card and its spec, and the dtype of its K/V cache."""
 
     model: DecoderModel | TransformersModel
     card: ModelCard
     spec: ModelSpec | TransformersSpec
+    kv_dtype: torch.dtype
     step_costs: list[tuple[int, float]] = field(default_factory=list)
 
 
@@ -54,6 +56,7 @@ def load_model(
     kernels: Kernels | None = None,
     weights: WeightForm = "auto",
     activations: Activations = "auto",
+    kv_dtype: KVDtype = "auto",
     measurements: Path | None = None,
     on_header: Callable[[ModelHeader | TransformersHeader], object] = lambda header: None,
 ) -> LoadedModel:
@@ -63,6 +66,7 @@ def load_model(
     kernels        used if they support the model; otherwise, or if None, torch's are used
     weights        form of the weights (weight_layout.py)
     activations    whether the inputs of quantised weights are rounded (weight_layout.py)
+    kv_dtype       whether keys and values are rounded (kv/rounding.py)
     measurements   directory that caches measured times between starts; None disables the cache
     on_header      called with the model's header, before the weights are loaded
     """
@@ -71,7 +75,8 @@ def load_model(
     if isinstance(header, TransformersHeader):
         if activations == "int8":
             raise UnusableModel("activations in int8 need packed weights")
-        return _load_transformers(header, dtype, device, kernels or TorchKernels(), weights)
+        kernels = kernels or TorchKernels()
+        return _load_transformers(header, dtype, device, kernels, weights, kv_dtype)
     spec = header.spec
     kernels = fitting(kernels or TorchKernels(), spec)
     form = layout(kernels, weights, dtype, activations)
@@ -79,15 +84,16 @@ def load_model(
     loaded = load_weights(header.tensors, source, dtype=dtype, device=device, layout=form)
     costs = settle(spec, loaded, dtype, kernels, measurements)
     model = DecoderModel(spec, loaded, kernels)
+    cache_dtype = choose_kv_dtype(kv_dtype, dtype)
     memory = {tensor.data_ptr(): tensor.nbytes for tensor in model.tensors()}
     card = _card(
         header,
         dtype,
         num_parameters=_num_parameters(loaded, tied=spec.tied_embeddings),
         weights_bytes=sum(memory.values()),
-        numerics=_numerics(model, dtype, form),
+        numerics=_numerics(model, dtype, form, cache_dtype),
     )
-    return LoadedModel(model, card, spec, costs)
+    return LoadedModel(model, card, spec, cache_dtype, costs)
 
 
 def _load_transformers(
@@ -96,6 +102,7 @@ def _load_transformers(
     device: torch.device,
     kernels: Kernels,
     weights: WeightForm,
+    kv_dtype: KVDtype,
 ) -> LoadedModel:
     if weights == "packed":
         raise UnusableModel("packed weights are not possible for models that transformers computes")
@@ -107,7 +114,7 @@ def _load_transformers(
         header, dtype, num_parameters=spec.num_parameters, weights_bytes=model.weights_bytes
     )
     log.info("%s is computed by transformers, with our attention", spec.architecture)
-    return LoadedModel(model, card, spec)
+    return LoadedModel(model, card, spec, choose_kv_dtype(kv_dtype, dtype))
 
 
 def open_weights(header: ModelHeader) -> WeightSource:
@@ -152,7 +159,9 @@ def _card(
     )
 
 
-def _numerics(model: DecoderModel, dtype: torch.dtype, form: WeightLayout) -> str:
+def _numerics(
+    model: DecoderModel, dtype: torch.dtype, form: WeightLayout, kv_dtype: torch.dtype
+) -> str:
     """Return ModelCard.numerics."""
     whole, kernels = model.whole, model.kernels
     if whole is None or not whole.keeps_bits or not isinstance(kernels, NativeKernels):
@@ -161,6 +170,7 @@ def _numerics(model: DecoderModel, dtype: torch.dtype, form: WeightLayout) -> st
         kernels.file,
         str(dtype),
         rounds_inputs=isinstance(form, PackedLayout) and form.rounds_inputs,
+        rounds_kv=kv_dtype == ROUNDED,
         cpu_flags=cpu_flags(),
     )
 

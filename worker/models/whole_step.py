@@ -23,7 +23,7 @@ from torch import Tensor
 from worker.attention.native_paged import NativePlan
 from worker.kernels import structs
 from worker.kernels.base import Kernels
-from worker.kernels.native import DTYPE_CODES, NativeKernels, address, dtype_code, scoring_struct
+from worker.kernels.native import DTYPE_CODES, NativeKernels, address, rounds_kv, scoring_struct
 from worker.kernels.packed import PackedEmbedding, PackedLinear, PackedMatrix, pack
 from worker.kv.cache import KVCache
 from worker.layers.embedding import DenseEmbedding, Embedding
@@ -99,6 +99,7 @@ class WholePass:
         self._from_rows = min(map(_from_rows, weights.layers))
         self._memory = PassMemory()
         self._cache = 0
+        self._rounds_kv = False
         self.vocab = weights.embedding.size
         #: Positions that can be computed.
         self.max_positions = spec.learned_positions or sys.maxsize
@@ -212,14 +213,17 @@ class WholePass:
             eps=spec.norm.eps,
             embedding_scale=self._embedding_scale,
             residual_scale=spec.residual_scale,
+            rounds_kv=self._rounds_kv,
             **scratch,
         )
 
     def use_cache(self, cache: KVCache) -> None:
-        """Make this step and later ones use `cache`, whose numbers must have the weights' dtype."""
+        """Make this step and later ones use `cache`, whose numbers must have the weights' dtype,
+        or be rounded."""
         if self._cache == cache.k.data_ptr():
             return
-        assert dtype_code(cache.k, cache.v) == self.dtype_code
+        dtype = self._weights.embedding.dtype
+        self._rounds_kv = rounds_kv(cache.k, cache.v, dtype, self._attention.head_dim)
         for index, layer in enumerate(self._layers):
             layer.k_cache, layer.v_cache = map(address, cache.layer(index))
             layer.entry = cache.entries[index]

@@ -72,18 +72,19 @@ def assemble(
         budget = kv_budget(
             config,
             context_tokens=loaded.card.context_tokens,
-            block_bytes=sum(block_bytes(*shape, dtype) for shape in shapes),
+            block_bytes=sum(block_bytes(*shape, loaded.kv_dtype) for shape in shapes),
             free_bytes=free_bytes(device),
             window=window,
             groups=groups,
         )
-        shared = _shared_memory(config, device, budget.num_blocks * block_bytes(*shapes[0], dtype))
+        num_bytes = budget.num_blocks * block_bytes(*shapes[0], loaded.kv_dtype)
+        shared = _shared_memory(config, device, num_bytes)
         caches = [
             KVCache(
                 shape[0],
                 budget.num_blocks,
                 *shape[1:],
-                dtype,
+                loaded.kv_dtype,
                 device,
                 shared=memory,
                 places=layer_places(loaded.spec.layer_windows) if groups is not None else (),
@@ -106,9 +107,11 @@ def assemble(
         _warm_up(runner, caches, budget.max_len)
     malloc.keep_pages()  # after loading, so that its temporary memory has been returned
     log.info(
-        "model %s dtype=%s device=%s kernels=%s weights=%d MiB threads=%d blocks=%d max_len=%d",
+        "model %s dtype=%s kv=%s device=%s kernels=%s weights=%d MiB threads=%d blocks=%d "
+        "max_len=%d",
         loaded.card.name,
         loaded.card.dtype,
+        str(loaded.kv_dtype).removeprefix("torch."),
         device,
         loaded.model.kernels.name,
         loaded.card.weights_bytes >> 20,
@@ -155,6 +158,7 @@ def _load(
         kernels=kernels,
         weights=config.weights,
         activations=config.activations,
+        kv_dtype=config.kv_dtype,
         measurements=Path(config.measurements) if config.measurements else None,
     )
     with timing("load weights"):

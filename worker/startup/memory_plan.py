@@ -126,12 +126,15 @@ def plan_memory(
     Raises NotEnoughMemory, with the numbers and the options to change, and UnusableModel if
     `options.max_len` exceeds the model's context.
     """
-    model, item = models[0], DTYPE_BYTES[dtype]
+    model, rounds_kv = models[0], options.kv_dtype == "int8"
     context_tokens = model.spec.context_tokens
     weights = sum(weights_bytes(each, dtype) for each in models)
     specs = [each.spec for each in models]
     window, groups = kv_window(options, specs), kv_groups(options, specs)
-    block = sum(block_bytes(spec, options.block_tokens, item, groups) for spec in specs)
+    block = sum(
+        block_bytes(spec, options.block_tokens, dtype, groups, rounds_kv=rounds_kv)
+        for spec in specs
+    )
     work = work_bytes(model, dtype, options.max_slots)
     # Slots hold a request's tokens, and no request is longer than the cache can serve.
     longest = max_request_tokens(
@@ -284,11 +287,21 @@ def expanded_kinds(model: AnyPlanned) -> set[str]:
 
 
 def block_bytes(
-    spec: ModelFacts, block_tokens: int, item_bytes: int, groups: KVGroups | None = None
+    spec: ModelFacts,
+    block_tokens: int,
+    dtype: str,
+    groups: KVGroups | None = None,
+    *,
+    rounds_kv: bool = False,
 ) -> int:
-    """Return the memory of one KV block: its keys and values in all layers that it stores."""
-    num_layers = num_block_layers(spec, groups)
-    return 2 * num_layers * block_tokens * spec.num_kv_heads * spec.head_dim * item_bytes
+    """Return the memory of one KV block: its keys and values in all layers that it stores.
+
+    rounds_kv   whether they are rounded to eight bits
+    """
+    num_heads = 2 * num_block_layers(spec, groups) * block_tokens * spec.num_kv_heads
+    if rounds_kv:
+        return num_heads * (spec.head_dim + sizes.SCALE_BYTES)
+    return num_heads * spec.head_dim * DTYPE_BYTES[dtype]
 
 
 def work_bytes(model: AnyPlanned, dtype: str, max_slots: int) -> int:

@@ -27,6 +27,7 @@ from protocol.kv_window import num_column_blocks
 from protocol.sampling import SamplingParams
 from protocol.steps import SlotInit, SlotRelease, StepPlan, WorkerReady
 from worker.debug.benchmark.parts import PartsClock, TimedPart, WatchedModel, watched_linears
+from worker.kv.rounding import round_heads
 from worker.startup.assembly import assemble
 from worker.startup.timing import StartupTiming
 from worker.step import Runner
@@ -185,7 +186,11 @@ class StepBenchmark:
         cache = self.components.cache
         for layer in range(len(cache.k)):
             for tensor in (cache.k, cache.v):
-                tensor[layer, 1:].normal_()
+                if cache.is_rounded:
+                    noise = torch.randn(*tensor.shape[1:-1], cache.head_dim)
+                    tensor[layer, 1:] = round_heads(noise[1:])
+                else:
+                    tensor[layer, 1:].normal_()
 
 
 def _clock_of(device: torch.device) -> Callable[[], float]:

@@ -50,10 +50,10 @@ struct Scoring {
     }
 };
 
-template <class N> struct Attend {
+template <class N, class S> struct Attend {
     const N *q;        // [T, ...], q_stride items from token to token
     N *out;            // [T, H, D]
-    const N *k, *v;    // [B, block_tokens, H_kv, D]
+    const S *k, *v;    // [B, block_tokens, H_kv, stored_width]
     int64_t q_stride;
     Heads heads;
     Scoring scoring;
@@ -75,9 +75,9 @@ struct Work {
     std::vector<Item> items; // first num_tiles tiles, which take longest, then the decode pieces
     int64_t num_tiles = 0, num_partials = 0;
 
-    // Returns how many heads of a piece one thread computes, for numbers of `bytes` bytes.
-    int64_t heads_per_item(const Heads &h, int64_t bytes) const {
-        const int64_t fitting = L2_BYTES / (2 * PIECE * h.dim * bytes);
+    // Returns how many heads of a piece one thread computes. head_bytes: of a stored head.
+    int64_t heads_per_item(const Heads &h, int64_t head_bytes) const {
+        const int64_t fitting = L2_BYTES / (2 * PIECE * head_bytes);
         if ((int64_t)items.size() - num_tiles < MIN_PIECES || fitting < 1) return 1;
         return fitting < h.kv_heads ? fitting : h.kv_heads;
     }
@@ -104,14 +104,14 @@ INLINE int64_t cache_index(const Rows &rows, int64_t row, int64_t key) {
 }
 
 // Writes the addresses of the keys and values [first, count) of a row and head, counted from key `start`.
-template <class N>
-INLINE void find_keys(const Attend<N> &a, const Rows &rows, int64_t row, int64_t kv_head, int64_t start,
-                      int64_t first, int64_t count, const N **keys, const N **values) {
-    const int64_t apart = a.heads.kv_heads * a.heads.dim; // from token to token
+template <class N, class S>
+INLINE void find_keys(const Attend<N, S> &a, const Rows &rows, int64_t row, int64_t kv_head, int64_t start,
+                      int64_t first, int64_t count, const S **keys, const S **values) {
+    const int64_t width = stored_width<S>(a.heads.dim), apart = a.heads.kv_heads * width;
     for (int64_t j = first; j < count;) {
         const int64_t left = rows.block_tokens - (start + j) % rows.block_tokens;
         const int64_t end = j + (left < count - j ? left : count - j);
-        int64_t at = cache_index(rows, row, start + j) * apart + kv_head * a.heads.dim;
+        int64_t at = cache_index(rows, row, start + j) * apart + kv_head * width;
         for (; j < end; j++, at += apart) {
             keys[j] = a.k + at;
             values[j] = a.v + at;
@@ -120,7 +120,8 @@ INLINE void find_keys(const Attend<N> &a, const Rows &rows, int64_t row, int64_t
 }
 
 // Writes the output [D] of query head `head` from the sums of all its keys.
-template <class N> INLINE void finish_head(const Attend<N> &a, int64_t head, const Sums &sums, N *out) {
+template <class N, class S>
+INLINE void finish_head(const Attend<N, S> &a, int64_t head, const Sums &sums, N *out) {
     const float total = a.scoring.with_sink(head, *sums.peak, *sums.total);
     for (int64_t d = 0; d < a.heads.dim; d += LANES) store(out + d, load(sums.values + d) / total);
 }
@@ -138,8 +139,8 @@ INLINE Sums sums_at(float *floats, int64_t g, const Heads &h) {
 }
 
 // A tile of a piece, and what is prefetched meanwhile.
-template <class N> struct Tile {
-    const N *const *keys, *const *values; // addresses
+template <class S> struct Tile {
+    const S *const *keys, *const *values; // addresses
     int64_t first, count; // the row sees the keys [first, count)
     int64_t ahead;        // keys from which on there is nothing to prefetch
     int64_t prefetch_size;
@@ -148,28 +149,32 @@ template <class N> struct Tile {
 // Adds the keys of a tile to the sums of Q query heads, from number `g` on.
 //
 // q: [G, D]. floats: the memory of the sums of all heads that share the key/value head.
-template <int Q, class N>
-INLINE void decode_heads(const Attend<N> &a, const typename Dots<N>::Query *q, const Tile<N> &tile, int64_t g,
+template <int Q, class N, class S>
+INLINE void decode_heads(const Attend<N, S> &a, const typename Dots<N>::Query *q, const Tile<S> &tile, int64_t g,
                          float *floats) {
     const int64_t dim = a.heads.dim, from = tile.first / LANES * LANES;
     const int64_t to = (tile.count + LANES - 1) / LANES * LANES;
-    alignas(64) float scores[Q * TILE_KEYS];
-    scores_in_place<Q>(q + g * dim, tile.keys, tile.values, tile.first, tile.count, tile.ahead, dim,
-                       g == 0 ? tile.prefetch_size : 0, (float)a.scoring.scale, scores);
+    alignas(64) float scores[Q * TILE_KEYS], key_scales[TILE_KEYS], value_scales[TILE_KEYS];
+    scores_in_place<Q, N>(q + g * dim, tile.keys, tile.values, tile.first, tile.count, tile.ahead, dim,
+                          g == 0 ? tile.prefetch_size : 0, (float)a.scoring.scale, scores);
+    load_scales(tile.keys, tile.first, tile.count, dim, key_scales);
+    load_scales(tile.values, tile.first, tile.count, dim, value_scales);
     for (int m = 0; m < Q; m++) {
         float *own = scores + m * TILE_KEYS;
+        apply_scales<S>(own, from, to, key_scales);
         if (a.scoring.soft_cap != 0) cap_scores(own + from, to - from, (float)a.scoring.soft_cap);
         add_weights(own, from, to, tile.first, tile.count, sums_at(floats, g + m, a.heads), dim);
+        apply_scales<S>(own, from, to, value_scales);
     }
     add_values<Q>(scores, tile.values, tile.first, tile.count, dim, floats + g * dim);
 }
 
 // Computes the sums of a piece and all query heads that share a key/value head.
 //
-// prefetch_size: numbers to prefetch of each key and value, from this head on. More than D numbers also
+// prefetch_size: items to prefetch of each key and value, from this head on. More than a head's items also
 // prefetch the heads that follow.
-template <class N>
-void decode_piece(const Attend<N> &a, const Rows &rows, const Item &item, int64_t kv_head,
+template <class N, class S>
+void decode_piece(const Attend<N, S> &a, const Rows &rows, const Item &item, int64_t kv_head,
                   int64_t prefetch_size, float *floats) {
     const Heads &h = a.heads;
     const int64_t group = h.heads / h.kv_heads, dim = h.dim, context = rows.context_lens[item.row];
@@ -179,13 +184,13 @@ void decode_piece(const Attend<N> &a, const Rows &rows, const Item &item, int64_
     memset(floats, 0, (size_t)group_floats(h) * sizeof(float));
     for (int64_t g = 0; g < group; g++) *sums_at(floats, g, h).peak = -INFINITY;
     if (start >= end) return; // the window starts after this piece
-    const N *keys[PIECE], *values[PIECE];
+    const S *keys[PIECE], *values[PIECE];
     find_keys(a, rows, item.row, kv_head, item.first, start, end, keys, values);
     alignas(64) typename Dots<N>::Query q[MAX_GROUP * MAX_DIM];
     convert_row(a.q + rows.row_starts[item.row] * a.q_stride + kv_head * group * dim, q, group * dim);
     for (int64_t j = start; j < end && j < start + KEYS_AHEAD; j++) prefetch(keys[j], prefetch_size);
     for (int64_t at = start / TILE_KEYS * TILE_KEYS; at < end; at += TILE_KEYS) {
-        const Tile<N> tile{keys + at, values + at, start > at ? start - at : 0,
+        const Tile<S> tile{keys + at, values + at, start > at ? start - at : 0,
                            end - at < TILE_KEYS ? end - at : TILE_KEYS, end - at, prefetch_size};
         for (int64_t g = 0; g < group; g += QUERIES_AT_ONCE) {
             switch (group - g) {
@@ -199,8 +204,8 @@ void decode_piece(const Attend<N> &a, const Rows &rows, const Item &item, int64_
 }
 
 // Computes one piece for one key/value head. A piece that is the whole row is finished at once.
-template <class N>
-void decode_item(const Attend<N> &a, const Rows &rows, const Item &item, int64_t kv_head,
+template <class N, class S>
+void decode_item(const Attend<N, S> &a, const Rows &rows, const Item &item, int64_t kv_head,
                  int64_t prefetch_size, float *partials) {
     const Heads &h = a.heads;
     const int64_t group = h.heads / h.kv_heads, size = group_floats(h);
@@ -217,8 +222,8 @@ void decode_item(const Attend<N> &a, const Rows &rows, const Item &item, int64_t
 
 // Finishes a row of several pieces, items[0, count), after all of them are computed. Their sums are added
 // to those of the first piece.
-template <class N>
-void join_row(const Attend<N> &a, const Rows &rows, const Item *items, int64_t count,
+template <class N, class S>
+void join_row(const Attend<N, S> &a, const Rows &rows, const Item *items, int64_t count,
               float *partials) {
     const Heads &h = a.heads;
     const int64_t group = h.heads / h.kv_heads, size = group_floats(h);

@@ -4,6 +4,7 @@
 // Legend: T tokens, H query heads, H_kv key/value heads, D head dim.
 #pragma once
 
+#include "stored_kv.h"
 #include "team.h"
 
 namespace {
@@ -116,31 +117,30 @@ INLINE void norm_heads(N *x, const Norm &norm, int64_t heads, int64_t dim, int64
     for (int64_t at = 0; at < heads * dim; at += width) norm_row<N>(x + at, norm, x + at, width, eps);
 }
 
-// Writes one token's keys and values to the cache without rotating them.
+// Rotates the first `rotated` items of each of one token's queries and keys in place.
+//
+// qkv: [(H + 2 H_kv) D]
 template <class N>
-INLINE void cache_row(const N *qkv, N *k_cache, N *v_cache, int64_t slot, const Heads &h) {
-    const N *keys = qkv + h.heads * h.dim;
-    const int64_t width = h.kv_heads * h.dim;
-    memcpy(k_cache + slot * width, keys, (size_t)width * sizeof(N));
-    memcpy(v_cache + slot * width, keys + width, (size_t)width * sizeof(N));
+INLINE void rotate_row(N *qkv, const N *cos, const N *sin, const Heads &h, int64_t rotated) {
+    for (int64_t i = 0; i < h.heads + h.kv_heads; i++) {
+        N *head = qkv + i * h.dim;
+        if (rotated == h.dim) rotate_head(head, head, cos, sin, h.dim);
+        else rotate_part(head, head, cos, sin, h.dim, rotated);
+    }
 }
 
-// Rotates the first `rotated` items of one token's queries in place, and writes its keys, rotated
-// likewise, and its values to the cache.
+// Writes one token's keys and values to the cache, in the type S in which it stores them.
 //
-// qkv: [(H + 2 H_kv) D]. k_cache, v_cache: one layer, [tokens, H_kv, D]. slot: the token's index in them.
-template <class N>
-INLINE void rotate_and_cache_row(N *qkv, const N *cos, const N *sin, N *k_cache, N *v_cache, int64_t slot,
-                                 const Heads &h, int64_t rotated) {
-    auto rotate = [&](const N *from, N *to) {
-        if (rotated == h.dim) rotate_head(from, to, cos, sin, h.dim);
-        else rotate_part(from, to, cos, sin, h.dim, rotated);
-    };
-    for (int64_t i = 0; i < h.heads; i++) rotate(qkv + i * h.dim, qkv + i * h.dim);
-    const N *keys = qkv + h.heads * h.dim;
-    const int64_t width = h.kv_heads * h.dim;
-    for (int64_t i = 0; i < h.kv_heads; i++) rotate(keys + i * h.dim, k_cache + slot * width + i * h.dim);
-    memcpy(v_cache + slot * width, keys + width, (size_t)width * sizeof(N));
+// qkv: [(H + 2 H_kv) D]. k_cache, v_cache: one layer, [tokens, H_kv, stored_width]. slot: the token's index.
+template <class S, class N>
+INLINE void cache_row(const N *qkv, void *k_cache, void *v_cache, int64_t slot, const Heads &h) {
+    const N *keys = qkv + h.heads * h.dim, *values = keys + h.kv_heads * h.dim;
+    const int64_t width = stored_width<S>(h.dim);
+    S *k = (S *)k_cache + slot * h.kv_heads * width, *v = (S *)v_cache + slot * h.kv_heads * width;
+    for (int64_t i = 0; i < h.kv_heads; i++) {
+        store_head(keys + i * h.dim, k + i * width, h.dim);
+        store_head(values + i * h.dim, v + i * width, h.dim);
+    }
 }
 
 } // namespace

@@ -36,7 +36,7 @@ struct Layer {
     Packed qkv, output, router;                           // the router only of a mixture: E outputs
     const void *qkv_bias, *output_bias, *router_bias;     // [outputs], or null
     const Mlp *mlps;                                      // [E], or one
-    void *k_cache, *v_cache; // of this layer: [B, block_tokens, H_kv, D]
+    void *k_cache, *v_cache; // of this layer: [B, block_tokens, H_kv, stored_width] (stored_kv.h)
     Scoring scoring;
     Activation activation;
     int64_t q_norm_width, k_norm_width; // D, or all heads together
@@ -70,6 +70,7 @@ struct Forward {
     void *gathered;                 // scratch memory: [T K, hidden], the inputs of experts
     float *parts;                   // scratch memory: [T K, hidden], the results of experts
     double eps, embedding_scale, residual_scale;
+    int64_t rounds_kv; // whether the cache stores rounded keys and values
 };
 
 // The forward pass in number type N. All threads of the team call `run`.
@@ -137,17 +138,29 @@ template <class N> struct Pass {
     INLINE void place_row(const Layer &layer, int64_t t) {
         const Heads &h = f.heads;
         N *row = (N *)f.qkv + t * (h.heads + 2 * h.kv_heads) * h.dim;
-        N *k = (N *)layer.k_cache, *v = (N *)layer.v_cache;
         const int64_t slot = f.slot_mapping[layer.entry * f.tokens + t];
         if (layer.q_norm.weight) {
             norm_heads(row, layer.q_norm, h.heads, h.dim, layer.q_norm_width, (float)f.eps);
             norm_heads(row + h.heads * h.dim, layer.k_norm, h.kv_heads, h.dim, layer.k_norm_width,
                        (float)f.eps);
         }
-        if (layer.rope < 0) return cache_row(row, k, v, slot, h);
-        const int64_t at = (layer.rope * f.tokens + t) * h.dim;
-        rotate_and_cache_row(row, (const N *)f.cos + at, (const N *)f.sin + at, k, v, slot, h,
-                             f.ropes[layer.rope].width);
+        if (layer.rope >= 0) {
+            const int64_t at = (layer.rope * f.tokens + t) * h.dim;
+            rotate_row(row, (const N *)f.cos + at, (const N *)f.sin + at, h, f.ropes[layer.rope].width);
+        }
+        if (f.rounds_kv) cache_row<Rounded>(row, layer.k_cache, layer.v_cache, slot, h);
+        else cache_row<N>(row, layer.k_cache, layer.v_cache, slot, h);
+    }
+
+    // Computes the output of attention from queries, keys and values. S: how the cache stores these.
+    template <class S> INLINE void attend_as(Team &team, const Layer &layer) {
+        const int64_t width = (f.heads.heads + 2 * f.heads.kv_heads) * f.heads.dim;
+        Rows rows = f.rows;
+        rows.block_table += layer.entry * rows.num_rows * rows.table_width;
+        const Attend<N, S> all{(const N *)f.qkv,         (N *)f.attended, (const S *)layer.k_cache,
+                               (const S *)layer.v_cache, width,           f.heads,
+                               layer.scoring};
+        attend(team, all, rows, work, partials.data());
     }
 
     // Adds the result of a block to x: its last linear, through the norm after the block if there is one.
@@ -168,8 +181,7 @@ template <class N> struct Pass {
     // Adds attention to x. Before that, writes the MLP's input to `normed` if the layer is parallel: the
     // linear of queries, keys and values is the last one to read attention's input.
     INLINE void attention(Team &team, const Layer &layer) {
-        const int64_t width = (f.heads.heads + 2 * f.heads.kv_heads) * f.heads.dim;
-        N *qkv = (N *)f.qkv, *k = (N *)layer.k_cache, *v = (N *)layer.v_cache;
+        N *qkv = (N *)f.qkv;
         const bool norms_again = layer.is_parallel && layer.mlp_norm.weight;
         norm(team, layer.attention_norm);
         linear(team, Linear<N, N>{normed(), layer.qkv, (const N *)layer.qkv_bias, qkv, f.tokens, STORE});
@@ -177,10 +189,8 @@ template <class N> struct Pass {
             place_row(layer, t);
             if (norms_again) norm_x(t, layer.mlp_norm);
         });
-        Rows rows = f.rows;
-        rows.block_table += layer.entry * rows.num_rows * rows.table_width;
-        attend(team, Attend<N>{qkv, (N *)f.attended, k, v, width, f.heads, layer.scoring}, rows, work,
-               partials.data());
+        if (f.rounds_kv) attend_as<Rounded>(team, layer);
+        else attend_as<N>(team, layer);
         add(team, (const N *)f.attended, layer.output, layer.output_bias, layer.post_attention_norm);
     }
 

@@ -18,6 +18,14 @@ template <class Body> void in_numbers(int64_t numbers, Body &&body) {
     else body(bf16{});
 }
 
+// Calls `body` with a zero of the number type, and one of the type in which the cache stores numbers.
+template <class Body> void in_stored_numbers(int64_t numbers, int64_t rounds_kv, Body &&body) {
+    in_numbers(numbers, [&](auto zero) {
+        if (rounds_kv) body(zero, Rounded{});
+        else body(zero, zero);
+    });
+}
+
 } // namespace
 
 extern "C" {
@@ -25,7 +33,7 @@ extern "C" {
 #define EXPORT __attribute__((visibility("default")))
 
 // Increase this when a signature or struct changes: Python uses only libraries with its own version.
-EXPORT int64_t kernels_version() { return 12; }
+EXPORT int64_t kernels_version() { return 13; }
 
 // Sets the entry point GOMP_parallel of the OpenMP runtime that torch has loaded.
 EXPORT void set_runtime(void *parallel) { runtime() = (Parallel)parallel; }
@@ -58,35 +66,39 @@ EXPORT void silu_mul(int64_t numbers, int64_t threads, int64_t rows, int64_t inn
     });
 }
 
-// Rotates queries in place, and writes rotated keys and values to one layer's cache.
+// Rotates queries and keys in place, and writes keys and values to one layer's cache.
 //
-// qkv: [rows, (H + 2 H_kv) D]. slots: index of each row in the cache.
-EXPORT void place_kv(int64_t numbers, int64_t threads, int64_t rows, const Heads *heads, void *qkv,
-                     const void *cos, const void *sin, const int64_t *slots, void *k_cache,
+// qkv: [rows, (H + 2 H_kv) D]. slots: index of each row in the cache. rounds_kv: whether the cache stores
+// rounded keys and values.
+EXPORT void place_kv(int64_t numbers, int64_t rounds_kv, int64_t threads, int64_t rows, const Heads *heads,
+                     void *qkv, const void *cos, const void *sin, const int64_t *slots, void *k_cache,
                      void *v_cache) {
-    in_numbers(numbers, [&](auto zero) {
+    in_stored_numbers(numbers, rounds_kv, [&](auto zero, auto stored) {
         using N = decltype(zero);
         const Heads h = *heads;
         together(threads, 1, [&](Team &team) {
             team.share(rows, [&](int64_t t) {
                 const N *c = (const N *)cos + t * h.dim, *s = (const N *)sin + t * h.dim;
-                rotate_and_cache_row((N *)qkv + t * (h.heads + 2 * h.kv_heads) * h.dim, c, s, (N *)k_cache,
-                          (N *)v_cache, slots[t], h, h.dim);
+                N *row = (N *)qkv + t * (h.heads + 2 * h.kv_heads) * h.dim;
+                rotate_row(row, c, s, h, h.dim);
+                cache_row<decltype(stored)>(row, k_cache, v_cache, slots[t], h);
             });
         });
     });
 }
 
 // Writes the attention output of one layer to out [T, H, D]. q_stride: numbers from token to token of q.
-EXPORT void paged_attention(int64_t numbers, int64_t threads, const Heads *heads, const Rows *rows,
-                            const void *q, int64_t q_stride, const void *k_cache,
+// rounds_kv: whether the cache stores rounded keys and values.
+EXPORT void paged_attention(int64_t numbers, int64_t rounds_kv, int64_t threads, const Heads *heads,
+                            const Rows *rows, const void *q, int64_t q_stride, const void *k_cache,
                             const void *v_cache, void *out, const Scoring *scoring) {
-    in_numbers(numbers, [&](auto zero) {
+    in_stored_numbers(numbers, rounds_kv, [&](auto zero, auto stored) {
         using N = decltype(zero);
+        using S = decltype(stored);
         const Work work(*rows);
         std::vector<float> partials((size_t)(work.num_partials * heads->kv_heads * group_floats(*heads)));
-        const Attend<N> a{(const N *)q, (N *)out, (const N *)k_cache, (const N *)v_cache,
-                          q_stride, *heads, *scoring};
+        const Attend<N, S> a{(const N *)q, (N *)out, (const S *)k_cache, (const S *)v_cache,
+                             q_stride, *heads, *scoring};
         together(threads, 2, [&](Team &team) { attend(team, a, *rows, work, partials.data()); });
     });
 }

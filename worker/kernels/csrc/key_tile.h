@@ -10,6 +10,9 @@
 //   a later tile of the piece has a greater one. The pieces of a row are added in the same way.
 //
 // So a query's output has the same bits whether it is computed as a row of one token or in a chunk.
+//
+// Rounded keys and values (stored_kv.h) are multiplied as integers in number type N. The scores are then
+// multiplied by the scales of the keys, and the weights by the scales of the values.
 #pragma once
 
 #include <type_traits>
@@ -25,12 +28,13 @@ constexpr int QUERIES_AT_ONCE = 4;
 
 // How queries and keys of number type N are multiplied: WIDTH numbers of a key that is read in place, or
 // By::COLUMNS numbers of each key of a vector of transposed ones. Pairs of bfloat16 are multiplied directly,
-// with sums in float, if the hardware supports this. Otherwise they are converted to float.
+// with sums in float, if the hardware supports this. Otherwise they are converted to float. Keys that are
+// read in place may be rounded.
 template <class N> struct Dots {
     typedef ByFloats By;
     typedef float Query;
     static constexpr int WIDTH = LANES;
-    static INLINE Floats key(const N *from) { return load(from); }
+    template <class S> static INLINE Floats key(const S *from) { return load(from); }
     static INLINE Floats add(Floats sums, const float *q, Floats key) { return sums + load(q) * key; }
 };
 #if defined(__AVX512BF16__)
@@ -39,6 +43,9 @@ template <> struct Dots<bf16> {
     typedef bf16 Query;
     static constexpr int WIDTH = 2 * LANES;
     static INLINE __m512i key(const bf16 *from) { return load_as<__m512i>(from); }
+    static INLINE __m512i key(const Rounded *from) {
+        return (__m512i)_mm512_cvtne2ps_pbh((__m512)load(from + LANES), (__m512)load(from));
+    }
     static INLINE Floats add(Floats sums, const bf16 *q, __m512i key) {
         return (Floats)_mm512_dpbf16_ps((__m512)sums, (__m512bh)load_as<__m512i>(q), (__m512bh)key);
     }
@@ -110,21 +117,35 @@ INLINE void transpose_keys(const N *const *keys, int64_t first, int64_t count, i
 
 constexpr int KEYS_AHEAD = 12; // a key is prefetched this many keys before it is read
 
-// Prefetches `size` numbers. The same head of the next token is far away in memory, so the processor
+// Prefetches `size` items. The same head of the next token is far away in memory, so the processor
 // does not prefetch it by itself.
-template <class N> INLINE void prefetch(const N *row, int64_t size) {
-    for (int64_t byte = 0; byte < size * (int64_t)sizeof(N); byte += 64)
+template <class S> INLINE void prefetch(const S *row, int64_t size) {
+    for (int64_t byte = 0; byte < size * (int64_t)sizeof(S); byte += 64)
         __builtin_prefetch((const char *)row + byte);
 }
 
-// Writes the scores [Q][TILE_KEYS] of q [Q, D] and the keys [first, count) of a tile. The keys are read
-// where they are, and the products of LANES keys are summed together. So scores before `first` and after
-// `count` in the same vectors are overwritten.
+// Writes the scales of rounded keys or values [first, count) of a tile. Does nothing for other heads.
+template <class S>
+INLINE void load_scales(const S *const *heads, int64_t first, int64_t count, int64_t dim, float *scales) {
+    if constexpr (IS_ROUNDED<S>)
+        for (int64_t j = first; j < count; j++) scales[j] = scale_of(heads[j], dim);
+}
+
+// Multiplies scores or weights [from, to), whole vectors, by the scales of rounded keys or values. Does
+// nothing for other heads.
+template <class S> INLINE void apply_scales(float *scores, int64_t from, int64_t to, const float *scales) {
+    if constexpr (IS_ROUNDED<S>)
+        for (int64_t j = from; j < to; j += LANES) store(scores + j, load(scores + j) * load(scales + j));
+}
+
+// Writes the scores [Q][TILE_KEYS] of q [Q, D] and the keys [first, count) of a tile, without the keys' scales.
+// The keys are read where they are, and the products of LANES keys are summed together. So scores before
+// `first` and after `count` in the same vectors are overwritten.
 //
-// ahead: keys from which on there is nothing to prefetch. prefetch_size: numbers to prefetch of each key and
+// ahead: keys from which on there is nothing to prefetch. prefetch_size: items to prefetch of each key and
 // value.
-template <int Q, class N>
-INLINE void scores_in_place(const typename Dots<N>::Query *q, const N *const *keys, const N *const *values,
+template <int Q, class N, class S>
+INLINE void scores_in_place(const typename Dots<N>::Query *q, const S *const *keys, const S *const *values,
                             int64_t first, int64_t count, int64_t ahead, int64_t dim,
                             int64_t prefetch_size, float scale, float *scores) {
     for (int64_t j = first / LANES * LANES; j < count; j += LANES) {
@@ -171,8 +192,8 @@ INLINE void sum_lanes(const typename Dots<N>::Query *q, const uint32_t *keys, in
     }
 }
 
-// Writes the scores [Q][TILE_KEYS] of q [Q, D] and the transposed keys [from, to), whole vectors. They have the
-// bits of `scores_in_place`.
+// Writes the scores [Q][TILE_KEYS] of q [Q, D] and the transposed keys [from, to), whole vectors, without the
+// keys' scales. They have the bits of `scores_in_place`.
 template <int Q, class N>
 __attribute__((noinline)) void scores_of_transposed(const typename Dots<N>::Query *q, const uint32_t *keys,
                                                     int64_t dim, int64_t from, int64_t to, float scale,

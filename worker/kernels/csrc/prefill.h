@@ -20,6 +20,7 @@ template <class N> struct TileScratch {
     alignas(64) uint32_t keys[MAX_DIM * TILE_KEYS];  // [columns, TILE_KEYS]
     alignas(64) float values[TILE_KEYS * MAX_DIM];   // [TILE_KEYS, D]
     alignas(64) float scores[QUERIES_AT_ONCE * TILE_KEYS];
+    alignas(64) float key_scales[TILE_KEYS], value_scales[TILE_KEYS]; // of rounded keys and values
 
     void fit(int64_t count, int64_t dim) {
         queries.assign((size_t)(count * dim), Query{});
@@ -49,18 +50,29 @@ template <class N> INLINE void end_piece(TileScratch<N> &s, int64_t queries, int
 }
 
 // Loads the keys and values [first, count) of a tile, of a row and head.
-template <class N>
-void load_tile(const Attend<N> &a, const Rows &rows, int64_t row, int64_t kv_head, int64_t tile,
+template <class N, class S>
+void load_tile(const Attend<N, S> &a, const Rows &rows, int64_t row, int64_t kv_head, int64_t tile,
                int64_t first, int64_t count, TileScratch<N> &s) {
-    const N *keys[TILE_KEYS], *values[TILE_KEYS];
+    const int64_t dim = a.heads.dim;
+    const S *keys[TILE_KEYS], *values[TILE_KEYS];
     find_keys(a, rows, row, kv_head, tile, first, count, keys, values);
-    transpose_keys(keys, first, count, a.heads.dim, s.keys);
-    for (int64_t j = first; j < count; j++) convert_row(values[j], s.values + j * a.heads.dim, a.heads.dim);
+    if constexpr (IS_ROUNDED<S>) {
+        alignas(64) N integers[TILE_KEYS * MAX_DIM];
+        const N *converted[TILE_KEYS];
+        for (int64_t j = first; j < count; j++) {
+            convert_row(keys[j], integers + j * dim, dim);
+            converted[j] = integers + j * dim;
+        }
+        transpose_keys(converted, first, count, dim, s.keys);
+    } else transpose_keys(keys, first, count, dim, s.keys);
+    for (int64_t j = first; j < count; j++) convert_row(values[j], s.values + j * dim, dim);
+    load_scales(keys, first, count, dim, s.key_scales);
+    load_scales(values, first, count, dim, s.value_scales);
 }
 
 // Computes TILE_TOKENS tokens of a row for one key/value head.
-template <class N>
-void prefill_item(const Attend<N> &a, const Rows &rows, const Item &item, int64_t kv_head) {
+template <class N, class S>
+void prefill_item(const Attend<N, S> &a, const Rows &rows, const Item &item, int64_t kv_head) {
     static thread_local TileScratch<N> scratch;
     TileScratch<N> &s = scratch;
     const Heads &h = a.heads;
@@ -103,8 +115,10 @@ void prefill_item(const Attend<N> &a, const Rows &rows, const Item &item, int64_
                     memset(scores, 0, TILE_KEYS * sizeof(float));
                     continue;
                 }
+                apply_scales<S>(scores, low, high, s.key_scales);
                 if (a.scoring.soft_cap != 0) cap_scores(scores + low, high - low, (float)a.scoring.soft_cap);
                 add_weights(scores, low, high, from[i], to[i], s.at(PIECE_SUMS, query + i, dim), dim);
+                apply_scales<S>(scores, low, high, s.value_scales);
             }
             float *sums = s.sums[PIECE_SUMS].data() + query * dim;
             add_values<QUERIES_AT_ONCE>(s.scores, values, least, most, dim, sums);
@@ -121,11 +135,12 @@ void prefill_item(const Attend<N> &a, const Rows &rows, const Item &item, int64_
 // Computes the attention of one layer. All threads of the team call this.
 //
 // partials: scratch memory of num_partials * H_kv * group_floats floats.
-template <class N>
-INLINE void attend(Team &team, const Attend<N> &a, const Rows &rows, const Work &work,
+template <class N, class S>
+INLINE void attend(Team &team, const Attend<N, S> &a, const Rows &rows, const Work &work,
                    float *partials) {
-    const int64_t kv_heads = a.heads.kv_heads, dim = a.heads.dim, tiles = work.num_tiles * kv_heads;
-    const int64_t some = work.heads_per_item(a.heads, sizeof(N)), parts = (kv_heads + some - 1) / some;
+    const int64_t kv_heads = a.heads.kv_heads, width = stored_width<S>(a.heads.dim);
+    const int64_t tiles = work.num_tiles * kv_heads, some = work.heads_per_item(a.heads, width * sizeof(S));
+    const int64_t parts = (kv_heads + some - 1) / some;
     const int64_t pieces = ((int64_t)work.items.size() - work.num_tiles) * parts;
     team.share(tiles + pieces, [&](int64_t i) {
         if (i < tiles) return prefill_item(a, rows, work.items[(size_t)(i / kv_heads)], i % kv_heads);
@@ -133,7 +148,7 @@ INLINE void attend(Team &team, const Attend<N> &a, const Rows &rows, const Work 
         const int64_t first = (i - tiles) % parts * some;
         const int64_t end = first + some < kv_heads ? first + some : kv_heads;
         for (int64_t head = first; head < end; head++)
-            decode_item(a, rows, item, head, head == first ? (end - first) * dim : dim, partials);
+            decode_item(a, rows, item, head, head == first ? (end - first) * width : width, partials);
     });
     if (!work.num_partials) return;
     team.share((int64_t)work.items.size(), [&](int64_t i) {
