@@ -74,7 +74,8 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
         about(
             "int8: round the inputs of quantised weights to eight bits, which multiplies 4-bit "
             "weights about twice as fast but loses some quality (docs/performance.md); bfloat16: "
-            "keep them in --dtype; auto: bfloat16"
+            "keep them in --dtype; auto: int8 if --dtype is bfloat16 and the CPU kernels are "
+            "faster with it"
         ),
     ] = "auto"
     kv_dtype: Annotated[

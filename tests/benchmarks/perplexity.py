@@ -98,9 +98,10 @@ PACKED_FORMS = [
     Form(torch.float32, "auto", "packed"),
     Form(torch.float32, "auto", "packed", kv_dtype="int8"),
     Form(torch.bfloat16, "auto", "packed"),
+    Form(torch.bfloat16, "auto", "packed", "auto"),
     Form(torch.bfloat16, "auto", "packed", "int8"),
     Form(torch.bfloat16, "auto", "packed", kv_dtype="int8"),
-    Form(torch.bfloat16, "auto", "packed", "int8", "int8"),
+    Form(torch.bfloat16, "auto", "packed", "auto", "int8"),
 ]
 FORMS = [
     EXACT,
@@ -110,9 +111,10 @@ FORMS = [
     Form(torch.bfloat16, "torch", "dense"),
     Form(torch.bfloat16, "auto", "dense"),
     Form(torch.bfloat16, "auto", "packed"),
+    Form(torch.bfloat16, "auto", "packed", "auto"),
     Form(torch.bfloat16, "auto", "packed", "int8"),
     Form(torch.bfloat16, "auto", "packed", kv_dtype="int8"),
-    Form(torch.bfloat16, "auto", "packed", "int8", "int8"),
+    Form(torch.bfloat16, "auto", "packed", "auto", "int8"),
 ]
 
 

@@ -12,9 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from protocol.config.worker import Activations
 from tests.support.checkpoints import random_llama, write_directory
 from tests.support.kernels import NAMES, assert_near, native_kernels, randn
 from tests.support.paged import PagedRow, attention_batch, scattered
+from tests.support.same_bits import small_model
 from worker.attention.select import select_attention
 from worker.attention.torch_paged import TorchPagedAttention
 from worker.kernels import library, prepacked
@@ -33,7 +35,7 @@ from worker.loading.header import ModelHeader, read_header
 from worker.loading.weights import load_weights
 from worker.models.decoder import DecoderModel
 from worker.models.load import LoadedModel, load_model, open_weights
-from worker.models.weight_layout import layout
+from worker.models.weight_layout import PackedLayout, layout
 
 CPU = torch.device("cpu")
 BLOCK_TOKENS = 4
@@ -163,6 +165,45 @@ def test_a_model_that_the_kernels_do_not_support_runs_on_torch(tmp_path: Path) -
     assert isinstance(loaded.model.kernels, TorchKernels)
     with pytest.raises(UnusableModel, match="packed weights need"):
         load(path, native_kernels(), torch.float32, "packed")
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("activations", "dtype", "rounds"),
+    [
+        ("auto", torch.bfloat16, ("layers",)),
+        ("auto", torch.float32, ()),
+        ("bfloat16", torch.bfloat16, ()),
+        ("int8", torch.float32, ("layers", "head")),
+    ],
+    ids=str,
+)
+def test_inputs_of_layers_are_rounded_by_default_in_bfloat16_where_that_is_faster(
+    name: str, activations: Activations, dtype: torch.dtype, rounds: tuple[str, ...]
+) -> None:
+    form = layout(native_kernels(name), "auto", dtype, activations)
+    assert isinstance(form, PackedLayout)
+    is_slow = name == "generic" and activations == "auto"
+    assert form.rounds == (() if is_slow else rounds)
+
+
+def test_the_inputs_of_the_layers_can_be_rounded_without_that_of_the_head(tmp_path: Path) -> None:
+    small_model(tmp_path, "Q4_1", torch.bfloat16)
+    cases: list[tuple[Activations, int, int]]
+    cases = [("auto", 1, 0), ("int8", 1, 1), ("bfloat16", 0, 0)]
+    for activations, in_layers, in_head in cases:
+        loaded = load_model(
+            tmp_path / "small.gguf",
+            dtype=torch.bfloat16,
+            device=CPU,
+            kernels=native_kernels("avx2"),
+            activations=activations,
+        )
+        assert isinstance(loaded.model, DecoderModel)
+        weights = loaded.model.weights
+        for linear, rounds in ((weights.layers[0].qkv, in_layers), (weights.head, in_head)):
+            assert isinstance(linear, PackedLinear)
+            assert linear.matrix.struct.rounds_inputs == rounds
 
 
 def test_a_processor_can_run_the_instruction_sets_whose_flags_it_has() -> None:

@@ -5,6 +5,7 @@ that library chooses among its versions of them, the dtype, and what is rounded 
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from hashlib import sha256
 from pathlib import Path
 
@@ -15,17 +16,15 @@ _CHOOSES_BY = ("avx512f", "avx2", "fma", "fma4")
 
 
 def fingerprint(
-    library: Path, dtype: str, *, rounds_inputs: bool, rounds_kv: bool, cpu_flags: frozenset[str]
+    library: Path, dtype: str, *, rounded: Collection[str], cpu_flags: frozenset[str]
 ) -> str:
     """Return HEX_DIGITS hex digits: equal ones promise equal bits for the same model.
 
-    library         file of the compiled kernels; its whole content counts, so kernels from
-                    another compiler differ
-    rounds_inputs   whether inputs of quantised weights are rounded to eight bits
-    rounds_kv       whether keys and values are
+    library   file of the compiled kernels; its whole content counts, so kernels from another
+              compiler differ
+    rounded   names of what is rounded to eight bits
     """
     libc = os.confstr(_LIBC) if _LIBC in os.confstr_names else "unknown"
     flags = [flag for flag in _CHOOSES_BY if flag in cpu_flags]
-    facts = [sha256(library.read_bytes()).hexdigest(), str(libc), dtype, str(rounds_inputs)]
-    facts += [str(rounds_kv), *flags]
+    facts = [sha256(library.read_bytes()).hexdigest(), str(libc), dtype, *sorted(rounded), *flags]
     return sha256("\n".join(facts).encode()).hexdigest()[:HEX_DIGITS]

@@ -65,6 +65,10 @@ class WeightLayout(Protocol):
 
     def linear(self, matrix: Matrix) -> Linear: ...
 
+    def head(self, matrix: Matrix) -> Linear:
+        """Return the output head, whose results are the logits."""
+        ...
+
     def embedding(self, matrix: Matrix) -> Embedding: ...
 
     def tied_embedding(self, head: Linear) -> Embedding:
@@ -77,6 +81,9 @@ class DenseLayout:
 
     def linear(self, matrix: Matrix) -> Linear:
         return Dense(matrix.values(), matrix.bias)
+
+    def head(self, matrix: Matrix) -> Linear:
+        return self.linear(matrix)
 
     def embedding(self, matrix: Matrix) -> Embedding:
         return DenseEmbedding(matrix.values())
@@ -120,7 +127,7 @@ class _Loader:
 
     def load(self) -> DecoderWeights:
         spec, tensors = self._tensors.spec, self._tensors
-        head = self._fused(tensors.head)
+        head = self._layout.head(self._matrix(tensors.head))
         if spec.tied_embeddings:
             embedding = self._layout.tied_embedding(head)
         else:

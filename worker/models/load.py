@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,7 +25,7 @@ from worker.loading.gguf_file import GGUFFile
 from worker.loading.gguf_weights import GGUFWeights
 from worker.loading.header import ModelHeader, TransformersHeader, read_header
 from worker.loading.huggingface import SafetensorsWeights
-from worker.loading.weights import WeightLayout, WeightSource, load_weights
+from worker.loading.weights import WeightSource, load_weights
 from worker.models.architectures import TransformersSpec
 from worker.models.decoder import DecoderModel, DecoderWeights
 from worker.models.spec import ModelSpec
@@ -39,12 +39,17 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model that is ready to compute, its card and its spec, and the dtype of its K/V cache."""
+    """A model that is ready to compute, its card and its spec.
+
+    kv_dtype   dtype of its K/V cache
+    rounded    what is rounded to eight bits: "kv", and the inputs of quantised weights (`Rounds`)
+    """
 
     model: DecoderModel | TransformersModel
     card: ModelCard
     spec: ModelSpec | TransformersSpec
     kv_dtype: torch.dtype
+    rounded: tuple[str, ...] = ()
     step_costs: list[tuple[int, float]] = field(default_factory=list)
 
 
@@ -85,15 +90,19 @@ def load_model(
     costs = settle(spec, loaded, dtype, kernels, measurements)
     model = DecoderModel(spec, loaded, kernels)
     cache_dtype = choose_kv_dtype(kv_dtype, dtype)
+    rounded = (
+        *(form.rounds if isinstance(form, PackedLayout) else ()),
+        *(("kv",) if cache_dtype == ROUNDED else ()),
+    )
     memory = {tensor.data_ptr(): tensor.nbytes for tensor in model.tensors()}
     card = _card(
         header,
         dtype,
         num_parameters=_num_parameters(loaded, tied=spec.tied_embeddings),
         weights_bytes=sum(memory.values()),
-        numerics=_numerics(model, dtype, form, cache_dtype),
+        numerics=_numerics(model, dtype, rounded),
     )
-    return LoadedModel(model, card, spec, cache_dtype, costs)
+    return LoadedModel(model, card, spec, cache_dtype, rounded, costs)
 
 
 def _load_transformers(
@@ -159,20 +168,12 @@ def _card(
     )
 
 
-def _numerics(
-    model: DecoderModel, dtype: torch.dtype, form: WeightLayout, kv_dtype: torch.dtype
-) -> str:
+def _numerics(model: DecoderModel, dtype: torch.dtype, rounded: Collection[str]) -> str:
     """Return ModelCard.numerics."""
     whole, kernels = model.whole, model.kernels
     if whole is None or not whole.keeps_bits or not isinstance(kernels, NativeKernels):
         return ""
-    return fingerprint(
-        kernels.file,
-        str(dtype),
-        rounds_inputs=isinstance(form, PackedLayout) and form.rounds_inputs,
-        rounds_kv=kv_dtype == ROUNDED,
-        cpu_flags=cpu_flags(),
-    )
+    return fingerprint(kernels.file, str(dtype), rounded=rounded, cpu_flags=cpu_flags())
 
 
 def _num_parameters(weights: DecoderWeights, *, tied: bool) -> int:

@@ -7,8 +7,9 @@ rows (autotune.py).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from worker.kernels.library import VERSION
 from worker.kernels.native import NativeKernels
 from worker.kernels.packed import PackedEmbedding, PackedLinear, PackedMatrix
 from worker.kernels.reference import TorchKernels
+from worker.kernels.sets import multiplies_bytes
 from worker.layers.embedding import Embedding
 from worker.layers.hybrid_linear import NEVER, HybridLinear
 from worker.layers.linear import Linear
@@ -36,6 +38,9 @@ from worker.startup.device import free_bytes
 from worker.startup.kv_budget import FREE_SHARE
 
 log = logging.getLogger(__name__)
+
+Rounds = Literal["layers", "head"]
+"""Weights whose inputs are rounded to eight bits: those of the layers, or the output head."""
 
 LEAST_WEIGHTS = 1 << 20
 """Layers with fewer weights are not measured: they gain nothing from dense copies, and their
@@ -64,18 +69,30 @@ def layout(
     - "auto" with compiled kernels: packed weights.
     - "both" with compiled kernels: packed weights, to which `settle` may add dense copies.
 
-    With activations "int8", packed weights round their inputs. "auto" does not: it increases the
-    perplexity of some texts by more than 0.3 % (docs/performance.md). Raises UnusableModel if
-    activations are "int8" and the weights are dense.
+    With activations "int8", packed weights round their inputs. "auto" does so in bfloat16 if the
+    kernels multiply bytes faster than floats, and only in the layers: rounding the input of the
+    head would save little time and cost a third of the quality that is lost (docs/performance.md).
+    Raises UnusableModel if activations are "int8" and the weights are dense.
     """
     if isinstance(kernels, NativeKernels) and form != "dense":
-        rounds_inputs = activations == "int8"
-        return PackedLayout(kernels, dtype, may_copy=form == "both", rounds_inputs=rounds_inputs)
+        return PackedLayout(
+            kernels,
+            dtype,
+            may_copy=form == "both",
+            rounds=_rounding(activations, dtype, kernels.name),
+        )
     if form == "packed":
         raise UnusableModel("packed weights need compiled kernels that fit the model")
     if activations == "int8":
         raise UnusableModel("activations in int8 need packed weights")
     return DenseLayout()
+
+
+def _rounding(activations: Activations, dtype: torch.dtype, kernels: str) -> tuple[Rounds, ...]:
+    if activations == "int8":
+        return ("layers", "head")
+    is_faster = dtype == torch.bfloat16 and multiplies_bytes(kernels)
+    return ("layers",) if activations == "auto" and is_faster else ()
 
 
 class PackedLayout:
@@ -88,19 +105,25 @@ class PackedLayout:
         dtype: torch.dtype,
         *,
         may_copy: bool,
-        rounds_inputs: bool = False,
+        rounds: Collection[Rounds] = (),
     ) -> None:
         """Make layers for a model of dtype `dtype`.
 
-        may_copy        wrap linears so that `settle` can add dense copies
-        rounds_inputs   round the inputs of quantised weights to eight bits
+        may_copy   wrap linears so that `settle` can add dense copies
+        rounds     whose quantised weights round their inputs to eight bits
         """
         self._kernels, self._dtype, self._may_copy = kernels, dtype, may_copy
-        self.rounds_inputs = rounds_inputs
+        self.rounds = rounds
         self._dense = DenseLayout()
 
     def linear(self, matrix: Matrix) -> Linear:
-        packed_matrix = pack(self._kernels, matrix, rounds_inputs=self.rounds_inputs)
+        return self._linear(matrix, rounds_inputs="layers" in self.rounds)
+
+    def head(self, matrix: Matrix) -> Linear:
+        return self._linear(matrix, rounds_inputs="head" in self.rounds)
+
+    def _linear(self, matrix: Matrix, *, rounds_inputs: bool) -> Linear:
+        packed_matrix = pack(self._kernels, matrix, rounds_inputs=rounds_inputs)
         if packed_matrix is None:
             return self._dense.linear(matrix)
         linear = PackedLinear(self._kernels, packed_matrix, matrix.bias)
