@@ -182,7 +182,7 @@ def check_card(recorded: ModelCard, found: ModelCard, *, any_fingerprint: bool =
     before, now = recorded.numerics or "none", found.numerics or "none"
     raise NotComparable(
         f"the journal has fingerprint {before}, this machine {now}: tokens can differ, because "
-        "kernels, C library or dtype do; --any-fingerprint compares them all the same"
+        "kernels, C library, dtype or rounding do; --any-fingerprint compares them all the same"
     )
 
 

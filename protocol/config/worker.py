@@ -74,15 +74,15 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
         about(
             "int8: round the inputs of quantised weights to eight bits, which multiplies 4-bit "
             "weights about twice as fast but loses some quality (docs/performance.md); bfloat16: "
-            "keep them in --dtype; auto: int8 if --dtype is bfloat16 and the CPU kernels are "
-            "faster with it"
+            "keep them in --dtype; auto: round them in the layers, but not in the output head, if "
+            "--dtype is bfloat16 and the CPU kernels are faster with it"
         ),
     ] = "auto"
     kv_dtype: Annotated[
         KVDtype,
         about(
             "number type of the KV cache; int8: round keys and values to eight bits, so the cache "
-            "holds about twice as many tokens, with a little loss of quality "
+            "holds about twice as many tokens, at a small loss of quality "
             "(docs/performance.md); auto: --dtype"
         ),
     ] = "auto"

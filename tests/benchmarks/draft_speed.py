@@ -148,7 +148,8 @@ def without_most_layers(loaded: LoadedModel) -> LoadedModel:
     weights = replace(loaded.model.weights, layers=loaded.model.weights.layers[:DRAFT_LAYERS])
     spec = loaded.model.spec
     config = replace(spec, layers=spec.layers[:DRAFT_LAYERS])
-    return LoadedModel(DecoderModel(config, weights), loaded.card, config, loaded.kv_dtype)
+    model = DecoderModel(config, weights)
+    return replace(loaded, model=model, spec=config, step_costs=[])
 
 
 def measure_servers(kinds: Sequence[DraftLoad], turns: int) -> None:

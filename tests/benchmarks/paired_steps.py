@@ -5,7 +5,7 @@
 
 The arguments are fields of WorkerConfig as JSON. Each turn starts a worker with the first set,
 times every kind of step, and does the same with the second set. The table has the best step of
-each, and the median over the turns of the ratio first/second.
+each side, and the median over the turns of the ratio first/second of the median steps.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.support.model import smollm2_gguf
 from tools.bench.report import aligned
 from tools.commands.bench_step import measure
 
-COLUMNS = ("context", "new", "batch", "first, ms", "second, ms", "ratio")
+COLUMNS = ("context", "new tokens", "batch", "first, ms", "second, ms", "ratio")
 
 
 def workload(fields: dict[str, Any], options: argparse.Namespace) -> StepBench:
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("first", type=json.loads, help="fields of WorkerConfig, as JSON")
-    parser.add_argument("second", type=json.loads, help="the same for the other side")
+    parser.add_argument("second", type=json.loads, help="the same for the second worker")
     parser.add_argument("--model", default="", help="directory or GGUF file; default: SmolLM2")
     parser.add_argument("--batch", type=numbers, default=(1, 8, 32, 64))
     parser.add_argument("--context", type=numbers, default=(256,))

@@ -141,7 +141,8 @@ def of_logprobs(logprobs: Sequence[float]) -> float:
 
 
 def standard_error(logprobs: Sequence[float], exact: Sequence[float]) -> float:
-    """Return the standard error of the mean difference, as of the ratio of the perplexities."""
+    """Return the standard error of the mean difference of logprobs, which is about that of the
+    relative change in perplexity."""
     differences = [one - other for one, other in zip(logprobs, exact, strict=True)]
     return stdev(differences) / math.sqrt(len(differences))
 
@@ -236,6 +237,8 @@ def main() -> None:
     parser.add_argument("--types", default="", help=f"quantise the model first: some of {types}")
     options = parser.parse_args()
     kinds = options.types.split(",") if options.types else []
+    if kinds and (options.fast or options.only):
+        parser.error("--types: not with --fast or --only")
     for kind in kinds:
         if kind not in (*TYPES, *(THEIR_TYPES if options.llama_cpp else ())):
             parser.error(f"--types: {kind!r} is not one of {types}")

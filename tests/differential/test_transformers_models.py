@@ -174,6 +174,17 @@ def test_bfloat16_is_as_exact_as_in_transformers(tmp_path: Path, model_type: str
     assert (ours - exact).norm() <= 1.5 * (rounded - exact).norm() + 0.01 * exact.norm()
 
 
+def test_keys_and_values_in_eight_bits_change_the_logits_a_little(tmp_path: Path) -> None:
+    theirs, tokens = random_model("olmo"), some_tokens(NUM_TOKENS)
+    path, exact = write_directory(tmp_path, theirs), expected(theirs, tokens)
+    loaded = load_model(path, dtype=torch.float32, device=CPU, kv_dtype="int8")
+    stepper, spec = EagerStepper(loaded, [tokens]), loaded.spec
+    shape = (spec.num_layers, stepper.cache.num_blocks, BLOCK_TOKENS, spec.num_kv_heads)
+    stepper.cache = KVCache(*shape, spec.head_dim, loaded.kv_dtype, CPU)
+    ours = stepper.run([(30,), (1,), (30,)])[0]
+    assert 0 < (ours - exact).norm() <= 0.05 * exact.norm()
+
+
 @pytest.mark.parametrize("model_type", ["olmo", "phimoe"])
 def test_rotary_scalings_are_computed(tmp_path: Path, model_type: str) -> None:
     ropes: dict[str, dict[str, Any]] = {

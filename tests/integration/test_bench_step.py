@@ -33,6 +33,13 @@ def test_every_requested_step_is_a_row(
     assert len(msgspec.json.decode(file.read_bytes(), type=list[StepBenchLine])) == 5
 
 
+def test_steps_are_timed_with_keys_and_values_in_eight_bits(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "step", model, "--kv-dtype", "int8", "--context", "5", *QUICK]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 6
+
+
 def test_an_option_that_the_worker_refuses_is_reported_in_one_line(
     model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

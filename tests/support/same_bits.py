@@ -57,8 +57,8 @@ SHAPE = {
 def small_model(folder: Path, kind: str, dtype: torch.dtype) -> LoadedModel:
     """Write and load a Llama with random weights on the compiled kernels.
 
-    kind   a type that `tidegate quantize` writes, or DENSE: numbers of `dtype`; and options from
-           INT8 and KV8 behind hyphens
+    kind   a type that `tidegate quantize` writes, or DENSE: numbers of `dtype`; then options (INT8,
+           KV8), each after a hyphen
     """
     form, *options = kind.split("-")
     model: Any = random_llama(**SHAPE)

@@ -93,7 +93,8 @@ def test_rotation_and_cache_write_equal_their_reference(
         assert torch.equal(caches[1].v, caches[0].v)
         return
     # A number that is almost in the middle of two integers may become either.
-    for one, other in ((caches[1].k, caches[0].k), (caches[1].v, caches[0].v)):
+    for one, other in zip(*(cache.layer(1) for cache in caches), strict=True):
+        one, other = (each.flatten(0, 1)[slots] for each in (one, other))
         apart = one[..., :head_dim].int() - other[..., :head_dim].int()
         assert apart.abs().max() <= 1
         assert apart.count_nonzero() <= apart.numel() / 100

@@ -348,6 +348,11 @@ def test_a_plan_adds_up_and_fits(large: PlannedModel) -> None:
     assert plan(large, 150).max_len < 131072
 
 
+def test_keys_and_values_in_eight_bits_leave_room_for_more_tokens(large: PlannedModel) -> None:
+    plain, rounded = plan(large, 150), plan(large, 150, kv_dtype="int8")
+    assert 1.9 * plain.max_len < rounded.max_len < 2 * plain.max_len
+
+
 @pytest.mark.parametrize(
     ("free_gib", "options", "message", "remedy"),
     [

@@ -206,6 +206,20 @@ def test_the_inputs_of_the_layers_can_be_rounded_without_that_of_the_head(tmp_pa
             assert linear.matrix.struct.rounds_inputs == rounds
 
 
+def test_without_quantised_weights_nothing_is_rounded_and_the_option_changes_no_bits(
+    tmp_path: Path,
+) -> None:
+    path = write_directory(tmp_path, random_llama())
+    options: Any = {"dtype": torch.bfloat16, "device": CPU, "kernels": native_kernels("avx2")}
+    plain, auto = (load_model(path, **options, activations=each) for each in ("bfloat16", "auto"))
+    assert plain.card.numerics
+    assert plain.card.numerics == auto.card.numerics
+    assert [*auto.rounded] == []
+    rounded = load_model(path, **options, kv_dtype="int8")
+    assert [*rounded.rounded] == ["kv"]
+    assert rounded.card.numerics != plain.card.numerics
+
+
 def test_a_processor_can_run_the_instruction_sets_whose_flags_it_has() -> None:
     flags = frozenset({"avx2", "fma", "f16c", "sse2"})
     assert [each.name for each in runnable(flags)] == ["avx2", "generic"]

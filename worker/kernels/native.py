@@ -185,7 +185,10 @@ def rounds_kv(k: Tensor, v: Tensor, dtype: torch.dtype, head_dim: int) -> bool:
     """
     for cache in (k, v):
         if cache.shape[-1] != stored_width(head_dim, cache.dtype) or cache.dtype != k.dtype:
-            raise ValueError(f"a cache of {tuple(cache.shape)} {cache.dtype} has other heads")
+            shape = tuple(cache.shape)
+            raise ValueError(
+                f"a K/V cache {shape} of {cache.dtype} does not store heads of {head_dim} numbers"
+            )
     if k.dtype not in (dtype, ROUNDED):
         raise ValueError(f"kernels in {dtype} cannot read a cache in {k.dtype}")
     return k.dtype == ROUNDED

@@ -18,8 +18,6 @@ class InstructionSet(NamedTuple):
     needs: frozenset[str]
     #: Options for the compiler.
     options: tuple[str, ...]
-    #: Whether it multiplies bytes faster than floats (csrc/multiply.h).
-    multiplies_bytes: bool
 
 
 _AVX2 = ("avx2", "fma", "f16c")
@@ -33,7 +31,7 @@ def _x86(name: str, flags: tuple[str, ...], *more: str) -> InstructionSet:
     """
     spelt = [flag.replace("_", "") for flag in more]
     return InstructionSet(
-        name, frozenset((*flags, *more)), tuple(f"-m{flag}" for flag in (*flags, *spelt)), True
+        name, frozenset((*flags, *more)), tuple(f"-m{flag}" for flag in (*flags, *spelt))
     )
 
 
@@ -41,11 +39,12 @@ INSTRUCTION_SETS = (
     _x86("avx512bf16", _AVX512, "avx512_bf16", "avx512_vnni"),
     _x86("avx512", _AVX512),
     _x86("avx2", _AVX2),
-    InstructionSet("generic", frozenset(), (), False),
+    InstructionSet("generic", frozenset(), ()),
 )
 """The last set is the compiler's default, which every processor of the architecture can run."""
 
 
-def multiplies_bytes(name: str) -> bool:
-    """Return `InstructionSet.multiplies_bytes` of the set with this name."""
-    return any(each.multiplies_bytes for each in INSTRUCTION_SETS if each.name == name)
+def is_faster_in_bytes(name: str) -> bool:
+    """Return whether the set with this name multiplies bytes faster than floats: all do that have
+    an instruction for it (csrc/multiply.h)."""
+    return any(each.needs for each in INSTRUCTION_SETS if each.name == name)

@@ -1,6 +1,6 @@
 """Model dimensions that the compiled kernels support, and sizes of packed matrices. Needs no torch.
 
-The constants are those of csrc/packed.h and csrc/attention.h. Tests compare them.
+The constants are those of csrc/packed.h, csrc/attention.h and csrc/stored_kv.h. Tests compare them.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ DIM_MULTIPLE, SIZE_MULTIPLE = 32, 16
 MAX_DIM, MAX_GROUP = 256, 32
 """Largest head dim, and most query heads that share a key/value head."""
 SCALE_BYTES = 4
-"""Bytes of the scale behind each rounded head of a K/V cache (kv/rounding.py)."""
+"""Bytes of the scale after each rounded head of a K/V cache (kv/rounding.py)."""
 
 
 def fits(*, heads: int, kv_heads: int, head_dim: int, sizes: tuple[int, ...]) -> bool:

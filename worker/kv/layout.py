@@ -56,6 +56,6 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
     def description(self) -> str:
         """Return the layout as text for error messages."""
         return (
-            f"model {self.model[:12]}, {self.dtype}, {self.num_layers} layers of "
+            f"model {self.model[:12]}, K/V in {self.dtype}, {self.num_layers} layers of "
             f"{self.num_kv_heads} heads of {self.head_dim}, {self.block_tokens} tokens a block"
         )

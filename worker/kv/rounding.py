@@ -37,13 +37,14 @@ def head_bytes(head_dim: int, dtype: torch.dtype) -> int:
 def round_heads(numbers: Tensor) -> Tensor:
     """Return heads [..., D] as they are stored, [..., D + SCALE_BYTES] int8.
 
-    A head with NaN or an infinite number has such a scale, so `numbers_of` does not return finite
-    numbers for it.
+    A head with NaN or an infinite number gets a scale that is not finite, so `numbers_of` returns
+    no finite number for it.
     """
     numbers = numbers.float()
     largest = numbers.abs().amax(-1, keepdim=True)
     # 0 times infinity is NaN, where the head has no number but 0.
-    integers = (numbers * (MOST / largest)).round_().nan_to_num_(0.0, 0.0, 0.0)
+    inverse = torch.full_like(largest, MOST) / largest
+    integers = (numbers * inverse).round_().nan_to_num_(0.0, 0.0, 0.0)
     scales = (largest / MOST).contiguous().view(ROUNDED)
     return torch.cat([integers.to(ROUNDED), scales], dim=-1)
 
@@ -53,4 +54,4 @@ def numbers_of(stored: Tensor, dtype: torch.dtype) -> Tensor:
     if stored.dtype != ROUNDED:
         return stored
     scales = stored[..., -SCALE_BYTES:].contiguous().view(torch.float32)
-    return (stored[..., :-SCALE_BYTES].float() * scales).to(dtype)
+    return stored[..., :-SCALE_BYTES].float().mul_(scales).to(dtype)

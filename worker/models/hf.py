@@ -135,7 +135,7 @@ class PagedFunction:
             if argument is not None and name not in IGNORED_ARGUMENTS:
                 raise self.misfit(f"it passes {name!r} to attention")
         self._check_shapes(query, key, value, s_aux)
-        dtype = query.dtype if step.cache.is_rounded else step.cache.k.dtype
+        dtype = value.dtype if step.cache.is_rounded else step.cache.k.dtype
         q, k, v = (part[0].transpose(0, 1).to(dtype) for part in (query, key, value))
         step.cache.write(step.num_done, k, v, step.batch.slot_mapping)
         caches = step.cache.layer(step.num_done)

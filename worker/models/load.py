@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,7 +29,7 @@ from worker.loading.weights import WeightSource, load_weights
 from worker.models.architectures import TransformersSpec
 from worker.models.decoder import DecoderModel, DecoderWeights
 from worker.models.spec import ModelSpec
-from worker.models.weight_layout import PackedLayout, fitting, layout, settle
+from worker.models.weight_layout import fitting, layout, rounded_parts, settle
 
 if TYPE_CHECKING:
     from worker.models.hf import TransformersModel
@@ -42,14 +42,15 @@ class LoadedModel:
     """A model that is ready to compute, its card and its spec.
 
     kv_dtype   dtype of its K/V cache
-    rounded    what is rounded to eight bits: "kv", and the inputs of quantised weights (`Rounds`)
+    rounded    what is rounded to eight bits: the inputs of these parts of the model (`Part`), and
+               "kv", the keys and values
     """
 
     model: DecoderModel | TransformersModel
     card: ModelCard
     spec: ModelSpec | TransformersSpec
     kv_dtype: torch.dtype
-    rounded: tuple[str, ...] = ()
+    rounded: Sequence[str]
     step_costs: list[tuple[int, float]] = field(default_factory=list)
 
 
@@ -90,10 +91,7 @@ def load_model(
     costs = settle(spec, loaded, dtype, kernels, measurements)
     model = DecoderModel(spec, loaded, kernels)
     cache_dtype = choose_kv_dtype(kv_dtype, dtype)
-    rounded = (
-        *(form.rounds if isinstance(form, PackedLayout) else ()),
-        *(("kv",) if cache_dtype == ROUNDED else ()),
-    )
+    rounded = [*rounded_parts(loaded), *_rounded_kv(cache_dtype)]
     memory = {tensor.data_ptr(): tensor.nbytes for tensor in model.tensors()}
     card = _card(
         header,
@@ -123,7 +121,12 @@ def _load_transformers(
         header, dtype, num_parameters=spec.num_parameters, weights_bytes=model.weights_bytes
     )
     log.info("%s is computed by transformers, with our attention", spec.architecture)
-    return LoadedModel(model, card, spec, choose_kv_dtype(kv_dtype, dtype))
+    cache_dtype = choose_kv_dtype(kv_dtype, dtype)
+    return LoadedModel(model, card, spec, cache_dtype, _rounded_kv(cache_dtype))
+
+
+def _rounded_kv(dtype: torch.dtype) -> list[str]:
+    return ["kv"] if dtype == ROUNDED else []
 
 
 def open_weights(header: ModelHeader) -> WeightSource:

@@ -7,7 +7,7 @@ rows (autotune.py).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -21,7 +21,7 @@ from worker.kernels.library import VERSION
 from worker.kernels.native import NativeKernels
 from worker.kernels.packed import PackedEmbedding, PackedLinear, PackedMatrix
 from worker.kernels.reference import TorchKernels
-from worker.kernels.sets import multiplies_bytes
+from worker.kernels.sets import is_faster_in_bytes
 from worker.layers.embedding import Embedding
 from worker.layers.hybrid_linear import NEVER, HybridLinear
 from worker.layers.linear import Linear
@@ -39,8 +39,8 @@ from worker.startup.kv_budget import FREE_SHARE
 
 log = logging.getLogger(__name__)
 
-Rounds = Literal["layers", "head"]
-"""Weights whose inputs are rounded to eight bits: those of the layers, or the output head."""
+Part = Literal["layers", "head"]
+"""A part of a model: all linears of its layers, or the output head."""
 
 LEAST_WEIGHTS = 1 << 20
 """Layers with fewer weights are not measured: they gain nothing from dense copies, and their
@@ -88,10 +88,10 @@ def layout(
     return DenseLayout()
 
 
-def _rounding(activations: Activations, dtype: torch.dtype, kernels: str) -> tuple[Rounds, ...]:
+def _rounding(activations: Activations, dtype: torch.dtype, kernels: str) -> tuple[Part, ...]:
     if activations == "int8":
         return ("layers", "head")
-    is_faster = dtype == torch.bfloat16 and multiplies_bytes(kernels)
+    is_faster = dtype == torch.bfloat16 and is_faster_in_bytes(kernels)
     return ("layers",) if activations == "auto" and is_faster else ()
 
 
@@ -105,12 +105,12 @@ class PackedLayout:
         dtype: torch.dtype,
         *,
         may_copy: bool,
-        rounds: Collection[Rounds] = (),
+        rounds: tuple[Part, ...] = (),
     ) -> None:
         """Make layers for a model of dtype `dtype`.
 
         may_copy   wrap linears so that `settle` can add dense copies
-        rounds     whose quantised weights round their inputs to eight bits
+        rounds     parts whose inputs are rounded to eight bits where their weights are quantised
         """
         self._kernels, self._dtype, self._may_copy = kernels, dtype, may_copy
         self.rounds = rounds
@@ -281,8 +281,18 @@ def _circumstances(
     return [*about, kernels.name, dtype, may_be, *forms, *sizes]
 
 
+def rounded_parts(weights: DecoderWeights) -> list[Part]:
+    """Return the parts of a model some of whose linears round their inputs."""
+    linears = [getattr(owner, name) for each in weights.layers for owner, name in each.linears]
+    parts: dict[Part, list[Linear]] = {"layers": linears, "head": [weights.head]}
+    return [part for part, linears in parts.items() if any(map(_rounds_inputs, linears))]
+
+
+def _rounds_inputs(linear: Linear) -> bool:
+    packed = linear.packed if isinstance(linear, HybridLinear) else linear
+    return isinstance(packed, PackedLinear) and bool(packed.matrix.struct.rounds_inputs)
+
+
 def _form(linear: Linear) -> str:
     """Return the name of the linear's class, and whether it rounds its inputs."""
-    packed = linear.packed if isinstance(linear, HybridLinear) else linear
-    rounds_inputs = isinstance(packed, PackedLinear) and packed.matrix.struct.rounds_inputs
-    return f"{type(linear).__name__} {'int8' if rounds_inputs else ''}"
+    return f"{type(linear).__name__} {'int8' if _rounds_inputs(linear) else ''}"

@@ -98,7 +98,7 @@ class WholePass:
         )
         self._from_rows = min(map(_from_rows, weights.layers))
         self._memory = PassMemory()
-        self._cache = 0
+        self._cache: tuple[int, torch.dtype] | None = None
         self._rounds_kv = False
         self.vocab = weights.embedding.size
         #: Positions that can be computed.
@@ -220,14 +220,15 @@ class WholePass:
     def use_cache(self, cache: KVCache) -> None:
         """Make this step and later ones use `cache`, whose numbers must have the weights' dtype,
         or be rounded."""
-        if self._cache == cache.k.data_ptr():
+        found = (cache.k.data_ptr(), cache.k.dtype)
+        if self._cache == found:
             return
         dtype = self._weights.embedding.dtype
         self._rounds_kv = rounds_kv(cache.k, cache.v, dtype, self._attention.head_dim)
         for index, layer in enumerate(self._layers):
             layer.k_cache, layer.v_cache = map(address, cache.layer(index))
             layer.entry = cache.entries[index]
-        self._cache = cache.k.data_ptr()
+        self._cache = found
 
 
 class PassMemory:

@@ -107,11 +107,11 @@ def assemble(
         _warm_up(runner, caches, budget.max_len)
     malloc.keep_pages()  # after loading, so that its temporary memory has been returned
     log.info(
-        "model %s dtype=%s int8=%s device=%s kernels=%s weights=%d MiB threads=%d blocks=%d "
+        "model %s dtype=%s rounded=%s device=%s kernels=%s weights=%d MiB threads=%d blocks=%d "
         "max_len=%d",
         loaded.card.name,
         loaded.card.dtype,
-        ",".join(loaded.rounded) or "nothing",
+        ",".join(loaded.rounded) or "none",
         device,
         loaded.model.kernels.name,
         loaded.card.weights_bytes >> 20,

@@ -186,9 +186,9 @@ class StepBenchmark:
         cache = self.components.cache
         for layer in range(len(cache.k)):
             for tensor in (cache.k, cache.v):
-                if cache.is_rounded:
-                    noise = torch.randn(*tensor.shape[1:-1], cache.head_dim)
-                    tensor[layer, 1:] = round_heads(noise[1:])
+                if cache.is_rounded:  # one block of noise for all
+                    block = (*tensor.shape[2:-1], cache.head_dim)
+                    tensor[layer, 1:] = round_heads(torch.randn(block, device=tensor.device))
                 else:
                     tensor[layer, 1:].normal_()
 

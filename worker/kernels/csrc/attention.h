@@ -50,6 +50,8 @@ struct Scoring {
     }
 };
 
+// The attention of one layer. N: numbers of queries and results. S: how the cache stores keys and values
+// (stored_kv.h).
 template <class N, class S> struct Attend {
     const N *q;        // [T, ...], q_stride items from token to token
     N *out;            // [T, H, D]
@@ -75,7 +77,7 @@ struct Work {
     std::vector<Item> items; // first num_tiles tiles, which take longest, then the decode pieces
     int64_t num_tiles = 0, num_partials = 0;
 
-    // Returns how many heads of a piece one thread computes. head_bytes: of a stored head.
+    // Returns how many heads of a piece one thread computes. head_bytes: size of a stored head.
     int64_t heads_per_item(const Heads &h, int64_t head_bytes) const {
         const int64_t fitting = L2_BYTES / (2 * PIECE * head_bytes);
         if ((int64_t)items.size() - num_tiles < MIN_PIECES || fitting < 1) return 1;
@@ -144,6 +146,7 @@ template <class S> struct Tile {
     int64_t first, count; // the row sees the keys [first, count)
     int64_t ahead;        // keys from which on there is nothing to prefetch
     int64_t prefetch_size;
+    float *key_scales, *value_scales; // [TILE_KEYS], of rounded keys and values
 };
 
 // Adds the keys of a tile to the sums of Q query heads, from number `g` on.
@@ -154,17 +157,19 @@ INLINE void decode_heads(const Attend<N, S> &a, const typename Dots<N>::Query *q
                          float *floats) {
     const int64_t dim = a.heads.dim, from = tile.first / LANES * LANES;
     const int64_t to = (tile.count + LANES - 1) / LANES * LANES;
-    alignas(64) float scores[Q * TILE_KEYS], key_scales[TILE_KEYS], value_scales[TILE_KEYS];
+    alignas(64) float scores[Q * TILE_KEYS];
     scores_in_place<Q, N>(q + g * dim, tile.keys, tile.values, tile.first, tile.count, tile.ahead, dim,
                           g == 0 ? tile.prefetch_size : 0, (float)a.scoring.scale, scores);
-    load_scales(tile.keys, tile.first, tile.count, dim, key_scales);
-    load_scales(tile.values, tile.first, tile.count, dim, value_scales);
+    if (g == 0) { // not before the scores: by now they are prefetched
+        load_scales(tile.keys, tile.first, tile.count, dim, tile.key_scales);
+        load_scales(tile.values, tile.first, tile.count, dim, tile.value_scales);
+    }
     for (int m = 0; m < Q; m++) {
         float *own = scores + m * TILE_KEYS;
-        apply_scales<S>(own, from, to, key_scales);
+        apply_scales<S>(own, from, to, tile.key_scales);
         if (a.scoring.soft_cap != 0) cap_scores(own + from, to - from, (float)a.scoring.soft_cap);
         add_weights(own, from, to, tile.first, tile.count, sums_at(floats, g + m, a.heads), dim);
-        apply_scales<S>(own, from, to, value_scales);
+        apply_scales<S>(own, from, to, tile.value_scales);
     }
     add_values<Q>(scores, tile.values, tile.first, tile.count, dim, floats + g * dim);
 }
@@ -185,13 +190,15 @@ void decode_piece(const Attend<N, S> &a, const Rows &rows, const Item &item, int
     for (int64_t g = 0; g < group; g++) *sums_at(floats, g, h).peak = -INFINITY;
     if (start >= end) return; // the window starts after this piece
     const S *keys[PIECE], *values[PIECE];
+    alignas(64) float key_scales[TILE_KEYS] = {}, value_scales[TILE_KEYS] = {};
     find_keys(a, rows, item.row, kv_head, item.first, start, end, keys, values);
     alignas(64) typename Dots<N>::Query q[MAX_GROUP * MAX_DIM];
     convert_row(a.q + rows.row_starts[item.row] * a.q_stride + kv_head * group * dim, q, group * dim);
     for (int64_t j = start; j < end && j < start + KEYS_AHEAD; j++) prefetch(keys[j], prefetch_size);
     for (int64_t at = start / TILE_KEYS * TILE_KEYS; at < end; at += TILE_KEYS) {
         const Tile<S> tile{keys + at, values + at, start > at ? start - at : 0,
-                           end - at < TILE_KEYS ? end - at : TILE_KEYS, end - at, prefetch_size};
+                           end - at < TILE_KEYS ? end - at : TILE_KEYS, end - at, prefetch_size,
+                           key_scales, value_scales};
         for (int64_t g = 0; g < group; g += QUERIES_AT_ONCE) {
             switch (group - g) {
             case 1: decode_heads<1>(a, q, tile, g, floats); break;

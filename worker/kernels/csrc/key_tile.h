@@ -132,7 +132,7 @@ INLINE void load_scales(const S *const *heads, int64_t first, int64_t count, int
 }
 
 // Multiplies scores or weights [from, to), whole vectors, by the scales of rounded keys or values. Does
-// nothing for other heads.
+// nothing for other heads. What keys that are not seen get is not read.
 template <class S> INLINE void apply_scales(float *scores, int64_t from, int64_t to, const float *scales) {
     if constexpr (IS_ROUNDED<S>)
         for (int64_t j = from; j < to; j += LANES) store(scores + j, load(scores + j) * load(scales + j));

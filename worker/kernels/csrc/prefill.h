@@ -139,7 +139,7 @@ template <class N, class S>
 INLINE void attend(Team &team, const Attend<N, S> &a, const Rows &rows, const Work &work,
                    float *partials) {
     const int64_t kv_heads = a.heads.kv_heads, width = stored_width<S>(a.heads.dim);
-    const int64_t tiles = work.num_tiles * kv_heads, some = work.heads_per_item(a.heads, width * sizeof(S));
+    const int64_t tiles = work.num_tiles * kv_heads, some = work.heads_per_item(a.heads, width * (int64_t)sizeof(S));
     const int64_t parts = (kv_heads + some - 1) / some;
     const int64_t pieces = ((int64_t)work.items.size() - work.num_tiles) * parts;
     team.share(tiles + pieces, [&](int64_t i) {

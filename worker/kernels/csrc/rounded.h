@@ -22,7 +22,7 @@ struct RoundedRows {
 // Rounds group g of all groups of all rows.
 template <class X> INLINE void round_group(const X *x, int64_t g, RoundedRows &to) {
     constexpr int HALF = GROUP / MAX_BLOCKS;
-    const float largest = largest_of(x, GROUP), inverse = MOST_ROUNDED / largest, scale = largest / MOST_ROUNDED;
+    const float largest = largest_magnitude(x, GROUP), inverse = MOST_ROUNDED / largest, scale = largest / MOST_ROUNDED;
     uint8_t *bytes = to.bytes.data() + g * GROUP;
     int32_t totals[MAX_BLOCKS];
     for (int b = 0; b < MAX_BLOCKS; b++) {

@@ -3,8 +3,11 @@
 //
 // A rounded head is D integers from -127 to 127, in bytes, and then their scale, a float. A number is its
 // integer times the scale. The scale belongs to one head of one token, so what is stored for a token depends
-// on that token alone, however many others are written with it. worker/kv/rounding.py rounds in the same way.
+// on that token alone, however many others are written with it. worker/kv/rounding.py rounds in the same way, up
+// to ties.
 #pragma once
+
+#include <type_traits>
 
 #include "rounding.h"
 
@@ -45,7 +48,7 @@ template <class N> INLINE void store_head(const N *from, N *to, int64_t dim) {
     memcpy(to, from, (size_t)dim * sizeof(N));
 }
 template <class N> INLINE void store_head(const N *from, Rounded *to, int64_t dim) {
-    const float largest = largest_of(from, dim), inverse = MOST_ROUNDED / largest, scale = largest / MOST_ROUNDED;
+    const float largest = largest_magnitude(from, dim), inverse = MOST_ROUNDED / largest, scale = largest / MOST_ROUNDED;
     typedef int8_t Bytes __attribute__((vector_size(LANES)));
     for (int64_t d = 0; d < dim; d += LANES) {
         const Ints integers = integers_in(rounded_bits(load(from + d), inverse));
