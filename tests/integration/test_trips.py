@@ -17,7 +17,7 @@ from tests.support.waiting import eventually
 
 HI = [{"role": "user", "content": "Hi"}]
 READ = ["http/body.py", "http/json_size.py"]
-PREPARE = ["api/openai/prepare.py", "api/openai/tools.py", "api/openai/structured.py"]
+PREPARE = "api/openai/prepare.py"
 RENDER = [
     *("prompt/render.py", "prompt/kwargs.py", "prompt/content.py", "prompt/template.py"),
     *("sandbox/clients.py", "sandbox/process.py", "sandbox/messages.py"),
@@ -25,14 +25,17 @@ RENDER = [
 ENCODE = "text/tokenizer.py"
 CHAT = [
     *("api/openai/routes.py", *READ),
-    *("api/openai/checks.py", *PREPARE, *RENDER, ENCODE),
+    *("api/openai/checks.py", PREPARE, *RENDER, ENCODE),
+]
+WITH_TOOLS = [
+    *CHAT[: CHAT.index(PREPARE) + 1],
+    *("api/openai/tools.py", "api/openai/structured.py"),
+    *CHAT[CHAT.index(PREPARE) + 1 :],
 ]
 MESSAGES = [
     *("api/anthropic/routes.py", *READ),
     *("api/anthropic/translate.py", "api/anthropic/conversation.py"),
-    *("api/openai/checks.py", "prompt/kwargs.py", *PREPARE),
-    *(each for each in RENDER if each != "prompt/kwargs.py"),
-    ENCODE,
+    *("api/openai/checks.py", PREPARE, *RENDER, ENCODE),
 ]
 COMPLETION = [
     *("api/openai/routes.py", *READ, "api/openai/checks.py", "api/openai/prepare.py"),
@@ -65,10 +68,19 @@ def traced(client: FlaskClient, path: str, body: dict[str, Any], view: str) -> l
     return trace.trip(view)
 
 
-def test_a_chat_visits_its_view_and_fourteen_files_once_each(client: FlaskClient) -> None:
+def test_a_chat_visits_its_view_and_twelve_files_once_each(client: FlaskClient) -> None:
     trip = traced(client, "/v1/chat/completions", {"messages": HI}, CHAT[0])
     assert files_of(trip) == CHAT
-    assert len(CHAT) == 1 + 14
+    assert len(CHAT) == 1 + 12
+    assert returns(trip) == []
+
+
+def test_a_chat_with_tools_and_a_form_visits_two_more(client: FlaskClient) -> None:
+    tool = {"type": "function", "function": {"name": "look", "parameters": {}}}
+    form = {"type": "json_object"}
+    body = {"messages": HI, "tools": [tool], "tool_choice": "none", "response_format": form}
+    trip = traced(client, "/v1/chat/completions", body, CHAT[0])
+    assert files_of(trip) == WITH_TOOLS
     assert returns(trip) == []
 
 
@@ -78,12 +90,12 @@ def test_a_completion_visits_each_file_once(client: FlaskClient) -> None:
     assert returns(trip) == []
 
 
-def test_a_message_returns_only_to_the_rules_about_thinking(client: FlaskClient) -> None:
+def test_a_message_visits_its_view_and_fourteen_files_once_each(client: FlaskClient) -> None:
     body = {"messages": HI, "max_tokens": 5}
     trip = traced(client, "/v1/messages", body, MESSAGES[0])
     assert files_of(trip) == MESSAGES
-    again = FileEntry("prompt/render.py", "prompt/kwargs.py", "effective_kwargs")
-    assert returns(trip) == [again]
+    assert len(MESSAGES) == 1 + 14
+    assert returns(trip) == []
 
 
 def test_a_return_is_found() -> None:

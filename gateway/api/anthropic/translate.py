@@ -26,7 +26,7 @@ from gateway.api.openai.requests import ChatBody, unsupported
 from gateway.formats.events import OutputWarning
 from gateway.formats.model_format import ModelOutputFormat
 from gateway.http.json_values import as_object, check_depth
-from gateway.prompt.kwargs import thinking_budget
+from gateway.prompt.kwargs import ThinkingFields, thinking_budget
 from protocol.errors import InvalidRequest
 
 NO_BUDGET = "thinking_budget_not_kept"
@@ -206,8 +206,10 @@ def clamp_to_model(
     changes: dict[str, Any] = {}
     if chat.max_tokens is not None and chat.max_tokens > max_len:
         changes["max_tokens"] = max_len
-    budget = thinking_budget(chat.thinking_fields)
-    if output_format.reasoning is None and budget:
+    fields = chat.thinking_fields
+    may_drop = output_format.reasoning is None and fields != ThinkingFields()
+    budget = thinking_budget(fields) if may_drop else None
+    if budget:
         changes |= {"thinking": _without_budget(chat.thinking), "thinking_token_budget": None}
         message = (
             f"{budget[0]}: ignored, because this model's reasoning format is unknown; leave the "

@@ -24,7 +24,7 @@ from gateway.api.openai.requests import (
 )
 from gateway.api.openai.response_builder import CompletionResponseBuilder
 from gateway.api.openai.responses import Effective
-from gateway.api.openai.structured import answer_form
+from gateway.api.openai.structured import FORM_FIELDS, answer_form
 from gateway.api.openai.tools import ToolPlan, calls_instead_of_form, tool_grammar, tool_plan
 from gateway.formats.choice_parser import AnswerOptions, ParserFactory
 from gateway.formats.model_format import AnswerStart
@@ -69,8 +69,11 @@ class Preparation:
     ) -> None:
         self.body = body
         self.model = model
-        self.plan: ToolPlan = tool_plan(body)
-        form = answer_form(body)
+        # Most requests have neither tools nor a form.
+        has_tools = bool(body.tools) or body.tool_choice is not None
+        has_form = any(getattr(body, field) is not None for field in FORM_FIELDS)
+        self.plan: ToolPlan = tool_plan(body) if has_tools else ToolPlan()
+        form = answer_form(body) if has_form else None
         #: Paths of structured output members that have no effect.
         self.ignored: list[str] = form.ignored if form else []
         if self.plan.demands_call:
