@@ -72,10 +72,9 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
     activations: Annotated[
         Activations,
         about(
-            "int8: round the inputs of quantised weights to eight bits, which multiplies 4-bit "
-            "weights about twice as fast but loses some quality (docs/performance.md); bfloat16: "
-            "keep them in --dtype; auto: round them in the layers, but not in the output head, if "
-            "--dtype is bfloat16 and the CPU kernels are faster with it"
+            "int8: round the inputs of quantised weights in the layers to eight bits, which "
+            "multiplies 4-bit weights about twice as fast but loses some quality "
+            "(docs/performance.md); bfloat16: keep them in --dtype; auto: bfloat16"
         ),
     ] = "auto"
     kv_dtype: Annotated[

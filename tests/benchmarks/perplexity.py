@@ -98,10 +98,9 @@ PACKED_FORMS = [
     Form(torch.float32, "auto", "packed"),
     Form(torch.float32, "auto", "packed", kv_dtype="int8"),
     Form(torch.bfloat16, "auto", "packed"),
-    Form(torch.bfloat16, "auto", "packed", "auto"),
     Form(torch.bfloat16, "auto", "packed", "int8"),
     Form(torch.bfloat16, "auto", "packed", kv_dtype="int8"),
-    Form(torch.bfloat16, "auto", "packed", "auto", "int8"),
+    Form(torch.bfloat16, "auto", "packed", "int8", "int8"),
 ]
 FORMS = [
     EXACT,
@@ -111,10 +110,9 @@ FORMS = [
     Form(torch.bfloat16, "torch", "dense"),
     Form(torch.bfloat16, "auto", "dense"),
     Form(torch.bfloat16, "auto", "packed"),
-    Form(torch.bfloat16, "auto", "packed", "auto"),
     Form(torch.bfloat16, "auto", "packed", "int8"),
     Form(torch.bfloat16, "auto", "packed", kv_dtype="int8"),
-    Form(torch.bfloat16, "auto", "packed", "auto", "int8"),
+    Form(torch.bfloat16, "auto", "packed", "int8", "int8"),
 ]
 
 

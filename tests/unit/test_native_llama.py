@@ -35,7 +35,7 @@ from worker.loading.header import ModelHeader, read_header
 from worker.loading.weights import load_weights
 from worker.models.decoder import DecoderModel
 from worker.models.load import LoadedModel, load_model, open_weights
-from worker.models.weight_layout import PackedLayout, layout
+from worker.models.weight_layout import layout
 
 CPU = torch.device("cpu")
 BLOCK_TOKENS = 4
@@ -167,31 +167,12 @@ def test_a_model_that_the_kernels_do_not_support_runs_on_torch(tmp_path: Path) -
         load(path, native_kernels(), torch.float32, "packed")
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(
-    ("activations", "dtype", "rounds"),
-    [
-        ("auto", torch.bfloat16, ("layers",)),
-        ("auto", torch.float32, ()),
-        ("bfloat16", torch.bfloat16, ()),
-        ("int8", torch.float32, ("layers", "head")),
-    ],
-    ids=str,
-)
-def test_inputs_of_layers_are_rounded_by_default_in_bfloat16_where_that_is_faster(
-    name: str, activations: Activations, dtype: torch.dtype, rounds: tuple[str, ...]
+def test_the_inputs_of_the_layers_are_rounded_on_request_and_never_that_of_the_head(
+    tmp_path: Path,
 ) -> None:
-    form = layout(native_kernels(name), "auto", dtype, activations)
-    assert isinstance(form, PackedLayout)
-    is_slow = name == "generic" and activations == "auto"
-    assert form.rounds == (() if is_slow else rounds)
-
-
-def test_the_inputs_of_the_layers_can_be_rounded_without_that_of_the_head(tmp_path: Path) -> None:
     small_model(tmp_path, "Q4_1", torch.bfloat16)
-    cases: list[tuple[Activations, int, int]]
-    cases = [("auto", 1, 0), ("int8", 1, 1), ("bfloat16", 0, 0)]
-    for activations, in_layers, in_head in cases:
+    cases: list[tuple[Activations, bool]] = [("auto", False), ("int8", True), ("bfloat16", False)]
+    for activations, rounds in cases:
         loaded = load_model(
             tmp_path / "small.gguf",
             dtype=torch.bfloat16,
@@ -201,9 +182,10 @@ def test_the_inputs_of_the_layers_can_be_rounded_without_that_of_the_head(tmp_pa
         )
         assert isinstance(loaded.model, DecoderModel)
         weights = loaded.model.weights
-        for linear, rounds in ((weights.layers[0].qkv, in_layers), (weights.head, in_head)):
+        for linear, expected in ((weights.layers[0].qkv, rounds), (weights.head, False)):
             assert isinstance(linear, PackedLinear)
-            assert linear.matrix.struct.rounds_inputs == rounds
+            assert linear.matrix.struct.rounds_inputs == expected
+        assert [*loaded.rounded] == (["inputs"] if rounds else [])
 
 
 def test_without_quantised_weights_nothing_is_rounded_and_the_option_changes_no_bits(
@@ -211,10 +193,10 @@ def test_without_quantised_weights_nothing_is_rounded_and_the_option_changes_no_
 ) -> None:
     path = write_directory(tmp_path, random_llama())
     options: Any = {"dtype": torch.bfloat16, "device": CPU, "kernels": native_kernels("avx2")}
-    plain, auto = (load_model(path, **options, activations=each) for each in ("bfloat16", "auto"))
+    plain, int8 = (load_model(path, **options, activations=each) for each in ("bfloat16", "int8"))
     assert plain.card.numerics
-    assert plain.card.numerics == auto.card.numerics
-    assert [*auto.rounded] == []
+    assert plain.card.numerics == int8.card.numerics
+    assert [*int8.rounded] == []
     rounded = load_model(path, **options, kv_dtype="int8")
     assert [*rounded.rounded] == ["kv"]
     assert rounded.card.numerics != plain.card.numerics

@@ -42,9 +42,3 @@ INSTRUCTION_SETS = (
     InstructionSet("generic", frozenset(), ()),
 )
 """The last set is the compiler's default, which every processor of the architecture can run."""
-
-
-def is_faster_in_bytes(name: str) -> bool:
-    """Return whether the set with this name multiplies bytes faster than floats: all do that have
-    an instruction for it (csrc/multiply.h)."""
-    return any(each.needs for each in INSTRUCTION_SETS if each.name == name)

@@ -29,7 +29,7 @@ from worker.loading.weights import WeightSource, load_weights
 from worker.models.architectures import TransformersSpec
 from worker.models.decoder import DecoderModel, DecoderWeights
 from worker.models.spec import ModelSpec
-from worker.models.weight_layout import fitting, layout, rounded_parts, settle
+from worker.models.weight_layout import fitting, layout, rounds_inputs, settle
 
 if TYPE_CHECKING:
     from worker.models.hf import TransformersModel
@@ -42,8 +42,7 @@ class LoadedModel:
     """A model that is ready to compute, its card and its spec.
 
     kv_dtype   dtype of its K/V cache
-    rounded    what is rounded to eight bits: the inputs of these parts of the model (`Part`), and
-               "kv", the keys and values
+    rounded    what is rounded to eight bits: "inputs" of quantised weights in the layers, "kv"
     """
 
     model: DecoderModel | TransformersModel
@@ -91,7 +90,7 @@ def load_model(
     costs = settle(spec, loaded, dtype, kernels, measurements)
     model = DecoderModel(spec, loaded, kernels)
     cache_dtype = choose_kv_dtype(kv_dtype, dtype)
-    rounded = [*rounded_parts(loaded), *_rounded_kv(cache_dtype)]
+    rounded = [*(["inputs"] if rounds_inputs(loaded) else []), *_rounded_kv(cache_dtype)]
     memory = {tensor.data_ptr(): tensor.nbytes for tensor in model.tensors()}
     card = _card(
         header,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -21,7 +20,6 @@ from worker.kernels.library import VERSION
 from worker.kernels.native import NativeKernels
 from worker.kernels.packed import PackedEmbedding, PackedLinear, PackedMatrix
 from worker.kernels.reference import TorchKernels
-from worker.kernels.sets import is_faster_in_bytes
 from worker.layers.embedding import Embedding
 from worker.layers.hybrid_linear import NEVER, HybridLinear
 from worker.layers.linear import Linear
@@ -38,9 +36,6 @@ from worker.startup.device import free_bytes
 from worker.startup.kv_budget import FREE_SHARE
 
 log = logging.getLogger(__name__)
-
-Part = Literal["layers", "head"]
-"""A part of a model: all linears of its layers, or the output head."""
 
 LEAST_WEIGHTS = 1 << 20
 """Layers with fewer weights are not measured: they gain nothing from dense copies, and their
@@ -69,30 +64,23 @@ def layout(
     - "auto" with compiled kernels: packed weights.
     - "both" with compiled kernels: packed weights, to which `settle` may add dense copies.
 
-    With activations "int8", packed weights round their inputs. "auto" does so in bfloat16 if the
-    kernels multiply bytes faster than floats, and only in the layers: rounding the input of the
-    head would save little time and cost a third of the quality that is lost (docs/performance.md).
-    Raises UnusableModel if activations are "int8" and the weights are dense.
+    With activations "int8", packed weights of the layers round their inputs. The head never does:
+    it would save little time and cost a third of the quality that is lost. "auto" does not round,
+    because near ties between tokens then fall otherwise (docs/performance.md). Raises UnusableModel
+    if activations are "int8" and the weights are dense.
     """
     if isinstance(kernels, NativeKernels) and form != "dense":
         return PackedLayout(
             kernels,
             dtype,
             may_copy=form == "both",
-            rounds=_rounding(activations, dtype, kernels.name),
+            rounds_inputs=activations == "int8",
         )
     if form == "packed":
         raise UnusableModel("packed weights need compiled kernels that fit the model")
     if activations == "int8":
         raise UnusableModel("activations in int8 need packed weights")
     return DenseLayout()
-
-
-def _rounding(activations: Activations, dtype: torch.dtype, kernels: str) -> tuple[Part, ...]:
-    if activations == "int8":
-        return ("layers", "head")
-    is_faster = dtype == torch.bfloat16 and is_faster_in_bytes(kernels)
-    return ("layers",) if activations == "auto" and is_faster else ()
 
 
 class PackedLayout:
@@ -105,22 +93,22 @@ class PackedLayout:
         dtype: torch.dtype,
         *,
         may_copy: bool,
-        rounds: tuple[Part, ...] = (),
+        rounds_inputs: bool = False,
     ) -> None:
         """Make layers for a model of dtype `dtype`.
 
-        may_copy   wrap linears so that `settle` can add dense copies
-        rounds     parts whose inputs are rounded to eight bits where their weights are quantised
+        may_copy        wrap linears so that `settle` can add dense copies
+        rounds_inputs   round the inputs of the layers' quantised weights to eight bits
         """
         self._kernels, self._dtype, self._may_copy = kernels, dtype, may_copy
-        self.rounds = rounds
+        self._rounds_inputs = rounds_inputs
         self._dense = DenseLayout()
 
     def linear(self, matrix: Matrix) -> Linear:
-        return self._linear(matrix, rounds_inputs="layers" in self.rounds)
+        return self._linear(matrix, rounds_inputs=self._rounds_inputs)
 
     def head(self, matrix: Matrix) -> Linear:
-        return self._linear(matrix, rounds_inputs="head" in self.rounds)
+        return self._linear(matrix, rounds_inputs=False)
 
     def _linear(self, matrix: Matrix, *, rounds_inputs: bool) -> Linear:
         packed_matrix = pack(self._kernels, matrix, rounds_inputs=rounds_inputs)
@@ -281,11 +269,13 @@ def _circumstances(
     return [*about, kernels.name, dtype, may_be, *forms, *sizes]
 
 
-def rounded_parts(weights: DecoderWeights) -> list[Part]:
-    """Return the parts of a model some of whose linears round their inputs."""
-    linears = [getattr(owner, name) for each in weights.layers for owner, name in each.linears]
-    parts: dict[Part, list[Linear]] = {"layers": linears, "head": [weights.head]}
-    return [part for part, linears in parts.items() if any(map(_rounds_inputs, linears))]
+def rounds_inputs(weights: DecoderWeights) -> bool:
+    """Return whether any linear of the layers rounds its inputs."""
+    return any(
+        _rounds_inputs(getattr(owner, name))
+        for layer in weights.layers
+        for owner, name in layer.linears
+    )
 
 
 def _rounds_inputs(linear: Linear) -> bool:
