@@ -114,7 +114,7 @@ def test_another_layout_has_another_digest_and_description(other):
 def test_the_digest_of_a_layout_never_changes():
     assert LAYOUT.digest.hex() == "2167b93bc4acdeba68f2ae8107dceec7"
     assert LAYOUT.description == (
-        "model abababababab, float32, 2 layers of 3 heads of 8, 16 tokens a block"
+        "model abababababab, K/V in float32, 2 layers of 3 heads of 8, 16 tokens a block"
     )
 
 
