@@ -196,13 +196,13 @@ class Engine:
     def add(self, client: bytes, message: Generate) -> Accepted | Refused | None:
         """Queue a request or refuse it.
 
-        Return None if its grammar must be compiled first. `drain_compile_jobs` then contains the
+        Return None if its grammar must be compiled first. `drain_compile_jobs` then returns the
         grammar, and `on_grammar_compiled` returns the reply.
         """
         return self.admission.add(client, message)
 
     def drain_compile_jobs(self) -> list[CompileJob]:
-        """Return the grammars to compile since the last call. The caller must pass the outcome of
+        """Return the compile jobs added since the last call. The caller must pass the outcome of
         each to `on_grammar_compiled`, in any order."""
         return self.admission.drain_compile_jobs()
 
@@ -317,7 +317,8 @@ class Engine:
         """Apply the result of the oldest plan in flight, and return the outputs of each client.
 
         `elapsed_s` is the time in seconds since the plan was sent, or since the previous result if
-        that came later. Raises RuntimeError if the result belongs to another plan.
+        that came later. Raises RuntimeError if the result belongs to another plan, or does not fit
+        the plan.
         """
         step, results = self._inflight.on_completed(result)
         num_rows, num_computed = len(step.requests), step.num_tokens
@@ -343,8 +344,8 @@ class Engine:
         counts, starts = step.counts, step.plan.row_starts.tolist()
         quiet = quiet_tokens(step.requests, starts, results.tokens, step.plan.num_decodes)
         self._counts["generated_tokens"] += len(quiet) - quiet.count(None)
-        # After how many positions `advance` may do more than count: when a block is full, or, if
-        # blocks are freed as well, at any time.
+        # `advance` is needed only after every `size` positions, when a block is full; elsewhere it
+        # just counts. If blocks are freed while requests run, it is needed after every position.
         size = 1 if self.scheduler.tables.frees_blocks else self.limits.block_tokens
         outputs: dict[bytes, list[Output]] = {}
         client, own = None, []
@@ -377,7 +378,7 @@ class Engine:
         return outputs
 
     def _release_ended(self) -> None:
-        """Release the slots and blocks of ended requests that are in no step in flight."""
+        """Release the slots and blocks of ended requests whose steps in flight have committed."""
         still = []
         for request in self._ended_in_flight:
             if request.num_in_flight:
@@ -387,7 +388,8 @@ class Engine:
         self._ended_in_flight = still
 
     def _release(self, request: Request) -> None:
-        """Release the slot and blocks of an ended request, to which nothing writes any more."""
+        """Release the slot and blocks of an ended request. No step or fetch may still write to
+        them."""
         self.scheduler.finish(request)
         if request in self._aborted:
             self._aborted.remove(request)
@@ -493,8 +495,9 @@ class Engine:
         return self.kv_transfers.fetches.oldest_s(now)
 
     def _on_fetch_over(self, fetch: Fetch) -> Output | None:
-        """Continue a request whose fetch is over. Return its final Output if the fetch failed and
-        the prompt may not be recomputed here."""
+        """Continue the request of a fetch that is over, or release its slot and blocks if it has
+        already ended. Return the request's final Output if the fetch of a handed-over prompt
+        failed and the prompt may not be recomputed here."""
         request = fetch.request
         if fetch.state is FetchState.DROPPED:
             self._release(request)

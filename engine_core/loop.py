@@ -408,7 +408,8 @@ class EngineLoop:
     # ---- the engine's own state
 
     def _drain(self, cause: str) -> None:
-        """Drain the engine. All clients are sent a Pong at once, which reports the drain."""
+        """Drain the engine. If the model is loaded, all clients are sent a Pong at once, which
+        reports the drain."""
         self.drained_by = self.drained_by or cause
         if self._engine is not None:
             self._engine.drain()

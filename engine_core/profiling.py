@@ -57,8 +57,8 @@ class Profiling:
         return None
 
     def cancel(self, client: bytes, requests: Collection[int] | None = None) -> None:
-        """Cancel the profile if it is one of the requests of `client` with these numbers. With
-        None, cancel it if it is any request of `client`."""
+        """Cancel the profile if `client` requested it under one of these numbers. If `requests` is
+        None, the number does not matter."""
         if client != self._owner or (
             requests is not None and self._message.request not in requests
         ):

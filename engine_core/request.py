@@ -135,9 +135,10 @@ class Request:
     #: Block ids of positions [0, len(blocks) * block_tokens). The first `num_passed` are the null
     #: block, except if there are `window_tables`.
     blocks: list[int] = field(default_factory=list)
-    #: With K/V groups, the block ids of the layers with a window: a list for each of a column's
-    #: blocks, with an id for each column. The first `num_passed` are the null block. `blocks` then
-    #: are those of the other layers. All lists have one length, which is at most that of `blocks`.
+    #: With K/V groups, the block ids of the layers with a window: one list for each of a column's
+    #: window blocks, with one id per column. The first `num_passed` ids are the null block.
+    #: `blocks` then holds the blocks of the other layers. All lists have the same length, at most
+    #: `len(blocks)`.
     window_tables: list[list[int]] = field(default_factory=list)
     #: Number of leading blocks that the model's window has passed. The request has released them.
     num_passed: int = 0

@@ -29,7 +29,7 @@ def build_engine(
 
     - epoch: identifies this life of the engine process
     - key: the cluster's key; None if the engine is not part of a cluster
-    - journal: records all input of the engine; None in a cluster
+    - journal: records all input of the engine; None for no journal, and always in a cluster
     """
     limits = _limits(ready, config, hands_over=key is not None and config.role != "decode")
     draft_cost, tiers = ready.draft_cost or 0.0, ready.kv_tiers

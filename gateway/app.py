@@ -150,7 +150,7 @@ def _add_request_hooks(app: Flask, service: Service, gate: Gate) -> None:
 
     @app.before_request
     def start_request() -> Response | None:
-        """Create the context and admit the request. Return a response only to a preflight."""
+        """Create the context and admit the request. Return a response only for a CORS preflight."""
         service.start()
         head = request.environ[HEAD] = _request_head()
         is_probe = request.endpoint in PROBES
@@ -269,13 +269,13 @@ def _response(fault: HTTPFault) -> Response:
 
 
 def _has_long_body() -> bool:
-    """Return whether the request's body is long or has no Content-Length."""
+    """Return whether the body is longer than UNREAD_BODY_BYTES or has a transfer coding."""
     length = request.content_length
     return "Transfer-Encoding" in request.headers or (length or 0) > UNREAD_BODY_BYTES
 
 
 class LastResponse(flask.Response):
-    """A response after which the connection is closed. An unread body is discarded first."""
+    """A response after which the server closes the connection, discarding an unread body."""
 
     def __call__(self, environ: Any, start_response: Any) -> Iterable[bytes]:
         # gunicorn's Response object. gunicorn ignores a Connection header of the application.

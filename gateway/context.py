@@ -45,7 +45,7 @@ class RequestContext:
         is_probe: bool = False,
         on_close: Sequence[Callable[[RequestRecord], None]] = (),
     ) -> None:
-        #: The id in the log and in the response. The token endpoint replaces it by the body's
+        #: The id in the log and in the response. The token endpoint replaces it with the body's
         #: `request_id`, if there is one.
         self.request_id = request_id_from(headers.get(REQUEST_ID_HEADER, ""))
         #: The sender of the request; ANONYMOUS until the gate has admitted the request.

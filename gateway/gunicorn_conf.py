@@ -51,8 +51,8 @@ class GatewayWorker(GeventWorker):  # type: ignore[misc]
         super().handle(listener, client, addr)
 
     def handle_request(self, listener_name: Any, req: Any, sock: Any, addr: Any) -> Any:
-        """Serve a request. Refuse transfer codings other than chunked, whose body gunicorn itself
-        would pass on still encoded."""
+        """Serve a request. Refuse transfer codings other than chunked, because gunicorn would pass
+        the body to the application without decoding it."""
         from gateway import unparsed
 
         unparsed.check_transfer_coding(req.headers)

@@ -100,8 +100,8 @@ def _parse_template_kwargs(text: str) -> Mapping[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class ModelText:
-    """The parts of a served model that follow from its tokenizer and templates. Making them takes
-    most of the preparation, and needs no engine."""
+    """The parts of a served model that do not depend on its weights. Building them takes most of
+    the preparation time, and needs no engine."""
 
     #: The card from which the parts are made.
     card: ModelCard
@@ -128,8 +128,8 @@ class ModelText:
         return cls(card, tokenizer, renderer, output_format)
 
     def fits(self, card: ModelCard) -> bool:
-        """Return whether `card` would give the same parts, because at most facts about the weights
-        differ."""
+        """Return whether `card` would give the same parts, because it differs from `self.card` only
+        in fields that these parts do not read."""
         return _without_weights(card) == _without_weights(self.card)
 
 
@@ -180,7 +180,7 @@ class ServedModel:
     def from_text(
         cls, text: ModelText, card: ModelCard, limits: Limits, options: ModelOptions
     ) -> ServedModel:
-        """Return the model of `card`, which `text` fits."""
+        """Return the served model of `card`. `text.fits(card)` must be true."""
         card = options.effective_card(card)
         return cls(
             card=card,
@@ -197,7 +197,7 @@ class ServedModel:
 
 def fingerprint_of(card: ModelCard) -> str:
     """Return the `system_fingerprint` of responses: our version, the start of the model's digest
-    and, if a request's answer does not depend on how it is computed, `ModelCard.numerics`."""
+    and `ModelCard.numerics`, which is empty if results are not reproducible."""
     numerics = f"-{card.numerics}" if card.numerics else ""
     return f"tidegate-{version()}-{card.digest[:8]}{numerics}"
 

@@ -115,7 +115,7 @@ class Service:
         self._watch: gevent.Greenlet[..., None] | None = None
         self._preparing = Semaphore(1)
         self._trial = trial_process()
-        #: The text side that was made last, of the served model or of the one being loaded.
+        #: The newest text side: that of the served model, or of the model being loaded.
         self._text: ModelText | None = None
         self._served: ServedModel | None = None
         self._served_card: ModelCard | None = None
@@ -209,8 +209,8 @@ class Service:
         return served
 
     def trouble(self) -> ServingError | None:
-        """Return the error with which every request would be refused now, or None. If the engine
-        has reported a new model, this prepares it first."""
+        """Return the error that every request would get now, or None if requests can be served. If
+        the engine has reported a new model, prepare it first."""
         if self.is_draining():
             return Draining("this server is shutting down", retry_after_s=1)
         trouble = self.engine.trouble()
@@ -283,8 +283,8 @@ class Service:
         return served
 
     def _try_tokenizer(self, tokenizer: bytes) -> None:
-        """Raise ValueError if the tokenizer cannot be used. `tidegate serve` tries the tokenizer
-        before it starts this process. That tokenizer is not tried again."""
+        """Raise ValueError if the tokenizer cannot be used. A tokenizer that `tidegate serve` tried
+        before it started this process is not tried again."""
         trial, self._trial = self._trial, trial_process()
         if self._is_tried(tokenizer):
             trial.close()
@@ -301,8 +301,8 @@ class Service:
         timeline: Timeline,
         **options: Unpack[GenerateOptions],
     ) -> ChoiceGroup:
-        """Return a new group of choices, which are not sent yet: see `ChoiceGroup.open`. The caller
-        must pass the group to `forget` after its end."""
+        """Return a new group of choices. Nothing is sent to the engine before `ChoiceGroup.open`.
+        The caller must pass the group to `forget` after its end."""
         group = ChoiceGroup(
             self.engine,
             prompt_requests,

@@ -96,7 +96,8 @@ def check_name(name: str) -> None:
 
 
 def check_key(key: str) -> None:
-    """Raise ValueError, without showing the key, if no HTTP header can carry it."""
+    """Raise ValueError if `key` is too long or cannot be sent in an HTTP header. The message does
+    not contain the key."""
     if not _KEY.fullmatch(key):
         raise ValueError(f"a key is 1 to {MAX_KEY_LETTERS} printable ASCII letters without spaces")
 

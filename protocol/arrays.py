@@ -21,8 +21,8 @@ MAX_DIMS = 4
 
 
 class Array:
-    """A flat buffer of one dtype, and its shape. Nothing changes an array after it was made. Two
-    arrays are equal if their dtype, shape and bytes are.
+    """A flat buffer of one dtype, and its shape. An array never changes after its creation. Two
+    arrays are equal if they have the same dtype, shape and bytes.
 
     data    any C-contiguous buffer of `prod(shape) * itemsize` bytes
     shape   default: one dimension, as long as the buffer

@@ -155,7 +155,7 @@ class AsyncClient(BaseClient[AsyncGeneration]):
             self._loop.call_soon_threadsafe(self._abort, request)
 
     # ---- the socket. Its file descriptor is edge-triggered, and sending may consume the edge of a
-    # message that has arrived. So after each send, received messages are checked for.
+    # message that has arrived. So each send is followed by an attempt to receive.
 
     def _flush(self) -> None:
         self._send_queued()

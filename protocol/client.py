@@ -99,7 +99,8 @@ class Generation(OpenGeneration, Iterator[Output]):
 
 
 def params_from(params: SamplingParams | None, options: dict[str, Any]) -> SamplingParams:
-    """Return `params`, or parameters made from `options`. Raises InvalidRequest for bad options."""
+    """Return `params`, or parameters made from `options`. Raises InvalidRequest for bad options,
+    TypeError if both are given."""
     if params is None:
         try:
             return msgspec.convert(options, SamplingParams)
@@ -186,7 +187,8 @@ class BaseClient(ABC, Generic[AnyGeneration]):
         params    the sampling parameters; or
         options   fields of SamplingParams, in place of `params`
 
-        Raises InvalidRequest for bad `options`, EngineError if there is no engine.
+        Raises InvalidRequest for bad `options`, TypeError if both are given, EngineError if there
+        is no engine.
         """
         request, reports = self._open(
             lambda: self._session.generate(

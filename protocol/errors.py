@@ -84,7 +84,7 @@ class InvalidRequest(RequestError):
 
     @classmethod
     def at(cls, field: str, problem: str) -> InvalidRequest:
-        """Return an error about the field at the path `field`, with which its message begins."""
+        """Return an error about the field at the path `field`. The message starts with the path."""
         return cls(f"{field}: {problem}", param=field)
 
 
@@ -150,8 +150,7 @@ _BY_CODE = {kind.code: kind for kind in _SENT}
 
 
 def error_from(info: ErrorInfo) -> ServingError:
-    """Return the exception that `info` describes. It is an EngineError if this version does not
-    have the code."""
+    """Return the exception that `info` describes; an EngineError if its code is unknown."""
     kind = _BY_CODE.get(info.code, EngineError)
     return kind(
         info.message, param=info.param, retry_after_s=info.retry_after_s, stands_s=info.stands_s

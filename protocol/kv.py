@@ -151,11 +151,11 @@ class KVFailure(msgspec.Struct, frozen=True, array_like=True):
 
     "expired"      the lease is over
     "unreachable"  the peer is silent or gone
-    "damaged"      a checksum is wrong
-    "refused"      the peer's cache has another layout
+    "damaged"      a checksum is wrong, or an answer does not match its request
+    "refused"      the peer's cache has another layout, or the workers have no mover in common
     "timeout"      the job took longer than `timeout_s`
     "cancelled"    the engine cancelled the job
-    "lost"         the tier no longer has a block
+    "lost"         the tier no longer has a block, or the worker has no tiers
     """
 
     job: int

@@ -12,8 +12,8 @@ There are three cases. In all functions, `window` and `groups` say which one app
   the server needs all blocks (worker/startup/kv_window.py).
 - `window` is the longest window in tokens: all layers have one. A block stores its positions in all
   layers and is freed when all of them have passed it.
-- `groups` is set: only some layers have a window. A block stores layers of one group only, and
-  those of the layers with a window are freed.
+- `groups` is set: only some layers have a window. A block stores layers of one group only. Blocks
+  of the layers with a window are freed when they are passed.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def num_passed_blocks(num_computed: int, block_tokens: int, window: int | None) 
 def max_live_blocks(num_new: int, block_tokens: int, window: int | None) -> int | None:
     """Return the most blocks that a step of `num_new` tokens of one request reads and writes.
 
-    The tokens and the window before the first of them may start anywhere in a block. Return None
-    if the number is not limited.
+    This is the worst case over all positions at which the tokens can start in a block. Return None
+    if there is no window, so that the number is not limited.
     """
     if window is None:
         return None

@@ -305,8 +305,8 @@ class Profiled(Message, frozen=True, kw_only=True):
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Logprobs (natural logarithms of probabilities) at the position of one token.
 
-    They are of the model's distribution, before temperature and filters. For a sampled token,
-    `SamplingParams.logprobs_of` can choose the distribution that the token was drawn from instead.
+    They are computed from the model's distribution, before temperature and filters. For sampled
+    tokens, `SamplingParams.logprobs_of` can select the distribution that the token was drawn from.
 
     rank             1 if the token is the most likely one
     top_ids          the most likely tokens, best first, without impossible ones

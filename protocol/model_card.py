@@ -100,9 +100,9 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     license: str | None = None
     #: Jinja source of the template for conversations with tools, if the model has a separate one.
     tool_use_template: str | None = None
-    #: Digest of what the bits of logits depend on besides `digest`: kernels, C library and dtype.
-    #: Two engines in which both are equal give the same answers. Empty: in this engine, the bits of
-    #: a position depend on how it is computed.
+    #: Digest of everything except the model that determines the exact bits of the logits: kernels,
+    #: C library and dtype. Two engines with equal `digest` and `numerics` give the same answers.
+    #: Empty: the bits of a position's logits also depend on how the engine computes the position.
     numerics: str = ""
 
 

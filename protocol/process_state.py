@@ -131,7 +131,7 @@ def num_oom_kills(proc: Path = PROC, cgroups: Path = CGROUPS) -> int | None:
 
 
 def explain_kill(number: Signals, num_before: int | None) -> str:
-    """Return why the signal `number` probably killed a process: out of memory; "" otherwise.
+    """Return an explanation if the signal `number` was probably sent for lack of memory, else "".
 
     Only SIGKILL is explained. If the kernel does not report how many processes it killed for lack
     of memory, the text starts with "perhaps".

@@ -39,9 +39,7 @@ TopK = Annotated[int, Meta(ge=-1, le=1 << 24)]
 MinP = Annotated[float, Meta(ge=0, le=1)]
 AdditivePenalty = Annotated[float, Meta(ge=-2, le=2)]
 RepetitionPenalty = Annotated[float, Meta(ge=0.01, le=10)]
-"""The sampler multiplies or divides logits by this value. They could overflow if it were closer to
-0.
-"""
+"""The sampler multiplies or divides logits by this value. The lower bound prevents overflow."""
 Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 StopTokenIds = Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKEN_IDS)]
@@ -56,7 +54,8 @@ LogprobTokenIds = Annotated[list[TokenId], Meta(max_length=MAX_LOGPROB_TOKEN_IDS
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """The sampling parameters of one generation. An engine applies no other defaults. The
-    constructor raises ValueError, naming the field, if values exclude each other."""
+    constructor raises ValueError, naming the field, if a number is not finite, if values exclude
+    each other, or if `bad_words` have too many tokens."""
 
     #: Most tokens of the answer. None: until the context is full. 0: only compute the prompt, for
     #: its logprobs.

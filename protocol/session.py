@@ -94,7 +94,7 @@ class Session:
     """One client's session with one engine.
 
     `model`, `limits` and `epoch` come from the last Welcome, and are None before the first one.
-    After the engine was lost, `epoch` is None until the next Welcome.
+    When the engine is lost, `epoch` is None until the next Welcome.
     """
 
     def __init__(self, name: str, *, lease_s: float = LEASE_S) -> None:
@@ -133,7 +133,7 @@ class Session:
         **options: Unpack[GenerateOptions],
     ) -> Generate:
         """Open a generation. Return the message to send. Raises EngineNotReady or EngineLost if
-        there is no engine."""
+        there is no engine, WireError if the engine uses another protocol version."""
         self._check_ready()
         prompt = prompt if isinstance(prompt, Int32) else Int32.of(prompt)
         return self._opened(
@@ -145,8 +145,8 @@ class Session:
 
         everything   abort all requests, and ignore `names`
 
-        The opened request ends with an Aborted, or with an error if the engine is lost. Raises
-        EngineNotReady or EngineLost if there is no engine.
+        The opened request ends with an Aborted, or with an error if the engine is lost. Raises as
+        `generate` does.
         """
         return self._opened(
             AbortByLabel(request=self._next_request, names=list(names), everything=everything)
@@ -236,12 +236,12 @@ class Session:
             self._last_sent_at = float("-inf")
 
     def on_disconnected(self) -> list[RequestReport]:
-        """Handle a broken connection, after which the engine drops this client, or a failed attempt
-        to connect. Return reports that end all open requests.
+        """Handle a broken connection or a failed attempt to connect. Return the reports that end
+        all open requests: the engine drops a client whose connection breaks.
 
         Call this after all messages that arrived over the connection have been received. A failed
-        attempt changes nothing: if the process was busy, the messages of the connection that was
-        established after it may have been received already.
+        attempt changes nothing: if the process was busy, it may already have received messages of a
+        later connection that succeeded.
         """
         if not self._is_connected:
             return []

@@ -1,4 +1,5 @@
-"""ZeroMQ sockets. All other modules create sockets and set their options with this one.
+"""ZeroMQ sockets between processes. All other modules create them with this one, which also sets
+their options.
 
 The engine binds two ROUTER sockets, one for its clients and one for its workers. A worker that
 exports K/V (kv.py) binds a ROUTER for its readers. All other sockets are DEALERs, which connect and

@@ -58,7 +58,7 @@ class EngineStats(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     num_fetches_failed: dict[str, int] = {}  #: by kind (kv.KVFailure)
     num_timeouts: dict[str, int] = {}  #: by stage: queued (not started yet), running
     num_leases_ended: dict[str, int] = {}  #: by reason: taken, released, expired, yielded
-    num_tier_stored: dict[str, int] = {}  #: blocks, by tier; so are the next three
+    num_tier_stored: dict[str, int] = {}  #: number of blocks, by tier; the next three likewise
     num_tier_dropped: dict[str, int] = {}
     num_tier_loaded: dict[str, int] = {}
     num_tier_failed: dict[str, int] = {}

@@ -5,8 +5,8 @@ request sets all state that the worker stores for the request. So the results of
 executed in order do not depend on what the slots and blocks contained before.
 
 Legend: R rows (requests) of the step, decode rows (one token) first; S rows that sample; D drafts;
-N, M, K, A: counts. A sampled place is a position where a token is sampled: one for each row that
-samples, and one more for each of its drafts, in row order.
+N, M, K, A: counts. A sampled place is a position where a token is sampled. Each row that samples
+has one, plus one for each of its drafts. They are in row order.
 """
 
 from __future__ import annotations
@@ -110,12 +110,12 @@ class StepPlan(Message, frozen=True, kw_only=True):
     #: [R] first position that the draft model computes in the row; -1: none in this step. None: the
     #: draft model computes nothing.
     follow_starts: Int32 | None = None
-    #: [R] number of positions that the draft model computes from there. In rows where drafts are
-    #: `wanted` it is 0: the draft model computes all positions that are known after the step has
-    #: sampled. None if `follow_starts` is None.
+    #: [R] number of positions that the draft model computes from there. It is 0 in rows with
+    #: `wanted` drafts: there the draft model computes up to the last token that is known after the
+    #: step has sampled. None if `follow_starts` is None.
     follow_tokens: Int32 | None = None
-    #: [R] number of tokens that the draft model drafts after that, in rows that sample. Blocks for
-    #: them are allocated. None if `follow_starts` is None.
+    #: [R] number of tokens that the draft model then drafts, in rows that sample. Their blocks are
+    #: allocated already. None if `follow_starts` is None.
     wanted: Int32 | None = None
 
 
@@ -125,7 +125,8 @@ class Masks(Message, frozen=True, kw_only=True):
 
     The mask of a place after a draft assumes that the draft is right.
 
-    bits   [N, ceil(vocab_size / 32)]; bit t % 32 of word t // 32 of a row: token t is allowed
+    bits   [N, ceil(vocab_size / 32)]; token t is allowed if bit t % 32 of word t // 32 of the row
+           is 1
     """
 
     step: int
@@ -135,8 +136,8 @@ class Masks(Message, frozen=True, kw_only=True):
 class Logprobs(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """Logprobs (natural logarithms of probabilities) of N entries; an entry is one token position.
 
-    Logprobs of sampled tokens are in the distribution that their request chose
-    (`SamplingParams.logprobs_of`), those of prompt tokens always in the model's. K = max(counts).
+    Logprobs of sampled tokens are computed from the distribution that their request chose
+    (`SamplingParams.logprobs_of`), those of prompt tokens from the model's. K = max(counts).
     """
 
     #: [N] ascending indexes into the result's `tokens`; for prompt logprobs, into the step's rows.

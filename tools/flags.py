@@ -118,8 +118,8 @@ class OneLineParser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, formatter_class=HelpFormatter, **options)
 
     def refuse(self, unknown: Sequence[str], others: Mapping[str, str]) -> NoReturn:
-        """Exit with an error about the unknown options. For each one it names a replacement, if
-        there is one.
+        """Exit with an error about the unknown options. The error suggests a replacement for each
+        option that has one.
 
         unknown   the arguments that the parser did not recognise
         others    option of another server -> its replacement
@@ -142,8 +142,8 @@ class OneLineParser(argparse.ArgumentParser):
 
 @cache
 def flags_of(config: type[msgspec.Struct]) -> Sequence[Flag]:
-    """Return the options for the fields of a config struct, in their order, without `wiring`
-    fields. Raises TypeError if a field was declared without `about`."""
+    """Return the options for the fields of a config struct, in order of declaration, without
+    `wiring` fields. Raises TypeError if a field was declared without `about`."""
     described = inspect.type_info(config)
     assert isinstance(described, inspect.StructType)
     shapes = {field.name: field.type for field in described.fields}
@@ -180,7 +180,7 @@ def add_flags(
     """Add the options of `config` to `parser`, in a group of their own.
 
     title     title of the group
-    without   fields that become no options
+    without   fields that do not become options
     """
     summary = (config.__doc__ or "").partition("\n")[0]
     group = parser.add_argument_group(title, summary)

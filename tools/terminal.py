@@ -66,8 +66,8 @@ class Terminal:
 
 
 def clean(text: str) -> str:
-    """Return `text` with "?" for control, combining and wide characters, so every character has
-    width 1."""
+    """Return `text` with "?" in place of control, combining and wide characters, so that every
+    character has width 1."""
     return "".join(char if _is_plain(char) else "?" for char in text)
 
 

@@ -2,6 +2,6 @@
 steps.
 
 It schedules nothing. It imports `protocol`, msgspec, pyzmq, numpy, torch, safetensors and gguf, and
-transformers only for models that transformers computes. No other package imports the worker,
+transformers only for models that run in that library. No other package imports the worker,
 because it runs in a process of its own.
 """

@@ -128,8 +128,8 @@ class ParentGone(Exception):
 
 
 class EngineConnection:
-    """The worker's connection to the engine. Waiting is a blocking poll. Nothing is polled if a
-    message has arrived already, or if a send succeeds at once."""
+    """The worker's connection to the engine. It polls the socket only if no message has arrived
+    yet, or if a send would block."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, parent: int) -> None:
         self._socket = sockets.connect_dealer(context, address)

@@ -83,8 +83,8 @@ class PrefixCache:
     ) -> list[int]:
         """Return the first block of each column of the longest cached prefix of `hashes`.
 
-        A prefix is cached if the first block of each of its columns is, and, in the columns that
-        the window has not passed, the blocks of the layers with a window too. `num_passed` is as in
+        A prefix is cached if the first block of every column is cached and, for each column that
+        the window has not passed, its other blocks are cached too. `num_passed` is as in
         `match_window`.
         """
 

@@ -40,8 +40,8 @@ class Matcher:
 
     @property
     def error(self) -> str | None:
-        """llguidance's error message, or None. An error is permanent. A limit was reached, or a
-        consumed token was not admitted."""
+        """llguidance's error message, or None. An error means that a limit was reached, or that a
+        consumed token was not admitted. It is never cleared."""
         return explain(self._inner) if self._inner and self._inner.is_error() else None
 
     @property

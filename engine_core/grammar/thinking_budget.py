@@ -35,7 +35,8 @@ MAX_CHARACTER_BYTES = 4
 class MarkerSpelling:
     """Converts between a model's tokens and bytes, in which markers have unique spellings."""
 
-    #: Return the bytes of a token. Those of a marker are `MARK` and its id, which no text contains.
+    #: Return the bytes of a token. For a marker, they are `MARK` and its id in brackets, which no
+    #: text contains.
     token_bytes: Callable[[int], bytes]
     #: Return the bytes of a text in which markers are spelled out.
     text_bytes: Callable[[str], bytes]

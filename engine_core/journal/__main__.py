@@ -3,9 +3,9 @@
 PATH is a journal file, or a directory of journals (the engine's option `--journal`). The files of a
 directory are replayed one by one. With `--weights`, a worker computes the steps again.
 
-The exit code is 0 if all replies are the same, and with `--weights` all tokens and logprobs; 1 if
-one differs; and 2 if a file is not a journal, if the directory has none, or if the worker cannot
-compute the steps.
+The exit code is 0 if all replies (with `--weights`, also all tokens and logprobs) are the same. It
+is 1 if one differs, or if the engine raises an exception. It is 2 if a file is not a journal, if
+the directory has none, or if the worker cannot compute the steps.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def replay_file(file: Path, *, checks: bool, worker: ReplayWorker | None = None)
 def _replay_file(
     file: Path, unless_whole: contextlib.ExitStack, *, checks: bool, worker: ReplayWorker | None
 ) -> int:
-    """Do as `replay_file`. Remove the callbacks of `unless_whole` if all records were replayed and
-    none is missing."""
+    """Implement `replay_file`. If all records were replayed and none is missing, remove the
+    callbacks of `unless_whole`."""
     started_at = time.monotonic()
     try:
         report = replay(read(file), checks=checks, worker=worker)

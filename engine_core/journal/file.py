@@ -54,7 +54,8 @@ class Writer:
         return not self._has_ended and self._left < self._max_bytes // SPARE_DIVISOR
 
     def write(self, record: JournalRecord) -> None:
-        """Write a record, if the file has room for it.
+        """Write a record. If the file has no room for it, drop it and all later records of the
+        file, and write a FullRecord instead.
 
         If the disk is full, or another error occurs, the journal ends and the engine continues.
         """
@@ -74,8 +75,8 @@ class Writer:
     def start_next(self, records: Iterable[JournalRecord]) -> int:
         """Start another file with these records, and return their size in bytes.
 
-        If they fill more than half of the file, or the file cannot be written, the journal ends.
-        Return 0 then.
+        If they fill more than half of the file, or the file cannot be written, the journal ends and
+        0 is returned.
         """
         try:
             self._file.close()

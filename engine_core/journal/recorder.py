@@ -54,7 +54,9 @@ T = TypeVar("T")
 RAISED = b"raised"
 """Recorded instead of a digest if the engine raised an exception."""
 MIN_GRAMMARS = 256
-"""Stored grammars are pruned when there are this many more than twice those kept last time."""
+"""Stored grammars are pruned when there are more than this number plus twice the number kept by the
+last pruning.
+"""
 
 
 class RecordedEngine(Engine):

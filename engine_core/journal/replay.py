@@ -93,8 +93,8 @@ def replay(
     checks   check the invariants of slots, blocks and the prefix cache after each record (slow)
     worker   computes the steps too
 
-    Raises ReplayDiffers, NoJournal, and any exception of the worker, or of the engine, which may
-    have raised it when it was recorded too.
+    Raises ReplayDiffers, NoJournal, and any exception of the worker or the engine. The engine may
+    have raised the same exception when it was recorded.
     """
     remaining = iter(records)
     start = next(remaining, None)

@@ -6,9 +6,9 @@ referred to by their index: requests in `EngineSnapshot.requests`, accounts in
 consumes the tokens of its answer again, and an n-gram index is built again. The configuration of
 the engine is in the StartRecord.
 
-A new attribute of the engine or its parts must be added here if a decision depends on it. Then
-raise `records.FORMAT`. `tests/unit/test_snapshot.py` lists the stored attributes, and the reasons
-why the others are not stored.
+A new attribute of the engine or its parts must be added here if a decision depends on it, and then
+`records.FORMAT` must be increased. `tests/unit/test_snapshot.py` lists the stored attributes, and
+the reasons why the others are not stored.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class AdmissionSnapshot(SnapshotPart, frozen=True, kw_only=True):
     num_accepted: int
     num_refused: int
     order: int
-    #: Grammars that the loop has not fetched to compile.
+    #: Compile jobs that the loop has not fetched yet.
     jobs: list[CompileJob]
     #: Digests of the compiled grammars, least recently used first.
     templates: list[bytes]
@@ -442,8 +442,8 @@ def restore_snapshot(engine: Engine, snapshot: EngineSnapshot, find: FindTemplat
     """Restore the state of the snapshot in a new engine.
 
     The engine takes over the mutable objects of the snapshot, so the snapshot must not be used
-    again. `find` returns compiled grammars. Raises LookupError or ValueError if the snapshot is
-    inconsistent.
+    again. `find` returns compiled grammars. Raises LookupError, ValueError or WireError if the
+    snapshot is damaged.
     """
     engine._clock.now = engine._accounts.now = engine.kv_transfers._now = snapshot.now
     engine._step = snapshot.step

@@ -1,7 +1,7 @@
 """Computes the steps of a replayed journal in a real worker, and compares the results.
 
 The worker executes the plans of the replayed engine, but the engine commits the recorded results.
-So after a token that differs, later ones of the same request can differ for that reason alone.
+So once a token differs, later tokens of the same request may differ only because of it.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ POLL_MS = 1000
 
 
 class NotComparable(Exception):
-    """The steps of a journal cannot be computed again, or not so that results must be equal."""
+    """The steps of a journal cannot be computed again, or their results need not be equal."""
 
 
 @dataclass
 class StepComparison:
-    """Counts of results that were computed again, and of those that have the recorded bits."""
+    """Counts of results that were computed again, and of those that equal the recorded ones bit by
+    bit."""
 
     num_steps: int = 0
     num_tokens: int = 0
     num_equal_tokens: int = 0
-    #: Logprobs of sampled and of prompt tokens, of requests that have them.
+    #: Number of logprob entries, for sampled tokens and prompt tokens.
     num_logprobs: int = 0
     num_equal_logprobs: int = 0
     #: The first step whose result differs; "" if there is none.
@@ -85,7 +86,7 @@ class ReplayWorker:
     """The real worker process that computes the steps of journals. It is started for the first
     file of an engine, and continues with the files that follow it.
 
-    any_fingerprint   compare also if bits can differ, because of other kernels
+    any_fingerprint   compare even if bits can differ, for example because of other kernels
     """
 
     def __init__(self, *, any_fingerprint: bool = False) -> None:
@@ -99,8 +100,8 @@ class ReplayWorker:
     def start(self, record: StartRecord) -> None:
         """Start the worker, or continue with the next file of the same engine.
 
-        Raises NotComparable, and WorkerLost if the worker fails, for example because the model is
-        not there any more.
+        Raises NotComparable if the steps cannot be computed again or the worker reports a failure,
+        and WorkerLost if the worker process ends.
         """
         self.comparison = StepComparison()
         if self._start is not None and self._link is not None and _follows(self._start, record):
@@ -124,7 +125,8 @@ class ReplayWorker:
         self._link.send(message)
 
     def compare(self, recorded: StepResult, where: str) -> None:
-        """Wait for the result of the oldest step, and compare it. Raises WorkerLost."""
+        """Wait for the result of the oldest step, and compare it. Raises WorkerLost if the worker
+        process ends, and NotComparable if the worker returns no result of this step."""
         computed = self._receive()
         if not isinstance(computed, StepResult) or computed.step != recorded.step:
             raise NotComparable(f"{where}: the worker has no result of step {recorded.step}")
@@ -155,7 +157,8 @@ class ReplayWorker:
         return message
 
     def _receive(self) -> object:
-        """Return the worker's next message. Raises WorkerLost if there is none."""
+        """Wait for the worker's next message, and return it. Raises NotComparable if the worker
+        reports a failure, and WorkerLost if its process ends."""
         link = self._link
         assert link is not None, "not started"
         poller = zmq.Poller()
@@ -170,8 +173,8 @@ class ReplayWorker:
 
 
 def check_card(recorded: ModelCard, found: ModelCard, *, any_fingerprint: bool = False) -> None:
-    """Raise NotComparable if the worker's model is not that of the journal, or, without
-    `any_fingerprint`, if the journal or this machine does not promise the same bits."""
+    """Raise NotComparable if the worker's model is not that of the journal. Without
+    `any_fingerprint`, also raise it if the fingerprints differ or are empty."""
     if found.digest != recorded.digest:
         raise NotComparable(
             f"the model {recorded.name} has changed: its digest was {recorded.digest[:8]}, and is "
@@ -187,12 +190,13 @@ def check_card(recorded: ModelCard, found: ModelCard, *, any_fingerprint: bool =
 
 
 def _follows(before: StartRecord, record: StartRecord) -> bool:
-    """Return whether a file continues the one that starts with `before`."""
+    """Return whether the file that starts with `record` continues the one that starts with
+    `before`."""
     return record == replace(before, at=record.at, part=before.part + 1)
 
 
 def _entries(logprobs: Logprobs | None) -> list[bytes]:
-    """Return the bits of each entry: of all columns, and of its second distribution, if any."""
+    """Return the bits of each entry over all columns, then those of each row of `drawn`, if any."""
     if logprobs is None:
         return []
     columns = [each for each in astuple(logprobs) if isinstance(each, Array)]

@@ -22,9 +22,9 @@ from protocol.arrays import Int32
 from protocol.kv import KVReport, KVStore, KVTierNews, KVUsed, TierSource
 
 RETRY_DECAY = 0.9
-"""The measured load time is multiplied by this each time it prevents a fetch.
+"""The measured load time is multiplied by this factor each time it prevents a fetch.
 
-So loading is retried in the end.
+So loading is eventually retried.
 """
 
 
@@ -138,7 +138,7 @@ class TierIndex:
     # ---- reports
 
     def on_kv_report(self, report: KVReport) -> None:
-        """Apply a report. Raises KeyError if WorkerReady did not name one of its tiers."""
+        """Apply a report. Raises KeyError if the report names a tier that WorkerReady did not."""
         for news in report.tiers:
             self._tiers[news.tier].apply(news)
 

@@ -108,7 +108,7 @@ class Admission:
             return self._refuse(message.request, error)
 
     def drain_compile_jobs(self) -> list[CompileJob]:
-        """Return the compilations that requests have needed since the last call."""
+        """Return the compile jobs added since the last call."""
         jobs, self._grammars.jobs = self._grammars.jobs, []
         return jobs
 

@@ -101,10 +101,10 @@ class FairShare:
         return len(self._by_name)
 
     def get(self, name: str, num_open: Callable[[str], int]) -> AccountUsage:
-        """Return the usage of an account. If it is unknown, add it.
+        """Return the usage of an account, adding the account if it is unknown. If there are
+        already MAX_ACCOUNTS or more, those without open requests are removed first.
 
-        `num_open` returns the number of an account's open requests. Before an account is added to
-        MAX_ACCOUNTS or more, those without open requests are removed.
+        `num_open` returns the number of an account's open requests.
         """
         usage = self._by_name.get(name)
         if usage is None:

@@ -122,7 +122,7 @@ class BlockTables:
 
     def grow_all(self, growing: Sequence[Request], step: Schedule) -> None:
         """Allocate the block that each of the requests `growing` needs for its next token, in their
-        order. Enough blocks must be free. `grow` is the reference."""
+        order. Enough blocks must be free. Calling `grow` for each of them has the same effect."""
         blocks = self._pool.allocate(len(growing))
         assert blocks is not None
         step.new_blocks += blocks
@@ -135,8 +135,8 @@ class BlockTables:
             request.blocks.append(block)
 
     def max_positions(self, request: Request, *, reserved: int) -> int:
-        """Return how many positions of the request can get blocks without a preemption, if enough
-        free blocks are left for one more column of each of `reserved` other requests."""
+        """Return how many positions the request's block table can cover without a preemption,
+        leaving enough free blocks for one more column of each of `reserved` other requests."""
         free = max(self._pool.num_free - reserved, 0)
         return (len(request.blocks) + free) * self._size
 
@@ -177,8 +177,8 @@ class BlockTables:
         return True
 
     def plan_passed(self, step: Schedule) -> None:
-        """Add table updates to `step`: the worker's block tables get null blocks where the window
-        has passed the rows' blocks."""
+        """Add table updates to `step` that replace the blocks passed by the window with the null
+        block in the worker's block tables, for the requests of its rows."""
         for request, _, _ in step.rows():
             first, end = request.num_passed_sent, request.num_passed
             if first == end:

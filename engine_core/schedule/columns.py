@@ -1,8 +1,8 @@
 """Columns of a step: a fact of many requests in one list, with one entry per request.
 
-A step of many decoding rows costs the engine mostly calls of functions. So the facts that every
-step needs of every row are computed here in one pass over the rows, without a call per row. They
-are computed from the requests each time: no fact is stored a second time.
+In a step with many decoding rows, most of the engine's time is spent on function calls. So the
+facts that every step needs about every row are computed here in one pass over the rows, without a
+call per row. They are computed from the requests each time, so no fact is stored twice.
 
 Each function names its reference, which computes the fact for one request.
 `tests/property/test_engine_columns.py` checks that they agree.
@@ -19,7 +19,7 @@ RUNNING = RequestPhase.RUNNING
 
 
 def running_column(requests: Iterable[Request]) -> list[Request]:
-    """Return those `requests` that have not ended."""
+    """Return those `requests` that are in phase RUNNING."""
     return [request for request in requests if request.phase is RUNNING]
 
 
@@ -45,7 +45,7 @@ def slot_column(requests: Iterable[Request]) -> list[int]:
 
 
 def start_column(requests: Iterable[Request]) -> list[int]:
-    """Return the first position that no plan has computed, for each request."""
+    """Return `num_scheduled` of each request: the first position that is in no plan yet."""
     return [request.num_scheduled for request in requests]
 
 
@@ -55,15 +55,15 @@ def quiet_tokens(
     tokens: Sequence[int | None],
     num_decodes: int,
 ) -> list[int | None]:
-    """Return the tokens of the rows that only continue their answer, and None for the other rows.
+    """Return the token of each row that only continues its answer, and None for each other row.
 
-    Such a row computed one position, and its token neither starts nor ends an answer. No grammar
-    and no drafter follows it. So `commit_row`, which is the reference, would append the token and
-    count one position, and do nothing else.
+    Such a row computed one position, and its token neither starts nor ends an answer. Its request
+    has no grammar and no drafter. So `commit_row`, which is the reference, would append the token
+    and count one position, and do nothing else.
 
     requests, starts   the request of each row, and the first position that the row computed
-    tokens             the token of each row that sampled exactly one, and for which the result has
-                       nothing else; None for the other rows
+    tokens             the token of each row whose result is exactly one token; None for the other
+                       rows
     num_decodes        number of rows that computed one position, without drafts; they come first
     """
     rows = zip(requests[:num_decodes], starts, tokens, strict=False)

@@ -38,7 +38,7 @@ class CommittedTokens:
 
 
 NO_LOGPROBS: list[TokenLogprobs] = []
-"""The empty list of all Outputs without logprobs. It never changes."""
+"""Shared by all Outputs without logprobs. It must not be modified."""
 NOTHING_COMMITTED = CommittedTokens()
 """For a request that ends outside a step."""
 

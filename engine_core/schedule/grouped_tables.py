@@ -8,8 +8,9 @@ kind does not need serves the other.
 A request is admitted with the blocks of the layers without a window for all its known tokens. The
 other blocks are those of a window and one step, as in a model all of whose layers have a window:
 they are released when the window has passed them, and the request grows during its prefill. A
-request that runs alone can always continue, because the cache holds the blocks of the longest
-request's layers without a window, one window, and the token after it.
+request that runs alone can always continue, because the cache has room for the longest request: all
+its blocks of the layers without a window, and the other blocks for one window and the token after
+it.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ class GroupedBlockTables(BlockTables):
         super().__init__(limits, pool)
         self._window = groups.window
         self.frees_blocks = True
-        #: Blocks of a column that store the layers with a window.
+        #: Number of blocks per column for the layers with a window.
         self._num_window = groups.window_blocks
         self._width = 1 + groups.window_blocks
-        #: Most columns whose blocks of a window are allocated at an admission.
+        #: Most columns that get blocks for the layers with a window at an admission.
         self._max_first = max_live_blocks(limits.token_budget, self._size, groups.window)
 
     def num_needed(self, request: Request, found: list[int] | None = None) -> int:
@@ -147,8 +148,8 @@ class GroupedBlockTables(BlockTables):
             request.num_passed_sent = end
 
     def _num_missing(self, request: Request, num_found: int) -> tuple[int, int]:
-        """Return the columns to allocate at an admission: for the layers without a window, and for
-        those with one."""
+        """Return how many columns to allocate at an admission: (for the layers without a window,
+        for the layers with one)."""
         missing = self._num_blocks(len(request.tokens)) - num_found
         num_passed = num_passed_blocks(num_found * self._size, self._size, self._window)
         num_held = num_found + (num_found - num_passed) * self._num_window
@@ -163,6 +164,6 @@ class GroupedBlockTables(BlockTables):
         return max(end - len(request.blocks), 0) + behind * self._num_window
 
     def _columns(self, blocks: list[int]) -> list[list[int]]:
-        """Return the blocks of the layers with a window, column by column."""
+        """Split `blocks`, which are for the layers with a window, into columns."""
         size = self._num_window
         return [blocks[i : i + size] for i in range(0, len(blocks), size)]

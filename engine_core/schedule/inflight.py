@@ -51,8 +51,8 @@ class InflightStep:
 
     @property
     def prompts(self) -> list[Request]:
-        """The requests of the step that, before it, still lacked K/V of their prompts. The last
-        token of a prompt does not count."""
+        """The step's requests that lacked K/V of their prompt before the step. The last token of
+        a prompt does not count."""
         return [
             request for request in self.requests if request.num_computed < request.prompt_tokens - 1
         ]
@@ -85,8 +85,8 @@ class InflightSteps:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Number of all tokens of those steps in flight for which `has_prompts` is true. Their
-        decodes count, too."""
+        """Total tokens, including those of decodes, of the steps in flight for which `has_prompts`
+        is true."""
         return sum(step.num_tokens for step in self._steps if step.has_prompts)
 
     @property

@@ -178,7 +178,7 @@ def _int32(values: list[int]) -> Int32:
 
 
 def _catch_ups(schedule: Schedule, requests: Sequence[Request]) -> list[DraftCatchUp] | None:
-    """Return the draft model's work for each row; None if it has none."""
+    """Return the draft model's work for each row, or None if there is none in any row."""
     if not schedule.draft_catch_ups:
         return None
     return [schedule.draft_catch_ups.get(request, NO_CATCH_UP) for request in requests]
@@ -187,7 +187,8 @@ def _catch_ups(schedule: Schedule, requests: Sequence[Request]) -> list[DraftCat
 def _masked_places(
     schedule: Schedule, requests: Sequence[Request], row_samples: UInt8
 ) -> list[int]:
-    """Return the indexes of the sampled places that may need a mask (`StepPlan.masked`)."""
+    """Return which of the step's sampled positions may need a mask: their indexes among all
+    sampled positions (`StepPlan.masked`)."""
     if not any([request.matcher is not None for request in requests]):
         return []
     flags = (
@@ -198,8 +199,8 @@ def _masked_places(
 
 
 def _may_be_masked(request: Request, drafts: list[int]) -> bool:
-    """Return whether a place of the request's row may need a mask. After a token in flight or a
-    draft, the grammar's state is not known yet. So a mask may be needed there."""
+    """Return whether a sampled position of the request's row may need a mask. After a token in
+    flight or a draft, the grammar's state is not known yet, so a mask may be needed there."""
     matcher = request.matcher
     return matcher is not None and (matcher.constrains or bool(request.num_pending or drafts))
 
@@ -223,7 +224,8 @@ def mask_matchers(plan: StepPlan, requests: Sequence[Request]) -> list[Matcher |
 
 
 def _row_matchers(request: Request, drafts: list[int]) -> Iterable[Matcher | None]:
-    """Return the matcher of each sampled place of a row; None for an unconstrained place."""
+    """Return the matcher of each sampled position of a row. It is None for an unconstrained
+    position, and for all positions if the request is no longer running."""
     if request.matcher is None or request.phase is not RequestPhase.RUNNING:
         return repeat(None, 1 + len(drafts))
     walk = [request.matcher, *request.matcher.walk(drafts)]

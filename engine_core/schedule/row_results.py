@@ -19,7 +19,8 @@ class RowResult:
     tokens: list[int] = field(default_factory=list)
     #: Whether sampling failed: no token could be sampled after `tokens`.
     failed: bool = False
-    #: Number of drafts in the row. All of `tokens` except the last one are accepted drafts.
+    #: Number of drafts in the row. The last of `tokens` is not a draft, unless `failed` is true.
+    #: The tokens before it are accepted drafts.
     num_drafts: int = 0
     #: Logprobs of `tokens`, if requested.
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -43,15 +44,14 @@ class RowResult:
 class StepRowResults:
     """The results of the rows of one step.
 
-    In most steps, a row has one token or nothing, and then the tokens are all there is. Otherwise
-    each row has its RowResult (`row_results`). Raises RuntimeError if the result does not fit the
-    plan.
+    In most steps, each row has one token or none, and nothing else. Then only the tokens are
+    stored; otherwise a RowResult per row (`row_results`). The constructor raises RuntimeError if
+    the result does not fit the plan.
     """
 
     def __init__(self, plan: StepPlan, result: StepResult) -> None:
         self._rows = None if _has_only_tokens(plan, result) else row_results(plan, result)
-        #: Token of each row that sampled exactly one, and for which the result has nothing else;
-        #: None for the other rows.
+        #: The token of each row whose result is exactly one token; None for the other rows.
         self.tokens: list[int | None]
         if self._rows is not None:
             self.tokens = [_only_token(row_result) for row_result in self._rows]
@@ -227,8 +227,8 @@ def _drawn_rows(columns: Logprobs) -> dict[int, list[float]]:
 def _without_padding(values: list[float], num_top: int, num_asked: int, width: int) -> list[float]:
     """Return a row of `columns.drawn` without its unused columns.
 
-    The row holds the token itself, `width` columns for top tokens of which `num_top` are used, and
-    columns for named tokens of which `num_asked` are used.
+    A row has one column for the token itself, then `width` columns for top tokens (`num_top` are
+    used), then the columns for named tokens (`num_asked` are used).
     """
     return [*values[: 1 + num_top], *values[1 + width : 1 + width + num_asked]]
 

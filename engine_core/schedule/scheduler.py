@@ -222,10 +222,11 @@ class Scheduler:
             step.decodes = [request for request in step.decodes if request not in paused]
 
     def _schedule_decodes(self, step: Schedule) -> list[Request]:
-        """Schedule the running requests that compute one token, oldest first. There are at most as
-        many as the budget.
+        """Schedule the running requests that have one token left to compute, oldest first, and
+        return those that have more. There are never more running requests than the token budget.
 
-        Those that compute more get a block for their next token, if they have none. Return them.
+        First, each running request that lacks a block for its next token gets one. If blocks run
+        out, leases yield or the youngest requests are preempted.
         """
         if self.tables.can_grow(self.running):
             self.tables.grow_all(self.tables.growing(self.running), step)

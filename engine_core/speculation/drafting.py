@@ -51,7 +51,8 @@ RETRY_EVERY = 16
 FORCED_PRIOR = 0.95
 """The prior for tokens forced by a grammar: the usual tokens of the only text that it allows."""
 MIN_PROBABILITY = 0.2
-"""A draft that is less likely to be right is not verified, because it prevents planning ahead."""
+"""Drafts less likely to be right than this are not verified, because drafts prevent planning ahead.
+"""
 
 
 class Drafter(Protocol):

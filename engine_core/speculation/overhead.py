@@ -17,12 +17,13 @@ AVERAGED_STEPS = 16
 MIN_STEPS = 4
 """Number of steps with drafts, and of steps without, before an overhead is estimated."""
 MAX_DEVIATION = 2.0
-"""Step times are clipped to the mean divided and multiplied by this factor.
+"""Step times are clipped to the range from mean / MAX_DEVIATION to mean * MAX_DEVIATION.
 
 Times outside this range are caused by the machine's load, not by the drafts.
 """
 RETRY_RATE = 1 / 512
-"""Each step without drafts moves the time of steps with drafts by this part towards its own time.
+"""Each step without drafts moves the mean time with drafts towards that without, by this fraction
+of their difference.
 
 So an overhead that prevents drafts shrinks until drafts are tried again.
 """

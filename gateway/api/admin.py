@@ -296,8 +296,8 @@ as lost only later. A heartbeat arrives about every PING_EVERY_S."""
 def readiness(service: Service) -> ReadinessAnswer:
     """Return whether this process can serve requests, and the facts about itself and the engine.
 
-    It is not ready if the service reports an error, or if the engine has sent nothing for more than
-    FRESH_S seconds.
+    The process is not ready if the service reports an error, or if the engine has sent nothing for
+    more than FRESH_S seconds.
     """
     trouble, silence_s = service.trouble(), service.engine.silence_s
     why = trouble.message if trouble is not None else None

@@ -34,7 +34,7 @@ CLIENT_HEADERS = ("X-Stainless-Read-Timeout", "X-Stainless-Timeout")
 
 
 class OptionFields(Protocol):
-    """The fields of a request body that `RequestOptions` is made from, in every API."""
+    """The fields of every API's request body that `RequestOptions.from_body` reads."""
 
     @property
     def cache_salt(self) -> str | None: ...
@@ -95,8 +95,8 @@ class GenerationRunner:
         """Send the choices and wait until the engine has accepted them.
 
         Raises the engine's refusal. No header of the response has been sent by then, so the
-        response can have the status of the refusal. If there is a queue timeout, this waits for the
-        first token, because the engine may refuse the request until then.
+        response can have the status of the refusal. With `needs_client` and a queue timeout, this
+        waits for the first token, because the engine may refuse the request until then.
 
         needs_client  abort the request if its client disconnects
         is_whole      the client waits for the whole answer, so the timeout in its headers applies
@@ -181,8 +181,7 @@ def stream(
     make_sink: Callable[[ChoiceGroup, Outlet], Sink],
 ) -> EventStream:
     """Send all choices to the engine, and return a streamed response. `make_sink` creates the sink
-    that writes to the response's outlet. Raises the error with which the engine refuses a choice,
-    or ClientGone."""
+    that writes to the response's outlet. Raises the engine's refusal, or ClientGone."""
     runner = GenerationRunner(service, context, prompt_requests, options)
     group = runner.group
     context.is_streaming = True
@@ -230,10 +229,10 @@ class FrameSource(Protocol):
     """A source of SSE frames, such as a detached run. Its methods may be called in gevent's hub."""
 
     def attach(self, outlet: Outlet) -> None:
-        """Write all frames to `outlet`, from now on."""
+        """Write the frames that exist already to `outlet`, and then each new frame."""
 
     def detach(self) -> None:
-        """Write no more frames."""
+        """Stop writing frames."""
 
 
 def stream_from(
@@ -264,7 +263,8 @@ def _event_stream(
     abandon: Callable[[], None],
     close: Callable[[], None],
 ) -> EventStream:
-    """Return a streamed response that `hang_up` ends. `EventStream` describes the callbacks."""
+    """Return a streamed response that ends when `hang_up` detects that the client disconnected.
+    `EventStream` describes the callbacks."""
     response = EventStream(
         attach,
         abandon=abandon,

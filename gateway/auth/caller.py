@@ -95,7 +95,8 @@ class Caller:
 
         The first is the id itself, for callers with the scope `admin`. If the caller has a key, the
         second is the id with the caller's owner name, for the caller itself. So callers without
-        `admin` cannot abort each other's requests, and without keys only an admin can abort one.
+        `admin` cannot abort each other's requests. On a server without keys, only callers with
+        `admin` can abort a request.
         """
         return [name, self._owned(name)] if self.name else [name]
 

@@ -98,10 +98,12 @@ class HostRule:
 
     @classmethod
     def from_options(cls, host: str, allowed: Collection[str]) -> HostRule:
-        """Return the rule of a server that listens on `host`. The operator added `allowed`.
+        """Return the rule of a server that listens on `host`.
 
-        A server that listens on other addresses than loopback needs API keys, which protect it
-        against DNS rebinding. So it accepts every name if the operator lists none.
+        allowed   names that the operator has added
+
+        If `host` is not a loopback address and `allowed` is empty, every name is accepted. Such a
+        server has API keys, which protect it against DNS rebinding, or --insecure-no-auth.
         """
         if not allowed and not is_loopback(host):
             return cls(None)

@@ -46,7 +46,8 @@ class RequestSender(Protocol):
         """Send a request and return its number.
 
         `subscriber` is called with every report about the request, including the last one. Raises
-        EngineNotReady, EngineLost or NoEngine if the request cannot be sent.
+        a ServingError, such as EngineNotReady, EngineLost or NoEngine, if the request cannot be
+        sent.
         """
 
     def abort(self, request: int, on_freed: Callable[[], None] | None = None) -> None:
@@ -81,7 +82,8 @@ class EngineClient(RequestSender, Protocol):
 
     @property
     def epoch(self) -> str | None:
-        """Identifies the current run of the engine process; None before the first connection."""
+        """Identifies the current run of the engine process; None while there is no session with an
+        engine."""
 
     @property
     def silence_s(self) -> float | None:
@@ -89,7 +91,7 @@ class EngineClient(RequestSender, Protocol):
 
     @property
     def stats(self) -> EngineStats | None:
-        """The statistics in the last heartbeat; None before the first heartbeat."""
+        """The statistics in the last heartbeat; None before the first one in this epoch."""
 
     def start(self) -> None:
         """Connect. Call this after the fork. Later calls have no effect."""

@@ -1,9 +1,9 @@
 """Merges the outputs of several steps if this process lags behind its engine.
 
-The engine sends one output for each step and request. If more than MAX_PIECES outputs have arrived
-that are not processed yet, all outputs of a request are merged into one. The time to process them
-then depends mainly on the number of requests, not on the number of tokens. So the process catches
-up. Output for a client that does not read is merged in the same way (`generation.sinks`).
+The engine sends one output for each step and request. If more than MAX_PIECES outputs wait to be
+processed, all outputs of a request are merged into one. The time to process them then depends
+mainly on the number of requests, not on the number of tokens. So the process catches up. Output for
+a client that does not read is merged in the same way (`generation.sinks`).
 
 Parsers return the same text however the tokens are cut into outputs. So merging changes the number
 of events but not the answers.
@@ -19,7 +19,7 @@ from typing import Any
 from protocol.messages import Output, Outputs
 
 MAX_PIECES = 256
-"""Maximum number of outputs that are processed without merging, which takes a few milliseconds."""
+"""Most outputs processed without merging. Processing this many takes a few milliseconds."""
 
 
 def coalesce(steps: list[Outputs]) -> list[Outputs]:

@@ -70,7 +70,7 @@ MIN_PROMPT = 2
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """An open request of a caller, and its requests at P and D."""
+    """A caller's open request, with the requests that were sent to P and D for it."""
 
     #: The number that `generate` returned to the caller.
     number: int
@@ -279,7 +279,7 @@ class DisaggregatedClient:
         return prefill
 
     def _choose_d(self) -> ZmqEngineClient:
-        """Return the least busy D. Raises EngineNotReady or EngineLost if none is ready."""
+        """Return the least busy D. Raises as `EnginePool.choose` does."""
         return self._d.choose(self.model, self._load)
 
     def _waiting_tokens(self, p: ZmqEngineClient) -> int:

@@ -1,4 +1,4 @@
-"""Whether the engines of a server, which exchange K/V, compute the same bits."""
+"""Checks that the engines of a disaggregated server compute bitwise equal results."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from protocol.model_card import ModelCard
 log = logging.getLogger(__name__)
 
 NO_PROMISE = "none"
-"""Stands in the log for the empty `ModelCard.numerics` of an engine that promises no bits."""
+"""Logged in place of an empty `ModelCard.numerics`: the engine's results are not reproducible."""
 
 
 class PairedNumerics:
-    """Compares `ModelCard.numerics` of engines with the same model, and withdraws the promise of
-    equal bits if they differ.
+    """Compares `ModelCard.numerics` of engines with the same model. If they differ, the server's
+    model card no longer promises bitwise equal answers.
 
-    An engine that was seen once counts from then on: after it has left, other engines may still
-    have K/V that it computed in their caches.
+    An engine still counts after it has left, because other engines may have cached K/V that it
+    computed.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class PairedNumerics:
         #: Digests of models whose engines differ.
         self._differing: set[str] = set()
         self._is_logged: set[tuple[str, str]] = set()
-        #: The last card without a promise, and the card that it was made from.
+        #: The last card whose numerics were removed: the original, and the copy without them.
         self._without: tuple[ModelCard, ModelCard] | None = None
 
     def add(self, engine: str, card: ModelCard) -> None:

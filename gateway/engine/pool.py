@@ -32,8 +32,11 @@ class EnginePool:
     def choose(
         self, model: ModelCard | None, load: Callable[[ZmqEngineClient], int]
     ) -> ZmqEngineClient:
-        """Return the ready engine that has this model and for which `load` returns the least.
-        Raises EngineNotReady or EngineLost if there is none."""
+        """Return the least loaded of the ready engines with this model. If there is none, raise the
+        trouble of the first engine that has one, or EngineNotReady if all have another model.
+
+        load   returns the load of an engine
+        """
         usable = [engine for engine in self.engines if _serves(engine, model)]
         if len(usable) > 1:
             return min(usable, key=load)

@@ -24,8 +24,8 @@ class RefusalCache:
         return len(self._until)
 
     def add(self, account: Account | None, refusal: ServingError, now: float) -> None:
-        """Store a refusal, if it states how long it is valid. It must be that of a request with one
-        choice, because it is raised for all requests.
+        """Store a refusal, if it states how long it is valid. Pass only refusals of requests with
+        one choice, because all later requests of the account get the same refusal.
 
         Only the data of the exception is stored, because its traceback would keep the refused
         request in memory.

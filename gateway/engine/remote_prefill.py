@@ -3,7 +3,7 @@
 The choices are the readers of the K/V. The prompt's request is open at P from `send` until P's last
 report. After that P keeps the K/V under a lease, which `renew_lease` renews. A choice that no
 longer needs the K/V is removed from the readers. When no reader is left, the computation is stopped
-if it is running, and the K/V is released if P keeps it. If P's handle arrives even later, its K/V
+if it is running, and the K/V is released if P keeps it. If P's handle arrives after that, the K/V
 is released at once.
 """
 
@@ -20,7 +20,7 @@ from protocol.sampling import SamplingParams
 from protocol.session import GenerateOptions
 
 RENEWALS_PER_LEASE = 3
-"""A lease is renewed after this fraction (1/3) of its duration, so that two renewals may fail."""
+"""Renewals per duration of a lease. With 3, two renewals in a row may fail."""
 NO_HANDLE = "the prefill engine returned no K/V handle: check its role and its cluster key"
 
 
@@ -90,8 +90,8 @@ class RemotePrefill:
             self.p.stop(self._request)
 
     def renew_lease(self, now: float) -> None:
-        """Renew the lease if P has started one, and 1 / RENEWALS_PER_LEASE of its term has passed.
-        Must be called several times a second."""
+        """Renew the lease, if P has started one and the last renewal was at least
+        1 / RENEWALS_PER_LEASE of its duration ago. Call this several times a second."""
         limits = self.p.limits
         if not self.handle or limits is None:
             return

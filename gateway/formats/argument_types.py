@@ -3,7 +3,7 @@
 The types of a value come from its schema: `type` (one or a list), `anyOf`, `oneOf`, `allOf`,
 `enum`, `const` and local `$ref`s. They are tried in the order null, boolean, integer, number,
 object, array. Text that fits none of the allowed types becomes a string, unchanged. So no value is
-lost, and the client receives a wrong value as the model wrote it. A value is emitted
+lost: the client receives even a value of the wrong type as the model wrote it. A value is emitted
 
     as it arrives     if its only type is string, or its type is unknown
     slightly later    if it may be a string or null: it is held back while it may become `null`
@@ -267,7 +267,7 @@ class ArgumentsWriter(msgspec.Struct):
             self.mode = "nullable" if kinds == ("null", "string") else "typed"
 
     def raw(self, key: str, value: str, builder: EventBuilder) -> None:
-        """Write a whole argument whose `value` is already JSON."""
+        """Write a whole argument, whose `value` is JSON text."""
         builder.arguments_delta(
             ("{" if self.count == 0 else ", ") + string_json(key) + ": " + value
         )
@@ -289,10 +289,11 @@ class ArgumentsWriter(msgspec.Struct):
         self._value(text, builder)
 
     def _without_tail(self, text: str, blanks: str) -> str:
-        """Return the text without blanks at its end, which may be markup and are held back.
+        """Return the text without the blanks at its end. They are held back, because they may be
+        markup.
 
-        Blanks held back by earlier calls are put before the text, because they turned out to be
-        part of the value.
+        Blanks that earlier calls held back are put before the text if it shows that they are part
+        of the value.
         """
         solid = text.rstrip(blanks)
         if not solid and blanks == BLANKS:

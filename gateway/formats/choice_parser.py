@@ -48,7 +48,7 @@ class ReadOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     stop                 strings that end the text
     include_stop         whether the text includes the stop string, or the text of the stop token
-    min_tokens           the text of this many first tokens is not searched for stop strings
+    min_tokens           number of tokens at the start whose text is not searched for stop strings
     skip_special_tokens  whether special tokens have no text
     continues            whether the answer continues the prompt's text (a completion); a blank
                          before its first word is then kept
@@ -69,8 +69,8 @@ class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
     starts_inside        whether the prompt has already opened the reasoning
     include_reasoning    whether reasoning is emitted; otherwise it is parsed and dropped
     parallel_tool_calls  if false, the answer ends with its first complete call
-    calls_or_text        whether the answer is either calls or text, never both: a text then has no
-                         calls in it
+    calls_or_text        whether the answer is either calls or text, never both; in a text, nothing
+                         is then parsed as a call
     new_id               makes an id for a call to which the model gave none
     """
 
@@ -227,8 +227,8 @@ class ChoiceParser:
         return len(self._waiting_ids)
 
     def release(self) -> OutputDelta:
-        """Return a delta without events that has all tokens whose text is still held back, for a
-        caller that needs the tokens now. Their text follows in later deltas."""
+        """Return all tokens whose text is still held back, as a delta without events, for a caller
+        that needs the tokens now. Their text follows in later deltas."""
         return self._delta([])
 
     def push(self, output: Output) -> OutputDelta:
@@ -250,8 +250,8 @@ class ChoiceParser:
         return self._delta([*events, self._end(output)])
 
     def _push_each(self, output: Output) -> OutputDelta:
-        """Push the output's tokens one at a time. So an answer that a stop string or a call ends
-        has the same tokens however they arrived."""
+        """Push the output's tokens one at a time. So if a stop string or a call ends the answer,
+        its tokens do not depend on how the engine grouped them into outputs."""
         events: list[Event] = []
         ids: list[int] = []
         logprobs: list[TokenLogprobs] = []
@@ -381,8 +381,8 @@ def end_of(
 ) -> Finished | Failed:
     """Return the last event of an answer: Failed if `reason` is "error", otherwise Finished.
 
-    The stop reason is `matched`, the stop string that was found, or else the stop token, unless
-    that is one of `eos_token_ids`, the model's own end tokens.
+    The stop reason is `matched`, the stop string that was found. Without one it is the stop token,
+    or None if that is one of `eos_token_ids`, the model's own end tokens.
     """
     if reason == "error":
         return Failed(output.error or _UNEXPLAINED)

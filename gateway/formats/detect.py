@@ -6,8 +6,8 @@ distinctive. The first rule that matches decides. The list is searched up to thr
 for weaker evidence:
 
 1. The chat template contains all signs of the rule.
-2. Each sign is in the template or is a token of the vocabulary. Only rules whose signs no other
-   model has as tokens are tried.
+2. Each sign is in the template or is a token of the vocabulary. This search skips rules whose signs
+   are tokens of other models, too.
 3. The vocabulary has the tokens of a family of models.
 
 Each result has an explanation. It also reports if the vocabulary suggests another format.
@@ -204,7 +204,8 @@ def _choose(rules: Sequence[DetectionRule], seen: _Evidence) -> _Choice:
 
 
 def _in_vocabulary(rule: DetectionRule, rules: Sequence[DetectionRule], seen: _Evidence) -> str:
-    """Return an addition to the explanation: whether the vocabulary supports the choice."""
+    """Return what to add to the explanation: whether the vocabulary supports the choice or suggests
+    another format. Return "" if it does neither."""
     if tokens := [token for text in rule.texts if (token := seen.token(text))]:
         return f" ({_listed(tokens)} in the vocabulary, too)"
     for other in rules:

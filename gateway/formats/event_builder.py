@@ -69,8 +69,8 @@ class EventBuilderState(msgspec.Struct):
 
 
 class BuilderCheckpoint(msgspec.Struct, frozen=True):
-    """A position in the events of an EventBuilder, which `checkpoint` returns. `roll_back` returns
-    to it."""
+    """A position in the events of an EventBuilder. `checkpoint` makes it, and `roll_back` removes
+    all later events."""
 
     num_events: int
     state: EventBuilderState
@@ -180,8 +180,8 @@ class EventBuilder:
         self.s.blanks, self.s.dropping = [], NEWLINES
 
     def markup(self) -> None:
-        """Handle a marker that stands before or after the answer proper, the text for the user:
-        drop the blanks before the marker, and the newlines after it."""
+        """Handle a marker before or after the answer proper (the text for the user): drop the
+        blanks before the marker, and the newlines after it."""
         self.s.blanks, self.s.dropping = [], NEWLINES
 
     def finish(self) -> None:
@@ -218,8 +218,8 @@ class EventBuilder:
         return self.s.num_calls
 
     def declares(self, name: str, *, surely: bool = False) -> bool:
-        """Return whether the request has a tool `name`. If its tools are unknown, return True, or
-        False if `surely` is set."""
+        """Return whether the request has a tool `name`. If the request's tools are unknown, return
+        `not surely`."""
         return not surely if self._tools is None else name in self._tools
 
     def parameters(self, name: str) -> Mapping[str, Any] | None:
@@ -266,7 +266,8 @@ class EventBuilder:
         self.abandon_call()
 
     def abandon_call(self) -> None:
-        """Close the open call, if there is one, without emitting its end: the call was cut off."""
+        """Close the open call, if there is one, without emitting an event. Used alone, this means
+        that the call was cut off."""
         self.s.open, self.s.arguments = False, object_scan()
 
 

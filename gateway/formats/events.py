@@ -151,10 +151,9 @@ def finish_reason(
     `stop_matched` is also true if the request allows only one call and that call is complete,
     because the call then ends the answer as a stop string does.
 
-    A stop string lies within tokens that the engine sent before its own end. So the answer is
-    complete, even if the engine reports a limit in the same message or the next one, or an abort.
-    Without a stop string `length` always wins: completed calls do not hide that the rest was cut
-    off.
+    The tokens of a stop string come before the engine ends the request. So the answer is complete,
+    even if the engine then reports a limit or an abort. Without a stop string `length` always wins:
+    completed calls do not hide that the rest was cut off.
 
     This function decides for every API, streamed or whole.
     """

@@ -65,8 +65,8 @@ class GemmaState(CallParserState):
     value: LiteralScan = msgspec.field(default_factory=LiteralScan)
     #: Whether the object is in parentheses.
     round: bool = False
-    #: Types to one of which the current string must be converted. If there are any, the string is
-    #: held back in `parts`.
+    #: If not empty, the current string must be converted to one of these types, and is held back in
+    #: `parts` until it ends.
     kinds: list[str] = []
     parts: list[str] = []
     #: Position in a string between ordinary quotes.
@@ -149,9 +149,9 @@ class GemmaParser(CallParser):
                 self._emit()
 
     def _kinds(self) -> list[str]:
-        """Return the types to which a string of the current argument must be converted.
+        """Return the types to one of which a string in the current argument must be converted.
 
-        There are none if the schema allows a string or any type.
+        The list is empty if the schema allows strings, or does not limit the type.
         """
         parameters = self.builder.parameters(self.s.name)
         kinds = kinds_of(schema_of(parameters, self.s.value.key), parameters)

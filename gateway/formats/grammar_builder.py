@@ -212,8 +212,8 @@ class FreeText:
     """Writes the grammar of free text that contains calls and markers.
 
     calls  opener -> form of what must follow it; empty if there are no calls
-    marks  markers that have no meaning of their own and may occur anywhere. Markers that consist of
-           ordinary tokens only need no entry, because they are ordinary text
+    marks  markers that have no meaning of their own and may occur anywhere. Markers without any
+           special token are ignored, because the grammar admits them as ordinary text
 
     If only one call is admitted, it ends the answer.
     """
@@ -255,12 +255,11 @@ class FreeText:
 
 
 def _grouped(calls: Mapping[str, Form], pieces: Iterable[str]) -> dict[str, Form]:
-    """Return opener -> form of what must follow, with the openers cut before their first special
-    token.
+    """Return `calls` with each opener cut before its first special token. The rest of the opener is
+    moved to the start of its form.
 
-    Free text ends where a spelt-out opener is complete, or where the opener's first special token
-    starts. If two openers are equal up to that place, they share one entry, and the forms include
-    the rest of each opener.
+    In the grammar, free text ends where a cut opener is complete. An opener that starts with a
+    special token is not cut. Openers that start with another cut opener share its entry.
     """
     found: dict[str, dict[str, Form]] = {}
     for opener in sorted(calls, key=lambda opener: (_spelt(opener, pieces), opener)):

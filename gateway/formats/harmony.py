@@ -202,7 +202,7 @@ class HarmonyParser(AnswerParser):
         return text
 
     def _no_header(self) -> None:
-        """Handle text that was read as a header, but is none, as text of a message."""
+        """Handle text that was read as a header but is not one: it is text of a message."""
         s = self.s
         header, body, s.header, s.body = s.header, s.body, "", ""
         if not body:
@@ -278,8 +278,8 @@ class HarmonyParser(AnswerParser):
     def _header_in_text(self, marker: str) -> None:
         """Handle a header's marker inside a message's text.
 
-        If it is the channel marker or follows a role, it starts the next message's header, and the
-        model left out the markers between the messages. Otherwise it is text.
+        If it is the channel marker or follows a role, the model has left out the markers between
+        two messages, and the next header starts here. Otherwise the marker is text.
         """
         s = self.s
         has_role = s.role.startswith(ROLE)
@@ -426,9 +426,9 @@ def _recipient(header: str) -> str:
 
 
 def _role_start(text: str) -> int:
-    """Return the index of the role, or of the start of a role, with which `text` ends.
+    """Return where the role at the end of `text` starts. The role may be incomplete.
 
-    If `text` does not end so, return its length.
+    Return the length of `text` if there is no role at its end.
     """
     start = text.rfind(ROLE)
     if start >= 0 and ROLE_TEXT.fullmatch(text, start):

@@ -171,8 +171,8 @@ class CallScan(msgspec.Struct):
         """Read `text`, and emit the call's events to `builder`. Return (the position reached, the
         status).
 
-        The status is "end" after the object's closing brace. If the object had a name, the call has
-        then been emitted, with its end; otherwise nothing has been.
+        The status is "end" after the object's closing brace. If the object is a call, all of
+        it has then been emitted, with its end; otherwise nothing has been emitted.
         """
         position = 0
         while position < len(text):
@@ -315,8 +315,8 @@ def text_of(raw: str) -> str | None:
 
 
 def repaired_object(text: str) -> str | None:
-    """Return `text` as a JSON object, with the repairs that `json_scanner` describes; None if it is
-    not an object even then."""
+    """Return `text` as a JSON object, with the repairs that `json_scanner` describes. Return None
+    if these repairs do not make it one."""
     scan = object_scan()
     repaired = scan.push(text) + scan.finish()
     return repaired if scan.is_object else None

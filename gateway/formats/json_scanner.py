@@ -260,7 +260,8 @@ class LiteralScan(msgspec.Struct):
         return self.drain()
 
     def finish(self) -> str:
-        """Return the held text. If an object lacks only its last brace, return that brace."""
+        """Return the rest of the JSON at the end of the text: the held text, or the last brace if
+        an object lacks only that."""
         if self.at in ENDS_NUMBER:
             self._ended()
         if self.at == COMMA and self.stack == "{":

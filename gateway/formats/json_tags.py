@@ -263,8 +263,8 @@ class JsonTags(CallSyntax, frozen=True, kw_only=True):
         return bool(self.close) and opener not in self.unclosed
 
     def closer(self, opener: str) -> str:
-        """Return the marker that closes a group that `opener` started; "" if no marker does. If
-        several may, return the one that models write."""
+        """Return the marker that closes a group that `opener` started; "" if the group ends with
+        its JSON. If several markers may close it, return the one that models write."""
         if not self.is_closed(opener):
             return ""
         return dict(self.paired).get(opener, self.close[0])
@@ -312,9 +312,9 @@ class JsonTags(CallSyntax, frozen=True, kw_only=True):
         """Return the grammar of calls without a marker, as JSON Schema; None if calls have a
         marker.
 
-        The answer may be other JSON instead, and the grammar's lexer reads the longest text that it
-        can match. If the grammar spelt calls as text, the lexer would read `{"name": ` of every
-        other object as the start of a call.
+        The answer may be other JSON instead, and the grammar's lexer prefers the longest match. If
+        the grammar spelt calls as text, the lexer would read the `{"name": ` of any other object as
+        the start of a call.
         """
         if not self.start:
             return None

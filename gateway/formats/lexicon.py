@@ -44,7 +44,7 @@ class Lexicon:
 
     tokens  token id -> marker
     parts   token id -> text, for special tokens that are parts of spelt-out markers
-    pieces  token id -> the parser's input for it, for both kinds of token
+    pieces  token id -> the `MarkerToken` or `MarkerPart` that the parser receives for it
     """
 
     def __init__(
@@ -68,8 +68,8 @@ class Lexicon:
         return marker in self._by_id
 
     def automaton(self, markers: tuple[str, ...]) -> MarkerSet | None:
-        """Return a matcher that finds in text those of `markers` that are not single tokens. Return
-        None if all are."""
+        """Return a matcher that searches text for those of `markers` that are not single tokens.
+        Return None if all of them are single tokens."""
         if markers not in self._sets:
             spelt = [marker for marker in markers if marker not in self._by_id]
             self._sets[markers] = MarkerSet(spelt) if spelt else None

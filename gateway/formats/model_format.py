@@ -75,11 +75,10 @@ class AnswerStart(msgspec.Struct, frozen=True):
     def grammar(
         self, body: Body, budget: ThinkingBudget | None, calls: Rules | None = None
     ) -> Grammar:
-        """Return the grammar of an answer that calls no tools.
+        """Return the grammar of an answer whose content matches `body`.
 
         It is `body` inside the markup that the model writes around content. Markup that the prompt
-        has already written is left out. If `calls` is given, the answer may be calls instead of
-        `body`.
+        has already written is left out. If `calls` is given, the answer may be tool calls instead.
         """
         frame = self.bound.frame() if self.bound else AnswerFrame()
         return Grammar(
@@ -131,13 +130,13 @@ class ModelOutputFormat:
     tools, reasoning  as parameters: the name of a format from docs/formats.md, or "auto" to detect
                       it. As attributes: the name of the format in use; None if answers are not
                       parsed for calls, or not for reasoning
-    why               attribute: a text for the operator, why these formats were selected
+    why               attribute: why these formats were selected, as a text for the operator
     teachable         parameter: whether the chat template omits tools, so that the gateway may
                       describe them in the prompt
 
-    Raises ValueError, listing the known names, if a name is unknown. Raises WrongOption if the
-    checkpoint's own format is requested but missing or not supported, or if this model cannot write
-    the markers of a requested format.
+    Raises ValueError if a name is unknown (the error lists the known names), or if the two cannot
+    be combined. Raises WrongOption if the checkpoint's own format is requested but missing or not
+    supported, or if this model cannot write the markers of a requested format.
     """
 
     def __init__(
@@ -194,9 +193,12 @@ class ModelOutputFormat:
         return AnswerStart(bound, inside, closed, thinking_marks(bound), opener, answering)
 
     def prompt_ending(self, start: AnswerStart) -> str:
-        """Return the marker that opens the reasoning if `start` is inside it, the one that closes
-        it if `start` is after it, else "". After a prompt that ends with this text, `answer_start`
-        finds the same state of the reasoning."""
+        """Return a text that stands for the end of the prompt of `start`: given a prompt that ends
+        with this text, `answer_start` finds the same state of the reasoning.
+
+        It is the marker that opens the reasoning if `start` is inside it, the one that closes it if
+        no reasoning can follow, else "".
+        """
         reasoning = self._formats[True].reasoning
         if reasoning is None:
             return ""
@@ -223,13 +225,14 @@ def _opened_by(prompt_tail: str, format: ReasoningFormat) -> str:
 
 
 def _calls_that_end(format: Format) -> tuple[str, ...]:
-    """Return the openers of calls if they also end a block of reasoning, else nothing."""
+    """Return the openers of calls if they also end a block of reasoning, else an empty tuple."""
     ends = format.reasoning is not None and format.reasoning.calls_end_it
     return format.tools.openers() if ends and isinstance(format.tools, CallSyntax) else ()
 
 
 def check_names(tools: str, reasoning: str) -> None:
-    """Raise ValueError, listing the known names, if the operator's names are unknown."""
+    """Raise ValueError if one of the operator's names is unknown (the error lists the known names),
+    or if the two cannot be combined."""
     if OWN not in (tools, reasoning):
         format_of(_chosen(tools, None), _chosen(reasoning, None))
     elif not {tools, reasoning} <= {OWN, AUTO}:
@@ -337,8 +340,8 @@ def _is_known(marker: str, template: str, tokenizer: Tokenizer) -> bool:
 
 
 def _without_calls(format: Format) -> Format:
-    """Return the format with which answers are parsed if nothing in them is a call. A syntax that
-    covers the whole answer stays, because it also separates content from reasoning."""
+    """Return the format for answers that are not searched for calls. A syntax that covers the whole
+    answer stays, because it also separates content from reasoning."""
     if isinstance(format.tools, AnswerSyntax):
         return format
     return Format(None, format.reasoning)

@@ -15,7 +15,8 @@ The states are:
     broken     in arguments that are not JSON, which are emitted unchanged up to the next marker
     spilt      in unexpected text, which is content up to the next marker
 
-A call ends with its JSON. If no arguments follow a name, name and markers are content.
+A call ends with its JSON. If its closing marker follows the name instead, the arguments are `{}`. A
+call without a name is not a call: its text and markers are content.
 
 PLaMo 3 uses this syntax with markers of its own. In its vocabulary each of these markers is several
 tokens, and some of the tokens are special (`:plamo|>`). Without the line breaks, a call is:

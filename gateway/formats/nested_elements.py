@@ -24,8 +24,8 @@ only the argument's own closing tag ends the value. Otherwise any closing tag, w
 ends the innermost element.
 
 In the grammar, a string ends where the next tag starts. Elements in a value are the items of an
-array, or declared members, each at most once. The value of an undeclared name must be allowed to be
-anything, because a repeated name makes a list of both values.
+array, or declared members, each at most once. Undeclared names are supported only if the schema
+allows any value for them, because a repeated name makes a list of both values.
 
 Source: MiniMax-M3's chat template.
 """
@@ -138,7 +138,8 @@ class NestedElementsParser(TypedCallParser):
     }
 
     def _no_tag(self) -> None:
-        """Handle a mark that no known tag follows: the mark is text."""
+        """Handle a mark that no known tag follows: it is text, which is dropped between
+        arguments."""
         s = self.s
         s.at = s.before
         text = self.syntax.mark + s.tag
@@ -374,8 +375,8 @@ class _ElementWriter:
         return sequence(self.opening, self._anything(), self.closing)
 
     def _must_be_free(self, schema: Any, path: str) -> None:
-        """Refuse a schema with limits for undeclared names. A repeated name makes a list of its
-        values, which the limits might not allow."""
+        """Raise NotWritable if `schema`, that of undeclared names, has limits. A repeated name
+        makes a list of its values, which the limits might not allow."""
         if not anything(self.schemas.cases(schema, path)):
             self.schemas.refuse(path, "additionalProperties")
 

@@ -38,7 +38,8 @@ class ParserContext(msgspec.Struct, frozen=True):
 
     tools          tools of the request; if None, any tool name is accepted
     new_id         makes an id for a call to which the model gave none
-    calls_or_text  whether an answer is either calls or text; calls inside a text are then no calls
+    calls_or_text  whether an answer is either calls or text, never both; in a text, nothing is then
+                   parsed as a call
     """
 
     lexicon: Lexicon
@@ -232,7 +233,8 @@ class FormatParser(ABC):
         return self._read_text(rest)
 
     def _release_held(self) -> None:
-        """Handle held text as text, because no text can follow it."""
+        """Handle text that was held as a possible marker as ordinary text, because no text can
+        follow it."""
         text = ""
         while not self.s.done and (text or (self._scanner and self._scanner.state().held)):
             text = self._step(text, final=True)
@@ -285,9 +287,9 @@ UNFINISHED_CALL = "a tool call that is not finished"
 
 
 class CallParser(FormatParser):
-    """Parser of one group of tool calls. `open` enters it, and it is left when it is `done`.
+    """Parser of one group of tool calls. `open` starts the group, and `done` is set at its end.
 
-    One parser may be opened any number of times; `open` resets it.
+    One parser reads any number of groups; `open` resets it.
 
     BETWEEN  states in which all calls so far are complete, and another may follow
     """
@@ -334,7 +336,7 @@ class CallParser(FormatParser):
             self.reject(UNFINISHED_CALL)
 
     def unread(self) -> list[str]:
-        """Return the texts, besides `raw`, that have been read but not emitted."""
+        """Return further texts, not in `raw`, that have been read but not emitted."""
         return []
 
     # ---- for subclasses
@@ -357,7 +359,8 @@ class CallParser(FormatParser):
             self.builder.reject_call(text, why)
 
     def outside_calls(self, text: str) -> str:
-        """Skip blanks between calls. Other text is an error, or shows that this is not a call."""
+        """Skip blanks between calls. Return the other text: it is an error, or shows that this is
+        not a call."""
         s = self.s
         rest = text.lstrip(BLANKS)
         self.keep(text[: len(text) - len(rest)])

@@ -101,7 +101,7 @@ class PlainValues:
         return self.of_cases(cases, kinds, path)
 
     def check_kinds(self, cases: Sequence[SchemaCase], kinds: Sequence[str], path: str) -> None:
-        """Raise NotWritable if the parser would try other types than the schema allows."""
+        """Raise NotWritable unless the types that the parser tries are those of the schema."""
         if {_kind(kind) for kind in kinds} != {_kind(case.kind) for case in cases}:
             self.schemas.refuse(path, "type", "is missing, or too deeply nested for the parser")
 
@@ -223,7 +223,8 @@ class PlainValues:
     def _constants(
         self, case: SchemaCase, kinds: Sequence[str], path: str, taken: Ranges
     ) -> list[str]:
-        """Return patterns of those of the case's values that the parser reads back unchanged."""
+        """Return a pattern for each of the case's values that the parser reads back unchanged and
+        that starts with no character in `taken`."""
         values = case.values or ()
         found = []
         for value in values:

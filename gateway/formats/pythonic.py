@@ -145,8 +145,8 @@ class PythonicParser(CallParser):
         return rest[1:]
 
     def _is_prose(self, name: str) -> bool:
-        """Return whether `name(` is prose, because it starts a list without a marker and `name` is
-        no declared tool."""
+        """Return whether `name(` is prose and not a call: it follows a bracket without a marker,
+        and `name` is not a declared tool."""
         s = self.s
         return s.bare and s.at == "name" and bool(s.raw) and not self.builder.declares(name)
 
@@ -223,7 +223,7 @@ class PythonicParser(CallParser):
             s.at, s.word, s.raw = "opened", "", [marker]
 
     def _cut_short(self) -> None:
-        """End a group that has ended inside a call. A missing parenthesis is tolerated."""
+        """End the open call, because its group has ended. A missing parenthesis is tolerated."""
         if self.s.at in ("after", "key") and not self.s.word:
             self._call_ended()
         else:

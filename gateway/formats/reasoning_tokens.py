@@ -14,7 +14,7 @@ from gateway.formats.registry import BoundFormat
 
 
 class ThinkingMarks(msgspec.Struct, frozen=True):
-    """The ids that start and end a block of reasoning. `many`: there may be several blocks."""
+    """The ids that start and end a block of reasoning; `many` is true if there may be several."""
 
     opens: frozenset[int]
     closes: frozenset[int]
@@ -22,9 +22,9 @@ class ThinkingMarks(msgspec.Struct, frozen=True):
 
 
 def thinking_marks(bound: BoundFormat) -> ThinkingMarks | None:
-    """Return the ids of the markers that start and end reasoning. Return None if the format has no
-    reasoning, or if one of the markers is not a single token. If calls end the reasoning, this
-    includes the markers of calls."""
+    """Return the ids of the markers that start and end reasoning. If calls end the reasoning, the
+    markers of calls are included. Return None if the format has no marker that closes reasoning, or
+    if one of these markers is not a single token."""
     reasoning, tools = bound.format.reasoning, bound.format.tools
     if reasoning is None or not reasoning.close:
         return None

@@ -159,10 +159,11 @@ class Format(msgspec.Struct, frozen=True):
 
 
 def format_of(tools: str | None, reasoning: str | None) -> Format:
-    """Return the format that joins these two. None: tool calls, or reasoning, are not parsed.
+    """Return the format that joins a tool format and a reasoning format, each given by name. None:
+    answers are not parsed for calls, or not for reasoning.
 
-    Raise ValueError if the two cannot be combined. Raise ValueError for an unknown name, too; the
-    message lists the known ones.
+    Raise ValueError if a name is unknown (the error lists the known names), or if the two cannot be
+    combined.
     """
     if reasoning is not None and reasoning in REASONING_OF_ANSWER_SYNTAX:
         whole = REASONING_OF_ANSWER_SYNTAX[reasoning]
@@ -179,7 +180,7 @@ def format_of(tools: str | None, reasoning: str | None) -> Format:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Yield every string in `value`, a syntax as data. The escapes of patterns are resolved."""
+    """Yield every string in `value`, a syntax or a part of it, with regex escapes resolved."""
     if isinstance(value, str):
         yield re.sub(r"\\(\W)", r"\1", value)
     elif isinstance(value, tuple):
@@ -212,8 +213,8 @@ class BoundFormat(msgspec.Struct, frozen=True):
     lexicon: Lexicon
 
     def with_drafts(self) -> BoundFormat:
-        """Return the format for answers that a grammar prevents from ending inside their reasoning.
-        A call in the reasoning is then only a draft, which is emitted as text.
+        """Return the format for answers that a grammar keeps from ending inside their reasoning.
+        A call that is written inside the reasoning is then not a real call, and is emitted as text.
         """
         if self.format.reasoning is None:
             return self
@@ -246,10 +247,11 @@ class BoundFormat(msgspec.Struct, frozen=True):
         return grammar.body(grammar.several(one, between))
 
     def required_calls_or_other(self, tools: Sequence[DeclaredTool], *, many: bool) -> Rules:
-        """Return `required_calls` for an answer that may have another form instead.
+        """Return the grammar of the calls, like `required_calls`, for an answer that may have
+        another form instead, such as the JSON of a response format.
 
-        The other form is, for example, JSON of a response format. The start of the answer decides
-        between the two. If calls start like any JSON, the content of the JSON decides.
+        The start of the answer decides between the two. If calls start like any JSON, the content
+        of the JSON decides.
         """
         grammar, syntax = GrammarBuilder(self.lexicon, tools, many=many), self._syntax
         values = syntax.write_values(grammar) if isinstance(syntax, CallSyntax) else None
@@ -315,8 +317,9 @@ BLANKS_BETWEEN = Pattern(r"[ \n]{1,4}")
 
 
 def preferred_opener(syntax: CallSyntax, lexicon: Lexicon) -> str:
-    """Return the opener that a grammar uses for calls: the first one that only opens calls at the
-    start of an answer, or else the first one that is a token, or else the first one."""
+    """Return the opener that a grammar uses for calls. If the syntax has openers for the start of
+    an answer, it is the first of these. Otherwise it is the first opener that is a token or has a
+    bound marker that is one, or else the first opener."""
     if syntax.start_openers():
         return syntax.start_openers()[0]
     openers = syntax.openers()
@@ -329,8 +332,8 @@ def preferred_opener(syntax: CallSyntax, lexicon: Lexicon) -> str:
 
 
 def bind(format: Format, tokenizer: Tokenizer) -> BoundFormat:
-    """Return the format, fitted to the tokenizer's added tokens, and with the ids of those of its
-    markers that are single tokens."""
+    """Return the format for a model with this tokenizer. It is fitted to the added tokens, and has
+    the ids of all markers that are single tokens."""
     added = tokenizer.added_tokens
     fitted = format.fitted(frozenset(added.values()))
     specials = {token: added[token] for token in tokenizer.special_ids}

@@ -259,7 +259,8 @@ class ResponseTemplateParser(AnswerParser):
         return rest
 
     def _no_opening(self) -> None:
-        """Handle text that only started like an opening as text outside of regions."""
+        """Handle text that started like an opening but is not one: it is text outside of
+        regions."""
         s = self.s
         text, s.head, s.literal, s.at = s.literal + s.head, "", "", "outside"
         if self._outside is not None:
@@ -377,7 +378,7 @@ class ResponseTemplate(AnswerSyntax, frozen=True, kw_only=True):
 
     @property
     def reasoning(self) -> ReasoningFormat | None:
-        """The format of the thinking, for finding out whether a prompt ends inside it; None if the
+        """The markup of the thinking, which shows whether a prompt ends inside it. None if the
         template has no thinking."""
         thinking = next((r for r in self.regions if r.kind == "thinking"), None)
         if thinking is None:

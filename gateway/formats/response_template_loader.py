@@ -196,7 +196,7 @@ def _calls(
 
 
 def _object(of: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Return the object under `key`, empty if missing. Raise ValueError if it is no object."""
+    """Return the object under `key`; empty if missing. Raise ValueError if it is not an object."""
     found = of.get(key) or {}
     if not isinstance(found, Mapping):
         raise ValueError(f"`{key}` must be an object")
@@ -329,7 +329,8 @@ def _unescaped(pattern: str) -> list[tuple[int, str]]:
 
 
 def _closes_at(pattern: str) -> int:
-    """Return the position of the parenthesis that closes the one at the pattern's start."""
+    """Return the position of the parenthesis that closes the one at the pattern's start, or -1 if
+    it is not closed."""
     depth = 0
     for at, char in _unescaped(pattern):
         depth += (char == "(") - (char == ")")

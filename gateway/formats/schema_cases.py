@@ -250,7 +250,8 @@ class Schemas:
         return [kind for kind in ORDER if kind in found]
 
     def _fits(self, value: Any, limits: Limits, path: str) -> bool:
-        """Return whether an enumerated value is within the `limits` beside the enumeration."""
+        """Return whether an enumerated value is within the other `limits` of its schema. Raise
+        NotWritable for a limit that cannot be checked."""
         for key, limit in limits.items():
             match key:
                 case "minLength" | "maxLength":

@@ -157,7 +157,8 @@ class StandardParser(AnswerParser):
     # ---- transitions
 
     def _first_content(self, text: str) -> str:
-        """Handle the text at the start. Return it if it starts the content; blanks do not."""
+        """Handle the text at the start. Blanks do not start the content. Other text does, and is
+        returned to be read as content."""
         if not text.isspace():
             self.s.at = CONTENT
             return text
@@ -318,8 +319,12 @@ class StandardParser(AnswerParser):
         return sum(len(text) for _, text in self.s.trial)
 
     def _is_call(self, checkpoint: BuilderCheckpoint) -> bool:
-        """Return whether the trial turned out to be a call, and end the trial if that is decided.
-        The first event since the checkpoint decides, if there is one."""
+        """Return whether the trial has turned out to be a call. Return False while that is
+        undecided, too.
+
+        The first event since the checkpoint decides. Without an event, the trial fails when the
+        call parser is done or the limit is reached. A decision ends the trial.
+        """
         s, emitted = self.s, self.builder.out[checkpoint.num_events :]
         if emitted and isinstance(emitted[0], ToolCall) and self.builder.declares(emitted[0].name):
             s.opener, s.trial = "", []
@@ -390,7 +395,8 @@ class StandardParser(AnswerParser):
         self.builder.finish()
 
     def _end_trial(self, complete: bool) -> bool:
-        """End the trial, because the answer ends. If it was a call, end that and return True."""
+        """End the trial, because the answer has ended. Return whether the trial was a call; that
+        call has then been ended, too."""
         s = self.s
         if not complete:  # it may be the start of a call, so it is dropped
             s.at, s.inside, s.opener, s.trial = REASONING, False, "", []

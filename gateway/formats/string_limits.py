@@ -29,7 +29,7 @@ CONTROLS: Ranges = ((0, 0x1F),)
 class StringEscapes(msgspec.Struct, frozen=True):
     """How a format spells the characters of a string.
 
-    never     characters that cannot be written
+    never     characters that cannot be written, except those in `escapes`
     escapes   character -> its escape; every other character stands for itself
     numbered  pattern of an escape with a character's number, which is admitted wherever any
               character may occur; "" if there are no such escapes
@@ -53,7 +53,7 @@ class StringEscapes(msgspec.Struct, frozen=True):
 
     def any(self, but: str = "") -> str:
         """Return a pattern that matches any one character that the format can write. The characters
-        of `but` are admitted only as numbered escapes."""
+        in `but` are matched only as numbered escapes, if the format has these."""
         one = self.one_of(without(ALL, char_ranges(but)))
         return f"(?:{one}|{self.numbered})" if self.numbered else one
 
@@ -106,7 +106,8 @@ def char_ranges(text: str) -> Ranges:
 
 
 def _class(ranges: Ranges) -> str:
-    """Return a character class, written as its complement if that is shorter."""
+    """Return a character class. If it contains both the first and the last code point, it is
+    written as the complement of the others."""
     if ranges[0][0] == 0 and ranges[-1][1] == LAST:
         rest = without(ALL, ranges)
         return f"[^{_spans(rest)}]" if rest else "(?s:.)"

@@ -198,7 +198,7 @@ class Values:
 
     def items(self, limits: Limits, path: str) -> tuple[list[Form], Form, int, int | None]:
         """Return what an array may contain: (forms of its first items, form of every later item,
-        least number of later items, most number of later items or None for no limit)."""
+        minimum number of later items, maximum number of later items or None for no limit)."""
         prefix = limits.get("prefixItems", [])
         first = [self.value(each, f"{path}.prefixItems[{n}]") for n, each in enumerate(prefix)]
         least = max(limits.get("minItems", 0) - len(first), 0)
@@ -250,9 +250,9 @@ class Values:
         return self._string({}, "parameters")
 
     def extra(self, limits: Limits, path: str) -> tuple[Any, int, int | None] | None:
-        """Return (schema of the values, least and most number of members) of an object without
-        declared names. Return None if the object declares names or admits no members. Raise
-        NotWritable if it needs more than one member, because names could then repeat."""
+        """Return (schema of the values, minimum and maximum number of members) of an object without
+        declared names. Return None if the object declares or requires names, or admits no members.
+        Raise NotWritable if it needs more than one member, because names could then repeat."""
         schema = limits.get("additionalProperties", True)
         if "properties" in limits or limits.get("required") or schema is False:
             return None
@@ -264,8 +264,9 @@ class Values:
         return schema, least, most
 
     def members(self, limits: Limits, path: str) -> list[tuple[str, Any, bool]]:
-        """Return (name, schema, required) of the members that the schema names, in order, except
-        those that must not occur. Raise NotWritable for a limit that cannot be enforced."""
+        """Return (name, schema, required) of the members that the schema names, in order, without
+        those that must not occur. If `maxProperties` does not admit all of them, return only the
+        required ones. Raise NotWritable for a limit that cannot be enforced."""
         declared = limits.get("properties", {})
         required = set(limits.get("required", ()))
         least, most = limits.get("minProperties", 0), limits.get("maxProperties")
@@ -284,8 +285,8 @@ class Values:
         return [one for one in found if one[1] is not False or one[2]]
 
     def listed(self, members: Sequence[tuple[Form, bool]], comma: Form) -> Form:
-        """Return the form of `members`, which are (form, required), in order, with a comma between
-        two that are written. Members that are not required may be left out.
+        """Return the form of `members`, each (form, required), in order, with commas between those
+        that are written. Members that are not required may be left out.
 
         Each member is a rule, so the grammar contains its form only once.
         """
@@ -325,7 +326,7 @@ class Values:
 
 
 def joined(forms: Sequence[Form], comma: Form) -> list[Form]:
-    """Return the forms with a comma between each two."""
+    """Return the forms with `comma` between neighbours."""
     return [part for n, form in enumerate(forms) for part in ([comma, form] if n else [form])]
 
 
@@ -399,7 +400,8 @@ def arguments_form(values: Values, write: ArgumentWriter, comma: Form | None = N
 
 
 def _refuse_kind(schemas: Schemas) -> bool:
-    """Refuse parameters whose type is not an object. Without a type they count as an object."""
+    """Raise NotWritable if the tool's parameters declare a type. Otherwise return False, so that
+    the cases of types other than object are ignored."""
     if schemas.root and "type" in schemas.root:
         schemas.refuse(PATH, "type", "must be 'object'")
     return False
@@ -420,7 +422,7 @@ def _members(values: Values, limits: Any, write: ArgumentWriter, comma: Form | N
 
 
 def _separated(item: Form, comma: Form, least: int, most: int | None) -> Form:
-    """Return the form of `least` to `most` items with a comma between each two."""
+    """Return the form of `least` to `most` items, separated by commas."""
     more = Repeat(sequence(comma, item), max(least - 1, 0), most and most - 1)
     items = sequence(item, EMPTY if most == 1 else more)
     return items if least else optional(items)

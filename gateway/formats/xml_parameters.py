@@ -154,7 +154,8 @@ class XmlParametersParser(TypedCallParser):
             self._begin_value(name)
 
     def _name_in_tag(self) -> str | None:
-        """Return the name in the complete tag, or None. Store the attribute `string_key`."""
+        """Return the name in the complete tag, or None if the tag is malformed. Store the attribute
+        `string_key`."""
         s, tag = self.s, self.s.tag.strip()
         if not self.syntax.quoted:
             return tag if PLAIN_NAME.fullmatch(tag) else None
@@ -167,8 +168,8 @@ class XmlParametersParser(TypedCallParser):
         return attributes.get("name") if not text[end:].strip("/ \t") else None
 
     def _no_tag(self) -> None:
-        """Handle text that only looked like a tag. If it looked like a call's tag, it is content.
-        If it looked like an argument's, it is dropped."""
+        """Handle text that looked like a tag but is not one. After the start of a call's tag it is
+        content; after the start of an argument's tag it is dropped."""
         s = self.s
         if s.at == "key_tag":
             self._enter("call")
@@ -324,7 +325,7 @@ class XmlParameters(CallSyntax, frozen=True, kw_only=True):
     skip: tuple[str, ...] = ()
     #: Whether a call's tag may also start a group, if it names a tool of the request.
     bare: bool = False
-    #: What is stripped from both ends of a value.
+    #: Characters that are stripped from both ends of a value.
     trim: Trim = "newline"
     #: Whether a parameter without a schema is JSON if its text is valid JSON.
     bare_json: bool = False

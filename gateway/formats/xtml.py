@@ -89,7 +89,7 @@ class XtmlParser(AnswerParser):
 
     @property
     def _in(self) -> str:
-        """Name of the innermost open element; "" between channels."""
+        """Name of the innermost open element; "" if none is open."""
         return self.s.stack[-1] if self.s.stack else ""
 
     # ---- text

@@ -38,7 +38,7 @@ class _Fields(msgspec.Struct, frozen=True):
 
 
 class KVTransferParams(msgspec.Struct, frozen=True):
-    """The checked `kv_transfer_params` of a request. Exactly one of the two fields is set."""
+    """The checked `kv_transfer_params` of a request. Exactly one field differs from its default."""
 
     #: Whether to compute the prompt only and keep its K/V.
     keeps: bool = False

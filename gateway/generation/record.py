@@ -1,7 +1,7 @@
 """The record of one finished request: the only source of metrics, logs and traces.
 
-It is built once, from the timeline and the choices. It contains no part of a prompt or an answer.
-The request id is its only value from the headers.
+It is built from the timeline and the choices. It contains no part of a prompt or an answer. The
+request id is the only value that it takes from the headers.
 
 Prompt tokens are counted only if the engine accepted the request. The time of a stage is the time
 of the choice that was slowest in this stage.

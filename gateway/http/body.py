@@ -1,8 +1,8 @@
 """Reads the JSON body of a request and converts it to a checked struct. Errors name the field.
 
-The JSON is decoded once. Its size, and how many strings, containers and values it has, are checked
+The JSON is decoded once. Its size and its numbers of strings, containers and values are checked
 while it is read. msgspec checks types and bounds while the decoded body is converted to a struct.
-This module does not depend on what a field means.
+This module does not depend on the meaning of any field.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ _FIELD_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 class BodyMemory:
     """Limits the memory for large request bodies that are read and decoded at the same time.
 
-    Further bodies wait in the order of their arrival. While a body waits, it is not read from its
-    client's socket.
+    Further bodies wait in the order of their arrival. While a body waits, the rest of it is not
+    read from its client's socket.
 
-    num_bytes  the total size of the bodies in memory
+    num_bytes  largest total size of the bodies in memory
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -297,10 +297,10 @@ def _invalid_field(text: str, fields: Any, kind: type) -> InvalidRequest:
 def _key_at_fault(text: str, fields: Any, kind: type, path: str) -> str | None:
     """Return the key of the mapping at `path` that `kind` rejects; None if it is not found.
 
-    msgspec's message `text` does not name the key. So the mapping is converted again with only its
-    first n members. A binary search finds the smallest n with which the error is the same. The key
-    is that of the last of these n members. Of the objects around the mapping, only the short values
-    are converted again. These are kept because they may determine the mapping's type.
+    msgspec's message `text` does not name the key. So a binary search finds the smallest n for
+    which converting only the first n members of the mapping gives the same error. The last of these
+    members has the rejected key. The objects around the mapping are converted with only their short
+    values, which may determine the mapping's type.
     """
     steps = [int(index) if index else name for index, name in _STEP.findall(path)]
     around: list[dict[str, Any]] = []

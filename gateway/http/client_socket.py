@@ -187,7 +187,8 @@ class Outlet:
     `write` and `finish` may be called in the hub. `run`, which subclasses define, is called in the
     request's greenlet; it sends the buffer and returns at the end of the stream.
 
-    on_overflow     called when a client is cut because it does not read, or because sending failed
+    on_overflow     called when the client is cut because it does not read, or because sending
+                    buffered bytes failed before the end of the stream
     keep_alive      written after `keep_alive_s` seconds without another write
     send_timeout_s  longest time for which the client may read nothing while output waits for it
     """
@@ -342,8 +343,8 @@ class SocketOutlet(Outlet):
 
 
 class IteratorOutlet(Outlet):
-    """Yields a stream's bytes to any WSGI server, which adds the chunk framing itself. Until the
-    server requests the next bytes, the client has not read the previous ones."""
+    """Yields a stream's bytes to any WSGI server, which adds the chunk framing itself. Bytes count
+    as read by the client when the server requests the next ones."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

@@ -24,7 +24,7 @@ def log_request(record: RequestRecord) -> None:
 
 
 class _AccessLine:
-    """A log message that is formatted only if it is printed, which the JSON format does not do."""
+    """A log message that is formatted only when it is printed. The JSON log never prints it."""
 
     def __init__(self, record: RequestRecord) -> None:
         self._record = record

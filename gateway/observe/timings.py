@@ -1,8 +1,8 @@
 """The `timings` of a response, for requests with `"timings": true`.
 
-They are made from the same record as metrics and the access log. Fields that llama.cpp also has use
-its names and units (milliseconds), so that clients of llama.cpp can show them. If there are several
-choices, each time is the time of the slowest choice, and the numbers of tokens are sums.
+They are made from an `AnswerRecord`, as metrics and the access log are. Fields that llama.cpp also
+has use its names and units (milliseconds), so that clients of llama.cpp can show them. If there are
+several choices, each time is the time of the slowest choice, and the token counts are sums.
 """
 
 from __future__ import annotations

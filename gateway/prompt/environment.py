@@ -40,8 +40,8 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
 
 
 class GenerationTag(Extension):
-    """Parses `{% generation %}` blocks, which mark the model's text for training. Rendering only
-    gives them a scope of their own for variables."""
+    """Parses `{% generation %}` blocks, which mark the model's text for training. When rendered,
+    such a block is only a scope for variables."""
 
     tags = {"generation"}
 

@@ -55,7 +55,8 @@ UNLIMITED = -1
 
 
 class ThinkingFields(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of a request about thinking, besides its kwargs. They are unchecked JSON."""
+    """The request fields that control thinking, besides `chat_template_kwargs`. Their values are
+    JSON that has not been validated."""
 
     #: OpenAI's field: one of REASONING_EFFORTS.
     reasoning_effort: Any = None
@@ -80,8 +81,8 @@ class ThinkingOptions(msgspec.Struct, frozen=True):
     effort: str | None = None
 
     def with_fallback(self, other: ThinkingOptions) -> ThinkingOptions:
-        """Return these options; those that are not specified here have the values of `other`.
-        `mode` is taken together with `thinks`."""
+        """Return a copy in which unspecified options are taken from `other`. `thinks` and `mode`
+        are always taken from the same object."""
         switch = other if self.thinks is None else self
         effort = other.effort if self.effort is None else self.effort
         return ThinkingOptions(switch.thinks, switch.mode, effort)
@@ -99,7 +100,7 @@ def effective_kwargs(
     server_defaults: Mapping[str, Any] | None = None,
     profile: ThinkingProfile | None = None,
 ) -> dict[str, Any]:
-    """Return the template's variables besides messages, tools and documents.
+    """Return the template's variables, except messages, tools and documents.
 
     fields           the request's fields about thinking
     request_kwargs   the request's `chat_template_kwargs`
@@ -304,7 +305,7 @@ def _template_kwargs(options: ThinkingOptions, profile: ThinkingProfile) -> dict
 
 
 def _template_effort(options: ThinkingOptions, profile: ThinkingProfile) -> str | None:
-    """Return the template's word for the effort; None: the template's default applies. If the
+    """Return the template's word for the effort, or None if the template's default applies. If the
     template has no switch for thinking, the word also turns thinking on or off."""
     off = next((word for word in profile.efforts if word in OFF_WORDS), None)
     if options.thinks is False:

@@ -46,7 +46,7 @@ class PromptConversation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateOptions:
-    """A request's options for the template, and the operator's defaults: `effective_kwargs`."""
+    """A request's template options and the operator's defaults, as passed to `effective_kwargs`."""
 
     thinking: ThinkingFields
     kwargs: Mapping[str, Any] | None

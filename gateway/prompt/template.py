@@ -106,7 +106,7 @@ class TemplateLoader(Protocol):
         """Load a template that the model or the operator provides."""
 
     def load_foreign(self, source: str, special_tokens: Mapping[str, str]) -> ParsedTemplate:
-        """Load a template that a request contains. Raises Overloaded if too many are waiting."""
+        """Load a template that a request contains. Raises Overloaded if too many calls wait."""
 
 
 class ChatTemplate(ParsedTemplate):
@@ -206,7 +206,8 @@ def _accepts_parts(template: ChatTemplate) -> bool:
 
 
 def _call_form(template: ChatTemplate) -> tuple[bool, bool]:
-    """Return the first (null_content, string_arguments) with which a call's arguments are rendered.
+    """Return the first (null_content, string_arguments) for which the template renders the
+    arguments of a tool call.
 
     If none works, the result is (False, False).
     """

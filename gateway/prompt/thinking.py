@@ -90,8 +90,8 @@ def _aliases(tree: nodes.Template, name: str) -> frozenset[str]:
 
 
 def _is_about(node: nodes.Node | None, names: frozenset[str]) -> bool:
-    """Return whether the expression `node` has the value of one of these variables. The value may
-    have gone through filters, method calls or a default."""
+    """Return whether the value of the expression `node` comes from one of these variables, directly
+    or through filters, method calls, conditionals or a default."""
     match node:
         case nodes.Name(name=name):
             return name in names

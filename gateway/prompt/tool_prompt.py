@@ -45,7 +45,7 @@ def with_tool_prompt(
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message whose tool calls or tool result are part of its text."""
+    """Return a copy of the message with its tool calls or tool result written into its text."""
     if message.get("role") in ("tool", "function"):
         result = f"<tool_response>\n{message['content']}\n</tool_response>"
         return {"role": "user", "content": result}

@@ -52,7 +52,7 @@ MAX_TEMPLATES = 16
 
 
 class Footprint:
-    """Reads how much memory this process uses. The values are 0 on other systems than Linux."""
+    """Reads how much memory this process uses. The values are 0 on systems other than Linux."""
 
     def __init__(self) -> None:
         self._file = open("/proc/self/statm", "rb") if sys.platform == "linux" else None  # noqa: SIM115
@@ -81,8 +81,8 @@ def set_limits(footprint: Footprint, memory_bytes: int) -> None:
 
 
 def serve(connection: socket.socket, footprint: Footprint, cpu_s: float) -> None:
-    """Answer calls until the gateway closes the connection. Return earlier, after a reply that is
-    marked as the last, if the process has run out of memory or has grown too much."""
+    """Answer calls until the gateway closes the connection. Once the process has run out of memory
+    or has grown too much, mark the current reply as the last one, send it and return."""
     most = footprint.resident() + RETIRE_BYTES
     is_last = False
     while not is_last and (frame := _receive_frame(connection)):

@@ -1,8 +1,8 @@
 """Runs chat templates and tokenizers in sandbox processes.
 
 Templates that requests contain have a process of their own, with a short queue, so they cannot
-delay the model's own template. A model's tokenizer is tried before it is used. So a damaged, slow
-or huge tokenizer makes the start fail. Without the trial, requests would fail later.
+delay the model's own template. A model's tokenizer is tried before it is used, so that a damaged,
+slow or huge tokenizer makes the start fail instead of later requests.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class TemplateProcesses:
 class SandboxedTemplate(ParsedTemplate):
     """A template in a sandbox process.
 
-    param  the field that an error names if a rendering exceeds its limits; None: the messages
+    param  the field to name in the error if a rendering exceeds its limits; None: the messages
 
     The constructor raises ValueError if the template cannot be loaded.
     """

@@ -53,8 +53,8 @@ may have requests to finish. It ends when its gateway ends."""
 
 
 class LimitExceeded(Exception):
-    """Raised if a call used too much time or memory, or crashed its process. The message says
-    which."""
+    """Raised if a call is too large, used too much time or memory, or crashed its process. The
+    message says which."""
 
 
 class _Ended(Exception):
@@ -73,7 +73,7 @@ class SandboxProcess:
     ends.
 
     cpu_s         CPU time limit of one call
-    memory_bytes  limit of the memory that the process may use in addition to that at its start
+    memory_bytes  limit on the growth of the process's memory after its start
     wall_s        time limit of one call, including the start of the process
     max_waiting   maximum number of calls, including the open one; None: no limit
     nice          added to the gateway's own niceness

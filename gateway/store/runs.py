@@ -53,7 +53,7 @@ class DetachedRun:
         self.is_over = False
         self._wake = wake
         self._next_number = 0
-        #: Frames that were not stored yet.
+        #: Frames that have not been stored yet.
         self._unstored: list[bytes] = []
         #: The last frames; None until `close`.
         self._last: Sequence[bytes] | None = None
@@ -99,13 +99,13 @@ class DetachedRun:
             self._write_last()
 
     def detach(self) -> None:
-        """Write no more frames to the client: it has disconnected, or it does not stream."""
+        """Stop writing frames to the client, because it has disconnected or does not stream."""
         self._outlet = self._early = None
 
     # ---- called by the flusher
 
     def batch(self) -> RunBatch | None:
-        """Return the frames and the response that were not stored yet; None if there are none."""
+        """Return the frames and the response that are not stored yet; None if there are none."""
         if not self._unstored and self._body is None and self._last is None:
             return None
         frames = [*self._unstored, *(self._last or ())]

@@ -8,7 +8,7 @@ decoder `codec_of` returns None, and the caller must use the library `tokenizers
 
 One result differs from that of `tokenizers`. Some vocabularies have tokens for single bytes
 (`<0xE2>`). If a run of such tokens is not UTF-8 as a whole, `tokenizers` replaces every byte of the
-run by U+FFFD, also those of valid characters. A stream cannot wait for the end of a run. So here
+run with U+FFFD, even those of valid characters. A stream cannot wait for the end of a run. So here
 valid characters stay, and only invalid bytes become U+FFFD.
 """
 
@@ -29,8 +29,8 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 @dataclass(frozen=True, slots=True)
 class ByteCodec:
-    """Decodes each token to bytes. Only the rules for the first token of a text depend on its
-    place."""
+    """Decodes each token to bytes, independently of the other tokens. Only the first token of a
+    text has rules of its own."""
 
     #: Functions applied in turn to every token except the first one of a text.
     steps: tuple[Step, ...]
@@ -106,9 +106,10 @@ def _with_strip(
 
 
 def _step_of(description: Mapping[str, Any]) -> tuple[Step, Step] | None:
-    """Return (step for every token but the first, step for the first token).
+    """Return (step for every token but the first, step for the first token); None if the step is
+    not supported.
 
-    description  JSON description of one step of a decoder; if it is not supported, return None
+    description  JSON description of one step of a decoder
     """
     match description:
         case {"type": "ByteFallback"}:

@@ -204,6 +204,6 @@ class WindowDetokenizer:
         return self._decode(self._ids)[len(before) :]
 
     def _forget(self) -> None:
-        """Replace the context by the new ids, whose text has been returned."""
+        """Make the new ids the context, because their text has been returned."""
         self._ids = self._ids[self._context :]
         self._context = len(self._ids)

@@ -20,7 +20,7 @@ IMPOSSIBLE = -9999.0
 
 
 class TopLogprob(msgspec.Struct, frozen=True):
-    """A likely token and its logprob. If a token is part of a character, only `bytes` are exact."""
+    """A likely token and its logprob. If a character is incomplete, only `bytes` is exact."""
 
     token: str
     logprob: float

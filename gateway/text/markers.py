@@ -13,8 +13,8 @@ more of these than the longest marker has.
 If no text is held, a regular expression finds the first complete marker of a long delta. The
 automaton then reads only the end of the delta, where a marker may be incomplete.
 
-Text may be pushed with `part` set. Its characters can be part of a marker. Those outside all
-markers are dropped.
+Text that is passed to `Scanner.next` with `part` set is only searched for markers: its characters
+outside all markers are dropped.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class MarkerSet:
         self.opening = re.compile("[" + "".join(re.escape(c) for c in self.children[0]) + "]")
 
     def _insert(self, marker: str, index: int) -> None:
-        """Add a marker, unless it begins with an earlier marker of the list. Such a marker can
-        never win. So if two of the added markers match at the same place, the longer one wins."""
+        """Add a marker, unless it begins with an earlier marker of the list: it could then never
+        win. So if two added markers match at the same place, the longer one wins."""
         node = 0
         for char in marker:
             if self.found[node] != NONE:

@@ -45,7 +45,7 @@ class StopMatcher:
         return StopState(self._scanner.state(), self.matched)
 
     def push(self, delta: str) -> str:
-        """Return the text that can be released, which holds no beginning of a stop string.
+        """Return the text that can be released. An end that may start a stop string is held back.
 
         The call that finds a stop string returns the text before it, and with `include` the stop
         string too. Later calls return "".

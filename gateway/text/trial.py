@@ -6,7 +6,7 @@ trusted yet.
 
 The library `tokenizers` does whatever a tokenizer.json describes. A normalizer that replaces "a"
 with a megabyte, or thirty normalizers that each double the text, would fill the memory when a short
-text is encoded. Such a decoder would fill it when an answer is decoded. So before the trial, the
+text is encoded. A similar decoder would fill it when an answer is decoded. So before the trial, the
 most that a text can grow is computed from the description alone. The tokenizer is refused if this
 exceeds MAX_GROWTH. Tokenizers in use are far below that.
 """
@@ -82,7 +82,7 @@ def check_growth(tokenizer: Mapping[str, Any]) -> None:
 
 
 def growth_of(part: Any) -> float:
-    """Return a bound on the number of characters that a part makes of one character.
+    """Return an upper bound on the number of characters that a part outputs per input character.
 
     part  the JSON description of a normalizer or decoder
     """
@@ -103,9 +103,9 @@ def growth_of(part: Any) -> float:
 
 
 def _growth_of_all(parts: list[Any]) -> float:
-    """Return the growth by several parts that are applied one after another.
+    """Return a bound on the growth by several parts that are applied one after another.
 
-    It is bounded by a number above MAX_GROWTH, so that the product never overflows.
+    It is capped at a number above MAX_GROWTH, so that the product never overflows.
     """
     growth = 1.0
     for part in parts:

@@ -69,7 +69,8 @@ NEARLY = TRUTH + 0.5 * table(2)
 
 
 def chances(last: int) -> dict[int, float]:
-    """Return the probability of each next token, by the definition of the parameters."""
+    """Return the expected probability of each token after `last`, computed directly from the
+    definitions of temperature and min_p."""
     scaled = TRUTH[last, TOKENS].double() / PARAMS.temperature
     shares = torch.softmax(scaled, 0)
     shares[shares < PARAMS.min_p * shares.max()] = 0

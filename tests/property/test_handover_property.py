@@ -116,9 +116,8 @@ class Partner(RequestStorm):
                 self.table.offers.append((news[-1].kv_handle, tokens, namespace))
 
     def consume(self) -> None:
-        """Send a request with a handle that was offered recently or earlier; its lease may have
-        ended.
-        """
+        """Send a request with a handle that was offered before: usually the latest, sometimes one
+        of the last twelve. Its lease may have ended."""
         if not self.table.offers:
             return
         handle, tokens, namespace = self.random.choice(

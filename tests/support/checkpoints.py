@@ -59,8 +59,8 @@ def random_llama(**changes: Any) -> LlamaForCausalLM:
 
 
 def tiny_tokenizer() -> Tokenizer:
-    """Return a tokenizer of bytes, a few merges and three special tokens. VOCAB is larger than
-    this, as in many real models."""
+    """Return a tokenizer of bytes, a few merges and three special tokens. It has fewer tokens than
+    VOCAB, as in many real models."""
     merges = [("Ġ", "t"), ("h", "e"), ("Ġt", "he")]
     pieces = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet()), *map("".join, merges)]
     tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, merges))

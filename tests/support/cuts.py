@@ -23,7 +23,7 @@ _Unit = TypeVar("_Unit")
 
 
 def all_cuts(units: Sequence[_Unit], seed: int) -> Iterator[list[Sequence[_Unit]]]:
-    """Yield each cut of `units` as a list of deltas.
+    """Yield the cuts of `units` that the module describes, each as a list of deltas.
 
     Random cuts into at most two parts are left out, because these have been yielded before.
     """
@@ -42,7 +42,7 @@ def all_cuts(units: Sequence[_Unit], seed: int) -> Iterator[list[Sequence[_Unit]
 
 
 def in_runs(units: Sequence[_Unit], first: int, length: int) -> list[Sequence[_Unit]]:
-    """Return deltas of `length` units, but `first` units in the first delta."""
+    """Return deltas of `length` units, except that the first delta has `first` units."""
     starts = range(first, len(units), length)
     return [units[:first], *(units[start : start + length] for start in starts)]
 

@@ -111,7 +111,7 @@ class EchoWorker:
 
     @property
     def _windows(self) -> list[int | None]:
-        """The window of the layers that each block of a column stores."""
+        """Return, for each block of a column, the window of the layers that it stores."""
         groups = self.limits.kv_groups
         if groups is None:
             return [self.limits.kv_window]

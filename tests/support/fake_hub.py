@@ -37,9 +37,9 @@ class FakeRepo:
     is_gated: bool = False
     #: Files that the Hub stores in large-file storage, which have a SHA-256.
     large: tuple[str, ...] = (".safetensors", ".gguf", "tokenizer.json")
-    #: Path -> the digest that the Hub reports, if it is a wrong one.
+    #: Path -> the wrong digest that the Hub reports.
     forged: dict[str, str] = field(default_factory=dict)
-    #: Path -> the size that the Hub reports, if it is a wrong one.
+    #: Path -> the wrong size that the Hub reports.
     sizes: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -92,13 +92,13 @@ class FakeHub:
         self.requests: list[tuple[str, str, str]] = []
         #: The Authorization headers of all requests, by path.
         self.authorizations: dict[str, str] = {}
-        #: For each of the next responses with content: after how many bytes it is cut off.
+        #: Bytes of content after which the next responses are cut off, one item per response.
         self.cuts: list[int] = []
         #: Bytes of content after which a response stops, while its connection stays open.
         self.stalls_after: int | None = None
         #: Whether the server ignores Range headers.
         self.ignores_ranges = False
-        #: The next responses with content are refused as by a busy server.
+        #: How many of the next requests for content get status 503, as from a busy server.
         self.busy = 0
         #: Path -> the ETag of a large file, if it is not the file's digest.
         self.etags: dict[str, str] = {}

@@ -32,7 +32,7 @@ class PublishedTemplate:
     model: str
     #: Families whose models use it.
     families: tuple[str, ...]
-    #: Those tokens of the model's vocabulary which may decide the format.
+    #: Tokens of the model's vocabulary that may decide the format.
     tokens: tuple[str, ...]
     #: Whether it writes the reasoning of earlier answers.
     has_reasoning: bool = False
@@ -43,8 +43,8 @@ class PublishedTemplate:
 
     @cached_property
     def card(self) -> ModelCard:
-        """The card of a model with this template. Its vocabulary has the marker tokens and one
-        token per byte."""
+        """Return the card of a model with this template. Its vocabulary has the marker tokens and
+        one token per byte."""
         return scripted_card(
             vocab_size=259 + len(self.tokens),
             tokenizer=byte_tokenizer(self.tokens).to_str().encode(),
@@ -60,8 +60,8 @@ class PublishedTemplate:
         return ModelOutputFormat(self.card, self.tokenizer)
 
     def call_answer(self) -> tuple[str, str]:
-        """Return a prompt, and an answer of the model with THOUGHT and CALL. Both are as the
-        template itself writes them into the prompt of a later turn."""
+        """Return a prompt, and the model's answer with THOUGHT and CALL, both as the template
+        writes them into the prompt of a later turn."""
         tool = {"name": CALL["name"], "description": "", "parameters": {"type": "object"}}
         answer = {
             "role": "assistant",

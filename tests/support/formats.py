@@ -45,7 +45,7 @@ JOINT = "\ue000"
 
 
 def spelt(marker: str) -> str:
-    """Return `marker` with joints, so that it is written as letters instead of one token."""
+    """Return `marker` with a JOINT between its letters, so that it is not written as one token."""
     return JOINT.join(marker)
 
 
@@ -84,8 +84,8 @@ class Sample:
     markers     those of the format's markers that are tokens in the family's vocabulary; None: all
                 of them
     parts       special tokens of the family's vocabulary that are parts of spelt-out markers
-    tags        markers that have no meaning inside strings and in prose. Some have a meaning there
-                when they are spelt out; such prose is parsed only if the marker is a token
+    tags        markers that have no meaning inside strings and in prose. Some have a meaning in
+                prose when they are spelt out; such prose is parsed only if the marker is a token
     spelt_ok    whether the format can also be parsed if no marker is a token
     max_calls   most calls of one group
     only_first  whether calls are recognised only before any content
@@ -297,8 +297,8 @@ def joined(pieces: Sequence[Piece]) -> list[Piece]:
 
 
 class NumberedIds:
-    """Makes ids of calls. It is no method of `Reading`, because that would refer to the parser and
-    the parser to it, and only the garbage collector frees such a cycle."""
+    """Makes ids of calls. It is not a method of `Reading`: a `Reading` and its parser would then
+    refer to each other, and only the garbage collector frees such a cycle."""
 
     def __init__(self, num_made: int = 0) -> None:
         self.num_made = num_made
@@ -437,7 +437,7 @@ def _check_cut_short(row: FormatRow, sample: Sample, fixture: Fixture, words: Le
 
 def means_the_same_spelt_out(sample: Sample, fixture: Fixture) -> bool:
     """Return whether the answer has the same meaning if no marker is a token. Prose about a marker
-    has not: the parser would find the marker in it."""
+    does not, because the parser would find the marker in it."""
     return "prose" not in fixture.name
 
 

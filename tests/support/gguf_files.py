@@ -110,7 +110,7 @@ def write_gguf(
 
 
 def _quantized(values: Array, kind: GGMLQuantizationType) -> NDArray[Any]:
-    """Return the bytes of a tensor; of types to which `gguf` cannot quantise, random ones."""
+    """Return the bytes of a tensor. They are random if `gguf` cannot quantise to the type."""
     try:
         return quants.quantize(np.ascontiguousarray(values), kind)
     except NotImplementedError:
@@ -262,8 +262,8 @@ def _expert_index(name: str) -> int:
 
 
 def _converted(config: Any, name: str, data: Array) -> Iterator[tuple[str, Array]]:
-    """Yield a tensor as the converter writes it. The gate and up projections of gpt-oss, which
-    alternate in one tensor, become two, and so do those of Granite 4, which are its halves."""
+    """Yield a tensor as the converter writes it. A tensor with gate and up projections becomes two:
+    in gpt-oss the projections alternate in it, in Granite 4 they are its halves."""
     if ".shared_mlp." in name:
         block = name.partition("shared_mlp")[0] + "mlp."
         parts = {"down_proj": data}

@@ -1,4 +1,4 @@
-"""An independent JSON Schema validator, written after the definitions of the keywords."""
+"""An independent JSON Schema validator, written from the definitions of the keywords."""
 
 from __future__ import annotations
 

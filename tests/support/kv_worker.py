@@ -174,7 +174,7 @@ class Peer:
         self._send(f"fill {value}")
 
     def num_dropped(self) -> int:
-        """Return the number of invalid messages so far plus that of unread answers."""
+        """Return the number of invalid messages so far plus the number of unread answers."""
         self._send("dropped")
         (*_, last) = [line for line in self.program.out if line.startswith("dropped")]
         return int(last.split()[1])

@@ -1,12 +1,13 @@
-"""Writes the quantised matrices in tests/data/quantized: made, stored and read back by the
-libraries whose formats they have, so that our reader is compared with numbers that none of our code
-made.
+"""Writes the quantised matrices in tests/data/quantized.
+
+The library that defines a format makes, stores and reads back the matrices in it. So our reader is
+compared with numbers that do not come from our code.
 
     python -m tests.support.library_formats tests/data/quantized
 
-Needs the packages compressed-tensors and gptqmodel, beside transformers; our tests do not. Each
-file has the tensors of one layer as a checkpoint of the library has them, the numbers [ROWS,
-COLUMNS] that the library reads from them (EXPECTED), and in its metadata the library's
+Needs the packages transformers, compressed-tensors and gptqmodel. Our tests do not need the last
+two. Each file has the tensors of one layer as in a checkpoint of the library, the numbers
+[ROWS, COLUMNS] that the library reads from them (EXPECTED), and in its metadata the library's
 `quantization_config`.
 """
 

@@ -29,7 +29,8 @@ def _audited(environment: dict[str, str]) -> dict[str, str]:
 class Program:
     """A running program, which is killed at the end of its `with` block.
 
-    The program, or a child of it, ends by itself if it unpickles anything.
+    The program and its Python children exit if they unpickle a class or a function
+    (audited/sitecustomize.py).
 
     has_stdin   whether `send_line` may be called; otherwise stdin is empty
     out, err    the lines printed so far on stdout and on stderr
@@ -80,8 +81,8 @@ class Program:
         return "\n".join(["-- stdout", *self.out, "-- stderr", *self.err])
 
     def line_with(self, words: str, *, timeout_s: float = HANG_S, on_stderr: bool = False) -> str:
-        """Wait for a line on stdout, or on stderr, that contains `words`, and return it. A line on
-        one of them may be read later than one that the program printed after it on the other."""
+        """Wait for a line on stdout, or on stderr, that contains `words`, and return it. The two
+        streams are read independently, so the order of lines between them is not known."""
         lines = self.err if on_stderr else self.out
 
         def found() -> list[str]:

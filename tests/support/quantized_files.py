@@ -90,7 +90,8 @@ def quantized(
 
 
 def packed(integers: NDArray[np.int64], bits: int, axis: int) -> Tensor:
-    """Return int32 with `32 / bits` neighbours along `axis`, the first in the lowest bits."""
+    """Return int32 words that each hold `32 / bits` neighbours along `axis`, the first in the
+    lowest bits."""
     lines = np.moveaxis(integers, axis, -1)
     per_word = 32 // bits
     words = np.zeros((*lines.shape[:-1], -(-lines.shape[-1] // per_word)), np.int64)

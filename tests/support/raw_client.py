@@ -12,7 +12,8 @@ from protocol.messages import PROTOCOL_VERSION, Hello, Message, Probe, ToClient,
 
 
 class RawClient:
-    """A DEALER socket of an engine. It waits a minute for a message, then raises zmq.Again."""
+    """A DEALER socket connected to an engine. A receive waits up to a minute for a message, then
+    raises zmq.Again."""
 
     def __init__(self, address: str, key: ClusterKey | None = None) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

@@ -20,7 +20,8 @@ def load_reference(gguf: Path) -> tuple[Any, Any]:
     """Return (model in float32, tokenizer), both loaded by transformers from the GGUF file.
 
     transformers reads the file's header for the config, the weights and the tokenizer, and builds
-    the same table of names for each module. Here each is done once, which saves half of the time.
+    the same table of names for each module. This function does each only once, which halves the
+    time.
     """
     import gguf as library
     import pytest

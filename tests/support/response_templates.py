@@ -1,4 +1,4 @@
-"""Response templates as in checkpoints, after the documentation and tests of transformers."""
+"""Response templates of the kind in checkpoints, based on transformers' documentation and tests."""
 
 from __future__ import annotations
 

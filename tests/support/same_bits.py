@@ -1,8 +1,9 @@
 """The ways in which a prompt and its answer can be computed, all of which give the same bits.
 
-A subject has the answer to each prompt alone, in one chunk, one token per step after that. Each of
-WAYS computes the same prompts in another way, checks that it did, and yields the answers. Answers
-are compared to the last bit: tokens, and the logprobs of prompt and answer.
+A subject has prompts and their reference answers. For these, each prompt is computed alone and in
+one chunk, then one token per step. Each of WAYS computes the same prompts in another way, checks
+that it did, and yields the answers. Answers are compared to the last bit: tokens, and the logprobs
+of prompt and answer.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class BitAnswer:
 class Subject:
     """A model, prompts, and their answers when each is computed alone.
 
-    every   one in this many boundaries between blocks is tried, and one in this many steps
+    every   ways try only every n-th boundary between blocks, and every n-th step
     """
 
     loaded: LoadedModel
@@ -99,19 +100,19 @@ class Subject:
 
     @classmethod
     def of(cls, loaded: LoadedModel, num_prompts: int, *, every: int = 1) -> Subject:
-        """Compute the prompts of a model, each alone."""
+        """Compute `num_prompts` prompts, each alone, and return the subject."""
         chosen = prompts(num_prompts, loaded.spec.vocab_size)
         replica = Replica(loaded, max_slots=1, prefix_cache=False)
         return cls(loaded, chosen, [answer(replica, prompt) for prompt in chosen], every)
 
     def shortest(self, number: int) -> Subject:
-        """Return the same model with the `number` shortest prompts."""
+        """Return a subject that has only the `number` shortest prompts."""
         some = slice(-number, None)
         return replaced(self, prompts=self.prompts[some], alone=self.alone[some])
 
     def is_same(self, case: BitCase) -> bool:
-        """Return whether the case has the bits of the same prompt alone. Logprobs of the prompt are
-        compared if the case has them."""
+        """Return whether the answer has the same bits as when the prompt is computed alone.
+        Logprobs of the prompt are compared if the case has them."""
         alone, found = self.alone[case.prompt], case.answer
         if found.of_prompt and found.of_prompt != alone.of_prompt:
             return False
@@ -120,7 +121,11 @@ class Subject:
 
 @dataclass(frozen=True)
 class BitCase:
-    """The answer to a prompt of a subject, by its number, and a parameter of the way, if any."""
+    """An answer that a way computed.
+
+    prompt      number of the prompt in the subject
+    parameter   the way's parameter, such as its token budget, if any
+    """
 
     prompt: int
     answer: BitAnswer
@@ -153,7 +158,7 @@ def answer(
 def answers(
     replica: Replica, subject: Subject, params: SamplingParams = SAMPLED
 ) -> Iterator[BitCase]:
-    """Compute all prompts of the subject together, as far as there are slots."""
+    """Compute as many prompts of the subject at once as there are slots, and yield all answers."""
     numbers = [replica.add(prompt, params) for prompt in subject.prompts]
     replica.run()
     for prompt, number in enumerate(numbers):
@@ -253,7 +258,7 @@ def _preempt(replica: Replica) -> None:
 
 
 def with_drafts(kind: str, subject: Subject, folder: Path) -> Iterator[BitCase]:
-    """Drafts are those of n-grams, or of the model, which drafts for itself."""
+    """Drafts come from n-grams, or from the model as its own draft model."""
     replica = Replica(
         subject.loaded,
         options={"speculation": kind, "ngram_min": 1},

@@ -28,7 +28,7 @@ class RowRequest:
 
 def bind_rows(requests: Sequence[RowRequest]) -> tuple[SlotTable, Sampled]:
     """Bind the requests to slots and return the slots and the sampled rows. Slots are in descending
-    order, so no row's index equals its slot."""
+    order, so that at most one row's index equals its slot."""
     slots = tiny_slots(len(requests) + 2, poison=Poison.WILD)
     at = [len(requests) + 1 - row for row in range(len(requests))]
     for slot, request in zip(at, requests, strict=True):

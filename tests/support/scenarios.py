@@ -124,8 +124,8 @@ def json_schema(schema: Any) -> dict[str, Any]:
 
 
 class Compiling:
-    """A script that refuses those grammars that a real engine refuses. It replies `text` to the
-    others."""
+    """A script that refuses the grammars that a real engine refuses. It replies `text` to all other
+    requests."""
 
     def __init__(self, text: str = "{}") -> None:
         self.text = text
@@ -144,9 +144,9 @@ class Compiling:
 class Tasteful:
     """A script of a model that prefers some tokens. The engine's own masks constrain it.
 
-    taste   returns the preferred next tokens after those so far, best first. If the grammar allows
-            none of them, the model takes the lowest token that it allows
-    most    tokens after which the answer is cut off
+    taste   returns the preferred next tokens, best first, given the tokens so far. If the grammar
+            allows none of them, the model takes the lowest token that the grammar allows
+    most    number of tokens after which the answer is cut off
     """
 
     def __init__(self, taste: Callable[[list[int]], Iterable[int]], most: int = 2000) -> None:

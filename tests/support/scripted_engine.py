@@ -245,7 +245,7 @@ class ScriptedEngine:
         self._decoder: wire.Decoder[ToEngine] = wire.Decoder(ToEngine)
 
     def reset(self) -> None:
-        """Restore the engine's behaviour at the start, and forget past requests. Open requests stay
+        """Restore the engine's initial behaviour, and forget past requests. Open requests stay
         open."""
         for name, value in self._first.items():
             setattr(self, name, value)

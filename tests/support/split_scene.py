@@ -80,7 +80,7 @@ class ScenePlace:
         self.start()
 
     def start(self) -> None:
-        """Start the engine at a new address, which no client of an earlier one has."""
+        """Start the engine at a new address, which clients of the previous process do not use."""
         self._num_starts += 1
         self._view: EngineView | None = None
         name = f"{self._role}{self._num_starts}"
@@ -102,7 +102,7 @@ class ScenePlace:
 class SplitEngines:
     """The two engines, and the objects that all scenes share.
 
-    plain   the answers without a disturbance, by state
+    plain   state -> the answer to its request if nothing disturbs it
     """
 
     def __init__(self, directory: Path, checkpoint: Path) -> None:
@@ -216,7 +216,7 @@ class SplitScene:
         assert self.router.until(claim, SET_UP_WITHIN_S), "a request does not reach its state"
 
     def check(self) -> None:
-        """Check that each request is in the state of its name."""
+        """Check that the requests are in the states that they are named after."""
         at_p, at_d = self.split.p.stats(), self.split.d.stats()
         assert (at_p.running, at_p.waiting, at_p.leases) == (1, 0, 4), at_p
         assert (at_d.fetching, at_d.waiting) == (2, 1), at_d

@@ -130,7 +130,8 @@ class RequestStorm:
             self.constrained[client, number] = grammar
 
     def grammar(self) -> tuple[Body, str, str]:
-        """Return a grammar: usually a known one, sometimes a new one or one that is refused."""
+        """Return a grammar with its patterns, as in GRAMMARS: usually a known one, sometimes a new
+        one or one that is refused."""
         choice = self.random.random()
         if choice < 0.05:
             return BAD, "", ""
@@ -239,8 +240,8 @@ class WindowStorm(RequestStorm):
     """A storm of a model with a window, and a cache that holds a few windows.
 
     Most texts are several windows long, and many do not fit into the cache as a whole. With
-    `window_blocks`, only some layers have the window, and have this many blocks of a column. The
-    cache then holds one text of the other layers.
+    `window_blocks`, only some layers have the window, and their K/V takes this many blocks of each
+    column. The cache then has room for one text in the other layers.
     """
 
     def __init__(self, seed: int, window_blocks: int = 0) -> None:
@@ -270,7 +271,7 @@ class WindowStorm(RequestStorm):
             super().operate()
 
     def prompt(self) -> list[int]:
-        """Return a prompt with one of a few openings, of which the cache holds the last windows."""
+        """Return a prompt that starts with part of one of a few openings."""
         opening = self.random.choice(self.openings)
         return opening[: self.random.randrange(20, len(opening))] + super().prompt()[:14]
 

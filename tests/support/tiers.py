@@ -60,7 +60,8 @@ class EchoTiers:
                 self._cancelled.add(job)
 
     def carry_out(self, job: int, fault: str = "", seconds: float = 0.001) -> KVReport:
-        """Carry out a job. `fault` is the kind of failure that it must have; "" for none."""
+        """Carry out a job, and return its report. The job fails if `fault`, the kind of failure, is
+        not "", if it was cancelled, or if a content is lost."""
         order = self.jobs.pop(job)
         assert isinstance(order.source, TierSource)
         found = [self._find(content) for content in order.source.hashes]
@@ -77,7 +78,7 @@ class EchoTiers:
         return KVReport(fetched=[KVFetched(job, 100 * len(found), seconds, "tier")])
 
     def lose(self, tier: str, content: bytes) -> None:
-        """Drop a content. The engine is not informed before the next `report`."""
+        """Drop a content from a tier. The engine is informed by the next `report`."""
         self.kept[tier].pop(content, None)
 
     def report(self) -> KVReport:

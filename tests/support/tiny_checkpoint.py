@@ -1,7 +1,7 @@
 """A Llama of a few thousand random weights on disk, for tests that start real processes.
 
-To import torch takes seconds, and most processes that import this module write no weights: it is
-imported where they are written.
+Importing torch takes seconds, and most processes that import this module write no weights. So torch
+is imported only in the function that writes them.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ FITTING: dict[str, Any] = {
 def write_babbling_llama(folder: Path) -> Path:
     """Write a model with the tokenizer and the chat template of the default model.
 
-    Its weights are random, so it writes any token that is allowed. If a grammar does not constrain
-    the answer, the answer is wrong sooner than one of the default model, in a hundredth of the
+    Its weights are random, so it may write any token that is allowed. If a grammar fails to
+    constrain an answer, this model shows it sooner than the default model, in a hundredth of the
     time.
     """
     from worker.loading.fields import Fields

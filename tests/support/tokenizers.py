@@ -1,7 +1,7 @@
 """Tokenizers for tests, as the bytes of a tokenizer.json, and cards around them.
 
 The default model's tokenizer is real. The tokenizers of other families cut texts as the published
-ones do, and have a small vocabulary that is learnt on the spot.
+ones do, and have a small vocabulary that is learnt when the tokenizer is made.
 """
 
 from __future__ import annotations

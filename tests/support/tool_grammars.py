@@ -132,8 +132,8 @@ class Model:
         return self._templates[key].start()
 
     def refused(self, body: Body, text: str, **around: Any) -> str | None:
-        """Return the rest of `text` from the first token that the grammar refuses; None if the text
-        is a whole answer.
+        """Return the rest of `text` from the first token that the grammar refuses; "(the end)" if
+        the grammar refuses only the end; None if the text is a whole answer.
         """
         matcher, ids = self.start(body, **around), self.ids(text)
         for place, token in enumerate(ids):
@@ -214,7 +214,7 @@ class Walk:
         return [self.model.ids(text) for text in sorted({*texts, *CLOSERS} - {""})]
 
     def _ends(self, body: Rules) -> list[list[int]]:
-        """Return the texts that end a free text."""
+        """Return the tokens of each text that ends a free text."""
         ends = {form.end for form in forms_of(body) if isinstance(form, Until)}
         return [self.model.ids(end) for end in sorted(ends)]
 
@@ -235,7 +235,7 @@ class Called:
 
 
 def calls_of(events: Sequence[Event]) -> list[Called]:
-    """Return the calls of an answer that must be complete calls, without other events."""
+    """Return the calls of an answer. Checks that it consists of complete calls and nothing else."""
     found = []
     events, last = events[:-1], events[-1]
     assert isinstance(last, Finished), events

@@ -59,7 +59,8 @@ class TripTrace:
             self.entries.append(FileEntry(source, file, frame.f_code.co_qualname))
 
     def trip(self, view: str) -> list[FileEntry]:
-        """Return the entries from that of the file `view` to the first of LAST, without asides."""
+        """Return the entries from the first into the file `view` to the next into LAST, without
+        those from or into ASIDES."""
         files = [entry.file for entry in self.entries]
         first = files.index(view)
         entries = self.entries[first : files.index(LAST, first) + 1]
@@ -67,7 +68,8 @@ class TripTrace:
 
 
 def returns(trip: Sequence[FileEntry]) -> list[FileEntry]:
-    """Return the entries that visit a file again."""
+    """Return the entries into a file that was entered before, except if the entry's caller entered
+    the same file last."""
     found = []
     last_of: dict[str, str] = {}  # caller -> the file that it has entered last
     seen: set[str] = set()

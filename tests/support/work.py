@@ -63,7 +63,7 @@ class Scenario:
 
 
 class CountedWork:
-    """Counts calls of our rooms' functions inside `with counted():`, in this thread."""
+    """Counts calls of functions in ROOMS inside `with counted():`, in this thread."""
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
@@ -96,7 +96,7 @@ def stream(
     is_late: bool = False,
     is_slow: bool = False,
 ) -> int:
-    """Stream a chat from the engine's outputs, one token a step, to its frames.
+    """Turn the engine's outputs for a chat, one token per step, into the frames of its stream.
 
     Return the number of tokens.
 
@@ -233,7 +233,8 @@ SCENARIOS = [
 
 
 def complaint(scenario: Scenario, recorded: Work, now: Work) -> str | None:
-    """Return which functions are called more often than recorded; None if there is no more work."""
+    """Return an error message with the functions that are called more often than recorded; None if
+    the total number of calls has not grown beyond ALLOWED."""
     before, total = sum(recorded.values()), sum(now.values())
     if total <= before * ALLOWED:
         return None

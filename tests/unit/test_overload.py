@@ -77,9 +77,9 @@ def test_refusals_cached_by_a_gateway_cost_no_throughput(max_waiting: int, share
 
 
 def a_crowd(accounts: int) -> tuple[Paced, Account]:
-    """Return a run in which requests of all accounts wait, and the account to add a request of.
+    """Return a run in which requests of every account wait, and the account that sends one more.
 
-    The first account has sent requests for two seconds, the others for one.
+    The first account sent its requests two seconds ago, the others one second ago.
     """
     names = [Account(name=f"account {number}") for number in range(accounts)]
     paced = Paced(**OPTIONS, max_waiting=10_000)

@@ -78,8 +78,8 @@ def test_constrained_answers_are_the_same_with_and_without_drafts() -> None:
 
 
 def test_the_mask_of_each_place_admits_its_draft() -> None:
-    """No draft is verified that the grammar excludes. Free text has masks if the budget forces a
-    token, or might."""
+    """The grammar admits every draft that is verified. Free text has masks, too, if the thinking
+    budget forces a token, or may force one."""
     fast, _ = serve("ngram")
     num_places = 0
     for plan, masks in fast.executed:
@@ -100,7 +100,7 @@ def test_the_mask_of_each_place_admits_its_draft() -> None:
 
 
 def masks_of(plan: StepPlan, masks: Masks | None) -> dict[int, int]:
-    """Return masked place -> its bits."""
+    """Return a dict from each place that has a mask to the bits of its mask, as an integer."""
     assert plan.masked is not None
     assert masks is not None
     size = masks.bits.data.nbytes // len(plan.masked)

@@ -52,7 +52,8 @@ def test_every_kind_of_message_has_a_sample() -> None:
 
 
 def test_every_field_of_every_sample_is_set() -> None:
-    """A field that has its default is not in the golden bytes, so these would miss a new name."""
+    """A field with its default value is not encoded, so the golden bytes would not show that it was
+    renamed."""
     for message in MESSAGES:
         frame = wire.encode(message)[0]
         assert set(unpacked(frame)) - {"kind"} == set(message.__struct_encode_fields__)

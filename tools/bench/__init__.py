@@ -5,5 +5,5 @@
     load.py       sends the requests             stats.py      summarises the answers of a load
     report.py     tables                         page.py       plots and the HTML page
 
-Only client.py and load.py do I/O; datasets.py reads the file of `--file`.
+Only client.py and load.py use the network. datasets.py reads the file given by `--file`.
 """

@@ -80,8 +80,8 @@ class ResponseReader:
         return b"".join(body)
 
     def finish(self) -> None:
-        """Handle the end of the connection. It completes a body whose length was not given. Any
-        other response that is incomplete stays so, as `part` shows."""
+        """Handle the end of the connection. It ends a body without a Content-Length. Any other
+        incomplete response stays incomplete: its `part` is not END."""
         if self.part is ResponsePart.BODY and self._left is None:
             self.part = ResponsePart.END
 
@@ -233,7 +233,7 @@ class BenchAnswer:
 
 
 class AnswerReader:
-    """Fills a `BenchAnswer` from the bytes of one response."""
+    """Parses the bytes of one response, and fills in its `BenchAnswer`."""
 
     def __init__(self, answer: BenchAnswer) -> None:
         self.answer = answer

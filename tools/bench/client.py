@@ -80,7 +80,7 @@ class BenchConnection(asyncio.Protocol):
             self._end()
 
     async def exchange(self, request: bytes, reader: AnswerReader) -> None:
-        """Send the request, and wait until `reader` has received the whole answer."""
+        """Send the request, and wait until `reader` has the whole answer or the connection ends."""
         assert self._transport is not None
         self._reader = reader
         self._ended = asyncio.get_running_loop().create_future()

@@ -153,7 +153,7 @@ class BenchConfig(Config, frozen=True, kw_only=True):
         return [BenchLoad(concurrency=number) for number in self.concurrency or (8,)]
 
     def num_requests(self, load: BenchLoad) -> int | None:
-        """Return the number of requests in `load`; None if `duration_s` limits the load instead."""
+        """Return the number of requests to send under `load`; None if `duration_s` limits it."""
         if self.duration_s:
             return None
         if self.requests:

@@ -1,4 +1,4 @@
-"""The prompts of a benchmark: an endless sequence, which the seed determines."""
+"""The prompts of a benchmark: an endless sequence determined by the seed."""
 
 from __future__ import annotations
 
@@ -108,7 +108,8 @@ class DatasetLine(msgspec.Struct, kw_only=True):
 
 
 def read_file(path: Path, config: BenchConfig) -> Sequence[BenchPrompt]:
-    """Return the prompts in a file. Raises Failure with the number of a bad line."""
+    """Return the prompts in a file. Raises Failure if the file cannot be read, has no prompts, or
+    has a bad line, whose number the error names."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:

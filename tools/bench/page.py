@@ -234,7 +234,7 @@ def _line(line: PlotLine, across: Scale, up: Scale) -> list[str]:
 
 
 def _legend(lines: Sequence[PlotLine]) -> list[str]:
-    """Return the SVG of the legend. It is below the plot, because lines may be anywhere in it."""
+    """Return the SVG of the legend. It is below the plot, where it cannot cover a line."""
     drawn = []
     for row, line in enumerate(lines):
         y, colour = HEIGHT + LEGEND_ROW * row + LEGEND_ROW // 2, COLOURS[line.colour % len(COLOURS)]

@@ -65,7 +65,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int
     #: Tokens in the complete answers.
     output_tokens: int
-    #: Number of events in all streams, including failed ones.
+    #: Number of events with a piece of an answer, in all streams, including failed ones.
     events: int
     #: Complete answers per second.
     requests_per_s: float
@@ -77,7 +77,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     ttft_ms: Spread | None
     #: Time per token after the first, per answer.
     tpot_ms: Spread | None
-    #: Time between two successive events of one stream.
+    #: Time between two successive pieces of one answer.
     gap_ms: Spread | None
     #: Time from when a request was due until the end of its stream.
     e2e_ms: Spread | None
@@ -144,7 +144,8 @@ def summarize(
 
 
 def spread(seconds: Iterable[float]) -> Spread | None:
-    """Return the distribution of latencies, which are given in seconds; None if there are none."""
+    """Return the distribution, in milliseconds, of latencies given in seconds. Return None if there
+    are none."""
     values = sorted(value * 1e3 for value in seconds)
     if not values:
         return None
@@ -153,8 +154,8 @@ def spread(seconds: Iterable[float]) -> Spread | None:
 
 
 def percentile(ascending: Sequence[float], share: int) -> float:
-    """Return the nearest-rank percentile: the smallest value such that at least `share` percent of
-    the values are not larger."""
+    """Return the nearest-rank percentile: the smallest value that is greater than or equal to at
+    least `share` percent of the values."""
     return ascending[max(0, -(-share * len(ascending) // 100) - 1)]
 
 

@@ -92,7 +92,7 @@ def measure(config: StepBench) -> Iterator[StepBenchLine]:
 
 
 def table(timings: Sequence[StepTiming]) -> str:
-    """Return a table with a row per kind of step. The shares of the parts are of the sum of all
+    """Return a table with a row per kind of step. Each part is shown as its share of the sum of all
     parts."""
     heads = ["context", "batch", "step ms", "best", "p90", "tokens/s", *PARTS]
     rows = [[str(timing.context), *_cells(timing)] for timing in timings]

@@ -229,7 +229,8 @@ class ChatSession:
 
         Closing the iterator early disconnects, which ends the request on the server. The text so
         far is added to the history, because the user has read it. A message without any answer is
-        not added. Raises Failure if the server refuses the request, or if the connection is lost.
+        not added. Raises Failure if the server refuses the request or reports an error, or if the
+        connection is lost.
         """
         turn = {"role": "user", "content": text}
         self.last = answer = ChatAnswer()
@@ -282,7 +283,7 @@ def events(lines: Iterable[bytes]) -> Iterator[str]:
 
 
 def _apply(chunk: dict[str, Any], answer: ChatAnswer) -> str:
-    """Add a chunk to `answer`. Return the chunk's text."""
+    """Add a chunk to `answer`. Return the chunk's text. Raises Failure if the chunk is an error."""
     if error := chunk.get("error"):
         raise Failure(f"the server reported an error: {error.get('message', error)}")
     if usage := chunk.get("usage"):

@@ -148,10 +148,8 @@ def _tokenizer_problem(card: ModelCard) -> str | None:
 
 
 def _find_model(model: str | None) -> tuple[Path | None, Finding | None]:
-    """Return the path of a model, or a finding if the model is not downloaded yet.
-
-    Without a model, return neither.
-    """
+    """Return the path of a model, or a finding if the model is not downloaded yet or its name is
+    not valid. If `model` is None, return neither."""
     if model is None:
         return None, None
     if entry := CATALOGUE.get(model):

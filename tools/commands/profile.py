@@ -139,9 +139,9 @@ def descendants(root: int, proc: Path) -> dict[int, float]:
 def cores_used(samples: list[CpuSample], began: float, ended: float) -> dict[int, float]:
     """Return the average number of cores that each process used, by process id.
 
-    The average is over the time from the last sample before `began` to the first one after `ended`;
-    if there is none, from the first sample or to the last one. Processes that did not exist during
-    all of that time are left out.
+    The average covers the time from the last sample before `began`, or else the first sample, to
+    the first one after `ended`, or else the last one. Processes that did not exist during all of
+    that time are left out. Return {} if there are not two such samples.
     """
     before = [sample for sample in samples if sample.at <= began] or samples[:1]
     after = [sample for sample in samples if sample.at >= ended] or samples[-1:]

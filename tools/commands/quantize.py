@@ -83,7 +83,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check_output(output: Path, *, force: bool) -> None:
-    """Raise Failure if the file cannot be written there."""
+    """Raise Failure if `output` is not a .gguf file in an existing directory, or if the file exists
+    and `force` is False."""
     if output.suffix != ".gguf":
         raise Failure(f"{output.name}: the name must end with .gguf", exit_code=ExitCode.USAGE)
     if output.exists() and not force:

@@ -45,8 +45,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _remove(name: str) -> int | None:
-    """Remove a model, and return the number of bytes freed; None if it was not complete. Raises
-    Failure if it is not in the cache at all, and OSError if a file cannot be removed."""
+    """Remove a model, and return the number of bytes freed; None if the cache had only
+    partial files of it. Raises Failure if the cache has no file of it, and OSError if a file cannot
+    be removed."""
     try:
         found = find_stored(name, stored_models(home()))
     except Failure:

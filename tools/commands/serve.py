@@ -165,7 +165,8 @@ def plan(options: Mapping[str, Any], style: LogStyle = "text") -> Plan:
 
 
 def _with_digests(config: GatewayConfig, key: str) -> GatewayConfig:
-    """Return `config` with digests in place of the API keys, because a gateway needs no more.
+    """Return `config` with the digests of the API keys in place of the keys. A gateway needs only
+    the digests.
 
     key   the supervisor's own API key, whose digest is added; "": none
 
@@ -292,7 +293,8 @@ def _check_gateway(config: GatewayConfig) -> None:
 
 
 def _with_model_path(plan: Plan, terminal: Terminal) -> Plan:
-    """Download the model if necessary, and return the plan with its path. Raises Failure."""
+    """Download the model if necessary, and return the plan with the model's path. Raises Failure if
+    the model cannot be found or downloaded."""
     render_only = plan.serve.render_only
     if not plan.engines and not render_only:
         return plan

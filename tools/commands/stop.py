@@ -1,7 +1,7 @@
 """`tidegate stop`: stops servers as Ctrl-C does, and removes what was left behind.
 
 The command sends SIGTERM to the supervisor of a server, which then drains the server. If the
-supervisor is gone, it sends SIGTERM to each process of the server. With --kill it sends SIGKILL.
+supervisor is gone, every process of the server gets SIGTERM. With --kill, every one gets SIGKILL.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ def select(found: Found, names: Sequence[str]) -> list[RunDirectory]:
 def signal_targets(server: RunDirectory, *, kill: bool) -> list[RunningProcess]:
     """Return the processes of a server that must receive the signal.
 
-    If the supervisor runs, it is the only one, because it stops the others. With `kill`, or if the
-    supervisor is gone, all processes of the server receive the signal.
+    If the supervisor runs, only the supervisor is signalled, because it stops the others. With
+    `kill`, or if the supervisor is gone, all processes of the server are signalled.
     """
     if server.is_supervised and not kill:
         return [each for each in server.processes if each.pid == server.pid]

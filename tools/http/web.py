@@ -17,7 +17,7 @@ KEY_VARIABLE = "TIDEGATE_API_KEY"
 
 @dataclass(frozen=True, slots=True)
 class ServerReadiness:
-    """Whether a server is ready, as the server reports."""
+    """The readiness that a server reports."""
 
     is_ready: bool
     #: Name of the model, if the server is ready.
@@ -68,8 +68,8 @@ class WebServer:
     def post(
         self, connection: http.client.HTTPConnection, path: str, body: Any
     ) -> http.client.HTTPResponse:
-        """Send `body` as JSON in a POST request. Return the response, whose body the caller
-        reads."""
+        """Send `body` as JSON in a POST request. Return the response. The caller reads its
+        body."""
         connection.request(
             "POST",
             self._path + path,
@@ -137,7 +137,7 @@ def hang_up(connection: http.client.HTTPConnection) -> None:
 
 
 def port_of(parts: SplitResult, url: str) -> int | None:
-    """Return the port of a URL; None if it has none. Raises Failure if it is malformed."""
+    """Return the port of a URL; None if it has none. Raises Failure if the port is malformed."""
     try:
         return parts.port
     except ValueError:

@@ -1,4 +1,4 @@
-"""Downloads one file over HTTP: resumed after a lost connection, and verified by its digest.
+"""Downloads one file over HTTP, resumes after a lost connection, and verifies the digest.
 
 A partial file, FILE.partial, stays if a download fails or is killed. The next download continues it
 with a Range request. The file gets its final name only if its size and digest are right.
@@ -66,7 +66,7 @@ class Body:
 
     #: Position of its first byte in the file. 0 if the server ignored the Range header.
     start: int
-    #: The bytes. Iterating raises ConnectionLost.
+    #: The bytes. Iterating raises ConnectionLost if the connection is lost.
     pieces: Iterator[bytes]
 
 
@@ -83,7 +83,7 @@ def partial_of(target: Path) -> Path:
 
 
 def partial_bytes(target: Path) -> int:
-    """Return the number of bytes that an earlier, partial download to `target` has left."""
+    """Return the size of the partial file of a download to `target`; 0 if there is none."""
     partial = partial_of(target)
     return partial.stat().st_size if partial.is_file() else 0
 
@@ -98,8 +98,8 @@ def download(
 ) -> None:
     """Write the file of `source` to `target`, continuing a partial file if there is one.
 
-    on_bytes   called with the number of bytes that were found or received, and with a negative
-               number if they must be received again
+    on_bytes   called with the number of bytes found in the partial file or received, and with a
+               negative number if bytes must be received again
 
     Raises Failure if the digest or the size is wrong, and ConnectionLost after too many retries.
     """
@@ -151,8 +151,8 @@ def check_start(source: Source, target: Path, check: Callable[[Path], object]) -
     """Check the first bytes of a GGUF file before it is downloaded: call `check` with a temporary
     file that contains them.
 
-    Skip the check if `target` has a partial download. Skip it also if the connection is lost,
-    because the download then tries again. Raises the exceptions of `check`.
+    Skip the check if `target` has a partial download, or if the connection is lost, because the
+    download retries after a lost connection. Raises the exceptions of `check`.
     """
     if partial_bytes(target):
         return

@@ -45,8 +45,8 @@ def print_on_stderr(text: str) -> None:
 
 
 def home(environment: Mapping[str, str] = os.environ) -> Path:
-    """Return the directory of downloads and other files that Tidegate keeps for a user. It is
-    $TIDEGATE_HOME, or else `tidegate` in the user's cache directory."""
+    """Return the directory where Tidegate keeps a user's downloads and other files: $TIDEGATE_HOME,
+    or else `tidegate` in the user's cache directory."""
     if chosen := environment.get("TIDEGATE_HOME"):
         return Path(chosen).expanduser().absolute()
     base = environment.get("XDG_CACHE_HOME")
@@ -258,8 +258,8 @@ def largest_file(folder: Path) -> int:
 
 
 class ProgressLines:
-    """Prints a line for each quarter of a task. It has those methods of tqdm that are used here,
-    for use without a terminal."""
+    """Prints a line for each quarter of a task. Replaces a tqdm progress bar if stderr is not a
+    terminal, and has the methods of tqdm that callers use."""
 
     def __init__(self, total: int, title: str, print_line: PrintLine) -> None:
         self.n = 0.0

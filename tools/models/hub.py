@@ -1,11 +1,10 @@
 """Downloads models from the Hugging Face Hub into the Hub's own cache.
 
-The cache is the one of transformers, vLLM and `hf download` ($HF_HOME, $HF_HUB_CACHE), so a model
-is stored once for all of them. huggingface_hub resolves names, applies the token ($HF_TOKEN, or
+transformers, vLLM and `hf download` use the same cache ($HF_HOME, $HF_HUB_CACHE), so a model is
+stored once for all of them. huggingface_hub resolves names, applies the token ($HF_TOKEN, or
 `hf auth login`), the mirror ($HF_ENDPOINT) and the offline mode ($HF_HUB_OFFLINE), and creates the
-entries of the cache.
-`tools.models.download` transfers the content, because huggingface_hub starts a file from its
-beginning if a download was interrupted.
+entries of the cache. `tools.models.download` transfers the content, because huggingface_hub starts
+a file from its beginning if a download was interrupted.
 
     models--OWNER--REPO/blobs/DIGEST            content of a file
                         snapshots/COMMIT/PATH   link to the content
@@ -76,7 +75,7 @@ _SHA256, _SHA1 = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{40}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubModel:
-    """Facts about a model on the Hub, and the list of its files that are needed."""
+    """Facts about a model on the Hub, and the files of it that Tidegate needs."""
 
     name: HubName
     commit: str
@@ -173,7 +172,7 @@ class HubDownloads:
         return pulled
 
     def _download_files(self, model: HubModel) -> None:
-        """Bring the content of every file of a model into the cache, verified."""
+        """Download and verify the content of every file of a model that the cache lacks."""
         verified = {file for record in read_records(self._home) for file in record.files}
         needed = [file for file in model.files if not self._is_present(model, file, verified)]
         if not needed:
@@ -251,10 +250,12 @@ class HubDownloads:
         return False
 
     def _link(self, model: HubModel, file: RepoFile) -> str:
-        """Return the path of a file in the cache. huggingface_hub links it to its content.
+        """Link a file of the snapshot to its content in the cache, and return the path of the link.
+        huggingface_hub does this. It first downloads content that the cache lacks, which includes
+        content whose ETag on the server is not the digest.
 
         Raises Failure if the repository has a new commit since its files were listed, or if the
-        server gives the file another name in the cache (ETag) and its digest is wrong.
+        digest of content that huggingface_hub downloaded is wrong.
         """
         path = hf_hub_download(
             model.name.repo,
@@ -295,7 +296,8 @@ class HubDownloads:
         return self._repository(model) / "snapshots" / model.commit
 
     def _content(self, model: HubModel, file: RepoFile) -> Path:
-        """Return the path of a file's content. The Hub's library may store it without a link."""
+        """Return the path of a file's content: its blob, or its path in the snapshot if
+        huggingface_hub has stored the file there instead of a link."""
         blob = self._blob(model, file)
         return blob if blob.is_file() else self._snapshot(model) / file.path
 

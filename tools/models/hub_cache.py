@@ -61,7 +61,7 @@ def _models_in(snapshot: Path, name: HubName) -> Iterator[PulledModel]:
 
 
 def _revisions(repository: Path) -> dict[str, str]:
-    """Return commit -> branch or tag; `main` if this is one of several for a commit."""
+    """Return commit -> branch or tag. If a commit has several, `main` takes precedence."""
     found = {}
     refs = repository / "refs"
     for file in sorted(refs.rglob("*"), key=lambda file: file == refs / MAIN):

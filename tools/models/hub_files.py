@@ -1,6 +1,6 @@
 """Chooses the files of a repository on the Hugging Face Hub that make up a model.
 
-Only files that are data are chosen. Pickles (*.bin, *.pt), Python files and everything else in the
+Only data files are chosen. Pickles (*.bin, *.pt), Python files and everything else in the
 repository are never downloaded. This module reads no files and does not use the network.
 """
 
@@ -80,7 +80,8 @@ def choose_files(name: HubName, files: Sequence[RepoFile]) -> tuple[Kind, list[R
 
 
 def _choose_weights(files: Sequence[RepoFile]) -> list[RepoFile]:
-    """Return the safetensors files that hold the model's weights: one, or those of an index."""
+    """Return the safetensors files of the model's weights: the single file, or else the parts if
+    the repository has an index. Return [] if it has neither."""
     if single := [each for each in files if each.path == SINGLE]:
         return single
     if all(each.path != INDEX for each in files):
@@ -92,7 +93,8 @@ def _choose_weights(files: Sequence[RepoFile]) -> list[RepoFile]:
 def _with_text_files(
     name: HubName, files: Sequence[RepoFile], weights: list[RepoFile]
 ) -> list[RepoFile]:
-    """Return `weights` with the files that belong to them. Raises Failure if one is missing."""
+    """Return `weights` with the config, the tokenizer and other text files, the small ones first.
+    Raises Failure if the config or the tokenizer is missing."""
     text = [each for each in files if each.path in TEXT_FILES or TEMPLATES.fullmatch(each.path)]
     for needed in (CONFIG, TOKENIZER):
         if all(each.path != needed for each in text):
@@ -126,7 +128,7 @@ def _preferred_gguf(name: HubName, ggufs: Sequence[RepoFile]) -> RepoFile:
 
 
 def _has_quantisation(path: str, quantisation: str) -> bool:
-    """Return whether a path contains a quantisation as a whole word. Upper case is ignored."""
+    """Return whether a path contains a quantisation as a whole word. Case is ignored."""
     word = rf"(?<![A-Za-z0-9]){re.escape(quantisation)}(?![A-Za-z0-9_])"
     return re.search(word, path, re.IGNORECASE) is not None
 

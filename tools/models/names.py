@@ -79,7 +79,7 @@ def parse_hub_name(text: str) -> HubName | None:
 def parse_url(text: str) -> UrlName | None:
     """Return the URL of a model with its digest; None if `text` is not an http or https URL.
 
-    Raises ValueError if the URL has no digest, or does not name a .gguf file.
+    Raises ValueError if the URL has no digest, or does not name a .gguf file with a safe name.
     """
     if not text.startswith(("http://", "https://")):
         return None

@@ -89,7 +89,7 @@ class ModelCheck:
         return self
 
     def start(self) -> int:
-        """Start the process, unless it was started before, and return its id."""
+        """Start the process, unless it was started before, and return its process id."""
         return self._started().pid
 
     def _started(self) -> subprocess.Popen[bytes]:
@@ -152,15 +152,16 @@ def limit(plan: ModelPlan) -> str | None:
 
 
 def log_limits(plans: Iterable[ModelPlan], terminal: Terminal) -> None:
-    """Log the limits on the length of requests that the plans contain, each one once."""
+    """Log how the plans limit the length of requests. Log equal messages only once."""
     for message in dict.fromkeys(limit(plan) for plan in plans):
         if message is not None:
             terminal.log(message)
 
 
 def write_card(worker: WorkerConfig, file: Path) -> Path:
-    """Write the card of the worker's model to `file`, and return `file`. A worker process writes
-    it, because only the worker reads model files. Raises Failure, with its error, if it fails."""
+    """Write the card of the worker's model to `file`, and return `file`. A worker process does
+    this, because only the worker reads model files. Raises Failure with the error of that process
+    if it fails."""
     model, sampling = worker.model, worker.recommended_sampling
     command = module_command(
         "worker.startup.card",

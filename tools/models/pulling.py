@@ -21,7 +21,7 @@ NOT_INSTALLED = "huggingface_hub is not installed; try: pip install 'tidegate[hu
 
 def parse_name(text: str) -> HubName | UrlName | None:
     """Return the model on the Hub or the URL that `text` names; None if it names neither. Raises
-    Failure if `text` is a URL without a digest."""
+    Failure if `text` is a URL that `parse_url` rejects."""
     if entry := HUB_MODELS.get(text):
         return parse_hub_name(entry.source)
     try:
@@ -31,8 +31,8 @@ def parse_name(text: str) -> HubName | UrlName | None:
 
 
 def download_name(text: str) -> HubName | UrlName:
-    """Return the parsed name of a model to download. Raises Failure if `text` is not the name of
-    one."""
+    """Return the parsed name of a model to download. Raises Failure if `text` is not such a
+    name."""
     name = parse_name(text)
     if name is None:
         raise Failure(
@@ -44,8 +44,8 @@ def download_name(text: str) -> HubName | UrlName:
 
 
 def served_name(model: str) -> str | None:
-    """Return the name under which MODEL is served, as the user typed it; None if MODEL is a path or
-    a URL."""
+    """Return the name under which MODEL is served: its name in the catalogue or on the Hub. Return
+    None if MODEL is a path or a URL."""
     if model in CATALOGUE or model in HUB_MODELS:
         return model
     if Path(model).expanduser().exists() or model.startswith(("http://", "https://")):

@@ -48,7 +48,7 @@ class PulledModel(msgspec.Struct, frozen=True, kw_only=True):
         return sum(file.size for file in self.files)
 
     def is_complete(self) -> bool:
-        """Return whether every file exists with the size that it had."""
+        """Return whether every file exists and has its recorded size."""
         return all(_size(Path(file.path)) == file.size for file in self.files)
 
 
@@ -96,8 +96,8 @@ def _size(file: Path) -> int | None:
 
 
 def remove_model(home: Path, model: PulledModel, others: Iterable[PulledModel]) -> int:
-    """Remove a model's record, and its files unless one of the models `others`, which stay, shares
-    them. Return the number of bytes freed. Raises OSError if a file cannot be removed."""
+    """Remove a model's record, and those of its files that no model in `others` uses. Return the
+    number of bytes freed. Raises OSError if a file cannot be removed."""
     shared = {file.path for other in others for file in other.files}
     freed = sum(_remove_file(Path(file.path)) for file in model.files if file.path not in shared)
     _record_file(home, model.name).unlink(missing_ok=True)
@@ -107,7 +107,8 @@ def remove_model(home: Path, model: PulledModel, others: Iterable[PulledModel]) 
 
 
 def _remove_file(file: Path) -> int:
-    """Remove a file, and the content that it links to if nothing else does. Return its size."""
+    """Remove a file. If it links to content in the Hub's cache, remove the content too, unless
+    another link uses it. Return the number of bytes freed."""
     content = file.resolve() if file.is_symlink() else None
     size = _size(file) or 0
     file.unlink(missing_ok=True)

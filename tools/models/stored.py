@@ -38,7 +38,7 @@ def stored_models(home: Path, cache: Path | None = None) -> list[PulledModel]:
 
     cache   directory of the Hub's cache; None: that of this user
 
-    Models of the Hub's cache that other programs downloaded are included.
+    Models that other programs downloaded into the Hub's cache are included.
     """
     cache = cache or hub_cache()
     records = read_records(home)
@@ -89,7 +89,7 @@ def find_stored(name: str, models: Sequence[PulledModel]) -> list[PulledModel]:
 
 
 def _is_revision_of(name: str, wanted: str) -> bool:
-    """Return whether two names differ only in the revision."""
+    """Return whether `name` is `wanted` with a revision. `wanted` itself has none."""
     parsed = parse_hub_name(name)
     if parsed is None or parsed.revision == MAIN:
         return False
@@ -97,7 +97,7 @@ def _is_revision_of(name: str, wanted: str) -> bool:
 
 
 def remove_stored(home: Path, models: Sequence[PulledModel], cache: Path | None = None) -> int:
-    """Remove models from the cache, but not the files that other models share. Return the number of
+    """Remove models from the cache, but keep the files that other models use. Return the number of
     bytes freed. Raises OSError if a file cannot be removed."""
     paths = {model.path for model in models}
     others = [model for model in stored_models(home, cache) if model.path not in paths]
@@ -132,7 +132,7 @@ def remove_leftovers(name: str, cache: Path | None) -> bool:
 
 
 def _source(name: str) -> str:
-    """Return the name on the Hub of a model in the catalogue; of other models, `name` itself."""
+    """Return the name on the Hub if `name` is one of HUB_MODELS, else `name` itself."""
     return HUB_MODELS[name].source if name in HUB_MODELS else name
 
 

@@ -17,15 +17,16 @@ class PassedTrials:
     """A directory with a file for each model: the digest of a passed trial.
 
     The digest covers the tokenizer, the code of the trial, and the version of the library
-    `tokenizers`. If one of them changes, the tokenizer is tried again. A directory that cannot be
-    written to stores nothing.
+    `tokenizers`. If one of them changes, the tokenizer is tried again. If the directory
+    cannot be written to, nothing is stored.
     """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
     def is_expected(self, model: str) -> bool:
-        """Return whether a tokenizer of the model at the path `model` has passed."""
+        """Return whether any tokenizer of the model at the path `model` has passed. It may have
+        changed since then."""
         return self._file(model).exists()
 
     def has_passed(self, model: str, tokenizer: bytes) -> bool:
@@ -49,7 +50,7 @@ class PassedTrials:
 
 
 def _digest(tokenizer: bytes) -> str:
-    """Return the digest of a trial with the installed code and library."""
+    """Return the digest of the trial of `tokenizer` with the installed code and library."""
     spec = importlib.util.find_spec("gateway")
     assert spec is not None
     assert spec.origin is not None

@@ -55,9 +55,9 @@ class Command:
     exit_code: int = ExitCode.FAILED
     #: Exit codes of this process with a more specific meaning -> the server's exit code.
     exit_codes: Mapping[int, int] = field(default_factory=dict)
-    #: The process restarts its own child processes.
+    #: Whether the process restarts its own child processes.
     restarts_children: bool = False
-    #: Seconds after its exit in which its child processes may still send their clients an error.
+    #: How long its child processes may still send errors to their clients after its exit.
     survivors_s: float = 0.0
     #: Format of its log lines. If it is json, other output of the process is converted to JSON.
     log_format: LogStyle = "text"
@@ -98,8 +98,8 @@ class Child:
         self._unfinished = b""
 
     def relay(self) -> bool:
-        """Print at most READ_BYTES of the child's output, without waiting. Return False after the
-        end of the output; True also means that there is nothing to read now."""
+        """Print at most READ_BYTES of the child's output, without waiting. Return False at the end
+        of the output, and True otherwise, even if there is nothing to read now."""
         return self._read() != b""
 
     def send(self, number: signal.Signals) -> None:
@@ -114,8 +114,8 @@ class Child:
         """Kill the rest of the child's process group, print the last output, and return how the
         child ended.
 
-        Call this once, after `pidfd` became readable. The group is killed before the child is
-        waited for, because until then the kernel does not reuse its process id.
+        Call this once, after `pidfd` became readable. The group is killed before the wait for the
+        child, because the kernel does not reuse the child's process id before that wait.
         """
         self.send(signal.SIGKILL)
         code = self._process.wait()
@@ -149,8 +149,9 @@ class Child:
         self._process.stdout.close()
 
     def _reason(self, code: int) -> str:
-        """Return why the child ended: the cause that it reported, or an error in its last lines. If
-        a signal killed the child, its output does not explain its end, so it is not used."""
+        """Return why the child ended: the cause that it reported, or, after a failure, an error
+        in its last lines. If a signal killed the child, explain the signal instead, because the
+        output says nothing about it."""
         if code < 0:
             return explain_kill(signal.Signals(-code), self._num_oom_kills)
         if code == ExitCode.OK:
@@ -164,12 +165,13 @@ class Child:
                 os.kill(pid, signal.SIGKILL)
 
     def stopped(self) -> list[StoppedProcess]:
-        """Return the child and its child processes, as far as they are stopped now (SIGSTOP)."""
+        """Return those of the child and its child processes that are stopped now (SIGSTOP)."""
         pids = [self.pid, *_children_of(self.pid)]
         return [StoppedProcess(self.name, pid, pid == self.pid) for pid in pids if is_stopped(pid)]
 
     def _read(self) -> bytes | None:
-        """Read some output, print it and return it. None: there is none now. b"": it has ended."""
+        """Read some output, print it and return it. Return None if there is none now, and b"" at
+        the end of the output."""
         try:
             data = os.read(self.output, READ_BYTES)
         except BlockingIOError:
@@ -207,7 +209,7 @@ def _children_of(pid: int) -> list[int]:
 
 
 class ModuleResult(NamedTuple):
-    """The result of a module that has run in a process of its own."""
+    """The result of a module that ran in its own process."""
 
     code: int
     output: bytes

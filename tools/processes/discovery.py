@@ -3,7 +3,7 @@
 The processes of a server inherit the lock of its run directory (run_lock.py), so they can be found
 even if the supervisor is gone. Their descendants belong to the server, too. A server writes its URL
 and the name of its model into the lock file, so a tool finds both, whatever address the server
-listens on. Of these functions, only `clear` changes anything.
+listens on. `clear` is the only function here that changes anything.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class RunningProcess(msgspec.Struct, frozen=True):
 
 
 class RunDirectory(msgspec.Struct, frozen=True, kw_only=True):
-    """A run directory, and the server (or the single engine) that holds it."""
+    """A run directory, and the server or single engine that holds it, if any."""
 
     #: Name of the directory: the HTTP port of a server, or "engine-..." for a single engine.
     name: str
@@ -61,7 +61,7 @@ class RunDirectory(msgspec.Struct, frozen=True, kw_only=True):
     model: str = ""
     #: Process id of the supervisor; None if no process holds the directory.
     pid: int | None
-    #: Whether the supervisor runs.
+    #: Whether the supervisor still runs.
     is_supervised: bool = msgspec.field(name="leads")
     #: All processes of the server.
     processes: list[RunningProcess]
@@ -92,7 +92,7 @@ def base_directory() -> Path:
 def discover(base: Path, proc: Path = PROC) -> Found:
     """Return this user's servers, stray processes and used devices.
 
-    base   contains the run directories; those that dead servers have left behind are included
+    base   parent of the run directories. Directories left behind by dead servers are included
     """
     running = processes(proc)
     parents = {process.pid: process.parent for process in running.values()}
@@ -235,8 +235,11 @@ def local_server(options: argparse.Namespace, *, otherwise: str = START_ONE) -> 
 
 
 def server_url(options: argparse.Namespace) -> str:
-    """Return the URL of the server that the options select. --url may name any server. If there are
-    no options and this user runs no server, return the URL of the default port on this machine."""
+    """Return the URL of the server that the options select. --url may name any server. If no server
+    is found, return the URL of --port, or else of the default port, on this machine.
+
+    Raises Failure if the options do not select one of several servers.
+    """
     if options.url:
         _named(options, [])
         return str(options.url)
@@ -248,7 +251,8 @@ def server_url(options: argparse.Namespace) -> str:
 
 
 def _named(options: argparse.Namespace, servers: list[RunningServer]) -> list[RunningServer]:
-    """Return those of `servers` that the options select; all if there are no options."""
+    """Return those of `servers` that the options select; all of them without options. Raises
+    Failure if both options are given."""
     if options.url and options.port is not None:
         raise Failure("give only one of --port and --url", exit_code=2)
     if options.url:
@@ -278,11 +282,12 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
 
 
 def connect(options: argparse.Namespace, name: str) -> Client:
-    """Return a client of the engine that the options select. Raises Failure if it is not ready.
-
-    The client does not use HTTP, so it works when HTTP is down.
+    """Return a client of the engine that the options select. It does not use HTTP, so it works when
+    HTTP is down.
 
     name   name of the client, which the engine logs
+
+    Raises Failure if the options do not select an engine, or if the engine is not ready.
     """
     address = options.engine or engine_address(local_server(options).port)
     try:

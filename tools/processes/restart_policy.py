@@ -1,8 +1,8 @@
 """Decides whether and when a failed process is restarted. The current time is an argument.
 
-The first restart is immediate. The delay before each later one doubles. Restarts older than
-WINDOW_S do not count any more. After `limit` restarts within that time there are no more, because
-restarts evidently do not fix the cause.
+The first restart is immediate, the second waits FIRST_DELAY_S, and each later one waits twice as
+long, up to MAX_DELAY_S. Restarts older than WINDOW_S no longer count. After `limit` restarts within
+that time there are no more, because restarts evidently do not fix the cause.
 """
 
 from __future__ import annotations

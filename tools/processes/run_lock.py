@@ -48,10 +48,10 @@ PORT_IN_USE = ("a server already runs on port {}", "--port")
 
 @contextlib.contextmanager
 def holding(directory: Path, in_use: tuple[str, str] = PORT_IN_USE) -> Iterator[int]:
-    """Hold a run directory inside the `with` block, as `hold` does. Yield its descriptor.
+    """Hold a run directory inside the `with` block, as `hold` does. Yield the lock's descriptor.
 
-    The directories of killed servers are removed before the block, and this one after it. After an
-    unexpected exception it is not removed, because child processes may still use its files.
+    The directories of killed servers are removed before the block. `directory` is removed after it,
+    except after an unexpected exception, because child processes may still use its files.
     """
     remove_stale(directory.parent)
     lock = hold(directory, in_use)
@@ -73,7 +73,7 @@ def hold(directory: Path, in_use: tuple[str, str] = PORT_IN_USE) -> int:
     in_use   for the error message: a text with {} for the directory's name, and the option with
              which the user can choose another directory
 
-    Raises Failure if another process holds the directory.
+    Raises Failure if another process holds the directory, or if the directory cannot be used.
     """
     for _ in range(ATTEMPTS):
         try:
@@ -161,8 +161,8 @@ def facts(directory: Path) -> LockFacts:
 
 
 def holder(directory: Path) -> int | None:
-    """Return the pid of the supervisor that holds `directory`; None if no process holds it. The
-    supervisor itself may have ended, while its child processes still hold the directory."""
+    """Return the pid of the supervisor of the server that holds `directory`; None if no process
+    holds it. The supervisor may have ended while its child processes still hold the directory."""
     try:
         with (directory / LOCK).open("r+") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -5,11 +5,11 @@ output is actions: log a line, start a process, send a signal, end with an exit 
 `tools.processes.watch` performs the actions. The current time is an argument. These rules hold in
 addition to the table of phases:
 
-- If a child exits although nothing has requested that, it has failed. If it may be restarted
+- If a child exits without a request to stop, it has failed. If it may be restarted
   (`tools.processes.restart_policy`), it is started again, and the others continue. Otherwise the
   others are stopped. The first failure determines the reported cause and the exit code.
-- If a child exits with code 0, it was drained by something else (`tidegate drain`, a signal). Then
-  the others are drained as well, and the server ends without a failure.
+- If a child exits with code 0 without such a request, something else drained it (`tidegate drain`,
+  a signal). Then the others are drained as well, and the server ends without a failure.
 - A drain stops the children one after the other, those that accept requests first. So the processes
   that an open stream needs keep running.
 - After a failure, the others receive SIGQUIT: each sends its clients an error and exits. In a drain
@@ -185,8 +185,8 @@ class Supervisor:
 
     children            names of the child processes, in the order in which a drain stops them
     start_timeout_s     time until the server must be ready
-    drain_s             time in which open requests may finish
-    restarts_children   those children that restart child processes of their own
+    drain_s             time that each child has to finish its open requests
+    restarts_children   names of the children that restart their own child processes
     """
 
     def __init__(
@@ -228,7 +228,7 @@ class Supervisor:
         return []
 
     def on_exit(self, exit: ProcessExit, now: float) -> list[Action]:
-        """Handle the exit of a child. Call this once for each time the child was started."""
+        """Handle the exit of a child. Call this once per exit."""
         self.alive.remove(exit.child)
         for stopped in [each for each in self._stopped_since if each.child == exit.child]:
             del self._stopped_since[stopped]
@@ -241,8 +241,9 @@ class Supervisor:
         return actions + self._end()
 
     def on_signal(self, by: signal.Signals, now: float) -> list[Action]:
-        """Handle a stop signal. The first one starts a drain, the second one kills all children.
-        Signals that follow within SAME_SIGNAL_S are ignored."""
+        """Handle a stop signal. The first one starts a drain. The second one, or the first one
+        after a failure, kills all children. Signals that follow within SAME_SIGNAL_S are
+        ignored."""
         if now - self._signal_at < SAME_SIGNAL_S:
             return []
         self._signal_at = now

@@ -49,7 +49,7 @@ class ReadinessPoller:
     """Polls the server, in a thread of its own, until it is ready.
 
     changes   socket that receives LISTENING when the server first answers, and READY when it is
-              ready
+              ready, also after each restart
     model     name of the served model; set before READY is sent
     """
 
@@ -312,9 +312,9 @@ def supervise(
 
     commands          the processes, in the order in which a drain stops them
     server            checks whether the server is ready
-    started           those of the processes that were started already
+    started           the processes that already run; the others are started
     start_timeout_s   time until the server must be ready
-    drain_s           time in which open requests may finish
+    drain_s           time that each process has to finish its open requests
     max_restarts      limit of a `RestartPolicy`
     on_started        is called once, after the processes were started
     on_listening      is called once, when the server first answers

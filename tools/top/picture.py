@@ -1,4 +1,4 @@
-"""Draws the state of an engine, and rates between states, as lines of text, without I/O."""
+"""Draws the state of an engine, and its rates, as lines of text. Does no I/O."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
     cache_hits: float | None = None
     #: Share of the new draft tokens that were accepted; None: no new draft tokens.
     drafts_right: float | None = None
-    #: Share of the time in which the worker computed.
+    #: Share of the time that the worker spent computing.
     busy: float = 0.0
 
 
 def rates(before: EngineStatus, now: EngineStatus) -> Rates:
-    """Return the rates between two statuses of an engine. If no time has passed, or the engine was
-    restarted, all rates are those of `Rates()`."""
+    """Return the rates between two statuses of an engine. Return `Rates()` if no time has passed,
+    or if the engine was restarted."""
     seconds = now.now_s - before.now_s
     old, new = before.stats, now.stats
     if seconds <= 0 or new.num_steps < old.num_steps:
@@ -94,7 +94,8 @@ class Canvas:
 
 
 def render(scene: TopScene, canvas: Canvas) -> list[str]:
-    """Return the lines of the picture of `scene`, which fit into the canvas."""
+    """Return the picture of `scene` as lines that fit into the canvas. A canvas narrower than
+    MIN_WIDTH is treated as MIN_WIDTH wide."""
     canvas = Canvas(max(canvas.width, MIN_WIDTH), canvas.height, canvas.has_colours)
     lines = [*_head(scene, canvas), *_gauges(scene, canvas), ""]
     room = None if canvas.height is None else canvas.height - len(lines)
@@ -165,7 +166,8 @@ def bar(share: float, width: int) -> str:
 
 
 def curve(values: Sequence[float], width: int) -> str:
-    """Return a curve of the last `width` values as text, scaled to the highest of them."""
+    """Return a curve of the last `width` values as text, scaled to the highest of them. Return ""
+    if none is above 0."""
     last = values[-width:]
     top = max(last, default=0.0)
     if top <= 0:
@@ -178,7 +180,7 @@ def curve(values: Sequence[float], width: int) -> str:
 
 def _rows(status: EngineStatus, canvas: Canvas, room: int | None) -> list[str]:
     """Return the table of requests in at most `room` lines. If not all requests fit, the last line
-    is the number of the others."""
+    says how many are left out."""
     head = f"{'request':<{NAME_WIDTH}} {'stage':<9} {'age':>7} {'prompt':>7} {'cached':>7} "
     head += f"{'answer':>13} {'tokens/s':>8}  {'account':<12} client"
     shown = len(status.rows)

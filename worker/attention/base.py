@@ -32,8 +32,9 @@ class AttentionBatch:
     block_table: Tensor
     #: Number of rows with exactly one token. They precede all other rows.
     num_decodes: int
-    #: The same step in the further blocks of a column (KVGroups): batches that differ in their slot
-    #: mapping and block table. Both of all batches are slices of one tensor, in order.
+    #: The same step for the other blocks of a block table's columns (KVGroups). These batches
+    #: differ only in slot mapping and block table. The slot mappings of all batches, this one
+    #: first, are slices of one tensor; so are the block tables.
     further: tuple[AttentionBatch, ...] = ()
 
     def for_entry(self, entry: int) -> AttentionBatch:
@@ -46,8 +47,8 @@ class Attention(Protocol):
     """An attention backend. It keeps no state between steps."""
 
     def plan(self, batch: AttentionBatch, window: int | None = None, like: Any = None) -> Any:
-        """Return the indexes and masks of a step. They are for all layers that have this window and
-        that share the block table of `batch`.
+        """Return the indexes and masks of a step. All layers that have this window and use the
+        block table of `batch` can share them.
 
         window   a token sees this many last tokens, itself included; None: all
         like     a plan of the same step and window, made for layers with another block table; the

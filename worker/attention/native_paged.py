@@ -1,7 +1,7 @@
 """Attention with the compiled kernels, which read keys and values in place.
 
-In any dtype, the output of a row has the same bits, whatever other rows are in the step and however
-many threads compute it.
+In every dtype, the bits of a row's output depend neither on the other rows of the step nor on the
+number of threads.
 """
 
 from __future__ import annotations

@@ -14,9 +14,9 @@ kernel takes the same path for any padding of the table. Masked values must stil
 0 * NaN is NaN. So blocks are zeroed before they are first written, and padding refers to the null
 block.
 
-On the CPU in float32, the output of a decode row has the same bits, whatever other rows are in the
-step and however many threads compute it. In bfloat16 with several threads, the last bit of some
-values may differ.
+On the CPU in float32, the bits of a decode row's output depend neither on the other rows of the
+step nor on the number of threads. In bfloat16 with several threads, the last bit of some values may
+differ.
 
 Legend: as in base.py, and b rows in a group, m blocks gathered per row, N = m * block_tokens,
 G = H / H_kv.
@@ -249,8 +249,8 @@ def _power_of_two(n: int) -> int:
 
 
 def _blocks_from(table: Tensor, first: Tensor | None, m: int) -> Tensor:
-    """Return m columns of each row of `table` [b, M], padded with the null block. They start with
-    the row's column in `first` ([b], on the CPU); None: with column 0."""
+    """Return m columns of each row of `table` [b, M], padded with the null block. Row i starts at
+    column first[i] ([b], on the CPU), or at column 0 if `first` is None."""
     end = m if first is None else int(first.max()) + m
     table = table[:, :end] if end <= table.shape[1] else pad(table, (0, end - table.shape[1]))
     if first is None:

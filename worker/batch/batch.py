@@ -65,7 +65,7 @@ class Sampled:
     host_slots, host_known   on the host: the slot, and the number of tokens before the new one,
                              which is the new one's position
     slots, known             the same on the device
-    last                     on the device: index in the step's [T] of the token before the place
+    last                     on the device: index of the token before the place, among the step's T
     features                 union of the features of all rows of the step (sampling/features.py)
     """
 
@@ -78,7 +78,7 @@ class Sampled:
 
     def select(self, hidden: Tensor) -> Tensor:
         """Return the hidden states that the places sample from: the rows `last` of hidden [T, ...].
-        If these are all rows, return `hidden` itself; `last` ascends, so the order is the same."""
+        If `last` has all rows, return `hidden` itself, because `last` ascends."""
         if len(self.last) == len(hidden):
             return hidden
         return hidden.index_select(0, self.last)
@@ -134,8 +134,8 @@ def read_rows(plan: StepPlan) -> BatchRows:
 
 
 def _decodes(slots: Ints, starts: Ints, counts: Ints) -> BatchRows:
-    """Return the rows of a plan in which every row computes one position and samples. A shortcut of
-    `read_rows`."""
+    """Return the rows of a plan in which every row computes one position and samples. This is the
+    shortcut in `read_rows`."""
     rows = np.arange(len(slots))
     none = np.full(len(slots), NO_DRAFT, np.int64)
     return BatchRows(slots, starts, counts, starts + 1, rows + 1, rows, np.zeros_like(rows), none)
@@ -270,9 +270,12 @@ def place(
 def _by_entry(
     batch: AttentionBatch, table: Tensor, first: Tensor, block_tokens: int, num_entries: int
 ) -> AttentionBatch:
-    """Return the batches of all blocks of a column (AttentionBatch.further). In `batch`, the slot
-    mapping is the offset in the block [T], and the block table [R, M * num_entries] is that of the
-    slots. `first` [T] are the indexes in the flat `table` of the first block of each token."""
+    """Return the batch for the first block of each column; its `further` has those for the others.
+
+    batch   its slot mapping [T] has only offsets in blocks, and its block table
+            [R, M * num_entries] has all blocks of each column
+    first   [T] index in the flattened `table` of the first block of each token's column
+    """
     entries = torch.arange(num_entries, device=table.device)[:, None]
     blocks = table.view(-1).index_select(0, (first + entries).view(-1)).view(num_entries, -1)
     mappings = torch.add(batch.slot_mapping, blocks, alpha=block_tokens)

@@ -79,8 +79,8 @@ class DecodeFastPath:
         """Compute the positions `starts` [R] of `slots` [R], which must exist.
 
         Return logits [R, V] float32, valid until the next call. With `choose`, also return the most
-        likely tokens, which the call has appended to the slots. Raises ValueError for a position
-        outside its slot.
+        likely tokens, which the call has appended to the slots; otherwise None. Raises ValueError
+        for a position outside its slot or a token outside the vocabulary.
         """
         table, count = self._slots, len(slots)
         max_tokens = min(table.fields["token_ids"].width, self._whole.max_positions + 1)

@@ -1,4 +1,4 @@
-"""What Linux says about the processor.
+"""Reads facts about the processor from Linux's /proc/cpuinfo.
 
 This file imports nothing of Tidegate, because setup.py reads it before Tidegate is installed.
 """

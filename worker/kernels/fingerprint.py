@@ -1,6 +1,10 @@
-"""Fingerprint of what the bits of results depend on besides the model: the compiled kernels, the C
-library whose exponential and trigonometric functions they call, the processor's features by which
-that library chooses among its versions of them, the dtype, and what is rounded to eight bits."""
+"""Computes a fingerprint of everything, except the model, that affects the bits of results.
+
+- the compiled kernels
+- the C library, because the kernels call its exponential and trigonometric functions
+- the processor's features by which the C library chooses a version of these functions
+- the dtype, and what is rounded to eight bits
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ _CHOOSES_BY = ("avx512f", "avx2", "fma", "fma4")
 def fingerprint(
     library: Path, dtype: str, *, rounded: Collection[str], cpu_flags: frozenset[str]
 ) -> str:
-    """Return HEX_DIGITS hex digits: equal ones promise equal bits for the same model.
+    """Return HEX_DIGITS hex digits. With equal fingerprints, a model gives the same bits.
 
     library   file of the compiled kernels; its whole content counts, so kernels from another
               compiler differ

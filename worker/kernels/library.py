@@ -91,7 +91,7 @@ def _runtime() -> ctypes.c_void_p:
 
 def loaded_runtime(maps: Path = Path("/proc/self/maps")) -> str | None:
     """Return the path of the OpenMP runtime that torch uses; None if `maps` lists none or cannot be
-    read, as on other systems than Linux.
+    read, as on systems other than Linux.
 
     If several runtimes are loaded, the one in torch's folder is preferred, because another package
     may have loaded the others.

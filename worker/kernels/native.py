@@ -181,7 +181,8 @@ class NativeKernels:
 def rounds_kv(k: Tensor, v: Tensor, dtype: torch.dtype, head_dim: int) -> bool:
     """Return whether caches [..., stored_width] store rounded keys and values (kv/rounding.py).
 
-    Raises ValueError if they store heads of `head_dim` numbers neither so nor in `dtype`.
+    Raises ValueError if they store neither rounded numbers nor numbers in `dtype`, or if their
+    width does not match `head_dim`.
     """
     for cache in (k, v):
         if cache.shape[-1] != stored_width(head_dim, cache.dtype) or cache.dtype != k.dtype:

@@ -127,7 +127,7 @@ class PackedEmbedding:
 
     kernels: NativeKernels
     matrix: PackedMatrix
-    #: Of the rows that are read.
+    #: The dtype of the rows that a lookup returns.
     dtype: torch.dtype
 
     @property

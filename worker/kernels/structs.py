@@ -16,8 +16,9 @@ class CHeads(Structure):
 
 
 class CRows(Structure):
-    """The AttentionBatch of a step (attention/base.py). A row is one request, and
-    row_starts[num_rows + 1] has the index of each row's first token."""
+    """The AttentionBatch of a step (attention/base.py). A row is one request.
+    `row_starts` has num_rows + 1 items: the index of each row's first token, then the number of
+    tokens."""
 
     _fields_ = [
         ("row_starts", c_void_p),

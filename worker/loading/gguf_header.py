@@ -181,7 +181,10 @@ def gguf_family(architecture: str) -> GGUFFamily:
 
 
 def gguf_names(file: GGUFFile, spec: ModelSpec) -> TensorNames:
-    """Return the names of the model's tensors in this file, which may be an older one."""
+    """Return the names of the model's tensors in this file.
+
+    Files of older llama.cpp versions, which store each expert in its own tensor, are supported.
+    """
     names = architecture_names(file.metadata["general.architecture"], spec)
     if "blk.0.ffn_gate.0.weight" in file.tensors:
         return replace(names, roles={**names.roles, **OLD_EXPERTS})

@@ -171,9 +171,9 @@ class TransformersSpec:
     num_kv_heads: int
     head_dim: int
     num_parameters: int
-    #: Numbers in the largest tensor.
+    #: Number of elements of the largest tensor.
     largest_tensor: int
-    #: Numbers that the widest layer besides the head computes for one token.
+    #: How many numbers the widest layer, except the head, computes for one token.
     inner: int
     #: All of config.json as JSON. The model's digest covers it.
     config: str
@@ -235,7 +235,7 @@ def _has_family(name: str, config: Mapping[str, Any]) -> bool:
 
 
 def _check_values(config: Mapping[str, Any], name: str) -> None:
-    """Raise UnusableModel for keys that would change the result."""
+    """Raise UnusableModel if a key in UNSUPPORTED has a value that is not supported."""
     for key, supported in UNSUPPORTED.items():
         if (value := config.get(key)) not in supported:
             raise UnusableModel(f"{key} {value!r:.80} is not supported for {name}")
@@ -268,7 +268,7 @@ def documented() -> str:
 
 
 def _condition(name: str) -> str:
-    """Return the value that a config must have so that transformers computes the model."""
+    """Return the condition on a config of `name` for transformers to compute the model."""
     if name not in BEYOND_FAMILIES:
         return ""
     key, value = BEYOND_FAMILIES[name]

@@ -26,8 +26,8 @@ class RowTime(msgspec.Struct, frozen=True):
 
 
 def dense_from(table: Sequence[RowTime]) -> int | None:
-    """Return the number of rows from which on dense weights are clearly faster (CLEARLY). Return
-    None if they are not for the largest measured number, or were not measured.
+    """Return the least number of rows from which dense weights are always clearly faster (CLEARLY).
+    Return None if they are not at the largest measured number, or were not measured.
 
     table   sorted by rows
     """
@@ -58,7 +58,7 @@ def step_costs(table: Sequence[RowTime], layers: int) -> list[tuple[int, float]]
 
 
 def in_words(table: Sequence[RowTime]) -> str:
-    """Return the measured times and the choice as a text for the log."""
+    """Return the choice between packed and dense weights as a text for the log."""
     winning = dense_from(table)
     if winning is None:
         return "all rows packed"

@@ -28,6 +28,6 @@ class StepModel(Protocol):
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits [S, V] float32 of hidden states [S, hidden]: rows of those that a call
-        of the model returned."""
+        """Return the logits [S, V] float32 of `hidden` [S, hidden], which are rows of the hidden
+        states that a call of the model returned."""
         ...

@@ -203,7 +203,7 @@ class DecoderModel:
         return x if norm is None else norm(x)
 
     def _scaled(self, delta: Tensor, norm: Norm | None) -> Tensor:
-        """Return a block's result, through `norm` and times the residual scale, to be added."""
+        """Return a block's result `delta` after `norm`, multiplied by the residual scale."""
         delta = delta if norm is None else norm(delta)
         scale = self.spec.residual_scale
         return delta if scale == 1.0 else delta.mul_(scale)

@@ -203,9 +203,10 @@ class GivenStates(nn.Module):
 
 
 class TransformersModel:
-    """A model that a class of transformers computes. It implements StepModel.
+    """A model whose forward pass runs in a class of the `transformers` library. It implements
+    StepModel.
 
-    kernels   the compiled kernels if they compute its attention, else torch's
+    kernels   the compiled kernels if they can compute the model's attention, else torch's
     """
 
     def __init__(
@@ -499,8 +500,8 @@ def _context(config: Any) -> int:
 
 
 def _inner(config: Any, parameters: list[nn.Parameter]) -> int:
-    """Return the numbers that the widest layer computes for one token. The embeddings and the head
-    are recognised by the size of the vocabulary."""
+    """Return how many numbers the widest layer computes for one token. The embeddings and the head,
+    which are recognised by the size of the vocabulary, do not count."""
     matrices = [each for each in parameters if each.ndim >= 2]
     widest = max(max(each.shape[-2:]) for each in matrices if len(each) != config.vocab_size)
     return int(widest) * int(getattr(config, "num_experts_per_tok", None) or 1)

@@ -180,7 +180,8 @@ def _width(rope: Fields, config: Fields, head_dim: int, default: float | None) -
 
 
 def _scaling(rope: Fields, config: Fields, width: int) -> Scaling:
-    """The kind's newer name wins over the older one, even if it is null."""
+    """Return the scaling that the rope parameters select. The key `rope_type` takes precedence over
+    the older `type`, even if it is null."""
     kind = rope.get("rope_type" if "rope_type" in rope else "type")
     if "rope_type" not in rope and "type" not in rope:
         kind = "default"
@@ -258,8 +259,8 @@ def _longrope(rope: Fields, config: Fields, width: int) -> LongRopeScaling:
 def _attention_factor(factor: float, rope: Fields) -> float:
     """Return YaRN's attention factor, which grows with the logarithm of the scaling factor.
 
-    If the config has both `mscale` and `mscale_all_dim`, it is the ratio of the factors with these
-    two weights.
+    If the config has both `mscale` and `mscale_all_dim`, the result is the ratio of two factors,
+    each with one of these weights on the logarithm.
     """
     log_factor = 0.1 * math.log(max(factor, 1.0))
     scale, all_dim = rope.number("mscale", 0.0), rope.number("mscale_all_dim", 0.0)

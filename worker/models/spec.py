@@ -111,7 +111,7 @@ class MlpSpec:
     top_k: int = 1
     #: Whether the weights of the chosen experts are divided by their sum.
     renormalize: bool = True
-    #: Only of `clamped_swiglu`.
+    #: Used only by `clamped_swiglu`.
     alpha: float = 0.0
     limit: float = 0.0
 
@@ -146,7 +146,7 @@ class ModelSpec:
     norm: NormSpec
     tied_embeddings: bool = False
     head_bias: bool = False
-    #: Positions of a learned table, whose rows are added to the embeddings; 0: there is none.
+    #: Rows of the table of learned position embeddings; 0: there is no table.
     learned_positions: int = 0
     embedding_scale: float = 1.0
     #: Factor of the result that each block adds to its input.

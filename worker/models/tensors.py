@@ -42,9 +42,10 @@ ENDINGS: Endings = (".weight", ".bias")
 class TensorNames:
     """Names of a model's tensors in its files.
 
-    A role is a tensor's place in the model. In its name, `{i}` is the index of the layer and `{e}`
-    that of the expert. Without `{e}`, the tensor of an expert's role holds all experts, with the
-    expert as its first axis. Names have no ending: those of ENDINGS are added, or a role's own.
+    `roles` maps a role, which is a tensor's place in the model, to a name. In the name, `{i}` is
+    the index of the layer and `{e}` that of the expert. If the name of an expert's role has no
+    `{e}`, one tensor holds all experts, with the expert as its first axis. Names have no ending:
+    ENDINGS, or the role's entry in `endings`, is added.
     """
 
     roles: Mapping[str, str]
@@ -52,13 +53,13 @@ class TensorNames:
     orders: Mapping[str, RowOrder] = field(default_factory=dict)
     #: Roles of matrices that the file stores as [in, out].
     transposed: frozenset[str] = frozenset()
-    #: Names of weights that the file stores as [out, in], whatever their role.
+    #: Names of weights that the file stores as [out, in] although `transposed` has their role.
     by_rows: frozenset[str] = frozenset()
     #: Role -> ends of the names of its weight and its bias.
     endings: Mapping[str, Endings] = field(default_factory=dict)
-    #: Ends of names of tensors that follow from the config, in older checkpoints.
+    #: Ends of names of tensors that older checkpoints store although the config determines them.
     computed: tuple[str, ...] = ("rotary_emb.inv_freq",)
-    #: Start of names that some files leave out.
+    #: Prefix of names. Some files leave it out.
     prefix: str = ""
 
     def __contains__(self, role: str) -> bool:

@@ -101,7 +101,7 @@ class WholePass:
         self._cache: tuple[int, torch.dtype] | None = None
         self._rounds_kv = False
         self.vocab = weights.embedding.size
-        #: Positions that can be computed.
+        #: Number of positions that can be computed.
         self.max_positions = spec.learned_positions or sys.maxsize
 
     @classmethod
@@ -131,7 +131,8 @@ class WholePass:
 
     @property
     def keeps_bits(self) -> bool:
-        """Whether a position has the same bits in every step: all steps use packed weights."""
+        """Return whether all steps use packed weights. If so, a position's result has the same bits
+        in every step."""
         return self._from_rows == NEVER
 
     def is_for(self, tokens: int) -> bool:
@@ -140,7 +141,7 @@ class WholePass:
         return tokens < self._from_rows
 
     def __call__(self, token_ids: Tensor, plan: NativePlan, cache: KVCache) -> Tensor:
-        """Compute a step as `Decoder` does, but return hidden [T, hidden] in float32."""
+        """Compute a step as `DecoderModel` does, but return hidden [T, hidden] in float32."""
         count, batch = len(token_ids), plan.batch
         if not 0 <= int(token_ids.min()) <= int(token_ids.max()) < self.vocab:
             raise ValueError("a token is not in the vocabulary")
@@ -232,8 +233,8 @@ class WholePass:
 
 
 class PassMemory:
-    """Scratch memory that one step after the other uses. Reusing memory is fast because its pages
-    are mapped already. Memory of more than KEPT_BYTES is replaced as soon as a step needs less."""
+    """Scratch memory that every step reuses. Reusing memory is fast because its pages are already
+    mapped. Memory of more than KEPT_BYTES is replaced as soon as a step needs less."""
 
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)

@@ -136,8 +136,8 @@ def rope_of(spec: ModelSpec) -> RopeConfig | None:
 
 
 def check_spec(spec: ModelSpec, found: ModelSpec, family: GGUFFamily) -> None:
-    """Raise UnusableModel, naming the first difference, if `found` is another model than `spec`.
-    `found` was read back from the metadata that were made for `spec`."""
+    """Raise UnusableModel if `found` differs from `spec`; the error names the first difference.
+    `found` was read back from the metadata that was written for `spec`."""
     if family.has_whole_norms:
         found = replace(found, norm=replace(found.norm, offset=spec.norm.offset))
     found = replace(found, architecture=spec.architecture)

@@ -133,8 +133,8 @@ def _filtered(logits: Tensor, draws: Draws) -> Tensor:
 
 
 def keep_from(shares: Tensor, draws: Draws) -> Tensor | None:
-    """Return the smallest share [N] that the filters keep among shares [N, V], or None if no row
-    has a filter."""
+    """Return the lower bound [N] that the filters set on shares [N, V], or None if no row has a
+    filter. Tokens with smaller shares are removed."""
     by_count = _where((draws.host_top_k > 0) & (draws.host_top_k < shares.shape[1]))
     by_mass = _where(draws.host_top_p < 1)
     if not len(by_count) and not len(by_mass) and not bool((draws.host_min_p > 0).any()):
@@ -264,8 +264,8 @@ def _invert(weights: Tensor, u: Tensor) -> Tensor:
 
 
 def _rows(matrix: Tensor, index: Tensor) -> Tensor:
-    """Return these rows (ascending, distinct) of a matrix. If they are all rows, return the matrix
-    itself."""
+    """Return the rows `index` (ascending, distinct) of a matrix. If these are all rows, return the
+    matrix itself."""
     return matrix if len(index) == len(matrix) else matrix.index_select(0, index)
 
 

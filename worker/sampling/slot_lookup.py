@@ -52,9 +52,8 @@ def listed_ids(
 
 
 def bounded(items: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a copy of `items` [N, K] in which each row's first item replaces the items after its
-    first `counts` [N] ones, and a mask [N, K] bool of the items that were not replaced. Counts are
-    at least 1."""
+    """Return a copy of `items` [N, K] and a mask [N, K] bool of the real items. Each row keeps its
+    first `counts` [N] items, at least 1; the others are replaced with the row's first item."""
     known = torch.arange(items.shape[1], device=items.device) < counts[:, None]
     return torch.where(known, items, items[:, :1]), known
 

@@ -63,8 +63,8 @@ class SlotField:
     derive: Derive | None = None
     #: Methods that may write the field after binding. If empty, it is constant while bound.
     written_by: tuple[str, ...] = ()
-    #: Whether host memory has a copy, by which the host decides what work a step needs. Only for
-    #: scalars that are constant while bound.
+    #: Whether to keep a copy in host memory, so that the host can decide what work a step needs.
+    #: Only for scalars that are constant while bound.
     host: bool = False
 
     def __post_init__(self) -> None:

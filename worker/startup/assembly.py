@@ -185,14 +185,14 @@ def _attention(loaded: LoadedModel, config: WorkerConfig, dtype: torch.dtype) ->
 
 
 def _cost(draft: ModelCard, model: ModelCard) -> float:
-    """Return the cost of a step of the draft model relative to a step of the model. With few
-    tokens, the time of a step is the time of reading the weights."""
+    """Return the cost of a step of the draft model relative to a step of the model. It is the ratio
+    of their weights, because reading these takes most of the time of a step with few tokens."""
     return draft.weights_bytes / model.weights_bytes
 
 
 def _windows(config: WorkerConfig, spec: ModelFacts) -> tuple[int | None, KVGroups | None]:
-    """Return the window before which all K/V blocks are freed, and the K/V groups. Log them, or the
-    reason why blocks are kept although layers have windows."""
+    """Return the window outside of which all K/V blocks are freed, and the K/V groups; None for
+    whichever does not apply. Log them, or why blocks are kept although layers have windows."""
     window, groups = kv_window(config, [spec]), kv_groups(config, [spec])
     windows = [each for each in spec.layer_windows if each is not None]
     if not windows:
@@ -267,8 +267,8 @@ def _cache_shape(
 
 
 def _warm_up(runner: Runner, caches: list[KVCache], max_len: int) -> None:
-    """Run a prompt and, if it fits, a decode step, in blocks that no request holds yet. If `caches`
-    has a second cache, it is the draft model's, which takes part in the same steps."""
+    """Run a prompt and, if it fits, a decode step, in blocks that no request holds yet. A second
+    item of `caches` is the draft model's cache; the draft model then runs in the same steps."""
     prompt = min(WARM_UP_TOKENS, max_len)
     params = SamplingParams(temperature=1.0, top_p=0.9)
     blocks = -(-min(prompt + 1, max_len) // caches[0].block_tokens) * caches[0].num_entries

@@ -24,8 +24,8 @@ REMEDY = "use another model"
 def check_config(file: Path) -> None:
     """Raise UnusableModel if `file` describes a model that is not supported.
 
-    file   NAME.gguf, a GGUF file of which only the first bytes may be there; or a config.json,
-           whatever its name is
+    file   a GGUF file named *.gguf, or at least its first bytes; a file with any other name is read
+           as a config.json
     """
     if file.suffix == ".gguf":
         if not _is_gguf(file):

@@ -19,7 +19,7 @@ class _NVMLMemory(ctypes.Structure):
 
 def free_bytes_of_devices() -> list[int]:
     """Return the free memory of each visible device in bytes; an empty list if there is no driver.
-    A device counts as empty if its use is unknown."""
+    If a device's free memory is unknown, its total memory is returned."""
     driver = _library(DRIVER)
     if driver is None or driver.cuInit(0) != 0:
         return []

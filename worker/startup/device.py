@@ -37,8 +37,8 @@ def identity_of(device: torch.device) -> str | None:
     """Return a name for the device on which all processes of this machine agree. Return None for
     the CPU, which is not exclusive.
 
-    The name contains the GPU's UUID or its PCI address. Only if torch reports neither, it contains
-    the device's index, which depends on CUDA_VISIBLE_DEVICES.
+    The name contains the GPU's UUID or its PCI address. If torch reports neither, the name
+    contains the device's index, which depends on CUDA_VISIBLE_DEVICES.
     """
     if device.type != "cuda":
         return None

@@ -102,8 +102,8 @@ def _held_blocks(
     window: int | None,
     groups: KVGroups | None,
 ) -> int:
-    """Return how many blocks a request of `num_tokens` tokens needs at the same time, if its steps
-    compute up to `num_new` of them."""
+    """Return the most blocks that a request of `num_tokens` tokens holds at a time, if each step
+    computes up to `num_new` tokens."""
     return max_held_blocks(
         num_tokens, num_new, block_tokens=options.block_tokens, window=window, groups=groups
     )
@@ -133,8 +133,12 @@ def _affordable(
 def _longer_or_shorter(
     options: WorkerConfig, needed: int, held: int, block_bytes: int, max_blocks: int
 ) -> str:
-    """Return advice: options that give the cache more memory, if that is possible, or that shorten
-    requests. `needed` blocks are needed without the null block, and `held` tokens fit."""
+    """Return advice for an error: options that enlarge the cache or shorten requests, as far as
+    either is possible.
+
+    needed   blocks that the request needs, without the null block
+    held     tokens that fit in the cache
+    """
     blocks, ways = needed + 1, []
     if blocks <= max_blocks:
         memory = f"--kv-memory-gib {_round_up(blocks * block_bytes / GIB)}"

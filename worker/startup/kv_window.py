@@ -30,7 +30,7 @@ def kv_window(options: WorkerConfig, models: Sequence[ModelFacts]) -> int | None
 
 
 def kv_groups(options: WorkerConfig, models: Sequence[ModelFacts]) -> KVGroups | None:
-    """Return the K/V groups of a model, only some of whose layers have a window; None if a block
+    """Return the K/V groups of a model in which only some layers have a window; None if each block
     stores all layers.
 
     models   the model, and its draft model if there is one
@@ -67,8 +67,8 @@ def _possible_groups(spec: ModelFacts) -> KVGroups | None:
 
 
 def num_block_layers(spec: ModelFacts, groups: KVGroups | None) -> int:
-    """Return how many layers a block stores: all of them; with groups, as many as the model has
-    layers without a window."""
+    """Return how many layers a block stores: all of them, or with groups the number of layers
+    without a window."""
     return spec.num_layers if groups is None else spec.layer_windows.count(None)
 
 

@@ -46,7 +46,8 @@ def cpu_model(cpuinfo: Path = CPUINFO) -> str:
 
 
 def cpu_name(cpuinfo: Path = CPUINFO) -> str:
-    """Return the first core's name, model and features; empty if the system does not list them."""
+    """Return the first core's model name, family, model number and flags, separated by ", "; empty
+    if the system lists none of them."""
     names = (first_of(cpuinfo, name) for name in ("model name", "cpu family", "model", "flags"))
     return ", ".join(name for name in names if name)
 

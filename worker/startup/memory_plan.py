@@ -92,9 +92,9 @@ AnyPlanned = PlannedModel | PlannedTransformersModel
 def is_packed(
     spec: ModelSpec, form: WeightForm, activations: Activations = "auto", *, has_kernels: bool
 ) -> bool:
-    """Return whether the model's matrices are packed. Raises UnusableModel if packed weights were
-    requested, or activations that need them, and are impossible. `has_kernels` states whether
-    compiled kernels run on this device."""
+    """Return whether the model's matrices are packed. Raises UnusableModel if packed weights, or
+    activations that need packed weights, were requested but are impossible. `has_kernels` states
+    whether compiled kernels run on this device."""
     fits = has_kernels and is_fitting(spec)
     if activations == "int8" and (form == "dense" or not fits):
         raise UnusableModel(
@@ -229,8 +229,8 @@ def weights_bytes(model: AnyPlanned, dtype: str) -> int:
 
 
 def _embedding_bytes(model: PlannedModel, dtype: str) -> int:
-    """Return the bytes of the embedding. Tied to the head, it has none of its own. It is packed
-    only if it is quantised."""
+    """Return the bytes of the embedding: 0 if it is tied to the head, which is counted separately.
+    It is packed only if it is quantised."""
     matrix = model.tensors.embedding_matrix
     if model.spec.tied_embeddings:
         return 0
@@ -296,7 +296,7 @@ def block_bytes(
 ) -> int:
     """Return the memory of one KV block: its keys and values in all layers that it stores.
 
-    rounds_kv   whether they are rounded to eight bits
+    rounds_kv   whether keys and values are rounded to eight bits
     """
     num_heads = 2 * num_block_layers(spec, groups) * block_tokens * spec.num_kv_heads
     if rounds_kv:
@@ -305,8 +305,8 @@ def block_bytes(
 
 
 def work_bytes(model: AnyPlanned, dtype: str, max_slots: int) -> int:
-    """Return the bytes of working memory: of the processes, of the slots without their tokens, and
-    of a step or of loading, whichever needs more."""
+    """Return the bytes of working memory. They are for the processes, for the slots without their
+    tokens, and for a step or for loading, whichever needs more."""
     spec = model.spec
     slots = 4 * max_slots * SLOT_NUMBERS
     widths = 4 * spec.hidden + _inner_widths(spec)
@@ -317,7 +317,7 @@ def work_bytes(model: AnyPlanned, dtype: str, max_slots: int) -> int:
 
 
 def _inner_widths(spec: ModelSpec | TransformersSpec) -> int:
-    """Return the numbers inside a layer's attention and MLP for one token."""
+    """Return how many intermediate values a layer's attention and MLP hold for one token."""
     if isinstance(spec, TransformersSpec):
         heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
         return heads + 3 * spec.inner
@@ -327,8 +327,8 @@ def _inner_widths(spec: ModelSpec | TransformersSpec) -> int:
 
 
 def _expert_bytes(spec: ModelSpec | TransformersSpec, item: int) -> int:
-    """Return the bytes of a mixture of experts for one token besides the numbers inside its MLPs:
-    scores, gathered inputs, and results in float32 (models/whole_step.py)."""
+    """Return the bytes that a mixture of experts needs for one token, in addition to
+    `_inner_widths`: scores, gathered inputs, and results in float32 (models/whole_step.py)."""
     if isinstance(spec, TransformersSpec):
         return 0
     mlps = [layer.mlp for layer in spec.layers if layer.mlp.num_experts > 1]
@@ -355,7 +355,7 @@ def _form(dtype: str, expanded: Sequence[str]) -> str:
 
 
 def _smaller(model: AnyPlanned, dtype: str, expanded: Sequence[str]) -> str:
-    """Return advice: how to make the weights smaller for this model and dtype."""
+    """Return advice for an error: ways to make this model's weights smaller."""
     ways = []
     if dtype == "float32" and weights_bytes(model, "bfloat16") < weights_bytes(model, "float32"):
         ways.append("--dtype bfloat16")

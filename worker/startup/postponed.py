@@ -1,8 +1,8 @@
 """Postpones a part of `import torch` that eager computation on real tensors does not use.
 
 torch implements the shapes of about a thousand operators in Python, in the module TORCH_SHAPES.
-They serve compilers and tensors without memory (the device "meta"). With the modules that it
-imports (`torch._decomp`, `torch._refs`, `torch._prims`), it takes a quarter of the time of
+They serve compilers and tensors without memory (the device "meta"). This module and those that it
+imports (`torch._decomp`, `torch._refs`, `torch._prims`) take a quarter of the time of
 `import torch`. In torch 2.13, `torch.Generator` and CUDA's generators need these modules, too.
 """
 
@@ -26,8 +26,8 @@ CHECKED_VERSIONS = ("2.13.",)
 class PostponedLoader(Loader):
     """Leaves a module empty until one of its names is used, or until `load`.
 
-    importlib's LazyLoader is not suitable. It executes the module at any access, such as that to
-    `__file__` with which `inspect` searches all modules while torch is imported.
+    importlib's LazyLoader is not suitable, because it executes the module when any attribute is
+    read. While torch is imported, `inspect` reads `__file__` of all modules.
     """
 
     def __init__(self, loader: Loader) -> None:
@@ -50,8 +50,8 @@ class PostponedLoader(Loader):
 
 
 class PostponingFinder(MetaPathFinder):
-    """Finds the module `name` for its import, with a PostponedLoader. The import of one of
-    `dependents` executes the module first."""
+    """Finds the module `name` and gives it a PostponedLoader. Before one of `dependents` is
+    imported, the module `name` is executed."""
 
     def __init__(self, name: str, dependents: Collection[str]) -> None:
         self._name = name
@@ -83,7 +83,7 @@ def postpone_torch_shapes(version: str, *, is_gpu: bool) -> None:
 def postpone(name: str, dependents: Collection[str] = ()) -> None:
     """Postpone the execution of the module `name`, if it has not been imported yet.
 
-    dependents   modules before whose import it must be executed
+    dependents   modules that need it: it is executed before one of them is imported
     """
     sys.meta_path.insert(0, PostponingFinder(name, dependents))
 

@@ -201,7 +201,7 @@ class ToolInput:
     """
 
     def __init__(self) -> None:
-        #: The model wrote something other than a JSON object. Nothing more of it is emitted.
+        #: Whether the model wrote something other than a JSON object. `push` then emits nothing.
         self.is_broken = False
         self._at = START
         self._closers: list[str] = []

@@ -141,8 +141,8 @@ def usage_of(group: ChoiceGroup, block_tokens: int) -> MessageDeltaUsage:
     """Return the usage so far. `block_tokens` is the block size of the prefix cache; 0 means that
     there is no cache.
 
-    Uncached prompt tokens count as written to the cache if their block can be reused by the same
-    prompt later. Such a block must be full without the last prompt token, which is always computed.
+    Uncached prompt tokens count as written to the cache if the same prompt can reuse their block
+    later. The last prompt token is always computed, so the block must be full without this token.
     """
     prompt, cached = group.num_prompt_tokens, group.num_cached_tokens
     cacheable = (prompt - 1) // block_tokens * block_tokens if block_tokens else 0
@@ -449,8 +449,9 @@ def model_info(served: ServedModel, name: str) -> ModelInfo:
 
 
 def model_page(served: ServedModel, query: Mapping[str, str]) -> ModelPage:
-    """Return a page of at most `limit` served names, after `after_id` and before `before_id`. These
-    three are parameters of `query`. Raise InvalidRequest naming the one that is invalid."""
+    """Return a page of at most `limit` models, listed after `after_id` and before `before_id`. All
+    three are parameters of `query`. Raise InvalidRequest, naming the parameter, if one is
+    invalid."""
     limit = _limit(query.get("limit", ""))
     names, is_backward = list(served.names), False
     if after := query.get("after_id"):

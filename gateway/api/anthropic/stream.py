@@ -96,7 +96,7 @@ class EventWriter:
         self._finish()
 
     def _opening(self) -> bytes:
-        """Return `message_start` and the first `ping`, once."""
+        """Return `message_start` and the first `ping`; b"" after the first call."""
         if self._has_started:
             return b""
         self._has_started = True

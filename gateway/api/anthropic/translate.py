@@ -59,8 +59,8 @@ class MessagesTranslation(msgspec.Struct, frozen=True):
     warnings: list[OutputWarning]
 
     def translate_errors(self) -> AbstractContextManager[None]:
-        """Return a context manager. In each error raised inside its block, it replaces the field
-        path of the chat request by the path of the client's field."""
+        """Return a context manager that translates the field paths in errors raised inside its
+        block: from paths of the chat request to paths of the client's request."""
         return translate_errors(self.request_path)
 
     def request_path(self, name: str) -> str:
@@ -200,7 +200,7 @@ def clamp_to_model(
     Clients of this API send the same `max_tokens` to every model, so a value above `max_len` is
     lowered to it. An answer that fills the context then has the stop reason
     `model_context_window_exceeded`. Clients also send a thinking budget to models without a
-    reasoning format. The budget is dropped then, with a warning.
+    reasoning format. The budget is then dropped, with a warning.
     """
     warnings = []
     changes: dict[str, Any] = {}

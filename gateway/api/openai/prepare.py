@@ -1,8 +1,8 @@
 """Checks a body and turns it into prompt requests: prompt, sampling parameters, grammar, parser.
 
 All APIs with conversations use `Preparation`. It computes the effective template arguments, once
-per conversation. The rendered prompt may end inside a reasoning block, for example. The parser of
-the answer starts in that state.
+per conversation. The answer's parser starts in the state in which the rendered prompt ends, for
+example inside a reasoning block.
 """
 
 from __future__ import annotations

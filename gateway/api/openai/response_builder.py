@@ -111,7 +111,7 @@ class ResponseBuilder(Protocol):
 
     def opening(self, choice: Choice) -> Members | None:
         """Return the members of a choice in the first chunk, which is sent before any text. Return
-        None if the API has no such chunk."""
+        None if there is nothing to send before text."""
 
     def fold(self, choice: Choice, chunks: Sequence[Any]) -> Members:
         """Join all chunks of a choice. Return the members of the complete choice: its message or

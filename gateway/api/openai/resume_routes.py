@@ -74,8 +74,8 @@ def read(service: Service, context: RequestContext, stream_id: str) -> Response:
 def resume_stream(
     service: Service, context: RequestContext, stream_id: str, after: int
 ) -> Response:
-    """Stream the events after number `after`, including future ones. Raise NotFound if the caller's
-    owner has no such stream."""
+    """Stream the events after number `after`, including future ones. Raise NotFound if the
+    caller owns no such stream."""
     persistence, owner = service.persistence, context.caller.owner
     if (
         persistence is None

@@ -111,7 +111,7 @@ class AnswerChunks:
         self._includes_ids = options.get("includes_ids", False)
         self._new_chunk = partial(builder.chunk, **envelope.head)
         self.state = state or ChunkStreamState()
-        #: All chunks of a choice, except the first and the last, contain only text.
+        #: Whether chunks contain no logprobs, no token ids and no usage so far.
         self.is_plain = (
             not (self._repeats_usage or self._includes_ids) and builder.num_logprobs is None
         )
@@ -124,8 +124,8 @@ class AnswerChunks:
         return list(filter(None, map(self._opening, self._group.choices)))
 
     def push(self, choice: Choice, delta: OutputDelta) -> list[Any]:
-        """Return the chunks of `delta`. Put the first chunks of the stream before them, unless
-        these were returned before."""
+        """Return the chunks of `delta`, after the first chunks of the stream if those were not
+        returned yet."""
         events, builder = delta.events, self._builder
         if events and isinstance(events[0], Failed):  # the error is sent by `ChunkStream.fail`
             return []
@@ -199,7 +199,7 @@ class AnswerChunks:
     def chunk(
         self, choice: Choice, part: Members, logprobs: Any = None, top: Members | None = None
     ) -> Any:
-        """Return a chunk with one choice. `part` has members of the choice, `top` of the chunk."""
+        """Return a chunk with one choice. `part` has members of that choice, `top` of the chunk."""
         usage: Any = None if self._includes_usage else UNSET
         if self._repeats_usage:
             num_tokens = self.state.num_tokens.get(choice.index, 0)
@@ -255,7 +255,7 @@ class ChunkStream:
 
     def _new_template(self, key: TemplateKey, choice: Choice, event: Event) -> list[bytes] | None:
         """Return the frame of a chunk that contains only text, cut where the text is inserted.
-        Return None if the next chunk contains anything else."""
+        Return None if the next chunk must contain anything else."""
         if not (self._chunks.is_plain and self._chunks.state.has_started):
             return None
         part = self._builder.part(with_text(event, _HOLE))

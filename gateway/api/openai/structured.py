@@ -97,7 +97,7 @@ def structured_form(value: Any, at: str) -> AnswerForm | None:
 
 
 class FormReader:
-    """Parses structured output fields. `at` is the path of the value in the request."""
+    """Parses structured output fields. The argument `at` is the path of `value` in the request."""
 
     def __init__(self) -> None:
         self.ignored: list[str] = []

@@ -170,8 +170,8 @@ class ChatDerendering:
 
     def _prompt(self, response_ids: Sequence[int] | None) -> Prompt:
         """Return the prompt. Its token ids come from the body, or else from the response or chunk,
-        or else the request is rendered again. Raise InvalidRequest if their number is not
-        `prompt_tokens`."""
+        or else from rendering `chat_request` again. Without all of these, the prompt is empty.
+        Raise InvalidRequest if the number of token ids is not `prompt_tokens`."""
         body = self._body
         ids = body.prompt_token_ids or response_ids
         if ids:
@@ -258,8 +258,9 @@ class CompletionDerendering:
         return derendered(self._case(completion), completion.prompt_requests, responses, at, total)
 
     def _whole_ids(self, responses: Sequence[GenerateResponse]) -> list[list[int]] | None:
-        """Return the token ids of the prompts, from the body or else from the responses. Return
-        None if neither has any, so that the prompts of the request are tokenized."""
+        """Return the token ids of the prompts, from the body or else from the responses. Prompts
+        without ids are tokenized, or are empty if there is no `completion_request`. Return None if
+        all prompts are still to be tokenized."""
         given = self._body.prompt_token_ids or [None] * len(responses)
         found = [
             ids or response.prompt_token_ids for ids, response in zip(given, responses, strict=True)
@@ -299,8 +300,9 @@ class CompletionDerendering:
         return _with_index_offset(derendered, place * (request.n or 1)), sealed(state, key)
 
     def _chunk_ids(self, place: int, chunk: GenerateChunk) -> list[list[int]] | None:
-        """Return a list with the token ids of one prompt, from the body or else from the chunk.
-        Return None if neither has them, so that the prompt of the request is tokenized."""
+        """Return a list with the token ids of one prompt, from the body or else from the chunk. If
+        neither has them, return None if the prompt of `completion_request` is to be tokenized, or
+        one empty prompt if there is no `completion_request`."""
         given = self._body.prompt_token_ids
         ids = (given[place] if given else None) or _ids_of(chunk)
         if ids is None and self._body.completion_request is None:

@@ -1,5 +1,5 @@
-"""Converts responses of a token endpoint back to engine outputs, and replays these to a choice
-group."""
+"""Converts responses of a token endpoint back to engine outputs, and replays the outputs to a
+choice group."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _NoEngine:
 class RecordedGroup(ChoiceGroup):
     """A choice group whose outputs another engine has generated.
 
-    prompt_tokens  number of prompt tokens if the token ids are unknown, else None
+    prompt_tokens  number of prompt tokens; None: count the token ids
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class RecordedOutputs:
 
     def output(self, part: GeneratedChoice, params: SamplingParams, place: int) -> Output:
         """Return the engine output for `part`, a choice of the response. Raise InvalidRequest,
-        naming the field, if it contradicts itself or the request.
+        naming the field, if a token id is invalid or the logprobs do not match the tokens.
 
         place  index of `part` in `choices`, for errors
         """
@@ -115,8 +115,8 @@ class RecordedOutputs:
 
 
 def num_logprobs(choices: Sequence[GeneratedChoice]) -> int | None:
-    """Return the number of top tokens per sampled token; None if there are no logprobs.
-    `top_logprobs` also contains the sampled token. It is not counted if it is not a top token."""
+    """Return the largest number of top tokens of a sampled token; None if there are no logprobs.
+    `top_logprobs` also contains the sampled token, which counts only if it is a top token."""
     counts = [
         len(token.top_logprobs) - ((token.rank or 0) > len(token.top_logprobs))
         for choice in choices
@@ -139,7 +139,7 @@ def to_token_logprobs(token: ChosenToken, num_top: int, extra_ids: Sequence[int]
     """Return the engine's logprobs of a sampled token: the inverse of `tokens.stream.chosen_token`.
 
     num_top    number of top tokens to return
-    extra_ids  token ids whose logprobs follow; a missing one becomes NaN
+    extra_ids  further token ids whose logprobs to return; a missing logprob becomes NaN
     """
     logprob_of = {top.token_id: top.logprob for top in token.top_logprobs}
     others = {
@@ -164,8 +164,9 @@ def to_token_logprobs(token: ChosenToken, num_top: int, extra_ids: Sequence[int]
 def prompt_entries(
     ids: Sequence[int], logprobs: Sequence[dict[str, TokenChance] | None], at: str
 ) -> list[TokenLogprobs]:
-    """Return the engine's logprobs of a prompt, given the JSON that `prompt_token_logprobs` makes.
-    Raise InvalidRequest naming `at`, the path of `logprobs`, if they do not match the prompt."""
+    """Return the engine's logprobs of a prompt, from its second token on. `logprobs` is the JSON
+    that `prompt_token_logprobs` makes, and `at` is its path in the request. Raise InvalidRequest,
+    naming the path, if `logprobs` does not match the prompt."""
     if len(logprobs) != len(ids):
         raise InvalidRequest.at(
             at, f"must have one item per prompt token ({len(ids):,}); got {len(logprobs):,}"

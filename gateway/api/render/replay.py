@@ -86,7 +86,7 @@ class DerenderCase:
 
 
 def _response_id(generated_id: str, kind: str) -> str:
-    """Return the id of the API's response, which is part of the token endpoint's id."""
+    """Return the id of the API's response: the token endpoint's id with the prefix `kind`."""
     own = generated_id.removeprefix(GENERATE_PREFIX)
     return own if own.startswith(f"{kind}-") else f"{kind}-{own}"
 
@@ -104,8 +104,8 @@ def derendered(
     """Return the complete response as JSON. Raise InvalidRequest naming the field.
 
     responses      responses of the token endpoint, one per prompt
-    at             the path of each of them in the request
-    prompt_tokens  number of prompt tokens if the token ids are unknown, else None
+    at             the path of each response in the request
+    prompt_tokens  number of prompt tokens; None: count the token ids
     """
     request, model = case.request, case.model
     group = RecordedGroup(prompt_requests, prompt_tokens)
@@ -183,7 +183,8 @@ def derendered_chunk(
 ) -> tuple[Json | None, StreamState]:
     """Return (the API's chunk, the next state). The chunk is None if there is nothing to send yet.
 
-    is_first  only the first chunk needs the token ids of the prompt
+    prompt_request  its prompt token ids are needed for the first chunk only
+    is_first        whether `state` is new; if not, the client sent it and it may be forged
 
     Raises InvalidRequest, naming the field, if the chunk is invalid or does not fit the state.
     """
@@ -283,10 +284,10 @@ class _ChunkDerenderer:
         return choices[part.index]
 
     def _release(self, choice: Choice) -> None:
-        """Bound the number of tokens that wait for text that the parser holds back.
+        """Bound the number of tokens whose text the parser holds back.
 
-        If the request needs neither token ids nor logprobs, the waiting tokens are only counted.
-        Else they are sent before their text once there are more than MAX_WAITING_TOKENS.
+        If the request needs neither token ids nor logprobs, these tokens are only counted.
+        Otherwise they are sent before their text once there are more than MAX_WAITING_TOKENS.
         """
         parser = choice.parser
         assert isinstance(parser, ChoiceParser)

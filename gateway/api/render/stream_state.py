@@ -59,7 +59,7 @@ class StreamState(msgspec.Struct, frozen=True, array_like=True):
 
     #: The time at which the stream started.
     created: int
-    #: A text that replaces the prompt in `ModelOutputFormat.answer_start`.
+    #: Text to pass to `ModelOutputFormat.answer_start` instead of the prompt, which is not kept.
     ending: str
     #: Number of prompt tokens.
     prompt_tokens: int
@@ -138,7 +138,7 @@ def state_of(choice: Choice, offsets: tuple[DetokenizerState, int] | None) -> Ch
 
 
 def restore(choice: Choice, state: ChoiceState) -> None:
-    """Set the state of a choice. A forged state may raise any exception."""
+    """Set the state of a choice. A forged state may cause any exception."""
     factory: Any = choice.prompt_request.parser_factory
     choice.parser = factory.new(state.parser)
     choice.last_call, choice.called = state.last_call, list(state.called)

@@ -191,7 +191,7 @@ class ResponseEvents:
     def __init__(self, response: ResponseObject, *, seals: bool = False) -> None:
         #: The response without its output.
         self.response = response
-        #: Add the reasoning as `encrypted_content`, too.
+        #: Whether to also send the reasoning as `encrypted_content`.
         self.seals = seals
         #: The sequence number of the next event.
         self.next_number = 0
@@ -244,8 +244,8 @@ class ResponseEvents:
         incomplete: responses.IncompleteDetails | None = None,
         timings: Timings | UnsetType = UNSET,
     ) -> ResponseObject:
-        """Close the open item and return the final response. Write no last event: `last_frame`
-        makes it from the final response."""
+        """Close the open item and return the final response. The last event is not written here:
+        `last_frame` makes it from the final response."""
         whole = status == "completed" and not isinstance(self._open, _OpenCall)
         self._close("completed" if whole else "incomplete")
         return msgspec.structs.replace(

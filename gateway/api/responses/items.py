@@ -56,8 +56,8 @@ def item_id(kind: str, response_id: str, place: int, *, in_input: bool = False) 
 
 
 def response_of(item_id: str) -> str | None:
-    """Return the id of the response that has the item. Return None if this server did not assign
-    the item's id."""
+    """Return the id of the response that contains the item; None if this server did not assign the
+    item's id."""
     found = _OWN_ID.fullmatch(item_id)
     return RESPONSE_PREFIX + found[1] if found else None
 
@@ -92,7 +92,7 @@ def seal(reasoning: str) -> str:
 
 def reasoning_text(item: Mapping[str, Any], at: str) -> str:
     """Return the text of a reasoning item: its content, else its `encrypted_content`, else its
-    summary."""
+    summary. Raise InvalidRequest if this server did not write the `encrypted_content`."""
     if item.get("content"):
         return "".join(part["text"] for part in item["content"])
     sealed = item.get("encrypted_content")

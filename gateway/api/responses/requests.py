@@ -145,8 +145,8 @@ class ResponseTextOptions(msgspec.Struct, frozen=True):
 class ResponsesBody(FormFields, frozen=True, kw_only=True):
     """The body of POST /v1/responses.
 
-    previous_response_id  continue this response: prepend its input and output, and all items before
-                          these
+    previous_response_id  continue this response: prepend its input and output, and the items of all
+                          responses that it continues
     store                 store the response, so that it can be retrieved and continued
     background            return at once, and generate the response even if the client disconnects
     truncation            "auto" drops the oldest items if the prompt is too long
@@ -276,8 +276,8 @@ def _check_tools(body: ResponsesBody) -> None:
 
 
 def fields_without_effect(body: ResponsesBody, unknown: list[str]) -> list[str]:
-    """Return the fields that are set but have no effect: `unknown`, the unknown ones, and those
-    that are accepted only because some clients always send them."""
+    """Return the fields that are set but have no effect: the `unknown` fields, and fields that are
+    accepted only because some clients always send them."""
     names = list(unknown)
     if body.text is not None and body.text.verbosity is not None:
         names.append("text.verbosity")

@@ -222,8 +222,8 @@ class _Creation:
         return ResponseSink(group, events, frame_writer, logprobs, queued=queued)
 
     def _store(self, response: ResponseObject) -> ResponseObject:
-        """Store the final response if it has a record, and return the response to send: see
-        `StoreResponse`."""
+        """Store the final response if it has a record. Return the response to send, whose `store`
+        is false if it could not be stored."""
         persistence, record = self.service.persistence, self.record
         if persistence is None or record is None:
             return response
@@ -300,8 +300,9 @@ def delete(service: Service, context: RequestContext, response_id: str) -> Respo
     parameters=(ID,),
 )
 def cancel(service: Service, context: RequestContext, response_id: str) -> Response:
-    """Cancel a background response, whichever process runs it. Return it when it has ended; one
-    that had ended already is returned unchanged. Raise InvalidRequest for another response."""
+    """Cancel a background response, whichever process runs it. Wait until it has ended, and return
+    it. A response that has ended already is returned unchanged. Raise InvalidRequest if the
+    response does not run in the background."""
     persistence, record = _stored(service, context, response_id)
     if not body_of(record)["background"]:
         raise InvalidRequest(f"{response_id}: only a background response can be cancelled")
@@ -313,9 +314,9 @@ def cancel(service: Service, context: RequestContext, response_id: str) -> Respo
 
 
 def _await_end(persistence: Persistence, record: StoredRecord) -> StoredRecord:
-    """Wait until the stored response has ended, and return its record.
+    """Wait at most 2 * LEASE_S seconds for the stored response to end, and return its record.
 
-    The process that runs the response writes its end. If that process died, another process marks
+    The process that runs the response stores the end. If that process died, another process marks
     the response as interrupted.
     """
     until = time.monotonic() + 2 * LEASE_S
@@ -376,7 +377,8 @@ def _number(name: str, *, default: int, minimum: int, maximum: int) -> int:
 
 
 def page_of(items: Sequence[Item], limit: int, after: str | None) -> ItemList:
-    """Return a page of at most `limit` items, which starts after the item with the id `after`."""
+    """Return a page of at most `limit` items, starting after the item with the id `after`. Raise
+    InvalidRequest if there is no such item."""
     ids = [item["id"] for item in items]
     start = 0
     if after is not None:

@@ -67,8 +67,8 @@ class ResponsesTranslation(msgspec.Struct, frozen=True):
     paths: Mapping[str, str]
 
     def translate_errors(self) -> AbstractContextManager[None]:
-        """Return a context manager. In errors that are raised inside its block, it replaces field
-        paths of the chat request by those of the client's request."""
+        """Return a context manager that translates the field paths in errors raised inside its
+        block: from paths of the chat request to paths of the client's request."""
         return translate_errors(self.request_path)
 
     def translate_error(self, error: RequestError) -> RequestError:
@@ -137,7 +137,7 @@ def _tool_choice(choice: Any) -> Any:
 
 
 def _chosen(tool: Any) -> Any:
-    """Return a tool choice with its name in a nested `function`."""
+    """Return the chat's form of a chosen tool, with its name in a nested `function`."""
     if not isinstance(tool, Mapping):
         return tool
     return {"type": tool.get("type"), "function": {"name": tool.get("name")}}
@@ -289,7 +289,7 @@ class Rendered:
 
     @property
     def ignored(self) -> list[str]:
-        """The paths in the client's request of members that have no effect."""
+        """The members that have no effect, as paths in the client's request."""
         return [self.translation.request_path(path) for path in self.preparation.ignored]
 
     def prompt_request(self) -> PromptRequest:
@@ -309,7 +309,7 @@ def rendered(
     body: ResponsesBody, items: Sequence[PlacedItem], model: ServedModel, *, trusts_template: bool
 ) -> Rendered:
     """Translate and render a checked body. `items` include those of previous responses. With
-    truncation "auto", drop the oldest items that do not fit. Raise InvalidRequest, naming the
+    truncation "auto", drop the oldest items until the rest fits. Raise InvalidRequest, naming the
     field, if the conversation is invalid or cannot be rendered."""
 
     def render(items: Sequence[PlacedItem]) -> Rendered:
@@ -349,8 +349,8 @@ def render_fitting(
 ) -> T:
     """Return the rendering of as many of the latest items as fit.
 
-    If even the fewest items do not fit, return the rendering of these, or raise the ContextTooLong
-    of `render`.
+    If even the shortest conversation does not fit, return its rendering, or raise ContextTooLong if
+    `render` does.
     """
 
     def attempt(items: Sequence[PlacedItem]) -> T | None:
@@ -377,8 +377,8 @@ def possible_cuts(items: Sequence[PlacedItem]) -> list[int]:
     """Return the indexes of the items that the shortened conversation may start with, in order of
     preference.
 
-    First come the user's messages, without item 0. Then come the items after the last of them (or
-    after item 0), without outputs of functions, because their calls would be removed.
+    First come the user's messages, except item 0. Then come the items after the last user message
+    (or after item 0), except outputs of functions, because their calls would be dropped.
     """
     user_turns = [i for i, placed in enumerate(items) if _role(placed) == "user" and i]
     last = user_turns[-1] if user_turns else 0
@@ -387,8 +387,8 @@ def possible_cuts(items: Sequence[PlacedItem]) -> list[int]:
 
 
 def items_after(items: Sequence[PlacedItem], cut: int) -> list[PlacedItem]:
-    """Return the items from index `cut` on, and the system messages before `cut`. Outputs of
-    dropped calls are dropped."""
+    """Return the items from index `cut` on, and the system and developer messages before `cut`.
+    Outputs whose call is dropped are dropped too."""
     calls = {placed.item["call_id"] for placed in items[cut:] if _is(placed, "function_call")}
 
     def stays(place: int, placed: PlacedItem) -> bool:

@@ -176,8 +176,8 @@ def _with_reasoning_ended(start: AnswerStart, ended: bool | None) -> AnswerStart
 
 
 def _answer_start(body: GenerateBody, model: ServedModel, *, calls: bool) -> AnswerStart:
-    """Derive the state in which the answer starts from the end of the prompt. `calls` is whether
-    the answer may have tool calls."""
+    """Return the state in which the answer starts, which the end of the prompt shows. `calls` is
+    whether the answer may have tool calls."""
     parser_kwargs = body.reasoning_parser_kwargs
     given: Mapping[str, Any] = (parser_kwargs.chat_template_kwargs if parser_kwargs else None) or {}
     check_token_ids(body.token_ids, model.card.vocab_size, "token_ids")
@@ -186,8 +186,8 @@ def _answer_start(body: GenerateBody, model: ServedModel, *, calls: bool) -> Ans
 
 
 def _parsers(body: GenerateBody, model: ServedModel) -> OutputParserFactory:
-    """Return the parser factory. Stop strings apply to all text. If the prompt is a rendered chat
-    (`reasoning_parser_kwargs` is set), they apply to content only."""
+    """Return the parser factory. Stop strings apply to all text. But if the prompt is a rendered
+    chat (`reasoning_parser_kwargs` is set), they apply to content only, except in mode "text"."""
     sampling = body.sampling_params
     if body.output_mode != "text" and not sampling.stop_strings:
         return TokenPassthroughFactory(model.card.eos_token_ids)

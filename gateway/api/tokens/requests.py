@@ -52,7 +52,7 @@ class GenerateSampling(SamplingFields, frozen=True, kw_only=True):
     logprobs            include logprobs of each sampled token and of this many top tokens
     logprobs_of         the distribution of the logprobs: the model's, the one sampled from, or both
     prompt_logprobs     include logprobs of the prompt tokens, from the model's distribution
-    detokenize          false: produce no text; excludes stop strings and output_mode "text"
+    detokenize          false: produce no text; not with stop strings or output_mode "text"
     structured_outputs  constraint on the answer, as in a chat request
     thinking_token_budget   maximum number of reasoning tokens; -1: no limit
     skip_reading_prefix_cache   compute the whole prompt, even if it is cached

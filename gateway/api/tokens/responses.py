@@ -27,8 +27,8 @@ FinishReason = Literal["stop", "length", "abort"]
 
 
 class GenerateUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """Token counts. The prompt is counted once for all choices. A chunk of one choice has its
-    counts."""
+    """Token counts. The prompt is counted once for all choices. In a chunk of one choice, the
+    counts are those of the choice."""
 
     prompt_tokens: int
     total_tokens: int
@@ -91,8 +91,8 @@ class GenerateResponse(
 ):
     """A complete response in mode "tokens".
 
-    kv_transfer_params  after do_remote_decode: for the decode request to another server; null if
-                        no K/V is kept
+    kv_transfer_params  after do_remote_decode, the value to put into the decode request to another
+                        server; null if no K/V is kept
     """
 
     request_id: str

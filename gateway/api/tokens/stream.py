@@ -145,8 +145,8 @@ def chosen_token(entry: TokenLogprobs, extra_ids: Sequence[int]) -> ChosenToken:
 def _top(
     token_id: int, logprob: float, rank: int | None, drawn: Iterator[float] | None
 ) -> TopToken:
-    """Return one top token. Each call takes the next logprob of `drawn`, which are those in the
-    distribution sampled from; None: they were not requested."""
+    """Return one top token. Each call takes the next logprob from `drawn`, the logprobs in the
+    distribution sampled from; None if these were not requested."""
     other = json_logprob(next(drawn)) if drawn is not None else UNSET
     return TopToken(
         token_id=token_id, logprob=json_logprob(logprob), rank=rank, sampling_logprob=other
@@ -273,6 +273,6 @@ class GenerateStream:
         return sse.frame(encode(chunk))
 
     def _template(self, choice: Choice) -> list[bytes]:
-        """Return the frame of a chunk with nothing but token ids, cut where they are inserted."""
+        """Return the frame of a chunk with only token ids, cut where the ids are inserted."""
         part = self._envelope.part(choice, OutputDelta([], _HOLE))
         return self._frame([part]).rsplit(encode(_HOLE), 1)

@@ -69,7 +69,8 @@ def _string(text: str) -> bytes:
 
 
 def _value(value: Any) -> bytes:
-    """Return a value with its type before it. Objects become strings, and mixed lists too."""
+    """Encode a value as GGUF metadata: its type, then the value. Objects and None become the string
+    "{}". A list that is neither all int nor all float becomes an array of strings."""
     match value:
         case bool():
             return struct.pack("<IB", BOOL, value)

@@ -2,8 +2,8 @@
 `TimedPart`, which runs a clock.
 
 A part's time excludes the timed parts that it calls. A device with its own queue is synchronised at
-every change of part, so that its work counts for the part that queued it. That makes the step
-slower; `StepTiming.watched_s` is the slower time.
+every change of part, so that its work counts for the part that queued it. This slows the step down;
+`StepTiming.watched_s` is the time of the slower step.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class TimedPart:
 
 class WatchedModel(TimedPart):
     """Wrapper of a model of worker/models. The time of its forward pass counts for `other layers`,
-    of its logits for `head`, and the time after each of them for `sampling`."""
+    that of its logits for `head`, and the caller's time after either call for `sampling`."""
 
     def __init__(self, model: Any, clock: PartsClock) -> None:
         super().__init__(model, clock, "other layers", then="sampling")
@@ -86,9 +86,8 @@ class WatchedModel(TimedPart):
 
 @contextmanager
 def watched_linears(model: Any, clock: PartsClock) -> Iterator[None]:
-    """Add the time of calls of the layers' weights to the part `linears`, inside the `with` block.
-    The compiled call for the whole model is off meanwhile, because nothing can be timed within it;
-    the layers are computed one by one."""
+    """Inside the `with` block, count the time of the layers' linears for the part `linears`.
+    Meanwhile the compiled call for the whole model is off, because its parts cannot be timed."""
     replaced: list[tuple[Any, str, Any]] = [(model, "whole", model.whole)]
     model.whole = None
     for layer in model.weights.layers:

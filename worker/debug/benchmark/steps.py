@@ -140,8 +140,8 @@ class StepBenchmark:
         self._runner.step(self._plan(release=releases))
 
     def _init(self, slot: int, batch: int, known: int, context: int) -> SlotInit:
-        """Return a request whose blocks alternate with those of the others, as if all had grown
-        together."""
+        """Return a request whose blocks alternate with those of the other requests, as if all
+        requests had grown together."""
         columns = -(-(known + 1) // self._ready.block_tokens)
         num_blocks = columns * num_column_blocks(self._ready.kv_groups)
         return SlotInit(

@@ -182,14 +182,13 @@ class ModelFamily:
     #: Keys that this class does not read -> the value that has the same effect.
     ignored: Mapping[str, Any] = field(default_factory=dict)
     nullable: frozenset[str] = frozenset()
-    #: Keys with the only values that are supported.
+    #: Key -> the only values that are supported.
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     #: Another name of a key -> the key.
     aliases: Mapping[str, str] = field(default_factory=dict)
     #: Methods of `quantization_config` that only this family has.
     quantizations: frozenset[str] = frozenset()
-    #: Keys without which a config is refused, because the defaults mean a model that is not
-    #: supported.
+    #: Keys that a config must have, because their defaults are not supported -> a supported value.
     needed: Mapping[str, Any] = field(default_factory=dict)
 
     def spec(self, config: Mapping[str, Any], source: str = "config.json") -> ModelSpec:

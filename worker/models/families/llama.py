@@ -36,8 +36,8 @@ def read_granite_hybrid(config: ConfigFields) -> ModelSpec:
     """Return the model that a config of Granite 4 describes. Raises UnusableModel, naming the
     field, if some layers are state-space layers, if it has experts, or if layers have windows.
 
-    Without experts only the MLP remains that a mixture computes beside them for every token, so
-    `intermediate_size` is not read.
+    Without experts, a layer has only the shared MLP, so `shared_intermediate_size` is read instead
+    of `intermediate_size`.
     """
     if SLIDING in config.layer_types(lambda index: LINEAR):
         raise UnusableModel(
