@@ -1,7 +1,7 @@
 """Rebuilds a tokenizer.json from a GGUF file, and reads its templates and defaults. Needs no torch.
 
-Files of the llama architecture have one of two kinds of tokenizer. "gpt2" is byte-level BPE with
-explicit merges. "llama" is SentencePiece BPE with a score per piece and byte fallback.
+A file has one of two kinds of tokenizer. "gpt2" is byte-level BPE with explicit merges. "llama" is
+SentencePiece BPE with a score per piece and byte fallback.
 
 A GGUF file does not describe its pre-tokenizer, which splits the text before merging. It only names
 a family of tokenizers; `Family` describes the pre-tokenizer of each. The output is built as plain

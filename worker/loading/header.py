@@ -50,7 +50,7 @@ class ModelHeader:
     name: str
     tensors: ModelTensors
     files: SafetensorsFiles | GGUFFile
-    #: Hugging Face name of each tensor -> its number type, as the file format calls it.
+    #: Name of each tensor in the files -> its number type, as the file format calls it.
     kinds: dict[str, str]
     text: TextFacts
     #: The weight files, in a fixed order.

@@ -91,7 +91,8 @@ class SafetensorsWeights:
         return QuantizedMatrix(self._quantized[name], self._array)
 
     def _array(self, name: str) -> NDArray[Any]:
-        """Return a tensor of a quantised layer: floats as float32, but those of 8 bits as bytes."""
+        """Return a tensor of a quantised layer: int32 as uint32, float8_e4m3fn as its bytes, other
+        floats as float32."""
         tensor: Tensor = self._files[name].get_tensor(name)
         if tensor.dtype in BYTES:
             tensor = tensor.view(BYTES[tensor.dtype])

@@ -55,7 +55,8 @@ FLOAT8 = _float8()
 class QuantizedMatrix:
     """A quantised matrix [rows, columns], whose tensors the constructor reads.
 
-    read   returns the tensor of a name: int32 as uint32, float8 as bytes, other floats as float32
+    read   returns the tensor of a name: int32 as uint32, float8_e4m3fn as its bytes, other floats
+           as float32
     """
 
     def __init__(self, layer: QuantizedLayer, read: Callable[[str], NDArray[Any]]) -> None:
@@ -63,7 +64,7 @@ class QuantizedMatrix:
         self._codes = read(layer.codes)
         #: [rows, G], or [1, G] if all rows share them.
         self._scale = self._by_row(read(layer.scales))
-        #: The same; None if all are zero.
+        #: Zero points, [rows, G] or [1, G]; None if all are zero.
         self._zero = self._zeros(None if layer.zeros is None else read(layer.zeros))
         #: [C] the group of each column.
         self._group = self._groups(None if layer.order is None else read(layer.order))
@@ -154,7 +155,7 @@ class QuantizedMatrix:
         return np.ascontiguousarray(found, np.float32)
 
     def _zeros(self, stored: NDArray[Any] | None) -> Floats | None:
-        """Return the zero points of `_codes_of`, in the form of `_by_row`."""
+        """Return the zero points of `_codes_of`, [rows, G] or [1, G]; None if all are zero."""
         scheme, rows = self._layer.scheme, self._layer.rows
         bits, layout = scheme.bits, scheme.layout
         if stored is None:

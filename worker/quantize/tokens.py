@@ -103,7 +103,10 @@ def _tokens(tokenizer: Any, vocab_size: int, kind: str) -> tuple[list[str], list
 
 
 def _sentencepiece(tokenizer: Any, merges: list[list[str]], tokens: list[str]) -> Values:
-    """Return the scores: earlier merges are better. Other pieces are never merged."""
+    """Return the metadata of a SentencePiece tokenizer.
+
+    Pieces of earlier merges have higher scores. Pieces that no merge makes have the lowest score.
+    """
     rank: dict[str, int] = {}
     for left, right in merges:
         rank.setdefault(left + right, len(rank))

@@ -140,7 +140,8 @@ def _add(writer: GGUFWriter, name: str, value: Any) -> None:
 def _announce(
     writer: GGUFWriter, tensors: list[OutputTensor], kinds: Kinds, rope: RopeConfig | None
 ) -> int:
-    """Add the tensor table, and return the bytes of all tensors."""
+    """Add the tensor table, and return the bytes of `tensors`. The factors of the rotation are in
+    the table but not in the sum."""
     total = 0
     if rope is not None:
         values = _factors(rope)
@@ -173,7 +174,8 @@ def _check_room(folder: Path, needed: int) -> None:
 def _check_header(writer: GGUFWriter, path: Path, total: int, spec: ModelSpec) -> None:
     """Raise UnusableModel if our reader finds another model than `spec` in the header.
 
-    The file is made as long as it will be, without using disk space, because readers check that.
+    For the check, the file is made at least as long as it will be, because readers compare its
+    length with the tensor table. That uses no disk space, and is undone.
     """
     writer.flush()
     size = path.stat().st_size

@@ -178,7 +178,8 @@ class DiskTier:
     """Stores and loads the blocks of one layout, `payload_bytes` each. A block's `content` is its
     chained hash. Thread-safe.
 
-    Raises OSError if the directory is not private to this user, or cannot be created.
+    Raises OSError if the directory is not private to this user, or cannot be created, and
+    ValueError if `max_bytes` is less than one block.
     """
 
     def __init__(

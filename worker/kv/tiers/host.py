@@ -78,7 +78,8 @@ class HostMemory:
 class HostTier:
     """Index of `capacity` places, numbered from 0. Freed places are reused first, then places that
     were never used, then published ones. Thread-safe. Each method is O(1), or O(held) if the oldest
-    places are held. The constructor raises ValueError if `capacity` is below 1."""
+    places are held; `drain_changes` is O(changes). The constructor raises ValueError if `capacity`
+    is below 1."""
 
     def __init__(self, capacity: int) -> None:
         if capacity < 1:

@@ -66,8 +66,8 @@ class TierStore:
         reports: ReportQueue,
     ) -> Self | None:
         """Return the configured tiers, or None if none is configured. Raises OSError if the
-        directory cannot be used, and ValueError if the configured memory is less than a block or
-        more than is free."""
+        directory cannot be used, and ValueError if the configured memory or disk space is less than
+        a block, or the memory more than is free."""
         if not config.kv_host_gib and not config.kv_disk:
             return None
         host_bytes = int(config.kv_host_gib * GIB)

@@ -64,7 +64,7 @@ class Exports:
 
     def open(self, lease: bytes, reader: bytes, first: int, count: int) -> Ids | None:
         """Open `count` blocks of a lease for a new reader, from index `first`, and return their
-        ids; None if the lease has ended. Raises ValueError if the lease has fewer blocks."""
+        ids; None if the lease has ended. Raises ValueError if the lease has no such blocks."""
         with self._lock:
             if (found := self._leases.get(lease)) is None:
                 return None

@@ -1,6 +1,7 @@
 """Fetches blocks from other workers: one thread runs all transfers of this worker concurrently.
 
-Every fetch that is queued ends in exactly one report, once nothing writes into its blocks any more.
+Every queued fetch ends in exactly one report, once nothing writes into its blocks any more. Only
+`close` drops fetches without a report.
 The thread starts with the first fetch. A transfer is a socket, a mover, and the state machine of
 fetch_job.py.
 """

@@ -44,8 +44,8 @@ class KVTransferService:
     numerics   of the model's card; blocks that are stored on disk are found only with the same
     endpoint   goes into WorkerReady; its address is "" if this worker exports nothing
 
-    Raises NoNixl if NIXL is configured but not available, and zmq.ZMQError if the address cannot be
-    bound.
+    Raises NoNixl if NIXL is configured but not available, zmq.ZMQError if the address cannot be
+    bound, and OSError or ValueError if a configured tier cannot be used.
     """
 
     def __init__(
@@ -111,8 +111,11 @@ class KVTransferService:
         return self._reports.fd
 
     def apply(self, message: KVMessage) -> None:
-        """Apply a message of the engine, without waiting. Raises ValueError if the message names an
-        invalid lease, or needs tiers and there are none."""
+        """Apply a message of the engine, without waiting.
+
+        Raises ValueError if a KVExport names blocks that do not exist, or if a KVStore or KVUsed
+        arrives and this worker has no tiers. A fetch from a tier is reported as lost then.
+        """
         match message:
             case KVExport(lease=lease, blocks=blocks, readers=readers):
                 ids = integers(blocks.data)
