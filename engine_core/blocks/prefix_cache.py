@@ -188,7 +188,8 @@ class Prefixes:
         return published
 
     def _publish_window(self, request: Request, published: range) -> None:
-        """Publish the blocks of the layers with a window that the window has not passed."""
+        """Publish the blocks at the indexes `published` of the layers with a window, except blocks
+        that the window has passed."""
         for index in range(max(published.start, request.num_passed), published.stop):
             keys = window_keys(request.hashes[index], self._window_blocks)
             for key, table in zip(keys, request.window_tables, strict=True):

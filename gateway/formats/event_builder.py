@@ -266,8 +266,9 @@ class EventBuilder:
         self.abandon_call()
 
     def abandon_call(self) -> None:
-        """Close the open call, if there is one, without emitting an event. Used alone, this means
-        that the call was cut off."""
+        """Close the open call, if there is one, without emitting an event. `end_call` emits
+        `ToolCallEnd` and then calls this. A call that is closed without `end_call` counts as cut
+        off."""
         self.s.open, self.s.arguments = False, object_scan()
 
 

@@ -203,7 +203,8 @@ def kinds_in(path: Path) -> str:
 def measured(
     model: Path, texts: Sequence[str], forms: Sequence[Form], llama_cpp: str = ""
 ) -> Iterator[tuple[str, list[float]]]:
-    """Yield (name of the form, logprobs). The exact form comes first."""
+    """Yield (name, logprobs) for each of `forms`, in their order, and then for llama.cpp if
+    `llama_cpp` is set. `print_table` compares all others with the first."""
     pieces: list[list[int]] = []
     for form in forms:
         loaded = form.load(model)

@@ -99,7 +99,8 @@ def default_model_files(folder: Path) -> Iterator[WrittenFile]:
 
 
 def computed_here(file: WrittenFile) -> tuple[Tensor, list[int]]:
-    """Return our logits [tokens, V], and the likeliest tokens after them."""
+    """Return our logits [tokens, V] of the file's tokens, and the `file.generate` tokens that
+    greedy decoding generates after those tokens."""
     tokens = list(file.tokens)
     stepper = EagerStepper(load(file.path), [tokens + [0] * file.generate])
     logits = stepper.step(len(tokens))[0]

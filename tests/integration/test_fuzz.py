@@ -1,4 +1,5 @@
-"""A short run of the fuzz targets: every ZeroMQ socket and every POST route.
+"""A short run of the fuzz targets: every POST route, and every ZeroMQ socket except those in
+ELSEWHERE.
 
 The full run is `python -m tests.torture.fuzz --frames 1000000 --bodies 100000`.
 """

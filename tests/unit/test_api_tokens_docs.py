@@ -1,4 +1,5 @@
-"""docs/api-tokens.md names every field. tests/e2e/test_docs_blocks.py runs its examples."""
+"""docs/api-tokens.md lists every field of a generate request, except top-level fields that are
+refused. tests/e2e/test_docs_blocks.py runs its examples."""
 
 from __future__ import annotations
 

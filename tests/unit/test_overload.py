@@ -258,8 +258,9 @@ def test_flat_step_costs_keep_steps_whole_and_ttft_bounded() -> None:
 def test_the_shared_prefill_budget_follows_from_the_step_costs(
     full: int, costs: list[tuple[int, float]], part: int
 ) -> None:
-    """In the last case but one, steps of 16 tokens are too long for a prompt of 8. But in steps of
-    16 or 32 tokens, each token costs more than twice as much as in a full step."""
+    """In the second-to-last case, a step of 16 tokens takes more than twice as long as one of 8, so
+    only steps of up to 8 tokens are short enough. But in steps of 8, 16 or 32 tokens, each token
+    costs more than twice as much as in a full step. So the budget is 64."""
     assert prefill_budget_when_shared(full, StepCosts(costs) if costs else None) == part
 
 

@@ -34,7 +34,9 @@ Serve = Callable[..., RunningServer]
 
 @pytest.fixture
 def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
-    """Hold a run directory as a server does, under a temporary folder of this test's own."""
+    """Return a function that holds the run directory of a port, as a server does, and returns the
+    `RunningServer`. The directories are in the test's temporary folder, and are released at the end
+    of the test."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     locks = []
 

@@ -288,8 +288,14 @@ def gemma3(metadata: Metadata) -> Config:
 
 
 def _gemma_scale(metadata: Metadata, *, largest: int) -> float:
-    """Return the number whose root divides the scores. The largest model of a family has its own
-    number, and GGUF files show only by the number of layers that a model is the largest."""
+    """Return `query_pre_attn_scalar`. Attention scores are divided by its square root.
+
+    It is the head dimension, except in the largest model of a family, where it is embedding_length
+    divided by the number of heads. A GGUF file does not store it, so the largest model is
+    recognised by its number of layers.
+
+    largest   number of layers of the family's largest model
+    """
     if metadata.num_layers == largest:
         return metadata.integer("embedding_length") // max(metadata.num_heads, 1)
     return metadata.head_dim
