@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import re
+import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Iterator
 from functools import cache
+from mmap import mmap
 from typing import Any, TypeVar
 
 import gevent
@@ -48,8 +50,11 @@ NUM_LARGE = 4
 WAIT_S = 20
 """Longest time for which a large body waits until others have been decoded."""
 PAUSE_S = 0.001
-"""Pause before and after decoding a large body, in which other greenlets run."""
-_PIECE_BYTES = 1 << 16
+"""Pause before decoding a large body, in which other greenlets run."""
+MAX_SEARCHED_BYTES = 1 << 20
+"""In a longer body, the path of an invalid number is not searched, because each level of the search
+reads the body again."""
+_PIECE_BYTES = 1 << 14
 
 T = TypeVar("T")
 K = TypeVar("K", int, str)
@@ -164,37 +169,47 @@ class BodyReader:
                 raise InvalidRequest("the body's chunked transfer coding is malformed") from None
             if len(data) > SMALL_BYTES:
                 held.enter_context(self._decoding)
-                gevent.sleep(PAUSE_S)
-            fields = decode_json(data)
-            if len(data) > SMALL_BYTES:
-                gevent.sleep(PAUSE_S)
+                fields = _decode_large(data)
+            else:
+                fields = decode_json(data)
             yield fields
 
-    def _receive(self, request: Request, bounds: JsonBounds, held: contextlib.ExitStack) -> bytes:
-        """Return the bytes of the body. Add the release of their reserved memory to `held`."""
+    def _receive(
+        self, request: Request, bounds: JsonBounds, held: contextlib.ExitStack
+    ) -> bytes | memoryview:
+        """Return the bytes of the body. Add the release of their memory to `held`."""
         length = request.content_length
         too_large = RequestEntityTooLarge(f"the body is larger than {self._max_bytes:,} bytes")
         if length is not None and length > self._max_bytes:
             raise too_large
         counter = JsonCounter(bounds)
         pieces: list[bytes] = []
-        num_bytes = num_held = 0
+        large: mmap | None = None
+        num_bytes = 0
         while piece := request.stream.read(_PIECE_BYTES):
-            pieces.append(piece)
             num_bytes += len(piece)
             if num_bytes > self._max_bytes:
                 raise too_large
-            if excess := counter.push(piece):
-                raise too_much(b"".join(pieces), excess)
-            if num_bytes > SMALL_BYTES:
-                if not num_held:
-                    num_held = self._max_bytes if length is None else length
-                    self._memory.acquire(num_held, WAIT_S)
-                    held.callback(self._memory.release, num_held)
+            pieces.append(piece)
+            excess = counter.push(piece)
+            if large is None and num_bytes > SMALL_BYTES:
+                num_held = self._max_bytes if length is None else length
+                self._memory.acquire(num_held, WAIT_S)
+                held.callback(self._memory.release, num_held)
+                large = held.enter_context(mmap(-1, num_held))
+            if large is not None:
+                large.write(b"".join(pieces))
+                pieces.clear()
+            if excess:
+                so_far = large[:num_bytes] if large is not None else b"".join(pieces)
+                raise too_much(so_far, excess)
+            if large is not None:
                 gevent.sleep(0)  # reading from a socket that has data does not switch greenlets
         if length is not None and num_bytes < length:  # gunicorn does not report this
             raise ClientDisconnected
-        return b"".join(pieces)
+        if large is None:
+            return b"".join(pieces)
+        return held.enter_context(memoryview(large)[:num_bytes])
 
 
 def _check_type(request: Request) -> None:
@@ -207,17 +222,28 @@ def _check_type(request: Request) -> None:
         raise UnsupportedMediaType(f"the body must be application/json, not {request.mimetype}")
 
 
-def decode_json(data: bytes) -> Any:
+def _decode_large(data: bytes | memoryview) -> Any:
+    """Decode a large body, and then pause for as long as that took. While large bodies are decoded
+    one after the other, other greenlets so have at least half of the time."""
+    gevent.sleep(PAUSE_S)
+    started_at = time.perf_counter()
+    try:
+        return decode_json(data)
+    finally:
+        gevent.sleep(time.perf_counter() - started_at)
+
+
+def decode_json(data: bytes | memoryview) -> Any:
     """Return the value of a JSON text. Raises InvalidRequest if the text is malformed, nested too
     deeply or contains a number that is too large. The error's `param` is then the path of that
-    number."""
+    number, unless the text is longer than MAX_SEARCHED_BYTES."""
     try:
         return msgspec.json.decode(data)
     except RecursionError:
         raise InvalidRequest("the body is nested too deeply") from None
     except msgspec.ValidationError as error:
         message = _WHERE.sub("", str(error))
-        path = _invalid_number(data)
+        path = _invalid_number(bytes(data)) if len(data) <= MAX_SEARCHED_BYTES else None
         raise InvalidRequest(f"{path}: {message}" if path else message, param=path) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from None

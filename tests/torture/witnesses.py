@@ -2,31 +2,28 @@
 /livez takes, and how much the server's processes grow.
 
 The attacker runs in a process of its own, so that its threads take no time from the clients here.
+So does the client of /livez (livez_probe.py).
 """
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Self
-
-import requests
+from urllib.parse import urlsplit
 
 from tests.support.processes import ROOT
 from tests.support.waiting import eventually
+from tests.torture import livez_probe
 from tests.torture.observers import TortureClient
 
 LIVEZ_MS = 100.0
 """The most that /livez may take, not counting the wait for a processor."""
-PROBE_EVERY_S = 0.01
 ATTACK_TIMEOUT_S, STREAM_TIMEOUT_S, SHRINK_TIMEOUT_S = 360.0, 90.0, 20.0
 FINISHED = "finished"
 
@@ -93,19 +90,19 @@ class Witnesses:
         flat_mib: int,
     ) -> None:
         self._url = url
-        self._gateway_pid = gateway_pid
+        self._probe = ProbeProcess(url, gateway_pid)
         self._sizes = sizes
         self._start_stream = start_stream
         self._num_streams = num_streams
         self._witnessed = Witnessed(flat_mib)
         self._is_over = threading.Event()
-        self._pool = ThreadPoolExecutor(1 + num_streams)
+        self._pool = ThreadPoolExecutor(num_streams)
         self._running: list[Future[None]] = []
 
     def __enter__(self) -> Witnessed:
         self._witnessed.before = self._sizes()
-        jobs = [self._probe, *[self._stream] * self._num_streams]
-        self._running = [self._pool.submit(job) for job in jobs]
+        self._probe.start()
+        self._running = [self._pool.submit(self._stream) for _ in range(self._num_streams)]
         return self._witnessed
 
     def __exit__(self, *exception: object) -> None:
@@ -113,22 +110,9 @@ class Witnesses:
         self._pool.shutdown()
         for job in self._running:
             job.result()
+        self._witnessed.livez_ms = self._probe.stop()
         eventually(self._is_flat, within_s=SHRINK_TIMEOUT_S)
         self._witnessed.after = self._sizes()
-
-    def _probe(self) -> None:
-        with requests.Session() as session:
-            while not self._is_over.wait(PROBE_EVERY_S):
-                started_at, waited_s = time.perf_counter(), self._waited_s()
-                session.get(self._url + "/livez", timeout=60)
-                took_s = time.perf_counter() - started_at - (self._waited_s() - waited_s)
-                self._witnessed.livez_ms = max(self._witnessed.livez_ms, took_s * 1000)
-
-    def _waited_s(self) -> float:
-        """Return how long the gateway and this thread were ready to run without a processor."""
-        threads = (self._gateway_pid, self._gateway_pid), (os.getpid(), threading.get_native_id())
-        files = [Path(f"/proc/{pid}/task/{thread}/schedstat") for pid, thread in threads]
-        return sum(int(file.read_text().split()[1]) for file in files if file.exists()) / 1e9
 
     def _stream(self) -> None:
         while True:
@@ -144,6 +128,35 @@ class Witnesses:
         return all(
             size - before[name] <= self._witnessed.flat_mib for name, size in self._sizes().items()
         )
+
+
+class ProbeProcess:
+    """The process that requests /livez of the server at `url` all the time."""
+
+    def __init__(self, url: str, gateway_pid: int) -> None:
+        self._arguments = (urlsplit(url).netloc, str(gateway_pid))
+        self._process: subprocess.Popen[str] | None = None
+
+    def start(self) -> None:
+        """Start the process, and wait for the response to its first request."""
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", livez_probe.__name__, *self._arguments],
+            cwd=ROOT,
+            env={"PYTHONPATH": str(ROOT)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._process.stdout is not None
+        ready = self._process.stdout.readline().strip()
+        assert ready == livez_probe.READY, "the first request of /livez failed"
+
+    def stop(self) -> float:
+        """Stop the process, and return the longest time of a request in milliseconds."""
+        assert self._process is not None, "not started"
+        printed, _ = self._process.communicate(timeout=livez_probe.REQUEST_TIMEOUT_S)
+        assert not self._process.returncode, "a request of /livez failed"
+        return float(printed)
 
 
 @dataclass(frozen=True, slots=True)

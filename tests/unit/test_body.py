@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 from itertools import product
 
@@ -17,7 +18,9 @@ from gateway.api.anthropic.requests import MessagesBody
 from gateway.api.openai.requests import ChatBody, CompletionBody
 from gateway.api.responses.requests import ResponsesBody
 from gateway.api.tokens.requests import GenerateBody
+from gateway.http import body
 from gateway.http.body import (
+    MAX_SEARCHED_BYTES,
     SMALL_BYTES,
     BodyMemory,
     BodyReader,
@@ -170,6 +173,41 @@ def test_a_large_body_counts_no_more_when_it_is_decoded() -> None:
         assert bodies.parse(a_request(data), BodySchema).name == "x" * SMALL_BYTES
     with pytest.raises(InvalidRequest):
         bodies.parse(a_request(data[:-1]), BodySchema)
+
+
+@pytest.mark.parametrize("has_length", [True, False])
+@pytest.mark.parametrize("num_bytes", [SMALL_BYTES - 1, SMALL_BYTES, SMALL_BYTES + 1, 5_000_001])
+def test_every_byte_of_a_large_body_arrives_in_its_place(num_bytes: int, has_length: bool) -> None:
+    text = "".join(map(str, range(num_bytes)))[: num_bytes - 2]
+    request = a_request(f'"{text}"'.encode())
+    if not has_length:
+        del request.environ["CONTENT_LENGTH"]
+        request.environ["wsgi.input_terminated"] = True
+    assert read(request) == text
+
+
+@pytest.mark.parametrize("tail", [b'"}', b'", 1e999}', b'"'], ids=["valid", "too large", "cut off"])
+def test_other_greenlets_run_after_a_large_body_is_decoded(
+    tail: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+
+    def decode(data: bytes | memoryview) -> object:
+        gevent.spawn(order.append, "another greenlet")
+        return decode_json(data)
+
+    monkeypatch.setattr(body, "decode_json", decode)
+    with contextlib.suppress(InvalidRequest):
+        read(a_request(b'{"name": "' + b"x" * SMALL_BYTES + tail))
+    order.append("the request")
+    assert order == ["another greenlet", "the request"]
+
+
+def test_an_invalid_number_in_a_huge_body_is_refused_without_its_path() -> None:
+    data = b'{"text": "' + b"x" * MAX_SEARCHED_BYTES + b'", "n": 1e999}'
+    with pytest.raises(InvalidRequest, match="out of range") as error:
+        read(a_request(data))
+    assert error.value.param is None
 
 
 @pytest.mark.parametrize(
