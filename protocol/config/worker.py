@@ -58,7 +58,11 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
     ] = 0
     kernels: Annotated[
         KernelSet,
-        about("CPU kernels, by instruction set, or torch's; auto: the best that this CPU supports"),
+        about(
+            "CPU kernels, by instruction set, or torch's; auto: the best set that this CPU "
+            "supports, or avx512 if a measurement at the first start shows that it is faster than "
+            "avx512bf16"
+        ),
     ] = "auto"
     weights: Annotated[
         WeightForm,
@@ -87,7 +91,11 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
     ] = "auto"
     measurements: Annotated[
         str,
-        about("directory that stores measured speeds; empty: measure at every start", wiring=True),
+        about(
+            "directory that stores measured speeds; empty: measure at every start, and do not "
+            "choose kernels by their speed",
+            wiring=True,
+        ),
     ] = ""
     max_slots: Annotated[int, about("most requests computed at the same time", ge=1, le=4096)] = 64
     max_len: Annotated[

@@ -222,7 +222,9 @@ def test_measurements_are_read_from_the_cache(tmp_path: Path) -> None:
     assert (first.calls > 0, again.calls, elsewhere.calls > 0) == (True, 0, True)
 
 
-@pytest.mark.parametrize("content", [b"", b"{}", b'{"of":["this machine"],"table":[]}', b"\xff"])
+@pytest.mark.parametrize(
+    "content", [b"", b"{}", b'{"of":["linears of a step","this machine"],"value":[]}', b"\xff"]
+)
 def test_a_damaged_file_is_measured_anew_and_written_again(tmp_path: Path, content: bytes) -> None:
     times = measured(CountedLinear(), tmp_path)
     (file,) = tmp_path.iterdir()

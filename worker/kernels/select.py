@@ -1,4 +1,5 @@
-"""Chooses the kernels: those compiled for the processor's best instruction set, or torch's.
+"""Chooses the kernels: those compiled for the processor's best or fastest instruction set, or
+torch's.
 
 attention/select.py then chooses the attention backend that belongs to the kernels.
 """
@@ -6,12 +7,13 @@ attention/select.py then chooses the attention backend that belongs to the kerne
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 
 import torch
 
 from protocol.config.worker import KernelSet
 from worker.kernels.base import Kernels
-from worker.kernels.library import NoKernels, load, runnable
+from worker.kernels.library import NoKernels, is_compiled, load, runnable
 from worker.kernels.native import NativeKernels
 from worker.kernels.reference import TorchKernels
 from worker.kernels.sets import INSTRUCTION_SETS
@@ -19,28 +21,43 @@ from worker.loading.errors import UnusableModel
 
 log = logging.getLogger(__name__)
 
+RIVALS = {"avx512bf16": "avx512"}
+"""Instruction set -> another that is faster on some processors."""
+ChooseKernels = Callable[[Sequence[NativeKernels]], NativeKernels]
+"""Returns one of several kernels, the first of which are those of the best instruction set."""
+
 
 def select_kernels(
-    wanted: KernelSet, device: torch.device, *, cpu_flags: frozenset[str]
+    wanted: KernelSet,
+    device: torch.device,
+    *,
+    cpu_flags: frozenset[str],
+    choose: ChooseKernels | None = None,
 ) -> Kernels:
     """Return the kernels that the option `wanted` selects.
 
     - "torch", or a device other than the CPU: torch's kernels.
-    - "auto": the compiled kernels of the best instruction set; torch's if none can be loaded.
+    - "auto": the compiled kernels of the best instruction set; torch's if none can be loaded. If
+      the set has a rival (RIVALS) that is compiled, `choose` decides between them.
     - The name of an instruction set: its kernels. Raises UnusableModel if the processor cannot run
       them, or if they are not compiled.
 
     cpu_flags   the processor's features, from `cpuinfo.cpu_flags`
+    choose      None: the best instruction set
     """
     if wanted == "torch" or device.type != "cpu":
         return TorchKernels()
     sets = runnable(cpu_flags)
     if wanted == "auto":
         try:
-            return NativeKernels(*load(sets))
+            best = NativeKernels(*load(sets))
         except NoKernels as error:
             log.warning("serving with torch's kernels, which are several times slower: %s", error)
             return TorchKernels()
+        rivals = [each for each in sets if each.name == RIVALS.get(best.name)]
+        if choose is None or not is_compiled(rivals):
+            return best
+        return choose([best, NativeKernels(*load(rivals))])
     if wanted not in (each.name for each in sets):
         raise UnusableModel(f"this processor cannot run kernels {wanted!r}")
     try:

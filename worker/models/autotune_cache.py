@@ -1,8 +1,7 @@
 """Measures the linears of one layer with packed and with dense weights, and caches the times.
 
 A server measures for a few tenths of a second at its first start, and reads the times from a file
-at later starts. The file's name is a hash of everything that the times depend on. A file that
-cannot be read or does not belong to this model is replaced.
+at later starts (measurements.py).
 
 Times are CPU times of all threads. Wall-clock times can be a hundred times too large if other
 processes use the cores.
@@ -10,22 +9,16 @@ processes use the cores.
 
 from __future__ import annotations
 
-import hashlib
-import logging
-import os
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import perf_counter, process_time
 
-import msgspec
 import torch
 from torch import Tensor
 
 from worker.layers.linear import Linear
+from worker.measurements import stored_or_measured
 from worker.models.autotune import RowTime
-
-log = logging.getLogger(__name__)
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 LEAST_TURNS, MOST_TURNS = 2, 5
@@ -38,13 +31,6 @@ COLD_BYTES = 1 << 26
 """Bytes of other data that are written before such a measurement, to evict the weights."""
 
 
-class KeptTimes(msgspec.Struct, frozen=True):
-    """Content of a file of measurements. `of` lists everything that the times depend on."""
-
-    of: list[str]
-    table: list[RowTime]
-
-
 def row_times(
     of: Sequence[str],
     packed: Sequence[Linear],
@@ -55,20 +41,20 @@ def row_times(
     """Return the times of a layer's linears for each number of rows in ROWS. They are read from the
     cache; if it has no valid file, they are measured and the file is written.
 
-    of           everything that the times depend on; its hash is the file's name
+    of           everything that the times depend on
     packed       the layer's linears with packed weights
     read_dense   returns the same linears with dense weights; called only to measure. None: only
                  packed weights are measured
     inputs       [max(ROWS), in] for each linear
     folder       directory of the files; None disables the cache
     """
-    path = None if folder is None else folder / f"{_digest(of)}.json"
-    if path is not None and (table := _read(path, of)) is not None:
-        return table
-    table = measure(packed, read_dense() if read_dense is not None else None, inputs)
-    if path is not None:
-        _write(path, KeptTimes(list(of), table))
-    return table
+    return stored_or_measured(
+        folder,
+        ["linears of a step", *of],
+        list[RowTime],
+        lambda: measure(packed, read_dense() if read_dense is not None else None, inputs),
+        lambda table: tuple(time.rows for time in table) == ROWS,
+    )
 
 
 @torch.inference_mode()
@@ -106,31 +92,3 @@ def _seconds(linears: Sequence[Linear], inputs: Sequence[Tensor], cold: Tensor) 
     for linear, x in zip(linears, inputs, strict=True):
         linear(x)
     return (process_time() - started) / torch.get_num_threads()
-
-
-def _digest(of: Sequence[str]) -> str:
-    return hashlib.sha256("\n".join(of).encode()).hexdigest()[:32]
-
-
-def _read(path: Path, of: Sequence[str]) -> list[RowTime] | None:
-    try:
-        kept = msgspec.json.decode(path.read_bytes(), type=KeptTimes)
-    except FileNotFoundError:
-        return None
-    except (OSError, msgspec.DecodeError) as error:  # a ValidationError is a DecodeError
-        log.warning("cannot read %s, so the weights are measured again: %s", path, error)
-        return None
-    is_whole = tuple(time.rows for time in kept.table) == ROWS
-    return kept.table if kept.of == list(of) and is_whole else None
-
-
-def _write(path: Path, kept: KeptTimes) -> None:
-    """Replace the file atomically, because several workers may start at once."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(dir=path.parent)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(msgspec.json.encode(kept))
-        os.replace(name, path)
-    except OSError as error:
-        log.warning("cannot save the measured times: %s", error)

@@ -25,7 +25,8 @@ from worker.attention.select import select_attention
 from worker.draft.model import DraftModel
 from worker.kernels import cpuinfo
 from worker.kernels.base import Kernels
-from worker.kernels.select import select_kernels
+from worker.kernels.fastest import fastest
+from worker.kernels.select import ChooseKernels, select_kernels
 from worker.kv.cache import KVCache, block_bytes, layer_places
 from worker.kv.transfer.shared_memory import SharedMemory
 from worker.loading.errors import UnusableModel
@@ -63,7 +64,8 @@ def assemble(
     device = devices.choose_device(config.device)
     cpu_flags = cpuinfo.cpu_flags()
     dtype = devices.choose_dtype(config.dtype, device, cpu_flags=cpu_flags)
-    kernels = select_kernels(config.kernels, device, cpu_flags=cpu_flags)
+    choose = _chooser(config, dtype)
+    kernels = select_kernels(config.kernels, device, cpu_flags=cpu_flags, choose=choose)
     loaded, draft = _load(config, timing, dtype, device, kernels, on_tokenizer)
     with timing("reserve memory"):
         models = [loaded] if draft is None else [loaded, draft]
@@ -133,6 +135,21 @@ def assemble(
     )
     kind = _runner_class(config)
     return kind(loaded.model, slots, caches[0], attention, draft_model=draft_model), ready
+
+
+def _chooser(config: WorkerConfig, dtype: torch.dtype) -> ChooseKernels | None:
+    """Return the function that chooses the fastest instruction set. Return None if the best is not
+    slower for this dtype, or if the choice could not be stored: it must not change between starts,
+    because bits depend on it."""
+    if dtype != torch.bfloat16 or not config.measurements:
+        return None
+    return partial(
+        fastest,
+        dtype=dtype,
+        rounds_inputs=config.activations == "int8",
+        processor=machine.cpu_name(),
+        folder=Path(config.measurements),
+    )
 
 
 def _with_recommended_sampling(card: ModelCard, config: WorkerConfig) -> ModelCard:
